@@ -47,7 +47,7 @@ SUITES: dict[str, Suite] = {
 
 
 def _spark(smoke: bool) -> Iterator[Result]:
-    # Only whoever measures Spark needs it installed.
+    # Spark has to be installed for this suite only.
     from benchmarks import spark_scan
 
     return spark_scan.results(smoke)
@@ -83,8 +83,8 @@ def _scale(smoke: bool) -> throughput.Scale:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("suites", nargs="*", help=f"any of {', '.join(SUITES)}; all without")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: shows that it works, proves nothing")
+    parser.add_argument("suites", nargs="*", help=f"any of {', '.join(SUITES)}; default: all")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: shows that they run, measures nothing")
     parser.add_argument("--json", type=Path, default=RESULTS / "core.json")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.suites if name not in SUITES]

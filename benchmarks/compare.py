@@ -1,7 +1,7 @@
-"""`python -m benchmarks.compare REVISION`: CPU a message of this Plait against that of an earlier commit, interleaved.
+"""`python -m benchmarks.compare REVISION`: CPU per message of this Plait and of an earlier commit, interleaved.
 
-Both run the same work as real processes on the same machine, turn by turn. CPU of client and server together is what
-counts: it is disturbed less than time.
+Both run the same work as real processes on the same machine, in turns. The figure is the CPU time of client and server
+together, which other load disturbs less than elapsed time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.result import Result, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = Path(__file__).resolve().parent / "compare_work.py"
-#: What is done, how many messages at a time, and whether they have to be there already.
+#: Workload → messages per round, and whether they have to be stored before.
 WORKLOADS = {
     "send_many": (500_000, False),
     "post_keyed": (200_000, False),
@@ -35,7 +35,7 @@ BAR = 1.03
 
 @contextmanager
 def checkout(revision: str) -> Iterator[Path]:
-    """The files of a commit, for as long as they are needed."""
+    """The files of a commit in a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="plait-before-") as directory:
         archive = subprocess.run(["git", "archive", revision, "plait"], cwd=ROOT, capture_output=True, check=True)
         subprocess.run(["tar", "-x", "-C", directory], input=archive.stdout, check=True)
@@ -43,14 +43,14 @@ def checkout(revision: str) -> Iterator[Path]:
 
 
 class Side:
-    """One Plait with its server."""
+    """One version of Plait with its server."""
 
     def __init__(self, tree: Path, stack: ExitStack) -> None:
         self._environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
         self._server = stack.enter_context(PlaitServer(environment=self._environment))
 
     def cost(self, work: str, subject: str, count: int) -> float:
-        """Microseconds of CPU a message, client and server together."""
+        """Microseconds of CPU per message, client and server together."""
         before = self._server.cpu_seconds()
         done = subprocess.run(
             [sys.executable, str(WORK), work, self._server.address, subject, str(count)],
@@ -66,9 +66,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument("revision", help="the commit to compare with")
     parser.add_argument("--rounds", type=int, default=17)
-    parser.add_argument("--share", type=float, default=1.0, help="share of the messages: less is quicker and noisier")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the messages: less is faster and noisier")
     parser.add_argument("--only", choices=WORKLOADS, nargs="+", default=list(WORKLOADS), help="some of the workloads")
-    parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     results: list[Result] = []
     with ExitStack() as stack:
@@ -85,7 +85,7 @@ def main() -> int:
                     if waiting:
                         side.cost("send_many", subject, count)
                     costs[side] = side.cost(work, subject, count)
-                # The first round finds everything cold.
+                # The first round runs with cold caches.
                 if number:
                     ratios.append(costs[now] / costs[then])
             ratio = statistics.median(ratios)

@@ -1,6 +1,6 @@
-"""One workload of ``benchmarks.compare``, run with whichever Plait is first on the path; prints its CPU seconds.
+"""One workload of ``benchmarks.compare``, run with the Plait that is first on the path; prints its CPU seconds.
 
-Imports nothing of the benchmarks: the Plait it measures may be an older one.
+It imports nothing of the benchmarks, because the measured Plait may be an older one.
 """
 
 from __future__ import annotations

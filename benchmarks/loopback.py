@@ -1,4 +1,4 @@
-"""What the machine itself can do: bytes over loopback, and a bare asyncio round trip."""
+"""The limits of the machine: bytes per second over loopback, and a bare asyncio round trip."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Caller(asyncio.Protocol):
 
 
 def asyncio_round_trip_seconds(count: int, size: int, pause_seconds: float, *, quick: bool = False) -> float:
-    """Median of one message there and back between two processes, each on asyncio's own loop or (quick) on uvloop."""
+    """Median round trip of one message between two processes, on asyncio's own loop or (quick) on uvloop."""
     gate, far = _context.Pipe()
     process = _context.Process(target=_echo_server, args=(far, quick), daemon=True)
     process.start()
@@ -93,7 +93,7 @@ def asyncio_round_trip_seconds(count: int, size: int, pause_seconds: float, *, q
             await caller.answered
             times.append(time.perf_counter() - started)
             caller.answered = loop.create_future()
-            time.sleep(pause_seconds)  # noqa: ASYNC251  the same pause as between the messages it is compared with
+            time.sleep(pause_seconds)  # noqa: ASYNC251  the same pause as in the measurement that this is compared with
         transport.close()
         return times
 

@@ -1,8 +1,8 @@
-"""Memory that is really there before the clock runs.
+"""Back memory with host pages before a measurement.
 
-A virtual machine gets its memory from the host at the first touch, page by page, and on some hosts gives freed pages
-back at once: what is then measured is the host's page faults, at a fraction of the speed of anything here. Touching
-as much as a measurement is about to use, and freeing it, leaves pages that are backed for everybody in it.
+A virtual machine gets memory from its host page by page, at the first touch, and some hosts take freed pages back at
+once. A benchmark would then measure the page faults of the host, which are far slower than anything measured here.
+Touching as much memory as a measurement needs, and freeing it, leaves backed pages for every process in the machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import mmap
 import psutil
 
 PAGE_SIZE = 4096
-#: Never more than this share of what is available.
+#: At most this share of the available memory.
 SHARE_MAX = 0.5
 
 

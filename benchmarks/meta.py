@@ -1,10 +1,10 @@
-"""What the meta server takes to give a thousand groups new shares, and what heartbeats wait for meanwhile.
+"""How long the meta server takes to give a thousand groups new shares, and how long heartbeats wait meanwhile.
 
-A real server in a process of its own. Heartbeats come at a steady rate, whether those before were answered or not.
-Of every group one member leaves; one other member of each waits for what is new, as users' clients do. A wait counts
-from when the heartbeat was sent, whatever became of those before. Beside it stand the same from when it was due, which
-has the pauses of the measuring process in it (it shares two cores with the server), how late that was, and what
-heartbeats of the calm before wait for. All come over one connection and wait for no news.
+The server is a real process. Heartbeats are sent at a fixed rate, whether earlier ones were answered or not. One member
+of every group leaves; another member of each group waits for news, as users' clients do. The wait of a heartbeat counts
+from when it was sent. The details have three more figures: the wait from when the heartbeat was due, which includes the
+pauses of the measuring process (it shares two cores with the server); how late it was sent; and the wait of heartbeats
+while no shares change. All heartbeats use one connection, and none of them waits for news.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from plait.errors import PlaitError
 from plait.wire import messages as m
 from plait.wire.link import Link, dial
 
-#: Rounds, each with other clients that leave; the median counts.
+#: Other clients leave in each round; the median counts.
 ROUNDS = 5
-#: A heartbeat comes this often, from one client after another.
+#: Time between two heartbeats; the clients take turns.
 EVERY_SECONDS = 0.003
-#: Between two rounds.
+#: Time between two rounds.
 CALM_SECONDS = 1.0
-#: A change takes no longer, or there is none.
+#: The longest time that a change may take.
 WAIT_SECONDS = 30.0
 
 
 class Size(NamedTuple):
-    """``subjects`` groups of ``members`` each; a client is a member of ``subjects`` / ``classes`` of them."""
+    """``subjects`` groups of ``members`` each; a client is a member of ``subjects`` / ``classes`` of the groups."""
 
     subjects: int
     members: int
@@ -45,7 +45,7 @@ class Size(NamedTuple):
 
 
 def allocation(smoke: bool) -> Iterator[Result]:
-    """Of every group one member leaves at the same moment."""
+    """One member of every group leaves at the same moment."""
     size = Size(20, 8, 2) if smoke else Size(1_000, 100, 10)
     with PlaitServer(options=("--lease", "60s")) as server:
         taken, clients = uvloop.run(_measure(server.address, size))
@@ -70,26 +70,26 @@ def _p99_ms(seconds: Sequence[float] | np.ndarray) -> float:
 
 
 async def _measure(address: str, size: Size) -> tuple[list[float], _Clients]:
-    """Seconds until members of all groups had heard of their new shares, and the clients with what they measured."""
-    link = await dial(address, "beating", WAIT_SECONDS)
+    """Seconds until members of all groups received their new shares, and the clients with their measurements."""
+    link = await dial(address, "heartbeats", WAIT_SECONDS)
     for number in range(size.subjects):
         await link.request(m.AdminRequest("subject.create", {"subject": f"s{number}", "partitions": 1}))
     clients = _Clients(link, size)
     for number in range(size.members * size.classes):
-        clients.heard(number, await link.request(clients.beat(number)))
+        clients.note_reply(number, await link.request(clients.heartbeat_of(number)))
     observing = await dial(address, "observing", WAIT_SECONDS)
     observers = [_Observer(observing, clients, number) for number in range(size.classes)]
-    # Pauses of the measuring process are not the server's.
+    # A garbage collection of this process would count as a wait for the server.
     gc.collect()
     gc.freeze()
-    beating = asyncio.create_task(clients.run())
+    sending = asyncio.create_task(clients.run())
     try:
         taken = []
         for number in range(ROUNDS):
             await asyncio.sleep(CALM_SECONDS)
             taken.append(await _leave(clients, observers, number + 1))
     finally:
-        for task in (beating, *(observer.task for observer in observers)):
+        for task in (sending, *(observer.task for observer in observers)):
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
@@ -99,7 +99,7 @@ async def _measure(address: str, size: Size) -> tuple[list[float], _Clients]:
 
 
 async def _leave(clients: _Clients, observers: list[_Observer], which: int) -> float:
-    """One client of each class leaves; seconds until a member of every group knows that its shares are new."""
+    """One client of each class leaves; seconds until a member of every group has its new shares."""
     classes = clients.size.classes
     for observer in observers:
         observer.begin()
@@ -111,9 +111,9 @@ async def _leave(clients: _Clients, observers: list[_Observer], which: int) -> f
         await asyncio.gather(*(observer.done.wait() for observer in observers))
     taken = time.perf_counter() - begin
     clients.measuring = False
-    # The slowest are those that are still under way.
+    # The slowest heartbeats are those that are not answered yet.
     async with asyncio.timeout(WAIT_SECONDS):
-        while clients.under_way and clients.failed is None:  # noqa: ASYNC110 (heartbeats tell nobody)
+        while clients.under_way and clients.failed is None:  # noqa: ASYNC110 (no event is set for a heartbeat)
             await asyncio.sleep(EVERY_SECONDS)
     if clients.failed is not None:
         raise clients.failed
@@ -121,19 +121,19 @@ async def _leave(clients: _Clients, observers: list[_Observer], which: int) -> f
 
 
 class _Clients:
-    """All clients; the first of each class observe, the others beat."""
+    """All clients; the first of each class observe, the others send heartbeats."""
 
     def __init__(self, link: Link, size: Size) -> None:
         self._link = link
         self.size = size
         self.measuring = False
         self.failed: PlaitError | None = None
-        #: What each heartbeat took while shares changed, and in the calm before.
+        #: The wait of each heartbeat while shares changed, and before.
         self.waits: list[float] = []
         self.calm: list[float] = []
-        #: How long after its time each of the former was sent.
+        #: How long after its due time each heartbeat of ``waits`` was sent.
         self.late: list[float] = []
-        #: How many of them are not answered.
+        #: How many heartbeats of ``waits`` are not answered yet.
         self.under_way = 0
         self._seen = [0] * (size.members * size.classes)
         self._online = list(range(size.classes, len(self._seen)))
@@ -142,11 +142,11 @@ class _Clients:
             for which in range(size.classes)
         ]
 
-    def beat(self, number: int, seen: int = 0, wait: float = 0.0) -> m.MemberHeartbeatRequest:
+    def heartbeat_of(self, number: int, seen: int = 0, wait: float = 0.0) -> m.MemberHeartbeatRequest:
         return m.MemberHeartbeatRequest(f"c{number}", self.classes[number % self.size.classes], seen, wait)
 
-    def heard(self, number: int, answer: m.MemberHeartbeatReply) -> None:
-        """It asks for what is newer from now on."""
+    def note_reply(self, number: int, answer: m.MemberHeartbeatReply) -> None:
+        """The client's next heartbeat asks for changes after this reply."""
         self._seen[number] = answer.seen
 
     async def leave(self, number: int) -> None:
@@ -154,7 +154,7 @@ class _Clients:
         await self._link.request(m.MemberHeartbeatRequest(f"c{number}", [], leaving=True))
 
     async def run(self) -> None:
-        """One heartbeat after another, whatever becomes of them."""
+        """Send one heartbeat after another, without waiting for replies."""
         due, at = time.perf_counter(), 0
         while True:
             while due <= time.perf_counter():
@@ -162,7 +162,7 @@ class _Clients:
                 at = (at + 1) % len(self._online)
                 number = self._online[at]
                 self._link.call(
-                    self.beat(number, self._seen[number]),
+                    self.heartbeat_of(number, self._seen[number]),
                     functools.partial(self._answered, number, due, time.perf_counter(), self.measuring),
                 )
                 due += EVERY_SECONDS
@@ -179,10 +179,10 @@ class _Clients:
         error: PlaitError | None,
     ) -> None:
         if error is not None:
-            # One that is lost would not be measured: better nothing is. At the end the link is closed under some.
+            # A lost heartbeat has no wait, so the whole measurement fails. At the end the link is closed under some.
             self.failed = self.failed or error
             return
-        self.heard(number, answer)
+        self.note_reply(number, answer)
         wait = time.perf_counter() - sent
         if measured:
             self.under_way -= 1
@@ -193,7 +193,7 @@ class _Clients:
 
 
 class _Observer:
-    """A client that waits for news, as those of users do."""
+    """A client that waits for news, as users' clients do."""
 
     def __init__(self, link: Link, clients: _Clients, number: int) -> None:
         self._link = link
@@ -204,14 +204,14 @@ class _Observer:
         self.task = asyncio.create_task(self._run())
 
     def begin(self) -> None:
-        """From now on it has to hear of all its groups."""
+        """From now on, wait for news of all groups of the client."""
         self._missing = {subject for subject, _, _ in self._clients.classes[self._number]}
         self.done.clear()
 
     async def _run(self) -> None:
         seen = 0
         while True:
-            answer = await self._link.request(self._clients.beat(self._number, seen, wait=1.0))
+            answer = await self._link.request(self._clients.heartbeat_of(self._number, seen, wait=1.0))
             seen = answer.seen
             self._missing.difference_update(subject for subject, *_ in answer.members)
             if not self._missing:

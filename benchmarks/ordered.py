@@ -1,4 +1,4 @@
-"""Ordered groups against shared ones, and how far they scale beyond partitions."""
+"""Ordered groups compared with shared groups, and how far their consumers scale on one partition."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.result import Result, median_ratio
 BODY = b"x" * 100
 BATCH = 50_000
 KEYS = 10_000
-#: What a handler waits for, for each message.
+#: How long a handler waits for each message.
 WAIT_SECONDS = 0.01
 OWNERS = 16
 
 
 def throughput(smoke: bool) -> Iterator[Result]:
-    """The same backlog by the batch interface: an ordered group's rate over a shared one's."""
+    """The same backlog by the batch interface: the rate of an ordered group divided by that of a shared group."""
     count = 20_000 if smoke else 2_000_000
     with PlaitServer() as server:
         asyncio.run(_fill(server.address, "backlog", count))
@@ -36,7 +36,7 @@ def throughput(smoke: bool) -> Iterator[Result]:
 
 
 def scaling(smoke: bool) -> Iterator[Result]:
-    """One partition, handlers that wait 10 ms: sixteen ordered consumers against one."""
+    """One partition, handlers that wait 10 ms: the rate of sixteen ordered consumers divided by that of one."""
     seconds = 1.0 if smoke else 8.0
     with PlaitServer() as server:
         asyncio.run(_fill(server.address, "waiting", 4_000 if smoke else 40_000))
@@ -65,7 +65,7 @@ async def _drain(address: str, group: str, count: int, *, ordered: bool) -> floa
 
 
 async def _handled(address: str, group: str, owners: int, seconds: float) -> float:
-    """Messages handled in a second, once everybody has its share."""
+    """Messages handled per second, once every consumer has its share."""
     done = 0
 
     async def handle(consumer: plait.Consumer) -> None:

@@ -1,7 +1,7 @@
-"""How long keys stand still when they go to another consumer: one joins, one leaves, one is killed.
+"""How long a key pauses when it gets another owner: a consumer joins, leaves or is killed.
 
-Every key gets a message every few milliseconds. What counts is the time between the last message that the old owner
-handled and the first one of the new owner, for each key that changed hands.
+Every key gets a message every few milliseconds. The figure is the time between the last message that the old owner
+handled and the first message that the new owner handled, for each key that changed its owner.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONSUMERS = 3
 LEASE_SECONDS = 2.0
 #: Time between two messages of a key.
 EVERY_SECONDS = 0.02
-#: What is watched after a change.
+#: How long consumers are watched after a change.
 CALM_SECONDS = 1.5
 START_SECONDS_MAX = 60.0
 
@@ -37,7 +37,7 @@ _context = multiprocessing.get_context("spawn")
 
 
 class Size(NamedTuple):
-    """So many keys, so many joins and leaves, so many kills."""
+    """The number of keys, of joins and leaves, and of kills."""
 
     keys: int
     changes: int
@@ -45,7 +45,7 @@ class Size(NamedTuple):
 
 
 def handover(smoke: bool) -> Iterator[Result]:
-    """Clean handovers, and those of consumers that were killed."""
+    """Clean handovers, and those from killed consumers."""
     size = Size(16, 1, 1) if smoke else Size(100, 10, 4)
     with PlaitServer(options=("--lease", f"{LEASE_SECONDS:g}s")) as server, ExitStack() as stack:
         uvloop.run(_create(server.address))
@@ -66,7 +66,7 @@ async def _create(address: str) -> None:
 
 
 class _Members:
-    """A producer and some consumers, each a process; what the consumers handled comes through pipes."""
+    """A producer and some consumers, each in its own process; consumers report the messages they handled by pipes."""
 
     def __init__(self, address: str, keys: int) -> None:
         self._address = address
@@ -91,7 +91,7 @@ class _Members:
             pipe.close()
 
     def change(self) -> np.ndarray:
-        """One more, and one fewer: how long the keys that changed hands stood still."""
+        """One consumer joins and one leaves; the pauses of the keys that changed their owner."""
         self._handled.clear()
         newest = self._join()
         self._watch(CALM_SECONDS)
@@ -102,7 +102,7 @@ class _Members:
         return self._gaps()
 
     def kill(self) -> np.ndarray:
-        """One is killed, and another one comes when its keys have new owners: how long these stood still."""
+        """One consumer is killed, and another joins when its keys have new owners; the pauses of those keys."""
         self._handled.clear()
         self._watch(0.5)
         victim, process = next(iter(self._processes.items()))
@@ -124,7 +124,7 @@ class _Members:
         deadline = time.monotonic() + START_SECONDS_MAX
         while self._number not in (owner for records in self._handled for owner in records["owner"][:1]):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"consumer {self._number} got nothing within {START_SECONDS_MAX:g} s")
+                raise RuntimeError(f"consumer {self._number} received nothing within {START_SECONDS_MAX:g} s")
             self._watch(0.05)
         return self._number
 
@@ -136,12 +136,12 @@ class _Members:
                 try:
                     self._handled.append(np.frombuffer(pipe.recv_bytes(), HANDLED))
                 except (EOFError, ConnectionResetError):
-                    # Left, or killed.
+                    # The consumer left or was killed.
                     del self._pipes[pipe]
                     pipe.close()
 
     def _gaps(self, of: int | None = None) -> np.ndarray:
-        """Seconds between the last message of an owner (None: of any) and the first of the next, for every key."""
+        """For every key: seconds between the last message of an owner (None: of any) and the first of the next."""
         records = np.concatenate(self._handled)
         records = records[np.lexsort((records["time"], records["key"]))]
         same_key = records["key"][1:] == records["key"][:-1]
@@ -150,7 +150,7 @@ class _Members:
             passed &= records["owner"][:-1] == of
         gaps = np.diff(records["time"])[passed]
         if not len(gaps):
-            raise AssertionError("no key changed hands")
+            raise AssertionError("no key changed its owner")
         return gaps
 
 
@@ -175,7 +175,7 @@ def _consume(address: str, number: int, pipe: Connection) -> None:
             plait.connect(address) as client,
             client.consumer(SUBJECT, GROUP, ordered=True) as consumer,
         ):
-            # A word through the pipe ends it.
+            # Anything sent through the pipe ends it.
             while not pipe.poll():
                 batch = await consumer.fetch(500, wait=0.1)
                 if batch:

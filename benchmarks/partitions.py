@@ -1,8 +1,8 @@
-"""What a consumer's messages cost where its subject has many partitions.
+"""The cost of a consumer's messages when its subject has many partitions.
 
-4,000 messages lie on 1, 16, 128 and 1024 partitions; one consumer handles them one by one and acks each. The CPU of its
-process for each message is compared with that of one partition. Opening and closing are not counted: they cost the same
-whether there are messages or not. A second pass, with other groups, looks at how long a turn of the loop takes.
+4,000 messages are on 1, 16, 128 and 1024 partitions; one consumer handles them one by one and acks each. The CPU time
+of its process per message is compared with that on one partition. Opening and closing are not counted: their cost does
+not depend on messages. A second pass, with other groups, measures how long a turn of the loop takes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.result import Result
 BODY = b"x" * 100
 COUNT = 4_000
 PARTITIONS = (1, 16, 128, 1024)
-#: CPU per message, of that on one partition: at most.
+#: The highest CPU per message, as a multiple of that on one partition.
 BARS = {16: 2.0, 128: 2.0, 1024: 4.0}
 TURN_BAR = 0.05
 ROUNDS = 5
@@ -34,7 +34,7 @@ def consuming(smoke: bool) -> Iterator[Result]:
     with PlaitServer() as server:
         for count in counts:
             asyncio.run(_fill(server.address, count))
-        # In turns, so that a busy machine is so for all of them.
+        # In turns, so that other load on the machine affects all of them.
         for number in range(rounds):
             for count in counts:
                 cpu[count].append(asyncio.run(_consume(server.address, count, f"cpu{number}")))
@@ -62,7 +62,7 @@ async def _fill(address: str, partitions: int) -> None:
 
 
 async def _consume(address: str, partitions: int, group: str) -> float:
-    """CPU seconds of this process for each message."""
+    """CPU seconds of this process per message."""
     async with plait.connect(address) as client, client.consumer(_subject(partitions), group) as consumer:
         begun = time.process_time()
         await _handle(consumer)
@@ -72,7 +72,7 @@ async def _consume(address: str, partitions: int, group: str) -> float:
 async def _handle(consumer: plait.Consumer) -> None:
     left = COUNT
     async for message in consumer:
-        # A handler that does something, however little, gives way to the loop.
+        # A handler that does anything yields to the loop.
         await asyncio.sleep(0)
         message.ack()
         left -= 1

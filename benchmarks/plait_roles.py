@@ -1,4 +1,4 @@
-"""What Plait's producers and consumers do in the measurements, each in a process of its own."""
+"""Plait's producers and consumers in the measurements, each in its own process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _run(main: Callable[[plait.Client], Awaitable[None]], job: Job) -> None:
 
 
 def _bodies(job: Job) -> list[bytes]:
-    """Different objects with different bytes, as real messages are."""
+    """Different objects with different bytes, like real messages."""
     source = random.Random(7)
     return [source.randbytes(job.body_size) for _ in range(MANY_COUNT)]
 
@@ -50,7 +50,7 @@ def send_many(job: Job, stopwatch: Stopwatch) -> None:
 
 
 def send_column(job: Job, stopwatch: Stopwatch) -> None:
-    """Bodies that are an Arrow array already, as whoever reads them from a file or a table has them."""
+    """Send bodies that are an Arrow array already, like those of a program that reads them from a file or a table."""
     _send_all(job, stopwatch, pa.array(_bodies(job), pa.binary()))
 
 
@@ -71,7 +71,7 @@ def fetch_arrow(job: Job, stopwatch: Stopwatch) -> None:
                 while received < job.count:
                     batch = await consumer.fetch_arrow(ARROW_COUNT, wait=30)
                     if not len(batch):
-                        raise TimeoutError(f"only {received} of {job.count} messages came")
+                        raise TimeoutError(f"only {received} of {job.count} messages arrived")
                     received += batch.table.num_rows
                     await batch.ack()
 
@@ -106,7 +106,7 @@ def ack_messages(job: Job, stopwatch: Stopwatch) -> None:
                 while received < job.count:
                     batch = await consumer.fetch(FETCH_COUNT, wait=30)
                     if not len(batch):
-                        raise TimeoutError(f"only {received} of {job.count} messages came")
+                        raise TimeoutError(f"only {received} of {job.count} messages arrived")
                     for message in batch:
                         message.ack()
                     received += len(batch)

@@ -1,4 +1,4 @@
-"""A private Plait server for measurements: a real `plait serve` process on a free port, gone afterwards."""
+"""A private Plait server for measurements: a real `plait serve` process on a free port, removed afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ START_SECONDS_MAX = 60.0
 
 
 class PlaitServer:
-    """Use it as a context manager; ``address`` is where clients connect to."""
+    """A context manager; clients connect to ``address``."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PlaitServer:
         raise RuntimeError(f"plait serve ended with {self._process.wait()} before it was ready")
 
     def kill(self) -> None:
-        """SIGKILL, as a crash."""
+        """End the server with SIGKILL, like a crash."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -79,13 +79,13 @@ class PlaitServer:
         self._process = None
 
     def cpu_seconds(self) -> float:
-        """CPU that the server's threads have used so far, to the nanosecond; the process clock ticks every 10 ms."""
+        """CPU time of the server's threads so far, in nanosecond resolution; the process clock ticks every 10 ms."""
         assert self._process is not None
         threads = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
         return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
     def resident_bytes(self) -> int:
-        """Resident memory that is the server's own; pages of mapped log files belong to the page cache."""
+        """Resident memory of the server itself, without the pages of mapped log files in the page cache."""
         assert self._process is not None
         memory = psutil.Process(self._process.pid).memory_info()
         return int(memory.rss - memory.shared)

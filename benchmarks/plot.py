@@ -1,4 +1,4 @@
-"""The figures as bars, each divided by what it has to reach."""
+"""A bar chart of the figures, each divided by its bar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.result import Result
 
 
 def plot(results: list[Result], path: Path) -> None:
-    """Longer than 1 is met, whichever side of the bar is good."""
+    """A value of 1 or more is met, for upper and lower bars alike."""
     import matplotlib as mpl
 
     mpl.use("Agg")

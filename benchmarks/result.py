@@ -1,4 +1,4 @@
-"""A measured figure beside the bar it has to meet."""
+"""A measured figure and the bar that it has to meet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.peers.suite import machine_facts
 
 @dataclass(slots=True)
 class Result:
-    """One row of the table: ``figure`` against ``bar``; ``at_most`` says which side is good."""
+    """One row of the table: ``figure`` against ``bar``, which is an upper bound if ``at_most``."""
 
     name: str
     figure: float
@@ -33,7 +33,7 @@ class Result:
 
 
 def write_json(path: Path, results: list[Result]) -> None:
-    """The figures of one run, and of which machine they are."""
+    """Write the figures of one run, with the facts about the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"machine": machine_facts(), "time": int(time.time()), "results": [r.as_json() for r in results]}
     path.write_text(json.dumps(document, indent=1) + "\n")
@@ -46,7 +46,7 @@ def median_ratio(
     mine: list[float] = []
     other: list[float] = []
     for number in range(pairs):
-        # Whoever goes second may find a warmer machine: take turns.
+        # The second of a pair may find a warmer machine, so the order alternates.
         if number % 2:
             other.append(theirs())
             mine.append(ours())

@@ -1,4 +1,4 @@
-"""What failing messages cost the others, and how dead letters come back: a storm of retries, and a paced resend."""
+"""The cost of failing messages to others, and resent dead letters: a storm of retries, and a paced resend."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ PULL_COUNT = 10_000
 
 
 def storm(smoke: bool) -> Iterator[Result]:
-    """A million messages fail twice each, beside a subject where nothing does.
+    """A million messages fail twice each, while a client uses another subject where no message fails.
 
-    What that subject is slowed by is the failing, not the load: beside it as many messages are handled that succeed.
+    The comparison has the same load without failures: as many messages that succeed.
     """
     count, pairs = (3_000, 1) if smoke else (1_000_000, 3)
     beside_failing, beside_plain, alone, thrice = [], [], [], []
@@ -48,7 +48,7 @@ def storm(smoke: bool) -> Iterator[Result]:
 
 
 def _beside(count: int, *, failing: bool) -> tuple[float, float]:
-    """(messages a second through another subject while ``count`` are handled, the share of them handled as meant)."""
+    """(messages per second through another subject while ``count`` are handled, share of these handled correctly)."""
     with PlaitServer() as server:
         uvloop.run(_fill(server.address, SUBJECT, count))
         context = multiprocessing.get_context("spawn")
@@ -72,7 +72,7 @@ async def _fill(address: str, subject: str, count: int) -> None:
 
 
 async def _plain_path(address: str, handler: Connection) -> float:
-    """Send and consume until the other process has handled everything, at least for a second."""
+    """Send and consume until the other process has handled everything, for at least a second."""
     bodies = [BODY] * 2_000
     async with plait.connect(address) as client, client.consumer(OTHER, GROUP) as consumer:
         began, count = time.perf_counter(), 0
@@ -119,7 +119,7 @@ async def _handle_all(address: str, count: int, failing: bool, pipe: Connection)
 
 
 def dead_letters(smoke: bool) -> Iterator[Result]:
-    """100,000 dead letters are resent at a rate while their group handles them."""
+    """100,000 dead letters are resent at a fixed rate while their group handles them."""
     count, rate = (1_000, 2_000.0) if smoke else (100_000, 10_000.0)
     with PlaitServer() as server:
         seconds, calls = uvloop.run(_resend(server.address, count, rate))
@@ -141,7 +141,7 @@ async def _resend(address: str, count: int, rate: float) -> tuple[float, np.ndar
                 await batch.reject(reason="measured")
 
             async def handle() -> None:
-                # One more look than needed: nothing may come twice.
+                # One more fetch than needed: no message may be delivered twice.
                 came = 1
                 while int(calls.sum()) < count or came:
                     letters = await consumer.fetch_arrow(PULL_COUNT, wait=1)

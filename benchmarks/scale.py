@@ -1,6 +1,6 @@
-"""What must not grow: cost with the backlog and with the number of subjects, restart time, idle consumers.
+"""Costs that must not grow: with the backlog, with the number of subjects, at a restart, with idle consumers.
 
-CPU per message is compared, not time: it is what the promise is about, and a shared machine disturbs it less.
+CPU per message is compared, not elapsed time: it is the promised figure, and other load disturbs it less.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BODY = b"x" * 100
 
 
 def backlog(smoke: bool) -> Iterator[Result]:
-    """Sending to and pulling from a subject with 10 M messages waiting, against an empty one."""
+    """Sending to and pulling from a subject with a backlog of 10 M messages, compared with an empty one."""
     waiting, probe, rounds = (20_000, 2_000, 1) if smoke else (10_000_000, 500_000, 5)
     with PlaitServer() as server:
 
@@ -49,7 +49,7 @@ def backlog(smoke: bool) -> Iterator[Result]:
 async def _cost(
     client: plait.Client, server: PlaitServer, subject: str, count: int, consumer: plait.Consumer | None
 ) -> float:
-    """The server's microseconds of CPU for each message sent and pulled."""
+    """Microseconds of the server's CPU for each message sent and pulled."""
     before = server.cpu_seconds()
     await client.send_many(subject, [BODY] * count)
     if consumer is not None:
@@ -71,7 +71,7 @@ async def _drain(consumer: plait.Consumer, count: int) -> None:
 
 
 def many_subjects(smoke: bool) -> Iterator[Result]:
-    """One subject with three groups, alone and beside 10,000 others with three groups each."""
+    """One subject with three groups, alone and among 10,000 others with three groups each."""
     others, probe, rounds = (50, 1_000, 1) if smoke else (10_000, 300_000, 5)
 
     async def main(crowded: PlaitServer, alone: PlaitServer) -> tuple[list[float], list[float]]:
@@ -122,7 +122,7 @@ def restart(smoke: bool) -> Iterator[Result]:
             bodies = [body] * 20_000
             for _ in range(size // (len(bodies) * len(body))):
                 await client.send_many("restart", bodies)
-        # Live traffic until the disk has caught up with the burst and a checkpoint was made.
+        # Live traffic until the disk has caught up with the burst and a checkpoint exists.
         for _ in range(1 if smoke else 20):
             await _send_some(server)
             await asyncio.sleep(0.1)
@@ -149,7 +149,7 @@ async def _send_some(server: PlaitServer) -> None:
 
 
 def idle_consumers(smoke: bool) -> Iterator[Result]:
-    """2,000 long-polling consumers: their memory at the server, and how soon one of them wakes."""
+    """2,000 long-polling consumers: their memory at the server, and how soon one of them receives a message."""
     count, wakes = (20, 10) if smoke else (2_000, 300)
     with PlaitServer() as server:
         alone, crowd, resident = uvloop.run(_idle(server, count, wakes))

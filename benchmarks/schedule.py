@@ -1,6 +1,6 @@
-"""Delayed messages: how late they come when many are due, and what ten million that wait cost.
+"""Delayed messages: how late they are when many are due, and the cost of ten million waiting ones.
 
-Frames go over the wire as they are, built here, so that the broker is what is measured.
+Frames are built here and sent as raw packets, so that only the broker is measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from plait.wire.packets import HEADER, HEADER_SIZE, pack
 SUBJECT = "later"
 BODY_SIZE = 100
 PRODUCER = 7
-#: Sends that wait for their answers.
+#: Sends without an answer yet, at most.
 IN_FLIGHT = 16
 HOUR = 3600.0
 
@@ -37,7 +37,7 @@ Times = npt.NDArray[np.int64]
 
 
 class Wire:
-    """One connection that says what it is told to."""
+    """One connection that sends requests without a client."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.removeprefix("plait://").rpartition(":")
@@ -72,7 +72,7 @@ class Wire:
         return (await self._answer())[0]
 
     async def read(self, position: int | str) -> tuple[int, memoryview]:
-        """(where to go on, frames) of what stands from a position on, when there is something."""
+        """(the next position, frames) from a position on; waits until there are rows."""
         start = position if isinstance(position, str) else ("sequence", position)
         self._write(m.ReadRequest(SUBJECT, start, 1_000_000, 8 * MIB, 1.0))
         head, payload = await self._answer()
@@ -80,7 +80,7 @@ class Wire:
 
     async def schedule(self, due: Times, rows: int) -> None:
         """Delay messages until these times, in frames of ``rows``."""
-        # The meta server makes the subject.
+        # The meta server creates the subject.
         await self.ask(m.RouteRequest(SUBJECT))
         partition = (await self.ask(m.PartitionNumberRequest(SUBJECT, delayed=True))).partition
         body = np.random.default_rng(1).bytes(BODY_SIZE * rows)
@@ -109,7 +109,7 @@ class Wire:
             await self._answer()
 
     async def scheduled(self) -> int:
-        """How many wait."""
+        """The number of delayed messages that are not due yet."""
         answer = await self.ask(m.AdminRequest("server.describe", {}))
         return int(msgspec.msgpack.decode(answer.result)["scheduled"])
 
@@ -118,30 +118,30 @@ class Wire:
 
 
 def lateness(smoke: bool) -> Iterator[Result]:
-    """10,000 messages due every second at random moments: those only in the log, then those in buckets."""
+    """10,000 messages due every second at random times: in the log only, then in buckets."""
     rate, seconds = (1_000, 1) if smoke else (10_000, 15)
-    for filed in (False, True):
+    for bucketed in (False, True):
         with PlaitServer() as server:
-            late, stored, count = uvloop.run(_lateness(server, rate, seconds, filed))
-        where = "in buckets" if filed else "in the log"
+            late, stored, count = uvloop.run(_lateness(server, rate, seconds, bucketed))
+        where = "in buckets" if bucketed else "in the log"
         details = {"messages": count, "early": int((late < 0).sum()), "p50_ms": float(np.median(late)) / 1000}
         details["worst_ms"] = float(late.max()) / 1000
-        # When the broker put them into their partition: the rest is the way to the reader.
+        # When the broker stored them in their partition; the rest is the delivery to the reader.
         details["stored_p99_ms"] = float(np.quantile(stored, 0.99)) / 1000
         p99 = float(np.quantile(late, 0.99)) / 1000
         yield Result(f"lateness p99 at 10,000 due/s, {where}", p99, 50, "ms", at_most=True, details=details)
         if details["early"] or count != rate * seconds:
-            raise AssertionError(f"{count} of {rate * seconds} messages came, {details['early']} of them early")
+            raise AssertionError(f"{count} of {rate * seconds} messages arrived, {details['early']} of them early")
 
 
-async def _lateness(server: PlaitServer, rate: int, seconds: int, filed: bool) -> tuple[Times, Times, int]:
+async def _lateness(server: PlaitServer, rate: int, seconds: int, bucketed: bool) -> tuple[Times, Times, int]:
     rng = np.random.default_rng(2)
-    begin = time.time_ns() // 1000 + (3 + 3 * filed) * 1_000_000
+    begin = time.time_ns() // 1000 + (3 + 3 * bucketed) * 1_000_000
     due = begin + rng.integers(0, seconds * 1_000_000, rate * seconds)
     async with Wire(server.address) as wire:
         await wire.schedule(due, 500)
-    if filed:
-        # A start files what it finds in the log.
+    if bucketed:
+        # At its start the broker puts the delayed rows of the log into buckets.
         server.kill()
         server.start()
     late: list[Times] = []
@@ -163,7 +163,7 @@ async def _lateness(server: PlaitServer, rate: int, seconds: int, filed: bool) -
 
 
 def ten_million(smoke: bool) -> Iterator[Result]:
-    """10 M messages that wait, from an hour to a day: resident memory, and the time to ``ready`` after SIGKILL."""
+    """10 M delayed messages, due in an hour to a day: resident memory, and the time to ``ready`` after SIGKILL."""
     count = 20_000 if smoke else 10_000_000
     with PlaitServer() as server:
         seconds, peak = uvloop.run(_schedule(server, count))

@@ -1,9 +1,9 @@
 """``plait spark archive`` against a plain program of two processes that writes the same Parquet files, on local[2].
 
-``python -m benchmarks archive``, or this module alone. The rows are what a client sent to a real server, with order
-keys. The plain program gets them as Arrow IPC files, one for each of the archiver's chunks, sorts each by key and
-writes it with the same codec, level and row groups; it reads nothing back, syncs nothing and keeps no books. Both run
-by turns, with warm processes, everything in the page cache.
+``python -m benchmarks archive``, or this module alone. A client sent the rows to a real server, with order keys. The
+plain program gets them as Arrow IPC files, one for each of the archiver's chunks, sorts each by key and writes it with
+the same codec, level and row groups; it neither reads back nor syncs, and writes no manifest. Both run in turns, with
+warm processes, all data in the page cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 SUBJECT = "order.book"
-#: Body size → (rows, the bar). Of 1,000 bytes as many as a full segment has: that is what an archiver gets at a time.
+#: Body size → (rows, the bar). With 1,000 bytes the rows fill a segment, which an archiver processes at a time.
 CASES = {1000: (1_000_000, 0.8), 100: (2_000_000, 0.6)}
 WARM_UPS = 2
 
@@ -49,7 +49,7 @@ async def _send(address: str, count: int, body_size: int) -> None:
     async with plait.connect(address) as client:
         for bodies, keys in bodies_and_keys(count):
             if body_size > 100:
-                # Text that compresses as the small ones do.
+                # Text that compresses like the small bodies.
                 bodies = [b"".join(bodies[at : at + 10])[:body_size] for at in range(0, len(bodies), 10)]
                 keys = keys[::10]
             await client.send_many(SUBJECT, bodies, keys=keys)
@@ -72,7 +72,7 @@ def _write_ipc(data: Path, to: Path) -> list[Path]:
 
 
 def write_plainly(source: str, target: str) -> int:
-    """One file, as anybody would write it."""
+    """One Parquet file, written in the obvious way."""
     pa.set_cpu_count(1)
     with pa.memory_map(source) as mapped:
         table = pa.ipc.open_file(mapped).read_all()
@@ -94,7 +94,7 @@ def write_plainly(source: str, target: str) -> int:
 
 
 class Archiving:
-    """One log, archived by turns."""
+    """One log, archived by the archiver and by the plain program in turns."""
 
     def __init__(self, spark: SparkSession, pool: ProcessPoolExecutor, root: Path, count: int, body_size: int) -> None:
         self._spark, self._pool, self._root, self._count = spark, pool, root, count
@@ -147,9 +147,9 @@ class Archiving:
 
 
 def run(body_size: int, count: int, pairs: int = 5) -> dict[str, Any]:
-    """Measure one size; a ratio above one means that the archiver is faster."""
+    """Measure one body size; a ratio above one means that the archiver is faster."""
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as root:
-        spark = plait.spark.runtime.session("plait-bench", master="local[2]")
+        spark = plait.spark.session("plait-bench", master="local[2]")
         try:
             with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
                 return {

@@ -1,9 +1,9 @@
 """An audit of a large log: messages of one strict subject, consumed by a shared group and by an ordered one.
 
-``python -m benchmarks audit``, or this module alone. The logs are written through the storage classes, as a broker
-would have them after a run without faults: frames of 200 messages of 100 bytes with 100,000 keys; the shared group
-pulls 200 at a time and acks 100, the ordered group has four owners, who ack what each has of a frame. The bar is the
-time from the call to the report, in a session that runs already; the memory is that of the largest worker.
+``python -m benchmarks audit``, or this module alone. The logs are written through the storage classes, with the content
+of a run without faults: frames of 200 messages of 100 bytes with 100,000 keys. The shared group pulls 200 messages at a
+time and acks 100; the ordered group has four owners, and each acks its rows of a frame. The bar is the time from the
+call to the report, in a session that already runs; the memory is that of the largest worker.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FRAME_COUNT = 200
 OWNERS = 4
 BAR_SECONDS = 180.0
 START = 1_700_000_000_000_000
-#: Between two frames, and from a frame to its acks.
+#: Time between two frames, and from a frame to its acks.
 STEP_MICROS = 1_000
 LOOK_SECONDS = 0.2
 
@@ -49,7 +49,7 @@ PARTITION = PartitionRow(1, SUBJECT, SUBJECT, START, SubjectSettings(order="stri
 
 
 class LogWriter:
-    """Both first-hand logs of a run."""
+    """Writes the message log and the action log of a run."""
 
     def __init__(self, data: Path) -> None:
         disk = RealDisk(data)
@@ -78,7 +78,7 @@ class LogWriter:
         return [catalog_frame([PARTITION], time=START, durable=0, epoch=1, previous_end=previous_end)]
 
     def write(self, count: int) -> None:
-        """So many messages, and what became of them."""
+        """Write ``count`` messages, and the pulls and acks of both groups."""
         for start in range(0, count, FRAME_COUNT):
             self._frame(start, START + start // FRAME_COUNT * STEP_MICROS)
             if start // FRAME_COUNT % 256 == 0:
@@ -105,9 +105,8 @@ class LogWriter:
         self._act(buffer, now + 1_000)
 
     def _act(self, buffer: ActionBuffer, now: int) -> None:
-        frames = buffer.drain(index=self._index, presumed=0, kept=0, epoch=1, time=now)
-        self._index += len(frames)
-        for frame in frames:
+        self._index += buffer.build_frames(self._index, (0, 0), 1, now)
+        for frame in buffer.drain():
             self.actions.append(frame.parts, frame.size)
 
 
@@ -138,10 +137,10 @@ class PeakMemory:
 
 
 def run(count: int = COUNT) -> dict[str, Any]:
-    """Write the logs, and audit them."""
+    """Write the logs and audit them."""
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as root:
         LogWriter(Path(root)).write(count)
-        spark = plait.spark.runtime.session("plait-bench", master="local[2]")
+        spark = plait.spark.session("plait-bench", master="local[2]")
         try:
             with PeakMemory() as memory:
                 started = time.perf_counter()
@@ -151,7 +150,7 @@ def run(count: int = COUNT) -> dict[str, Any]:
             spark.stop()
         groups = report.groups()
         if not report.held or [group.acked for group in groups] != [count, count]:
-            raise RuntimeError(f"the audit of a run without faults says {groups}")
+            raise RuntimeError(f"the audit of a run without faults reports {groups}")
         return {
             "count": count,
             "seconds": seconds,

@@ -1,9 +1,8 @@
 """Lookups of one key in an archive: in an open process, and from the command line. No Java in either.
 
-``python -m benchmarks history``, or this module alone. The archive is what ``plait spark archive`` made of ten million
-messages with 100-byte bodies and order keys that a client sent to a real server; everything is in the page cache. The
-other figures beside the two that have bars: the first lookup, which opens the files, and a message id, which files are
-not sorted by.
+``python -m benchmarks history``, or this module alone. A client sent ten million messages with 100-byte bodies and
+order keys to a real server, and ``plait spark archive`` archived them; all files are in the page cache. Two figures
+have no bar: the first lookup, which opens the files, and a lookup by message id, which files are not sorted by.
 """
 
 from __future__ import annotations
@@ -64,14 +63,14 @@ def run(count: int = 10_000_000, lookups: int = 50, commands: int = 7) -> dict[s
         data, archive = Path(root, "data"), Path(root, "archive")
         with PlaitServer(data=data) as server:
             uvloop.run(_send(server.address, count))
-        spark = plait.spark.runtime.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
+        spark = plait.spark.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
         try:
             report = plait.spark.archive(data, archive, spark=spark, now=True)
         finally:
             spark.stop()
         if report.messages != count:
             raise RuntimeError(f"{report.messages} messages were archived, {count} were sent")
-        # Keys that the rows have: few messages may not have them all.
+        # Choose from the keys of the rows: a small run does not have all keys.
         keys = [key for _, batch in bodies_and_keys(min(count, 100_000)) for key in batch]
         before = psutil.cpu_times()
         history = History(archive)
@@ -80,7 +79,7 @@ def run(count: int = 10_000_000, lookups: int = 50, commands: int = 7) -> dict[s
         ids = history.find(SUBJECT, key=keys[0])["message_id"].to_pylist()
         by_id = [_timed(lambda: history.find(SUBJECT, message_id=chance.choice(ids))) for _ in range(3)]
         if not all(rows for *_, rows in [first, *found, *by_id]):
-            raise RuntimeError("something was not found")
+            raise RuntimeError("a lookup found nothing")
         seconds = [_command(archive, chance.choice(keys)) for _ in range(commands)]
         after = psutil.cpu_times()
         return {
@@ -99,7 +98,7 @@ def run(count: int = 10_000_000, lookups: int = 50, commands: int = 7) -> dict[s
 
 
 def results(smoke: bool) -> Iterator[Result]:
-    """Both bars, with everything else beside them."""
+    """The two figures with bars; the details have the others."""
     figures = run(20_000, 3, 1) if smoke else run()
     name = f"one key in an archive of {figures['count']:,}"
     yield Result(f"{name}, open process", figures["milliseconds"], OPEN_BAR_MILLISECONDS, "ms", True, figures)

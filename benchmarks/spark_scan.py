@@ -1,21 +1,21 @@
-"""Spark scanning segment files against Spark reading the same rows from Parquet, on local[2]; and through a broker.
+"""Spark scanning segment files or a broker compared with Spark reading the same rows from Parquet, on local[2].
 
-``python -m benchmarks spark``, or this module alone. The rows are what a client sent to a real server, with order keys
-and bodies of 100 bytes and of 1 KB; the Parquet files are written from them by Spark (zstd, as the archive's). Both
-sides run the same query in one session by turns, everything in the page cache.
+``python -m benchmarks spark``, or this module alone. A client sent the rows to a real server, with order keys and
+bodies of 100 bytes and of 1 KB; Spark wrote the Parquet files from them (zstd, as in an archive). Both sides run the
+same query in one session in turns, with all files in the page cache.
 
-The comparisons with Parquet:
+Comparisons with Parquet:
 
-- *body*: ``count(*), sum(length(body))``. Parquet reads one column, because Spark tells it which; a Python source is
-  not told, so the user says ``columns=body``. This is the one that has a bar.
-- *body, unsaid*: the same query without that option; the source hands over all eleven columns.
+- *body*: ``count(*), sum(length(body))``. Parquet reads one column, because Spark passes it the column list. A Python
+  source does not get that list, so the user sets ``columns=body``. This comparison has a bar.
+- *body, unsaid*: the same query without that option; the source returns all eleven columns.
 - *all*: a query that needs every column of either side.
 
-And of the source with itself:
+Comparisons of the source with itself:
 
-- *broker*: the query of *body* through the broker against the same from its files.
-- *beside*: how fast another client sends to the broker while a scan with ``bytesPerSecond`` goes on, against how fast
-  it does alone.
+- *broker*: the query of *body* through the broker, compared with the same query on its files.
+- *beside*: how fast another client sends to the broker during a scan with ``bytesPerSecond``, compared with how fast it
+  sends alone.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ SUBJECT = "order.book"
 BODY_SIZE = 100
 LARGE_BODY_SIZE = 1_000
 KEYS = 100_000
-#: Of the scan from files against Parquet, by the size of bodies.
+#: Bars of the scan of files against Parquet, by body size.
 BARS = {BODY_SIZE: 0.7, LARGE_BODY_SIZE: 0.8}
 BROKER_BAR = 0.5
 BESIDE_BAR = 0.8
-#: What a scan beside other traffic may read, and how long one measurement of that traffic takes.
+#: The read rate of a scan beside other traffic, and how long one measurement of that traffic takes.
 BYTES_PER_SECOND = 10_000_000
 BESIDE_SECONDS = 3.0
 WARM_UPS = 5
@@ -73,7 +73,7 @@ ALL_QUERY = [
 
 
 def bodies_and_keys(count: int, size: int = BODY_SIZE) -> Iterator[tuple[list[bytes], list[str]]]:
-    """Order events of so many bytes, a hundred thousand at a time."""
+    """Order events of ``size`` bytes, a hundred thousand at a time."""
     chance = random.Random(1)
     for start in range(0, count, 100_000):
         bodies, keys = [], []
@@ -113,7 +113,7 @@ class Scans:
         return self._spark.read.parquet(str(self._parquet))
 
     def rate(self, frame: DataFrame, query: list[str], used: list[float]) -> float:
-        """Rows a second; the answer must be the right one. ``used`` gets the CPU seconds of Java and its workers."""
+        """Rows per second; checks the answer, and appends the CPU seconds of Java and its workers to ``used``."""
         before, started = _cpu_seconds(), time.perf_counter()
         row = frame.selectExpr(*query).collect()[0]
         seconds = time.perf_counter() - started
@@ -123,11 +123,11 @@ class Scans:
         return self._count / seconds
 
     def compare(self, columns: str | None, query: list[str], pairs: int) -> dict[str, Any]:
-        """The files against Parquet."""
+        """The files compared with Parquet."""
         return self._by_turns(lambda: self.load(columns), self.stored, query, pairs, ("source", "parquet"))
 
     def through_broker(self, pairs: int) -> dict[str, Any]:
-        """The broker against its files."""
+        """The broker compared with its files."""
         address = self._server.address
         return self._by_turns(
             lambda: self.load("body", server=address), lambda: self.load("body"), BODY_QUERY, pairs, ("broker", "files")
@@ -162,25 +162,25 @@ class Scans:
             "ratios": [a / b for a, b in zip(mine, other, strict=True)],
             f"{names[0]}_rows_per_second": statistics.median(mine),
             f"{names[1]}_rows_per_second": statistics.median(other),
-            # What else runs on the machine can change the ratio of times, hardly that of the work done.
+            # Other load on the machine changes the ratio of times, but hardly the ratio of CPU.
             "cpu_ratio": statistics.median(b / a for a, b in pairs_of_cpu),
             "machine_busy": 1 - (after.idle - before.idle) / (sum(after) - sum(before)),
         }
 
     def beside(self, pairs: int) -> dict[str, Any]:
-        """What another client sends in a second while a paced scan goes on, against what it sends alone."""
+        """What another client sends per second during a paced scan, compared with what it sends alone."""
         bodies = next(bodies_and_keys(10_000, LARGE_BODY_SIZE))[0]
-        # Slow enough that it goes on for longer than is measured.
+        # So slow that the scan takes longer than the measurement.
         rate = int(min(BYTES_PER_SECOND, self._count * self._size / (4 * BESIDE_SECONDS)))
 
         def scan(over: threading.Event, failed: list[Exception]) -> None:
-            # A log so small that one answer holds it is not slowed down: it is scanned again.
+            # A log that fits one answer is not paced, so it is scanned again.
             while not over.is_set() and not failed:
                 try:
                     paced = self.load("body", server=self._server.address, bytesPerSecond=rate)
                     paced.selectExpr("sum(length(body))").collect()
                 except Exception as error:  # noqa: BLE001
-                    # Cancelled when the measurement is over.
+                    # The scan is cancelled when the measurement is over.
                     if not over.is_set():
                         failed.append(error)
 
@@ -194,7 +194,7 @@ class Scans:
                 return count / (time.perf_counter() - started)
 
             def sent() -> float:
-                # The second of two: planning a query, starting its tasks and a disk at rest count for neither side.
+                # Measure the second of two: planning, task starts and an idle disk count for neither side.
                 sent_once()
                 return sent_once()
 
@@ -224,7 +224,7 @@ class Scans:
 
 
 def _cpu_seconds() -> float:
-    """CPU used by all children of this process, and theirs, so far."""
+    """CPU seconds of all descendants of this process so far."""
     seconds = 0.0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -234,10 +234,10 @@ def _cpu_seconds() -> float:
 
 
 def run(count: int = 4_000_000, pairs: int = 7, size: int = BODY_SIZE) -> dict[str, Any]:
-    """Measure all of them; ratios above one mean that the first side is faster."""
+    """Run all comparisons; a ratio above one means that the first side is faster."""
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as root, PlaitServer(data=Path(root, "data")) as server:
         uvloop.run(_send(server.address, count, size))
-        spark = plait.spark.runtime.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
+        spark = plait.spark.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
         try:
             scans = Scans(spark, server, Path(root, "parquet"), count, size)
             figures = {
@@ -258,7 +258,7 @@ def run(count: int = 4_000_000, pairs: int = 7, size: int = BODY_SIZE) -> dict[s
 
 
 def results(smoke: bool) -> Iterator[Result]:
-    """The bars, with the other comparisons beside them."""
+    """The figures with bars; the details have the other comparisons."""
     for size, name in ((BODY_SIZE, "100 B"), (LARGE_BODY_SIZE, "1 KB")):
         full = 4_000_000 * BODY_SIZE // size
         figures = run(20_000, 1, size) if smoke else run(full, size=size)

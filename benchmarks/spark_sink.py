@@ -1,9 +1,10 @@
-"""Spark writing to a subject against Spark writing the same rows to a sink that does nothing, on local[2].
+"""Spark writing to a subject compared with Spark writing the same rows to a sink that does nothing, on local[2].
 
 ``python -m benchmarks sink``, or this module alone. The rows, 100-byte bodies with order keys, come from Parquet files,
-as those of a job do, and once more from Spark's memory, where they cost as good as nothing; the bar is for the first.
-Both sides get them as Arrow batches in Python tasks; the other one counts them. Ours encodes them, stages them at a
-server on the same machine, which has to share the cores, and publishes them: the clock stops when all are visible.
+as in a real job, and in a second comparison from Spark's memory, where reading them is almost free; the bar is for the
+first. Both sinks get the rows as Arrow batches in Python tasks; the other one only counts them. The Plait sink encodes
+them, stages them at a server on the same machine, which shares the cores, and publishes them: the clock stops when all
+rows are visible.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ROW = [
 
 
 def register_nothing(spark: SparkSession) -> None:
-    """``format("nothing")``: a sink that looks at each batch's size."""
+    """``format("nothing")``: a sink that reads only the size of each batch."""
     from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, WriterCommitMessage
 
     class NothingWriter(DataSourceArrowWriter):
@@ -52,7 +53,7 @@ def register_nothing(spark: SparkSession) -> None:
 
 
 class Writes:
-    """The same rows, written by turns; every write of ours goes to a subject of its own."""
+    """Writes the same rows to both sinks in turns; every write to Plait has its own subject."""
 
     def __init__(self, rows: DataFrame, server: PlaitServer, count: int) -> None:
         self._rows = rows
@@ -61,7 +62,7 @@ class Writes:
         self._turn = 0
 
     def compare(self, pairs: int) -> dict[str, Any]:
-        """The ratio is our rows a second by theirs."""
+        """The ratio is the row rate of Plait divided by that of the other sink."""
         for _ in range(WARM_UPS):
             self.plait()
             self.nothing()
@@ -94,8 +95,8 @@ class Writes:
 
 
 def run(count: int = 2_000_000, pairs: int = 7) -> dict[str, Any]:
-    """Measure, by where the rows come from."""
-    spark = plait.spark.runtime.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
+    """Measure with rows from files and with rows from memory."""
+    spark = plait.spark.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
     try:
         with tempfile.TemporaryDirectory(prefix="plait-bench-") as directory, PlaitServer() as server:
             register_nothing(spark)

@@ -1,4 +1,4 @@
-"""Throughput and latency against the machine's own limits and against Redis Streams, in interleaved pairs."""
+"""Throughput and latency compared with the machine's limits and with Redis Streams, in interleaved pairs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.result import Result, median_ratio
 
 BODY_SIZE = 100
 PAUSE_SECONDS = 0.001
-#: Bytes of memory, about, that a byte of body takes in page cache and processes.
+#: Approximate bytes of memory, in page cache and processes, for each byte of body.
 MEMORY_FACTOR = 4
 _numbers = itertools.count()
 
@@ -58,13 +58,13 @@ def _seconds(report: RunReport) -> float:
 
 
 def _rate(server: PlaitServer, job: Job, produce: Role, consume: Role | None = None) -> float:
-    """Messages per second, end to end where there is a consumer."""
+    """Messages per second, end to end if there is a consumer."""
     back_memory(MEMORY_FACTOR * job.count * job.body_size)
     return job.count / _seconds(run_roles(job, produce, consume, server.cpu_seconds))
 
 
 def batch_paths(scale: Scale) -> Iterator[Result]:
-    """``send_many`` and ``fetch_arrow`` against two blocking sockets; ``plait.sync`` against async."""
+    """``send_many`` and ``fetch_arrow`` compared with two blocking sockets; ``plait.sync`` compared with async."""
     with PlaitServer() as server:
         subjects: list[str] = []
 
@@ -99,14 +99,14 @@ def batch_paths(scale: Scale) -> Iterator[Result]:
 
 
 def against_redis(scale: Scale) -> Iterator[Result]:
-    """End to end with batches, with one object a message, and with 64 awaiting tasks."""
+    """End to end with batches, with one object per message, and with 64 awaiting tasks."""
     with PlaitServer() as server, RedisStreams() as redis, fastest_redis() as fastest:
 
         def redis_batches(peer: RedisStreams = redis) -> float:
             back_memory(MEMORY_FACTOR * scale.redis * BODY_SIZE)
             return redis_pipelined_e2e(BODY_SIZE, scale.redis, peer).messages_per_second
 
-        # The bars are against redis-py as it is installed; its C parser makes it faster: that figure stands beside.
+        # The bars are against redis-py without its C parser, which makes it faster; the details have both figures.
         hiredis = [redis_batches(fastest) for _ in range(scale.pairs)]
 
         def plait(count: int, produce: Role, consume: Role | None) -> Callable[[], float]:
@@ -132,7 +132,7 @@ def against_redis(scale: Scale) -> Iterator[Result]:
 
 
 def sync_flush(scale: Scale) -> Iterator[Result]:
-    """64 awaiting tasks with flush=sync against what one fdatasync and one round trip allow."""
+    """64 awaiting tasks with flush=sync compared with the limit of one fdatasync and one round trip."""
     with PlaitServer(flush="sync") as durable, PlaitServer() as quick:
 
         def ours() -> float:
@@ -155,7 +155,7 @@ def _one_task(job: Job) -> Job:
 
 
 def latency(scale: Scale) -> Iterator[Result]:
-    """One message at a time, from before the send to inside the handler, against a bare round trip."""
+    """One message at a time, from before the send to inside the handler, compared with a bare round trip."""
     with PlaitServer() as server:
 
         def ours() -> float:

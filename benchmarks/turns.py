@@ -1,13 +1,13 @@
-"""How long one turn of a broker's event loop takes when there are very many subjects.
+"""How long one turn of a broker's event loop takes with very many subjects.
 
-A broker serves everybody from one loop: what a turn takes, every client waits for. Checkpoints, the beginning of log
-segments and retention have to do with all subjects and groups, and none of them may show in a turn.
+A broker serves all clients from one loop, so every client waits for the longest turn. Checkpoints, new log segments and
+retention involve all subjects and groups; none of them may make a turn long.
 
-The broker runs in this process, on a loop whose callbacks are timed. The busy part calls the broker as a connection
-does: a few sends, pulls and acks a turn, spread over the subjects. CPU time of the loop's thread is what the bars are
-about: it is what the broker's own work takes, and the machine's other work does not count. Wall time is shown too.
+The broker runs in this process, on a loop whose callbacks are timed. The load calls the broker as a connection does: a
+few sends, pulls and acks per turn, spread over the subjects. The bars are for the CPU time of the loop's thread, which
+other load on the machine does not change. Wall time is shown too.
 
-``python -m benchmarks.turns --subjects 100000`` measures another number of subjects.
+``python -m benchmarks.turns --subjects 100000`` measures with another number of subjects.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from plait.server import Server
 from plait.storage.disk import RealDisk
 
 GROUPS = 3
-#: Subjects that are used in one turn.
+#: Subjects in use in one turn.
 BUSY = 8
-#: Of the action log: small, so that one is soon full.
+#: Of the action log; small, so that a segment is soon full.
 SEGMENT_SIZE = 2 * MIB
-#: Bars in milliseconds for up to so many subjects.
+#: (subjects, bar in milliseconds up to that number).
 BARS = ((10_000, 50.0), (100_000, 100.0))
-#: Consumers that a broker takes by default; with more subjects not all groups have one.
+#: The default consumer limit of a broker; with more subjects some groups have no consumer.
 CONSUMERS = 100_000
 
 
@@ -51,10 +51,10 @@ class Size(NamedTuple):
     """How much to measure."""
 
     subjects: int = 10_000
-    #: How often each thing is made to happen.
+    #: How often each event is triggered.
     rounds: int = 1
     segment_size: int = SEGMENT_SIZE
-    #: Turns in which nothing but sends, pulls and acks happens.
+    #: Turns with nothing but sends, pulls and acks.
     busy_turns: int = 2_000
 
 
@@ -62,11 +62,11 @@ SMOKE = Size(50, 1, 16 * KIB, 50)
 
 
 class Turns:
-    """The longest callbacks of the loop, by what the broker was made to do meanwhile."""
+    """The longest callbacks of the loop, by what was triggered at the broker meanwhile."""
 
     def __init__(self) -> None:
         self.phase = ""
-        #: Phase → (CPU, wall) seconds of its longest turns, which may be different ones.
+        #: Phase → (CPU, wall) seconds of its longest turns; the two may be of different turns.
         self.longest: dict[str, tuple[float, float]] = {}
         self._run = Handle._run
 
@@ -90,7 +90,7 @@ class Turns:
 
 
 class Busy:
-    """Sends, pulls and acks, a few a turn, as long as it is told to."""
+    """Sends, pulls and acks, a few per turn, until it is cancelled."""
 
     def __init__(self, server: Server, partitions: list[Partition], consumers: list[AttachedConsumer]) -> None:
         self._broker = server.broker
@@ -115,7 +115,7 @@ class Busy:
             self._sent[producer] = number + 1
             broker.submit(partition, FrameView(frame.tobytes()), lambda sequence, error: None)
         for consumer in self._random.sample(self._consumers, BUSY):
-            consumer.heard = broker.clock.monotonic()
+            consumer.last_contact = broker.clock.monotonic()
             broker.pull(consumer, 10, MIB, 0, lambda delivery, consumer=consumer: self._ack(consumer, delivery))
 
     def _ack(self, consumer: AttachedConsumer, delivery: Delivery | None) -> None:
@@ -125,7 +125,7 @@ class Busy:
 
 
 async def _create(server: Server, subjects: int) -> tuple[list[Partition], list[AttachedConsumer]]:
-    """Subjects, each with three groups, and as many consumers as there may be."""
+    """Create subjects, each with three groups, and as many consumers as the limit allows."""
     broker, membership = server.broker, server.membership
     partitions, consumers = [], []
     for number in range(subjects):
@@ -133,8 +133,8 @@ async def _create(server: Server, subjects: int) -> tuple[list[Partition], list[
         partitions.append(broker.create_subject(name))
         for group in range(GROUPS):
             consumer = membership.attach(name, f"group-{group}", f"worker-{number % 997:03d}")
-            # Not given up, however long the rest takes.
-            consumer.heard = consumer.leased_until = float("inf")
+            # Its lease does not expire, however long the rest takes.
+            consumer.last_contact = consumer.leased_until = float("inf")
             if len(consumers) < CONSUMERS - GROUPS:
                 consumers.append(consumer)
             else:
@@ -145,7 +145,7 @@ async def _create(server: Server, subjects: int) -> tuple[list[Partition], list[
 
 
 async def _until(done: Callable[[], bool]) -> None:
-    """Let the loop turn until then."""
+    """Let the loop run until a condition holds."""
     while not done():  # noqa: ASYNC110 - a turn is what is measured
         await asyncio.sleep(0)
 
@@ -159,7 +159,7 @@ async def _phases(server: Server, turns: Turns, busy: Busy, size: Size) -> None:
 
     async def checkpoint() -> None:
         last = broker.checkpoints.last
-        # As much as it takes to be due.
+        # Request one, as if enough log had been written.
         broker.snapshots.wanted = True
         await _until(lambda: broker.checkpoints.last is not last and not broker.snapshots.running)
 
@@ -197,7 +197,7 @@ async def _measure(size: Size) -> Turns:
             action_segment_size=size.segment_size,
             disk_free_min=0,
             disk_used_max=1.0,
-            # Only when it is asked for.
+            # Only when this benchmark asks for one.
             checkpoint_seconds=1e9,
             checkpoint_bytes=1 << 60,
             limits=ServerLimits(consumer_lost_seconds=1e9),
@@ -206,7 +206,7 @@ async def _measure(size: Size) -> Turns:
         await server.start()
         try:
             partitions, consumers = await _create(server, size.subjects)
-            # As a server that has started with all that was made above.
+            # Like a server that starts with everything that was created above.
             keep_pauses_short()
             busy = Busy(server, partitions, consumers)
             with turns:
@@ -219,7 +219,7 @@ async def _measure(size: Size) -> Turns:
         finally:
             await server.stop()
             gc.unfreeze()
-            # Other benchmarks of this process are measured as before.
+            # Undo the setting for the other benchmarks of this process.
             gc.set_threshold(*before[0])
             sys.setswitchinterval(before[1])
     return turns

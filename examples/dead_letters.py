@@ -1,9 +1,9 @@
-"""Dead letters -> a report of why messages die: by reason, handler and hour, with keys to look at.
+"""Dead letters -> a report of why messages die: by reason, handler and hour, with example keys.
 
     python examples/dead_letters.py --server plait://127.0.0.1:7450 order.book billing
 
-The letters come from the broker; what share of each hour's messages died comes from the message log itself, which
-Spark reads through the broker as well.
+The letters come from the broker. The share of each hour's messages that died comes from the message log, which Spark
+reads through the broker as well.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 import plait.sync
-from plait.spark.runtime import session
+from plait.spark import session
 
 LETTER = "hour timestamp, type string, handler string, key string, attempts int"
 KEYS_SHOWN = 3
-#: A subject with more has a trouble that a sample shows as well.
+#: The most letters that are read. With more, a sample shows the problem as well.
 LETTERS_MAX = 100_000
 
 
@@ -50,7 +50,7 @@ def report(dead: DataFrame, messages: DataFrame) -> DataFrame:
             f.max("attempts").alias("attempts"),
             f.slice(f.array_sort(f.collect_set("key")), 1, KEYS_SHOWN).alias("keys"),
         )
-        # Letters outlive the messages: of an hour that has expired the share is not known.
+        # Letters outlive messages: the share is unknown for an hour whose messages have expired.
         .join(totals, "hour", "left")
         .withColumn("share", f.round(f.col("dead") / f.col("messages"), 4))
         .orderBy("hour", f.desc("dead"), "type")

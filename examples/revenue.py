@@ -3,10 +3,10 @@
     python examples/revenue.py --server plait://127.0.0.1:7450 --state ./revenue
     plait tail order.revenue
 
-Order events are JSON: ``{"city": "BJS", "amount": 5, "at": "2030-01-01T12:00:07Z"}``. A minute is closed when events
-come that are later than it by LATENESS; then it is written once: to Parquet and to the subject ``order.revenue``, keyed
-by city. Killed at any moment and started again with the same ``--state`` it goes on where it stopped, and no figure
-comes twice.
+Order events are JSON: ``{"city": "BJS", "amount": 5, "at": "2030-01-01T12:00:07Z"}``. A minute is closed when an event
+arrives that is later by LATENESS. It is then written once, to Parquet and to the subject ``order.revenue``, keyed by
+city. A job that is killed and started again with the same ``--state`` resumes where it stopped, and writes no figure
+twice.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
-from plait.spark.runtime import session
+from plait.spark import session
 
 EVENT = "city string, amount double, at timestamp"
-#: Events that are later than this are left out.
+#: Later events are not counted.
 LATENESS = "30 seconds"
 
 
@@ -40,7 +40,7 @@ def revenue(events: DataFrame) -> DataFrame:
 def start(
     spark: SparkSession, server: str, subject: str, target: str, state: Path, *, once: bool
 ) -> list[StreamingQuery]:
-    """Both queries; ``once``: with what is there now, instead of for ever."""
+    """Start both queries; with ``once`` they end after the messages that exist now."""
     trigger = {"availableNow": True} if once else {"processingTime": "5 seconds"}
     events = spark.readStream.format("plait").option("server", server).option("subject", subject)
     figures = revenue(events.option("startingOffsets", "earliest").option("columns", "body").load())
@@ -49,7 +49,7 @@ def start(
         .option("path", str(state / "minutes"))
         .option("checkpointLocation", str(state / "to-parquet"))
     )
-    # An event may name no city: the empty key is none, so that one such event stops nothing.
+    # A key must not be empty: an event without a city gets no key.
     key = f.nullif(f.col("city"), f.lit(""))
     messages = figures.select(key.alias("key"), f.to_json(f.struct("*")).alias("body"))
     sent = (
@@ -67,9 +67,9 @@ def main(given: Iterable[str] | None = None) -> None:
     parser.add_argument("--subject", default="order.events")
     parser.add_argument("--to", default="order.revenue", help="the subject that the figures are sent to")
     parser.add_argument(
-        "--state", type=Path, required=True, help="a directory for the Parquet files and what Spark keeps"
+        "--state", type=Path, required=True, help="a directory for the Parquet files and Spark's checkpoints"
     )
-    parser.add_argument("--once", action="store_true", help="with what is there now, instead of for ever")
+    parser.add_argument("--once", action="store_true", help="process the messages that exist now, and end")
     options = parser.parse_args(None if given is None else list(given))
     spark = session(app_name="revenue")
     state = options.state.resolve()

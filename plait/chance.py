@@ -1,7 +1,7 @@
-"""Chance, behind one door: whatever Plait leaves to it is drawn here.
+"""Random numbers: the only module of Plait that draws them.
 
-It comes from the operating system, so nobody can guess it and a forked child has its own. A simulation puts a seeded
-source in its place while one of its processes runs; then the run repeats exactly.
+They come from the operating system, so they are unpredictable and a forked child draws different ones. A simulation
+installs a seeded source while one of its processes runs, so that a run can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _source: random.Random = _MACHINE
 
 
 def use(source: random.Random | None) -> random.Random | None:
-    """Draw from another source from now on (None: the operating system's); the one before, to put it back."""
+    """Draw from ``source`` (None: the operating system). Returns the source used before, so that it can be restored."""
     global _source
     before = None if _source is _MACHINE else _source
     _source = _MACHINE if source is None else source
@@ -22,20 +22,20 @@ def use(source: random.Random | None) -> random.Random | None:
 
 
 def bits(count: int) -> int:
-    """A number of so many random bits."""
+    """A number of ``count`` random bits."""
     return _source.getrandbits(count)
 
 
 def token(size: int) -> str:
-    """So many random bytes as hexadecimal text."""
+    """``size`` random bytes as hexadecimal text."""
     return f"{_source.getrandbits(8 * size):0{2 * size}x}"
 
 
 def uniform(low: float, high: float) -> float:
-    """A number between the two."""
+    """A number from ``low`` to ``high``."""
     return _source.uniform(low, high)
 
 
 def process_number() -> int:
-    """The number of this process, for names that people read; a simulated process has one of its own."""
+    """The id of this process, for names that people read; a random number in a simulated process."""
     return os.getpid() if _source is _MACHINE else _source.randrange(1, 1 << 22)

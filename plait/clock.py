@@ -1,8 +1,7 @@
-"""Time, passed in.
+"""Clocks, passed as arguments.
 
-Nothing below the servers reads a clock of its own: storage and broker take a ``Clock``, tests give a
-``ManualClock``. ``now`` is wall time in integer microseconds (what is stored), ``monotonic`` is seconds that
-never jump (what durations are measured with).
+Storage and broker never read the system clock: they take a ``Clock``, and tests pass a ``ManualClock``. ``now`` is wall
+time in integer microseconds (for stored times), ``monotonic`` is seconds that never jump (for durations).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall time for what is stored, monotonic time for what is measured."""
+    """Wall time for stored times, monotonic time for durations."""
 
     def now(self) -> int:
         """Microseconds since the Unix epoch."""
@@ -24,12 +23,12 @@ class Clock(Protocol):
         ...
 
 
-#: Address of a server of this process that runs on virtual time → its clock; clients of it go by it.
+#: Address of a server in this process that runs on virtual time → its clock, which its clients use as well.
 _virtual: dict[str, Clock] = {}
 
 
 def set_virtual(address: str, clock: Clock | None) -> None:
-    """The server at ``address`` runs on ``clock``; None: it is gone."""
+    """Record that the server at ``address`` runs on ``clock``; None removes the record."""
     if clock is None:
         _virtual.pop(address, None)
     else:
@@ -37,12 +36,12 @@ def set_virtual(address: str, clock: Clock | None) -> None:
 
 
 def virtual_clock(addresses: Iterable[str]) -> Clock | None:
-    """The clock of a server at one of the addresses that runs on virtual time in this process."""
+    """The virtual clock of a server of this process at one of the addresses; None when there is none."""
     return next((_virtual[address] for address in addresses if address in _virtual), None)
 
 
 class SystemClock:
-    """The machine's clocks; CLOCK_BOOTTIME where there is one, so that leases end during a suspend."""
+    """The machine's clocks. CLOCK_BOOTTIME, where available, makes leases expire while the machine is suspended."""
 
     def __init__(self) -> None:
         self._clock_id: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -55,7 +54,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves when told to."""
+    """A clock that moves only when ``advance`` or ``jump`` is called."""
 
     def __init__(self, now: int = 1_700_000_000_000_000) -> None:
         self._now = now
@@ -68,10 +67,10 @@ class ManualClock:
         return self._monotonic
 
     def advance(self, seconds: float) -> None:
-        """Both clocks go forward."""
+        """Move both clocks forward."""
         self._monotonic += seconds
         self._now += round(seconds * 1_000_000)
 
     def jump(self, seconds: float) -> None:
-        """Only the wall clock moves, either way, as when an administrator sets it."""
+        """Move only the wall clock, forward or back, as an administrator does by setting it."""
         self._now += round(seconds * 1_000_000)

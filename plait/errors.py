@@ -1,9 +1,8 @@
-"""Every error Plait raises, under one root.
+"""Every error that Plait raises, under one root.
 
-Each class has a stable ``code`` that the wire, the CLI and HTTP share, and two facts a caller acts on:
-``retryable`` (the same request may succeed later) and ``exit_code`` (what the CLI ends with). ``facts`` names what its
-``details`` always hold; a test finds places that leave one out.
-docs/errors.md lists them all; a test keeps that page and this file the same.
+Each class has a stable ``code``, shared by the wire, the CLI and HTTP. ``retryable`` tells whether the same request may
+succeed later, and ``exit_code`` is the exit code of the CLI. ``facts`` lists the keys that ``details`` always has; a
+test finds code that leaves one out. docs/errors.md lists all errors; a test compares that page with this file.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ class PlaitError(Exception):
     code: ClassVar[str] = "error"
     retryable: ClassVar[bool] = False
     exit_code: ClassVar[int] = 1
-    #: What ``details`` always has.
+    #: The keys that ``details`` always has.
     facts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, message: str, **details: Any) -> None:
@@ -27,11 +26,11 @@ class PlaitError(Exception):
         self.details: dict[str, Any] = details
 
 
-# --- what the caller got wrong -------------------------------------------------------------------
+# --- mistakes of the caller -------------------------------------------------------------------
 
 
 class InvalidArgument(PlaitError, ValueError):
-    """A value the caller passed is not allowed; the message names it and says what is."""
+    """An argument is not allowed; the message names the value and the values that are allowed."""
 
     code = "invalid_argument"
     exit_code = 2
@@ -51,13 +50,13 @@ class TooLarge(InvalidArgument):
 
 
 class CodecError(InvalidArgument):
-    """A body could not be encoded, or could not be decoded into the type asked for."""
+    """A body could not be encoded, or could not be decoded into the requested type."""
 
     code = "codec"
 
 
 class SubjectNotFound(PlaitError):
-    """The subject does not exist and may not be created by use."""
+    """The subject does not exist, and the server does not create subjects on first use."""
 
     code = "subject_not_found"
     facts = ("subject",)
@@ -81,7 +80,7 @@ class GroupNotFound(PlaitError):
 
 
 class DeadLetterNotFound(PlaitError):
-    """There is no such dead letter (any more)."""
+    """The dead letter does not exist, or not any more."""
 
     code = "dead_letter_not_found"
     facts = ("subject", "group", "sequence")
@@ -89,7 +88,7 @@ class DeadLetterNotFound(PlaitError):
 
 
 class KeyNotParked(PlaitError):
-    """The key is not parked (any more) in that group."""
+    """The key is not parked in that group, or not any more."""
 
     code = "key_not_parked"
     facts = ("subject", "group")
@@ -97,7 +96,7 @@ class KeyNotParked(PlaitError):
 
 
 class NotScheduled(PlaitError):
-    """The message is not scheduled (any more): it was delivered or cancelled."""
+    """The message is not scheduled any more: it was delivered or cancelled."""
 
     code = "not_scheduled"
     facts = ("subject", "number")
@@ -105,7 +104,7 @@ class NotScheduled(PlaitError):
 
 
 class GroupMismatch(PlaitError):
-    """A member asks for settings that differ from its group's; both values are named."""
+    """A consumer requests settings that differ from its group's; the message names both."""
 
     code = "group_mismatch"
     facts = ("subject", "group", "has", "asked")
@@ -121,7 +120,7 @@ class GroupBusy(PlaitError):
 
 
 class LimitExceeded(PlaitError):
-    """A named limit of the server is used up (subjects, connections, groups...)."""
+    """A limit of the server is reached (subjects, connections, groups...); the message names it."""
 
     code = "limit_exceeded"
     facts = ("limit", "value")
@@ -132,7 +131,7 @@ class LimitExceeded(PlaitError):
 
 
 class BufferFull(PlaitError):
-    """``post`` found the send buffer full; wait with ``flush`` or use ``send``."""
+    """The send buffer is full, so ``post`` took no message; wait with ``flush`` or use ``send``."""
 
     code = "buffer_full"
     facts = ("limit", "value")
@@ -146,16 +145,16 @@ class Closed(PlaitError):
 
 
 class ForkedClient(PlaitError):
-    """A client opened before a fork was used in the child; open a new one there."""
+    """A client that was opened before a fork is used in the child process."""
 
     code = "forked"
 
 
-# --- what the server refuses ---------------------------------------------------------------------
+# --- refused by the server ---------------------------------------------------------------------
 
 
 class FlowControl(PlaitError):
-    """The broker is too busy right now; nothing was stored and the client does not resend by itself."""
+    """The broker is too busy; nothing was stored, and the client does not resend by itself."""
 
     code = "flow_control"
     retryable = True
@@ -163,7 +162,7 @@ class FlowControl(PlaitError):
 
 
 class ReadOnly(PlaitError):
-    """The broker takes no sends at present."""
+    """The broker does not accept sends at present."""
 
     code = "read_only"
     retryable = True
@@ -171,7 +170,7 @@ class ReadOnly(PlaitError):
 
 
 class DiskFull(PlaitError):
-    """A disk watermark is passed or the disk is full; nothing was stored."""
+    """The disk is full, or its use is above a watermark; nothing was stored."""
 
     code = "disk_full"
     retryable = True
@@ -187,7 +186,7 @@ class NoBroker(PlaitError):
 
 
 class MetaBusy(PlaitError):
-    """Others changed the same thing again and again; nothing was changed."""
+    """Concurrent changes of the same record won every attempt; nothing was changed."""
 
     code = "meta_busy"
     retryable = True
@@ -195,51 +194,51 @@ class MetaBusy(PlaitError):
 
 
 class StaleRoute(PlaitError):
-    """The partition is not served here (any more); refresh the route and go on."""
+    """The broker does not serve the partition, or not any more; refresh the route and retry."""
 
     code = "stale_route"
     retryable = True
 
 
 class OutOfSequence(PlaitError):
-    """A frame does not follow the last one stored for its producer; ``details['last']`` names that one."""
+    """A frame does not follow the last stored one of its producer; ``details['last']`` is its producer sequence."""
 
     code = "out_of_sequence"
     facts = ("last",)
 
 
 class UnknownProducer(PlaitError):
-    """The broker forgot the producer before it answered this send; whether it is stored is in doubt."""
+    """The broker forgot the producer before it acknowledged this send; it is unknown whether the send is stored."""
 
     code = "unknown_producer"
 
 
 class ProducerConflict(PlaitError):
-    """Other rows are stored under this send's numbers: another process uses its producer id; nothing was stored."""
+    """Another process uses the same producer id: its rows have this send's sequences; nothing was stored."""
 
     code = "producer_conflict"
 
 
 class StaleSession(PlaitError):
-    """The consumer was given up (lost contact, or attached elsewhere); attach again."""
+    """The session of the consumer ended: it lost contact, or attached elsewhere; attach again."""
 
     code = "stale_session"
     retryable = True
 
 
 class Expired(PlaitError):
-    """The sequences asked for were removed by retention."""
+    """Retention has removed the requested sequences."""
 
     code = "expired"
 
 
 class DataLost(PlaitError):
-    """Messages that a reader was to get are not there any more, or others have their sequences now."""
+    """Messages that a reader has not read yet are gone, or other messages have their sequences."""
 
     code = "data_lost"
 
 
-# --- the way there -------------------------------------------------------------------------------
+# --- connection --------------------------------------------------------------------------------
 
 
 class Unavailable(PlaitError):
@@ -251,7 +250,7 @@ class Unavailable(PlaitError):
 
 
 class MetaUnavailable(PlaitError):
-    """The meta server's database cannot be used at present; what was asked for may be asked for again."""
+    """The meta server's database cannot be used at present; the request may be repeated."""
 
     code = "meta_unavailable"
     retryable = True
@@ -259,7 +258,7 @@ class MetaUnavailable(PlaitError):
 
 
 class Timeout(PlaitError, TimeoutError):
-    """The answer did not come in time; whether the request took effect is unknown."""
+    """No reply came in time; it is unknown whether the request took effect."""
 
     code = "timeout"
     retryable = True
@@ -267,20 +266,20 @@ class Timeout(PlaitError, TimeoutError):
 
 
 class ProtocolError(PlaitError):
-    """The other side broke the protocol."""
+    """The peer violated the protocol."""
 
     code = "protocol"
     exit_code = 3
 
 
 class VersionMismatch(ProtocolError):
-    """No protocol or format version is shared; nothing was touched."""
+    """The two sides have no protocol or format version in common; nothing was changed."""
 
     code = "version_mismatch"
 
 
 class InternalError(PlaitError):
-    """A server or client met a defect of its own; its log has the details. The request's effect is unknown."""
+    """A defect in a server or client; its log has the details. It is unknown whether the request took effect."""
 
     code = "internal"
     exit_code = 70
@@ -290,41 +289,41 @@ class InternalError(PlaitError):
 
 
 class FrameError(PlaitError):
-    """Bytes are not a valid frame."""
+    """The bytes are not a valid frame."""
 
     code = "frame_invalid"
 
 
 class DataDirError(PlaitError):
-    """The data directory cannot be used: locked by another process, of a newer format, or not ours."""
+    """The data directory cannot be used: another process has locked it, its format is newer, or it is not Plait's."""
 
     code = "data_dir"
     exit_code = 8
 
 
 class DamageError(PlaitError):
-    """Stored data is damaged; what and where is named, nothing was cut."""
+    """Stored data is damaged; the message names the file and the place. Nothing was deleted."""
 
     code = "damaged"
     exit_code = 8
 
 
 class StorageFailed(PlaitError):
-    """A write or sync of a first-hand log failed; the server stops acknowledging, exits and recovers."""
+    """A write or sync of a first-hand log failed; the server stops acknowledging and exits; a restart recovers."""
 
     code = "storage_failed"
     exit_code = 9
 
 
 class ArchiveError(PlaitError):
-    """An archive cannot be used: it is not one, is damaged, or does not fit what is to be archived."""
+    """An archive cannot be used: it is no archive, it is damaged, or it belongs to other data."""
 
     code = "archive"
     exit_code = 8
 
 
 class ArchiveConflict(ArchiveError):
-    """Two archivers changed one archive at once; the first one's change counts, nothing is lost."""
+    """Two archivers changed one archive at the same time; the first change stands, and nothing is lost."""
 
     code = "archive_conflict"
     retryable = True
@@ -341,10 +340,10 @@ def _all_errors() -> dict[str, type[PlaitError]]:
     return found
 
 
-#: Stable code → class, for turning an error reply back into an exception.
+#: Code → class, to turn an error reply into an exception.
 BY_CODE: dict[str, type[PlaitError]] = _all_errors()
 
 
 def from_code(code: str, message: str, details: dict[str, Any] | None = None) -> PlaitError:
-    """The exception for an error reply; a code of a newer server becomes a plain ``PlaitError``."""
+    """The exception for an error reply. An unknown code, from a newer server, becomes a plain ``PlaitError``."""
     return BY_CODE.get(code, PlaitError)(message, **(details or {}))

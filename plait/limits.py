@@ -1,7 +1,7 @@
-"""Every bound Plait enforces: its name, its default and the reason.
+"""Every bound that Plait enforces: its name, its default and the reason.
 
-Sizes are bytes, times are seconds. A limit a user may change is a field of ``ServerLimits`` or
-``ClientLimits``; the rest are properties of the formats and constants.
+Sizes are bytes, times are seconds. A limit that a user may change is a field of ``ServerLimits`` or ``ClientLimits``;
+the others are constants of the formats and of the implementation.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ GIB: Final = 1024 * MIB
 # --- format -------------------------------------------------------------------------------------
 #: A frame, header included. Large enough for one 16 MiB body with its columns.
 FRAME_SIZE_MAX: Final = 17 * MIB
-#: Rows of one frame: keeps a row selection and its masks small.
+#: Rows of one frame: bounds the size of row masks.
 FRAME_COUNT_MAX: Final = 1 << 20
-#: One column after inflation; a compressed column declaring more is refused unread.
+#: One column after decompression; a column that declares more is refused before it is decompressed.
 COLUMN_SIZE_MAX: Final = 64 * MIB
 #: A message body.
 BODY_SIZE_MAX: Final = 16 * MIB
@@ -34,86 +34,88 @@ TAGS_MAX: Final = 16
 LOGICAL_PARTITIONS: Final = 1024
 
 # --- numbers from outside ------------------------------------------------------------------------
-#: A number that a client may send where no narrower limit holds: one that fits a signed 64-bit column.
+#: A number from a client where no narrower limit applies: it must fit a signed 64-bit column.
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-#: Route versions and epochs of locks, which come from one counter of the meta servers, end here.
+#: The highest route version and lock epoch; both come from one counter of the meta servers.
 NUMBER_MAX: Final = 1 << 62
 Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
-#: A route version or an epoch is believed when it is at most so much above the highest number that is known: more than
-#: meta servers count in years, and so little that made-up numbers cannot use the counter up.
+#: A route version or an epoch is accepted if it exceeds the highest known number by at most this. Meta servers do not
+#: count that far in years, and forged numbers cannot exhaust the counter in steps of this size.
 NUMBER_STEP_MAX: Final = 1 << 32
-#: The age at which messages expire or are tried no more, in seconds: what fits a signed 64-bit number of microseconds.
+#: The longest age for retention and retries, in seconds: it fits a signed 64-bit number of microseconds.
 AGE_SECONDS_MAX: Final = 1e12
-#: The most bytes that a subject can be asked to keep.
+#: The largest ``retention_bytes`` of a subject.
 RETENTION_BYTES_MAX: Final = (1 << 63) - 1
-#: The number of a broker's life: 32 bits of a frame's stamp.
+#: The data epoch of a broker: 32 bits of a frame's stamp.
 BrokerEpoch = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 
 # --- delays -------------------------------------------------------------------------------------
-#: What can be asked for as a delay. Less than this is within what delivery takes anyway...
+#: The shortest delay: delivery itself takes about as long.
 DELAY_SECONDS_MIN: Final = 0.01
-#: ...and more than two years is rather a mistake of units: 2 * 366 days.
+#: The longest delay, two years: more is probably a mistake of units.
 DELAY_SECONDS_MAX: Final = 2 * 366 * 86_400.0
-#: Scheduled messages that one listing answers with.
+#: Scheduled messages in the reply to one listing.
 SCHEDULE_PAGE_MAX: Final = 1_000
 
 # --- derived state ------------------------------------------------------------------------------
-#: Pairs of a producer and a partition remembered for idempotence; the longest silent producer goes first. One takes
-#: 2.4 kB when full: 1.2 GB at most. More than the subjects, so that one producer alone does not use them up.
+#: Pairs of a producer and a partition that are remembered for idempotence; the one silent the longest is forgotten
+#: first. A full one takes 2.4 kB: 1.2 GB at most. More than the subjects, so that one producer cannot exhaust it.
 PRODUCER_WINDOWS_MAX: Final = 500_000
 
-#: A producer that has sent over at least this time is proven. Of too many, those that are not are forgotten first:
-#: a client that opens thousands of new ones makes brokers forget those, and not the ones that other clients use.
+#: A producer is proven once it has been sending for this long. Brokers forget unproven producers first: a client that
+#: opens thousands of producers displaces its own, not those of other clients.
 PRODUCER_PROVEN_SECONDS: Final = 60.0
 
 # --- dead letters --------------------------------------------------------------------------------
-#: Dead letters that one request lists: each is looked at by itself.
+#: Dead letters that one request lists: the broker reads each of them.
 DEAD_LIST_MAX: Final = 1_000
-#: Ranges that a consumer at most once may give back: what it pulled ahead last, and far more than it keeps in memory.
+#: Ranges that an at-most-once consumer can return: the last ones delivered to it, far more than it buffers.
 HANDED_RANGES_MAX: Final = 1_000
 #: Dead letters that one request counts, resends or purges: a few milliseconds of the server's time.
 DEAD_PAGE_MAX: Final = 2_000
 
-#: Sequences of dead letters that one request names.
+#: Sequences of dead letters in one request.
 DEAD_SEQUENCES_MAX: Final = 5_000
-#: Parked keys that one request lists, resumes or skips: their letters are looked at one by one.
+#: Parked keys that one request lists, resumes or skips: the broker reads the dead letter of each.
 PARKED_PAGE_MAX: Final = 500
 
 # --- batches ------------------------------------------------------------------------------------
-#: Stages of one batch that is committed: its decision is one request, and names them all.
+#: Stages of one batch: the request that commits the batch names all of them.
 COMMIT_STAGES_MAX: Final = 2_500
-#: Stages that one request to a broker names.
+#: Stages in one request to a broker.
 STAGES_PAGE_MAX: Final = 1_000
 
 # --- leases -------------------------------------------------------------------------------------
-#: A consumer's lease: heartbeats come every second, and two of them have to fit...
+#: The shortest lease of a consumer: two heartbeats, which come every second, have to fit.
 LEASE_SECONDS_MIN: Final = 2.0
-#: ...and what a dead consumer had stands still for as long as this.
+#: The longest lease: the rows of a dead consumer wait this long.
 LEASE_SECONDS_MAX: Final = 3600.0
 
 # --- open files ---------------------------------------------------------------------------------
-#: Files a server keeps free of connections and maps: those of its loop and of health checks, checkpoints, segments
-#: that are to come, and connections that are about to be refused.
+#: File descriptors that a server reserves beside those for connections and maps: for its event loop, health checks,
+#: checkpoints, new segments, and connections that it is about to refuse.
 FILES_RESERVE: Final = 256
-#: Files a segment of a log has open: itself, and its map.
+#: File descriptors of one log segment: the file and its map.
 FILES_PER_SEGMENT: Final = 2
 
 # --- background tasks ---------------------------------------------------------------------------
-#: A background task that failed is started again after this: soon enough that users hardly notice, and seldom enough
-#: that one that fails at once fills neither a core nor the log.
+#: The pause before a failed background task is restarted: short enough that users hardly notice, and long enough that a
+#: task that always fails fills neither a core nor the log.
 TASK_RESTART_SECONDS: Final = 1.0
 
 # --- consuming ----------------------------------------------------------------------------------
-#: Rows that each partition of a consumer may pull ahead at least, whatever the number of partitions: a pull and an ack
-#: of fewer cost more than handling them. On more than 62 partitions the default prefetch_count is exceeded by it...
+#: The least number of rows that a consumer prefetches from each partition, whatever the number of partitions: pulling
+#: and acking fewer rows costs more than handling them. With more than 62 partitions this exceeds the default
+#: ``prefetch_count``.
 PREFETCH_SHARE_MIN: Final = 16
-#: ...where prefetch_count is so many times larger. A small one is a wish that is kept: one row each then.
+#: ``PREFETCH_SHARE_MIN`` applies in full if ``prefetch_count`` is at least this many times as large. With a smaller
+#: ``prefetch_count``, which is deliberate, the minimum shrinks in proportion, down to one row.
 PREFETCH_SHARES_MAX: Final = 60
 
-#: Ranges that one request acks, gives back or claims at an attach. A range costs 10 to 25 µs of the broker's loop, and
-#: at an attach to an ordered group up to 100 µs: a request takes up to 25 ms, or 100 ms. Clients split what is more.
+#: Ranges that one request acks, returns, or claims at an attach. A range takes 10 to 25 µs of the broker's loop, and up
+#: to 100 µs at an attach to an ordered group: a request takes up to 25 ms, or 100 ms. Clients split larger requests.
 REQUEST_RANGES_MAX: Final = 1_000
-#: Ranges that one request reports as failed: each may hold its key, or become dead letters, at up to 650 µs.
+#: Ranges that one request nacks: each may hold its key or become dead letters, which takes up to 650 µs.
 FAILED_RANGES_MAX: Final = 64
 
 # --- names --------------------------------------------------------------------------------------
@@ -121,205 +123,203 @@ FAILED_RANGES_MAX: Final = 64
 NAME_LENGTH_MAX: Final = 200
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9_%][A-Za-z0-9_.%:-]*")
 NAME_RULE: Final = f"1 to {NAME_LENGTH_MAX} letters, digits and _ . % : -, not starting with . : or -"
-#: Names that begin with this are given by Plait itself.
+#: Names that begin with this are reserved for Plait.
 RESERVED: Final = "%"
-#: Partitions of one subject are told apart by what stands behind a #.
+#: The partitions of one subject differ in the suffix after #.
 PARTITION_PATTERN: Final = re.compile(r"[A-Za-z0-9_%][A-Za-z0-9_.%:#-]*")
 PARTITION_LENGTH_MAX: Final = NAME_LENGTH_MAX + 20
 TAG_LENGTH_MAX: Final = 127
-#: Groups that are remembered of the partitions that have left a subject's route, 100 bytes each: the route is read with
-#: all of them. Broadcasts go first, then those of the partitions that left first; a group that is not remembered counts
-#: as new.
+#: Groups of partitions that have left a subject's route, stored in the route, 100 bytes each. Broadcast groups are
+#: forgotten first, then the groups of the partitions that left first. A forgotten group counts as new.
 REMEMBERED_GROUPS_MAX: Final = 1_000
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server lets its clients use, so that its memory stays bounded whatever they do."""
+    """The limits of a server. They bound its memory, whatever its clients do."""
 
     #: Connections; each costs about 20 KiB.
     connections: int = 10_000
-    #: A connection must say hello within this, or it is closed.
+    #: A connection is closed unless its hello arrives within this.
     hello_seconds: float = 10.0
-    #: Half-open peers: nothing heard for this long closes the connection.
+    #: A connection that received nothing for this long is closed: its peer may be gone.
     idle_seconds: float = 30.0
-    #: Bytes received and not yet stored, per connection; reading pauses above it.
+    #: Bytes received and not yet stored, per connection; above it the server stops reading from the connection.
     in_flight_bytes_per_connection: int = 32 * MIB
-    #: Bytes queued towards one slow reader; its requests wait above it.
+    #: Bytes queued for one slow connection; above it the connection's requests wait.
     outgoing_bytes_per_connection: int = 8 * MIB
-    #: Bytes queued towards all readers; above it the connection with the most is closed.
+    #: Bytes queued for all connections; above it the connection with the most is closed.
     outgoing_bytes_total: int = 512 * MIB
-    #: Long polls that one connection has waiting.
+    #: Suspended pulls of one connection.
     polls_per_connection: int = 10_000
-    #: Bytes of half-received packets over all connections; above it the one that has gone on longest is given up.
+    #: Bytes of partly received packets over all connections; above it the connection with the oldest one is closed.
     partial_bytes_total: int = 512 * MIB
     #: Subjects (each costs memory and a consume log file).
     subjects: int = 100_000
-    #: Groups over all subjects. One takes 3 KiB, an ordered one 4 KiB and with a run of locks 15 KiB.
-    #: Locks are kept as runs, so only one whose logical partitions are each another consumer's takes more (2 MiB).
+    #: Groups over all subjects. A group takes 3 KiB, an ordered group 4 KiB, or 15 KiB with a run of locks.
+    #: Locks are stored as runs; a group in which neighbouring LPs all have different owners takes 2 MiB.
     groups: int = 300_000
-    #: Consumers attached at once, and those that lost their connection and are not lost yet.
+    #: Attached consumers, including those without a connection until they count as lost.
     consumers: int = 100_000
-    #: Separate unacked ranges of one consumer; it gets nothing new above it.
+    #: Separate ranges that one consumer holds; above it the consumer gets no new rows.
     consumer_ranges: int = 10_000
-    #: Separate ranges of one group that failed and wait for their next attempt; it gets nothing new above it.
+    #: Separate failed ranges of one group that wait for a retry; above it the group gets no new rows.
     retry_ranges: int = 500_000
-    #: Messages of one group that are dead letters, or retries that outlived their subject's retention (about 200 bytes
-    #: each); it gets nothing new above it.
-    kept_messages: int = 500_000
-    #: Keys of one ordered group that failed and hold their place, or are parked; it gets nothing new above it.
+    #: Messages of one group in the retained log: dead letters, and retries that retention removed from the message log
+    #: (about 200 bytes each). Above it the group gets no new rows.
+    retained_messages: int = 500_000
+    #: Parked keys and keys with a failed message of one ordered group; above it the group gets no new rows.
     held_keys: int = 10_000
-    #: An ordered consumer has its locks for this long after it asked for them last...
+    #: An ordered consumer has its locks for this long after it last renewed them.
     lease_seconds: float = 10.0
-    #: ...and the broker counts longer by this part of it. The consumer counts from an earlier moment, so this is only
-    #: for clocks that go at different speeds, where a hundredth of it is much.
+    #: The broker waits longer by this share of ``lease_seconds``. The consumer counts from an earlier moment, so the
+    #: margin only has to cover clocks that run at different speeds, where 1% would be much already.
     lease_margin: float = 0.05
-    #: Cancelled and rescheduled messages that are remembered until they would be due; more are refused.
+    #: Cancelled and rescheduled messages, each remembered until its original due time; more requests are refused.
     schedule_settled: int = 1_000_000
-    #: What tasks of Spark's sink have written and not yet committed: a stage for each, which costs 2 KiB. A task that
-    #: is done has one for each partition that its rows are for.
+    #: Stages that are not yet committed, 2 KiB each. A task of Spark's sink has one stage for each partition that its
+    #: rows go to.
     stages: int = 100_000
-    #: A stage that nobody publishes holds its part of the message log for so long after its last row (7 days: a
-    #: query that failed on a Friday goes on when somebody is back)...
+    #: A stage that is not published holds its part of the message log for this long after its last row (7 days: a query
+    #: that failed on a Friday can be resumed after the weekend).
     stage_seconds: float = 7 * 86400.0
-    #: ...and so many expired ones are remembered, the newest, 2 KiB each. A stage that is not known counts as
-    #: published, so an expired one must not be forgotten while a driver may ask for it: no clock tells when that is.
+    #: Expired stages that are remembered, the newest ones, 2 KiB each. An unknown stage counts as published, so an
+    #: expired one must be remembered while a driver may ask for it. No time bounds that, hence a number.
     stages_expired: int = 20_000
-    #: Producers remembered for idempotence; the longest silent goes first.
+    #: Producers remembered for idempotence; the one silent the longest is forgotten first.
     producers: int = 100_000
-    #: Silent producers are forgotten after this (7 days).
+    #: A producer is forgotten after it was silent for this long (7 days).
     producer_seconds: float = 7 * 86400.0
-    #: Frames per producer and partition whose receipts can be given again.
+    #: Frames per producer and partition that are recognised when they are resent, and get the same receipt again.
     producer_window_frames: int = 64
-    #: Messages one pull may ask for.
+    #: The most messages of one pull.
     pull_count: int = 1_000_000
-    #: Bytes one pull may return; one whole frame is always returned.
+    #: The most bytes of one delivery; one frame is always delivered whole.
     pull_bytes: int = 16 * MIB
-    #: A long poll may wait this long.
+    #: The longest time that a pull is suspended.
     pull_wait_seconds: float = 60.0
-    #: A consumer not heard from for this is lost: its unacked messages go to the others.
+    #: A consumer that was silent for this long is lost: its unacked messages go to other consumers.
     consumer_lost_seconds: float = 5.0
-    #: Idle broadcast groups are forgotten after 2 days: a client that was away for a weekend continues.
+    #: Idle broadcast groups are forgotten after this (2 days: a client that was away for a weekend continues).
     group_forget_seconds: float = 2 * 86400.0
-    #: Sends are refused while the oldest waiting one is older than this.
+    #: Sends are refused while the oldest waiting send is older than this.
     queue_head_seconds: float = 0.2
     #: Sends are refused while one log write or sync has taken longer than this.
     log_busy_seconds: float = 1.0
-    #: Rows whose keys a broker remembers for its ordered groups, 10 bytes each: as many frames as its owners are busy
-    #: with. The longest unused goes first.
+    #: Rows whose keys a broker caches for its ordered groups, 10 bytes each: enough for the frames that owners are
+    #: working on. The least recently used frame is evicted first.
     key_rows: int = 1 << 22
-    #: Open consume-log maps kept; the least recently read is closed.
+    #: Open maps of consume logs; the least recently read one is closed.
     open_maps: int = 1_000
 
 
 class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a meta server keeps, and how long it waits before it takes somebody for lost."""
+    """The limits of a meta server, and the times after which brokers and clients count as lost."""
 
-    #: Subjects and groups in all: a meta server has all of them in memory (about 1 KiB each).
+    #: Subjects and groups in total: a meta server has all of them in memory (about 1 KiB each).
     subjects: int = 100_000
     groups: int = 300_000
-    #: Members of one group, and groups that one client is a member of: an allocation and a heartbeat name them all.
+    #: Members of one group, all named in its allocation; groups of one client, all named in its heartbeat.
     members_per_group: int = 10_000
     groups_per_client: int = 10_000
-    #: A broker that was silent for so long is lost: subjects that are made meanwhile go to others.
+    #: A broker that was silent for this long is lost: new subjects go to other brokers.
     broker_lost_seconds: float = 5.0
-    #: A client that was silent for so long is lost: its logical partitions go to others. As long as a consumer's lease:
-    #: sooner would be of no use, as its locks last that long.
+    #: A client that was silent for this long is lost: its logical partitions go to other members. As long as a
+    #: consumer's lease: a shorter time would not help, because the client's locks last that long.
     member_lost_seconds: float = 10.0
-    #: A process that was silent for so long no longer speaks for its client id: another one may. Heartbeats come every
-    #: second, and every three seconds from a client whose loop is busy.
+    #: After a process was silent for this long, another process may use its client id. Heartbeats come every second, or
+    #: every three seconds from a client whose loop is busy.
     speaker_seconds: float = 5.0
-    #: How often the heartbeats of clients are noted for other meta servers.
-    beat_flush_seconds: float = 2.0
-    #: A pause of the meta server itself, or of its database, counts as so much silence of the others: well within
-    #: a lease.
+    #: How often the times of clients' heartbeats are written to the database, for other meta servers.
+    heartbeat_flush_seconds: float = 2.0
+    #: A pause of the meta server itself, or of its database, counts as at most this much silence of brokers and
+    #: clients: well within a lease.
     gap_seconds: float = 2.0
-    #: A change that others forestalled is tried again so often.
+    #: Attempts to make a change that conflicts with concurrent changes.
     attempts: int = 8
-    #: Allocations are computed in slices of about this length, so that heartbeats pass...
+    #: Allocations are computed in slices of about this length, so that heartbeats are answered in between.
     slice_seconds: float = 0.001
-    #: ...and those of so many groups are written at once, beside them.
+    #: Groups whose allocations one transaction writes.
     write_groups: int = 64
-    #: Members that leave or are lost are written at once until they are so many: more would hold up heartbeats when
-    #: that is known.
+    #: Members that left or are lost and that one step writes at once: more would delay heartbeats.
     write_members: int = 100
-    #: Clients that are looked at, noted or given up in one go.
+    #: Clients that one step checks, writes or removes.
     page: int = 500
-    #: That a batch of Spark's sink is committed is remembered for so long after the last word of its query (30 days of
-    #: the cluster's age, which no wall clock advances)...
+    #: The commit of a batch of Spark's sink is remembered for this long after the last request of its query (30 days of
+    #: the cluster's age, which does not depend on wall clocks).
     commit_seconds: float = 30 * 86400.0
-    #: ...and one that is not done after so long is finished by whoever commits next.
+    #: A commit that is not complete after this is completed by the next client that commits.
     commit_late_seconds: float = 60.0
-    #: What was deleted is removed from the database after at least so long.
+    #: Deleted records are removed from the database after at least this long.
     clean_seconds: float = 600.0
 
     @classmethod
     def of_lease(cls, seconds: float) -> MetaLimits:
-        """For consumers whose lease is so long: other meta servers hear of heartbeats well within it."""
+        """The limits for a consumer lease of ``seconds``: heartbeats reach other meta servers well within the lease."""
         usual = cls()
         return cls(
             member_lost_seconds=seconds,
             speaker_seconds=min(usual.speaker_seconds, seconds),
-            beat_flush_seconds=min(usual.beat_flush_seconds, seconds / 4),
+            heartbeat_flush_seconds=min(usual.heartbeat_flush_seconds, seconds / 4),
             gap_seconds=min(usual.gap_seconds, seconds / 3),
         )
 
 
 class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client buffers and how long it waits."""
+    """The limits of a client: what it buffers, and how long it waits."""
 
-    #: A frame leaves when its bodies reach this...
+    #: A frame is sent when its bodies reach this size, ...
     frame_bytes: int = 256 * KIB
-    #: ...or its rows reach this...
+    #: ... or when it has this many rows.
     frame_count: int = 10_000
-    #: Frames of ``send_many`` are larger: there is less to do for each byte.
+    #: Frames of ``send_many`` are larger, which costs less per byte.
     many_frame_bytes: int = 1 * MIB
     many_frame_count: int = 50_000
-    #: ...or the oldest posted row has waited this long (an awaited send never waits for it).
+    #: A posted row is sent after it waited this long at most; an awaited send does not wait for it.
     linger_seconds: float = 0.005
-    #: Rows buffered and unacknowledged, over all subjects: above it ``post`` raises and ``send`` waits.
+    #: Bytes of rows that are not yet acknowledged, over all subjects: above it ``post`` raises and ``send`` waits.
     buffer_bytes: int = 64 * MIB
-    #: Frames under way per partition (at most the server's producer_window_frames).
+    #: Unacknowledged frames per partition, at most the server's ``producer_window_frames``.
     in_flight_frames: int = 16
-    #: A send that has no answer after this raises ``Timeout``.
+    #: A send that has no reply after this raises ``Timeout``.
     send_seconds: float = 30.0
-    #: First and longest pause before what a broker refused is sent again, and before a route is asked for again.
+    #: The first and the longest pause before a refused send is repeated, and before a route is requested again.
     send_retry_first_seconds: float = 0.05
     send_retry_max_seconds: float = 1.0
-    #: Partitions that a refused send is tried on, where it may go elsewhere.
+    #: Partitions that a refused send is tried on, if its rows may go to another partition.
     send_attempts: int = 3
-    #: A broker that was not reached for this long has its rows sent elsewhere, where they may go elsewhere.
+    #: When a broker was unreachable for this long, its rows go to another partition, if they may.
     unreached_seconds: float = 2.0
-    #: Routes are looked at again this often, though nobody found that they lead nowhere.
+    #: Routes are refreshed this often, even if no request failed because of a stale route.
     route_seconds: float = 30.0
-    #: What a client keeps for each subject that it sends to is dropped after so long without a send, and found again
-    #: by the next one: names of subjects may be without end.
+    #: The sender of a subject is dropped after this long without a send, and made again by the next send: a client may
+    #: use any number of subjects over time.
     sender_idle_seconds: float = 600.0
     #: Connecting, the handshake and admin requests.
     request_seconds: float = 10.0
-    #: Opening a client fails after this where every address refuses the connection: no server listens there. One that
-    #: is being started, or started again, has this long to begin to.
+    #: Opening a client fails after this when every address refuses the connection. A server that is starting has this
+    #: long to begin to listen.
     refused_seconds: float = 2.0
-    #: First and longest pause between attempts to reconnect.
+    #: The first and the longest pause between attempts to reconnect.
     reconnect_first_seconds: float = 0.05
     reconnect_max_seconds: float = 2.0
-    #: A connection that lived this long was a good one: the next pause is the first again.
+    #: After a connection that lasted this long, the next pause is the first one again.
     reconnect_steady_seconds: float = 1.0
-    #: Heartbeats per connection.
+    #: The interval of heartbeats on each connection.
     heartbeat_seconds: float = 1.0
-    #: Consumer flow control: unacked messages, their bytes, and the span of their sequences.
+    #: What a consumer prefetches at most: unacked messages, their bytes, and the span of their sequences.
     prefetch_count: int = 1_000
     prefetch_bytes: int = 100 * MIB
     prefetch_span: int = 2_000
-    #: One pull's share of it.
+    #: The most bytes of one pull.
     pull_bytes: int = 1 * MIB
-    #: How long one long poll waits at the server before it is asked again.
+    #: How long a pull is suspended at the server before the client repeats it.
     pull_wait_seconds: float = 20.0
-    #: Opening a consumer waits so long for the rest of its partitions once it has one of them; they follow later.
+    #: Once a consumer is attached to one partition, opening it waits this long for the others; they may attach later.
     attach_seconds: float = 1.0
-    #: An ordered consumer whose user has had a message for this long gives its locks up.
+    #: An ordered consumer releases its locks when a message has been in handling for this long.
     handling_seconds: float = 900.0
-    #: ``App``: how long handlers may go on after SIGTERM before they are cancelled and their messages given back.
+    #: ``App``: how long handlers may run after SIGTERM before they are cancelled and their messages returned.
     drain_seconds: float = 30.0
-    #: ``App``: how long an ``async def`` handler that was cancelled then may take to end. Long enough to close a file
-    #: or a connection; one that ignores its cancellation must not keep the process.
+    #: ``App``: how long a cancelled ``async def`` handler may take to end. Long enough to close a file or a connection;
+    #: a handler that ignores its cancellation must not keep the process alive.
     cancel_seconds: float = 2.0

@@ -1,7 +1,7 @@
-"""What glibc does with large buffers.
+"""Settings of glibc's malloc for large buffers.
 
-By default a buffer of 128 KiB and more is a mapping of its own, and every receive buffer faults its pages anew, at ten
-times the cost of receiving into it. Below these thresholds buffers come from, and go back to, memory that stays.
+By default glibc maps each buffer of 128 KiB or more separately. Every receive buffer then takes page faults that cost
+ten times as much as receiving into it. Below the thresholds set here, buffers are reused from the heap.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import os
 
 from plait.limits import MIB
 
-#: glibc's malloc.h.
+#: From glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-#: The most that glibc takes; the largest frame stays below it.
+#: The highest value that glibc accepts; the largest frame is smaller.
 MMAP_THRESHOLD = 32 * MIB
-#: Free memory beyond this goes back to the system.
+#: Free heap memory above this is returned to the system.
 TRIM_THRESHOLD = 64 * MIB
 
 
 def keep_buffers() -> bool:
-    """Raise the thresholds; False where this is not glibc, and nothing was done."""
+    """Raise the thresholds. Returns False, without effect, when the C library is not glibc."""
     try:
         if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
             return False

@@ -1,4 +1,4 @@
-"""Plait for blocking code: the names of ``plait`` without await, safe to use from any thread.
+"""Plait for blocking code: the API of ``plait`` without await, safe to use from any thread.
 
 ``post`` returns a ticket whose ``result()`` waits for the receipt; a consumer is iterated with a plain ``for``.
 """

@@ -1,13 +1,14 @@
-"""Background tasks: the one way to start them, so that none ends unnoticed.
+"""Background tasks: every task is started here, so that no failure goes unnoticed.
 
-An exception that leaves an asyncio task is kept until the task is awaited; for a background task that is never, and the
-work it did stops without a trace. So every task is started here, as one of three kinds:
+asyncio reports the exception of a task to the code that awaits it. No code awaits a background task, so its work would
+stop silently. There are three kinds of tasks:
 
-- ``keep``: a job that must run as long as its owner does. It is logged when it fails, and started again after a pause.
-- ``start``: a job that runs once. It is logged when it fails, and its owner gets the error by ``failed``.
-- ``child``: a part of what another coroutine does. That coroutine awaits it, and gets its error.
+- ``keep``: a job that must run as long as its owner does. A failure is logged, and the job is restarted after a pause.
+- ``start``: a job that runs once. A failure is logged and passed to the callback ``failed`` of its owner.
+- ``child``: a part of another coroutine's work. That coroutine awaits the task and gets its error.
 
-A task that ends as cancelled although no caller cancelled it has failed: it awaited a future that another cancelled.
+A task that ends as cancelled although no caller cancelled it has failed: it awaited a future that another task
+cancelled.
 """
 
 from __future__ import annotations
@@ -25,45 +26,45 @@ log = logging.getLogger("plait.tasks")
 
 T = TypeVar("T")
 
-#: Gets the error that ended a task.
+#: Called with the error that ended a task.
 OnFailure = Callable[[Exception], None]
 
 
 def start(job: Coroutine[Any, Any, T], name: str, *, failed: OnFailure | None = None) -> asyncio.Task[T]:
-    """Run a job once. An error that leaves it is logged, then given to ``failed``."""
+    """Run a job once. An error is logged, then passed to ``failed``."""
     task = asyncio.get_running_loop().create_task(job, name=name)
     task.add_done_callback(functools.partial(_ended, failed))
     return task
 
 
 def child(job: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-    """Run a part of what the caller does: the caller, or another coroutine, awaits it and deals with its error."""
+    """Run a part of the caller's work. The caller, or another coroutine, awaits the task and handles its error."""
     task = asyncio.get_running_loop().create_task(job, name=name)
-    task.add_done_callback(_look_at)
+    task.add_done_callback(_retrieve_exception)
     return task
 
 
 def keep(job: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
-    """Run a job until the task is cancelled or the job returns; one that fails is started again."""
+    """Run a job until the task is cancelled or the job returns; restart it after a failure."""
     return start(restarting(job, name), name)
 
 
 async def restarting(job: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
-    """What ``keep`` runs; for jobs that run on the loop of another thread."""
+    """The coroutine that ``keep`` runs, for jobs on the loop of another thread."""
     while True:
         try:
             return await job()
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
-            _report(name, _cancelled_by_none(name), "it is started again")
-        except Exception as error:  # noqa: BLE001 (it is reported, whatever it is)
-            _report(name, error, "it is started again")
+            _report(name, _cancelled_by_none(name), "it is restarted")
+        except Exception as error:  # noqa: BLE001 (every error is reported)
+            _report(name, error, "it is restarted")
         await asyncio.sleep(TASK_RESTART_SECONDS)
 
 
 def error_of(error: Exception) -> PlaitError:
-    """The error that users get for a task that failed."""
+    """The error to raise in user code for a failed task."""
     if isinstance(error, PlaitError):
         return error
     return InternalError(f"a background task of this client failed ({error!r}); its log has the details")
@@ -91,8 +92,8 @@ def _ended(failed: OnFailure | None, task: asyncio.Task[Any]) -> None:
             failed(error)
 
 
-def _look_at(task: asyncio.Task[Any]) -> None:
-    """A caller that is cancelled does not await its children: asyncio must not complain of their errors then."""
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
+    """Retrieve the exception, so that asyncio does not warn when a cancelled caller never awaits its child."""
     if not task.cancelled():
         task.exception()
 

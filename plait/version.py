@@ -1,3 +1,3 @@
-"""The version of this Plait."""
+"""The version of Plait."""
 
 VERSION = "0.1.0"

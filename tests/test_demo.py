@@ -1,4 +1,4 @@
-"""The demo as a process: its table, its exit code, and nothing left behind."""
+"""The demo as a process: its table, its exit code, and its cleanup."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def demo(directory: Path, *arguments: str, spark: bool = False) -> subprocess.Po
     )
 
 
-def test_a_small_demo_loses_nothing_and_leaves_nothing(tmp_path: Path):
+def test_a_small_demo_loses_no_message_and_leaves_no_files(tmp_path: Path):
     size = ("--orders", "1500", "--producers", "2", "--seconds", "1.5", "--ordered", "300")
     with demo(tmp_path, *size, spark=HAS_SPARK) as process:
         out, err = process.communicate(timeout=SECONDS)
     assert (process.returncode, err) == (0, ""), out
-    assert re.search(r"killed billing-0 \(SIGKILL\) with [1-9][\d,]* messages in its hands", out)
+    assert re.search(r"killed billing-0 \(SIGKILL\) with [1-9][\d,]* messages in flight", out)
     assert re.search(
-        r"failed 3 times became a dead letter \(ValueError: amount 'five' is no number \(.*invoice\)\)", out
+        r"failed 3 times became a dead letter \(ValueError: amount 'five' is not a number \(.*invoice\)\)", out
     )
-    said = re.search(
-        r"(\d+) delayed messages came [\d.]+ ms after their time .*, none early; (\d+) were cancelled", out
+    delays = re.search(
+        r"(\d+) delayed messages arrived [\d.]+ ms after their due time .*, none early; (\d+) were cancelled", out
     )
-    assert said is not None
-    assert int(said[1]) + int(said[2]) == 1_000
+    assert delays is not None
+    assert int(delays[1]) + int(delays[2]) == 1_000
     table, _, verdict = out[out.index("result") :].partition("  audit: ")
     if HAS_SPARK:
         check_pipeline(out)
@@ -69,19 +69,19 @@ def test_a_small_demo_loses_nothing_and_leaves_nothing(tmp_path: Path):
 
 
 def check_pipeline(out: str) -> None:
-    """What was sent was counted, archived, found again and audited, and each of these saw all of it."""
+    """Check that Spark counted, archived and audited every message that was sent."""
     assert "Spark counted 12,000 messages of 3,000 orders" in out
     archived = re.search(r"archived ([\d,]+) messages and [\d,]+ events in [\d,]+ files", out)
     audited = re.search(r"audited ([\d,]+) messages of 5 subjects in 6 groups: [\d,]+ acks, .* 1 dead letters", out)
     assert archived is not None
     assert audited is not None
-    # Also the ordered ones, those that failed, the one that died and the delayed ones.
+    # Includes the ordered, failed, dead and delayed messages.
     assert archived[1] == audited[1]
     assert int(archived[1].replace(",", "")) >= 12_000 + 1_200 + 200 + 1 + 900
     assert re.search(r"history of order-0-0 in \d+ ms, without Java: created, paid, pushed, done", out)
 
 
-def test_a_demo_that_is_ended_early_ends_its_processes_and_clears_away(tmp_path: Path):
+def test_an_interrupted_demo_ends_its_processes_and_removes_its_files(tmp_path: Path):
     with demo(tmp_path, "--orders", "100000", "--seconds", "60") as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -96,14 +96,14 @@ def test_a_demo_that_is_ended_early_ends_its_processes_and_clears_away(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_arguments_are_one_line(tmp_path: Path):
+def test_invalid_arguments_print_one_line(tmp_path: Path):
     with demo(tmp_path, "--orders", "0") as process:
         out, err = process.communicate(timeout=SECONDS)
     assert (process.returncode, out) == (2, "")
     assert err == "error: --orders must be 1 or more, not 0 (invalid_argument)\n"
 
 
-def test_events_of_an_order_keep_their_steps_and_lie_between_those_of_others():
+def test_events_of_an_order_are_in_order_and_interleaved_with_other_orders():
     sent = list(events(1, 120))
     assert [event.number for event in sent] == list(range(120 * len(STEPS)))
     of_one = [event for event in sent if event.order == "order-1-60"]
@@ -122,20 +122,20 @@ def ledger() -> Ledger:
     return Ledger("billing", producers=1, orders=1)
 
 
-def test_a_ledger_with_everything_in_order_is_right(ledger: Ledger):
+def test_a_complete_ledger_in_order_is_right(ledger: Ledger):
     ledger.add("a", handled([0, 2]))
     ledger.add("b", handled([1, 3]))
     result = ledger.result()
     assert (result.right, result.distinct, result.lost, result.order_kept, result.order_checked) == (True, 4, 0, 3, 3)
 
 
-def test_a_ledger_finds_what_is_lost(ledger: Ledger):
+def test_a_ledger_finds_lost_messages(ledger: Ledger):
     ledger.add("a", handled([0, 1, 3]))
     assert not ledger.complete
     assert (ledger.result().right, ledger.result().lost) == (False, 1)
 
 
-def test_a_ledger_counts_what_came_again(ledger: Ledger):
+def test_a_ledger_counts_redelivered_messages(ledger: Ledger):
     ledger.add("a", handled([0, 1]))
     ledger.add("b", handled([2, 3]))
     ledger.add("b", handled([0, 1], attempt=2))
@@ -143,13 +143,13 @@ def test_a_ledger_counts_what_came_again(ledger: Ledger):
     assert (result.right, result.redelivered, result.twice, result.handled) == (True, 2, 2, 6)
 
 
-def test_a_ledger_finds_a_consumer_that_saw_another_order(ledger: Ledger):
+def test_a_ledger_finds_a_consumer_with_messages_out_of_order(ledger: Ledger):
     ledger.add("a", handled([0, 2, 1, 3]))
     result = ledger.result()
     assert (result.right, result.order_checked - result.order_kept) == (False, 1)
 
 
-def test_a_ledger_finds_another_order_in_the_log(ledger: Ledger):
+def test_a_ledger_finds_messages_out_of_order_in_the_log(ledger: Ledger):
     rows = [(10, 0, 0, 1), (12, 1, 0, 1), (11, 2, 0, 1), (13, 3, 0, 1)]
     ledger.add("a", np.array(rows, HANDLED).tobytes())
     result = ledger.result()
@@ -161,12 +161,12 @@ def desk() -> Desk:
     return Desk(orders=1)
 
 
-def test_a_desk_with_everything_in_order_is_right(desk: Desk):
+def test_a_complete_desk_in_order_is_right(desk: Desk):
     assert all(desk.take("a", "order-1", step, 1) for step in STEPS)
     assert (desk.complete, desk.result().right, desk.result().handovers) == (True, True, 0)
 
 
-def test_a_desk_refuses_who_is_too_late_and_counts_what_comes_again(desk: Desk):
+def test_a_desk_refuses_a_lower_epoch_and_counts_repeated_events(desk: Desk):
     assert desk.take("a", "order-1", "created", 1)
     assert desk.take("b", "order-1", "created", 2)
     assert not desk.take("a", "order-1", "paid", 1)
@@ -174,20 +174,20 @@ def test_a_desk_refuses_who_is_too_late_and_counts_what_comes_again(desk: Desk):
     assert (result.refused, result.twice, result.handovers, result.violations, result.lost) == (1, 1, 1, 0, 3)
 
 
-def test_a_desk_finds_a_step_before_its_time(desk: Desk):
+def test_a_desk_finds_a_skipped_step(desk: Desk):
     desk.take("a", "order-1", "created", 1)
     desk.take("a", "order-1", "pushed", 1)
     assert desk.result().violations == 1
     assert not desk.result().right
 
 
-def test_a_desk_finds_two_with_one_epoch(desk: Desk):
+def test_a_desk_finds_two_consumers_with_one_epoch(desk: Desk):
     desk.take("a", "order-1", "created", 1)
     desk.take("b", "order-1", "paid", 1)
     assert desk.result().violations == 1
 
 
-def test_delays_are_right_also_where_a_cancel_came_too_late():
+def test_a_cancellation_that_is_too_late_is_not_an_error():
     Delayed(951, 49, 0, 0, 1.0, 2.0).check()
     for wrong in (Delayed(950, 49, 0, 0, 1.0, 2.0), Delayed(950, 50, 1, 0, 1.0, 2.0), Delayed(950, 50, 0, 1, 1.0, 2.0)):
         with pytest.raises(DemoFailed, match=r"expected 95[01] messages"):

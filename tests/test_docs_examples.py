@@ -1,4 +1,4 @@
-"""What the pages for users show is what Plait does: their examples run against a real broker, each on a new one."""
+"""The examples of the user documentation run, each against a new broker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.testing import EmbeddedBroker
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 ADDRESS = "plait://127.0.0.1:7450"
-#: Examples that name the address are whole: they run as they stand.
+#: Examples with an address are complete programs and run unchanged.
 EXAMPLES = {
     f"{page}-{number}": source
     for page in ("sending", "consuming", "app")

@@ -1,6 +1,6 @@
-"""A real server is killed under load: nothing acknowledged is lost, nothing is invented, changed or repeated.
+"""A server process is killed under load: acknowledged messages are stored exactly once and unchanged.
 
-The long form is tests/deep/test_durability.py.
+tests/deep/test_durability.py runs longer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.durability import Load
 from tests.support.process import ServerProcess
 
 FLUSHES = ("async", "sync")
-#: Checkpoints and new segments all the time: a kill finds them half made.
+#: Frequent checkpoints and new segments, so that kills hit partly written ones.
 TIGHT: dict[str, Any] = {
     "message_segment_size": FRAME_SIZE_MAX,
     "action_segment_size": 64 * KIB,

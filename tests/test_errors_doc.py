@@ -1,4 +1,4 @@
-"""docs/errors.md and plait/errors.py say the same."""
+"""docs/errors.md agrees with plait/errors.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 
 
 class Row(NamedTuple):
-    """One line of the page's table, or what it ought to be."""
+    """One line of the page's table: as written, or as the code requires."""
 
     name: str
     code: str
@@ -29,13 +29,13 @@ def classes() -> list[type[errors.PlaitError]]:
 
 
 def cells(columns: int) -> list[list[str]]:
-    """The cells of every table line of the page with that many columns, heads and rules left out."""
+    """The cells of every table line of the page with ``columns`` columns, without header lines."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     split = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return [row for row in split if len(row) == columns and row[0] not in ("error", "exit", "---")]
 
 
-def test_the_page_lists_every_error_as_the_code_has_it():
+def test_the_page_lists_every_error_as_the_code_defines_it():
     expected = [
         Row(
             f"`{kind.__name__}`",
@@ -49,7 +49,7 @@ def test_the_page_lists_every_error_as_the_code_has_it():
     assert [Row(*row[:5]) for row in cells(6)] == expected
 
 
-def test_every_error_says_what_to_do():
+def test_every_error_has_advice():
     assert [row[0] for row in cells(6) if len(row[5]) < 10] == []
 
 
@@ -65,7 +65,7 @@ def test_the_page_lists_the_facts_of_every_error():
     assert {name: tuple(re.findall(r"`(\w+)`", facts)) for name, facts in lines} == promised
 
 
-def test_every_place_that_makes_an_error_gives_its_facts():
+def test_every_raised_error_has_its_facts():
     promised = {kind.__name__: kind.facts for kind in classes() if kind.facts}
     missing: list[str] = []
     for path in sorted((PAGE.parent.parent / "plait").rglob("*.py")):
@@ -79,7 +79,7 @@ def test_every_place_that_makes_an_error_gives_its_facts():
     assert missing == []
 
 
-def test_codes_are_unique_and_findable():
+def test_codes_are_unique_and_map_to_their_classes():
     assert [errors.BY_CODE[kind.code] for kind in classes()] == classes()
 
 

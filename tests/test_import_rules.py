@@ -146,9 +146,10 @@ def test_every_door_exists():
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     package = tmp_path / "plait"
-    for part in ("frame", "storage", "broker", "wire", "client", "testing"):
+    for part in ("frame", "storage/logs", "broker", "wire", "client/send", "testing"):
         (package / part).mkdir(parents=True)
-        (package / part / "__init__.py").write_text("")
+    for room in [path for path in package.rglob("*") if path.is_dir()]:
+        (room / "__init__.py").write_text("")
     for part in ("__init__", "errors", "limits"):
         (package / f"{part}.py").write_text("")
     return package

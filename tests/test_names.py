@@ -1,4 +1,4 @@
-"""How names and counts are written in texts for people."""
+"""The format of names and counts in messages for users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster of real processes under fire keeps every key in order; the long form is tests/deep/test_ordered.py."""
+"""A cluster of processes under faults keeps every key in order; tests/deep/test_ordered.py runs longer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.support.ordered_chaos import FAULTS, Chaos, script
 
 
 @pytest.mark.timeout(900)
-async def test_ordered_messages_keep_their_order_while_everything_fails(tmp_path: Path, seed: int):
+async def test_keys_stay_in_order_while_every_kind_of_process_fails(tmp_path: Path, seed: int):
     chaos = Chaos(tmp_path, seed, seconds=15.0)
     await chaos.run()
     assert chaos.sink.handovers > 0
 
 
-def test_a_script_has_every_kind_of_fault_and_follows_from_its_seed():
+def test_a_script_has_every_kind_of_fault_and_is_determined_by_its_seed():
     faults = script(7, 15.0)
     assert faults == script(7, 15.0) != script(8, 15.0)
     assert {fault.kind for fault in faults} == set(FAULTS)

@@ -1,6 +1,6 @@
-"""What users may rely on: the public names and signatures of Plait, against a snapshot.
+"""The public names and signatures of Plait match a snapshot.
 
-A change here is a change of the interface: it belongs into CHANGELOG.md, and the snapshot is rewritten with
+A change of the snapshot is a change of the public API: add it to CHANGELOG.md, and update the snapshot with
 ``python -m tests.test_public_api --update``.
 """
 
@@ -100,7 +100,7 @@ def _signature(value: object) -> str:
     parameters = []
     for parameter in signature.parameters.values():
         if callable(parameter.default) and parameter.default is not parameter.empty:
-            # A default that prints its address would change from run to run.
+            # A default whose ``repr`` has its address would differ in every run.
             parameter = parameter.replace(default=_Named(getattr(parameter.default, "__name__", "...")))
         parameters.append(parameter)
     return str(signature.replace(parameters=parameters)).replace("'", "")
@@ -119,11 +119,11 @@ def snapshot() -> str:
     return "".join(f"{line}\n" for name in MODULES for line in describe(importlib.import_module(name)))
 
 
-def test_the_public_interface_is_the_one_written_down():
+def test_the_public_interface_matches_the_snapshot():
     expected = SNAPSHOT.read_text().splitlines()
     actual = snapshot().splitlines()
     difference = list(difflib.unified_diff(expected, actual, SNAPSHOT.name, "now", lineterm="", n=0))
-    assert not difference, f"the public interface changed; if it is meant: {UPDATE}\n" + "\n".join(difference)
+    assert not difference, f"the public interface changed; if this is intended, run {UPDATE}\n" + "\n".join(difference)
 
 
 def test_every_public_name_is_documented():

@@ -1,4 +1,4 @@
-"""What README.md shows is what Plait does: its examples run against a real server."""
+"""The examples of README.md run against a server process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def example(containing: str) -> str:
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    """The address of a server started as README.md starts it, on a free port."""
+    """The address of a server that is started as in README.md, on a free port."""
     command = [Path(sys.executable).with_name("plait"), "serve", "--data", tmp_path / "data", "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
@@ -70,6 +70,6 @@ def test_every_example_is_python():
         compile(source, f"README.md example {number}", "exec")
 
 
-def test_the_two_commands_stand_at_the_top():
+def test_the_two_commands_are_at_the_top():
     first = README.split("```")[1].splitlines()
     assert [line.split("#")[0].strip() for line in first[1:] if line] == ["make demo", "make test"]

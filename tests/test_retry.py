@@ -1,4 +1,4 @@
-"""The retry policy: how long a failed message waits."""
+"""The retry policy: the delay before each attempt."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_presets():
         ({"first": "1s"}, "first is '1s'"),
         ({"longest": float("inf")}, "longest is inf"),
         ({"first": float("nan")}, "first is nan"),
-        ({"factor": 0.5}, "factor is 0.5; waits cannot grow shorter"),
+        ({"factor": 0.5}, "factor is 0.5; waits must not become shorter"),
         ({"jitter": 2}, "jitter is 2; it is a share"),
         ({"jitter": True}, "jitter is True"),
         ({"steps": (1, -1)}, "a step is -1"),
@@ -78,19 +78,19 @@ def test_the_presets():
         ({"expires": "1h"}, "expires is '1h'"),
     ],
 )
-def test_a_policy_that_cannot_work_is_refused(settings: dict[str, Any], reason: str):
+def test_an_invalid_policy_is_refused(settings: dict[str, Any], reason: str):
     with pytest.raises(plait.InvalidArgument, match=reason):
         plait.Retry(**settings)
 
 
-def test_a_policy_reads_as_a_sentence():
+def test_a_policy_is_printed_as_text():
     assert str(plait.Retry()) == "1 s, then 2 times as long each time, at most 600 s, up to 20% longer, 16 attempts"
     assert str(plait.Retry.constant(5, attempts=None)) == "5 s"
     assert str(plait.Retry.constant(5, attempts=3, expires=60)) == "5 s, 3 attempts, within 60 s"
 
 
 @given(st.integers(0, 2**53), st.floats(0.000_001, WAIT_SECONDS_MAX))
-def test_a_wait_ends_on_its_grain_and_never_early(now: int, seconds: float):
+def test_a_wait_is_rounded_up_and_never_shorter(now: int, seconds: float):
     due = due_time(now, seconds)
     micros = round(seconds * 1_000_000)
     assert 0 <= due - now - micros <= micros // GRAIN

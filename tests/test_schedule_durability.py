@@ -1,4 +1,4 @@
-"""A real server is killed while messages wait for their time: none is early, lost or doubled, none cancelled comes."""
+"""A server process is killed while messages are delayed: none is early, lost or duplicated, none cancelled arrives."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ LIMITS = plait.ClientLimits(reconnect_max_seconds=0.1, send_seconds=PATIENCE_SEC
 
 
 class Books:
-    """What was asked for, and what was promised."""
+    """The requests of the test and their replies."""
 
     def __init__(self) -> None:
         self.scheduled: dict[bytes, plait.Receipt] = {}
         self.cancelled: set[bytes] = set()
-        #: The kill came before the answer: it may have been cancelled.
+        #: Messages without a reply to their cancellation, because the server was killed: they may be cancelled.
         self.unknown: set[bytes] = set()
 
 
 async def schedule(client: plait.Client, books: Books, rng: random.Random, name: str) -> None:
-    """Send in all ways; a kill in between is only a pause."""
+    """Send delayed messages with ``send``, ``post`` and ``send_many``. A kill only delays them."""
     bodies = [f"{name}.{n}".encode() for n in range(COUNT)]
     waits = [rng.uniform(0.05, 3.0) for _ in bodies]
     third = COUNT // 3
@@ -46,7 +46,7 @@ async def schedule(client: plait.Client, books: Books, rng: random.Random, name:
 
 
 async def change(client: plait.Client, books: Books, rng: random.Random, some: list[bytes]) -> None:
-    """Cancel some and move others, which may be too late for them."""
+    """Cancel some messages and reschedule others; some are delivered before."""
     for body in some:
         receipt = books.scheduled[body]
         try:
@@ -72,7 +72,7 @@ async def test_a_killed_server_keeps_its_schedule(tmp_path: Path, seed: int, set
             for number in range(KILLS):
                 sending = asyncio.create_task(schedule(client, books, rng, f"life-{number}"))
                 if number % 2:
-                    # In the middle of it.
+                    # Kill the server while it receives the messages.
                     await asyncio.sleep(0)
                 else:
                     await sending
@@ -82,7 +82,7 @@ async def test_a_killed_server_keeps_its_schedule(tmp_path: Path, seed: int, set
                 await asyncio.to_thread(server.start)
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     await sending
-            # Nothing says it was delivered before: what is left is settled now.
+            # Change some of all messages, delivered or not.
             await change(client, books, rng, rng.sample(sorted(books.scheduled), COUNT // 5))
             found = await everything(client, books)
     assert max(found.values()) == 1
@@ -93,7 +93,7 @@ async def test_a_killed_server_keeps_its_schedule(tmp_path: Path, seed: int, set
 
 
 async def everything(client: plait.Client, books: Books) -> Counter[bytes]:
-    """Read the subject until nothing waits any more; each message not before its time."""
+    """Read the subject until no message is delayed, and check that none is early."""
     found: Counter[bytes] = Counter()
     async with client.reader("s", start="earliest") as reader, asyncio.timeout(PATIENCE_SECONDS):
         waiting = True

@@ -1,4 +1,4 @@
-"""No background task ends unnoticed: it is logged, started again, or its owner gets the error."""
+"""The end of a background task is logged, and the task is restarted or its owner gets the error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def cancelled_by_none() -> None:
 
 
 @pytest.mark.parametrize("job", [failing, cancelled_by_none])
-async def test_a_job_that_is_kept_is_started_again(job: object, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_job_is_restarted(job: object, caplog: pytest.LogCaptureFixture) -> None:
     runs = 0
     done = asyncio.Event()
 
@@ -44,14 +44,14 @@ async def test_a_job_that_is_kept_is_started_again(job: object, caplog: pytest.L
         await done.wait()
     assert runs == 3
     assert caplog.text.count("background task plait-work failed") == 2
-    assert "it is started again" in caplog.text
+    assert "it is restarted" in caplog.text
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled()
     assert runs == 3
 
 
-async def test_a_job_that_is_kept_may_end(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_job_that_returns_is_not_restarted(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         return
 
@@ -78,7 +78,7 @@ async def test_a_job_without_an_owner_is_logged(caplog: pytest.LogCaptureFixture
     assert caplog.records[0].exc_info is not None
 
 
-async def test_a_job_that_is_cancelled_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_cancelled_job_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     errors: list[Exception] = []
     task = tasks.start(asyncio.Event().wait(), "plait-once", failed=errors.append)
     await asyncio.sleep(0)
@@ -88,13 +88,13 @@ async def test_a_job_that_is_cancelled_has_not_failed(caplog: pytest.LogCaptureF
     assert (errors, caplog.text) == ([], "")
 
 
-async def test_the_error_of_a_child_is_its_callers(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_caller_gets_the_error_of_a_child_task(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(OverflowError):
         await tasks.child(failing(), "plait-part")
     assert caplog.text == ""
 
 
-def test_users_get_an_error_of_ours() -> None:
+def test_an_unexpected_error_becomes_a_plait_error() -> None:
     lost = Unavailable("lost")
     assert tasks.error_of(lost) is lost
     assert isinstance(tasks.error_of(OverflowError("x")), InternalError)

@@ -1,4 +1,4 @@
-"""The shell tools do what their heads promise, with stand-ins for the machine's programs on PATH."""
+"""The shell tools, with fake programs on PATH."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
 
 class Machine:
-    """A PATH whose first directory holds stand-ins."""
+    """A PATH whose first directory has fake programs."""
 
     def __init__(self, directory: Path) -> None:
         self.programs = directory / "bin"
@@ -43,7 +43,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 class TestFindPython:
-    def test_an_old_python_first_on_the_path_is_passed_over(self, machine: Machine):
+    def test_an_old_python_on_the_path_is_skipped(self, machine: Machine):
         old = machine.program("python3", "exit 1")
         newer = machine.program("python3.13", f'exec {sys.executable} "$@"')
         result = machine.run("find-python", PATH=f"{machine.programs}:{_basics(machine)}")
@@ -53,11 +53,11 @@ class TestFindPython:
         checked = [result.stdout.strip(), "-c", "import sys; print(sys.version_info >= (3, 11))"]
         assert subprocess.run(checked, capture_output=True, text=True).stdout.strip() == "True"
 
-    def test_the_one_named_is_used(self, machine: Machine):
+    def test_the_given_python_is_used(self, machine: Machine):
         result = machine.run("find-python", PYTHON=sys.executable)
         assert Path(result.stdout.strip()).exists()
 
-    def test_a_named_one_that_is_too_old_is_refused_in_one_line(self, machine: Machine):
+    def test_a_given_python_that_is_too_old_is_refused_in_one_line(self, machine: Machine):
         old = machine.program("python3", "exit 1")
         result = machine.run("find-python", PYTHON=str(old))
         assert result.returncode == 1
@@ -65,7 +65,7 @@ class TestFindPython:
         assert len(result.stderr.splitlines()) == 1
         assert str(old) in result.stderr
 
-    def test_without_venv_and_without_root_it_says_what_to_install(self, machine: Machine):
+    def test_without_venv_and_root_it_names_the_package_to_install(self, machine: Machine):
         machine.program("id", "echo 1000")
         bare = machine.program("python3", _WITHOUT_VENV)
         result = machine.run("find-python", PYTHON=str(bare))
@@ -82,7 +82,7 @@ class TestFindPython:
         assert result.stdout.strip() == str(bare)
         assert "python3.12-venv" in machine.log.read_text()
 
-    def test_where_installing_does_not_help_it_says_what_to_install(self, machine: Machine):
+    def test_if_the_installation_does_not_help_it_names_the_package_to_install(self, machine: Machine):
         machine.program("id", "echo 0")
         machine.program("apt-get", "exit 100")
         bare = machine.program("python3", _WITHOUT_VENV)
@@ -91,7 +91,7 @@ class TestFindPython:
         assert "install python3.12-venv" in result.stderr.splitlines()[-1]
 
 
-#: Answers like a Python 3.12 whose venv module Debian keeps in a package of its own.
+#: Behaves like a Python 3.12 without the Debian package of the venv module.
 _WITHOUT_VENV = """
 case "$2" in
     *ensurepip*) test -e "${0%/*}/has-venv" ;;
@@ -102,7 +102,7 @@ esac
 
 
 def _basics(machine: Machine) -> str:
-    """A directory with the few programs the search itself needs, and no Python."""
+    """A directory with the programs that the search needs, without Python."""
     directory = machine.programs.parent / "basics"
     directory.mkdir()
     for name in ("sed", "head", "id"):
@@ -111,7 +111,7 @@ def _basics(machine: Machine) -> str:
 
 
 class TestDebianInstall:
-    #: Records what Debian would be told if it asked whether to start a service.
+    #: Records the exit code of the policy that Debian asks before it starts a service.
     APT = 'if [ -x "$POLICY_RC_D" ]; then "$POLICY_RC_D"; echo "$* policy=$?" >>"$LOG"; fi'
 
     def test_no_service_starts_and_no_policy_is_left(self, machine: Machine):
@@ -122,7 +122,7 @@ class TestDebianInstall:
         assert machine.log.read_text().splitlines()[-1].endswith("redis-server nats-server policy=101")
         assert not machine.policy.exists()
 
-    def test_a_policy_that_was_there_is_put_back(self, machine: Machine):
+    def test_an_existing_policy_is_restored(self, machine: Machine):
         machine.program("id", "echo 0")
         machine.program("apt-get", self.APT)
         machine.policy.write_text("#!/bin/sh\nexit 0\n")
@@ -138,7 +138,7 @@ class TestDebianInstall:
         assert "redis-server" in result.stderr
         assert not machine.policy.exists()
 
-    def test_without_root_it_says_what_to_install(self, machine: Machine):
+    def test_without_root_it_names_the_packages_to_install(self, machine: Machine):
         machine.program("id", "echo 1000")
         machine.program("apt-get", self.APT)
         result = machine.run("debian-install", "redis-server")
@@ -146,7 +146,7 @@ class TestDebianInstall:
         assert "apt-get install redis-server" in result.stderr
         assert not machine.log.exists()
 
-    def test_without_a_package_it_shows_the_usage(self, machine: Machine):
+    def test_without_arguments_it_prints_the_usage(self, machine: Machine):
         assert machine.run("debian-install").returncode == 2
 
 

@@ -3,8 +3,8 @@
 `python -m benchmarks.peers` starts each peer as a private server on a free loopback port with a temporary
 data directory, measures it through its usual Python client, and ends it. Nothing that already runs is
 touched. The servers come from Debian packages (redis-server, nats-server, rabbitmq-server) and Maven
-Central (Kafka, RocketMQ); the clients from requirements.txt beside this file. A peer that is not there is
-skipped, with the reason.
+Central (Kafka, RocketMQ); the clients from requirements.txt beside this file. A peer that is not installed
+is skipped, with the reason.
 """
 
 from benchmarks.peers.base import Latency, Peer, Throughput

@@ -20,7 +20,7 @@ TERMINATED_STATUS = 128 + signal.SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the named peers, or all; 0 unless every one of them was skipped."""
+    """Measure the named peers, or all; returns 0 unless every one of them was skipped."""
     options = _parser().parse_args(arguments)
     unknown = [name for name in options.names if name not in PEERS]
     if unknown:
@@ -33,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         if address:
             os.environ[variable] = address
-    # A termination unwinds like an interrupt does, so that no server outlives the benchmark.
+    # SIGTERM unwinds like an interrupt, so that no server outlives the benchmark.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED_STATUS))
     plan = Plan(options.seconds, options.repeats, quiet_seconds_max=options.quiet)
     console = Console()
     reports = []
     for name in options.names or PEERS:
         reports.append(_run_one(name, plan, console))
-        # After every peer, so that an interrupted run keeps what it has measured.
+        # After every peer, so that an interrupted run keeps the results so far.
         if options.json is not None:
             write_json(reports, options.json)
     console.print(table_of(reports, plan.body_sizes))
@@ -63,14 +63,14 @@ def _run_one(name: str, plan: Plan, console: Console) -> PeerReport:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(PEERS)}; all by default")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="a file, or a directory: one file a peer")
-    parser.add_argument("--seconds", type=float, default=3.0, help="aim of one measurement")
-    parser.add_argument("--repeats", type=int, default=3, help="times each is measured")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(PEERS)}; default: all")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="a file, or a directory: one file per peer")
+    parser.add_argument("--seconds", type=float, default=3.0, help="target duration of one measurement")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats of each measurement")
     parser.add_argument("--quiet", type=float, default=0.0, metavar="SECONDS", help="wait for an idle machine")
-    parser.add_argument("--kafka", metavar="HOST:PORT", help="a Kafka that runs already")
-    parser.add_argument("--rocketmq", metavar="HOST:PORT", help="a RocketMQ proxy that runs already")
-    parser.add_argument("--rocketmq-nameserver", metavar="HOST:PORT", help="that proxy's name server")
+    parser.add_argument("--kafka", metavar="HOST:PORT", help="measure a Kafka that already runs")
+    parser.add_argument("--rocketmq", metavar="HOST:PORT", help="measure a RocketMQ proxy that already runs")
+    parser.add_argument("--rocketmq-nameserver", metavar="HOST:PORT", help="the name server of that proxy")
     return parser
 
 

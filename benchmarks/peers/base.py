@@ -1,8 +1,8 @@
-"""What every peer offers: a private server, three measurements, and results that can be compared.
+"""The base of every peer: a private server, three measurements, and comparable results.
 
-A peer is its server's start and stop plus five roles (functions that run in a process of their own, see
-roles.py). The measurements themselves are the same code for all of them, so that a difference between two
-figures is a difference between two queues and not between two ways of measuring.
+A peer starts and stops its server and has five roles (functions that run in their own process, see
+roles.py). The measurements are the same code for all peers, so that a difference between two figures is a
+difference between two queues and not between two ways of measuring.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from benchmarks.peers.roles import Job, Role, RunReport, run_roles
 from benchmarks.peers.server import ServerProcess
 
 PIPELINE_COUNT = 1_000
-"""Messages that a producer hands over, and a consumer acknowledges, at a time in the pipelined
-measurement."""
+"""Messages that a producer sends, and a consumer acknowledges, at a time in the pipelined measurement."""
 
 AWAITING_TASKS = 64
 """Tasks that each wait for their own single send in the awaiting measurement."""
 
 LATENCY_COUNT = 2_000
-"""Messages timed one by one; enough for a p99 that stands on 20 samples."""
+"""Messages timed one by one; enough for a p99 of 20 samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Messages moved per second, and what each of them cost in CPU; None where it cannot be seen."""
+    """Messages per second, and the CPU time of each message; None where it cannot be measured."""
 
     peer: str
     measurement: str
@@ -47,7 +46,7 @@ class Throughput:
     producer_cpu_seconds_per_message: float
     consumer_cpu_seconds_per_message: float | None
     other_cpu_share: float | None
-    """Of the whole machine, what neither server, producer nor consumer used: above 0.1, a disturbed figure."""
+    """The share of the machine's CPU that other processes used; above 0.1 the figure is disturbed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +74,21 @@ class Roles:
 
 
 class Peer(ABC):
-    """One message queue. Use it as a context manager: the server runs inside, and is gone afterwards."""
+    """One message queue. A context manager: the server runs inside it, and is removed afterwards."""
 
     name: ClassVar[str]
     variant: str = ""
-    """What the roles are told beside the job."""
+    """An option for the roles, beside the job."""
     executables: ClassVar[Sequence[str]] = ()
     package: ClassVar[str] = ""
     clients: ClassVar[Mapping[str, str]] = {}
-    """Module to import, and the distribution that brings it."""
+    """Module to import → the distribution that provides it."""
     roles: ClassVar[Roles]
     settings: ClassVar[Mapping[str, str]] = {}
-    """What a reader of the figures has to know about how the server and client were set up."""
+    """How the server and the client are configured, for readers of the figures."""
 
     latency_pause_seconds: ClassVar[float] = 0.001
-    """Between an arrival and the next send, so that the consumer waits again, as it does on an idle queue."""
+    """Time between an arrival and the next send, so that the consumer is waiting again, as on an idle queue."""
 
     def __init__(self) -> None:
         self.servers: list[ServerProcess] = []
@@ -109,7 +108,7 @@ class Peer(ABC):
     @property
     @abstractmethod
     def address(self) -> str:
-        """Where the roles connect to, as `host:port`."""
+        """The address of the server, as `host:port`."""
 
     @abstractmethod
     def start(self) -> None:
@@ -117,16 +116,16 @@ class Peer(ABC):
 
     @abstractmethod
     def server_version(self) -> str:
-        """The version of the running server, or what is known of it."""
+        """The version of the running server, where it is known."""
 
     def prepare(self, channel: str) -> None:  # noqa: B027  most peers create the channel in their roles
-        """Create the stream, queue or topic `channel`, where the roles do not do that themselves."""
+        """Create the stream, queue or topic `channel`, where the roles do not create it."""
 
     def discard(self, channel: str) -> None:  # noqa: B027  a private server is thrown away as a whole
-        """Remove what a measurement left in the server, so that the next one starts from an empty queue."""
+        """Remove what a measurement stored, so that the next one starts with an empty queue."""
 
     def stop(self) -> None:
-        """End the servers that were started, and remove their data. Safe to call twice."""
+        """End the started servers and remove their data. Idempotent."""
         for server in reversed(self.servers):
             server.stop()
         self.servers.clear()
@@ -146,11 +145,11 @@ class Peer(ABC):
         return {name: importlib.metadata.version(name) for name in self.clients.values()}
 
     def server_cpu_seconds(self) -> float | None:
-        """CPU time the server's processes have used so far; None when the server is not ours to look into."""
+        """CPU time of the server's processes so far; None if this program did not start the server."""
         return sum(server.cpu_seconds() for server in self.servers) if self.servers else None
 
     def resident_size(self) -> int | None:
-        """Bytes of memory the server's processes hold now; None when the server is not ours to look into."""
+        """Resident bytes of the server's processes; None if this program did not start the server."""
         return sum(server.resident_size() for server in self.servers) if self.servers else None
 
     def pipelined(self, body_size: int, count: int) -> Throughput:

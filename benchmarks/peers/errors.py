@@ -1,4 +1,4 @@
-"""What can go wrong while a peer is measured."""
+"""Errors of a measurement of a peer."""
 
 
 class PeerError(Exception):
@@ -6,4 +6,4 @@ class PeerError(Exception):
 
 
 class PeerUnavailable(PeerError):
-    """A peer cannot be measured here; the message says what is missing and how to get it."""
+    """A peer cannot be measured here; the message names what is missing and how to install it."""

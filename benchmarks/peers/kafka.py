@@ -38,7 +38,7 @@ def _producer(job: Job, **options: Any) -> Any:
 
 
 def _consumer(job: Job, **options: Any) -> Any:
-    """A consumer that owns the topic's one partition from its beginning, without waiting for a rebalance."""
+    """A consumer of the topic's only partition from its beginning, without waiting for a rebalance."""
     kafka = client_module("confluent_kafka")
     consumer = kafka.Consumer(
         {
@@ -50,7 +50,7 @@ def _consumer(job: Job, **options: Any) -> Any:
         }
     )
     consumer.assign([kafka.TopicPartition(job.channel, 0, 0)])
-    # The first poll opens the connection, which is not to be measured.
+    # The first poll opens the connection, which must not be measured.
     consumer.poll(1.0)
     return consumer
 
@@ -207,7 +207,7 @@ class Kafka(Peer):
         self._address = f"{LOOPBACK}:{port}"
 
     def stop(self) -> None:
-        # First the client: it complains about a server that goes away under it.
+        # The client first: it logs errors about a server that ends before it.
         self._admin_client = None
         super().stop()
 
@@ -224,7 +224,7 @@ class Kafka(Peer):
             deleted.result(POLL_SECONDS_MAX)
 
     def _admin(self) -> Any:
-        # Kept: the futures it returns fail once the client is collected.
+        # Kept, because the futures it returns fail once the client is garbage-collected.
         if self._admin_client is None:
             self._admin_client = client_module("confluent_kafka.admin").AdminClient(
                 {"bootstrap.servers": self._address, "log_level": LOG_WARNINGS}

@@ -17,7 +17,7 @@ ERROR_TAIL_SIZE = 600
 
 
 def copy_jars(artefacts: Sequence[str], directory: Path) -> Path:
-    """Put the artefacts (`group:artefact:version`) with all they need into `directory`; return the folder.
+    """Put the artefacts (`group:artefact:version`) with their dependencies into `directory`; return the folder.
 
     Raises PeerUnavailable where Java or Maven is missing, or Maven Central cannot be reached.
     """

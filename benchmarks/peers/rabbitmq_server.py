@@ -1,9 +1,9 @@
 """A private RabbitMQ node: own name, own cookie, own port mapper, everything on loopback.
 
-Erlang nodes find each other through one epmd for the whole machine, which the first node starts and leaves
-behind. Here it gets a port of its own and belongs to the benchmark, so that a RabbitMQ that already runs is
-not met and nothing stays behind. Debian's wrapper script switches to the system account and its
-directories; the script under it, which the wrapper calls, honours the environment instead.
+Erlang nodes find each other through one epmd for the whole machine, which the first node starts and does
+not end. Here epmd gets its own port and belongs to the benchmark, so that it does not meet a RabbitMQ that
+already runs, and no process is left afterwards. Debian's wrapper script switches to the system account and
+its directories; the script that the wrapper calls uses the environment instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEBIAN_SCRIPT = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 
 
 class RabbitNode:
-    """The node's processes and ports. `servers` fills as they start, so that a failed start can be undone."""
+    """The node's processes and ports. `servers` grows as they start, so that a failed start can be undone."""
 
     def __init__(self, servers: list[ServerProcess]) -> None:
         self._servers = servers
@@ -57,7 +57,7 @@ class RabbitNode:
 
 
 def rabbitmq_version() -> str:
-    """The version of the installed server, read from where Debian puts it."""
+    """The version of the installed server, from the directory that Debian installs it to."""
     release = _script().resolve().parent.parent.name
     return release.removeprefix("rabbitmq_server-")
 

@@ -1,5 +1,5 @@
-"""RabbitMQ's stream, through rstream. The consumer's ack is the offset it stores at the server, once a
-batch."""
+"""RabbitMQ's stream, through rstream. The consumer's ack is the offset that it stores at the server once
+per batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.peers.roles import Job, Stopwatch, run_async
 from benchmarks.peers.server import LOOPBACK
 
 PIPELINES_IN_FLIGHT = 4
-"""Batches without their confirms yet, so that the producer is not idle for a round trip after each."""
+"""Batches without confirms at a time, so that the producer is not idle for a round trip after each."""
 
 GROUP = "group"
 

@@ -1,8 +1,8 @@
 """Redis Streams with an append-only file synced every second, through redis-py.
 
-The stream entry has one field, the body: Redis knows no message key, and a second field would only slow it
-down. The server does not rewrite its append-only file nor take snapshots while it is measured, which is
-kinder to it than its defaults. `redis` is the client as `pip install redis` brings it, `redis-hiredis` the
+The stream entry has one field, the body: Redis has no message key, and a second field would only slow it
+down. The server neither rewrites its append-only file nor takes snapshots during the measurement, which
+favours it over its defaults. `redis` is the client as `pip install redis` installs it, `redis-hiredis` the
 same with the C parser.
 """
 
@@ -70,7 +70,7 @@ async def _send_awaiting_async(job: Job, stopwatch: Stopwatch) -> None:
         for _ in range(count):
             await client.xadd(job.channel, entry)
 
-    # Opens one connection for each task before the clock runs.
+    # Opens one connection for each task before the measurement starts.
     pings: list[Awaitable[Any]] = [client.ping() for _ in range(job.tasks)]
     await asyncio.gather(*pings)
     with stopwatch:
@@ -104,7 +104,7 @@ def _handle_one_by_one(job: Job, stopwatch: Stopwatch) -> None:
 
 def _client(job: Job, module: str = "redis") -> Any:
     if job.variant != HIREDIS:
-        # redis-py takes the C parser whenever it can be imported; the plain client has to be kept from it.
+        # redis-py uses the C parser whenever it can be imported; hide it from the plain client.
         sys.modules["hiredis"] = None  # type: ignore[assignment]
     return client_module(module).Redis(host=job.host, port=job.port, protocol=2)
 
@@ -182,7 +182,7 @@ class RedisStreams(Peer):
 
 
 class RedisStreamsHiredis(RedisStreams):
-    """The same server, measured through the client with its C parser."""
+    """The same server, measured through the client with the C parser."""
 
     name = "redis-hiredis"
     variant = HIREDIS
@@ -190,15 +190,15 @@ class RedisStreamsHiredis(RedisStreams):
 
 
 def fastest_redis() -> RedisStreams:
-    """The faster of the two clients that are installed; a comparison should be with that one."""
+    """The faster of the two clients that are installed; comparisons use this one."""
     return RedisStreamsHiredis() if is_installed("hiredis") else RedisStreams()
 
 
 def redis_pipelined_e2e(body_size: int, count: int = PIPELINED_COUNT, server: RedisStreams | None = None) -> Throughput:
     """Redis Streams end to end through pipelines of 1,000, for a run that pairs it with Plait.
 
-    Uses the running `server` when one is given, so that pairs do not pay for a start each time, and otherwise
-    a private one that is gone when this returns; the result's `peer` names the client. Raises PeerUnavailable
+    Uses the running `server` if one is given, so that pairs do not start one each time, and otherwise a
+    private one that is removed when this returns; the result's `peer` names the client. Raises PeerUnavailable
     where Redis is not installed.
     """
     if server is not None:

@@ -3,10 +3,10 @@
 Measured at the proxy in PLAIT_BENCH_ROCKETMQ (`host:port`, with its name server in
 PLAIT_BENCH_ROCKETMQ_NAMESERVER) when that is set, otherwise on a private broker started from Maven
 Central's artefacts. The name server and the broker listen on loopback; for the proxy RocketMQ has no such
-setting, so its random port is open for as long as this runs.
+setting, so its random port is open while this runs.
 
 The figures are those of the Python client, which sends one message for each gRPC call and receives at most
-32 at a time; RocketMQ's Java client, which speaks another protocol, is a different matter.
+32 at a time; RocketMQ's Java client uses another protocol and is not measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLUSTER = "DefaultCluster"
 GROUP = "group"
 QUEUES = 4
 RECEIVE_COUNT_MAX = 32
-"""The broker gives no more than this for one receive."""
+"""The broker returns no more than this for one receive."""
 
 RECEIVES_IN_FLIGHT = 8
 INVISIBLE_SECONDS = 120
@@ -51,7 +51,7 @@ JAVA_EXPORTS = (
 def _client(job: Job) -> Any:
     # The client writes a log under the home directory as soon as it is imported.
     os.environ["HOME"] = job.variant
-    # Receives and acks that are under way when it shuts down end in tracebacks from its callbacks.
+    # Receives and acks in progress at shutdown end in tracebacks from its callbacks.
     logging.getLogger("concurrent.futures").setLevel(logging.CRITICAL + 1)
     return client_module("rocketmq")
 
@@ -108,7 +108,7 @@ def _consume_pipelined(job: Job, stopwatch: Stopwatch) -> None:
             remaining -= len(messages)
             for message in messages:
                 consumer.ack_async(message)
-        # The client gives no future for these acks; one more of the last message is waited for instead.
+        # The client gives no future for these acks; a second ack of the last message is awaited instead.
         consumer.ack(messages[-1])
     consumer.shutdown()
 
@@ -181,7 +181,7 @@ class RocketMQ(Peer):
         handle_one_by_one=_handle_one_by_one,
     )
 
-    # A message that arrives while the consumer is between two polls can lie there until the next poll ends.
+    # A message that arrives between two polls of the consumer may wait until the next poll ends.
     latency_pause_seconds = 0.02
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Producer and consumer in processes of their own, started together and timed on one clock.
+"""Producer and consumer in their own processes, started together and timed on one clock.
 
 Each role connects first, then waits inside `with stopwatch:` until the other is connected too, so that
 neither starting Python nor opening connections is measured. Times are CLOCK_MONOTONIC, which all processes
@@ -25,7 +25,7 @@ from benchmarks.peers.errors import PeerError
 from benchmarks.peers.server import machine_busy_seconds
 
 ROLE_SECONDS_MAX = 180.0
-"""A role that takes longer hangs, and is ended."""
+"""A role that takes longer than this is taken to hang, and is ended."""
 
 ROLE_READY_SECONDS_MAX = 60.0
 ROLE_CLOSE_SECONDS_MAX = 5.0
@@ -39,7 +39,7 @@ _STOP_NS = 0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a role is asked to do."""
+    """The work of a role."""
 
     address: str
     channel: str
@@ -60,18 +60,18 @@ class Job:
 
     @property
     def body(self) -> bytes:
-        """The body every message of a throughput measurement carries."""
+        """The body of every message of a throughput measurement."""
         return b"x" * self.body_size
 
     def pipelines(self) -> Iterator[range]:
-        """The message numbers, cut into pipelines."""
+        """The message numbers, divided into pipelines."""
         for start in range(0, self.count, self.pipeline_count):
             yield range(start, min(start + self.pipeline_count, self.count))
 
 
 @dataclass(slots=True)
 class RoleReport:
-    """What a role measured of itself."""
+    """A role's measurement of itself."""
 
     started_ns: int = 0
     ended_ns: int = 0
@@ -82,7 +82,7 @@ class RoleReport:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What the roles measured of themselves, and what the server and the whole machine used meanwhile."""
+    """The measurements of the roles, and the CPU that the server and the whole machine used meanwhile."""
 
     producer: RoleReport
     consumer: RoleReport | None
@@ -92,7 +92,7 @@ class RunReport:
 
 
 class Stopwatch:
-    """Measures what happens inside `with stopwatch:`; entering waits until every role is ready."""
+    """Measures the block `with stopwatch:`; entering waits until every role is ready."""
 
     def __init__(self, gate: Connection, peer: Connection, report: RoleReport) -> None:
         self._gate = gate
@@ -113,11 +113,11 @@ class Stopwatch:
         self._report.ended_ns = time.monotonic_ns()
         self._report.cpu_seconds = time.process_time() - self._cpu_start
         if error is None:
-            # Reported before the role closes its connections: a slow close is not part of the measurement.
+            # Reported before the role closes its connections: closing is not part of the measurement.
             self._gate.send(self._report)
 
     def stamped_bodies(self, job: Job) -> Iterator[bytes]:
-        """Bodies to send one by one; asking for the next waits until the last has arrived and been acked."""
+        """Bodies to send one by one; the next one waits until the last has arrived and is acked."""
         padding = b"x" * (job.body_size - _STAMP.size)
         deadline = 0.0
         for number in range(LATENCY_WARMUP_COUNT + job.count):
@@ -133,7 +133,7 @@ class Stopwatch:
         yield _STAMP.pack(_STOP_NS) + padding
 
     def arrived(self, body: bytes) -> bool:
-        """Called by the handler first of all; False when this was the last message."""
+        """Called first by the handler; False when this was the last message."""
         now_ns = time.monotonic_ns()
         (sent_ns,) = _STAMP.unpack_from(body)
         if sent_ns == _STOP_NS:
@@ -143,7 +143,7 @@ class Stopwatch:
         return True
 
     def acked(self) -> None:
-        """Called once the handler's ack is on its way: the next message may be sent."""
+        """Called once the handler has sent its ack: the next message may be sent."""
         self._peer.send_bytes(b"1")
 
 
@@ -151,13 +151,12 @@ Role = Callable[[Job, Stopwatch], None]
 
 
 def run_roles(job: Job, produce: Role, consume: Role | None, cpu_clock: Callable[[], float | None]) -> RunReport:
-    """Run the roles in fresh processes and return their reports; on any failure end both and raise
-    PeerError."""
+    """Run the roles in new processes and return their reports; on any failure end both and raise PeerError."""
     context = multiprocessing.get_context("spawn")
     to_producer, to_consumer = context.Pipe()
     running: list[tuple[BaseProcess, Connection]] = []
     try:
-        # The consumer goes first: it must have subscribed before anything is sent.
+        # The consumer starts first: it must have subscribed before anything is sent.
         if consume is not None:
             running.append(_start(context, consume, job, to_producer))
         running.append(_start(context, produce, job, to_consumer))
@@ -187,7 +186,7 @@ def run_roles(job: Job, produce: Role, consume: Role | None, cpu_clock: Callable
 
 
 def run_async(main: Coroutine[Any, Any, None]) -> None:
-    """Run a role's coroutine on uvloop where it is installed, as the peers' own documentation advises."""
+    """Run a role's coroutine on uvloop where it is installed, as the documentation of the peers advises."""
     factory = client_module("uvloop").new_event_loop if is_installed("uvloop") else None
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(main)
@@ -242,6 +241,6 @@ def _enter(role: Role, job: Job, gate: Connection, peer: Connection) -> None:
     report = RoleReport()
     try:
         role(job, Stopwatch(gate, peer, report))
-    except BaseException:  # noqa: BLE001  whatever ends a role, the parent has to be told
+    except BaseException:  # noqa: BLE001  the parent has to receive every failure of a role
         if not report.ended_ns:
             gate.send(RoleReport(error=traceback.format_exc()))

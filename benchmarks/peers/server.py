@@ -1,7 +1,7 @@
-"""A server that belongs to the benchmark: own port, own data directory, ended by its process id.
+"""A server that belongs to the benchmark: its own port and data directory, ended by its process id.
 
-Whatever happens, `stop()` ends the process with all its children and removes the directory. Only processes
-that were started here are ever signalled.
+`stop()` always ends the process with all its children and removes the directory. Only processes that were
+started here are signalled.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
         seconds_max: float = START_SECONDS_MAX,
     ) -> None:
-        """Run `command` in the directory and return once `ready()`; raise PeerError with its log if it
-        never is."""
+        """Run `command` in the directory and return once `ready()`; raise PeerError with the log if that takes
+        too long."""
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 list(command),
@@ -50,7 +50,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # An interrupt of the benchmark must reach the benchmark first, which then ends its servers.
+                # An interrupt must reach the benchmark first, which then ends its servers.
                 start_new_session=True,
             )
         deadline = time.monotonic() + seconds_max
@@ -63,7 +63,7 @@ class ServerProcess:
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
-        """End the process and its children, first politely, and remove the directory. Safe to call twice."""
+        """End the process and its children, with SIGTERM first, and remove the directory. Idempotent."""
         if self._process is not None:
             psutil = client_module("psutil")
             family = self._family()
@@ -122,13 +122,13 @@ class ServerProcess:
 
 
 def machine_busy_seconds() -> float:
-    """CPU time that everything on this machine together has used so far."""
+    """CPU time of all processes on this machine so far."""
     times = client_module("psutil").cpu_times()
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
 
 
 def free_port(neighbours: Sequence[int] = ()) -> int:
-    """A loopback port nobody listens on, whose neighbours at the given distances are free as well."""
+    """A free loopback port whose neighbours at the given distances are free as well."""
     for _ in range(100):
         with socket.socket() as probe:
             probe.bind((LOOPBACK, 0))

@@ -1,5 +1,4 @@
-"""All measurements of one peer, each long enough to mean something, with the facts a reader needs beside
-them."""
+"""All measurements of one peer, each long enough to be meaningful, with the facts that readers need."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ from benchmarks.peers.errors import PeerError, PeerUnavailable
 BODY_SIZES = (100, 1_024)
 COUNT_MAX = 2_000_000
 IDLE_SECONDS = 1.0
-"""A server that has just started is given this long before its idle memory is read."""
+"""How long a server runs before its idle memory is read."""
 
 QUIET_SAMPLE_SECONDS = 1.0
 QUIET_PERCENT_MAX = 10.0
 
 PROBES_MAX = 4
 PROBE_SHARE = 0.3
-"""A probe that runs for this share of the wanted time tells the rate well enough."""
+"""A probe that runs for this share of the target duration measures the rate well enough."""
 
 Progress = Callable[[str], None]
 
@@ -37,13 +36,13 @@ class Plan:
     repeats: int = 3
     latency_count: int = LATENCY_COUNT
     quiet_seconds_max: float = 0.0
-    """How long to wait, before each repeat, for others on the machine to finish."""
+    """How long to wait, before each repeat, for the machine to become idle."""
     body_sizes: tuple[int, ...] = BODY_SIZES
 
 
 @dataclass(slots=True)
 class PeerReport:
-    """Everything about one peer's run; `skipped` holds the reason when there was none."""
+    """The results of one peer; `skipped` is the reason when there are none."""
 
     peer: str
     skipped: str = ""
@@ -71,8 +70,7 @@ class PeerReport:
 
 
 def run_peer(kind: type[Peer], plan: Plan, progress: Progress) -> PeerReport:
-    """Start the peer, measure all there is, end it. A peer that is missing or fails gives a report that
-    says so."""
+    """Start the peer, run all measurements, end it. The report of a missing or failed peer has the reason."""
     report = PeerReport(peer=kind.name, settings=dict(kind.settings), load_average_before=_load_average())
     progress("starting")
     try:
@@ -92,7 +90,7 @@ def run_peer(kind: type[Peer], plan: Plan, progress: Progress) -> PeerReport:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What the figures depend on; neither names nor places."""
+    """The facts about this machine that the figures depend on, without names and addresses."""
     return {
         "cores": os.cpu_count(),
         "architecture": platform.machine(),

@@ -1,5 +1,5 @@
 """``make demo``: a node, producers, two groups, a consumer that is killed, and Spark over the same log files.
 
-Every part is a process of its own, as in a real system. The parent only watches: producers tell it what was
-acknowledged to them, consumers what they handled, and at the end it adds up.
+Every part is a separate process, as in a real system. Producers report to the parent how many messages were
+acknowledged, and consumers which messages they handled. At the end the parent compares the reports.
 """

@@ -1,4 +1,4 @@
-"""``python -m examples.demo``; exits with 0 when everything came out as it has to."""
+"""``python -m examples.demo``; exits with 0 if every check succeeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait.errors import InvalidArgument, PlaitError
 app = App(
     name="examples.demo",
     version_flags=[],
-    help="Producers, groups, a killed consumer, ordered consumers under fire; archive, history and audit.",
+    help="Producers, groups, a killed consumer, ordered consumers under faults; archive, history and audit.",
 )
 
 
@@ -27,7 +27,7 @@ def demo(
     *,
     orders: Annotated[int, Parameter(help="Orders of each producer; an order is four messages.")] = 20_000,
     producers: Annotated[int, Parameter(help="Producer processes.")] = 3,
-    seconds: Annotated[float, Parameter(help="How long the sending is spread over.")] = 8.0,
+    seconds: Annotated[float, Parameter(help="How long the producers send.")] = 8.0,
     ordered: Annotated[int, Parameter(help="Orders whose events are consumed in order.")] = 1_500,
     spark: Annotated[bool, Parameter(negative="--no-spark", help="Whether Spark counts, archives and audits.")] = True,
 ) -> int:
@@ -41,7 +41,7 @@ def demo(
 async def _run(plan: Plan) -> int:
     task = asyncio.current_task()
     assert task is not None
-    # Ended from outside, it still ends its processes and clears away its directory.
+    # On SIGTERM the demo still ends its processes and removes its directory.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     await run(plan)
     return 0

@@ -1,7 +1,7 @@
 """A consumer process: ``python -m examples.demo.consumer ADDRESS GROUP NAME``, until SIGTERM.
 
-Writes a record of every message it handled to standard output, and acknowledges afterwards: killed in between, another
-one handles it again, which is what at least once means.
+Writes a record of every handled message to standard output, and acks it afterwards. If the process is killed in
+between, another consumer handles the message again: delivery is at least once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import plait
 from examples.demo.orders import HANDLED, SUBJECT, Event
 
 COUNT = 500
-#: How soon SIGTERM is noticed while nothing comes.
+#: How soon SIGTERM is noticed while no message arrives.
 WAIT_SECONDS = 0.2
 
 
 async def consume(address: str, group: str, name: str) -> None:
-    """Handle messages until told to stop."""
+    """Handle messages until SIGTERM."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     decode = msgspec.json.Decoder(Event).decode
@@ -40,12 +40,12 @@ async def consume(address: str, group: str, name: str) -> None:
                     raise SystemExit(f"message {message.sequence} has key {message.key!r} and order {event.order!r}")
                 handled.append((message.sequence, event.number, event.producer, message.attempt))
             if handled:
-                tell(np.array(handled, HANDLED).tobytes())
+                write_all(np.array(handled, HANDLED).tobytes())
                 await batch.ack()
 
 
-def tell(data: bytes) -> None:
-    """Give everything to the pipe before going on."""
+def write_all(data: bytes) -> None:
+    """Write all bytes to the pipe."""
     while data:
         data = data[os.write(sys.stdout.fileno(), data) :]
 

@@ -1,4 +1,4 @@
-"""A dead letter: it is listed with its reason, the handler is mended, and the letter is resent and handled."""
+"""A dead letter: it is listed with its reason, the handler is fixed, and the letter is resent and handled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AMOUNTS: tuple[int | str, ...] = (3, "five", 7)
 
 
 async def show_dead_letter(address: str) -> plait.DeadLetter:
-    """One order among others that a handler cannot take until somebody has looked at it."""
+    """Send orders, one of which the handler cannot handle until it is fixed. Returns the dead letter."""
     app = plait.App(address, group=GROUP)
     handled: dict[bytes, int] = {}
     mended = False
@@ -26,7 +26,7 @@ async def show_dead_letter(address: str) -> plait.DeadLetter:
     @app.subscriber(SUBJECT, retry=RETRY)
     async def invoice(message: plait.Message) -> None:
         if message.headers["amount"] == "five" and not mended:
-            raise ValueError("amount 'five' is no number")
+            raise ValueError("amount 'five' is not a number")
         handled[message.body] = message.attempt
         changed.set()
 
@@ -44,7 +44,7 @@ async def show_dead_letter(address: str) -> plait.DeadLetter:
         async with plait.connect(address) as client:
             for number, amount in enumerate(AMOUNTS):
                 await client.send(SUBJECT, b"order %d" % number, headers={"amount": amount})
-            await until("what can be handled", 2)
+            await until("the other orders", 2)
             letter = await _only(client)
             mended = True
             await client.admin.resend_dead(SUBJECT, GROUP, type=letter.reason.type)
@@ -64,7 +64,7 @@ async def show_dead_letter(address: str) -> plait.DeadLetter:
 
 
 async def _only(client: plait.Client) -> plait.DeadLetter:
-    """The one dead letter there is, once it is there."""
+    """Wait for the only dead letter."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             letters = await client.admin.dead_letters(SUBJECT, GROUP)

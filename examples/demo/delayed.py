@@ -1,4 +1,4 @@
-"""Delayed messages: each comes at its time, none before it, and those that were cancelled never."""
+"""Delayed messages: each arrives at its due time, none is early, and cancelled ones never arrive."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ SUBJECT = "order.reminder"
 GROUP = "reminders"
 COUNT = 1_000
 CANCELLED = 50
-#: Their delays lie between these.
+#: The range of the delays, in seconds.
 SECONDS = (0.3, 1.0)
 PATIENCE_SECONDS = 30.0
 
 
 class Delayed(msgspec.Struct, frozen=True):
-    """What came of it; lateness is from the moment that was asked for to the handler, in milliseconds."""
+    """The result. Lateness is from the due time to the handler, in milliseconds."""
 
     messages: int
-    #: Called off in time; on a slow machine some of them may have come before that.
+    #: Cancelled in time. On a slow machine some messages may arrive before their cancellation.
     cancelled: int
     early: int
-    #: Came although they had been called off.
+    #: Messages that arrived although they were cancelled.
     called_off: int
     p50: float
     p99: float
 
     def check(self) -> None:
-        """All of them came, none too early, and none that was called off."""
+        """Check that all messages arrived, none early and none after its cancellation."""
         if (self.messages, self.early, self.called_off) != (COUNT - self.cancelled, 0, 0):
-            raise DemoFailed(f"delays: {self}; expected {COUNT - self.cancelled} messages, none early or called off")
+            raise DemoFailed(f"delays: {self}; expected {COUNT - self.cancelled} messages, none early or cancelled")
 
 
 async def show_delays(address: str) -> Delayed:
-    """Schedule, cancel some, and look at the clock when the others come."""
+    """Send delayed messages, cancel some, and measure when the others arrive."""
     lateness: list[float] = []
     async with plait.connect(address) as client:
         delays = np.random.default_rng(1).uniform(*SECONDS, COUNT)
@@ -60,7 +60,7 @@ async def show_delays(address: str) -> Delayed:
                             lateness.append((now - message.deliver_at).total_seconds() * 1000)
                         await batch.ack()
             except TimeoutError:
-                raise DemoFailed(f"delays: {len(came)} of {COUNT} messages came") from None
+                raise DemoFailed(f"delays: {len(came)} of {COUNT} messages arrived") from None
     late = np.array(lateness)
     return Delayed(
         len(came),

@@ -1,4 +1,4 @@
-"""Where ordered consumers write to: it checks the order of every order's events, and the epochs of those who write."""
+"""The target of the ordered consumers: checks the order of each order's events, and the epochs of the writers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from plait.model.logical_partitions import lp_of_key
 
 
 class OrderedResult(msgspec.Struct, frozen=True):
-    """How the ordered consumers came out."""
+    """The result of the ordered consumers."""
 
     orders: int
     events: int
-    #: How often the orders of a logical partition went to another consumer.
+    #: How often a logical partition got another owner.
     handovers: int
-    #: Events that were written again after somebody was killed or stopped.
+    #: Events that were written again after a consumer was killed or stopped.
     twice: int
-    #: Events of consumers that were too late: somebody with a higher epoch had been there.
+    #: Events that were refused because a consumer with a higher epoch had written before.
     refused: int
     violations: int
     lost: int
@@ -28,24 +28,24 @@ class OrderedResult(msgspec.Struct, frozen=True):
 
 
 class Desk:
-    """The books of one ordered group."""
+    """The events that one ordered group has written."""
 
     def __init__(self, orders: int) -> None:
         self.expected = orders * len(STEPS)
         self.handled = 0
-        #: Order → how many of its steps are done.
+        #: Order → number of its steps that are done.
         self._done: dict[str, int] = {}
-        #: Logical partition → the highest epoch that was seen, and whose it was.
+        #: Logical partition → the highest epoch so far, and its consumer.
         self._epochs: dict[int, tuple[int, str]] = {}
         self._handovers = self._twice = self._refused = self._violations = 0
 
     @property
     def complete(self) -> bool:
-        """All events of all orders are done."""
+        """True if all events of all orders are done."""
         return self.handled == self.expected
 
     def take(self, consumer: str, order: str, step: str, epoch: int) -> bool:
-        """A consumer has handled an event under an epoch; whether that counts."""
+        """Record an event that a consumer handled under an epoch. Returns False if a higher epoch fences it out."""
         lp = lp_of_key(order)
         highest, owner = self._epochs.get(lp, (0, consumer))
         if epoch < highest:

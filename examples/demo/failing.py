@@ -1,4 +1,4 @@
-"""A handler that fails: its messages wait, come again when they are due, and are all handled in the end."""
+"""A handler that fails: its messages are redelivered after their delay, and all are handled in the end."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from examples.demo.processes import DemoFailed
 SUBJECT = "order.mail"
 GROUP = "mailer"
 COUNT = 200
-#: Each message fails this often.
+#: Failures of each message before it succeeds.
 FAILURES = 2
 RETRY = plait.Retry(first=0.2, factor=2, jitter=0)
 PATIENCE_SECONDS = 30.0
 
 
 class Failing(msgspec.Struct, frozen=True):
-    """What came of it."""
+    """The result."""
 
     messages: int
     calls: int
     early: int
 
     def check(self) -> None:
-        """Every message was tried as often as it had to be, and not before its time."""
+        """Check that every message had the expected number of attempts, and none was early."""
         if self != Failing(COUNT, COUNT * (FAILURES + 1), 0):
             raise DemoFailed(f"retries: {self}; expected {COUNT} messages, {COUNT * (FAILURES + 1)} calls, none early")
 
 
 async def show_retries(address: str) -> Failing:
-    """Send, fail, and be retried, on a node that is busy with other things."""
+    """Send messages whose handler fails at first, on a busy node."""
     app = plait.App(address, group=GROUP)
     tried: dict[int, list[float]] = {}
     done = asyncio.Event()
@@ -46,7 +46,7 @@ async def show_retries(address: str) -> Failing:
         moments = tried.setdefault(message.sequence, [])
         moments.append(asyncio.get_running_loop().time())
         if message.attempt <= FAILURES:
-            raise ConnectionError("the mail server is away")
+            raise ConnectionError("the mail server is down")
         if len(tried) == COUNT and all(len(times) > FAILURES for times in tried.values()):
             done.set()
 
@@ -73,7 +73,7 @@ async def show_retries(address: str) -> Failing:
 
 @contextmanager
 def without_tracebacks() -> Iterator[None]:
-    """Hundreds of failures that are meant to be are not worth a page each, nor their dead letters a line."""
+    """Hide the log of the many expected failures and dead letters."""
     logs = [logging.getLogger(name) for name in ("plait.app", "plait.client")]
     levels = [log.level for log in logs]
     for log in logs:

@@ -1,4 +1,4 @@
-"""What every group handled, against what was acknowledged to the producers."""
+"""Compares the messages that a group handled with those that were acknowledged to the producers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from examples.demo.orders import HANDLED, STEPS
 
 
 class GroupResult(msgspec.Struct, frozen=True):
-    """How a group came out. Order is checked for every pair of a producer and a consumer that saw it."""
+    """The result of a group. Order is checked for every pair of a producer and a consumer of its messages."""
 
     group: str
     handled: int
@@ -29,7 +29,7 @@ class GroupResult(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """One group's books."""
+    """The messages that one group has handled."""
 
     def __init__(self, group: str, producers: int, orders: int) -> None:
         self.group = group
@@ -42,7 +42,7 @@ class Ledger:
         self.redelivered = 0
 
     def add(self, consumer: str, data: bytes) -> None:
-        """Records of a consumer, whole ones."""
+        """Add whole records of a consumer."""
         records = np.frombuffer(data, HANDLED)
         self._handled.setdefault(consumer, []).append(records)
         np.add.at(self._times, (records["producer"], records["number"]), 1)
@@ -51,12 +51,12 @@ class Ledger:
         self.redelivered += int((records["attempt"] > 1).sum())
 
     def of(self, consumer: str) -> int:
-        """How many messages a consumer handled."""
+        """The number of messages that a consumer handled."""
         return sum(map(len, self._handled.get(consumer, [])))
 
     @property
     def complete(self) -> bool:
-        """Every message was handled at least once."""
+        """True if every message was handled at least once."""
         return self.distinct == self.expected
 
     def result(self) -> GroupResult:
@@ -73,13 +73,16 @@ class Ledger:
         )
 
     def _order(self) -> tuple[int, int]:
-        """First deliveries of each producer's messages rise in every consumer, and so do they in the log."""
+        """Check that each producer's messages are in order in the log, and in each consumer's first attempts.
+
+        Returns how many orders were checked and how many were right.
+        """
         checked = kept = 0
         books = {name: np.concatenate(records) for name, records in self._handled.items()}
         everything = np.concatenate(list(books.values())) if books else np.empty(0, HANDLED)
         in_log = everything[np.unique(everything["sequence"], return_index=True)[1]]
         for records in (*books.values(), in_log):
-            # What came again came late, by its nature.
+            # Redeliveries are out of order by nature.
             first = records if records is in_log else records[records["attempt"] == 1]
             for producer in range(self._producers):
                 numbers = first["number"][first["producer"] == producer].astype(np.int64)

@@ -1,7 +1,7 @@
 """An ordered consumer process: ``python -m examples.demo.ordered_consumer ADDRESS SUBJECT GROUP NAME``, until SIGTERM.
 
-Prints a line for every batch it gets, ``[[order, step, epoch], …]``, and reads a line in answer: which of them count.
-Only those are acknowledged. So whoever answers decides about consumers that were stopped and are too late.
+Prints a line for every batch, ``[[order, step, epoch], …]``, and reads a line in reply: which events were accepted. It
+acks only those. So the parent decides about the events of consumers that were stopped past their lease.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import plait
 from examples.demo.orders import Event
 
 COUNT = 50
-#: How soon SIGTERM is noticed while nothing comes.
+#: How soon SIGTERM is noticed while no message arrives.
 WAIT_SECONDS = 0.2
 
 
 async def consume(address: str, subject: str, group: str, name: str) -> None:
-    """Handle messages until told to stop."""
+    """Handle messages until SIGTERM."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)

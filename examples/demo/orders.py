@@ -1,4 +1,4 @@
-"""What the demo sends: the life of orders, in events that must not change their order."""
+"""The messages of the demo: the events of orders, which must stay in order."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 
 SUBJECT = "order.events"
 STEPS = ("created", "paid", "pushed", "done")
-#: Orders of one producer that are under way at the same time, so that their events lie between each other's.
+#: Concurrent orders of one producer: their events are interleaved.
 OPEN_ORDERS = 50
 
-#: What a consumer tells of each message it handled.
+#: The record that a consumer writes for each handled message.
 HANDLED = np.dtype([("sequence", "<u8"), ("number", "<u4"), ("producer", "<u2"), ("attempt", "<u2")])
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One message. ``number`` counts the events of its producer from 0."""
+    """One message. ``number`` is its position among the events of its producer, from 0."""
 
     order: str
     step: str

@@ -1,7 +1,7 @@
 """The data pipeline: ``python -m examples.demo.pipeline DATA_DIR SUBJECT ARCHIVE``.
 
 Starts its Spark session and prints ``started``. After a line on standard input it counts the messages in the log files,
-archives both logs, and audits the archive; what each came to is a line of JSON, and so is every step on the way.
+archives both logs, and audits the archive. It prints each step and each result as a line of JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: Messages, different ones, and how often a producer's event is not the one after its last, in the order of the log.
+#: The number of messages, of distinct ones, and of events that do not follow their producer's previous one in the log.
 QUERY = """
 WITH events AS (
     SELECT sequence, message_id, key,
@@ -31,7 +31,7 @@ SELECT COUNT(*) AS messages,
        COUNT_IF(event.step = 'done') AS orders
 FROM ordered
 """
-#: A Java that lives for one query does not earn back what its best compiler costs.
+#: For one query the optimizing compiler of Java costs more than it saves.
 SHORT_LIFE = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 
 
@@ -44,26 +44,26 @@ def check(spark: SparkSession, path: str, subject: str) -> dict[str, Any]:
 
 
 class Steps:
-    """Says which step is under way."""
+    """Prints the current step."""
 
     def step(self, name: str, total: int | None = None, unit: str = "") -> None:
-        tell("step", name)
+        print_line("step", name)
 
     def update(self, done: int) -> None:
-        """Steps are short here."""
+        """Print nothing: the steps are short."""
 
 
-def tell(what: str, value: object) -> None:
+def print_line(what: str, value: object) -> None:
     print(json.dumps({what: value}), flush=True)
 
 
 def work(spark: SparkSession, path: str, subject: str, to: str) -> None:
-    """All of it, one after another."""
+    """Count, archive and audit."""
     from plait.spark import archive, audit
 
-    tell("counted", check(spark, path, subject))
+    print_line("counted", check(spark, path, subject))
     archived = archive(path, to, spark=spark, now=True, progress=Steps())
-    tell("archived", {"messages": archived.messages, "events": archived.events, "files": archived.files})
+    print_line("archived", {"messages": archived.messages, "events": archived.events, "files": archived.files})
     report = audit(archive=to, spark=spark, progress=Steps())
     groups = report.groups()
     broken = [f"{group.subject}, group {group.group}: {', '.join(group.broken)}" for group in groups if group.broken]
@@ -76,18 +76,17 @@ def work(spark: SparkSession, path: str, subject: str, to: str) -> None:
         "redelivered": sum(sum(group.redelivered.values()) for group in groups),
         "dead": sum(group.died for group in groups),
     }
-    tell("audited", {"held": report.held, "judged": report.judged, "broken": broken, **figures})
+    print_line("audited", {"held": report.held, "judged": report.judged, "broken": broken, **figures})
 
 
 def main() -> None:
-    from plait.spark import SparkUnavailable
-    from plait.spark.runtime import session
+    from plait.spark import SparkUnavailable, session
 
     path, subject, to = sys.argv[1:]
     try:
         spark = session(app_name="plait-demo", master="local[2]", config=SHORT_LIFE)
     except SparkUnavailable as error:
-        sys.exit(f"{error.message}; or leave it out with --no-spark")
+        sys.exit(f"{error.message}; or use --no-spark")
     try:
         print("started", flush=True)
         if sys.stdin.readline():

@@ -1,4 +1,4 @@
-"""The processes of the demo: started apart, heard through pipes, and ended whatever happens."""
+"""The processes of the demo: started, read through pipes, and ended in every case."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ STOP_SECONDS = 15.0
 
 
 class DemoFailed(Exception):
-    """A part of the demo did not do what it has to; the message says which and how."""
+    """A part of the demo failed; the message names the part and the reason."""
 
 
 class Child:
-    """One Python module run as a process."""
+    """A Python module that runs as a process."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.name = name
@@ -29,13 +29,13 @@ class Child:
         return self._process.returncode is None
 
     async def lines(self) -> AsyncIterator[str]:
-        """What it prints, until it ends."""
+        """The lines of its standard output, until it ends."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             yield line.decode().rstrip("\n")
 
     async def records(self, size: int) -> AsyncIterator[bytes]:
-        """What it writes, in whole records; one that it was killed in is dropped."""
+        """The records of its standard output. A partial record of a killed process is dropped."""
         assert self._process.stdout is not None
         rest = b""
         while block := await self._process.stdout.read(1 << 20):
@@ -45,8 +45,8 @@ class Child:
             if whole:
                 yield data[:whole]
 
-    def say(self, line: str) -> None:
-        """A line on its standard input."""
+    def write_line(self, line: str) -> None:
+        """Write a line to its standard input."""
         assert self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
 
@@ -55,7 +55,7 @@ class Child:
             self._process.send_signal(number)
 
     async def end(self, number: int = signal.SIGTERM) -> int:
-        """Signal it and wait; a process that does not end in time is killed, which fails the demo."""
+        """Send a signal and wait for the end. A process that does not end in time is killed, and the demo fails."""
         if self.running:
             self.send_signal(number)
             try:
@@ -66,19 +66,19 @@ class Child:
         return await self._process.wait()
 
     async def succeed(self) -> None:
-        """Wait for its end, which must be a good one."""
+        """Wait for its end; raises ``DemoFailed`` unless the exit code is 0."""
         code = await self._process.wait()
         if code != 0:
-            raise DemoFailed(f"{self.name} ended with code {code}: {self.last_words()}")
+            raise DemoFailed(f"{self.name} ended with code {code}: {self.stderr_tail()}")
 
-    def last_words(self) -> str:
-        """The end of its standard error."""
+    def stderr_tail(self) -> str:
+        """The last lines of its standard error."""
         lines = self._log.read_text(errors="replace").split("\n") if self._log.exists() else []
-        return " | ".join(line.strip() for line in lines[-8:] if line.strip()) or "it said nothing"
+        return " | ".join(line.strip() for line in lines[-8:] if line.strip()) or "no output"
 
 
 class Children:
-    """All of them; leaving kills what is left."""
+    """All processes; leaving the block kills those that still run."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -93,7 +93,7 @@ class Children:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
-                # A Ctrl-C at the terminal is for the parent, which ends them in order.
+                # Ctrl-C at the terminal goes to the parent only, which ends the children in order.
                 start_new_session=True,
             )
         child = Child(name, process, log)
@@ -109,5 +109,5 @@ class Children:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
         for _, process in self._all:
-            # Reads what is left too, so that the pipe is closed.
+            # Read the rest of the output, so that the pipe is closed.
             await process.communicate()

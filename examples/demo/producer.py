@@ -1,6 +1,6 @@
 """A producer process: ``python -m examples.demo.producer ADDRESS SUBJECT NUMBER ORDERS SECONDS``.
 
-Sends the events of its orders, spread over about so many seconds, and prints how many were acknowledged so far.
+Sends the events of its orders, spread over about SECONDS seconds, and prints how many are acknowledged so far.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 import plait
 from examples.demo.orders import STEPS, events
 
-#: Events that are posted before their receipts are waited for.
+#: Events that are posted before the producer waits for their receipts.
 CHUNK = 500
 
 
 async def produce(address: str, subject: str, number: int, orders: int, seconds: float) -> None:
-    """Send everything; returns when all of it is acknowledged."""
+    """Send all events; returns when all are acknowledged."""
     total = orders * len(STEPS)
     source = events(number, orders)
     encode = msgspec.json.Encoder().encode

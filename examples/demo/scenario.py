@@ -1,4 +1,4 @@
-"""The demo from the first process to the closing table."""
+"""The demo from the first process to the result table."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from examples.demo.processes import Child, Children, DemoFailed
 from examples.demo.screen import Screen
 from plait.cli.serving.child_process import OwnNode
 
-#: The first has several consumers, one of which is killed; the second has one.
+#: Group → number of consumers. One consumer of the first group is killed.
 SHARED, ALONE = "billing", "audit"
 CONSUMERS = {SHARED: 3, ALONE: 1}
-#: When the victim has handled this share of what it will get, it is stopped.
+#: The victim is stopped when it has handled this part of its expected messages.
 KILL_SHARE = 0.25
-#: Nothing may take longer than this without any progress.
+#: The demo fails after this time without progress.
 PATIENCE_SECONDS = 30.0
 SPARK_SECONDS = 300.0
 POLL_SECONDS = 0.05
@@ -42,7 +42,7 @@ LOOKED_UP = "order-0-0"
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How large the demo is."""
+    """The size of the demo."""
 
     producers: int
     orders: int
@@ -57,13 +57,13 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 async def run(plan: Plan) -> None:
-    """Everything; raises ``DemoFailed`` when something did not come out as it has to."""
+    """Run the demo; raises ``DemoFailed`` if a check fails."""
     with Screen() as screen:
         async with AsyncExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="plait-demo-")))
             demo = Demo(plan, screen, directory)
             demo.children = await stack.enter_async_context(Children(directory))
-            stack.push_async_callback(demo.stop_listening)
+            stack.push_async_callback(demo.stop_readers)
             await demo.run(stack)
     demo.show()
     demo.check()
@@ -82,7 +82,7 @@ class Demo:
         self._sent: dict[int, int] = dict.fromkeys(range(plan.producers), 0)
         self._ledgers = {group: Ledger(group, plan.producers, plan.orders) for group in CONSUMERS}
         self._consumers: dict[str, list[Child]] = {group: [] for group in CONSUMERS}
-        self._listening: list[asyncio.Task[None]] = []
+        self._readers: list[asyncio.Task[None]] = []
         self._last_progress = time.monotonic()
         self._returned = 0
         self._ordered: OrderedResult | None = None
@@ -95,7 +95,7 @@ class Demo:
         if plan.spark:
             places = str(self._data), SUBJECT, str(self._directory / "archive")
             spark = await self.children.start("spark", "examples.demo.pipeline", *places)
-            screen.say("Spark is starting beside it")
+            screen.event("Spark is starting")
         node = await stack.enter_async_context(
             OwnNode(
                 self._data,
@@ -106,7 +106,7 @@ class Demo:
                 log=self._directory / "node.log",
             )
         )
-        screen.say(f"node ready at {node.address}")
+        screen.event(f"node ready at {node.address}")
         async with plait.connect(node.address) as client:
             await self._start(node.address)
             await self._kill_one(client, node.address)
@@ -114,7 +114,7 @@ class Demo:
             await self._die(node.address)
             await self._delay(node.address)
             await self._until(lambda: sum(self._sent.values()) == plan.total, "the producers to finish")
-            screen.say(f"producers done: {plan.total:,} sends acknowledged")
+            screen.event(f"producers done: {plan.total:,} sends acknowledged")
             await self._until(lambda: all(ledger.complete for ledger in self._ledgers.values()), "the groups")
             screen.line()
             await self._stop_consumers()
@@ -123,7 +123,7 @@ class Demo:
         code = await node.stop()
         if code != 0:
             raise DemoFailed(f"the node ended with code {code}")
-        screen.say("node drained and stopped")
+        screen.event("node drained and stopped")
         if spark is not None:
             await self._ask(spark)
 
@@ -137,8 +137,8 @@ class Demo:
             seconds = f"{self._plan.seconds:g}"
             arguments = (address, SUBJECT, str(number), str(self._plan.orders), seconds)
             child = await self.children.start(f"producer-{number}", "examples.demo.producer", *arguments)
-            self._listen(self._hear_producer(child, number))
-        self._screen.say(
+            self._start_reader(self._read_producer(child, number))
+        self._screen.event(
             f"{self._plan.producers} producers, {self._plan.orders:,} orders each; "
             + " and ".join(f"group {group!r} with {count} consumers" for group, count in CONSUMERS.items())
         )
@@ -147,24 +147,24 @@ class Demo:
         name = f"{group}-{number}"
         child = await self.children.start(name, "examples.demo.consumer", address, group, name)
         self._consumers[group].append(child)
-        self._listen(self._hear_consumer(child, group))
+        self._start_reader(self._read_consumer(child, group))
 
-    def _listen(self, work: Any) -> None:
-        self._listening.append(asyncio.ensure_future(work))
+    def _start_reader(self, work: Any) -> None:
+        self._readers.append(asyncio.ensure_future(work))
 
-    async def stop_listening(self) -> None:
-        """Leave the pipes to whoever clears away."""
-        for task in self._listening:
+    async def stop_readers(self) -> None:
+        """Stop reading the pipes, so that ``Children`` can read the rest."""
+        for task in self._readers:
             task.cancel()
-        await asyncio.gather(*self._listening, return_exceptions=True)
+        await asyncio.gather(*self._readers, return_exceptions=True)
 
-    async def _hear_producer(self, child: Child, number: int) -> None:
+    async def _read_producer(self, child: Child, number: int) -> None:
         async for line in child.lines():
             self._sent[number] = int(line)
             self._moved("sent", sum(self._sent.values()))
         await child.succeed()
 
-    async def _hear_consumer(self, child: Child, group: str) -> None:
+    async def _read_consumer(self, child: Child, group: str) -> None:
         ledger = self._ledgers[group]
         async for records in child.records(HANDLED.itemsize):
             ledger.add(child.name, records)
@@ -175,7 +175,7 @@ class Demo:
         self._screen.count(name, done, self._plan.total)
 
     async def _kill_one(self, client: plait.Client, address: str) -> None:
-        """SIGKILL for a consumer that has messages in its hands."""
+        """Send SIGKILL to a consumer that holds messages."""
         victim = self._consumers[SHARED][0]
         ledger = self._ledgers[SHARED]
         share = KILL_SHARE * self._plan.total / CONSUMERS[SHARED]
@@ -189,32 +189,32 @@ class Demo:
             await asyncio.sleep(POLL_SECONDS)
         await victim.end(signal.SIGKILL)
         self._returned = held
-        self._screen.say(
-            f"killed {victim.name} (SIGKILL) with {held:,} messages in its hands; another one takes its place"
+        self._screen.event(
+            f"killed {victim.name} (SIGKILL) with {held:,} messages in flight; another consumer replaces it"
         )
         await self._consumer(address, SHARED, CONSUMERS[SHARED])
 
     async def _retry(self, address: str) -> None:
         found = await show_retries(address)
         found.check()
-        self._screen.say(
-            f"a handler failed {FAILURES} times on each of {found.messages:,} messages and got them again when due: "
+        self._screen.event(
+            f"a handler failed {FAILURES} times on each of {found.messages:,} messages, each redelivered when due: "
             f"{found.calls:,} calls, none early, all done"
         )
 
     async def _die(self, address: str) -> None:
         letter = await show_dead_letter(address)
-        self._screen.say(
+        self._screen.event(
             f"a message that failed {letter.attempts} times became a dead letter ({letter.reason}); "
-            "the handler was mended, the letter resent and handled"
+            "the handler was fixed, the letter resent and handled"
         )
 
     async def _delay(self, address: str) -> None:
         found = await show_delays(address)
         found.check()
-        self._screen.say(
-            f"{found.messages:,} delayed messages came {found.p50:.1f} ms after their time (p99 {found.p99:.1f} ms), "
-            f"none early; {found.cancelled} were cancelled and did not come"
+        self._screen.event(
+            f"{found.messages:,} delayed messages arrived {found.p50:.1f} ms after their due time "
+            f"(p99 {found.p99:.1f} ms), none early; {found.cancelled} were cancelled and did not arrive"
         )
 
     async def _stop_consumers(self) -> None:
@@ -222,51 +222,51 @@ class Demo:
         for child in (child for children in self._consumers.values() for child in children):
             code = await child.end()
             if code != 0 and child is not victim:
-                raise DemoFailed(f"{child.name} ended with code {code}: {child.last_words()}")
-        await asyncio.gather(*self._listening)
+                raise DemoFailed(f"{child.name} ended with code {code}: {child.stderr_tail()}")
+        await asyncio.gather(*self._readers)
 
     async def _compare(self, client: plait.Client) -> None:
-        """The node's own books must say the same."""
+        """Check that the node reports the same progress."""
         for group in await client.admin.groups(SUBJECT):
             if group.lag or group.lost:
-                raise DemoFailed(f"the node says that group {group.group!r} has lag {group.lag}, lost {group.lost}")
+                raise DemoFailed(f"the node reports lag {group.lag} and lost {group.lost} for group {group.group!r}")
 
     async def _ask(self, spark: Child) -> None:
-        """Spark counts, archives and audits; a look into the archive needs none."""
-        self._screen.say("Spark reads the log files")
-        spark.say("go")
-        told: dict[str, Any] = {}
+        """Let Spark count, archive and audit. The lookup in the archive does not need Spark."""
+        self._screen.event("Spark reads the log files")
+        spark.write_line("go")
+        results: dict[str, Any] = {}
         try:
             async with asyncio.timeout(SPARK_SECONDS):
                 async for line in spark.lines():
                     if line.startswith("{"):
-                        told |= self._hear_spark(json.loads(line))
+                        results |= self._show_spark(json.loads(line))
                 await spark.succeed()
         except TimeoutError:
-            raise DemoFailed(f"Spark took longer than {SPARK_SECONDS:g} s: {spark.last_words()}") from None
-        if not told.keys() >= {"counted", "archived", "audited"}:
-            raise DemoFailed(f"Spark gave no answer: {spark.last_words()}")
-        self._spark, self._audited = told["counted"], told["audited"]
+            raise DemoFailed(f"Spark took longer than {SPARK_SECONDS:g} s: {spark.stderr_tail()}") from None
+        if not results.keys() >= {"counted", "archived", "audited"}:
+            raise DemoFailed(f"Spark did not report all results: {spark.stderr_tail()}")
+        self._spark, self._audited = results["counted"], results["audited"]
 
-    def _hear_spark(self, told: dict[str, Any]) -> dict[str, Any]:
-        ((what, value),) = told.items()
-        say = self._screen.say
+    def _show_spark(self, results: dict[str, Any]) -> dict[str, Any]:
+        ((what, value),) = results.items()
+        show = self._screen.event
         if what == "step":
-            say(f"Spark: {value}")
+            show(f"Spark: {value}")
         elif what == "counted":
-            say(f"Spark counted {value['messages']:,} messages of {value['orders']:,} orders")
+            show(f"Spark counted {value['messages']:,} messages of {value['orders']:,} orders")
         elif what == "archived":
-            say(f"archived {value['messages']:,} messages and {value['events']:,} events in {value['files']} files")
+            show(f"archived {value['messages']:,} messages and {value['events']:,} events in {value['files']} files")
             self._look_up()
         else:
-            say(
+            show(
                 f"audited {value['messages']:,} messages of {value['subjects']} subjects in {value['groups']} groups: "
                 f"{value['acked']:,} acks, {value['redelivered']:,} redelivered, {value['dead']} dead letters"
             )
-        return told
+        return results
 
     def _look_up(self) -> None:
-        """One order's events, from the archive."""
+        """Find the events of one order in the archive."""
         from plait.spark.history.lookup import History
 
         begun = time.perf_counter()
@@ -275,20 +275,20 @@ class Demo:
         seconds = time.perf_counter() - begun
         steps = [json.loads(body)["step"] for body in found["body"].to_pylist()]
         if tuple(steps) != STEPS:
-            raise DemoFailed(f"the archive says of {LOOKED_UP}: {steps}, not {STEPS}")
-        self._screen.say(f"history of {LOOKED_UP} in {1000 * seconds:.0f} ms, without Java: {', '.join(steps)}")
+            raise DemoFailed(f"the archive has the events {steps} of {LOOKED_UP}; expected {STEPS}")
+        self._screen.event(f"history of {LOOKED_UP} in {1000 * seconds:.0f} ms, without Java: {', '.join(steps)}")
 
     # --- waiting --------------------------------------------------------------------------------
 
     async def _until(self, done: Callable[[], bool], what: str) -> None:
         while not done():
-            for task in self._listening:
+            for task in self._readers:
                 if task.done():
-                    # A part that failed is the reason why nothing comes.
+                    # Raise the error of a part that failed: it explains the missing progress.
                     task.result()
             for child in (child for children in self._consumers.values() for child in children[-1:]):
                 if not child.running:
-                    raise DemoFailed(f"{child.name} ended too early: {child.last_words()}")
+                    raise DemoFailed(f"{child.name} ended too early: {child.stderr_tail()}")
             self._check_patience(what)
             await asyncio.sleep(POLL_SECONDS)
 
@@ -296,7 +296,7 @@ class Demo:
         if time.monotonic() - self._last_progress > PATIENCE_SECONDS:
             counts = ", ".join(f"{name} {ledger.distinct:,}" for name, ledger in self._ledgers.items())
             raise DemoFailed(
-                f"nothing moved for {PATIENCE_SECONDS:g} s while waiting for {what}: "
+                f"no progress for {PATIENCE_SECONDS:g} s while waiting for {what}: "
                 f"sent {sum(self._sent.values()):,}, {counts} of {self._plan.total:,}"
             )
 
@@ -307,7 +307,7 @@ class Demo:
         return [ledger.result() for ledger in self._ledgers.values()]
 
     def show(self) -> None:
-        """The closing table."""
+        """Print the result table."""
         title = "result (twice: handled again after redelivery; order kept: per producer)"
         table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
         columns = ("group", "sent", "consumed", "redelivered", "twice", "lost", "order kept")
@@ -333,10 +333,10 @@ class Demo:
         self._screen.table(table)
         self._show_ordered()
         if self._audited is not None and self._audited["held"] and self._audited["judged"]:
-            self._screen.say("audit: every promise was kept")
+            self._screen.event("audit: every promise was kept")
 
     def _show_ordered(self) -> None:
-        """The ordered consumers; handovers are of logical partitions, refused is what came too late."""
+        """Print the result of the ordered consumers. Handovers are of logical partitions; refused events were late."""
         assert self._ordered is not None
         found = self._ordered
         title = f"each order's events in order: order violations = {found.violations}"
@@ -348,13 +348,13 @@ class Demo:
         self._screen.table(table)
 
     def check(self) -> None:
-        """Everything must have come out right."""
+        """Raise ``DemoFailed`` if any result is wrong."""
         wrong = [f"group {r.group!r}: {r}" for r in self._results if not r.right]
         if self._ordered is None or not self._ordered.right or not self._ordered.handovers:
             wrong.append(f"in order: {self._ordered}")
         redelivered = sum(r.redelivered for r in self._results)
         if redelivered < self._returned:
-            wrong.append(f"{self._returned} messages were in a killed consumer's hands, {redelivered} came again")
+            wrong.append(f"a killed consumer held {self._returned} messages, {redelivered} were redelivered")
         total = self._plan.total
         expected = {
             "messages": total,

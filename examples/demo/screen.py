@@ -1,4 +1,4 @@
-"""What the demo shows: live bars on a terminal, a line a second elsewhere, and what happened in between."""
+"""The output of the demo: progress bars on a terminal, a line per second elsewhere, and a line per event."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LINE_SECONDS = 1.0
 
 
 class Screen:
-    """Named counts on their way to a total."""
+    """Shows events, and named counts with their totals."""
 
     def __init__(self) -> None:
         self._console = console()
         self._begun = time.monotonic()
         self._next_line = self._begun + LINE_SECONDS
         self._counts: dict[str, tuple[int, int]] = {}
-        #: What the last line told.
+        #: The counts of the last line.
         self._told: dict[str, tuple[int, int]] = {}
         self._tasks: dict[str, TaskID] = {}
         self._bars: Progress | None = None
@@ -41,13 +41,13 @@ class Screen:
         if self._bars is not None:
             self._bars.stop()
 
-    def say(self, text: str) -> None:
-        """Something happened."""
+    def event(self, text: str) -> None:
+        """Print an event."""
         stamp = f"{time.monotonic() - self._begun:5.1f} s  "
         self._console.print(Text(stamp + text), soft_wrap=True)
 
     def count(self, name: str, done: int, total: int) -> None:
-        """So much of it is done."""
+        """Set a count and its total."""
         self._counts[name] = (done, total)
         if self._bars is not None:
             if name not in self._tasks:
@@ -57,12 +57,12 @@ class Screen:
             self.line()
 
     def line(self) -> None:
-        """The counts that have changed since the last line, where there are no bars."""
+        """Print the counts that have changed since the last line, if there are no bars."""
         new = {name: count for name, count in self._counts.items() if self._told.get(name) != count}
         if self._bars is None and new:
             self._next_line = time.monotonic() + LINE_SECONDS
             self._told |= new
-            self.say(", ".join(f"{name} {done:,} of {total:,}" for name, (done, total) in new.items()))
+            self.event(", ".join(f"{name} {done:,} of {total:,}" for name, (done, total) in new.items()))
 
     def table(self, table: Table) -> None:
         self._console.print(table)

@@ -1,7 +1,7 @@
-"""Sends: from verified frames of many connections to one write of the message log.
+"""Appends the frames that producers sent in one loop turn to the message log, in one write.
 
-The frames of one loop turn are judged (new, duplicate, out of sequence), small neighbours are joined into one frame,
-stamped and appended together. Nothing changes in memory before the log has room for it.
+Each frame is classified (new, duplicate, out of sequence). Small adjacent frames are joined into one frame, stamped and
+appended together. Memory changes only after the log has reserved space for the frames.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from plait.storage.catalog import FORWARD, SCHEDULE, STAGE
 from plait.storage.logs.log import Log
 from plait.storage.producers import FrameVerdict, ProducerTable, StoredRun
 
-#: Joined frames stay below this, so that a reader's slice stays cheap.
+#: The largest joined frame: slicing rows from a larger one costs readers too much.
 JOINED_SIZE_MAX = 256 * 1024
-#: Bytes a row that constant columns may grow to when frames are joined.
+#: Bytes per row that constant columns can grow to when frames are joined.
 CONSTANTS_SIZE_MAX = sum(FIXED_WIDTHS.values())
 
-#: Looked up once: Python 3.11 runs a function for each look at a member.
+#: Bound once: Python 3.11 calls a function for each access to an enum member.
 _NEW: Final = FrameVerdict.NEW
-#: Called once with the first sequence or the error.
-SendReply = Callable[[int | None, PlaitError | None], None]
+#: Called once, with the sequence of the first row or with the error.
+SendCallback = Callable[[int | None, PlaitError | None], None]
 
 
 class Submission:
-    """One frame on its way into the log."""
+    """A received frame that is not yet appended."""
 
     __slots__ = ("frame", "reply")
 
-    def __init__(self, frame: FrameView, reply: SendReply | None) -> None:
+    def __init__(self, frame: FrameView, reply: SendCallback | None) -> None:
         self.frame = frame
         self.reply = reply
 
 
 class Appended:
-    """What one commit put into the message log."""
+    """What one commit appended to the message log."""
 
     __slots__ = ("delayed", "partitions", "replies")
 
     def __init__(self) -> None:
         #: Partition → the end of its appended rows.
         self.partitions: dict[Partition, int] = {}
-        self.replies: list[tuple[SendReply, int | None, PlaitError | None]] = []
-        #: (schedule partition, frame, its log offset, its first number) of rows that are to wait.
+        self.replies: list[tuple[SendCallback, int | None, PlaitError | None]] = []
+        #: (schedule partition, frame, its log offset, number of its first row) of delayed rows.
         self.delayed: list[tuple[Partition, FrameView, int, int]] = []
 
 
 class Appender:
-    """Appends submissions of a turn; keeps no state of its own between turns."""
+    """Appends the submissions of a loop turn; has no state of its own between turns."""
 
     def __init__(self, log: Log, producers: ProducerTable) -> None:
         self._log = log
@@ -64,7 +64,7 @@ class Appender:
     def append(
         self, partition: Partition, submissions: list[Submission], epoch: int, now: int, appended: Appended
     ) -> None:
-        """Store what is new. Raises OSError when the log cannot grow; the frames before that are stored."""
+        """Store the new frames. Raises OSError when the log cannot grow; the frames before that one are stored."""
         if partition.row.kind == STAGE:
             for submission in submissions:
                 self._stage(partition, submission, epoch, now, appended)
@@ -76,7 +76,7 @@ class Appender:
         run_size = 0
         for submission in submissions:
             frame = submission.frame
-            # Rows of a schedule are found one by one, so a run table there has an entry a row.
+            # Delayed rows are located one by one, so a run table in a schedule partition needs one entry per row.
             joinable = can_coalesce(frame) and (frame.count == 1 or not partition.row.kind)
             if run and (
                 not joinable
@@ -97,13 +97,13 @@ class Appender:
     def _store(self, partition: Partition, run: list[Submission], epoch: int, now: int, appended: Appended) -> None:
         bound = run[0].frame.size
         if len(run) > 1:
-            # Joined frames share a header and get a run table; a value that held for all rows is repeated for each.
+            # A joined frame has one header and a run table; a constant column is expanded to one value per row.
             bound = 256 + sum(s.frame.size + 64 + CONSTANTS_SIZE_MAX * s.frame.count for s in run)
         self._log.place_for(bound)
         base = partition.next
-        # A schedule takes what its partition takes: behind the fence it only gets shorter (R25).
-        taking = partition.main or partition
-        fresh: list[Submission] = []
+        # A schedule accepts the same LPs as its partition: behind the fence it only shrinks (R25).
+        main = partition.main or partition
+        new: list[Submission] = []
         end = base
         for submission in run:
             frame = submission.frame
@@ -116,44 +116,44 @@ class Appender:
                     if submission.reply is not None:
                         appended.replies.append((submission.reply, sequence, error))
                     continue
-                if taking.accepts is not None and not taking.takes(frame):
+                if main.accepts is not None and not main.takes(frame):
                     if submission.reply is not None:
-                        appended.replies.append((submission.reply, None, self._elsewhere(partition, frame)))
+                        appended.replies.append((submission.reply, None, self._stale_route(partition, frame)))
                     continue
                 self._producers.stored(
                     frame.producer, partition.id, frame.first, frame.count, frame.previous, end, now, frame.crc
                 )
-            elif taking.accepts is not None and not taking.takes(frame):
+            elif main.accepts is not None and not main.takes(frame):
                 continue
-            fresh.append(submission)
+            new.append(submission)
             end += frame.count
             if submission.reply is not None:
                 appended.replies.append((submission.reply, sequence, None))
-        if not fresh:
+        if not new:
             return
         stamp = pack_stamp(partition.id, base, now, self._log.durable, epoch)
         parts: list[Buffer]
-        frame = fresh[0].frame
-        if len(fresh) == 1:
+        frame = new[0].frame
+        if len(new) == 1:
             buffer = frame.buffer
             size = len(buffer)
             parts = [buffer[:STAMP_OFFSET], stamp, buffer[HEADER_SIZE:]]
         else:
-            joined = coalesce([s.frame for s in fresh])
+            joined = coalesce([s.frame for s in new])
             joined.stamp_with(stamp)
             parts, size = joined.parts, joined.size
         offset = self._log.append(parts, size)
         partition.appended(base, offset, now, size, end - base, epoch)
         appended.partitions[partition] = end
         if partition.row.kind:
-            if len(fresh) > 1:
+            if len(new) > 1:
                 frame = FrameView(joined.tobytes())
             appended.delayed.append((partition, frame, offset, base))
 
     def _stage(self, partition: Partition, submission: Submission, epoch: int, now: int, appended: Appended) -> None:
-        """Store a frame of a stage. It has one producer, which counts from 1: its rows follow one another without gaps.
+        """Store a frame of a stage. A stage has one producer, which numbers its rows from 1 without gaps.
 
-        Frames stay as they are, so that they can be published whole.
+        Frames are not joined, so that they can be published unchanged.
         """
         frame, sequence, error = submission.frame, partition.next, None
         if frame.first == sequence + 1:
@@ -162,21 +162,24 @@ class Appender:
             sequence = frame.first - 1
             error = self._other_stage_rows(partition, frame)
         else:
-            error = OutOfSequence(f"row {frame.first} of a stage comes after row {sequence}", last=sequence)
+            error = OutOfSequence(
+                f"stage row {frame.first} does not follow row {sequence}, the last one stored; send the rows between",
+                last=sequence,
+            )
         if submission.reply is not None:
             appended.replies.append((submission.reply, None if error else sequence, error))
 
     def _other_stage_rows(self, partition: Partition, frame: FrameView) -> PlaitError | None:
-        """What is wrong with a frame whose numbers are stored; None: it is the frame that is stored."""
+        """The error for a frame whose row numbers are stored; None when the stored frame is the same one."""
         stored = partition.frame_from(self._log, frame.first - 1)
         if stored is None:
-            return FlowControl("the stage's rows cannot be compared yet; send the frame again")
+            return FlowControl("the stored rows of this stage are not readable yet; send the frame again")
         if stored.count == frame.count and stored.crc == frame.crc_following(stored.previous):
             return None
         return _conflict(partition, frame)
 
     def copy(self, partition: Partition, frame: FrameView, epoch: int, now: int, appended: Appended) -> int:
-        """Append a frame as it is, wherever it stands, under a stamp of this partition; its offset."""
+        """Append a stored frame to this partition, unchanged except for its stamp. Returns the offset."""
         self._log.place_for(frame.size)
         base = partition.next
         stamp = pack_stamp(partition.id, base, now, self._log.durable, epoch)
@@ -188,11 +191,11 @@ class Appender:
             appended.delayed.append((partition, frame, offset, base))
         return offset
 
-    def _elsewhere(self, partition: Partition, frame: FrameView) -> PlaitError:
-        """R8: what came before it is told, so that the sender knows what else it has to send elsewhere."""
+    def _stale_route(self, partition: Partition, frame: FrameView) -> PlaitError:
+        """R8: the error has the producer's last stored sequence; the sender sends every later row elsewhere."""
         window = self._producers.window(frame.producer, partition.id)
         return StaleRoute(
-            f"partition {partition.row.name!r} does not take these keys (any more); refresh the route",
+            f"partition {partition.row.name!r} does not take these keys; refresh the route",
             last=window.last if window else 0,
             version=(partition.main or partition).row.route,
         )
@@ -208,28 +211,28 @@ class Appender:
         if window is not None and window.overlaps(frame.first, frame.first + frame.count - 1):
             return None, _conflict(partition, frame)
         if verdict is not FrameVerdict.GAP:
-            # Not known, or so much came after these rows that they cannot be compared any more.
+            # The producer is unknown, or the window no longer holds these rows, so they cannot be compared.
             return None, UnknownProducer(
-                f"producer {frame.producer:016x} is not known for {partition.row.subject!r}: "
-                "it was silent too long; what it sent and got no answer for is in doubt"
+                f"producer {frame.producer:016x} is not known for {partition.row.subject!r}: it was idle for too long; "
+                "its unanswered sends may or may not be stored"
             )
         last = window.last if window else 0
         return None, OutOfSequence(
-            f"frame {frame.first} of producer {frame.producer:016x} says it follows {frame.previous}; "
-            f"{last} is the last one stored in {partition.row.subject!r}",
+            f"row {frame.first} of producer {frame.producer:016x} follows row {frame.previous}, but the last row "
+            f"stored in {partition.row.subject!r} is {last}; send the rows between",
             last=last,
         )
 
     @staticmethod
     def _same(run: StoredRun, frame: FrameView) -> bool:
-        """The frame is the one that was stored. Its predecessor may be named differently in a resend."""
+        """Whether the frame equals the stored one. A resend may name another predecessor (``previous``)."""
         return frame.crc_following(run.previous) == run.crc
 
 
 def _conflict(partition: Partition, frame: FrameView) -> ProducerConflict:
     return ProducerConflict(
-        f"rows {frame.first} to {frame.first + frame.count - 1} of producer {frame.producer:016x}, or some, are "
-        f"stored in {partition.row.subject!r} with other contents: another process sends under this producer id; "
+        f"some of the rows {frame.first} to {frame.first + frame.count - 1} of producer {frame.producer:016x} are "
+        f"stored in {partition.row.subject!r} with other contents: another process uses this producer id; "
         "nothing of this send was stored",
         producer=f"{frame.producer:016x}",
         first=frame.first,
@@ -237,7 +240,7 @@ def _conflict(partition: Partition, frame: FrameView) -> ProducerConflict:
 
 
 def replay_producers(partition: Partition, producers: ProducerTable, offset: int, frame: FrameView) -> None:
-    """Apply a frame of the message log to the producer table, as its append did."""
+    """Apply a frame of the message log to the producer table, with the same effect as its append."""
     if frame.flags & FLAG_UNSEQUENCED or partition.row.kind == FORWARD:
         return
     if not frame.has(Column.RUNS) or frame.flags & FLAG_FORWARDED:

@@ -1,12 +1,14 @@
-"""The broker: one node's sends, pulls and acks, as a plain object.
+"""The broker: sends, pulls and acks of one node, as a plain object.
 
-It is driven from outside: requests come in as method calls with a callback for the answer, ``commit`` is called at the
-end of a loop turn in which something changed, ``begin_sync``/``end_sync`` around the blocking part, ``run_timers`` when
-``next_deadline`` says so. It sees disk and time only through what it was given, so a test can run it step by step.
+Its caller drives it. A request is a method call with a callback for the answer. The caller calls ``commit`` at the end
+of a loop turn in which something changed, ``begin_sync`` and ``end_sync`` around the blocking part of a sync, and
+``run_timers`` at ``next_deadline``. The broker reaches disk and time only through objects that it was given, so a test
+can run it step by step.
 
-Promises kept here: what is acknowledged was written (``flush="async"``) or is durable (``flush="sync"``), and nothing
-else is visible. Acks, nacks, resets and removals are acknowledged after their events were written to the action log.
-Rows delivered at most once leave after their event is durable; others may leave before, and come again after a crash.
+Promises: an acknowledged message is written (``flush="async"``) or durable (``flush="sync"``), and a message is visible
+only from then on. Acks, nacks, resets and removals are acknowledged after their events are written to the action
+log. Rows of at-most-once groups are delivered after their event is durable; rows of other groups may be delivered
+before, and are redelivered after a crash.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from plait.broker import flow_control as flow
 from plait.broker import subjects
-from plait.broker.appender import Appended, Appender, SendReply, Submission
+from plait.broker.appender import Appended, Appender, SendCallback, Submission
 from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.granted_numbers import GrantedNumbers
@@ -53,18 +55,18 @@ from plait.storage.logs.action_log import FLAG_DUE, Action, ActionBuffer, Defini
 from plait.storage.logs.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.logs.consume_log import OpenMaps
 from plait.storage.logs.log import Log
-from plait.storage.logs.retained_log import DIRECTORY as KEPT_DIRECTORY
+from plait.storage.logs.retained_log import DIRECTORY as RETAINED_DIRECTORY
 from plait.storage.producers import ProducerTable
 from plait.storage.ranges import Range
 
 MESSAGE_DIRECTORY = "message"
-#: Columns that frames get from the broker.
+#: Columns that only the broker adds to frames.
 _NOT_SENT_BITS = 1 << Column.RUNS | 1 << Column.SELECTION | 1 << Column.SCHEDULE | 1 << Column.NOTE
 _DELAYED_BIT = 1 << Column.DELIVER_AT
 
 
 class Broker:
-    """See the module."""
+    """One node: its partitions, groups and logs."""
 
     def __init__(self, disk: Disk, clock: Clock, config: BrokerConfig | None = None) -> None:
         self.disk = disk
@@ -72,13 +74,13 @@ class Broker:
         self.config = config or BrokerConfig()
         self.limits = self.config.limits
         self.epoch = 0
-        #: Partitions are made by meta servers, not by whoever names one.
+        #: Only meta servers create partitions; the first use of a name does not.
         self.routed = False
         self.on_dirty: Callable[[], None] = lambda: None
         self._partitions: dict[int, Partition] = {}
-        #: Changed by ``add_partition`` and ``remove_partition`` alone: heads of segments define all of them.
+        #: Changed only by ``add_partition`` and ``remove_partition``: a segment header defines every partition.
         self.partitions: Mapping[int, Partition] = self._partitions
-        #: By partition name; a plain subject's partition is named as the subject.
+        #: By partition name. The partition of a subject without a route has the name of the subject.
         self.subjects: dict[str, Partition] = {}
         self.dropped = sealing.Dropped()
         self.numbers = GrantedNumbers()
@@ -96,26 +98,26 @@ class Broker:
         self._replies: list[Callable[[], None]] = []
         self._durable_replies: list[Callable[[], None]] = []
         self._unsynced: deque[Commit] = deque()
-        #: Syncs under way, and when each began.
+        #: Running syncs, and when each began (monotonic clock).
         self.syncs: dict[SyncWork, float] = {}
         self._actions = ActionBuffer()
         self._actions_stalled = False
-        #: Why the disk takes no more messages; empty: it does.
+        #: Why the disk takes no more messages; empty while it does.
         self.low_space = ""
-        #: A subject was deleted or keeps less than before: retention has something to do at once.
+        #: Retention should run now: a subject was deleted or its retention was shortened.
         self.retention_wanted = False
         self._dirty = False
         #: Attached consumers by session number.
         self.sessions: dict[int, AttachedConsumer] = {}
         self._next_session = 1
         disk.make_directory(CONSUME_DIRECTORY)
-        # Zeroed ahead of what is written, where sends wait for syncs.
+        # Where sends wait for syncs, the logs zero their files ahead of the writes.
         ahead = 1 * MIB if self.config.flush == "sync" else 0
         self.message_log = Log(disk, MESSAGE_DIRECTORY, self.config.message_segment_size, zero_ahead=ahead)
         self.action_log = Log(disk, ACTION_DIRECTORY, self.config.action_segment_size, zero_ahead=ahead)
-        self.kept_log = Log(disk, KEPT_DIRECTORY, self.config.kept_segment_size, zero_ahead=ahead)
-        #: The first-hand logs, in the order in which they are made durable: the last rests on the others.
-        self.logs = (self.message_log, self.kept_log, self.action_log)
+        self.retained_log = Log(disk, RETAINED_DIRECTORY, self.config.retained_segment_size, zero_ahead=ahead)
+        #: The first-hand logs in sync order: the action log refers to the others and is synced last.
+        self.logs = (self.message_log, self.retained_log, self.action_log)
         self.checkpoints = Checkpoints(disk)
         limits = self.limits
         self.maps = OpenMaps(limits.open_maps)
@@ -130,7 +132,7 @@ class Broker:
         self.schedules = Schedules(self)
         self.forwards = Forwards(self)
         self.stages = Stages(self)
-        self.heads = SegmentHeaders(self)
+        self.segment_headers = SegmentHeaders(self)
         self.dead_letters = DeadLetters(self)
         self.leases = LeaseGrants(self)
         self.waking = WaiterWaking(self)
@@ -138,26 +140,27 @@ class Broker:
     # --- start and stop -------------------------------------------------------------------------
 
     def start(self) -> RecoveryReport:
-        """Recover. Blocks; afterwards the broker serves."""
+        """Recover the state from disk. Blocks; afterwards the broker accepts requests."""
         try:
             report = Recovery(self).run()
-            self.message_log.on_segment = self.heads.of_message_segment
-            self.action_log.on_segment = self.heads.of_action_segment
-            self.kept_log.on_segment = self.heads.of_kept_segment
-            self.heads.refresh()
-            # The epoch must be certain before anything carries it; and from here on the last stop is not a clean one
-            # any more, even if a power loss takes everything that follows.
+            self.message_log.on_segment = self.segment_headers.of_message_segment
+            self.action_log.on_segment = self.segment_headers.of_action_segment
+            self.retained_log.on_segment = self.segment_headers.of_retained_segment
+            self.segment_headers.refresh()
+            # The epoch must be durable before any frame has it. The checkpoint also replaces the clean one: a power
+            # loss after this point is an unclean stop, even if it loses everything written since.
             self.checkpoint(clean=False)
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise DiskFull(
-                    "the disk is full, and a start has to write a checkpoint; free some space", **flow.space(self)
+                    "the disk is full, and the broker must write a checkpoint to start; free some space",
+                    **flow.space(self),
                 ) from error
-            raise StorageFailed(f"the data directory cannot be recovered: {error}") from error
+            raise StorageFailed(f"recovery of the data directory failed: {error}") from error
         return report
 
     def stop(self) -> None:
-        """Write everything, sync, and leave a clean checkpoint. Blocks."""
+        """Write everything, sync, and write a clean checkpoint. Blocks."""
         try:
             if self.failed is None:
                 self._stop()
@@ -165,7 +168,7 @@ class Broker:
             self.close()
 
     def close(self) -> None:
-        """Let the files go."""
+        """Close the files."""
         for log in self.logs:
             log.close()
 
@@ -181,46 +184,46 @@ class Broker:
             self.storage_failed(error)
             assert self.failed is not None
             raise self.failed from error
-        # Without the checkpoint (on a full disk) the next start has to read more, and nothing is lost.
+        # If the checkpoint was not written (full disk), nothing is lost; the next start reads more of the logs.
         self.end_checkpoint(work)
 
     def checkpoint(self, *, clean: bool = False) -> None:
-        """Make a checkpoint here and now. Blocks; raises OSError when it could not be written."""
+        """Make a checkpoint now. Blocks; raises OSError when the checkpoint cannot be written."""
         self.snapshots.make(clean=clean)
 
     def begin_checkpoint(self, *, clean: bool = False, waited_for: bool = False) -> CheckpointWork:
-        """Begin one: copy it with ``copy_some``, call ``run`` where blocking is fine, then ``end_checkpoint``."""
+        """Begin a checkpoint. The caller calls ``copy_some``, then ``run`` in a thread, then ``end_checkpoint``."""
         return self.snapshots.begin(clean=clean, waited_for=waited_for)
 
     def settled_position(self) -> LogPositions:
-        """Commit: the state is what the logs say up to here."""
+        """Commit, and return the log positions up to which the state in memory includes the logs."""
         self.commit()
         if self.failed is not None:
             raise self.failed
         if self._actions_stalled:
-            # The state has these events, and the log will have them behind this position: their numbers say so.
+            # The state includes these events; the log gets them later. Sealing numbers them before this position.
             self._seal_actions(self.clock.now())
-        return LogPositions(self.message_log.written, self.kept_log.written, self.action_index)
+        return LogPositions(self.message_log.written, self.retained_log.written, self.action_index)
 
     def end_checkpoint(self, work: CheckpointWork) -> None:
-        """The work is done. Where it could not be written (``work.error``), the next checkpoint makes up for it."""
+        """Finish a checkpoint. If it was not written (``work.error``), the next one covers its changes too."""
         self.snapshots.end(work)
 
     # --- bookkeeping used by recovery -----------------------------------------------------------
 
     def touch(self, partition: Partition) -> None:
-        """The partition's checkpoint shard is out of date."""
+        """Mark the checkpoint shard of the partition as dirty."""
         self.snapshots.dirty.add(partition.id % state.SHARDS)
 
     def add_partition(self, partition: Partition) -> None:
         self._partitions[partition.id] = partition
-        self.heads.add(partition)
+        self.segment_headers.add(partition)
         self.snapshots.add(partition)
         subjects.added(self, partition)
 
     def remove_partition(self, partition: Partition) -> None:
         if self._partitions.pop(partition.id, None) is not None:
-            self.heads.remove(partition)
+            self.segment_headers.remove(partition)
 
     def add_group(self, group: Group) -> None:
         self.group_count += 1
@@ -236,19 +239,19 @@ class Broker:
     # --- subjects -------------------------------------------------------------------------------
 
     def partition_of(self, subject: str, *, create: bool = True) -> Partition:
-        """The subject's partition; made now if that is allowed."""
+        """The partition of a subject; created now where that is allowed."""
         return self.subjects.get(subject) or subjects.make(self, subject, create=create)
 
     def create_subject(self, subject: str, settings: SubjectSettings | None = None) -> Partition:
-        """A new subject, defined in the message log before its first row."""
+        """Create a subject. Its definition is in the message log before its first row."""
         return subjects.create_subject(self, subject, settings)
 
     def delete_subject(self, subject: str) -> None:
-        """The subject, its messages and its groups are gone."""
+        """Delete a subject with its messages and groups."""
         subjects.delete_subject(self, subject)
 
     def append_own(self, *frames: FrameParts) -> int:
-        """Append frames of the broker's own to the message log, in one segment; the offset of the first."""
+        """Append frames that the broker made to the message log, in one segment. Returns the offset of the first."""
         size = sum(frame.size for frame in frames)
         try:
             self.message_log.place_for(size, own=True)
@@ -259,8 +262,8 @@ class Broker:
 
     # --- sends ----------------------------------------------------------------------------------
 
-    def submit(self, partition: Partition, frame: FrameView, reply: SendReply | None) -> None:
-        """Take a frame that was received; ``reply`` is called when its fate counts. Raises when it is refused."""
+    def submit(self, partition: Partition, frame: FrameView, reply: SendCallback | None) -> None:
+        """Accept a received frame; ``reply`` gets the result after the commit. Raises when the frame is refused."""
         if self.failed is not None:
             raise self.failed
         if self.read_only or self.low_space:
@@ -271,11 +274,15 @@ class Broker:
         if frame.flags & FLAG_FORWARDED:
             self.forwards.check(partition, frame, answered=reply is not None)
         elif frame.column_bits & _NOT_SENT_BITS:
-            raise FrameError("a producer's frame holds its own rows only")
+            raise FrameError(
+                "a producer's frame must not have runs, selection, schedule or note columns: only brokers add them"
+            )
         elif partition.row.kind == STAGE:
             self.stages.check(partition, frame)
         elif frame.flags & FLAG_UNSEQUENCED and reply is not None:
-            raise FrameError("unsequenced frames are for stages, or are sent oneway: stored twice, nobody would know")
+            raise FrameError(
+                "unsequenced frames are accepted for stages and oneway sends only: a resend would store them twice"
+            )
         elif frame.column_bits & _DELAYED_BIT or partition.row.kind:
             self.schedules.check(partition, frame)
         waiting = self._pending.get(partition)
@@ -286,14 +293,14 @@ class Broker:
         self._mark()
 
     def refuse_when_full(self) -> None:
-        """Raise while nothing may be added to the message log."""
+        """Raise while the message log accepts no rows."""
         if self.read_only:
-            raise ReadOnly("this broker is read-only; sends are refused")
+            raise ReadOnly("this broker is read-only and refuses sends; send to another broker")
         if self.low_space:
             raise DiskFull(self.low_space, **flow.space(self))
 
     def _refuse_when_busy(self) -> None:
-        # A checkpoint goes on after its sync, and meanwhile the logs are free.
+        # A checkpoint continues after its sync; the logs are free by then, so finished syncs do not count.
         begun = min((begun for work, begun in self.syncs.items() if not work.done), default=None)
         if begun is not None:
             oldest = self._unsynced[0].since if self._unsynced else begun
@@ -307,7 +314,7 @@ class Broker:
             self.on_dirty()
 
     def commit(self) -> None:
-        """Write what this turn brought. In sync mode the answers wait for ``end_sync``."""
+        """Write the changes of this loop turn. In sync mode the answers wait for ``end_sync``."""
         if not self._dirty or self.failed is not None:
             return
         self._dirty = False
@@ -339,7 +346,7 @@ class Broker:
         if appended.delayed:
             self.schedules.take_in(appended)
         if not self._actions_stalled:
-            # Otherwise their events are not in the log yet: they wait for the commit that brings them.
+            # While stalled, the events are not in the log: their answers wait for the commit that writes them.
             commit.replies, self._replies = self._replies, []
             commit.durable_replies, self._durable_replies = self._durable_replies, []
         commit.ends = [log.written for log in self.logs]
@@ -357,7 +364,7 @@ class Broker:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EMFILE, errno.ENFILE):
                     raise
-                # Kept in memory and written when there is room; until then pulls and acks are refused or unanswered.
+                # The events stay in memory until there is space; until then pulls and acks are refused or unanswered.
                 self._actions_stalled = True
             else:
                 self._seal_actions(now)
@@ -367,14 +374,14 @@ class Broker:
             log.write()
 
     def _seal_actions(self, now: int) -> None:
-        ends = self.message_log.end, self.kept_log.end
-        self.action_index += self._actions.seal(self.action_index, ends, self.epoch, now)
+        ends = self.message_log.end, self.retained_log.end
+        self.action_index += self._actions.build_frames(self.action_index, ends, self.epoch, now)
 
     def _finish(self, commit: Commit) -> None:
-        """The commit counts: rows become visible, callers are answered, waiting pulls are served."""
+        """The commit counts: make its rows visible, serve suspended pulls and answer callers."""
         for partition, end in commit.appended.partitions.items():
             partition.visible = max(partition.visible, end)
-        # Who waits for messages waits longest: it goes first.
+        # Suspended pulls have waited longest, so they are served first.
         for partition in commit.appended.partitions:
             if partition.waiting or partition.readers:
                 self.waking.wake(partition)
@@ -387,7 +394,7 @@ class Broker:
 
     @property
     def sync_wanted(self) -> bool:
-        """Somebody waits for a sync, or will."""
+        """Whether a commit or a stage needs a sync."""
         return bool(self._unsynced) or self.stages.sync_wanted
 
     @property
@@ -395,7 +402,7 @@ class Broker:
         return bool(self.syncs)
 
     def begin_sync(self) -> SyncWork:
-        """Everything written so far; run its ``run`` where blocking is fine, then call ``end_sync``."""
+        """Begin to sync everything written so far. The caller calls ``run`` in a thread, then ``end_sync``."""
         if self.failed is not None:
             raise self.failed
         work = SyncWork([log.begin_sync() for log in self.logs])
@@ -403,7 +410,7 @@ class Broker:
         return work
 
     def end_sync(self, work: SyncWork) -> None:
-        """The sync succeeded: answer who waited for it. After a failure nobody is answered any more."""
+        """The sync succeeded: answer the requests that waited for it. After a storage failure none is answered."""
         self.syncs.pop(work, None)
         if self.failed is not None:
             return
@@ -419,14 +426,14 @@ class Broker:
             self.stages.synced()
 
     def storage_failed(self, error: OSError) -> None:
-        """A write or a sync failed: what is in the page cache can no longer be trusted to reach the disk."""
-        self.failed = StorageFailed(f"a log could not be written or synced ({error}); the server stops and recovers")
+        """A write or a sync failed: data in the page cache may never reach the disk, so the server must stop."""
+        self.failed = StorageFailed(f"writing or syncing a log failed ({error}); the server stops and must recover")
 
     def disk_error(self, error: OSError) -> PlaitError:
         return flow.disk_error(self, error)
 
     def check_space(self) -> None:
-        """Look at the watermarks; between looks their last state holds."""
+        """Compare the disk space with the watermarks. The result holds until the next call."""
         flow.check_space(self)
         if self._actions_stalled:
             self._mark()
@@ -441,12 +448,12 @@ class Broker:
         wait: float,
         reply: Callable[[Delivery | None], None],
     ) -> None:
-        """Rows for a consumer, now or when there are some within ``wait`` seconds; None when there were none."""
+        """Deliver rows to a consumer, now or within ``wait`` seconds; ``reply`` gets None when there are none."""
         group = consumer.group
         self.refuse_when_stalled()
         count = max(1, min(count, self.limits.pull_count))
         size = min(size, self.limits.pull_bytes)
-        # Who waits already was served as far as there were rows for it: nobody is overtaken here.
+        # Suspended pulls already got every row there was for them, so this pull overtakes none of them.
         delivery = group.take(self.message_log, consumer, count, size, self)
         if delivery is not None:
             self.deliver(group, delivery, reply)
@@ -467,7 +474,7 @@ class Broker:
         wait: float,
         reply: Callable[..., None],
     ) -> None:
-        """Rows for a reader that has no group; ``reply`` gets a ``Batch`` or None."""
+        """Read rows without a group; ``reply`` gets a ``Batch`` or None."""
         size = min(size, self.limits.pull_bytes)
         batch = partition.read(self.message_log, sequence, partition.visible, count, size)
         if batch.count or wait <= 0:
@@ -477,24 +484,25 @@ class Broker:
         self.deadlines.add(self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, Waiter.time_out)
 
     def deliver(self, group: Group, delivery: Delivery, reply: Callable[[Delivery | None], None]) -> None:
-        """Answer a pull."""
+        """Answer a pull, for an at-most-once group after its event is durable."""
         if group.definition.delivery == "at_most_once":
-            # R12: the event is durable before the rows leave, whatever the flush mode.
+            # R12: the event is durable before the rows are sent, whatever the flush mode.
             self.answer_when_durable(lambda: reply(delivery))
         else:
             reply(delivery)
 
     def wake_group(self, group: Group) -> None:
-        """There may be rows for a group: serve the pulls that wait."""
+        """Serve the suspended pulls of a group that may have rows now."""
         self.waking.wake_group(group)
 
     def refuse_when_stalled(self) -> None:
-        """Raise while decisions about consumption cannot be recorded."""
+        """Raise while the action log cannot record consumption events."""
         if self.failed is not None:
             raise self.failed
         if self._actions_stalled:
             raise DiskFull(
-                "the disk is full: progress cannot be recorded, so nothing is handed out", **flow.space(self)
+                "the disk is full: the action log cannot record progress, so nothing is delivered; free some space",
+                **flow.space(self),
             )
 
     # --- acks -----------------------------------------------------------------------------------
@@ -506,11 +514,11 @@ class Broker:
         reply: Callable[[], None] | None,
         tags: Sequence[int] = (),
     ) -> None:
-        """(start, end, epoch) ranges are done."""
+        """Ack (start, end, epoch) ranges of a consumer."""
         self.refuse_when_stalled()
         consumer.group.ack(consumer, ranges, self, tags)
         self.answer_after_commit(reply)
-        # A consumer with too many separate ranges in its hands may go on now.
+        # A consumer that held too many separate ranges may get rows again.
         self.wake_group(consumer.group)
 
     def nack(
@@ -521,7 +529,7 @@ class Broker:
         failure: NackOutcome = FAILURE,
         tags: Sequence[int] = (),
     ) -> None:
-        """(start, end, epoch) ranges failed; the group gets them again, or they are dead letters."""
+        """Nack (start, end, epoch) ranges of a consumer: they are redelivered or become dead letters."""
         self.refuse_when_stalled()
         group = consumer.group
         now = self.clock.now()
@@ -531,18 +539,18 @@ class Broker:
         self.wake_group(group)
 
     def answer_after_commit(self, reply: Callable[[], None] | None) -> None:
-        """Answer when everything this turn brought counts."""
+        """Answer after the commit of this turn counts (written, or durable in sync mode)."""
         if reply is not None:
             self._replies.append(reply)
         self._mark()
 
     def answer_when_durable(self, reply: Callable[[], None]) -> None:
-        """Answer when everything this turn brought is on the disk, whatever the flush mode."""
+        """Answer after the commit of this turn is durable, whatever the flush mode."""
         self._durable_replies.append(reply)
         self._mark()
 
     def bury(self, group: Group, consumer: int, pieces: list[Range], reason: Reason) -> list[Range]:
-        """Make dead letters of what a consumer holds (``Journal``); what has to wait."""
+        """Make dead letters of ranges that a consumer holds (``Journal``). Returns the ranges that must wait."""
         return self.dead_letters.bury(group, consumer, pieces, reason)
 
     def event(
@@ -556,14 +564,14 @@ class Broker:
         due: int = 0,
         flags: int = 0,
     ) -> None:
-        """Record a decision about consumption (``Journal``)."""
+        """Record a consumption event in the action log (``Journal``)."""
         time, flags = (due, flags | FLAG_DUE) if due else (self.clock.now(), flags)
         self._actions.event(action, group.id, consumer, start, end, attempt, self.epoch, time, flags)
         self.touch(group.partition)
         self._mark()
 
     def record(self, action: Action, partition: Partition, start: int, end: int, due: int) -> None:
-        """Record a decision about delayed rows."""
+        """Record an event about delayed rows in the action log."""
         self._actions.event(action, 0, partition.id, start, end, 0, self.epoch, due, FLAG_DUE)
         self.touch(partition)
         self._mark()
@@ -573,7 +581,7 @@ class Broker:
         self._mark()
 
     def new_session(self, consumer: AttachedConsumer) -> int:
-        """A number for one attachment of a consumer."""
+        """Assign a new session number to a consumer."""
         self.sessions.pop(consumer.session, None)
         consumer.session = self._next_session
         self._next_session += 1
@@ -584,10 +592,10 @@ class Broker:
 
     @property
     def next_deadline(self) -> float | None:
-        """When ``run_timers`` has something to do, on the monotonic clock."""
+        """When ``run_timers`` has work to do, on the monotonic clock."""
         deadline, due = self.deadlines.next, self.retries.next
         if due is not None:
-            # Wall time may jump: the server looks every second, whatever this says.
+            # Wall time may jump, so the server also runs the timers every second.
             at = self.clock.monotonic() + max(due - self.clock.now(), 0) / 1_000_000
             deadline = at if deadline is None else min(at, deadline)
         if self.schedules.by_subject and (later := self.schedules.next_deadline) is not None:
@@ -595,7 +603,7 @@ class Broker:
         return deadline
 
     def run_timers(self) -> None:
-        """Hand out what has become due; answer the long polls whose time is up."""
+        """Deliver rows that have become due, and answer suspended pulls whose wait time is over."""
         for group in self.retries.due(self.clock.now(), self.waking.failed):
             self.wake_group(group)
         if (self.schedules.by_subject and self.schedules.look()) or self.stages.look():

@@ -1,4 +1,4 @@
-"""When sends are refused for a while: flow control and the watermarks of the disk."""
+"""Temporary refusal of sends: flow control while the log is busy, and the disk watermarks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from plait.limits import ServerLimits
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
 
-SPACE_HELP = "delete subjects, keep less of them (plait subject set), or add space"
+SPACE_HELP = "delete subjects, shorten their retention (plait subject set), or add disk space"
 
 
 def floor_of(total: int, config: BrokerConfig) -> int:
-    """Bytes of the disk that messages leave free."""
+    """Bytes of the disk that the message log must leave free."""
     return max(config.disk_free_min, int((1 - config.disk_used_max) * total))
 
 
 def low_space(free: int, total: int, config: BrokerConfig, lacking: int = 0) -> str:
-    """Why the disk takes no more messages; empty: it does.
+    """Why the disk takes no more messages; empty while it does.
 
-    ``lacking``: so much has to be free for the message log to go on.
+    ``lacking``: bytes that must be free before the message log can grow.
     """
     floor, watermark = config.disk_free_min, config.disk_used_max
     if free < floor or (free < lacking and floor == floor_of(total, config)):
-        return f"{free >> 20} MiB of disk are free (floor {floor >> 20} MiB); sends are refused; {SPACE_HELP}"
+        return f"{free >> 20} MiB of disk are free (minimum {floor >> 20} MiB); sends are refused; {SPACE_HELP}"
     used_share = 1 - free / total if total else 1.0
     if used_share > watermark or free < lacking:
         return f"the disk is {used_share:.0%} full (watermark {watermark:.0%}); sends are refused; {SPACE_HELP}"
@@ -35,37 +35,39 @@ def low_space(free: int, total: int, config: BrokerConfig, lacking: int = 0) -> 
 
 
 def refuse_when_busy(begun: float, oldest: float, now: float, limits: ServerLimits) -> None:
-    """``FlowControl`` while the sync that began at ``begun`` takes too long, or what waits for it has too long already.
+    """Raise ``FlowControl`` when the sync that began at ``begun`` takes too long, or a commit waited for it too long.
 
-    ``oldest`` is when the first of those that wait was written.
+    ``oldest`` is the write time of the oldest commit that waits for a sync.
     """
     busy = now - begun
     if busy > limits.log_busy_seconds:
         raise FlowControl(f"the log has been busy for {busy:.1f} s; nothing was stored, send again later")
-    # How long it waited before its sync began: the time a sync takes is the disk's.
+    # Only the time before the sync began counts here: the duration of the sync itself depends on the disk.
     if begun - oldest > limits.queue_head_seconds:
         raise FlowControl("the send queue is too long; nothing was stored, send again later")
 
 
 def check_space(broker: Broker) -> None:
-    """Look at the watermarks."""
+    """Compare the free disk space with the watermarks."""
     free, total = broker.disk.space()
     broker.low_space = low_space(free, total, broker.config, broker.message_log.lacking)
     broker.message_log.leave_free = floor_of(total, broker.config)
 
 
 def space(broker: Broker) -> dict[str, int]:
-    """The facts of an error about the disk."""
+    """Free and total bytes, for the details of a disk error."""
     free, total = broker.disk.space()
     return {"free": free, "total": total}
 
 
 def disk_error(broker: Broker, error: OSError) -> PlaitError:
-    """What a failed write means: a full disk refuses, anything else ends the server."""
+    """The error for a failed write. A full disk refuses requests; any other failure stops the server."""
     if error.errno == errno.ENOSPC:
         broker.check_space()
         text = broker.low_space or f"the disk is full; nothing was stored; {SPACE_HELP}"
         return DiskFull(text, **space(broker))
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         broker.storage_failed(error)
-    return broker.failed or FlowControl("too many files are open for a new segment (ulimit -n); nothing was stored")
+    return broker.failed or FlowControl(
+        "too many open files to create a segment; nothing was stored, raise the limit (ulimit -n) and send again"
+    )

@@ -1,7 +1,7 @@
-"""The numbers that meta servers give out: versions of routes, and epochs of locks.
+"""Plausibility of the numbers that meta servers assign: route versions and lock epochs.
 
-All come from one counter, which only goes up. Whatever carries a higher number prevails, so a made-up one would shut
-out everything that meta servers say later. A number is therefore believed only near what is known.
+All come from one counter that only grows, and a higher number always wins. An invented high number would therefore
+block every later decision of the meta servers. A broker accepts a number only if it is near the highest known one.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from plait.limits import NUMBER_MAX, NUMBER_STEP_MAX
 
 
 class GrantedNumbers:
-    """How far the meta servers' counter can have come."""
+    """The highest value that the counter of the meta servers can have."""
 
     def __init__(self) -> None:
-        #: The highest number that a meta server reported, or that this broker's logs had when it started. What clients
-        #: send does not raise it.
+        #: The highest number that a meta server reported, or that the logs had when this broker started. Numbers that
+        #: clients send do not raise it.
         self.known = 0
 
     def learn(self, number: int) -> None:
-        """The counter has come at least this far. A log may say anything: room for what follows is kept."""
+        """Raise ``known`` to this number. A log may hold any value: at least one step below ``NUMBER_MAX`` is left."""
         self.known = max(self.known, min(number, NUMBER_MAX - NUMBER_STEP_MAX))
 
     def check(self, what: str, number: int) -> None:
-        """Refuse a number that no meta server can have given out."""
+        """Refuse a number that no meta server can have assigned."""
         if not 0 <= number <= self.known + NUMBER_STEP_MAX:
             raise InvalidArgument(
-                f"{what} {number} is not one that a meta server gave out: the highest known is {self.known}; "
-                "ask a meta server"
+                f"no meta server assigned {what} {number}: the highest known number is {self.known}; "
+                "get the current one from a meta server"
             )

@@ -1,9 +1,9 @@
-"""Retention (R21): a subject's age and size limits move its logical start; a segment goes when every partition allows.
+"""Retention (R21): age and size limits move the start of each partition; a segment no partition needs is deleted.
 
-The first-hand logs are kept from the oldest checkpoint on, whatever the limits say, and on request until an archive
-has them: a disk that fills up meanwhile refuses sends. What a group has begun with and
-not finished is copied to the kept log first. Groups that had not come to what expired get a recorded event, and their
-``lost`` count shows it.
+The first-hand logs stay from the oldest checkpoint on, whatever the limits are, and, if configured, until an archive
+has them: a disk that fills up meanwhile refuses sends. Rows that a group has begun and not finished are copied to the
+retained log before they expire. Rows that a group has not reached yet are recorded as skipped and counted in its
+``lost`` count.
 """
 
 from __future__ import annotations
@@ -23,41 +23,42 @@ from plait.storage.ranges import Range
 
 log = logging.getLogger("plait.broker")
 
-#: The active segment is closed when all of it has expired and it holds this much: less is not worth a file.
+#: A fully expired active segment is closed when it holds this much: less is not worth a new file.
 ROLL_SIZE = 1 * MIB
-#: A consume log is rewritten when more than this many of its records, and more than half, are expired.
+#: A consume log is rewritten when more than this many of its records, and more than half of them, have expired.
 COMPACT_FROM = 4096
-#: Partitions that one step of a pass visits. Most have nothing to expire, and cost a few microseconds each; the first
-#: visit after a checkpoint maps the file of a consume log, and costs some 50.
+#: Partitions that one step of a pass visits. Most have nothing to expire and cost a few microseconds each; the first
+#: visit after a checkpoint maps the file of a consume log and costs about 50 microseconds.
 STEP_COST = 128
-#: A visit that moves a start, rewrites a consume log, or looks at what a group keeps costs as much as so many others.
+#: Cost of a visit that moves a start, rewrites a consume log or checks retained rows, in plain visits.
 CHANGE_COST = 15
 
 
 class _Needed:
-    """From where on the logs are needed, as far as a pass has come."""
+    """The offsets from which the visited partitions need the logs."""
 
-    __slots__ = ("kept", "message")
+    __slots__ = ("message", "retained")
 
-    def __init__(self, message: int, kept: int) -> None:
+    def __init__(self, message: int, retained: int) -> None:
         self.message = message
-        self.kept = kept
+        self.retained = retained
 
 
 class Retention:
-    """Decides what may go; called by a timer."""
+    """Expires rows and deletes segments; called by a timer."""
 
     def __init__(self, broker: Broker, *, step_cost: int = STEP_COST) -> None:
         self._broker = broker
         self._step_cost = step_cost
-        #: The message log is needed from here on, once the kept log and itself are durable up to there.
+        #: (offset from which the message log is needed, ends up to which the retained and message logs must be
+        #: durable before that offset counts).
         self._waiting = (0, 0, 0)
         self._needed = 0
-        #: The kept log is needed from here on; the next one is not certain yet.
-        self._kept_needed = self._kept_next = 0
+        #: The retained log is needed from the first offset; the second replaces it once its events are durable.
+        self._retained_needed = self._retained_next = 0
 
     def run(self) -> list[int]:
-        """Expire and delete in one turn; the bases of the deleted message-log segments."""
+        """Run a whole pass in one turn. Returns the bases of the deleted message log segments."""
         steps = self.steps()
         while True:
             try:
@@ -67,22 +68,22 @@ class Retention:
                 return removed
 
     def steps(self) -> Generator[None, None, list[int]]:
-        """The same pass in steps of one loop turn each; requests are served between them.
+        """Run a pass in steps of one loop turn each; requests are served between steps.
 
-        What comes during the pass lies behind the ends that the logs have now, and a start never moves back: what was
-        visited before it came is needed from no earlier offset than the visit found.
+        Rows that arrive during the pass lie behind the present ends of the logs, and a start never moves back. So a
+        partition never needs an earlier offset than its visit found.
         """
         broker = self._broker
-        # A wish that comes during the pass may be about what was visited already: another pass looks at it.
+        # A request during the pass may concern a partition that was visited already, so it starts another pass.
         broker.retention_wanted = False
         try:
             broker.stages.expire()
             broker.forwards.expire()
         except (DiskFull, FlowControl) as error:
-            # What goes below makes room for saying it the next time.
-            log.warning("stages that nobody asked for cannot be given up yet: %s", error)
+            # This pass frees space, so the next one can record it.
+            log.warning("idle stages and forward partitions cannot be expired yet: %s", error)
         now = broker.clock.now()
-        needed = _Needed(broker.message_log.end, broker.kept_log.end)
+        needed = _Needed(broker.message_log.end, broker.retained_log.end)
         cost = 0
         for partition in list(broker.partitions.values()):
             if cost >= self._step_cost:
@@ -93,27 +94,27 @@ class Retention:
             if broker.partitions.get(partition.id) is partition:
                 cost += self._visit(partition, now, needed)
         if needed.message >= broker.message_log.end:
-            # The active segment may be closed: the next one begins with all partitions.
-            yield from broker.heads.refresh_catalog()
-        # The files are deleted in a turn of their own.
+            # The active segment may be closed: the header of the next one defines all partitions.
+            yield from broker.segment_headers.refresh_catalog()
+        # The files are deleted in a separate turn.
         yield
         return [] if broker.failed is not None else self._delete(needed)
 
     def _visit(self, partition: Partition, now: int, needed: _Needed) -> int:
-        """Expire what is too old of one partition, and take account of the rest; what it cost, in partitions."""
+        """Expire rows of one partition and lower ``needed`` to what it still needs. Returns the cost, in visits."""
         cost = 1
         if self._expire(partition, now):
             cost += CHANGE_COST
         if len(partition.consume_log) > COMPACT_FROM:
             cost += CHANGE_COST
             self._compact(partition)
-        head = partition.head
-        if head is not None:
-            needed.message = min(needed.message, head.offset)
+        first = partition.head
+        if first is not None:
+            needed.message = min(needed.message, first.offset)
         for group in partition.groups.values():
-            if group.kept:
+            if group.retained:
                 cost += CHANGE_COST
-                self._look_at_kept(group, now, needed)
+                self._visit_retained(group, now, needed)
         return cost
 
     def _delete(self, needed: _Needed) -> list[int]:
@@ -126,86 +127,88 @@ class Retention:
         archived = self._archived()
         message_needed = min(self._certain(needed.message), archived.message_offset)
         removed = broker.message_log.remove_before(min(message_needed, broker.checkpoints.message_needed))
-        # What is left of them is there for checkpoints alone: newer ones let it go.
+        # Only old checkpoints need the remaining expired segments: newer checkpoints release them.
         broker.snapshots.wanted = broker.message_log.removable(message_needed) and not self._held_by_schedule()
         if unneeded:
             self._roll()
         broker.action_log.remove_before(min(oldest.action_offset, archived.action_offset))
-        self._let_go_of_kept(needed.kept)
-        broker.kept_log.remove_before(min(self._kept_needed, oldest.kept_offset, archived.kept_offset))
+        self._release_retained(needed.retained)
+        broker.retained_log.remove_before(min(self._retained_needed, oldest.kept_offset, archived.kept_offset))
         return removed
 
     def _held_by_schedule(self) -> bool:
-        """The newest checkpoint itself needs the first segment, for delayed rows in it: others would not help."""
+        """The newest checkpoint needs the first segment for unbucketed rows: a newer one would not release it."""
         last, first = self._broker.checkpoints.last, self._broker.message_log.segments[0]
         return last is not None and last.message_offset >= first.end > last.message_needed
 
     def _roll(self) -> None:
-        """Nothing of the active segment is needed: close it, as only closed ones can go."""
+        """Close the active segment, of which nothing is needed: only closed segments can be deleted."""
         broker, messages = self._broker, self._broker.message_log
         if not messages.segments:
             return
-        if messages.end - messages.segments[-1].head_end >= min(ROLL_SIZE, messages.segment_size // 2):
+        if messages.end - messages.segments[-1].header_end >= min(ROLL_SIZE, messages.segment_size // 2):
             try:
                 messages.roll()
             except OSError as error:
-                # On a full disk the next run tries again: by then there may be room.
+                # On a full disk the next pass tries again.
                 broker.disk_error(error)
             else:
                 broker.answer_after_commit(None)
                 broker.retention_wanted = True
 
     def _archived(self) -> ArchiveMark:
-        """The first-hand logs may go up to here, as far as archives are waited for."""
+        """The offsets up to which archiving allows the first-hand logs to be deleted."""
         broker = self._broker
         if broker.config.archive_before_delete:
             return read_archived(broker.disk)
-        message, kept, action = (log.end for log in broker.logs)
-        return ArchiveMark(message, action, kept_offset=kept)
+        message, retained, action = (log.end for log in broker.logs)
+        return ArchiveMark(message, action, kept_offset=retained)
 
     def _certain(self, needed: int) -> int:
-        """What the message log is needed from, as far as what was copied from it is durable where it is now.
+        """The offset from which the message log is needed, given that only durable copies count.
 
-        What is begun with goes to the kept log; what a stage held, or that it was given up, to the message log again.
+        Begun rows are copied to the retained log. Published stage rows, and the expiry of a stage, are written to the
+        message log again.
         """
-        kept, messages = self._broker.kept_log, self._broker.message_log
-        now = (needed, kept.end, messages.end)
+        retained, messages = self._broker.retained_log, self._broker.message_log
+        now = (needed, retained.end, messages.end)
         for waiting in (self._waiting, now):
             self._waiting = waiting
-            offset, kept_end, message_end = waiting
-            if kept.durable < kept_end or messages.durable < message_end:
-                # It stays until it is: the end of a busy log never would be.
+            offset, retained_end, message_end = waiting
+            if retained.durable < retained_end or messages.durable < message_end:
+                # Keep this target until it is durable: the end of a busy log moves on and never would be.
                 break
             self._needed = offset
         return self._needed
 
-    def _look_at_kept(self, group: Group, now: int, needed: _Needed) -> None:
-        """What a group needs of the kept log; dead letters that are too old go first."""
+    def _visit_retained(self, group: Group, now: int, needed: _Needed) -> None:
+        """Expire old dead letters of a group, then lower ``needed`` to the retained rows that are left."""
         dead_letters, seconds = self._broker.dead_letters, self._broker.config.dead_seconds
         if seconds is not None:
             dead_letters.expire(group, now - int(seconds * 1_000_000))
         dead_letters.tidy(group)
-        first = group.kept.first_offset
+        first = group.retained.first_offset
         if first is not None:
-            needed.kept = min(needed.kept, first)
+            needed.retained = min(needed.retained, first)
 
-    def _let_go_of_kept(self, needed: int) -> None:
-        """The kept log is needed from ``needed`` on, once the events that say so are durable.
+    def _release_retained(self, needed: int) -> None:
+        """The retained log is needed from ``needed`` on, once the events that forget its rows are durable.
 
-        A dead letter whose copy is deleted before the event that forgets it is durable comes back without a body.
+        If the copy of a dead letter were deleted before that event is durable, a crash would bring the dead letter back
+        without a body.
         """
-        if needed > self._kept_next and self._broker.kept_log.removable(needed):
-            self._kept_next = needed
-            self._broker.answer_when_durable(lambda: self._kept_certain(needed))
+        if needed > self._retained_next and self._broker.retained_log.removable(needed):
+            self._retained_next = needed
+            self._broker.answer_when_durable(lambda: self._retained_certain(needed))
 
-    def _kept_certain(self, needed: int) -> None:
-        self._kept_needed = max(self._kept_needed, needed)
+    def _retained_certain(self, needed: int) -> None:
+        self._retained_needed = max(self._retained_needed, needed)
         self._broker.retention_wanted = True
 
     def _expire(self, partition: Partition, now: int) -> bool:
-        """Move the start of one partition as its limits say; whether there was anything to move."""
+        """Move the start of one partition according to its limits. Returns whether rows had expired."""
         if partition.row.kind:
-            # Bodies that wait outlive the limits; the start moves when they are filed, published or given up.
+            # Delayed and staged rows outlive the limits; the start moves when they are bucketed, published or expired.
             return False
         partition.expire_deleted(self._broker.message_log)
         if partition.start >= partition.visible:
@@ -217,15 +220,15 @@ class Retention:
         behind = [group for group in partition.groups.values() if group.floor < start]
         lost: list[tuple[Group, list[Range]]] = []
         for group in behind:
-            # What was begun with before that is kept already.
-            group.begin_with(start)
-            rest = self._broker.dead_letters.keep(group, group.begun(partition.start, start, self._broker))
+            # Rows begun before that are in the retained log already.
+            group.mark_begun_below(start)
+            rest = self._broker.dead_letters.retain(group, group.begun(partition.start, start, self._broker))
             if rest is None:
-                # There is no room to keep them: nothing goes until there is.
+                # There is no space to retain them: nothing expires until there is.
                 return True
             lost.append((group, rest))
         for group, pieces in lost:
-            # Before the rows are out of reach: those that are lost are counted.
+            # Count the lost rows while they can still be read.
             group.expire(pieces, start, self._broker)
         partition.start = start
         self._broker.touch(partition)
@@ -253,9 +256,9 @@ class Retention:
         records = log.slice(log.find(partition.start), len(log))
         if not len(records):
             return 0
-        # Bytes from each record to the end: the first that is within the limit stays.
-        kept = np.cumsum(records["size"][::-1].astype(np.int64))[::-1]
-        over = int((kept > size).sum())
+        # Bytes from each record to the end: the first record within the limit stays.
+        sizes = np.cumsum(records["size"][::-1].astype(np.int64))[::-1]
+        over = int((sizes > size).sum())
         if over >= len(records):
             return int(records["base"][-1])
         return int(records["base"][over])

@@ -1,4 +1,4 @@
-"""Subjects come and go: each change is a row of the catalog in the message log before anything rests on it."""
+"""Creates, changes and deletes subjects. Each change is a catalog row in the message log before it takes effect."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def make(broker: Broker, subject: str, *, create: bool) -> Partition:
-    """A subject that does not exist, made because somebody uses it; ``SubjectNotFound`` where that is not allowed.
+    """Create a subject on first use; raises ``SubjectNotFound`` where that is not allowed.
 
-    Where meta servers make partitions, who comes too early, or too late, is sent back to them: the name may be that of
-    any partition of a subject.
+    Where meta servers create partitions, a client that names an unknown one gets ``StaleRoute`` and asks a meta server
+    again: the name can be that of any partition of a subject.
     """
     if create and broker.routed:
-        # They could not make it either.
+        # The meta servers could not create it here either.
         broker.refuse_when_full()
-        raise StaleRoute(f"there is no partition {subject!r} here; the meta server knows where its subject is")
+        raise StaleRoute(f"this broker has no partition {subject!r}; get the route of its subject from a meta server")
     if not (create and broker.config.auto_create):
         raise SubjectNotFound(
             f"subject {subject!r} does not exist; create it with 'plait subject create {subject}'", subject=subject
@@ -34,7 +34,7 @@ def make(broker: Broker, subject: str, *, create: bool) -> Partition:
 
 
 def create_subject(broker: Broker, subject: str, settings: SubjectSettings | None) -> Partition:
-    """A new subject, defined in the message log before its first row."""
+    """Create a subject. Its definition is in the message log before its first row."""
     settings = settings or SubjectSettings()
     check_settings(settings)
     if subject in broker.subjects:
@@ -46,7 +46,7 @@ def create_subject(broker: Broker, subject: str, settings: SubjectSettings | Non
 
 
 def check_settings(settings: SubjectSettings) -> None:
-    """``InvalidArgument`` where what a subject is to keep cannot be kept to."""
+    """Raise ``InvalidArgument`` for retention settings that are out of range."""
     seconds, size = settings.retention_seconds, settings.retention_bytes
     if seconds is not None and not 0 < seconds <= AGE_SECONDS_MAX:
         raise InvalidArgument(f"retention_seconds must be more than 0 and up to {AGE_SECONDS_MAX:g}, not {seconds}")
@@ -55,17 +55,19 @@ def check_settings(settings: SubjectSettings) -> None:
 
 
 def refuse_more(broker: Broker) -> None:
-    """Raise when there are as many partitions as there may be."""
+    """Raise when the broker is at its limit of subjects."""
     limit = broker.limits.subjects
     if len(broker.subjects) >= limit:
         raise LimitExceeded(
-            f"this broker has its {limit} subjects; delete some or raise the limit", limit="subjects", value=limit
+            f"subject limit reached ({limit} per broker, limit `subjects`); delete some or raise it",
+            limit="subjects",
+            value=limit,
         )
 
 
 def create_partition(broker: Broker, row: PartitionRow) -> Partition:
-    """A new partition, under the next number."""
-    broker.heads.define([row])
+    """Create a partition with the next number."""
+    broker.segment_headers.define([row])
     broker.next_partition += 1
     partition = Partition(row, ConsumeLog(broker.disk, row.id, broker.maps), broker.known_rows)
     broker.add_partition(partition)
@@ -74,19 +76,19 @@ def create_partition(broker: Broker, row: PartitionRow) -> Partition:
 
 
 def update_subject(broker: Broker, subject: str, settings: SubjectSettings) -> None:
-    """Change what the subject says of itself."""
+    """Change the settings of a subject."""
     check_settings(settings)
     partition = broker.partition_of(subject, create=False)
     row = msgspec.structs.replace(partition.row, settings=settings)
-    broker.heads.define([row])
+    broker.segment_headers.define([row])
     partition.row = row
     broker.touch(partition)
     broker.retention_wanted = True
 
 
 def delete_subject(broker: Broker, subject: str) -> None:
-    """The subject, its messages, those that wait for their time, and its groups are gone."""
-    # Frames that came this turn stand before the deletion: a start takes frames behind it for damage.
+    """Delete a subject with its messages, delayed messages and groups."""
+    # Frames of this turn must precede the deletion in the log: recovery treats frames after it as damage.
     broker.commit()
     if broker.failed is not None:
         raise broker.failed
@@ -95,7 +97,7 @@ def delete_subject(broker: Broker, subject: str) -> None:
     gone = [partition, *broker.forwards.of(subject)]
     if schedule is not None:
         gone.append(schedule.partition)
-    broker.heads.define([msgspec.structs.replace(each.row, deleted=True) for each in gone])
+    broker.segment_headers.define([msgspec.structs.replace(each.row, deleted=True) for each in gone])
     for group in list(partition.groups.values()):
         for waiter in list(group.waiters):
             waiter.time_out()
@@ -110,7 +112,7 @@ def delete_subject(broker: Broker, subject: str) -> None:
 
 
 def added(broker: Broker, partition: Partition) -> None:
-    """The catalog says that there is a partition."""
+    """Register a partition that the catalog defines."""
     if partition.row.kind == SCHEDULE:
         broker.schedules.add(partition)
     elif partition.row.kind == STAGE:
@@ -123,7 +125,7 @@ def added(broker: Broker, partition: Partition) -> None:
 
 
 def drop_partition(broker: Broker, partition: Partition) -> None:
-    """The catalog says that a partition is gone."""
+    """Unregister a partition that the catalog marks as deleted."""
     broker.touch(partition)
     broker.remove_partition(partition)
     if broker.subjects.get(partition.row.name) is partition:

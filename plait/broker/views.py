@@ -1,4 +1,4 @@
-"""What a broker tells about its subjects and groups."""
+"""Views of subjects, groups and consumers, for listings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.model.retry_policy import Retry
 
 
 class SubjectView(msgspec.Struct, frozen=True):
-    """A subject as listings show it."""
+    """A subject in a listing."""
 
     subject: str
     partition: str
@@ -29,17 +29,17 @@ class SubjectView(msgspec.Struct, frozen=True):
 
 
 class ConsumerView(msgspec.Struct, frozen=True):
-    """A consumer as listings show it."""
+    """A consumer in a listing."""
 
     client: str
     online: bool
     held: int
-    #: Logical partitions that an ordered one may handle here.
+    #: LPs whose locks an ordered consumer has here.
     locks: int = 0
 
 
 class GroupView(msgspec.Struct, frozen=True):
-    """A group as listings show it; ``lag`` counts what is not done yet, handed out or not."""
+    """A group in a listing; ``lag`` counts the rows that are not done, delivered or not."""
 
     subject: str
     group: str
@@ -58,12 +58,12 @@ class GroupView(msgspec.Struct, frozen=True):
     consumers: list[ConsumerView]
     dead: int = 0
     ordered: bool = False
-    #: Keys that failed and hold their place, and those of them that wait for somebody's decision.
+    #: Keys with a failed message that holds back later ones, and those of them that are parked.
     holding: int = 0
     parked: int = 0
-    #: What is kept at one member, without order: "key", or nothing.
+    #: "key" for a group with affinity, None for others.
     affinity: str | None = None
-    #: Not exact: ``lag`` with ``unacked`` and ``returned``, or ``lost``. Rows of several owners lie between each other.
+    #: ``lag``, ``unacked`` and ``returned``, or ``lost``, are estimates: rows of several owners are interleaved.
     estimated: bool = False
     lost_estimated: bool = False
 
@@ -86,7 +86,7 @@ def subject_view(broker: Broker, partition: Partition) -> SubjectView:
 
 
 def group_view(group: Group, journal: Journal | None = None) -> GroupView:
-    """What there is to say of a group; ``journal``: rows of an ordered one may be looked at, to count them."""
+    """The view of a group. With a ``journal``, rows of an ordered group are read to count them."""
     if isinstance(group, OrderedGroup):
         return _ordered_view(group, journal)
     log, partition = group.pull_log, group.partition
@@ -116,24 +116,24 @@ def group_view(group: Group, journal: Journal | None = None) -> GroupView:
 
 
 def _ordered_view(group: OrderedGroup, journal: Journal | None) -> GroupView:
-    partition, strands = group.partition, list(group.strands)
+    partition, cursors = group.partition, list(group.cursors)
     counter = RowCounter(group, journal, LAG_COUNTED_MAX)
     held, returned, waiting, lag = 0, 0, 0, 0
-    hands: dict[int, int] = {}
-    for strand in strands:
-        mine = counter.count(strand, strand.all_held())
-        hands[strand.owner] = hands.get(strand.owner, 0) + mine
-        held += mine
-        returned += counter.count(strand, strand.returned)
-        waiting += strand.waiting.count
-        lag += counter.count(strand, [(strand.next, partition.visible)])
+    held_by: dict[int, int] = {}
+    for cursor in cursors:
+        count = counter.count(cursor, cursor.all_held())
+        held_by[cursor.owner] = held_by.get(cursor.owner, 0) + count
+        held += count
+        returned += counter.count(cursor, cursor.returned)
+        waiting += cursor.waiting.count
+        lag += counter.count(cursor, [(cursor.next, partition.visible)])
     return GroupView(
         partition.row.subject,
         group.name,
         group.definition.broadcast,
         group.definition.delivery,
         group.retry,
-        max(strand.next for strand in strands),
+        max(cursor.next for cursor in cursors),
         group.floor,
         lag + held + returned + waiting,
         held,
@@ -143,12 +143,12 @@ def _ordered_view(group: OrderedGroup, journal: Journal | None) -> GroupView:
         group.lost_count,
         sum(consumer.connected for consumer in group.consumers.values()),
         [
-            ConsumerView(c.client, c.connected, hands.get(c.id, 0), int(np.count_nonzero(group.locks.owner == c.id)))
+            ConsumerView(c.client, c.connected, held_by.get(c.id, 0), int(np.count_nonzero(group.locks.owner == c.id)))
             for c in group.consumers.values()
         ],
         group.pull_log.dead.count,
         not group.definition.affinity,
-        len(group.strands.by_key),
+        len(group.cursors.by_key),
         len(group.parked()),
         "key" if group.definition.affinity else None,
         not counter.exact,

@@ -1,7 +1,9 @@
 """The command line: ``plait serve | meta | broker | send | tail | subject | group | dlq | schedule | cluster | …``.
 
-Commands import what they need when they run, so that ``plait --help`` answers at once. What goes wrong on purpose ends
-in one line on standard error and the error's stable exit code (docs/errors.md).
+``entry`` has the tree of commands, ``commands`` those that talk to a node or read files, ``serving`` those that run a
+server. Commands are imported when they run, so that ``plait --help`` is fast. A ``PlaitError`` is printed as one line
+on standard error and ends the process with the exit code of the error (docs/errors.md). May import every package of
+plait; no other package imports this one.
 """
 
 from __future__ import annotations

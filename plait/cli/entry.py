@@ -1,4 +1,4 @@
-"""From arguments to an exit code: the tree of commands, and how each kind of failure ends."""
+"""The tree of commands, and the exit code of each kind of failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.errors import PlaitError
 from plait.version import VERSION
 
 EXIT_USAGE = 2
-#: As a shell reports a program that a signal ended: Ctrl-C, and a reader that went away.
+#: As a shell reports a program ended by a signal: Ctrl-C, and a closed pipe.
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
 
@@ -22,20 +22,20 @@ app = App(
     name="plait",
     help="A durable message queue: one process and one data directory, or a cluster of them.",
     version=VERSION,
-    # Markdown takes half of the time that help takes, and no text here has any.
+    # Rendering Markdown would take half of the time of --help, and no help text uses it.
     help_format="plaintext",
     result_action="return_value",
     exit_on_error=False,
     print_error=False,
     default_parameter=Parameter(negative=()),
-    # Interrupted commands end by what run() says, wherever they are.
+    # run() handles interrupts of all commands.
     suppress_keyboard_interrupt=False,
 )
 app.command("plait.cli.serving.serve:serve", name="serve", help="Run a node on a data directory.")
 app.command("plait.cli.serving.meta:meta", name="meta", help="Run a meta server of a cluster.")
 app.command("plait.cli.serving.broker:broker", name="broker", help="Run a broker of a cluster.")
-app.command("plait.cli.commands.send:send", name="send", help="Send one message, or a line each from standard input.")
-app.command("plait.cli.commands.tail:tail", name="tail", help="Print messages as they come.")
+app.command("plait.cli.commands.send:send", name="send", help="Send one message, or each line of standard input.")
+app.command("plait.cli.commands.tail:tail", name="tail", help="Print messages as they arrive.")
 app.command(
     "plait.cli.commands.subject:app", name="subject", help="List, describe, create, change, expand and delete subjects."
 )
@@ -46,14 +46,14 @@ app.command(
     "plait.cli.commands.cluster:app", name="cluster", help="List the brokers of a cluster and set their states."
 )
 app.command(
-    "plait.cli.commands.spark.commands:app", name="spark", help="Archive, audit, look messages up, send them again."
+    "plait.cli.commands.spark.commands:app", name="spark", help="Archive, audit, look up messages, send them again."
 )
 app.command("plait.cli.commands.bench:bench", name="bench", help="Measure throughput and latency in a few seconds.")
-app.command("plait.cli.commands.doctor:doctor", name="doctor", help="Check a data directory and say what is damaged.")
+app.command("plait.cli.commands.doctor:doctor", name="doctor", help="Check a data directory for damage.")
 
 
 class _Debug:
-    """Whether tracebacks are wanted; known once the arguments are read."""
+    """Whether to print tracebacks. Set when the arguments are parsed."""
 
     wanted = False
 
@@ -65,7 +65,7 @@ app.meta.suppress_keyboard_interrupt = False
 def _launch(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     debug: Annotated[
-        bool, Parameter(env_var="PLAIT_DEBUG", help="Show where an error comes from.", show_default=False)
+        bool, Parameter(env_var="PLAIT_DEBUG", help="Print the traceback of an error.", show_default=False)
     ] = False,
 ) -> object:
     _Debug.wanted = debug
@@ -73,27 +73,27 @@ def _launch(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command; its exit code."""
+    """Run a command and return its exit code."""
     _Debug.wanted = bool(os.environ.get("PLAIT_DEBUG"))
     try:
         result = app.meta(arguments, result_action="return_value", exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
-        return _complain(str(error), EXIT_USAGE, "usage")
+        return _print_error(str(error), EXIT_USAGE, "usage")
     except PlaitError as error:
-        return _complain(error.message, error.exit_code, error.code)
+        return _print_error(error.message, error.exit_code, error.code)
     except BrokenPipeError:
-        # What is still buffered has nobody to go to; without this the interpreter would complain at its end.
+        # The reader is gone: discard the buffered output, or the interpreter would report an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE_CLOSED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as error:
-        return _complain(str(error), PlaitError.exit_code, "system")
+        return _print_error(str(error), PlaitError.exit_code, "system")
     return result if isinstance(result, int) else 0
 
 
-def _complain(message: str, exit_code: int, code: str) -> int:
+def _print_error(message: str, exit_code: int, code: str) -> int:
     if _Debug.wanted:
         traceback.print_exc()
     text = " ".join(message.split())

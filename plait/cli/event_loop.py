@@ -1,4 +1,4 @@
-"""Running coroutines: on uvloop where it is present, and with a client where a command talks to a node."""
+"""Runs coroutines: on uvloop if it is installed, and with a client for commands that talk to a node."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: How long a node may take to answer the first hello.
+#: How long a node may take to reply to the first hello.
 DIAL_SECONDS = 5.0
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end; Ctrl-C cancels it and raises ``KeyboardInterrupt``."""
+    """Run a coroutine to its end. Ctrl-C cancels it and raises ``KeyboardInterrupt``."""
     try:
         from uvloop import new_event_loop
     except ImportError:
@@ -26,7 +26,7 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 def with_client(server: str, work: Callable[[Client], Awaitable[T]]) -> T:
-    """Run ``work`` with a client of ``server``; raises ``Unavailable`` at once where nobody listens."""
+    """Run ``work`` with a client of ``server``. Raises ``Unavailable`` at once if no server listens there."""
     return run_loop(_with_client(server, work))
 
 
@@ -34,13 +34,13 @@ async def _with_client(server: str, work: Callable[[Client], Awaitable[T]]) -> T
     from plait.client.client import connect
 
     addresses = [address.strip() for address in server.split(",")]
-    await _knock(addresses)
+    await _check_reachable(addresses)
     async with connect(addresses) as client:
         return await work(client)
 
 
-async def _knock(addresses: list[str]) -> None:
-    """A client waits for a server that may be restarting; somebody at a terminal wants to know now."""
+async def _check_reachable(addresses: list[str]) -> None:
+    """Fail at once if no server is reachable. A client would wait, as the server may be restarting."""
     from plait.client.client import new_client_id
     from plait.errors import Unavailable
     from plait.wire.link import dial

@@ -1,4 +1,4 @@
-"""What several commands take: the server's address, the form of the output, sizes and durations in words."""
+"""Options of several commands, and parsers for sizes, durations and times."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from plait.errors import InvalidArgument
 from plait.limits import GIB, KIB, LEASE_SECONDS_MAX, LEASE_SECONDS_MIN, MIB
 
 Server = Annotated[str, Parameter(env_var="PLAIT_SERVER", help="The node to talk to: plait://host:port.")]
-Output = Annotated[Literal["table", "json"], Parameter(name=("--output", "-o"), help="For people or for programs.")]
-Partition = Annotated[
-    str | None, Parameter(help="The partition that is meant, as name@group; where the subject has several.")
-]
-Yes = Annotated[bool, Parameter(name=("--yes", "-y"), help="Do not ask.", show_default=False)]
+Output = Annotated[Literal["table", "json"], Parameter(name=("--output", "-o"), help="A table, or JSON for programs.")]
+Partition = Annotated[str | None, Parameter(help="The partition, as name@group, if the subject has several.")]
+Yes = Annotated[bool, Parameter(name=("--yes", "-y"), help="Do not ask for confirmation.", show_default=False)]
 
 Lease = Annotated[
-    str, Parameter(help="How long an ordered consumer has its locks after a word from it; the same on all servers.")
+    str,
+    Parameter(help="How long an ordered consumer keeps its locks after a heartbeat; the same on all servers."),
 ]
 
 DEFAULT_SERVER = "plait://127.0.0.1:7450"
@@ -42,19 +41,19 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
 def confirm(name: str, what: str, *, yes: bool) -> None:
-    """Ask on a terminal whether ``what`` is to be deleted, by its name; ``InvalidArgument`` where it is not."""
+    """Ask on a terminal for the name of ``what`` before it is deleted. Raises ``InvalidArgument`` otherwise."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise InvalidArgument(f"deleting {what} cannot be undone: say --yes")
+        raise InvalidArgument(f"deleting {what} cannot be undone; confirm with --yes")
     sys.stderr.write(f"delete {what}? Type its name to continue: ")
     sys.stderr.flush()
     if sys.stdin.readline().strip() != name:
-        raise InvalidArgument("not deleted")
+        raise InvalidArgument(f"nothing was deleted: the name typed is not {name!r}")
 
 
 def whole_of(text: str, option: str) -> int:
-    """A whole number."""
+    """Parse a whole number."""
     try:
         return int(text)
     except ValueError:
@@ -62,7 +61,7 @@ def whole_of(text: str, option: str) -> int:
 
 
 def duration_of(text: str) -> float:
-    """Seconds of a duration in words: ``5m``, ``1.5h``, or a plain number of seconds."""
+    """Seconds of a duration such as ``5m`` or ``1.5h``, or a plain number of seconds."""
     from plait.client.arguments import seconds_of
 
     try:
@@ -72,18 +71,18 @@ def duration_of(text: str) -> float:
 
 
 def lease_of(text: str) -> float:
-    """Seconds of a lease in words."""
+    """Seconds of a lease duration."""
     seconds = duration_of(text)
     if not LEASE_SECONDS_MIN <= seconds <= LEASE_SECONDS_MAX:
         raise InvalidArgument(
-            f"--lease {text} is not possible: use {LEASE_SECONDS_MIN:g} s (heartbeats come every second) "
+            f"--lease {text} is out of range; use {LEASE_SECONDS_MIN:g} s (a heartbeat is sent every second) "
             f"to {LEASE_SECONDS_MAX:g} s"
         )
     return seconds
 
 
 def delay_of(text: str) -> Any:
-    """A delay in words: as ``duration_of``, or one of RocketMQ's levels, as in ``level3``."""
+    """A delay: a duration, or one of RocketMQ's levels, as in ``level3``."""
     from plait.client.send.due_time import DelayLevel
 
     match = _LEVEL.fullmatch(text.strip())
@@ -92,11 +91,11 @@ def delay_of(text: str) -> Any:
     try:
         return DelayLevel[f"LEVEL_{int(match[1])}"]
     except KeyError:
-        raise InvalidArgument(f"delay {text!r}: there are levels 1 to {len(DelayLevel)}") from None
+        raise InvalidArgument(f"delay {text!r} is not a level; use level1 to level{len(DelayLevel)}") from None
 
 
 def time_of(text: str) -> datetime:
-    """A time: ISO 8601, in UTC unless it says otherwise."""
+    """A time in ISO 8601, in UTC unless it has an offset."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -105,7 +104,7 @@ def time_of(text: str) -> datetime:
 
 
 def size_of(text: str) -> int:
-    """Bytes of a size in words: ``1GiB``, ``64MiB``, ``100MB`` or a plain number."""
+    """Bytes of a size such as ``1GiB``, ``64MiB`` or ``100MB``, or a plain number of bytes."""
     match = _SIZE.fullmatch(text.strip())
     unit = match[2].lower() if match else "?"
     if match is None or unit not in _UNITS:

@@ -1,4 +1,4 @@
-"""Printing: tables for people, JSON for programs, and values in words."""
+"""Prints tables and JSON, and formats values."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-#: Wide enough that nothing is cut where no terminal sets a width.
+#: The width of a table where no terminal sets one: nothing is cut.
 _UNLIMITED = 10_000
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The terminal, or a file or pipe that gets whole lines and no colours."""
+    """A console for the terminal. A file or pipe gets unwrapped lines without colours."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream.isatty() else _UNLIMITED, highlight=False)
 
 
 def print_json(value: Any) -> None:
-    """One value, indented."""
+    """Print one value, indented."""
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
 def print_json_line(value: Any) -> None:
-    """One value on one line, for streams of them."""
+    """Print one value on one line, for streams of values."""
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
 
 
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), title: str | None = None
 ) -> None:
-    """A table; the columns named in ``right`` are numbers."""
+    """Print a table. The columns in ``right`` are right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -47,7 +47,7 @@ def print_table(
 
 
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:
-    """Names and values, one a line."""
+    """Print names and values, one per line."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -57,7 +57,7 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
 
 
 def print_lines(renderable: Any) -> None:
-    """Anything rich can draw, without the spaces that would fill up its last column."""
+    """Print what rich can render, without the padding of its last column."""
     out = console()
     with out.capture() as capture:
         out.print(renderable)
@@ -66,19 +66,19 @@ def print_lines(renderable: Any) -> None:
 
 
 def printable(text: str) -> str:
-    """Text that cannot steer the terminal: control characters are shown as escapes."""
+    """Text that is safe for a terminal: control characters become escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shown_body(body: bytes) -> str:
-    """A body for people: as text where it is text."""
+    """A body as text. Bytes that are not UTF-8 become escapes."""
     return printable(body.decode("utf-8", "backslashreplace"))
 
 
 def text_or_base64(body: bytes) -> dict[str, str]:
-    """A body for programs: under ``body``, or under ``body_base64`` where it is not UTF-8."""
+    """A body as a JSON field: ``body``, or ``body_base64`` if it is not UTF-8."""
     try:
         return {"body": body.decode()}
     except UnicodeDecodeError:
@@ -89,7 +89,7 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def words_of_size(size: int) -> str:
+def format_size(size: int) -> str:
     amount = float(size)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if amount < 1024 or unit == "TiB":
@@ -98,26 +98,26 @@ def words_of_size(size: int) -> str:
     raise AssertionError
 
 
-def words_of_seconds(seconds: float | None) -> str:
-    """A duration; None is for ever."""
+def format_duration(seconds: float | None) -> str:
+    """A duration; None is unlimited."""
     if seconds is None:
-        return "for ever"
+        return "forever"
     for unit, length in (("d", 86400.0), ("h", 3600.0), ("m", 60.0)):
         if seconds >= length and seconds % length == 0:
             return f"{seconds / length:.0f}{unit}"
     return f"{seconds:g}s"
 
 
-def words_of_time(micros: int) -> str:
-    """A stored time in UTC, to the second."""
-    return words_of_moment(datetime.fromtimestamp(micros / 1_000_000, UTC))
+def format_micros(micros: int) -> str:
+    """Microseconds since 1970 as a UTC time, to the second."""
+    return format_time(datetime.fromtimestamp(micros / 1_000_000, UTC))
 
 
-def words_of_moment(moment: datetime) -> str:
-    """The same of a time in UTC."""
+def format_time(moment: datetime) -> str:
+    """A UTC time, to the second."""
     return moment.strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def exactly(moment: datetime) -> str:
-    """A time in UTC to the microsecond, which is how a delayed message is found again."""
+def format_time_exactly(moment: datetime) -> str:
+    """A UTC time, to the microsecond: the time by which a delayed message is found."""
     return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,4 +1,4 @@
-"""Progress on long work, on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of long work, on standard error: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Self
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from plait.cli.output import console, words_of_size
+from plait.cli.output import console, format_size
 
 #: Work shorter than this shows nothing.
 PATIENCE_SECONDS = 1.0
-#: Where there is no terminal, a line this often.
+#: The interval between lines where standard error is not a terminal.
 LINE_SECONDS = 5.0
-#: A clock is looked at this often at most; the work itself matters more.
+#: ``update`` reads the clock once in this many calls, to stay cheap.
 _CALLS_PER_LOOK = 16
 
 
 class _DoneColumn(ProgressColumn):
-    """How much, in the task's unit."""
+    """The amount done, in the task's unit."""
 
     def render(self, task: Task) -> Text:
-        return Text(_words(int(task.completed), task.fields["unit"]))
+        return Text(_amount(int(task.completed), task.fields["unit"]))
 
 
 class ProgressSteps:
-    """The progress of a few steps one after another; ``update`` is cheap enough for inner loops."""
+    """The progress of a sequence of steps. ``update`` is cheap enough for inner loops."""
 
     def __init__(self) -> None:
         self._console = console(stderr=True)
@@ -50,20 +50,20 @@ class ProgressSteps:
             self._bars.stop()
 
     def step(self, name: str, total: int | None = None, unit: str = "messages") -> None:
-        """A new step begins; without a ``total`` only what is done is shown."""
+        """Begin a step. Without a ``total`` only the amount done is shown."""
         self._name, self._total, self._unit = name, total, unit
         self._task = None
         self._look = 0
 
     def total(self, total: int) -> None:
-        """It is known now how much the step is."""
+        """Set the total of the step."""
         if total != self._total:
             self._total = total
             if self._bars is not None and self._task is not None:
                 self._bars.update(self._task, total=total)
 
     def update(self, done: int) -> None:
-        """So much of the step is done."""
+        """Set the amount done of the step."""
         self._look -= 1
         if self._look > 0:
             return
@@ -75,7 +75,7 @@ class ProgressSteps:
         elif now >= self._next_line:
             self._next_line = now + LINE_SECONDS
             share = f" ({done / self._total:.0%})" if self._total else ""
-            self._console.print(f"{self._name}: {_words(done, self._unit)}{share}", soft_wrap=True)
+            self._console.print(f"{self._name}: {_amount(done, self._unit)}{share}", soft_wrap=True)
 
     def _draw(self, done: int) -> None:
         if self._bars is None:
@@ -87,5 +87,5 @@ class ProgressSteps:
         self._bars.update(self._task, completed=done)
 
 
-def _words(done: int, unit: str) -> str:
-    return words_of_size(done) if unit == "bytes" else f"{done:,} {unit}"
+def _amount(done: int, unit: str) -> str:
+    return format_size(done) if unit == "bytes" else f"{done:,} {unit}"

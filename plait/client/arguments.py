@@ -24,24 +24,24 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
-#: Farther from now than any time there is.
+#: Farther from now than any valid time.
 _FAR_SECONDS = 1e12
-#: Characters of a value in the message that refuses it.
+#: Characters of a value that an error message shows.
 _SHOWN_MAX = 80
 
 
 def shown(value: Any) -> str:
-    """A value for a message, whatever it is: not for ever, and not an error of its own."""
+    """The repr of any value, for an error message: cut to ``_SHOWN_MAX`` characters. Never raises ``ValueError``."""
     try:
         text = repr(value)
     except ValueError:
-        # A number of more digits than Python likes to print.
+        # Python refuses to print an integer of more than 4300 digits.
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= _SHOWN_MAX else text[: _SHOWN_MAX - 3] + "..."
 
 
 def index_of(value: Any, name: str) -> int:
-    """A whole number of Python's or NumPy's."""
+    """The value as an int; takes the integers of Python and NumPy, and no bool."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -52,15 +52,15 @@ def index_of(value: Any, name: str) -> int:
 
 
 def sequence_of(value: Any, name: str) -> int:
-    """A number that a message can have: its sequence, or its number in a schedule."""
+    """The sequence of a message, or its number in a schedule."""
     number = index_of(value, name)
     if not 0 <= number < SEQUENCE_MAX:
-        raise InvalidArgument(f"{name} {shown(number)} is not one of a message; use 0 to {SEQUENCE_MAX - 1}")
+        raise InvalidArgument(f"{name} {shown(number)} is out of range; use 0 to {SEQUENCE_MAX - 1}")
     return number
 
 
 def sequences_of(values: Any) -> list[int]:
-    """The same for many: a list, a range, an array or anything else that can be gone through."""
+    """Sequences from a list, a range, a NumPy or Arrow array, or any other iterable."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     elif isinstance(values, pa.Array | pa.ChunkedArray):
@@ -71,7 +71,7 @@ def sequences_of(values: Any) -> list[int]:
 
 
 def limit_of(value: Any) -> int:
-    """How many are wanted at most."""
+    """The largest number of results that the caller wants."""
     limit = index_of(value, "limit")
     if limit < 1:
         raise InvalidArgument(f"limit must be 1 or more, not {shown(value)}")
@@ -84,7 +84,7 @@ def to_datetime(micros: int) -> datetime:
 
 
 def micros_of(moment: Any, name: str) -> int:
-    """The same back."""
+    """A datetime with a time zone as microseconds since 1970."""
     if not isinstance(moment, datetime):
         raise InvalidArgument(f"{name} {shown(moment)} is a {type(moment).__name__}; use a datetime with a time zone")
     if moment.utcoffset() is None:
@@ -93,7 +93,7 @@ def micros_of(moment: Any, name: str) -> int:
 
 
 def moment_of(value: Any, name: str, now: int) -> int | None:
-    """A time in microseconds: a datetime, a duration from now, or ``-5m`` before it."""
+    """A time in microseconds since 1970, from a datetime, a duration after now, or ``-5m`` before now."""
     if value is None:
         return None
     micros = _moment_of(value, name, now)
@@ -134,7 +134,7 @@ def seconds_of(value: Any) -> float:
         try:
             seconds = float(value)
         except OverflowError:
-            raise InvalidArgument(f"duration {shown(value)} is longer than any") from None
+            raise InvalidArgument(f"duration {shown(value)} is too long; use fewer seconds") from None
     elif isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
         seconds = float(match[1]) * _UNITS[match[2]]
     else:
@@ -147,14 +147,14 @@ def seconds_of(value: Any) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """One of Python's or NumPy's numbers; truth values and NumPy's durations are none."""
+    """True for the numbers of Python and NumPy; False for bools and ``timedelta64``."""
     if isinstance(value, int | float):
         return not isinstance(value, bool)
     return isinstance(value, np.integer | np.floating) and not isinstance(value, np.timedelta64)
 
 
 def wait_of(value: Any) -> float:
-    """How long a message is to wait, in seconds."""
+    """The seconds that a message waits for its retry."""
     seconds = seconds_of(value)
     if seconds > WAIT_SECONDS_MAX:
         raise InvalidArgument(f"a message cannot wait {shown(value)}; the limit is {WAIT_SECONDS_MAX / 86400:.0f} days")
@@ -190,10 +190,10 @@ def start_of(value: Any, now: int) -> Any:
 
 
 def _start_at(micros: int) -> list[Any]:
-    """A time before 1970 is before everything."""
+    """A time before 1970 means the earliest message."""
     return ["time", max(micros, 0)]
 
 
 def _digits(text: str) -> int:
-    """What has more digits than any sequence is only known to be too large."""
+    """Text with far more digits than any sequence is not converted; it becomes a number that is too large."""
     return int(text) if len(text) <= _SHOWN_MAX else 10**_SHOWN_MAX

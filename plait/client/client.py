@@ -1,4 +1,4 @@
-"""``connect`` and ``Client``: one process's way to a server."""
+"""``connect`` and ``Client``: the connection of one process to a server or a cluster."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _next_now() -> int:
 
 
 def new_client_id() -> str:
-    """Unique for this process and this client, never the same for two on one host."""
+    """An id that no other client has, on this host or another."""
     return f"client-{chance.process_number()}-{chance.token(6)}"
 
 
@@ -81,15 +81,15 @@ def connect(
 ) -> Client:
     """A client for ``async with``.
 
-    A ``client_id`` that you name is kept over restarts: a consumer that comes back under it finds what it held. Without
-    one, every client has an id of its own. ``spool`` is a directory for acks and nacks that cannot be sent because the
-    broker is away: the next process with the same client id sends them.
+    Name a ``client_id`` to keep it over restarts: a consumer that returns with the same id gets back the messages that
+    it held. Without one, each client gets a new id. ``spool`` is a directory for acks and nacks that cannot be sent
+    because the broker is down: the next process with the same client id sends them.
     """
     return Client(address, client_id=client_id, compression=compression, limits=limits, spool=spool)
 
 
 class Client:
-    """Sends, consumes and administers over one connection that is made again whenever it is lost."""
+    """Sends, consumes and administers. Reconnects whenever a connection is lost."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Client:
     ) -> None:
         addresses = address.split(",") if isinstance(address, str) else list(address)
         if not addresses:
-            raise InvalidArgument("no address was given; write plait://host:port")
+            raise InvalidArgument("the list of addresses is empty; give at least one, as in plait://host:port")
         if compression not in (None, "zstd", "lz4"):
             raise InvalidArgument(f"compression {compression!r} is not known; use 'zstd' or 'lz4'")
         self.client_id = names.check("client", client_id) if client_id is not None else new_client_id()
@@ -111,27 +111,27 @@ class Client:
         self._node = Node(addresses, self.client_id, self.limits)
         self._router = Router(self._node, self.client_id, self.limits)
         self._producer = Producer(self._router, self.limits, _now, _next_now, compression)
-        #: In the order they were made.
+        #: In the order of their creation.
         self._consumers: weakref.WeakKeyDictionary[Consumer, None] = weakref.WeakKeyDictionary()
-        #: What leases are measured with.
+        #: The clock that measures leases.
         self._clock: Clock = SystemClock()
-        self._membership = MemberHeartbeats(self._router, self.limits, lambda: self._clock.monotonic())
-        #: Where leases are renewed, beside the user's loop.
+        self._heartbeats = MemberHeartbeats(self._router, self.limits, lambda: self._clock.monotonic())
+        #: Makes the thread that renews leases while the user's loop is busy.
         self._background: Callable[[], Background] = BackgroundThread
-        self._keeper: LeaseRenewer | None = None
+        self._renewer: LeaseRenewer | None = None
         self._opened = False
-        #: Several tasks may open a client: the second waits for the first.
+        #: Several tasks may open a client: the second one waits for the first.
         self._open_lock = asyncio.Lock()
         self._closing = Closing(self.client_id, self._close_all)
-        #: What went wrong with posted messages, found while closing.
+        #: The first error of posted messages, if ``close`` found one.
         self._failure: PlaitError | None = None
-        #: What "-5m" is counted from, in microseconds.
+        #: The current time in microseconds since 1970; "-5m" counts from it.
         self._now = _now
         #: Management of subjects and groups.
         self.admin = Admin(self._router, lambda: self._now())
         clock = virtual_clock(addresses)
         if clock is not None:
-            self._go_by(clock)
+            self._use_clock(clock)
         _clients.add(self)
 
     async def open(self) -> Self:
@@ -145,16 +145,16 @@ class Client:
         return self
 
     async def close(self) -> None:
-        """Send what is buffered and hang up; raises the first error of posted messages since the last flush.
+        """Send the buffered messages and disconnect; raises the first error of posted messages since the last flush.
 
-        A caller that is cancelled meanwhile waits for the end of it all the same: closing is never interrupted.
+        A caller that is cancelled still waits until the client is closed: closing is never interrupted.
         """
         error = await self._close()
         if error is not None:
             raise error
 
     async def _close(self) -> PlaitError | None:
-        """Close; what went wrong with posted messages, for the first caller."""
+        """Close. Returns the first error of posted messages, to the first caller only."""
         if isinstance(self._producer.closed, ForkedClient):
             return None
         try:
@@ -168,12 +168,12 @@ class Client:
 
     async def _close_all(self) -> None:
         async with AsyncExitStack() as stack:
-            # The last one first. What fails keeps none of the others from closing.
+            # Runs in reverse order. An error in one step does not prevent the others.
             stack.push_async_callback(self._node.close)
             stack.push_async_callback(self._router.close)
             stack.push_async_callback(self._end_sending)
-            if self._keeper is not None:
-                stack.push_async_callback(self._keeper.close)
+            if self._renewer is not None:
+                stack.push_async_callback(self._renewer.close)
             await all_of([consumer.close() for consumer in list(self._consumers)])
             self._consumers.clear()
 
@@ -194,15 +194,15 @@ class Client:
             log.error("posted messages failed: %s", failure)
 
     def _abandon_after_fork(self) -> None:
-        """Called in a forked child: refuse everything, touch nothing that the parent still uses."""
+        """Called in a forked child: refuses every call, and touches nothing that the parent still uses."""
         error = ForkedClient("this client was opened before a fork; connect again in the child")
         self._node.closed = self._producer.closed = error
         self._router.abandon(error)
-        if self._keeper is not None:
-            self._keeper.abandon()
+        if self._renewer is not None:
+            self._renewer.abandon()
 
-    def _go_by(self, clock: Clock) -> None:
-        """Take the time from another clock than the machine's, for all that is sent, asked for and leased."""
+    def _use_clock(self, clock: Clock) -> None:
+        """Use this clock instead of the machine's for send times, due times, start positions and leases."""
         self._now = self._producer.now = self._producer.next_now = clock.now
         self._clock = clock
 
@@ -210,7 +210,7 @@ class Client:
         if self._producer.closed is not None:
             raise self._producer.closed
         if self._closing.begun:
-            raise Closed("the client is closed")
+            raise Closed("the client is closed; connect again")
 
     def _check_open(self) -> None:
         if self._producer.closed is not None:
@@ -234,8 +234,8 @@ class Client:
     ) -> Receipt:
         """Store a message and wait for its receipt. ``oneway`` sends once and waits for nothing.
 
-        It is delivered after ``delay`` (10 ms to 2 years), or not before ``deliver_at``; until then it can be cancelled
-        by its receipt.
+        With ``delay`` (10 ms to 2 years) or ``deliver_at`` the message is delivered when it is due, never earlier.
+        Until then its receipt can cancel it.
         """
         producer = self._producer
         if producer.closed is not None or not self._opened:
@@ -267,9 +267,9 @@ class Client:
         oneway: bool,
     ) -> Receipt:
         if oneway:
-            raise InvalidArgument("a delayed message cannot be sent oneway: nobody would know whether it is scheduled")
+            raise InvalidArgument("a delayed message cannot be sent oneway: it would have no receipt; leave oneway out")
         producer = self._producer
-        # Counted from the call, however long the buffer takes.
+        # The delay counts from the call, not from the moment at which the buffer has room.
         due = due_of(delay, deliver_at, producer.next_now())
         names.check("subject", subject)
         if producer.buffered >= producer.buffer_bytes:
@@ -289,7 +289,7 @@ class Client:
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
     ) -> Ticket:
-        """Buffer a message and go on. ``await ticket`` gives the receipt; ``BufferFull`` when there is no room."""
+        """Buffer a message and return at once. ``await ticket`` gives the receipt. Raises ``BufferFull``."""
         producer = self._producer
         if producer.buffered >= producer.buffer_bytes or producer.closed is not None or not self._opened:
             self._check_open()
@@ -313,8 +313,8 @@ class Client:
     ) -> Receipts:
         """Store many messages, in order, and wait for all receipts. Bodies may be an Arrow array.
 
-        ``tags`` and ``headers`` are those of every message, or a list with those of each. ``delay`` and ``deliver_at``
-        are one for all, or one a row.
+        ``tags`` and ``headers`` apply to every message, or are lists with one entry for each message. ``delay`` and
+        ``deliver_at`` are one value for all messages, or one for each.
         """
         self._check_open()
         when = None
@@ -323,7 +323,7 @@ class Client:
         return await send_many(self._producer, subject, bodies, keys, when, tags, headers)
 
     async def cancel(self, scheduled: Receipt | ScheduledMessage) -> bool:
-        """Call a delayed message off. True: it is never delivered; False: it was delivered or cancelled before."""
+        """Cancel a delayed message. True: it is never delivered. False: it was already delivered or cancelled."""
         self._check_open()
         name, number, due = place_of(scheduled)
         return await self.admin._cancel(await self.admin._of(name), number, due)
@@ -335,11 +335,14 @@ class Client:
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
     ) -> Receipt:
-        """Deliver a delayed message at another time; its new receipt. ``NotScheduled``: it is too late for that."""
+        """Change the due time of a delayed message; returns its new receipt.
+
+        Raises ``NotScheduled`` if it was already delivered or cancelled.
+        """
         self._check_open()
         name, number, due = place_of(scheduled)
         if delay is None and deliver_at is None:
-            raise InvalidArgument("say when: reschedule(receipt, delay=...) or deliver_at=...")
+            raise InvalidArgument("reschedule needs a new time; give delay=... or deliver_at=...")
         new_due = due_of(delay, deliver_at, self._producer.next_now())
         new = await self.admin._reschedule(await self.admin._of(name), number, due, new_due)
         return Receipt(scheduled.message_id, name, None, to_datetime(new_due), new)
@@ -365,16 +368,17 @@ class Client:
         affinity: Literal["key"] | None = None,
         handling: Duration | None = None,
     ) -> Consumer:
-        """A member of a group, for ``async with``. ``broadcast=True`` or ``group=None``: every message of the subject.
+        """A member of a group, for ``async with``. With ``broadcast=True`` or ``group=None`` it gets every message.
 
-        One of the two has to be said. A subject that does not exist is created, so that consumers can start first.
-        A new group starts at the earliest message, a broadcast at the latest, unless ``start`` says otherwise:
-        "earliest", "latest", a sequence, a datetime, or "-5m" before now. ``retry`` says how long failed messages wait;
-        it is the group's, and a member that names none takes it as it is.
+        Give a group or ``broadcast``. A subject that does not exist is created, so that consumers can start first.
+        A new group starts at the earliest message and a broadcast consumer at the latest, unless ``start`` is given:
+        "earliest", "latest", a sequence, a datetime, or "-5m" before now. ``retry`` sets how long failed messages wait;
+        it applies to the whole group, and a member without it uses the group's setting.
 
-        ``ordered``: messages with the same key come one after another, to one member at a time. ``affinity="key"``:
-        they come to one member while nobody joins or leaves, and one that fails never holds the others. With either,
-        who has a message for longer than ``handling`` loses what it has to others.
+        ``ordered``: messages with the same key are delivered one after another, to one member at a time.
+        ``affinity="key"``: they are delivered to the same member while no member joins or leaves, and a failed message
+        never holds back others. With either, a member that handles a message for longer than ``handling`` loses the
+        messages that it holds to other members.
         """
         return self._consumer(subject, group, broadcast, delivery, start, prefetch, retry, ordered, affinity, handling)
 
@@ -401,7 +405,7 @@ class Client:
             group = None
         if group is ...:
             raise InvalidArgument(
-                f"a consumer of {subject!r} needs a group: name one, as in group='billing', or say broadcast=True to "
+                f"a consumer of {subject!r} needs a group: name one, as in group='billing', or use broadcast=True to "
                 "get every message"
             )
         if group is not None:
@@ -428,8 +432,8 @@ class Client:
                 self._router,
                 limits,
                 terms,
-                membership=self._membership,
-                keeper=self._own_keeper(),
+                heartbeats=self._heartbeats,
+                renewer=self._lease_renewer(),
                 clock=self._clock,
                 handling=limits.handling_seconds if handling is None else seconds_of(handling),
                 any_thread=any_thread,
@@ -441,10 +445,10 @@ class Client:
         self._consumers[consumer] = None
         return consumer
 
-    def _own_keeper(self) -> LeaseRenewer:
-        if self._keeper is None:
-            self._keeper = LeaseRenewer(self.client_id, self.limits, self._clock, self._membership, self._background)
-        return self._keeper
+    def _lease_renewer(self) -> LeaseRenewer:
+        if self._renewer is None:
+            self._renewer = LeaseRenewer(self.client_id, self.limits, self._clock, self._heartbeats, self._background)
+        return self._renewer
 
     def _spool_of(self, terms: Terms, partition: PartitionName) -> AckSpool | None:
         if self._spool is None:
@@ -452,9 +456,9 @@ class Client:
         return AckSpool(self._spool, terms.subject, terms.group or "", terms.client, str(partition))
 
     def _member_id(self, subject: str, group: str | None) -> str:
-        """The client id; a second consumer of the same group in one client is a member of its own.
+        """The client id; a further consumer of the same group in this client gets the id with a number appended.
 
-        The id of a consumer that is closing is free: its successor waits for the end of that.
+        The id of a closing consumer can be used again: its successor waits until it is closed.
         """
         members = [c for c in self._consumers if (c.subject, c.group) == (subject, group)]
         taken = {c.client_id for c in members if not c._closing.begun}
@@ -467,7 +471,7 @@ class Client:
     def reader(self, subject: str, *, start: Start = "latest") -> Reader:
         """Read without a group, for ``async with``: from "earliest", "latest", a sequence, a time, or "-5m".
 
-        Reading creates nothing: ``SubjectNotFound`` where there is no such subject.
+        Reading does not create the subject: raises ``SubjectNotFound``.
         """
         self._check_open()
         self._check_not_closed()

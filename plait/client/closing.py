@@ -2,8 +2,8 @@
 
 Closing a consumer, a client or an app detaches it, releases its locks and returns what it holds. A caller may be
 cancelled meanwhile: by ``asyncio.timeout``, a ``TaskGroup``, control-C. The closing runs in a task of its own, and the
-caller is cancelled when that task has ended. It must not be cancelled earlier: the loop may end with it, and then the
-closing would end half done. Every step of a closing has a time-out, so the wait is bounded.
+cancellation reaches the caller when that task has ended. If it came earlier, the loop could end before the closing is
+complete. Every step of a closing has a time-out, so the wait is bounded.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from plait import tasks
 
 T = TypeVar("T")
 
-#: How often a closing begins when its own task is cancelled, which only the end of a loop does.
+#: How often a closing is started again after its task was cancelled, which happens only when the loop ends.
 CANCELLATIONS_MAX = 10
 
 
 class Closing(Generic[T]):
-    """The closing of one object: it happens once, and every caller waits for its end.
+    """Closes one object once; every caller waits until it is closed.
 
-    ``close`` may be called again after it was cancelled half way: its steps are idempotent.
+    ``close`` may run again after a cancellation half way: its steps must be idempotent.
     """
 
     def __init__(self, name: str, close: Callable[[], Coroutine[Any, Any, T]]) -> None:
@@ -33,15 +33,15 @@ class Closing(Generic[T]):
 
     @property
     def begun(self) -> bool:
-        """The object is closed, or about to be."""
+        """The object is closed or closing."""
         return self._task is not None
 
     async def __call__(self) -> T:
-        """Close, or wait until that is done; what it returns or raises."""
+        """Close, or wait for the closing that runs. Returns or raises what ``close`` does."""
         cancelled: asyncio.CancelledError | None = None
         for _ in range(CANCELLATIONS_MAX):
             if self._task is None or self._task.cancelled():
-                # The end of a loop cancels every task and waits for all of them: there is time to begin again.
+                # A loop that ends cancels every task and waits for all of them, so a new task can still run.
                 self._task = tasks.child(self._close(), f"plait-close-{self._name}")
             cancelled = await end_of(self._task) or cancelled
             if not self._task.cancelled():
@@ -52,7 +52,7 @@ class Closing(Generic[T]):
         return self._task.result()
 
     async def wait(self) -> None:
-        """Until a closing that has begun has ended, however it ends."""
+        """Wait until a closing that has begun ends, with or without an error."""
         if self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
 
@@ -60,7 +60,7 @@ class Closing(Generic[T]):
 async def end_of(
     task: asyncio.Task[Any], on_cancel: Callable[[], None] = lambda: None
 ) -> asyncio.CancelledError | None:
-    """Wait for the end of a task, whatever happens to the caller meanwhile: the cancellation that it is to raise."""
+    """Wait for a task even if the caller is cancelled; returns that cancellation, for the caller to raise."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -72,7 +72,7 @@ async def end_of(
 
 
 async def all_of(several: list[Awaitable[Any]]) -> None:
-    """Wait for all of them, whatever happens to some; then raise the first error."""
+    """Wait for all of them, also when some fail; then raise the first error."""
     for outcome in await asyncio.gather(*several, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome

@@ -1,4 +1,4 @@
-"""Bodies into the types that handlers ask for; ``encoding`` is the way out."""
+"""Decodes bodies into the types of handler parameters. ``send.encoding`` is the reverse."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Decode = Callable[[bytes], Any]
 
 
 def decoder_for(kind: Any) -> Decode:
-    """How a body becomes a ``kind``: bytes as they came, str as UTF-8, anything else from JSON.
+    """A decoder from a body to ``kind``: bytes unchanged, str from UTF-8, anything else from JSON.
 
-    Takes what msgspec knows (structs, dataclasses, dict, list, numbers, unions...) and pydantic models.
-    ``InvalidArgument`` for a type no body can become; the decoder raises ``CodecError``.
+    Supports the types of msgspec (structs, dataclasses, dict, list, numbers, unions...) and pydantic models. Raises
+    ``InvalidArgument`` for any other type; the decoder raises ``CodecError``.
     """
     if kind is bytes:
         return bytes
@@ -30,7 +30,7 @@ def decoder_for(kind: Any) -> Decode:
     except (TypeError, NameError, RuntimeError) as error:
         reason = str(error).splitlines()[-1]
         raise InvalidArgument(
-            f"a body cannot become {_name(kind)} ({reason}); "
+            f"a body cannot be decoded as {_name(kind)} ({reason}); "
             "use bytes, str, dict, a msgspec struct, a dataclass or a pydantic model"
         ) from None
 
@@ -68,19 +68,19 @@ def _convert_to_pydantic(kind: type, value: Any) -> Any:
     """A pydantic model inside another type, as in ``list[Model]``."""
     if _is_pydantic(kind):
         return kind.model_validate(value)  # type: ignore[attr-defined]
-    # How a hook tells msgspec that a type is not its business.
+    # msgspec expects this error from a hook that does not support the type.
     raise NotImplementedError(f"{_name(kind)} cannot be decoded")
 
 
 def _schema_of_pydantic(kind: type) -> dict[str, Any]:
     if _is_pydantic(kind):
         return {"type": "object"}
-    # As above.
+    # msgspec expects this error here too.
     raise NotImplementedError(f"{_name(kind)} cannot be decoded")
 
 
 def _refusal(kind: Any, error: Exception) -> CodecError:
-    return CodecError(f"the body is no {_name(kind)}: {error}")
+    return CodecError(f"the body cannot be decoded as {_name(kind)}: {error}")
 
 
 def _name(kind: Any) -> str:

@@ -1,4 +1,4 @@
-"""What users hold in their hands: ids, receipts, tickets and messages."""
+"""The values that the client returns to users: ids, receipts, tickets and messages."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
     from plait.client.consume.delivered import DeliveredFrame
 else:
-    # Its module needs this one. A name that type hints can be made of: ``help`` and frameworks look at them.
+    # Its module imports this one. ``help`` and frameworks evaluate type hints, so the name must exist.
     DeliveredFrame = Any
 
 HeaderValue = str | int | float | bool
-#: Why a message failed, as users say it.
+#: Why a message failed: what users may pass as a reason.
 Why = BaseException | str | Reason
 
 
 class MessageId(NamedTuple):
-    """Identifies a message for ever: who sent it, and its number there."""
+    """Identifies a message permanently: the id of its producer, and its producer sequence."""
 
     producer: int
     sequence: int
@@ -39,7 +39,7 @@ class MessageId(NamedTuple):
 
 
 class PartitionName(NamedTuple):
-    """Where a message is stored; prints as ``name@group``."""
+    """The partition that stores a message; prints as ``name@group``."""
 
     name: str
     group: str
@@ -49,10 +49,10 @@ class PartitionName(NamedTuple):
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
-    """The broker has the message. ``sequence`` is None when a repeated send was stored too long ago to know.
+    """The broker has stored the message. ``sequence`` is None if a resend was first stored too long ago to find it.
 
-    It is None for a delayed message as well, which gets its place when it is due. ``schedule`` is its number until
-    then, and with ``deliver_at`` what it can be cancelled by.
+    It is also None for a delayed message, which gets its sequence when it is due. Until then ``schedule`` is its
+    number, which together with ``deliver_at`` identifies it for ``cancel``.
     """
 
     message_id: MessageId
@@ -63,7 +63,7 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
 
 
 class PendingBatch:
-    """The rows of one frame on their way, and who waits for them. One shared result, a future only when awaited."""
+    """The shared result of the rows of one frame, and the callers that wait for it. No future unless one is awaited."""
 
     __slots__ = (
         "count",
@@ -87,26 +87,26 @@ class PendingBatch:
         self.partition: PartitionName | None = None
         self.sequence: int | None = None
         self.settled = False
-        #: Some rows were posted: nobody may look at their fate, so ``flush`` tells it.
+        #: Some rows were posted: their tickets may never be awaited, so ``flush`` raises the error.
         self.posted = False
         self.error: PlaitError | None = None
         self.waiters: list[asyncio.Future[None]] = []
-        #: Its rows went separate ways: the batches, and which of them and which row of it each row became.
+        #: If the rows were split: the new batches, and for each row its batch and its row in that batch.
         self.pieces: tuple[list[PendingBatch], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
-        #: How many of those batches are not settled.
+        #: How many of those batches have no result yet.
         self.open = 0
-        #: The batch that this one is a piece of.
+        #: The batch that this one was split from.
         self.parent: PendingBatch | None = None
 
     def split(self, batches: list[PendingBatch], which: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
-        """The rows have gone separate ways: it is settled when all of these are."""
+        """The rows are split over these batches: this one has a result when all of them have."""
         self.pieces = (batches, which, rows)
         self.open = len(batches)
         for batch in batches:
             batch.parent, batch.posted = self, self.posted
 
     def receipt(self, row: int) -> Receipt:
-        """The receipt of a row; raises what went wrong instead."""
+        """The receipt of a row; raises the error of the send."""
         if self.pieces is not None:
             batches, which, rows = self.pieces
             return batches[int(which[row])].receipt(int(rows[row]))
@@ -114,15 +114,15 @@ class PendingBatch:
             raise self.error
         assert self.partition is not None
         sequence = None if self.sequence is None else self.sequence + row
-        # Past the constructor that a NamedTuple has in Python: every awaited send makes one.
+        # Skips the Python constructor of the NamedTuple: every awaited send makes one.
         message_id = tuple.__new__(MessageId, (self.producer, self.first + row))
         return Receipt(message_id, self.partition, sequence)
 
     def settle(self, sequence: int | None, error: PlaitError | None) -> None:
-        """The fate of all rows is known."""
+        """Set the result of all rows and wake the waiting callers."""
         self.sequence = sequence
         self.error = error
-        # Last: another thread may look.
+        # Last, because another thread may read it.
         self.settled = True
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
@@ -138,7 +138,7 @@ class PendingBatch:
             self.settle(None, next((batch.error for batch in self.pieces[0] if batch.error is not None), None))
 
     async def wait(self) -> None:
-        """Until the fate of the rows is known; cancelling one waiter leaves the others."""
+        """Wait for the result of the rows. Cancelling one waiter does not affect the others."""
         if not self.settled:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.waiters.append(future)
@@ -146,17 +146,17 @@ class PendingBatch:
 
 
 class ScheduledBatch(PendingBatch):
-    """The same for rows that are delayed: the broker's number is that of the schedule."""
+    """The result of delayed rows: the number that the broker returns is their number in the schedule."""
 
     __slots__ = ("dues",)
 
     def __init__(self, dues: Sequence[int] | npt.NDArray[np.int64] | int) -> None:
         super().__init__()
-        #: Microseconds since 1970 of each row, or of all.
+        #: Due times in microseconds since 1970: one for each row, or one for all.
         self.dues = dues
 
     def receipt(self, row: int) -> Receipt:
-        """The receipt of a row; raises what went wrong instead."""
+        """The receipt of a row; raises the error of the send."""
         stored = super().receipt(row)
         if self.pieces is not None:
             return stored
@@ -177,12 +177,12 @@ class Ticket(msgspec.Struct, gc=False):
 
     @property
     def done(self) -> bool:
-        """Its fate is known."""
+        """The receipt or the error is known."""
         return self._batch.settled
 
 
 class Receipts(Sequence[Receipt]):
-    """The receipts of ``send_many``, made when looked at."""
+    """The receipts of ``send_many``, each made when it is accessed."""
 
     def __init__(self, batches: list[PendingBatch]) -> None:
         self._batches = batches
@@ -215,7 +215,7 @@ class Receipts(Sequence[Receipt]):
 
 
 class Message(msgspec.Struct, gc=False):
-    """A message in a consumer's hands. What is rarely looked at is read from its frame when asked for."""
+    """A message that a consumer holds. Rarely used properties are read from its frame on access."""
 
     body: bytes
     key: str | None
@@ -255,7 +255,7 @@ class Message(msgspec.Struct, gc=False):
 
     @property
     def deliver_at(self) -> datetime | None:
-        """When its sender wanted it to be delivered; None: at once."""
+        """The due time that the sender asked for; None: the message was not delayed."""
         return self._delivered.deliver_at(self._row)
 
     @property
@@ -265,25 +265,25 @@ class Message(msgspec.Struct, gc=False):
 
     @property
     def epoch(self) -> int:
-        """Of an ordered consumer: the epoch of the lock that it is handled under, which only grows for its key.
+        """For an ordered consumer the epoch of the lock of its LP, which never decreases for a key.
 
-        Otherwise the broker's epoch that stored it.
+        Otherwise the data epoch in which the broker stored it.
         """
         return self._delivered.epoch_of(self._row)
 
     def ack(self) -> Acknowledgement:
-        """It is done. Sent with the acks of the same moment; ``await consumer.flush()`` waits for the broker."""
+        """The message is done. The ack is sent in a batch; ``await consumer.flush()`` waits for the broker."""
         return self._delivered.ack_row(self._row)
 
     def nack(self, delay: Duration | None = None, reason: Why | None = None) -> Acknowledgement:
-        """It failed: a consumer of the group gets it again after ``delay`` (0: at once), or as the group retries.
+        """The message failed: the group gets it again after ``delay`` (0: at once; None: as the retry policy says).
 
-        ``reason`` is what its dead letter says if this was the last attempt.
+        ``reason`` is stored in the dead letter if this was the last attempt.
         """
         return self._delivered.nack_row(self._row, failed_of(delay, reason))
 
     def reject(self, reason: Why | None = None) -> Acknowledgement:
-        """No attempt will succeed: it goes to the group's dead letters at once."""
+        """No attempt can succeed: the message becomes a dead letter of the group at once."""
         return self._delivered.nack_row(self._row, rejected_of(reason))
 
     def __repr__(self) -> str:
@@ -292,7 +292,7 @@ class Message(msgspec.Struct, gc=False):
 
 
 class Acknowledgement:
-    """Nothing to wait for: the ack is in the client's buffer. May be awaited, need not be."""
+    """Returned by ``ack``. The ack is already in the client's buffer: awaiting this is optional, and immediate."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Delayed messages: every run of every bucket that the newest checkpoint names, as far as it waits."""
+"""Checks delayed messages: every run with waiting rows, of every bucket in the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def examine_buckets(disk: RealDisk, shards: list[bytes], report: CheckReport) ->
     for data in shards:
         state = decode_bucket(data)
         if report.in_use and not disk.exists(state.path):
-            # It was finished and let go meanwhile.
+            # The server finished and removed it since the checkpoint.
             continue
 
-        def tell(file: str, reason: str, rows: int) -> None:
+        def add_damage(file: str, reason: str, rows: int) -> None:
             report.missing_messages += rows
             report.add(
                 Finding(
@@ -27,15 +27,15 @@ def examine_buckets(disk: RealDisk, shards: list[bytes], report: CheckReport) ->
                     what=reason,
                     harm=f"{rows} delayed messages cannot be delivered",
                     advice="restore this file from a copy while the server is stopped; "
-                    "without one the server goes on and skips them",
+                    "without a copy the server skips them",
                 )
             )
 
-        bucket = Bucket.load(disk, tell, data)
+        bucket = Bucket.load(disk, add_damage, data)
         try:
             for run in range(len(bucket.runs)):
                 bucket.open_run(run)
         except OSError as error:
-            tell(state.path, f"it cannot be read: {error.strerror}", bucket.waiting)
+            add_damage(state.path, f"cannot be read: {error.strerror}", bucket.waiting)
         else:
             report.scheduled += bucket.waiting

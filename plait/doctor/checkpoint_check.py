@@ -1,4 +1,4 @@
-"""Every checkpoint: whole or not, and the newest one that is."""
+"""Checks every checkpoint, and finds the newest one that is whole."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Newest(msgspec.Struct):
 
     manifest: CheckpointManifest
     partitions: dict[int, PartitionState]
-    #: Partition → its state and its consume log have the frames before this offset of the message log.
+    #: Partition → the offset of the message log up to which its state and its consume log have all frames.
     covered: dict[int, int]
-    #: Shards of buckets.
+    #: The shards of buckets.
     buckets: list[bytes]
 
 
 def examine_checkpoints(disk: RealDisk, report: CheckReport) -> Newest | None:
-    """Read every checkpoint back. A newer format is refused with ``DataDirError``."""
+    """Read every checkpoint. Raises ``DataDirError`` for a newer format."""
     newest: Newest | None = None
     names = [name for name in disk.list(DIRECTORY) if name.startswith("manifest-") and "." not in name]
     needed: set[str] = set()
@@ -36,7 +36,7 @@ def examine_checkpoints(disk: RealDisk, report: CheckReport) -> Newest | None:
         read, problem = _read(disk, name)
         manifest = read.manifest if read else None
         if problem and report.in_use and not disk.exists(path):
-            # The server made a new one meanwhile and let the oldest go.
+            # The server has written a new checkpoint and removed the oldest.
             continue
         if manifest is not None:
             needed.update(where.file for where in manifest.shards.values())
@@ -49,7 +49,7 @@ def examine_checkpoints(disk: RealDisk, report: CheckReport) -> Newest | None:
                     file=path,
                     what=problem,
                     harm=_harm(newest is not None, len(names)),
-                    advice="check the disk; the next start goes on from another one, or from the logs",
+                    advice="check the disk; the next start uses another checkpoint, or the logs",
                 )
             )
         elif newest is None:
@@ -60,14 +60,14 @@ def examine_checkpoints(disk: RealDisk, report: CheckReport) -> Newest | None:
 
 
 def _read(disk: RealDisk, name: str) -> tuple[Newest | None, str]:
-    """One checkpoint as far as it can be read, and what is wrong with it."""
+    """One checkpoint, where it can be read, and the problem with it (empty: none)."""
     one = Checkpoints(_OneManifest(disk, name))
     try:
         loaded = one.load()
     except FileNotFoundError:
         return None, "is gone"
     if loaded is None:
-        return None, one.rejected[-1].split(": ", 1)[-1] if one.rejected else "does not read back whole"
+        return None, one.rejected[-1].split(": ", 1)[-1] if one.rejected else "not readable in full"
     found = Newest(loaded.manifest, {}, {}, [])
     for name, data in loaded.shards.items():
         if name.startswith(PARTITIONS_PREFIX):
@@ -85,7 +85,7 @@ def _read(disk: RealDisk, name: str) -> tuple[Newest | None, str]:
 
 
 class _OneManifest(RealDisk):
-    """A disk on which one manifest is all there is, so that nothing falls back to another."""
+    """A disk with one manifest only, so that loading does not fall back to another checkpoint."""
 
     def __init__(self, disk: RealDisk, manifest: str) -> None:
         super().__init__(disk.root, read_only=True)
@@ -115,22 +115,22 @@ def _harm(newer_is_whole: bool, count: int) -> str:
     if newer_is_whole:
         return "none: a newer checkpoint is whole"
     if count > 1:
-        return "a start has to go back to an older checkpoint and reads more of the logs; nothing is lost by that"
-    return "a start has to read the logs from their beginning; what was deleted from them is not known any more"
+        return "none is lost: a start uses an older checkpoint and reads more of the logs"
+    return "a start reads the logs from their beginning; state of removed segments is lost"
 
 
 def _note_leftovers(disk: RealDisk, needed: set[str], report: CheckReport) -> None:
     known = needed | {facts.file.removeprefix(f"{DIRECTORY}/") for facts in report.checkpoints}
     left = [name for name in disk.list(DIRECTORY) if name not in known]
-    # Shards of a checkpoint that does not read back are nobody's either.
+    # Shards of a damaged checkpoint would look like leftovers too.
     if left and all(facts.whole for facts in report.checkpoints):
         report.add(
             Finding(
                 severity="note",
                 part=PART,
                 file=f"{DIRECTORY}/{left[0]}",
-                what=f"{counted(len(left), 'file')} of no checkpoint: one was being written when the server stopped",
+                what=f"{counted(len(left), 'file')} of no checkpoint: the server stopped while it wrote one",
                 harm="none",
-                advice="nothing: the next checkpoint clears them away",
+                advice="nothing: the next checkpoint removes them",
             )
         )

@@ -1,4 +1,4 @@
-"""The consume logs against the message log: every record must be a frame's, and every frame must have its record."""
+"""Checks the consume logs against the message log: each record must match a frame, and each frame has a record."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from plait.storage.logs.consume_log import DIRECTORY, RECORD, ConsumeLog, Record
 from plait.storage.logs.recovery import Damage
 
 PART = "consume log"
-#: Larger files are mapped, smaller ones read: a process has only so many mappings.
+#: Larger files are mapped, smaller ones read: the number of mappings of a process is limited.
 MAPPED_SIZE_MIN = 1 << 20
-#: Records looked at in one go.
+#: Records decoded at a time.
 _BLOCK = 1024
-#: Records without a frame that are remembered a log; more are only counted.
+#: Records without a frame that are remembered per log. More are only counted.
 _REMEMBERED = 1000
 
 
 class Problem(msgspec.Struct):
-    """What is wrong with one consume log."""
+    """The problems of one consume log: the first one, and their number."""
 
     first: str = ""
     count: int = 0
@@ -35,7 +35,7 @@ class Problem(msgspec.Struct):
 
 
 class RecordWalk:
-    """The records of one partition, taken in order as the frames of the message log come by."""
+    """The records of one partition, in order, matched with the frames of the message log."""
 
     def __init__(self, path: str, records: Any, start: int) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class RecordWalk:
         self._block: list[tuple[int, int, int, int, int]] = []
         self._at = 0
         self.problem = Problem()
-        #: Records whose frame is not there: lost with it, or wrong.
+        #: Records without a frame: the frame is lost, or the record is wrong.
         self.orphans: list[Record] = []
         self.orphan_count = 0
 
@@ -67,7 +67,7 @@ class RecordWalk:
 
 
 class ConsumeCheck:
-    """Takes every frame of the message log in order; ``finish`` tells what did not fit."""
+    """Compares the records with the frames. ``frame`` takes each frame in order; ``finish`` adds the findings."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ConsumeCheck:
         log_start: int,
         report: CheckReport,
     ) -> None:
-        #: Partition → its frames before this offset have their record in the file.
+        #: Partition → the offset up to which its frames have a record in the file.
         self._covered = covered
         self._report = report
         self._cursors: dict[int, RecordWalk] = {}
@@ -108,11 +108,11 @@ class ConsumeCheck:
         # A Python int would make numpy convert the whole column first.
         cursor = RecordWalk(path, records, int(np.searchsorted(records["offset"], np.uint64(log_start), "left")))
         if size < wanted:
-            cursor.problem.add(f"has {size} bytes where the checkpoint says {wanted}")
+            cursor.problem.add(f"has {size} bytes, {wanted} according to the checkpoint")
         return cursor
 
     def frame(self, offset: int, frame: FrameView) -> None:
-        """The next frame of the message log."""
+        """Take the next frame of the message log."""
         cursor = self._cursors.get(frame.partition)
         if cursor is None or offset >= self._covered[frame.partition]:
             return
@@ -126,22 +126,22 @@ class ConsumeCheck:
             return
         cursor.take()
         if record != (frame.base, offset, frame.store_time, frame.size, frame.count):
-            cursor.problem.add(f"the record of sequence {frame.base} does not say what the frame says")
+            cursor.problem.add(f"the record of sequence {frame.base} differs from the frame")
 
     def finish(self, damages: list[Damage]) -> None:
-        """All frames were seen; what the log lost is not the consume log's fault."""
+        """Add the findings, after all frames. Records of damaged frames are not a problem of the consume log."""
         for _, cursor in sorted(self._cursors.items()):
             while (record := cursor.peek()) is not None:
                 cursor.orphan(record)
                 cursor.take()
             wrong = [record for record in cursor.orphans if not _explained(record, damages)]
             if wrong:
-                cursor.problem.add(f"the record of sequence {wrong[0].base} points at no frame")
+                cursor.problem.add(f"the record of sequence {wrong[0].base} points to no frame")
                 cursor.problem.count += len(wrong) - 1
             if cursor.problem.count:
-                self._tell(cursor)
+                self._add_finding(cursor)
 
-    def _tell(self, cursor: RecordWalk) -> None:
+    def _add_finding(self, cursor: RecordWalk) -> None:
         problem = cursor.problem
         more = f" ({problem.count} such places)" if problem.count > 1 else ""
         self._report.consume_logs_damaged += 1
@@ -151,9 +151,9 @@ class ConsumeCheck:
                 part=PART,
                 file=cursor.path,
                 what=problem.first + more,
-                harm="no message is lost, but reads of this subject may fail or skip until it is built anew",
+                harm="no message is lost, but reads of this subject may fail or skip until it is rebuilt",
                 advice=f"stop the server, delete {cursor.path}, start it again: "
-                f"{DIRECTORY}/ is built from the message log",
+                f"{DIRECTORY}/ is rebuilt from the message log",
             )
         )
 

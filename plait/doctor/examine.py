@@ -1,4 +1,4 @@
-"""The check-up itself, from the checkpoints down to the last byte of all logs. It opens files for reading only."""
+"""The check of a data directory, from the checkpoints to the last byte of all logs. Opens files for reading only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.cli.serving.group_processes import DIRECTORY as GROUPS
 from plait.doctor.action_log_check import ActionCheck
 from plait.doctor.bucket_check import examine_buckets
 from plait.doctor.checkpoint_check import examine_checkpoints
@@ -23,26 +22,26 @@ from plait.storage.archive_mark import PATH as ARCHIVED
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import FORMAT_VERSION
 from plait.storage.directory_id import PATH as IDENTITY
-from plait.storage.disk import LOCK, RealDisk
+from plait.storage.disk import GROUPS, LOCK, RealDisk
 from plait.storage.durable_mark import mark_path
 from plait.storage.logs.action_log import DIRECTORY as ACTION
 from plait.storage.logs.consume_log import DIRECTORY as CONSUME
 from plait.storage.logs.recovery import QUARANTINE
-from plait.storage.logs.retained_log import DIRECTORY as KEPT
+from plait.storage.logs.retained_log import DIRECTORY as RETAINED
 from plait.storage.schedule.bucket import DIRECTORY as SCHEDULE
 
 MESSAGE = "message"
-OURS = {MESSAGE, KEPT, ACTION, CHECKPOINTS, CONSUME, QUARANTINE, LOCK, SCHEDULE}
-OURS |= {mark_path(MESSAGE), mark_path(KEPT), mark_path(ACTION), IDENTITY, ARCHIVED, GROUPS, SHARED, *META}
+OURS = {MESSAGE, RETAINED, ACTION, CHECKPOINTS, CONSUME, QUARANTINE, LOCK, SCHEDULE}
+OURS |= {mark_path(MESSAGE), mark_path(RETAINED), mark_path(ACTION), IDENTITY, ARCHIVED, GROUPS, SHARED, *META}
 
-#: Called with the name of a step, and how many bytes of how many are done.
+#: Called with the name of a step, the bytes done and the total.
 OnStep = Callable[[str, int, int], None]
 
 
 def examine(path: Path, on_step: OnStep) -> CheckReport:
-    """Check a data directory. ``DataDirError`` when it is none, cannot be read, or is of a newer format."""
+    """Check a data directory. Raises ``DataDirError`` if it is none, cannot be read or has a newer format."""
     if not path.is_dir():
-        raise DataDirError(f"{path} is no directory; name the one that 'plait serve --data' was given")
+        raise DataDirError(f"{path} is not a directory; name the data directory of 'plait serve --data'")
     try:
         return _examine(path, on_step)
     except PermissionError as error:
@@ -53,13 +52,15 @@ def _examine(path: Path, on_step: OnStep) -> CheckReport:
     disk = RealDisk(path, read_only=True)
     entries = disk.list("")
     if not {MESSAGE, CHECKPOINTS} & set(entries):
-        raise DataDirError(f"{path} is no Plait data directory: it has neither {MESSAGE}/ nor {CHECKPOINTS}/")
+        raise DataDirError(
+            f"{path} is not a Plait data directory: it has neither {MESSAGE}/ nor {CHECKPOINTS}/; name another"
+        )
     report = CheckReport(
         path=str(path),
         in_use=in_use(path),
         format_version=FORMAT_VERSION,
         message_log=LogFacts(name=MESSAGE),
-        kept_log=LogFacts(name=KEPT),
+        kept_log=LogFacts(name=RETAINED),
         action_log=LogFacts(name=ACTION),
     )
     newest = examine_checkpoints(disk, report) if CHECKPOINTS in entries else None
@@ -82,36 +83,36 @@ def _examine(path: Path, on_step: OnStep) -> CheckReport:
     message_check = MessageCheck(messages, partitions, consume, report)
     message_check.run()
     consume.finish(messages.damages)
-    kept = walk(KEPT, manifest.kept_end if manifest else 0)
-    report.kept_log = kept.facts
-    RetainedCheck(kept, report).run()
+    retained = walk(RETAINED, manifest.kept_end if manifest else 0)
+    report.kept_log = retained.facts
+    RetainedCheck(retained, report).run()
     actions = walk(ACTION, manifest.action_end if manifest else 0)
     report.action_log = actions.facts
-    ActionCheck(actions, (messages.end, kept.end), report).run()
+    ActionCheck(actions, (messages.end, retained.end), report).run()
     MetaCheck(path, message_check.catalog, report).run()
     examine_buckets(disk, newest.buckets if newest else [], report)
     report.quarantine = [f"{QUARANTINE}/{name}" for name in disk.list(QUARANTINE)]
     _note_strangers(set(entries) - OURS, report)
     _note_groups(disk, report)
-    for each in (messages, kept, actions):
+    for each in (messages, retained, actions):
         each.close()
     return report
 
 
 def in_use(path: Path) -> bool:
-    """A server holds the directory's lock, or that of the LOCK file in it."""
+    """Whether a server holds the lock of the directory or of its LOCK file."""
     for locked in (path, path / LOCK):
         try:
             fd = os.open(locked, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
         try:
-            # Shared, and given back at once: several may look at the same time.
+            # A shared lock, released at once: several doctors may run at the same time.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         except OSError:
-            # Network file systems lock no directories.
+            # Some network file systems cannot lock directories.
             continue
         finally:
             os.close(fd)
@@ -125,9 +126,9 @@ def _note_groups(disk: RealDisk, report: CheckReport) -> None:
                 severity="note",
                 part="data directory",
                 file=f"{GROUPS}/{name}",
-                what="the data directory of another broker group of this node, which was not looked at",
+                what="the data directory of another broker group of this node, which was not checked",
                 harm="none",
-                advice=f"check it by itself: plait doctor {disk.root / GROUPS / name}",
+                advice=f"check it separately: plait doctor {disk.root / GROUPS / name}",
             )
         )
 
@@ -139,8 +140,8 @@ def _note_strangers(names: set[str], report: CheckReport) -> None:
                 severity="note",
                 part="data directory",
                 file=name,
-                what="is not Plait's",
+                what="is not a file of Plait",
                 harm="none",
-                advice="nothing: it is left alone",
+                advice="nothing: Plait ignores it",
             )
         )

@@ -1,4 +1,4 @@
-"""What a check-up tells: facts about the parts, and findings that say what is wrong, how bad it is and what to do."""
+"""The report of a check: facts about each part, and findings with their severity and advice."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Literal
 
 import msgspec
 
-#: "note": as it should be after what happened, nothing to do. "damaged": bytes are not what Plait wrote.
+#: "note": expected after what happened, needs no action. "damaged": bytes differ from what Plait wrote.
 Severity = Literal["note", "damaged"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to know. ``offset`` is the position in the file, where there is one."""
+    """One finding. ``offset`` is the position in the file, if there is one."""
 
     severity: Severity
     part: str
@@ -24,7 +24,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint; the numbers of one that does not read back are None."""
+    """One checkpoint. The fields of an unreadable one are None."""
 
     file: str
     whole: bool
@@ -52,15 +52,16 @@ class LogFacts(msgspec.Struct, kw_only=True):
 
 
 class CheckReport(msgspec.Struct, kw_only=True):
-    """The whole check-up."""
+    """The result of a check."""
 
     path: str
     healthy: bool = True
-    #: A server has the directory open at this moment.
+    #: A server has the directory open.
     in_use: bool
     format_version: int
     checkpoints: list[CheckpointFacts] = []
     message_log: LogFacts
+    #: The retained log.
     kept_log: LogFacts
     action_log: LogFacts
     subjects: int = 0
@@ -73,7 +74,7 @@ class CheckReport(msgspec.Struct, kw_only=True):
     findings: list[Finding] = []
 
     def add(self, finding: Finding) -> None:
-        """One more finding; damage makes the directory unhealthy."""
+        """Add a finding. Damage makes the directory unhealthy."""
         self.findings.append(finding)
         if finding.severity == "damaged":
             self.healthy = False

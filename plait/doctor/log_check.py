@@ -1,4 +1,4 @@
-"""What the checks of the logs beside the message log have in common: damage and tails, and what to do about them."""
+"""The common part of the checks of the action log and the retained log: findings for damage and torn tails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from plait.doctor.log_walk import Walk
 
 
 class LogCheck:
-    """One walk over a log; a finding says that it is in ``part`` and what ``harm`` is done."""
+    """One walk over a log. Each finding has ``part`` and ``harm``."""
 
     part = ""
     harm = ""
@@ -16,14 +16,14 @@ class LogCheck:
         self._walk = walk
         self._report = report
 
-    def _tell_damages(self) -> None:
-        """After all frames were looked at."""
+    def _add_damages(self) -> None:
+        """Add a finding for each damage; call it after all frames."""
         for damage in self._walk.damages:
             if damage.kind == "torn":
-                what, advice = f"an unfinished tail: {damage.reason}", "nothing: the next start cuts it"
+                what, advice = f"a torn tail: {damage.reason}", "nothing: the next start removes it"
                 self._add("note", damage.offset, damage.size, what, advice)
             else:
-                advice = "restore this file from a copy while the server is stopped; without one it goes on"
+                advice = "restore this file from a copy while the server is stopped; without a copy the server skips it"
                 self._add("damaged", damage.offset, damage.size, damage.reason, advice)
 
     def _add(self, severity: str, offset: int, size: int | None, what: str, advice: str) -> None:

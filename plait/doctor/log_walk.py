@@ -1,4 +1,4 @@
-"""One pass over every frame of a log, and what became of the bytes that are no frames."""
+"""One pass over every frame of a log, which also classifies the bytes that are not frames."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from plait.storage.durable_mark import read_mark
 from plait.storage.logs.log import Log, segment_name, used_size
 from plait.storage.logs.recovery import MISSING, Damage, LogScan, Plausible
 
-#: Called with how many bytes of how many have been read.
+#: Called with the bytes read and the total.
 OnProgress = Callable[[int, int], None]
 
 
 class Walk:
-    """All frames from the first segment on; afterwards ``damages`` tells what could not be read.
+    """All frames from the first segment on. Afterwards ``damages`` has what could not be read.
 
-    While a server writes, its last frame may be half there, and more may follow while it is looked at: only what stood
-    when the walk began is judged, and what looked bad is looked at again.
+    While a server writes, its last frame may be incomplete, and more frames follow during the walk. Only bytes that
+    existed when the walk began are judged, and a frame that looks damaged is read again.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Walk:
     ) -> None:
         self.directory = directory
         self._log = Log(disk, directory, 0) if disk.exists(directory) else None
-        # After the files were listed: retention writes the mark before it removes any.
+        # Read after the files were listed: retention writes the mark before it removes a file.
         mark = read_mark(disk, directory)
         self._durable = durable if mark is None or in_use else max(durable, mark.durable)
         self._in_use = in_use
@@ -48,16 +48,16 @@ class Walk:
         self._path = disk.root / directory
         self._segments = opened
         self.start = opened[0].base if opened else 0
-        #: What was before this offset was removed on purpose; None: that is not known.
+        #: Retention removed the log before this offset. None: not known.
         self.floor = mark.start if mark is not None else None
         self.end = self.start
         self.facts = LogFacts(name=directory, segments=len(opened), start=self.start, end=self.start)
         self.damages: list[Damage] = []
-        #: Offsets at which a frame is believed to start after damage.
+        #: Decides whether a frame found after damage is a frame of the log.
         self.plausible: Plausible | None = None
 
     def frames(self) -> Iterator[tuple[int, FrameView]]:
-        """(offset, frame) of every frame that is intact."""
+        """(offset, frame) of every intact frame."""
         segments = self._segments
         if not segments:
             start = self.floor or 0
@@ -73,7 +73,7 @@ class Walk:
         found = [Damage(self.directory, segment.base, segment.size, "damaged", reason) for segment, reason in bad]
         for run in runs:
             whole = run.segments[-1] is last
-            # Only the end of the log can be unfinished; elsewhere nothing is known to have to follow.
+            # Only the last run reaches the end of the log, where a tail can be torn and a durable end is known.
             durable = self._durable if whole else 0
             scan = LogScan(run, run.segments[0].base, durable, self.plausible, stamps_durable=self._stamps_durable)
             limit = last.base + used_size(last.view, 0) if self._in_use and whole else run.segments[-1].end
@@ -113,7 +113,7 @@ class Walk:
         return False
 
     def _find_missing_files(self) -> None:
-        """Files that are gone before or between others, where the frames themselves did not tell."""
+        """Find files that are missing before or between others, where the scan of frames did not find it."""
         if self.floor is not None and self.floor < self.start:
             self.damages.append(Damage(self.directory, self.floor, self.start - self.floor, "damaged", MISSING))
         for one, other in zip(self._segments, self._segments[1:], strict=False):
@@ -131,7 +131,7 @@ class Walk:
                 self.facts.damaged_bytes += damage.size
 
     def place(self, offset: int) -> tuple[str, int | None]:
-        """(file, position in it) of a log offset; the name that a missing file would have."""
+        """(file, position in it) of a log offset. For a missing file: the name that it would have, and None."""
         for segment in self._segments:
             if segment.base <= offset < segment.end:
                 return f"{self.directory}/{segment_name(segment.base)}", offset - segment.base

@@ -1,4 +1,4 @@
-"""The message log: every frame's checksums, and every partition's sequences without a gap."""
+"""Checks the message log: the checksums of every frame, and that the sequences of every partition have no gap."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from plait.storage.catalog import CATALOG, read_rows
 from plait.storage.logs.recovery import Damage
 
 PART = "message log"
-#: Subjects that one finding names; more are counted.
+#: Subjects that one finding names. More are only counted.
 NAMED_MAX = 3
 
 
 class SequenceGap(NamedTuple):
-    """Sequences [start, end) of a partition are not there; what held them lay in [after, before) of the log."""
+    """Sequences [start, end) of a partition are missing. Their frames were at offsets [after, before) of the log."""
 
     partition: int
     start: int
@@ -42,15 +42,15 @@ class MessageCheck:
         self._consume = consume
         self._report = report
         self._subjects = {entry.row.id: entry.row.subject for entry in partitions.values()}
-        #: The newest row of each partition, of the checkpoint or of the log.
+        #: The newest catalog row of each partition, from the checkpoint or the log.
         self.catalog = {entry.row.id: entry.row for entry in partitions.values()}
-        #: Partitions that the log says were deleted: nobody misses their messages.
+        #: Partitions that were deleted according to the log: their messages are not missing.
         self._deleted: set[int] = set()
         self._next: dict[int, int] = {}
         self._last_end: dict[int, int] = {}
         self._epoch = 1
         self._gaps: list[SequenceGap] = []
-        self._strangers = 0
+        self._unknown_frames = 0
         walk.plausible = self._plausible
 
     def run(self) -> None:
@@ -63,25 +63,25 @@ class MessageCheck:
             self._consume.frame(offset, frame)
             self._sequence(offset, frame)
         self._find_lost_ends()
-        # A subject's schedule has its name.
+        # The schedule partition of a subject has the same subject name.
         self._report.subjects = len(set(self._subjects.values()))
         self._gaps = [gap for gap in self._gaps if gap.partition not in self._deleted]
         self._report.missing_messages = sum(gap.end - gap.start for gap in self._gaps)
-        told: set[SequenceGap] = set()
+        reported: set[SequenceGap] = set()
         for damage in self._walk.damages:
             lost = [gap for gap in self._gaps if gap.after < damage.offset + damage.size and damage.offset < gap.before]
-            told.update(lost)
-            self._tell(damage, lost)
+            reported.update(lost)
+            self._add_damage(damage, lost)
         for gap in self._gaps:
-            if gap not in told:
-                self._tell_gap(gap)
-        if self._strangers:
-            self._tell_strangers()
+            if gap not in reported:
+                self._add_gap(gap)
+        if self._unknown_frames:
+            self._add_unknown_frames()
 
     # --- frames ---------------------------------------------------------------------------------
 
     def _plausible(self, offset: int, frame: FrameView) -> bool:
-        """A frame behind damage is the log's own, not one inside a message body."""
+        """Whether a frame found after damage is a frame of the log, not bytes inside a message body."""
         if frame.durable > offset or frame.epoch < self._epoch:
             return False
         if frame.partition == CATALOG:
@@ -102,7 +102,7 @@ class MessageCheck:
                     size=frame.size,
                     what=f"a catalog frame does not decode: {error}",
                     harm="the subjects it defines are not known",
-                    advice="use the Plait that wrote it, or restore this file from a copy",
+                    advice="use the version of Plait that wrote it, or restore this file from a copy",
                 )
             )
             return
@@ -117,7 +117,7 @@ class MessageCheck:
     def _sequence(self, offset: int, frame: FrameView) -> None:
         partition = frame.partition
         if partition not in self._subjects and partition not in self._deleted:
-            self._strangers += 1
+            self._unknown_frames += 1
         expected = self._next.get(partition)
         if expected is None:
             expected = min(self._first_expected(partition, frame.base), frame.base)
@@ -128,7 +128,7 @@ class MessageCheck:
         self._last_end[partition] = offset + frame.size
 
     def _first_expected(self, partition: int, found: int) -> int:
-        """The first sequence that has to be there; ``found`` where retention may have taken earlier ones."""
+        """The first sequence that must exist. ``found`` where retention may have removed earlier ones."""
         floor = self._walk.start if self._walk.floor is None else self._walk.floor
         state = self._states.get(partition)
         if self._walk.start > floor or floor == 0:
@@ -136,16 +136,16 @@ class MessageCheck:
         return found
 
     def _find_lost_ends(self) -> None:
-        """Sequences that the checkpoint knows and the log does not hold any more."""
+        """Find sequences that the checkpoint has and the log lacks at its end."""
         for partition, state in self._states.items():
             found = self._next.get(partition, state.start)
             if found < state.next:
                 after = self._last_end.get(partition, self._walk.start)
                 self._gaps.append(SequenceGap(partition, found, state.next, after, max(self._walk.end, after + 1)))
 
-    # --- telling --------------------------------------------------------------------------------
+    # --- findings -------------------------------------------------------------------------------
 
-    def _tell(self, damage: Damage, lost: list[SequenceGap]) -> None:
+    def _add_damage(self, damage: Damage, lost: list[SequenceGap]) -> None:
         file, position = self._walk.place(damage.offset)
         if damage.kind == "torn":
             self._report.add(
@@ -155,9 +155,9 @@ class MessageCheck:
                     file=file,
                     offset=position,
                     size=damage.size,
-                    what=f"an unfinished tail: {damage.reason}",
-                    harm="none that was promised: it was not durable when the server stopped",
-                    advice="nothing: the next start keeps a copy in quarantine/ and cuts it",
+                    what=f"a torn tail: {damage.reason}",
+                    harm="none: it was not durable when the server stopped",
+                    advice="nothing: the next start saves a copy in quarantine/ and removes it",
                 )
             )
             return
@@ -171,11 +171,11 @@ class MessageCheck:
                 what=damage.reason,
                 harm=self._harm(lost),
                 advice="restore this file from a copy while the server is stopped; "
-                "without one the server goes on and skips these bytes",
+                "without a copy the server skips these bytes",
             )
         )
 
-    def _tell_gap(self, gap: SequenceGap) -> None:
+    def _add_gap(self, gap: SequenceGap) -> None:
         file, position = self._walk.place(gap.before) if gap.before < self._walk.end else self._walk.place(gap.after)
         self._report.add(
             Finding(
@@ -189,13 +189,13 @@ class MessageCheck:
             )
         )
 
-    def _tell_strangers(self) -> None:
+    def _add_unknown_frames(self) -> None:
         self._report.add(
             Finding(
                 severity="damaged",
                 part=PART,
                 file=f"{self._walk.directory}/",
-                what=f"{counted(self._strangers, 'frame')} of no subject that the log or the checkpoint defines",
+                what=f"{counted(self._unknown_frames, 'frame')} of partitions that neither log nor checkpoint define",
                 harm="their messages cannot be read",
                 advice="look for log files that were removed or restored from different times",
             )
@@ -203,7 +203,7 @@ class MessageCheck:
 
     def _harm(self, lost: list[SequenceGap]) -> str:
         if not lost:
-            return "no message is known to be lost: the bytes held none, or none of a subject that is left"
+            return "no message is known to be lost: the bytes held none, or none of an existing subject"
         parts = [
             f"{self._subjects.get(gap.partition, f'partition {gap.partition}')}: "
             f"{counted(gap.end - gap.start, 'message')}, sequences {gap.start} to {gap.end - 1}"

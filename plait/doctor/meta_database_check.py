@@ -1,4 +1,4 @@
-"""The meta database of a node: whether it reads back, and whether its routes and the catalog of the logs agree."""
+"""Checks the meta database of a node: that it can be read, and that its routes agree with the catalog of the logs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import msgspec
 
 from plait.broker.config import BrokerConfig
 from plait.doctor.findings import CheckReport, Finding
+from plait.meta.database.connection import DATABASE
 from plait.meta.database.migrate import VERSION_TABLE, VERSIONS
 from plait.meta.database.schema import PREFIX
 from plait.meta.route_rebuild import missing
 from plait.meta.views import RegisteredPartition
 from plait.model.names import counted
 from plait.model.route import PartitionId, Route
-from plait.server.cluster.cluster_role import DATABASE
 from plait.storage.catalog import PartitionRow
 from plait.storage.directory_id import PATH as IDENTITY
 
 PART = "meta database"
-#: SQLite's own files beside it.
+#: The database and the files that SQLite writes beside it.
 FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-journal")
 SHARED = f"{DATABASE}-shm"
-#: Subjects that one finding names; more are counted.
+#: Subjects that one finding names. More are only counted.
 NAMED_MAX = 3
 _RESTORE = (
     "restore it from a copy while the server is stopped, or move it away: the next start rebuilds routes from the logs"
@@ -37,7 +37,7 @@ _GROUP = BrokerConfig().group
 
 
 class MetaCheck:
-    """One look at the database; ``catalog`` are the partitions that the logs define, by number."""
+    """One check of the database. ``catalog``: the partitions that the logs define, by number."""
 
     def __init__(self, path: Path, catalog: Mapping[int, PartitionRow], report: CheckReport) -> None:
         self._path = path
@@ -53,7 +53,7 @@ class MetaCheck:
         try:
             with contextlib.ExitStack() as stack:
                 if not self._report.in_use:
-                    # SQLite writes to files beside the database to read it: beside a copy, then.
+                    # SQLite writes files beside a database that it reads: so a copy is read.
                     copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="plait-doctor-")))
                     for name in FILES:
                         with contextlib.suppress(FileNotFoundError):
@@ -65,9 +65,7 @@ class MetaCheck:
         except sqlite3.OperationalError as error:
             busy = "locked" in str(error) or "unable to open" in str(error)
             if busy and self._report.in_use:
-                self._add(
-                    "note", f"it cannot be read while the server has it: {error}", "none", "stop the server first"
-                )
+                self._add("note", f"cannot be read while the server uses it: {error}", "none", "stop the server first")
             else:
                 self._broken(str(error))
         except sqlite3.Error as error:
@@ -80,7 +78,7 @@ class MetaCheck:
             return
         version = connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchone()
         if version is None or version[0] not in VERSIONS:
-            self._broken(f"its schema is {version and version[0]!r}, this Plait knows up to {VERSIONS[-1]}")
+            self._broken(f"its schema is {version and version[0]!r}, this version of Plait knows up to {VERSIONS[-1]}")
             return
         subjects = {name for (name,) in connection.execute(f"SELECT name FROM {PREFIX}subjects WHERE NOT deleted")}
         routes: dict[str, Route] = {}
@@ -99,7 +97,7 @@ class MetaCheck:
         if lost := sorted(subjects - routes.keys()):
             self._broken(f"{_named(lost)} {'has' if len(lost) == 1 else 'have'} no route")
         if self._report.in_use:
-            # Both change while they are read, one after the other.
+            # The logs and the database change while they are read.
             return
         listed = {name: subject for name, subject, told, state in known if told and state == "kept"}
         gone = sorted(name for name, subject in listed.items() if subject in subjects and name not in self._catalog)
@@ -115,7 +113,7 @@ class MetaCheck:
         if unknown:
             self._add(
                 "damaged",
-                f"it does not know {_named(unknown)}, which the message log defines: it is older than the logs",
+                f"it lacks {_named(unknown)}, which the message log defines: it is older than the logs",
                 "no route leads there: their messages are not read",
                 _RESTORE,
             )
@@ -131,9 +129,9 @@ class MetaCheck:
         partly = sorted(subject for subject, partitions in found.items() if missing(partitions))
         harm = f"the routes of {counted(len(found), 'subject')} are lost; the next start rebuilds them from the logs"
         if partly:
-            harm += f", but those of {_named(partly)} once the brokers that have the rest are started too"
+            harm += f", those of {_named(partly)} only after the brokers with their other partitions start too"
         self._add(
-            "damaged", "is missing, though its routes were used", harm, "restore it from a copy, or start the server"
+            "damaged", "is missing, although the logs have routes", harm, "restore it from a copy, or start the server"
         )
 
     def _broken(self, what: str) -> None:

@@ -1,7 +1,6 @@
-"""Reading every byte of a file before it is mapped.
+"""Reads every byte of a segment before its mapping is used.
 
-A byte that the disk cannot give back ends a process that reads it through a mapping. A check-up has to survive that,
-and to say where it is.
+Reading a bad disk block through a mapping kills the process (SIGBUS). A check must survive that and report the place.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ BLOCK_SIZE = 4 << 20
 
 
 class SomeSegments:
-    """What a scan sees of a log: neighbours that can be read."""
+    """The log that a scan sees: consecutive readable segments."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -26,7 +25,7 @@ class SomeSegments:
 def readable_runs(
     directory: Path, segments: Sequence[Segment], on_read: Callable[[int], None]
 ) -> tuple[list[SomeSegments], list[tuple[Segment, str]]]:
-    """(runs of segments that can be read, segments that cannot with the reason); ``on_read`` gets log offsets."""
+    """(runs of readable segments, unreadable segments with the reason). ``on_read`` gets log offsets."""
     runs: list[SomeSegments] = []
     bad: list[tuple[Segment, str]] = []
     broken = True
@@ -43,18 +42,18 @@ def readable_runs(
 
 
 def _probe(path: Path, segment: Segment, on_read: Callable[[int], None]) -> str:
-    """What stops the file from being read; empty when nothing does."""
+    """The reason why the file cannot be read. Empty: it can."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        # A server let it go meanwhile; what is open has it still.
+        # The server has removed it; the open mapping still has its bytes.
         return ""
     try:
         for position in range(0, segment.size, BLOCK_SIZE):
             try:
                 os.pread(fd, BLOCK_SIZE, position)
             except OSError as error:
-                return f"the disk cannot read byte {position} or one soon after ({error.strerror}): file not checked"
+                return f"the disk cannot read the block at byte {position} ({error.strerror}): file not checked"
             on_read(segment.base + position)
     finally:
         os.close(fd)

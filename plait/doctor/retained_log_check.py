@@ -1,25 +1,25 @@
-"""The kept log: every frame's checksums, and that what it says of dead letters can be read."""
+"""Checks the retained log: the checksums of every frame, and that the notes of dead letters decode."""
 
 from __future__ import annotations
 
 from plait.doctor.log_check import LogCheck
 from plait.errors import FrameError
-from plait.storage.logs.retained_log import is_head, note_of
+from plait.storage.logs.retained_log import is_header, note_of
 
 
 class RetainedCheck(LogCheck):
-    """One walk over the kept log."""
+    """One walk over the retained log."""
 
-    part = "kept log"
-    harm = "dead letters, or retries that outlived their subject's retention, are missing here"
+    part = "retained log"
+    harm = "dead letters, or messages that a group still needs after retention, are missing here"
 
     def run(self) -> None:
         for offset, frame in self._walk.frames():
-            if is_head(frame):
+            if is_header(frame):
                 continue
             self._walk.facts.rows += frame.count
             try:
                 note_of(frame)
             except FrameError as error:
-                self._add("damaged", offset, frame.size, str(error), "use the Plait that wrote it")
-        self._tell_damages()
+                self._add("damaged", offset, frame.size, str(error), "use the version of Plait that wrote it")
+        self._add_damages()

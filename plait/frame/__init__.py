@@ -1,7 +1,7 @@
-"""The columnar batch frame: the one unit on the wire, in the message log and in the Spark source.
+"""The frame: a batch of rows stored as columns; the unit on the wire, in the logs and in the Spark source.
 
-``build_frame`` makes one, ``FrameView`` reads one in place, ``slice_rows`` and ``slice_mask`` cut one without
-re-encoding, ``coalesce`` joins small ones. docs/formats.md describes the bytes.
+``build_frame`` makes a frame, ``FrameView`` reads it in place, ``slice_rows`` and ``slice_mask`` cut it without
+re-encoding, and ``coalesce`` joins small frames. docs/formats.md describes the bytes.
 """
 
 from plait.frame.builder import FrameParts, build_frame

@@ -35,14 +35,14 @@ SCHEMA: Final = pa.schema(
     ]
 )
 
-#: The id of a message, as ``plait.MessageId``.
+#: A message id (``plait.MessageId``).
 MESSAGE_ID: Final = pa.struct(
     [pa.field("producer", _UNSIGNED, nullable=False), pa.field("sequence", _UNSIGNED, nullable=False)]
 )
-#: A text that many rows have.
+#: The type of a column with the same text in every row.
 SAME_TEXT: Final = pa.dictionary(pa.int32(), _TEXT)
 
-#: Columns of one value up to this size are parts of one that is shared.
+#: Columns with one value and at most this many rows are slices of a shared array.
 _SHARED_COUNT: Final = 65_536
 
 
@@ -52,7 +52,7 @@ def _shared_nulls(kind: pa.DataType) -> pa.Array:
 
 
 def nulls(kind: pa.DataType, count: int) -> pa.Array:
-    """A column of nothing."""
+    """A column of nulls."""
     return _shared_nulls(kind).slice(0, count) if count <= _SHARED_COUNT else pa.nulls(count, kind)
 
 
@@ -62,7 +62,7 @@ def _shared_attempts(number: int) -> pa.Array:
 
 
 def attempts(number: int, count: int) -> pa.Array:
-    """The number of the delivery, for each row."""
+    """A column with the same attempt in each row."""
     if count <= _SHARED_COUNT:
         return _shared_attempts(number).slice(0, count)
     return _wrap(_ATTEMPT, np.full(count, number, np.int32))
@@ -79,18 +79,18 @@ def _words(text: str) -> pa.Array:
 
 
 def same_text(text: str, count: int) -> pa.Array:
-    """One text for each row, as a dictionary of one entry."""
+    """A column with the same text in each row, as a dictionary with one entry."""
     zeros = _zeros().slice(0, count) if count <= _SHARED_COUNT else _wrap(pa.int32(), np.zeros(count, np.int32))
     return pa.DictionaryArray.from_arrays(zeros, _words(text))
 
 
 def message_ids(producers: pa.Array, numbers: pa.Array) -> pa.Array:
-    """Message ids over the memory of their two halves."""
+    """Message ids, which share the memory of the two arrays."""
     return pa.StructArray.from_arrays([producers, numbers], fields=list(MESSAGE_ID))
 
 
 def keys(frame: FrameView) -> pa.Array:
-    """Order keys as text, null where a row has none."""
+    """Order keys as text; null for rows without a key."""
     if not frame.has(Column.KEY):
         return nulls(_TEXT, frame.count)
     offsets, data = frame.variable(Column.KEY)
@@ -99,12 +99,12 @@ def keys(frame: FrameView) -> pa.Array:
 
 
 def tags(frame: FrameView) -> pa.Array:
-    """Tags as lists of text, null where a row has none."""
+    """Tags as lists of text; null for rows without tags."""
     if not frame.has(Column.TAGS):
         return nulls(_TEXTS, frame.count)
     offsets, data = frame.variable(Column.TAGS)
     check.text(offsets, data, Column.TAGS)
-    # A quarter of what importing plait would cost, for this one column.
+    # Imported here: it would take a quarter of the time of importing plait.
     import pyarrow.compute as pc
 
     joined = _wrap_nullable(_TEXT, offsets, data)
@@ -112,14 +112,14 @@ def tags(frame: FrameView) -> pa.Array:
 
 
 def headers(frame: FrameView) -> pa.Array:
-    """Headers as encoded maps, null where a row has none."""
+    """Headers as encoded maps; null for rows without headers."""
     if not frame.has(Column.HEADERS):
         return nulls(_BYTES, frame.count)
     return _wrap_nullable(_BYTES, *frame.variable(Column.HEADERS))
 
 
 def send_times(frame: FrameView) -> pa.Array:
-    """When each row was sent, null where its producer did not say."""
+    """The send time of each row; null if the frame has none."""
     if not frame.has(Column.SEND_TIME):
         return nulls(_TIME, frame.count)
     values = frame.values(Column.SEND_TIME)
@@ -149,12 +149,12 @@ def arrays(frame: FrameView) -> list[pa.Array]:
 
 
 def _wrap(kind: pa.DataType, values: npt.NDArray[Any]) -> pa.Array:
-    """An Arrow array over the memory of a NumPy one with no gaps."""
+    """An Arrow array that shares the memory of a contiguous NumPy array."""
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)], 0)
 
 
 def _wrap_nullable(kind: pa.DataType, offsets: npt.NDArray[np.int32], data: memoryview) -> pa.Array:
-    """An Arrow array over existing memory in which an empty row is null."""
+    """An Arrow array that shares existing memory; empty rows are null."""
     filled = offsets[1:] != offsets[:-1]
     validity = None if filled.all() else pa.py_buffer(np.packbits(filled, bitorder="little"))
     return pa.Array.from_buffers(kind, len(filled), [validity, pa.py_buffer(offsets), pa.py_buffer(data)])

@@ -1,4 +1,4 @@
-"""Builds frames. The result is a list of buffers to write one after another: large columns are never copied."""
+"""Building frames. The result is a list of buffers to write one after another, so large columns are not copied."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from plait.frame.header import (
 from plait.limits import COLUMN_SIZE_MAX, FRAME_COUNT_MAX, FRAME_SIZE_MAX, KIB
 
 Buffer = bytes | bytearray | memoryview
-#: Rows of a variable column: bytes, or text that is stored as UTF-8. Ready-made Arrow arrays are used as they are.
+#: Rows of a variable column: bytes, or text that is stored as UTF-8. Arrow arrays are used in place if possible.
 Rows: TypeAlias = "Sequence[bytes] | Sequence[str] | pa.Array | pa.ChunkedArray"
-#: A column ready to be stored: number, codec, and its bytes in pieces.
+#: An encoded column: its number, its codec, and its bytes in pieces.
 Encoded = tuple[int, Codec, list[Buffer]]
 
 #: Compressing less than this costs more than it saves.
 COMPRESS_FROM: Final = 512
-#: Up to this many rows a join is faster than an Arrow array.
+#: Up to this many rows, a join is faster than an Arrow array.
 SMALL_COUNT: Final = 64
 
 _PADDING: Final = [b"\0" * n for n in range(8)]
@@ -55,7 +55,7 @@ _PADDING: Final = [b"\0" * n for n in range(8)]
 _ONE_ROW: Final = Struct("<IIqii")
 _ONE_ROW_BITS: Final = 1 << Column.SEND_TIME | 1 << Column.BODY
 _ONE_ROW_TIME: Final = 8 | Codec.CONST << ENTRY_SIZE_BITS
-#: A row above this is not worth a way of its own.
+#: The largest body for ``build_one``: larger ones gain nothing from it.
 ONE_ROW_SIZE_MAX: Final = 64 * KIB
 _OFFSETS: Final = [Struct(f"<{count + 1}i") for count in range(SMALL_COUNT + 1)]
 _DIRECTORIES: Final = [Struct(f"<{count}I{pad(ENTRY_SIZE * count)}x") for count in range(33)]
@@ -65,7 +65,7 @@ _STRING: Final = pa.string()
 
 
 class FrameParts:
-    """A finished frame as buffers, and the header facts its sender needs."""
+    """A frame as buffers, and the header fields that its sender needs."""
 
     __slots__ = ("count", "first", "flags", "parts", "previous", "producer", "size", "stamp", "tail_columns")
 
@@ -82,7 +82,7 @@ class FrameParts:
         stamp: bytes = NO_STAMP,
     ) -> None:
         self.tail_columns = columns
-        #: The header, which ``follow`` puts first, the directory and the columns.
+        #: The header (set by ``follow``), the directory and the columns.
         self.parts = parts
         self.size = size
         self.count = count
@@ -104,7 +104,7 @@ class FrameParts:
         return self.first + self.count - 1
 
     def follow(self, previous: int) -> None:
-        """(Re)sign the frame as the successor of ``previous``."""
+        """Write the header and checksum for the frame as the successor of ``previous``."""
         self.previous = previous
         try:
             client = CLIENT.pack(
@@ -129,13 +129,13 @@ class FrameParts:
         parts[0] = client + U32.pack(crc) + self.stamp
 
     def stamp_with(self, stamp: bytes) -> None:
-        """Put the broker's part in; the client's signature does not cover it."""
+        """Set the broker's part of the header, which the client's checksum does not cover."""
         self.stamp = stamp
         head = self.parts[0]
         self.parts[0] = bytes(head[:STAMP_OFFSET]) + stamp
 
     def tobytes(self) -> bytes:
-        """The frame as one piece."""
+        """The frame as one bytes object."""
         return b"".join(self.parts)
 
 
@@ -171,7 +171,7 @@ def variable_parts(rows: Rows) -> tuple[Buffer, Buffer]:
 
 
 def _join(rows: Sequence[bytes] | Sequence[str]) -> tuple[Buffer, Buffer] | None:
-    """Offsets and data of a few rows; None where they need a closer look than this."""
+    """The offsets and data of a few rows; None if the rows are not plain bytes or text."""
     try:
         encoded: Any = [row.encode() for row in rows] if type(rows[0]) is str else rows  # type: ignore[union-attr]
         ends = list(accumulate(map(len, encoded), initial=0))
@@ -199,10 +199,10 @@ def build_frame(
     flags: int = 0,
     compression: str | None = None,
 ) -> FrameParts:
-    """A frame of the rows, signed and not yet stamped.
+    """A frame of the rows, with the client's checksum and without a stamp.
 
-    ``keys``, ``tags`` and ``headers`` are encoded already (a row without one is empty); ``send_time`` and
-    ``deliver_at`` are one time for all rows or one a row.
+    ``keys``, ``tags`` and ``headers`` are encoded (a row without one is empty). ``send_time`` and ``deliver_at`` are
+    one time for all rows, or one per row.
     """
     count = len(bodies)
     if not 0 < count <= FRAME_COUNT_MAX:
@@ -233,16 +233,16 @@ def build_frame(
 
 
 def body_column(rows: list[bytes], compression: str | None = None) -> Encoded:
-    """Bodies as a column for ``assemble``. Given many as a list, Arrow loads pandas where there is one."""
+    """The body column for ``assemble``. Built without Arrow, which imports pandas for long lists."""
     data = b"".join(rows)
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32).tobytes()
     return _variable(Column.BODY, offsets, data, codec_named(compression) if compression else None)
 
 
 def _variable(column: Column, offsets: Buffer, data: Buffer, codec: Codec | None) -> Encoded:
-    """A variable column, compressed where that is wanted and worth it."""
+    """A variable column; compressed if a codec is given and it saves space."""
     size = len(offsets) + len(data)
-    # A column over the limit could not be inflated by any reader; raw, it is over the limit of a frame.
+    # No reader could inflate a column over the limit. Raw, it exceeds the limit of a frame and is refused.
     if codec is not None and COMPRESS_FROM <= size <= COLUMN_SIZE_MAX:
         packed = deflate(b"".join((offsets, data)), codec)
         if len(packed) < size:
@@ -251,7 +251,7 @@ def _variable(column: Column, offsets: Buffer, data: Buffer, codec: Codec | None
 
 
 def build_one(body: bytes, *, producer: int, first: int, previous: int, send_time: int, flags: int = 0) -> FrameParts:
-    """What ``build_frame`` makes of one short body and a time: a message sent alone waits for every step of this."""
+    """The frame that ``build_frame`` makes of one short body, built faster: a message sent alone waits for it."""
     size = len(body)
     padding = -size & 7
     rest = _ONE_ROW.pack(_ONE_ROW_TIME, size + 8, send_time, 0, size) + body + _PADDING[padding]
@@ -268,7 +268,7 @@ def assemble(
     flags: int,
     stamp: bytes = NO_STAMP,
 ) -> FrameParts:
-    """A frame of columns that are encoded already, in the order of their numbers."""
+    """A frame of encoded columns, which must be in the order of their numbers."""
     bits = 0
     entries: list[int] = []
     parts: list[Buffer] = [b"", b""]
@@ -291,11 +291,11 @@ def assemble(
 
 
 def _times(times: int | npt.NDArray[np.int64], count: int, column: Column) -> Encoded:
-    """A column of one time for all rows, or one a row."""
+    """A column with one time for all rows, or one per row."""
     if not isinstance(times, int):
         return column, Codec.RAW, [_fixed(times, count, column)]
     if not 0 <= times <= TIME_MAX:
-        raise InvalidArgument(f"{label(column)} {times} is no date: use microseconds since 1970")
+        raise InvalidArgument(f"{label(column)} {times} is not a date: use microseconds since 1970")
     return column, Codec.CONST, [times.to_bytes(8, "little")]
 
 

@@ -1,8 +1,8 @@
-"""One frame out of several small ones.
+"""Joining several small frames into one.
 
-A broker that receives single messages from many producers in one loop turn stores them as one frame with a run
-table, because a frame costs a reader as much as fifty of its rows. Every part was validated before; the
-result is signed anew. Work per part is slicing only: the bytes of all parts are gathered by one join a column.
+A broker that receives single messages from many producers in one loop turn stores them as one frame with a run table,
+because a frame costs a reader as much as fifty of its rows. The parts were validated before, and the result gets its
+own checksum. Each part is only sliced: one join per column copies the bytes of all parts.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from plait.frame.columns import FIXED_WIDTHS, VARIABLE, Codec, Column
 from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 
-#: Frames larger than this are stored as they are: joining would cost more than it saves.
+#: Frames larger than this are not joined: it would cost more than it saves.
 COALESCE_SIZE_MAX: Final = 16 * 1024
 
-#: Columns whose rows can be put one after another.
+#: Columns whose rows can be concatenated.
 _JOINABLE_BITS: Final = sum(1 << column for column in (*VARIABLE, *FIXED_WIDTHS))
 
 
 def can_coalesce(frame: FrameView) -> bool:
-    """Small, raw, and of one producer."""
+    """True if the frame is small, uncompressed, and has rows of one producer."""
     return frame.size <= COALESCE_SIZE_MAX and not frame.column_bits & ~_JOINABLE_BITS and not frame.compressed
 
 
 def coalesce(frames: Sequence[FrameView]) -> FrameParts:
-    """All rows in the order given; the frames are valid and have the same columns and flags."""
+    """A frame with all rows, in order. The frames must be valid and have the same columns and flags."""
     head = frames[0]
     bits, flags = head.column_bits, head.flags
     runs = array("Q")
     for frame in frames:
         if frame.column_bits != bits or frame.flags != flags:
             raise InvalidArgument("frames with different columns or flags cannot be joined")
-        # ``tables.RUN``: rows and checksum share a word.
+        # ``run_tables.RUN``: row count and checksum share a word.
         runs.extend((frame.producer, frame.first, frame.count | frame.crc << 32, frame.previous))
     total = sum([frame.count for frame in frames])
     join_variable = _join_single if total == len(frames) else _join_variable
@@ -47,7 +47,7 @@ def coalesce(frames: Sequence[FrameView]) -> FrameParts:
     for number in head.places:
         join = join_variable if number in VARIABLE else _join_fixed
         columns.append((number, Codec.RAW, join(frames, number)))
-    # The run table says whose rows these are; the header has nobody to name.
+    # The run table names the producers, so the header names none.
     return assemble(columns, count=total, producer=0, first=0, previous=0, flags=flags & FLAG_UNSEQUENCED)
 
 
@@ -61,7 +61,7 @@ def _join_fixed(frames: Sequence[FrameView], number: int) -> list[Buffer]:
 
 
 def _join_single(frames: Sequence[FrameView], number: int) -> list[Buffer]:
-    """A column of frames with one row each: what stands behind its two offsets is the row."""
+    """A column of frames with one row each: the bytes after its two offsets are the row."""
     pieces: list[Buffer] = []
     ends = array("i", (0,))
     size = 0
@@ -85,7 +85,7 @@ def _join_variable(frames: Sequence[FrameView], number: int) -> list[Buffer]:
         pieces.append(frame.buffer[split:end])
         seam += frame.count + 1
         seams.append(seam)
-    # Offsets of neighbouring frames stand side by side: the difference across a seam is no row.
+    # The offsets of all frames are concatenated: the difference at a seam between two frames is not a row.
     lengths = np.diff(np.frombuffer(b"".join(offsets), "<i4"))
     rows = np.ones(len(lengths), bool)
     rows[seams[:-1]] = False

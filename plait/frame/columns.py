@@ -1,8 +1,8 @@
-"""Which columns a frame may have and how each is laid out.
+"""The columns of a frame and their layout.
 
-Columns stand in the order of their numbers, each padded to 8 bytes. A fixed column is ``count`` little-endian
-values; a variable one is ``count + 1`` int32 offsets and then the data, which starts at ``offsets[0]``: a slice
-of rows keeps its offsets as they were.
+Columns are stored in the order of their numbers, each padded to 8 bytes. A fixed column is ``count`` little-endian
+values. A variable column is ``count + 1`` int32 offsets, then the data, whose first byte has the offset ``offsets[0]``:
+a slice of rows keeps its offsets unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from plait.limits import (
 
 
 class Column(IntEnum):
-    """Column numbers. Below 16 a reader that does not know one must refuse the frame, above it skips it."""
+    """Column numbers. A reader refuses a frame with an unknown column below 16, and skips other unknown columns."""
 
     RUNS = 0
     SELECTION = 1
@@ -36,9 +36,9 @@ class Column(IntEnum):
     PRIORITY = 7
     TAGS = 16
     HEADERS = 17
-    #: Each row's number in its subject's schedule, which is settled by this frame.
+    #: The number of each row in the schedule of its subject; this frame settles it.
     SCHEDULE = 18
-    #: Not of rows: what a broker notes about a frame in its kept log.
+    #: Not a column of rows: the broker's note about a frame in the retained log.
     NOTE = 19
 
 
@@ -53,7 +53,7 @@ class Codec(IntEnum):
     LZ4 = 3
 
 
-#: Width in bytes of the columns with one value a row.
+#: The width in bytes of the columns with one value per row.
 FIXED_WIDTHS: Final[dict[int, int]] = {
     Column.KEY_HASH: 8,
     Column.SEND_TIME: 8,
@@ -61,7 +61,7 @@ FIXED_WIDTHS: Final[dict[int, int]] = {
     Column.PRIORITY: 1,
     Column.SCHEDULE: 8,
 }
-#: NumPy type of the same.
+#: The NumPy types of these columns.
 FIXED_TYPES: Final[dict[int, np.dtype[Any]]] = {
     Column.KEY_HASH: np.dtype("<u8"),
     Column.SEND_TIME: np.dtype("<i8"),
@@ -69,9 +69,9 @@ FIXED_TYPES: Final[dict[int, np.dtype[Any]]] = {
     Column.PRIORITY: np.dtype("u1"),
     Column.SCHEDULE: np.dtype("<u8"),
 }
-#: Microseconds since 1970.
+#: Columns with times, in microseconds since 1970.
 TIMES: Final[frozenset[int]] = frozenset({Column.SEND_TIME, Column.DELIVER_AT})
-#: Columns with bytes of any length a row, and the most bytes one row may have.
+#: Columns with rows of any length, and the largest size of a row.
 ROW_SIZES_MAX: Final[dict[int, int]] = {
     Column.KEY: KEY_SIZE_MAX,
     Column.BODY: BODY_SIZE_MAX,
@@ -80,30 +80,30 @@ ROW_SIZES_MAX: Final[dict[int, int]] = {
     Column.HEADERS: HEADERS_SIZE_MAX,
 }
 VARIABLE: Final[frozenset[int]] = frozenset(ROW_SIZES_MAX)
-#: Every row is UTF-8.
+#: Columns whose rows are UTF-8.
 TEXTS: Final[frozenset[int]] = frozenset({Column.KEY, Column.TAGS})
-#: What a broker reads to route and filter stays raw whatever the producer compresses.
+#: Columns that a producer may compress. Columns that a broker reads to route and filter are always raw.
 COMPRESSIBLE: Final[frozenset[int]] = frozenset({Column.BODY, Column.HEADERS})
 
 KNOWN_BITS: Final = sum(1 << column for column in Column)
 MANDATORY_BITS: Final = 0xFFFF
 
-#: A directory entry: size in the low bits, codec in the high ones.
+#: A directory entry: the size in the low bits, the codec in the high bits.
 ENTRY_SIZE: Final = 4
 ENTRY_SIZE_BITS: Final = 28
 ENTRY_SIZE_MASK: Final = (1 << ENTRY_SIZE_BITS) - 1
 
-#: RUNS: producer u64, first sequence u64, rows u32, checksum u32, previous sequence u64 (``frame.tables.RUN``).
+#: RUNS: producer u64, first sequence u64, rows u32, checksum u32, previous sequence u64 (``run_tables.RUN``).
 RUN_SIZE: Final = 32
 #: SELECTION: rows of the original frame u32, first selected row u32; a bitmap of the original rows may follow.
 SELECTION_SIZE: Final = 8
-#: What a producer may send: with the largest selection added to it, any slice is still a frame that readers take.
+#: The largest frame that a producer may send: a slice of it, with the largest selection, is within ``FRAME_SIZE_MAX``.
 ORIGINAL_SIZE_MAX: Final = FRAME_SIZE_MAX - (2 * ENTRY_SIZE + SELECTION_SIZE + FRAME_COUNT_MAX // 8)
 
-#: Tags of a row are joined by this and have one at each end: a tag is found by one substring search.
+#: Joins the tags of a row, and is also at both ends: one substring search finds a tag.
 TAG_SEPARATOR: Final = "\x1f"
 
 
 def label(column: int) -> str:
-    """A column's name for messages."""
+    """The name of a column, for error texts."""
     return Column(column).name.lower().replace("_", " ") if KNOWN_BITS >> column & 1 else f"unknown {column}"

@@ -18,7 +18,7 @@ from plait.limits import COLUMN_SIZE_MAX
 
 Compression = Literal["zstd", "lz4"]
 
-#: Arrow's name of each codec; "lz4" is the LZ4 frame format, which knows where it ends.
+#: Arrow's name of each codec; "lz4" is the LZ4 frame format, which marks its end.
 _NAMES: Final = {Codec.ZSTD: "zstd", Codec.LZ4: "lz4"}
 _BY_NAME: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}
 
@@ -29,7 +29,7 @@ def _codec(codec: Codec) -> pa.Codec:
 
 
 def codec_named(name: str) -> Codec:
-    """The codec a user asked for by name."""
+    """The codec with this name."""
     try:
         return _BY_NAME[name]
     except KeyError:
@@ -37,13 +37,13 @@ def codec_named(name: str) -> Codec:
 
 
 def deflate(raw: bytes | memoryview, codec: Codec) -> bytes:
-    """A column's bytes compressed, its raw size in front."""
+    """The compressed bytes of a column, after its raw size."""
     packed: bytes = _codec(codec).compress(raw, asbytes=True)
     return U32.pack(len(raw)) + packed
 
 
 def inflate(stored: memoryview, codec: Codec) -> memoryview:
-    """The raw bytes of a compressed column, or ``FrameError``; never more memory than declared and allowed."""
+    """The raw bytes of a compressed column, or ``FrameError``. Never allocates more than the declared, allowed size."""
     if len(stored) < U32.size:
         raise FrameError(f"compressed column of {len(stored)} bytes has no room for its size")
     (size,) = U32.unpack_from(stored)
@@ -61,12 +61,12 @@ def inflate(stored: memoryview, codec: Codec) -> memoryview:
 
 
 def _inflate_lz4(packed: pa.Buffer, size: int) -> pa.Buffer:
-    # Arrow's one-shot decompression of LZ4 does not say when the data ends early: the rest of the result would be
-    # memory that nobody wrote.
+    # Arrow's one-shot decompression of LZ4 does not report data that ends early: the rest of the result would be
+    # uninitialised memory.
     with pa.CompressedInputStream(pa.BufferReader(packed), "lz4") as stream:
         raw = stream.read_buffer(size)
         if len(raw) != size:
-            raise ValueError(f"it ends after {len(raw)}")
+            raise ValueError(f"the data ends after {len(raw)} bytes")
         if stream.read(1):
-            raise ValueError("it goes on")
+            raise ValueError("the data continues after that")
     return raw

@@ -1,10 +1,10 @@
-"""Rows of many frames, in any order, as new frames.
+"""Building new frames from rows of many frames, in any order.
 
-Frames that stand in one buffer (a mapped file) are known by their *places*: one fixed-length record a frame that says
-where its columns are. Rows are then found by arithmetic on whole arrays: the cost depends on the rows that are taken,
-not on how many frames they come from, nor on what else those hold. Whoever asks has verified the frames.
+The *place* of a frame in a buffer (a mapped file) is a fixed-length record with the positions of its columns. Rows are
+found by arithmetic on arrays of places: the cost depends on the number of rows taken, not on the number of frames or on
+their other rows. The caller has verified the frames.
 
-Ids are kept: a row of the new frame has the producer and the sequence that it had.
+Rows keep their message ids: the producer and the producer sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute  # Taking rows needs it: from the start, not when the first message is due.
+import pyarrow.compute  # Needed to take rows. Imported at start-up, not when the first message is due.
 
 from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
 from plait.frame.columns import COMPRESSIBLE, FIXED_TYPES, FIXED_WIDTHS, RUN_SIZE, VARIABLE, Codec, Column
@@ -31,10 +31,10 @@ UInt64s = npt.NDArray[np.uint64]
 #: Records of type ``PLACE``.
 Places = npt.NDArray[Any]
 
-#: A frame's columns flat, and its place among them.
+#: Returns the flattened columns of a frame and its place in them (``flatten``).
 FlatOf = Callable[[FrameView], tuple[bytes, Places]]
 
-#: Columns that are found through a place, in the order of their positions in it.
+#: The columns in a place, in the order of their positions.
 _PLACED: Final = (
     Column.RUNS,
     Column.KEY_HASH,
@@ -49,9 +49,10 @@ _PLACED: Final = (
 )
 _INDEX: Final = {int(column): index for index, column in enumerate(_PLACED)}
 _PLACED_BITS: Final = sum(1 << column for column in _PLACED)
-#: Set in a place's ``bits``: rows cannot be found in the frame as it is stored, it has to go through ``flatten``.
+#: Set in the ``bits`` of a place if rows cannot be found in the stored frame: it must be flattened first (``flatten``).
 FLATTEN_BIT: Final = 1 << 31
-#: at: the frame's position in the buffer; consts: the columns with one value for all rows; positions count from ``at``.
+#: ``at``: the position of the frame in the buffer; ``consts``: the columns with one value for all rows; ``positions``
+#: are relative to ``at``.
 PLACE: Final = np.dtype(
     [
         ("at", "<i8"),
@@ -65,17 +66,17 @@ PLACE: Final = np.dtype(
 )
 _PLACE: Final = Struct(f"<qQQIII{len(_PLACED)}I")
 assert _PLACE.size == PLACE.itemsize
-#: Columns that a row has or has not; in the others a row without one is empty.
+#: Columns that are absent if a row has no value; in other columns the row is empty then.
 _KIND_BITS: Final = 1 << Column.SEND_TIME | 1 << Column.PRIORITY
-#: Pieces that are longer on average are copied one by one, shorter ones together.
+#: Pieces with a larger average size are copied one by one, others together.
 PIECE_SIZE: Final = 1024
-#: Columns of less stay as they are: compressing them again saves little.
+#: Smaller columns are not compressed again: it would save little.
 PACKED_SIZE_MIN: Final = 4096
 _LARGE: Final = pa.large_binary()
 
 
 def place_of(frame: FrameView, at: int) -> bytes:
-    """The ``PLACE`` record of a frame that stands at ``at``."""
+    """The ``PLACE`` record of a frame at position ``at``."""
     bits = frame.column_bits & _PLACED_BITS
     consts = 0
     positions = [0] * len(_PLACED)
@@ -94,7 +95,7 @@ def place_of(frame: FrameView, at: int) -> bytes:
 
 
 def flatten(frame: FrameView) -> tuple[bytes, Places]:
-    """A frame's columns inflated and its run table with an entry a row: a buffer, and the frame's place in it."""
+    """A buffer with the inflated columns of a frame and a run table with an entry per row; and the place in it."""
     pieces: list[Buffer] = []
     positions = [0] * len(_PLACED)
     consts = 0
@@ -121,7 +122,7 @@ def flatten(frame: FrameView) -> tuple[bytes, Places]:
 
 
 class RowPicks:
-    """Rows of frames that stand in one buffer: ``index`` says whose place is each one's, ``rows`` which row it is."""
+    """Rows of frames in one buffer: row ``rows[i]`` of the frame at ``places[index[i]]``."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class RowPicks:
         *,
         packed: bool = False,
     ) -> None:
-        """``packed``: they were compressed where they stood."""
+        """``packed``: the rows were compressed in their frame."""
         self.packed = packed
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(buffer, np.uint8)
         size = len(self._bytes)
@@ -147,7 +148,7 @@ class RowPicks:
 
     @property
     def bits(self) -> npt.NDArray[np.uint32]:
-        """The columns of each row's frame."""
+        """The column bits of the frame of each row."""
         bits: npt.NDArray[np.uint32] = self._places["bits"][self._index]
         return bits
 
@@ -173,7 +174,7 @@ class RowPicks:
         return producers, numbers
 
     def fixed(self, column: int, absent: int = 0) -> npt.NDArray[Any]:
-        """Each row's value; ``absent`` where its frame has no such column."""
+        """The value of each row; ``absent`` if its frame does not have the column."""
         values = np.full(len(self._rows), absent, FIXED_TYPES[column])
         has = self._has(column)
         if not has.any():
@@ -188,7 +189,7 @@ class RowPicks:
         return values
 
     def spans(self, column: int) -> tuple[Int64s, Int64s]:
-        """(position, length) of each row of a variable column; nothing where its frame has no such column."""
+        """(position, length) of each row of a variable column; length 0 if its frame does not have the column."""
         starts = np.zeros(len(self._rows), np.int64)
         lengths = np.zeros(len(self._rows), np.int64)
         has = self._has(column)
@@ -202,19 +203,19 @@ class RowPicks:
         return starts, lengths
 
     def sizes(self) -> Int64s:
-        """The bytes of each row in all variable columns."""
+        """The size of each row in all variable columns."""
         sizes = np.zeros(len(self._rows), np.int64)
         for column in VARIABLE:
             sizes += self.spans(column)[1]
         return sizes
 
     def data(self, starts: Int64s, lengths: Int64s) -> bytes:
-        """The bytes of ``spans`` one after another."""
+        """The bytes of ``spans``, concatenated."""
         return take_spans(self._bytes, starts, lengths)
 
 
 def column_of(buffer: Buffer, place: Any, column: int) -> npt.NDArray[Any]:
-    """A raw fixed column of a frame, as it stands in the buffer."""
+    """A raw fixed column of a frame, as a view of the buffer."""
     at = int(place["at"]) + int(place["positions"][_INDEX[column]])
     return np.frombuffer(buffer, FIXED_TYPES[column], int(place["count"]), at)
 
@@ -222,9 +223,9 @@ def column_of(buffer: Buffer, place: Any, column: int) -> npt.NDArray[Any]:
 def row_sets(
     buffer: Buffer, places: Places, index: Int64s, rows: Int64s, flat_of: FlatOf | None = None
 ) -> tuple[list[RowPicks], Int64s]:
-    """Rows ``rows`` of the frames ``places[index]``, as sets, and which of them each row of the sets is.
+    """Rows ``rows`` of the frames ``places[index]`` as sets, and for each row of the sets its index in ``rows``.
 
-    ``flat_of`` flattens a frame, in place of ``flatten``: it may remember what comes out.
+    ``flat_of`` replaces ``flatten``; it may cache the results.
     """
     flat = (places["bits"][index] & FLATTEN_BIT) != 0
     if not flat.any():
@@ -241,37 +242,37 @@ def row_sets(
 
 
 def take_spans(source: npt.NDArray[np.uint8], starts: Int64s, lengths: Int64s) -> bytes:
-    """Pieces of memory one after another."""
+    """Pieces of memory, concatenated."""
     filled = lengths > 0
     starts, lengths = starts[filled], lengths[filled]
     if not len(starts):
         return b""
     ends = starts + lengths
-    # Neighbours are one piece.
+    # Adjacent spans are one piece.
     first = np.flatnonzero(np.concatenate(([True], starts[1:] != ends[:-1])))
     if int(lengths.sum()) >= PIECE_SIZE * len(first):
         memory = source.data
         last = np.concatenate((first[1:], [len(ends)])) - 1
         return b"".join([memory[a:b] for a, b in zip(starts[first].tolist(), ends[last].tolist(), strict=True)])
-    # The pieces and the gaps between them, in the order they stand, are an Arrow array: taking rows of it is a copy.
+    # The pieces and the gaps between them form an Arrow array, in memory order; taking its rows copies the pieces.
     places, which = np.unique(starts, return_inverse=True)
     edges = np.empty(2 * len(places), np.int64)
     edges[0::2] = places
     edges[1::2][which] = ends
     array = pa.Array.from_buffers(_LARGE, len(edges) - 1, [None, pa.py_buffer(edges), pa.py_buffer(source)], 0)
-    # Wrapped here: left to itself, Arrow imports pandas for it.
+    # Wrapped here: ``pa.array`` would import pandas.
     chosen = pa.Array.from_buffers(pa.int64(), len(which), [None, pa.py_buffer(2 * which.astype(np.int64))])
     data: bytes = array.take(chosen).buffers()[2].to_pybytes()
     return data[: int(lengths.sum())]
 
 
 class Gathered:
-    """The rows of several ``RowPicks`` in an order of their own, column by column."""
+    """The rows of several ``RowPicks``, reordered, by column."""
 
     def __init__(self, sets: Sequence[RowPicks], order: Int64s | None = None) -> None:
-        """``order``: which of all rows, counted through the sets, comes at each place; None: as they stand."""
+        """``order``: the index of each row, counted over all sets; None: the order of the sets."""
         self.count = sum(map(len, sets)) if order is None else len(order)
-        #: Some were compressed, and may be many times as long as they were.
+        #: Some rows were compressed in their frames, and may be many times larger now.
         self._packed = any(each.packed for each in sets)
         bits = _joined([each.bits for each in sets], order)
         self._kinds = bits & np.uint32(_KIND_BITS)
@@ -284,7 +285,7 @@ class Gathered:
             if self._bits >> column & 1:
                 absent = int(NO_KEY_HASH) if column is Column.KEY_HASH else 0
                 self._fixed[column] = _joined([each.fixed(column, absent) for each in sets], order)
-        #: Where each row ends, and the bytes of all.
+        #: Column → the ends of all rows, and their bytes.
         self._variable: dict[int, tuple[Int64s, bytes]] = {}
         for number in sorted(VARIABLE):
             if self._bits >> number & 1:
@@ -299,7 +300,7 @@ class Gathered:
         return sizes
 
     def cuts(self, size: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """[start, stop) in pieces that make frames of about ``size`` bytes, of rows that have the same columns."""
+        """Cut [start, stop) into pieces for frames of about ``size`` bytes, each of rows with the same columns."""
         stop = self.count if stop is None else stop
         changes = np.flatnonzero(self._kinds[1:] != self._kinds[:-1]) + 1
         while start < stop:
@@ -327,10 +328,10 @@ class Gathered:
         row_by_row: bool,
         forwarded: tuple[int, int] | None = None,
     ) -> FrameParts:
-        """Rows [start, stop), which ``cuts`` gave; times and schedule numbers are those of all rows.
+        """A frame of rows [start, stop), a piece of ``cuts``. ``deliver_at`` and ``schedule`` have values for all rows.
 
-        ``row_by_row``: the run table has an entry a row, so that rows can be found in it by arithmetic. ``forwarded``:
-        the producer that forwards them, and how many rows it has forwarded before.
+        ``row_by_row``: the run table has an entry per row, so that rows can be found by arithmetic. ``forwarded``: the
+        producer that forwards the rows, and the number of rows that it has forwarded before.
         """
         runs = self._runs(start, stop) if not row_by_row else None
         producer = first = previous = 0
@@ -361,7 +362,7 @@ class Gathered:
         return assemble(columns, count=stop - start, producer=producer, first=first, previous=previous, flags=flags)
 
     def _encoded(self, column: int, raw: list[Buffer]) -> Encoded:
-        """A variable column, compressed if its rows were: what is small when it is sent must not fill a disk later."""
+        """A variable column, compressed if its rows were: a small frame must not fill the disk when it is delivered."""
         if self._packed and column in COMPRESSIBLE and (size := sum(map(len, raw))) >= PACKED_SIZE_MIN:
             packed = deflate(b"".join(raw), Codec.ZSTD)
             if 2 * len(packed) <= size:
@@ -369,7 +370,7 @@ class Gathered:
         return column, Codec.RAW, raw
 
     def _runs(self, start: int, stop: int) -> Runs:
-        """The run table of rows [start, stop): neighbours of one producer that count up are one run."""
+        """The run table of rows [start, stop): consecutive rows of one producer are one run."""
         producers, numbers = self.producers[start:stop], self.numbers[start:stop]
         breaks = (producers[1:] != producers[:-1]) | (numbers[1:] != numbers[:-1] + np.uint64(1))
         firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
@@ -381,7 +382,7 @@ class Gathered:
 
 
 def _rows_as_runs(producers: UInt64s, numbers: UInt64s) -> bytes:
-    """A run table with an entry a row."""
+    """A run table with an entry per row."""
     table = np.zeros(len(producers), RUN)
     table["producer"], table["first"], table["rows"] = producers, numbers, 1
     return table.tobytes()

@@ -1,8 +1,8 @@
-"""The frame's fixed header: 80 bytes, little-endian.
+"""The fixed header of a frame: 80 bytes, little-endian.
 
-The first 40 bytes are the client's; ``crc`` covers them and everything after the header. The stamp is the
-broker's and has a checksum of its own, so that stamping a frame never touches what the client signed.
-Sequences end at ``SEQUENCE_MAX`` and times at ``TIME_MAX``: a reader refuses what its columns could not hold.
+The client writes the first 40 bytes; ``crc`` covers them and everything after the header. The broker writes the stamp,
+which has its own checksum, so that stamping a frame does not change what the client's checksum covers. Sequences are
+limited by ``SEQUENCE_MAX`` and times by ``TIME_MAX``: a reader refuses larger ones.
 
 ====== ==== ======================== ==========================================================
 offset type field                    meaning
@@ -35,12 +35,12 @@ from typing import Final
 from crc32c import crc32c
 
 if sys.byteorder != "little":
-    # Columns are wrapped as they stand, so the machine's integers have to be the format's.
+    # Columns are used in place, so the machine must have the byte order of the format.
     raise ImportError("plait needs a little-endian machine: frames are little-endian and are read in place")
 
 MAGIC: Final = b"PL"
 VERSION: Final = 1
-#: What every frame of this version starts with; recovery looks for it after damage.
+#: The first bytes of every frame of this version; recovery searches for them after damage.
 PREFIX: Final = MAGIC + bytes([VERSION])
 
 HEADER_SIZE: Final = 80
@@ -59,28 +59,28 @@ assert HEADER.size == HEADER_SIZE
 assert CLIENT.size == CRC_OFFSET
 assert STAMP_OFFSET + STAMP.size == STAMP_CRC_OFFSET
 
-#: Rows carry no idempotence: ``previous`` means nothing and no producer state is kept (oneway sends).
+#: The rows are not idempotent: ``previous`` has no meaning, and no producer state is stored (oneway sends).
 FLAG_UNSEQUENCED: Final = 1
-#: A broker forwarded the rows to where their route leads: the header names that broker as the producer, which makes the
-#: frame idempotent; the run table has the ids of the rows.
+#: A broker forwarded the rows to another partition: the header names that broker as the producer, which makes the frame
+#: idempotent; the run table has the message ids of the rows.
 FLAG_FORWARDED: Final = 2
 FLAGS_KNOWN: Final = FLAG_UNSEQUENCED | FLAG_FORWARDED
 FLAGS_MANDATORY: Final = 0x0F
 
 ALIGNMENT: Final = 8
-#: Sequences of rows stay below this: they fit a signed column, and adding a frame's rows never overflows.
+#: Sequences are below this: they fit a signed column, and adding the row count of a frame cannot overflow.
 SEQUENCE_MAX: Final = 1 << 62
-#: The last microsecond that is a date (end of the year 9999); times before 1970 are none either.
+#: The last microsecond of the year 9999. Times before 1970 are invalid too.
 TIME_MAX: Final = 253_402_300_799_999_999
 
 
 def pad(size: int) -> int:
-    """How many zero bytes bring ``size`` to the alignment."""
+    """The number of zero bytes that pad ``size`` to the alignment."""
     return -size & 7
 
 
 def pack_stamp(partition: int, base: int, store_time: int, durable: int, epoch: int) -> bytes:
-    """The broker's part of the header, checksum included."""
+    """The broker's part of the header, including its checksum."""
     stamp = STAMP.pack(partition, base, store_time, durable, epoch)
     return stamp + U32.pack(crc32c(stamp))
 

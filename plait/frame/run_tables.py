@@ -1,7 +1,7 @@
-"""The two tables a stored frame may carry: whose rows it holds, and which rows of its original.
+"""The two tables that a stored frame may have: the producers of its rows, and which rows of the original it contains.
 
-Both are written by a broker and read by everybody, so they are checked like everything else: a table that does not
-fit the frame's rows is a ``FrameError``.
+A broker writes them. Readers check them like all other columns: a table that does not fit the rows of its frame is a
+``FrameError``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from plait.frame.header import SEQUENCE_MAX
 from plait.limits import FRAME_COUNT_MAX
 
 UInt64s = npt.NDArray[np.uint64]
-#: One producer's part of a joined frame. ``crc`` is that of the frame as its producer signed it, so that a resend of
-#: it is known from other rows under the same numbers; 0 where rows were cut or gathered.
+#: The rows of one producer in a joined frame. ``crc`` is the checksum of the frame that the producer sent: it
+#: distinguishes a resend from other rows with the same producer sequences. 0 if rows were cut or gathered.
 RUN: Final = np.dtype([("producer", "<u8"), ("first", "<u8"), ("rows", "<u4"), ("crc", "<u4"), ("previous", "<u8")])
 assert RUN.itemsize == RUN_SIZE
 #: A table of ``RUN``.
@@ -28,11 +28,11 @@ Runs = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True)
 class RowSelection:
-    """Which rows of an original frame a sliced one holds."""
+    """The rows of an original frame that a slice contains."""
 
-    #: Rows of the original.
+    #: The number of rows of the original.
     count: int
-    #: The selected ones, ascending.
+    #: The selected rows, ascending.
     rows: npt.NDArray[np.int64]
 
 
@@ -52,12 +52,12 @@ def read_selection(codec: int, data: memoryview, count: int) -> RowSelection:
         raise FrameError(f"row selection bitmap of {len(bitmap)} bytes does not fit {original} rows")
     rows = np.flatnonzero(np.unpackbits(bitmap, count=original, bitorder="little"))
     if len(rows) != count or rows[0] != first:
-        raise FrameError(f"row selection marks {len(rows)} rows, the frame has {count} from {first} on")
+        raise FrameError(f"row selection marks {len(rows)} rows; the frame has {count}, starting at {first}")
     return RowSelection(original, rows)
 
 
 def read_runs(codec: int, data: memoryview, count: int) -> Runs:
-    """The parts of ``count`` rows."""
+    """The run table of a frame with ``count`` rows."""
     if codec != Codec.RAW or not data or len(data) % RUN_SIZE:
         raise FrameError("run table is malformed")
     table: Runs = np.frombuffer(data, RUN)
@@ -70,10 +70,10 @@ def read_runs(codec: int, data: memoryview, count: int) -> Runs:
 
 
 def expand_runs(table: Runs) -> tuple[UInt64s, UInt64s]:
-    """(producer id, producer sequence) of each row of a run table that was checked."""
+    """(producer id, producer sequence) of each row of a checked run table."""
     counts = table["rows"].astype(np.int64)
     starts = np.cumsum(counts) - counts
-    # A row's sequence minus its place is the same within a run; unsigned arithmetic wraps around and back.
+    # Within a run, a row's sequence minus its index is constant; unsigned arithmetic wraps around and back.
     numbers = np.repeat(table["first"] - starts.astype(np.uint64), counts)
     numbers += np.arange(len(numbers), dtype=np.uint64)
     return np.repeat(table["producer"], counts), numbers
@@ -95,11 +95,11 @@ def slice_runs(table: Runs, start: int, stop: int) -> Runs:
 
 
 def runs_of_rows(table: Runs, rows: npt.NDArray[np.int64]) -> Runs:
-    """A run table for the same number of rows, in which only ``rows`` are told whose they are."""
+    """A run table for the same number of rows that identifies only the runs of ``rows``; other runs get producer 0."""
     counts = table["rows"].astype(np.int64)
     used = np.zeros(len(table), bool)
     used[np.searchsorted(np.cumsum(counts), rows, "right")] = True
-    # Neighbours that nobody asks about become one.
+    # Consecutive runs without a row of ``rows`` are joined.
     begins = np.ones(len(table), bool)
     begins[1:] = used[1:] | used[:-1]
     starts = np.flatnonzero(begins)

@@ -1,8 +1,8 @@
-"""Row ranges and row masks of a stored frame, as buffers to write one after another.
+"""Slices of a stored frame, by row range or row mask, as buffers to write one after another.
 
-Raw columns are cut, never re-encoded. A frame with a compressed column sends that column whole, with the row
-selection beside it. The source is verified first: a slice gets a checksum of its own, and must not vouch for
-bytes that rotted on disk. Columns this version does not know are left out: how to cut them is not known either.
+Raw columns are cut, never re-encoded. A compressed column is sent whole, with the row selection in another column. The
+source is verified first: a slice gets its own checksum, which must not cover damaged bytes. Columns that this version
+does not know are left out, because it cannot cut them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plait.frame.header import U32, pack_stamp
 from plait.frame.run_tables import runs_of_rows, slice_runs
 from plait.frame.view import FrameView, select_rows
 
-#: With more separate row ranges than this the rows are gathered: many tiny buffers cost more than one copy.
+#: With more separate row ranges than this, the rows are copied: many tiny buffers cost more than one copy.
 SPANS_MAX = 16
 
 _RAW = Codec.RAW
@@ -32,7 +32,7 @@ def slice_rows(frame: FrameView, start: int, stop: int) -> FrameParts:
         raise FrameError(f"rows {start}:{stop} are outside a frame of {frame.count}")
     frame.verify()
     if frame.has(Column.SELECTION):
-        raise FrameError("rows of a selection lie apart; select them by a mask")
+        raise FrameError("the frame is a selection, whose rows are not consecutive; select rows by a mask")
     if frame.compressed:
         return _selected(frame, [(start, stop)], np.arange(start, stop))
     columns: list[Encoded] = []
@@ -65,24 +65,23 @@ def slice_rows(frame: FrameView, start: int, stop: int) -> FrameParts:
 
 
 def slice_mask(frame: FrameView, mask: npt.NDArray[np.bool_]) -> FrameParts:
-    """The rows of a frame where ``mask`` is true; their sequences stay what they were."""
+    """The rows of a frame where ``mask`` is true, with unchanged sequences."""
     frame.verify()
     return _selected(frame, *_spans(frame, mask))
 
 
 def keep_mask(frame: FrameView, mask: npt.NDArray[np.bool_], note: bytes) -> FrameParts:
-    """The same, for a place where the rest of the frame is not: no run is of others' rows.
+    """The rows of a frame where ``mask`` is true, as a frame to store: without data of the other rows.
 
-    A compressed column is inflated and cut, unless it is smaller as it is.
-
-    ``note`` stands beside them; ``read_note`` finds it.
+    The run table identifies only the selected runs. A compressed column is inflated and cut, unless it is smaller
+    compressed. ``note`` is stored in a column of its own, for ``read_note``.
     """
     frame.verify()
     return _selected(frame, *_spans(frame, mask), note=note)
 
 
 def read_note(frame: FrameView) -> bytes:
-    """What ``keep_mask`` put beside the rows."""
+    """The note that ``keep_mask`` stored."""
     return bytes(frame.stored(Column.NOTE).data)
 
 
@@ -103,7 +102,7 @@ def _spans(frame: FrameView, mask: npt.NDArray[np.bool_]) -> tuple[list[_Span], 
 def _selected(
     frame: FrameView, spans: list[_Span], rows: npt.NDArray[np.int64], *, note: bytes | None = None
 ) -> FrameParts:
-    """The rows, which are those of the spans, with the selection beside them."""
+    """A frame with the selected rows, given as spans and as indexes, and a selection column."""
     selected = frame.selection()
     count, originals = (frame.count, rows) if selected is None else (selected.count, selected.rows[rows])
     columns: list[Encoded] = []
@@ -118,7 +117,7 @@ def _selected(
                 if codec == _RAW or sum(map(len, gathered)) <= len(data):
                     columns.append((number, _RAW, gathered))
                 else:
-                    # All rows, compressed, take less than these do: a frame of zeros must not fill a disk.
+                    # All rows compressed are smaller than these rows raw: a frame of zeros must not fill a disk.
                     columns.append((number, Codec(codec), [data]))
             elif number in COMPRESSIBLE and codec in (Codec.ZSTD, Codec.LZ4):
                 columns.append((number, Codec(codec), [data]))
@@ -141,7 +140,7 @@ def _selected(
 
 
 def _selection(count: int, rows: npt.NDArray[np.int64]) -> bytes:
-    """Which of ``count`` rows these are."""
+    """The selection column for ``rows`` of a frame with ``count`` rows."""
     first, last = int(rows[0]), int(rows[-1])
     head = U32.pack(count) + U32.pack(first)
     if last - first + 1 == len(rows):
@@ -152,7 +151,7 @@ def _selection(count: int, rows: npt.NDArray[np.int64]) -> bytes:
 
 
 def _cut_variable(data: memoryview, count: int, start: int, stop: int, number: int) -> list[Buffer]:
-    """The part of a raw column that holds a row range; its offsets stay as they were."""
+    """The part of a raw column that contains a row range, with unchanged offsets."""
     split = 4 * (count + 1)
     if len(data) >= split:
         offsets = data[:split].cast("i")

@@ -1,7 +1,7 @@
-"""What each row must be for any consumer to read it; ``FrameView.validate`` asks, before a broker stores a frame.
+"""Checks that any consumer can read each row; ``FrameView.validate`` runs them before a broker stores a frame.
 
-A frame is checked where it enters, once, and by whole columns; only frames of a few rows are checked row by row,
-because that is faster than calling into arrays.
+A frame is checked once, when a broker receives it. Whole columns are checked as arrays; frames with few rows are
+checked row by row, which is faster for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.errors import FrameError
 from plait.frame.columns import ROW_SIZES_MAX, TEXTS, label
 from plait.frame.header import TIME_MAX
 
-#: Up to this many rows plain integers are faster than arrays.
+#: Up to this many rows, plain integers are faster than arrays.
 SMALL_COUNT: Final = 16
 _OFFSETS: Final = [Struct(f"<{count + 1}i") for count in range(SMALL_COUNT + 1)]
 _STRING: Final = pa.string()
@@ -38,7 +38,7 @@ def small_offsets(stored: memoryview, count: int, column: int) -> tuple[int, ...
 
 
 def small_rows(stored: memoryview, count: int, column: int) -> None:
-    """The whole check of a raw variable column with at most ``SMALL_COUNT`` rows."""
+    """Check a raw variable column with at most ``SMALL_COUNT`` rows."""
     offsets = small_offsets(stored, count, column)
     first, size = offsets[0], offsets[-1] - offsets[0]
     if size > ROW_SIZES_MAX[column] and max(b - a for a, b in pairwise(offsets)) > ROW_SIZES_MAX[column]:
@@ -54,14 +54,14 @@ def small_rows(stored: memoryview, count: int, column: int) -> None:
 
 
 def row_sizes(offsets: npt.NDArray[np.int32], data: memoryview, column: int) -> None:
-    """No row is longer than its column allows."""
+    """Check that no row is longer than its column allows."""
     limit = ROW_SIZES_MAX[column]
     if len(data) > limit and int(np.diff(offsets).max()) > limit:
         raise _too_long(column)
 
 
 def text(offsets: npt.NDArray[np.int32], data: memoryview, column: int) -> None:
-    """Every row is UTF-8."""
+    """Check that every row is UTF-8."""
     if bytes(data).isascii():
         return
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
@@ -72,15 +72,15 @@ def text(offsets: npt.NDArray[np.int32], data: memoryview, column: int) -> None:
 
 
 def times(values: npt.NDArray[Any], column: int) -> None:
-    """Every time is a date."""
+    """Check that every time is a date."""
     time(int(values.min()), column)
     time(int(values.max()), column)
 
 
 def time(value: int, column: int) -> None:
-    """It is a date."""
+    """Check that a time is a date."""
     if not 0 <= value <= TIME_MAX:
-        raise FrameError(f"{label(column)} column has a time that is no date")
+        raise FrameError(f"{label(column)} column has a time that is not a date")
 
 
 def _too_long(column: int) -> FrameError:

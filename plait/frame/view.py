@@ -1,7 +1,8 @@
-"""Reads frames in place: arbitrary bytes give a ``FrameView`` or ``FrameError``, nothing else.
+"""Reading frames in place: parsing arbitrary bytes gives a ``FrameView`` or raises ``FrameError``, nothing else.
 
-Parsing checks the header and that the directory fills the frame exactly. ``verify`` checks the checksums,
-``validate`` everything a broker must know before it stores somebody's frame. Columns are wrapped, not decoded.
+Parsing checks the header, and that the columns of the directory fill the frame exactly. ``verify`` checks the
+checksums; ``validate`` checks everything that a broker must know before it stores a client's frame. Columns are used in
+place, not decoded.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _RAW = int(Codec.RAW)
 _CONST = int(Codec.CONST)
 _PACKED = (int(Codec.ZSTD), int(Codec.LZ4))
 _NO_PLACE = (_RAW, 0, 0)
-#: Numbers, not members: Python 3.11 runs a function for each look at a member.
+#: Constants, because Python 3.11 runs a function for each access to an enum member.
 _RUNS = int(Column.RUNS)
 _BODY = int(Column.BODY)
 _KEY = int(Column.KEY)
@@ -71,13 +72,13 @@ assert {_BODY, _HEADERS} == COMPRESSIBLE
 _BINARY = pa.binary()
 _I32: np.dtype[np.int32] = np.dtype("<i4")
 
-#: Column numbers, the directory's layout and where the first column starts.
+#: Column numbers, the layout of the directory, and the position of the first column.
 _Layout = tuple[tuple[int, ...], Struct, int]
 _LAYOUTS: dict[int, _Layout] = {}
 
 
 def _layout(bits: int) -> _Layout:
-    """The layout of a bit set of columns; remembered, as a log has few different ones."""
+    """The layout of a bit set of columns; cached, because a log has few different ones."""
     numbers = tuple(n for n in range(32) if bits >> n & 1)
     end = HEADER_SIZE + ENTRY_SIZE * len(numbers)
     layout = (numbers, Struct(f"<{len(numbers)}I"), end + pad(end))
@@ -87,14 +88,14 @@ def _layout(bits: int) -> _Layout:
 
 
 class Stored(NamedTuple):
-    """A column as it stands in the frame."""
+    """A column as stored in the frame."""
 
     codec: int
     data: memoryview
 
 
 class FrameView:
-    """One frame inside a buffer; keeps the buffer alive and copies nothing."""
+    """One frame in a buffer. Keeps the buffer alive and copies nothing."""
 
     __slots__ = (
         "_inflated",
@@ -173,7 +174,7 @@ class FrameView:
         if self.first + count > SEQUENCE_MAX or self.base + count > SEQUENCE_MAX:
             raise FrameError(f"frame sequences {self.first} and {self.base} are over the limit of {SEQUENCE_MAX}")
         if not 0 <= self.store_time <= TIME_MAX:
-            raise FrameError(f"frame store time {self.store_time} is no date")
+            raise FrameError(f"frame store time {self.store_time} is not a date")
         self.size = size
         self.count = count
         self.column_bits = bits
@@ -196,7 +197,7 @@ class FrameView:
     # --- checks ---------------------------------------------------------------------------------
 
     def verify(self) -> FrameView:
-        """Both checksums hold, or ``FrameError``."""
+        """Check both checksums; ``FrameError`` if one is wrong."""
         buffer = self.buffer
         crc = crc32c(buffer[HEADER_SIZE:], crc32c(buffer[:CRC_OFFSET]))
         if crc != self.crc:
@@ -204,23 +205,23 @@ class FrameView:
         return self.verify_stamp()
 
     def crc_following(self, previous: int) -> int:
-        """The checksum that the frame would have as the successor of ``previous``."""
+        """The checksum of the frame if it were the successor of ``previous``."""
         if previous == self.previous:
             return self.crc
         buffer = self.buffer
         return crc32c(buffer[HEADER_SIZE:], crc32c(bytes(buffer[:PREVIOUS_OFFSET]) + previous.to_bytes(8, "little")))
 
     def verify_stamp(self) -> FrameView:
-        """The broker's part is intact, or ``FrameError``."""
+        """Check the checksum of the stamp; ``FrameError`` if it is wrong."""
         crc = crc32c(self.buffer[STAMP_OFFSET:STAMP_CRC_OFFSET])
         if crc != self.stamp_crc:
             raise FrameError(f"stamp checksum is {crc:#010x}, should be {self.stamp_crc:#010x}")
         return self
 
     def validate(self) -> FrameView:
-        """Every row of every known column can be read by any consumer: what a broker checks before it stores a frame.
+        """Check that any consumer can read every row of every known column; a broker does so before it stores a frame.
 
-        What was inflated for it is given back: a frame that waits costs its own size.
+        Frees the inflated columns afterwards: a frame that waits takes only its own size.
         """
         self.verify()
         places = self.places
@@ -262,14 +263,14 @@ class FrameView:
 
     @property
     def compressed(self) -> bool:
-        """Some column travels whole whatever rows are selected."""
+        """True if a column is compressed; slices contain such a column whole."""
         return any(codec in _PACKED for codec, _, _ in self.places.values())
 
     @property
     def inflated_size(self) -> int:
-        """Bytes that its compressed columns inflate to, beside ``size``: what a reader of it needs memory for.
+        """The bytes of memory that the inflated columns take, in addition to ``size``.
 
-        The columns say so themselves, and one that inflates to more or less is refused.
+        The columns declare their sizes, and a column that inflates to another size is refused.
         """
         body, headers = self.places.get(_BODY, _NO_PLACE), self.places.get(_HEADERS, _NO_PLACE)
         if body[0] < _PACKED[0] and headers[0] < _PACKED[0]:
@@ -287,17 +288,17 @@ class FrameView:
         return place
 
     def stored(self, column: int) -> Stored:
-        """A column's bytes as they are; ``FrameError`` where it is absent."""
+        """The stored bytes of a column; ``FrameError`` if the frame does not have it."""
         codec, start, end = self._place(column)
         return Stored(codec, self.buffer[start:end])
 
     def columns(self) -> list[tuple[int, Stored]]:
-        """All columns as they stand, unknown skippable ones included."""
+        """All columns as stored, including unknown ones."""
         buffer = self.buffer
         return [(number, Stored(codec, buffer[start:end])) for number, (codec, start, end) in self.places.items()]
 
     def selection(self) -> RowSelection | None:
-        """The rows of the original frame that this one holds; None: it is an original."""
+        """The rows of the original frame that this frame contains; None: it is an original."""
         if _SELECTION not in self.places:
             return None
         if self._selection is None:
@@ -306,7 +307,7 @@ class FrameView:
         return self._selection
 
     def runs(self) -> Runs:
-        """Each producer's part, in row order."""
+        """The run table, in row order."""
         rows = self._original_count()
         if _RUNS not in self.places:
             return np.array([(self.producer, self.first, rows, 0, self.previous)], RUN)
@@ -314,18 +315,18 @@ class FrameView:
         return read_runs(codec, data, rows)
 
     def _original_count(self) -> int:
-        """Rows of the frame that this one was selected from, or of itself."""
+        """The number of rows of the original frame, or of this frame if it is an original."""
         selection = self.selection()
         return selection.count if selection else self.count
 
     def _raw(self, column: int) -> tuple[memoryview, int]:
-        """A column's raw bytes and its number of rows, which for a compressed one is the original frame's."""
+        """The raw bytes of a column and its number of rows. A compressed column has all rows of the original frame."""
         codec, start, end = self._place(column)
         data = self.buffer[start:end]
         if codec == _RAW:
             return data, self.count
         if codec not in _PACKED or column not in COMPRESSIBLE:
-            raise FrameError(f"{label(column)} column has codec {codec}, which it cannot have")
+            raise FrameError(f"{label(column)} column has codec {codec}, which is not allowed for it")
         count = self._original_count()
         if self._inflated is None:
             self._inflated = {}
@@ -335,7 +336,7 @@ class FrameView:
         return raw, count
 
     def variable(self, column: int) -> tuple[Offsets, memoryview]:
-        """Offsets (starting at 0) and data of a variable column, rows selected."""
+        """The offsets (starting at 0) and the data of the selected rows of a variable column."""
         raw, count = self._raw(column)
         split = 4 * (count + 1)
         if len(raw) < split:
@@ -343,7 +344,7 @@ class FrameView:
         offsets = np.frombuffer(raw, _I32, count + 1)
         data = raw[split:]
         first = int(offsets[0])
-        # Ascending from a first one that is not negative: no difference of two of them overflows.
+        # The offsets ascend and the first is not negative, so no difference of two of them overflows.
         if (
             first < 0
             or int(offsets[-1]) - first != len(data)
@@ -359,7 +360,7 @@ class FrameView:
         return offsets, data
 
     def values(self, column: int) -> npt.NDArray[Any]:
-        """Values of a fixed column as stored: one a row, or one for all."""
+        """The stored values of a fixed column: one per row, or one for all rows."""
         codec, start, end = self._place(column)
         dtype = FIXED_TYPES[column]
         if codec == _CONST:
@@ -370,12 +371,12 @@ class FrameView:
         return np.frombuffer(self.buffer[start:end], dtype)
 
     def fixed(self, column: int) -> npt.NDArray[Any]:
-        """Values of a fixed column, one a row."""
+        """The values of a fixed column, one per row."""
         values = self.values(column)
         return values if len(values) == self.count else np.broadcast_to(values, (self.count,))
 
     def binary(self, column: int) -> pa.BinaryArray:
-        """A variable column as an Arrow array over the frame's own memory."""
+        """A variable column as an Arrow array that shares the memory of the frame."""
         offsets, data = self.variable(column)
         return wrap_binary(offsets, data)
 
@@ -418,18 +419,18 @@ class FrameView:
 
 
 def wrap_binary(offsets: Offsets, data: memoryview) -> pa.BinaryArray:
-    """An Arrow array over existing memory."""
+    """An Arrow array that shares existing memory."""
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
     return pa.Array.from_buffers(_BINARY, len(offsets) - 1, buffers, 0)
 
 
 def select_rows(offsets: Offsets, data: memoryview, rows: npt.NDArray[np.int64]) -> tuple[Offsets, memoryview]:
-    """Some rows of a variable column."""
+    """The offsets and data of some rows of a variable column."""
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
         start, end = int(offsets[first]), int(offsets[last + 1])
         return offsets[first : last + 2] - _I32.type(start), data[start:end]
-    # Not as pa.array(rows), which loads pandas where there is one: the first time takes as long as a handover may.
+    # Not pa.array(rows), which imports pandas: the first import takes as long as a pull lock may take to move.
     index = pa.Array.from_buffers(pa.int64(), len(rows), [None, pa.py_buffer(np.ascontiguousarray(rows, np.int64))])
     array = wrap_binary(offsets, data).take(index)
     _, new_offsets, new_data = array.buffers()
@@ -438,7 +439,7 @@ def select_rows(offsets: Offsets, data: memoryview, rows: npt.NDArray[np.int64])
 
 
 def frames_in(buffer: memoryview | bytes) -> list[FrameView]:
-    """All frames that stand one after another in a buffer; ``FrameError`` unless they fill it."""
+    """The consecutive frames in a buffer; ``FrameError`` unless they fill it."""
     frames = []
     offset = 0
     while offset < len(buffer):

@@ -1,8 +1,8 @@
-"""xxh3_64 of many values at once, where they lie in an Arrow array: the frozen hash of order keys.
+"""xxh3_64 of all values of an Arrow array at once: the hash of order keys, which must never change.
 
-One call for each key takes five times as long as hashing it, mostly for the objects that it needs. Keys of 4 to 64
-bytes, about all that there are, take a few passes over whole columns instead; the algorithm has a way of its own for
-each range of lengths. Whatever else there is goes to the library one by one.
+A library call per key takes five times as long as the hashing itself, mostly to create objects. Keys of 4 to 64 bytes,
+which are nearly all keys, are hashed in a few passes over whole columns; the algorithm has a variant for each range of
+lengths. Other keys are hashed by the library one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 _U64s = npt.NDArray[np.uint64]
 _Int64s = npt.NDArray[np.int64]
 
-#: The beginning of the algorithm's default secret, as 64-bit words.
+#: The first part of the algorithm's default secret, as 64-bit words.
 _SECRET: Final = np.frombuffer(
     bytes.fromhex(
         "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -37,7 +37,7 @@ _15, _40 = np.uint64(15), np.uint64(40)
 
 
 class _HashRows:
-    """Some rows, as words of them: 8 bytes from a position on, or so many before the end."""
+    """Rows from which words are read, at a position from the start (0 or more) or from the end (negative)."""
 
     def __init__(self, data: pa.Buffer, starts: _Int64s, lengths: _Int64s) -> None:
         self._data = data
@@ -45,7 +45,7 @@ class _HashRows:
         self._lengths = lengths
         self.lengths = lengths.astype(np.uint64)
         length = int(lengths[0])
-        #: Of one length, one behind the other: no need to look for each.
+        #: All rows are contiguous and have the same length, so a strided slice reads them.
         self._even = bool((starts == starts[0] + length * np.arange(len(starts))).all() and (lengths == length).all())
 
     def word(self, position: int, kind: type[np.uint32] | type[np.uint64] = np.uint64) -> _U64s:
@@ -62,7 +62,7 @@ class _HashRows:
 
 
 def hash_rows(rows: pa.Array) -> _U64s:
-    """xxh3_64 of the bytes of each row of a binary or text array; of a null row as if it were empty."""
+    """xxh3_64 of the bytes of each row of a binary or text array; a null row counts as empty."""
     count = len(rows)
     hashes = np.empty(count, np.uint64)
     if not count:
@@ -71,12 +71,12 @@ def hash_rows(rows: pa.Array) -> _U64s:
     ends = np.frombuffer(offsets, np.int32)[rows.offset : rows.offset + count + 1].astype(np.int64)
     starts, lengths = ends[:-1], np.diff(ends)
     left = np.ones(count, bool)
-    for shortest, longest, way in ((4, 8, _up_to_8), (9, 16, _up_to_16), (17, 32, _up_to_32), (33, 64, _up_to_64)):
+    for shortest, longest, variant in ((4, 8, _up_to_8), (9, 16, _up_to_16), (17, 32, _up_to_32), (33, 64, _up_to_64)):
         chosen = (lengths >= shortest) & (lengths <= longest)
         if chosen.all():
-            return way(_HashRows(data, starts, lengths))
+            return variant(_HashRows(data, starts, lengths))
         if chosen.any():
-            hashes[chosen] = way(_HashRows(data, starts[chosen], lengths[chosen]))
+            hashes[chosen] = variant(_HashRows(data, starts[chosen], lengths[chosen]))
             left &= ~chosen
     some = rows.filter(pa.array(left)).cast(pa.binary()).fill_null(b"").to_pylist()
     hashes[left] = np.fromiter(map(xxh3_64_intdigest, some), np.uint64, len(some))
@@ -107,7 +107,7 @@ def _up_to_64(rows: _HashRows) -> _U64s:
 
 
 def _ends(rows: _HashRows, depth: int) -> _U64s:
-    """16 bytes of each end, so many times 16 bytes further in."""
+    """Mix the 16 bytes at each end, ``depth`` times 16 bytes further in."""
     secret, front, back = _SECRET[4 * depth :], 16 * depth, -16 * (depth + 1)
     return _fold(rows.word(front) ^ secret[0], rows.word(front + 8) ^ secret[1]) + _fold(
         rows.word(back) ^ secret[2], rows.word(back + 8) ^ secret[3]
@@ -115,7 +115,7 @@ def _ends(rows: _HashRows, depth: int) -> _U64s:
 
 
 def _fold(a: _U64s, b: _U64s) -> _U64s:
-    """Both halves of the 128-bit products, one upon the other."""
+    """The XOR of both halves of the 128-bit products."""
     a_low, a_high, b_low, b_high = a & _LOW, a >> _32, b & _LOW, b >> _32
     across = a_low * b_high
     middle = (a_low * b_low >> _32) + (across & _LOW) + a_high * b_low

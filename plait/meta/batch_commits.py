@@ -1,13 +1,13 @@
-"""Which batches of Spark's sinks are committed: decided here, once, before any broker publishes a row of them (R23).
+"""Commits of batches of Spark's sink: each batch is decided once, before any broker publishes its rows (R23).
 
-A query writes batch after batch, and a batch that was not finished is written again, perhaps with other rows. Of each
-query the last batch that was decided is kept, with the stages that hold its rows. Whoever asks for the same batch again
-is told what was decided the first time; its own rows do not count. The next batch is decided when the last one is done:
-published by all brokers that have stages of it. Where rows have to go elsewhere, the stages are exchanged for others,
-under a new version; who goes by an old version cannot say that the batch is done.
+A query writes batch after batch. A batch that was not finished is written again, perhaps with other rows. For each
+query the database has the last decided batch with the stages that hold its rows. A second request for the same batch
+gets the first decision, and the rows of the second attempt are discarded. The next batch is decided when the last one
+is done, which means published by all brokers that have stages of it. If rows must move to other partitions, the stages
+are exchanged under a new version; a request with an older version cannot mark the batch as done.
 
-A query is forgotten some time after the last word on it, by the cluster's age (``age.py``), never by a wall clock: meta
-servers' clocks differ, and a decision that one of them forgets too soon is made a second time with other rows.
+A query is forgotten ``commit_seconds`` after its last request, by the cluster's age (``cluster_age.py``) and never by a
+wall clock: wall clocks of meta servers differ, and a decision forgotten too soon would be made again with other rows.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _T = TypeVar("_T")
 
 #: (broker group, partition, [(producer of the stage, rows)]).
 Stages = list[tuple[str, str, list[tuple[int, int]]]]
-#: Attempts that were called off and are remembered, the newest: their own decision may still be under way.
+#: The newest cancelled attempts are remembered, because their own requests may still arrive.
 VETOES_MAX: Final = 16
 #: Before the first batch of a query.
 NO_BATCH: Final = -1
 
 
 class BatchDecision(msgspec.Struct, frozen=True):
-    """The last batch of a query that was decided."""
+    """The last decided batch of a query."""
 
     query: str
     batch: int
     version: int
     stages: Stages
-    #: It is published.
+    #: All brokers have published it.
     done: bool
 
 
 class _Body(msgspec.Struct):
     stages: Stages = []
-    #: One producer of each attempt that was called off.
+    #: One producer of each cancelled attempt.
     vetoed: list[int] = []
-    #: Where stages were exchanged: the producers that the batch was decided with. Its driver knows those alone.
+    #: After an exchange of stages: the producers of the original decision, the only ones that the driver knows.
     decided: list[int] = []
 
 
@@ -59,28 +59,30 @@ _decoder = msgspec.msgpack.Decoder(_Body)
 
 
 class Commits:
-    """See the module. Every call is one transaction."""
+    """Decides batches. Every call is one transaction."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._age = ClusterAge(core.clock)
 
     def decide(self, query: str, batch: int, stages: Stages) -> BatchDecision:
-        """The batch is committed with these stages, unless one is already, or an earlier one is not done yet.
+        """Commit the batch with these stages, unless it is decided already or an earlier batch is not done.
 
-        What stands afterwards: the same batch, a later one, or the earlier one that has to be done first.
-        ``StaleSession``: this attempt was called off.
+        Returns the decision in force: this batch, a later one, or the earlier one that must be done first. Raises
+        ``StaleSession`` if the driver cancelled this attempt.
         """
         _check(stages)
         if batch < 0:
-            raise InvalidArgument(f"batch {batch} is not possible; batches count from 0")
+            raise InvalidArgument(f"batch {batch} of query {query} is invalid; batch numbers start at 0")
 
         def decide(connection: sa.Connection, age: int) -> BatchDecision:
             known, body = _find(connection, query)
             if known is not None and (known.batch >= batch or not known.done):
                 return known
             if any(producer in body.vetoed for producer in _producers(stages)):
-                raise StaleSession(f"batch {batch} of query {query} was called off by its driver; it writes it again")
+                raise StaleSession(
+                    f"this attempt at batch {batch} of query {query} was cancelled by its driver, which writes it again"
+                )
             decision = BatchDecision(query, batch, 1 if known is None else known.version + 1, stages, not stages)
             self._put(connection, age, decision, _Body(stages, body.vetoed), new=known is None)
             return decision
@@ -88,9 +90,9 @@ class Commits:
         return self._carry_out(decide)
 
     def veto(self, query: str, batch: int, producer: int) -> BatchDecision | None:
-        """The attempt that this producer belongs to was called off: it will not be decided.
+        """Cancel the attempt of this producer, so that it cannot be decided any more.
 
-        The decision, if there is one for it already: then it counts.
+        Returns the decision if the attempt is decided already, in which case it stays in force; otherwise None.
         """
 
         def veto(connection: sa.Connection, age: int) -> BatchDecision | None:
@@ -109,9 +111,9 @@ class Commits:
         return self._carry_out(veto)
 
     def exchange(self, query: str, batch: int, version: int, stages: Stages) -> BatchDecision | None:
-        """The batch's rows that are not published are in these stages now.
+        """Replace the stages of a decided batch: its unpublished rows are in these stages now.
 
-        None: it is not decided in that version, or it is done. Who asks again, as an answer was lost, is told the same.
+        Returns None if the batch is not decided under that version, or is done. Idempotent, for a reply that was lost.
         """
         _check(stages)
 
@@ -129,7 +131,7 @@ class Commits:
         return self._carry_out(exchange)
 
     def done(self, query: str, batch: int, version: int) -> bool:
-        """The batch is published; False: other stages have to be."""
+        """Mark the batch as published. Returns False if the version is outdated and other stages must be published."""
 
         def done(connection: sa.Connection, age: int) -> bool:
             known, body = _find(connection, query)
@@ -143,9 +145,9 @@ class Commits:
         return self._carry_out(done)
 
     def undone(self, limit: int, after: str = "") -> list[BatchDecision]:
-        """Batches that were decided a while ago and are not done: their drivers are gone, or in trouble.
+        """Batches decided more than ``commit_late_seconds`` ago and not done: their drivers failed or are stuck.
 
-        Of the queries behind ``after``, by name: who has seen the last one of a page asks for what is behind it.
+        Pages by query name: pass the last query of a page as ``after`` to get the next page.
         """
 
         def undone(connection: sa.Connection, age: int) -> list[BatchDecision]:
@@ -177,18 +179,20 @@ class Commits:
             try:
                 with self._core.noted(), self._core.store.database.writing() as connection:
                     age = self._age.advance(connection)
-                    # First: a decision that is too old is not returned.
+                    # Before the call, so that an expired decision is not returned.
                     old = age - int(self._core.limits.commit_seconds)
                     connection.execute(sa.delete(COMMITS).where(COMMITS.c.time < old))
                     return call(connection, age)
             except ConcurrentChange:
-                # Somebody else made the row.
+                # Another meta server inserted the row.
                 continue
-        raise MetaBusy(f"others committed the same batch {self._core.limits.attempts} times; ask again")
+        raise MetaBusy(
+            f"{self._core.limits.attempts} attempts conflicted with commits of other meta servers; try again"
+        )
 
 
 def _find(connection: sa.Connection, query: str) -> tuple[BatchDecision | None, _Body]:
-    """What is known of a query; nobody else changes it before this transaction ends."""
+    """Read and lock the row of a query until the transaction ends."""
     columns = (COMMITS.c.batch, COMMITS.c.version, COMMITS.c.done, COMMITS.c.body)
     row = connection.execute(sa.select(*columns).where(COMMITS.c.query == query).with_for_update()).first()
     if row is None:
@@ -205,6 +209,6 @@ def _check(stages: Stages) -> None:
     count = len(_producers(stages))
     if count > COMMIT_STAGES_MAX:
         raise TooLarge(
-            f"a batch of {count} stages is over the limit of {COMMIT_STAGES_MAX}: a task has one for each partition "
-            "that its rows are for; write with fewer tasks, as with coalesce()"
+            f"a batch has {count} stages, one per task and partition (limit {COMMIT_STAGES_MAX}); "
+            "write with fewer tasks, for example with coalesce()"
         )

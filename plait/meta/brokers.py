@@ -1,4 +1,4 @@
-"""Brokers: who they are, whether they live, and what can be asked of them."""
+"""Brokers: registration, liveness, and the state of broker groups."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from plait.meta.views import BrokerView, State
 from plait.model import names
 
 _STATES = get_args(State)
-#: Characters of the reason that a broker gives for its state.
+#: Longest reason of a broker, in characters.
 REASON_MAX = 200
-#: Brokers that one refusal names.
+#: Brokers named in one error message.
 CAUSES_MAX = 8
-#: Names of brokers among those whose heartbeats are counted; a / is in no name.
+#: Prefix of brokers among the names whose heartbeats are counted. Names contain no slash.
 _PREFIX = "b/"
 _PREFIX_END = "b0"
 
@@ -31,46 +31,48 @@ class Brokers:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._watch = Liveness(core.limits.broker_lost_seconds)
-        #: Heard of since their counters were written.
-        self._heard: set[str] = set()
+        #: Brokers with heartbeats that are not yet written to the database.
+        self._unwritten: set[str] = set()
         self._states: dict[str, State] = {}
 
-    # --- what brokers say -----------------------------------------------------------------------
+    # --- requests of brokers --------------------------------------------------------------------
 
     def register(self, group: str, broker: str, address: str, state: State, epoch: int, reason: str = "") -> None:
-        """The broker is there. Another one of the same group is refused while the first lives."""
+        """Register a broker. A second broker of the same group is refused while the first is alive."""
         names.check("broker group", group)
         names.check("broker", broker)
         _check_state(state)
         self._core.decide(lambda: self._register(group, broker, address, state, epoch, _checked_reason(reason)))
-        self._hear(group, broker)
+        self._notice(group, broker)
 
     def _register(self, group: str, broker: str, address: str, state: State, epoch: int, reason: str) -> None:
         known = self._core.mirror.brokers.get(group, {})
         others = [row for name, row in known.items() if name != broker]
         for other in others:
-            # One that stopped in order has said so.
+            # A broker that stopped cleanly has reported "NRW".
             if self._lives(other) and other.reported != "NRW":
                 raise InvalidArgument(
-                    f"broker group {group!r} has a broker, {other.broker!r} at {other.address}; use another group name"
+                    f"broker group {group!r} already has broker {other.broker!r} at {other.address}; "
+                    "use another group name"
                 )
         before = known.get(broker)
         moved = before is not None and before.address != address and epoch <= before.epoch
         if before is not None and moved and self._lives(before) and before.reported != "NRW":
-            # One that crashed comes back with a higher epoch, and one that stopped in order has said so.
+            # A crashed broker returns with a higher epoch, and one that stopped cleanly has reported "NRW".
             raise InvalidArgument(
-                f"broker {broker!r} of group {group!r} is at {before.address} and lives; it is not at {address} as well"
+                f"broker {broker!r} of group {group!r} is alive at {before.address}; "
+                f"stop it before it starts at {address}"
             )
         wished = before.wished if before is not None else others[0].wished if others else "RW"
         if before is not None and before.reported == state and bool(before.reason) == bool(reason):
-            # Figures in it change all the time; the first report stands until the state changes.
+            # The figures in a reason change all the time; keep the first one until the state changes.
             reason = before.reason
         row = BrokerRow(group, broker, address, wished, state, epoch, reason)
         if before is not None and msgspec.structs.replace(before, changed=0) == row:
             return
         with self._core.change() as change:
             if before is None and not self._core.mirror.follows(change):
-                raise ConcurrentChange("others changed something, perhaps this very group")
+                raise ConcurrentChange("another meta server made a change, perhaps of this broker group")
             if others:
                 change.remove(*others)
             if before is None:
@@ -78,12 +80,13 @@ class Brokers:
             else:
                 change.replace((before, row))
         for other in others:
-            self._watch.forget(_who(other))
+            self._watch.forget(_watch_name(other))
 
-    def beat(self, group: str, broker: str, state: State, reason: str = "") -> bool:
-        """The broker lives and is in that state; False: it is not known and has to register.
+    def heartbeat(self, group: str, broker: str, state: State, reason: str = "") -> bool:
+        """Record a heartbeat with the broker's state. Returns False if the broker must register first.
 
-        ``reason`` says why it takes no messages. It is written when the state changes, not whenever its figures do.
+        ``reason`` says why the broker accepts no messages. It is written when the state changes, not when only its
+        figures do.
         """
         _check_state(state)
         if self._core.down is not None:
@@ -93,30 +96,31 @@ class Brokers:
             return False
         if row.reported != state or bool(row.reason) != bool(reason):
             self._core.decide(lambda: self._set(group, broker, reported=state, reason=_checked_reason(reason)))
-        self._hear(group, broker)
+        self._notice(group, broker)
         return True
 
     def knows(self, group: str, broker: str) -> bool:
-        """The broker has registered."""
+        """True if the broker is registered."""
         return broker in self._core.mirror.brokers.get(group, {})
 
     def is_there(self, group: str) -> bool:
-        """A broker of the group is heard of, or may be: it has not been silent for long enough."""
+        """True unless every broker of the group is lost or has stopped cleanly."""
         return any(self._lives(row) and row.reported != "NRW" for row in self._core.mirror.brokers[group].values())
 
     def forgotten(self, group: str) -> None:
-        """The broker group was given up."""
-        for who in [who for who in self._watch if who.startswith(f"{_PREFIX}{group}/")]:
-            self._watch.forget(who)
+        """Stop watching a removed broker group."""
+        for name in [name for name in self._watch if name.startswith(f"{_PREFIX}{group}/")]:
+            self._watch.forget(name)
 
     def wish(self, group: str, state: State) -> None:
-        """What the operator wants of a broker group."""
+        """Set the state that the operator wants for a broker group."""
         _check_state(state)
 
         def decision() -> None:
-            if group not in self._core.mirror.brokers:
-                raise InvalidArgument(f"there is no broker group {group!r}")
-            for broker in list(self._core.mirror.brokers[group]):
+            known = self._core.mirror.brokers
+            if group not in known:
+                raise InvalidArgument(f"there is no broker group {group!r}; there are {', '.join(sorted(known))}")
+            for broker in list(known[group]):
                 self._set(group, broker, wished=state)
 
         self._core.decide(decision)
@@ -127,34 +131,34 @@ class Brokers:
             with self._core.change() as change:
                 change.replace((row, msgspec.structs.replace(row, **fields)))
 
-    def _hear(self, group: str, broker: str) -> None:
-        who = f"{_PREFIX}{group}/{broker}"
-        self._watch.hear(who)
-        self._heard.add(who)
+    def _notice(self, group: str, broker: str) -> None:
+        name = f"{_PREFIX}{group}/{broker}"
+        self._watch.notice(name)
+        self._unwritten.add(name)
 
-    # --- what is seen of them -------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------------
 
     def watch(self, seconds: float) -> None:
-        """Time has passed: who was heard of, here or by other meta servers?"""
+        """Called every tick: exchange heartbeat counts with other meta servers and count silence."""
         core = self._core
         if not core.store.alone:
             with core.noted():
-                core.store.beat(list(self._heard))
+                core.store.add_heartbeats(list(self._unwritten))
                 after, page = _PREFIX, core.limits.page
                 while after:
-                    found = core.store.beats(after, _PREFIX_END, page)
-                    for who, count in found:
-                        self._watch.see(who, count)
+                    found = core.store.heartbeats(after, _PREFIX_END, page)
+                    for name, count in found:
+                        self._watch.observe(name, count)
                     after = found[-1][0] if len(found) == page else ""
-        self._heard.clear()
+        self._unwritten.clear()
         for rows in core.mirror.brokers.values():
             for row in rows.values():
-                self._watch.expect(_who(row))
+                self._watch.expect(_watch_name(row))
         self._watch.advance(seconds)
         self._compare()
 
     def _compare(self) -> None:
-        """Note which broker groups are in another state than before."""
+        """Record which broker groups changed their state."""
         states = {group: self.state(group) for group in self._core.mirror.brokers}
         self._core.mirror.new_brokers.update(
             group for group in states.keys() | self._states.keys() if states.get(group) != self._states.get(group)
@@ -179,37 +183,37 @@ class Brokers:
         ]
 
     def addresses(self, group: str) -> list[str]:
-        """Where the group can be reached: those that live, or all if none seems to."""
+        """The addresses of the group's live brokers, or of all its brokers if none is alive."""
         rows = [row for _, row in sorted(self._core.mirror.brokers.get(group, {}).items())]
         return [row.address for row in rows if self._lives(row)] or [row.address for row in rows]
 
     def state(self, group: str) -> State:
-        """What can be asked of the group: all that any of its brokers allows."""
+        """The state of a broker group: what any of its brokers allows."""
         allowed = "".join(self._state_of(row) for row in self._core.mirror.brokers.get(group, {}).values())
         return _state("".join(letter for letter in "RW" if letter in allowed.replace("NRW", "")))
 
     def available(self, groups: Sequence[str] | None = None) -> list[str]:
-        """Groups that new partitions can go to, those with the fewest first; of these, if some are named.
+        """Broker groups for new partitions, those with the fewest partitions first; among ``groups`` if given.
 
-        Only such as have been heard of for certain: a subject's partitions stay where they are for good.
+        Only groups with a confirmed heartbeat: a subject's partitions stay where they are created.
         """
         known = self._core.mirror.brokers
         for group in groups or ():
             if group not in known:
-                raise InvalidArgument(f"there is no broker group {group!r}")
+                raise InvalidArgument(f"there is no broker group {group!r}; there are {', '.join(sorted(known))}")
         fit = [
             group
             for group, rows in known.items()
             if (groups is None or group in groups)
             and self.state(group) == "RW"
-            and any(self._watch.is_certain(_who(row)) for row in rows.values())
+            and any(self._watch.is_certain(_watch_name(row)) for row in rows.values())
         ]
         return sorted(fit, key=lambda group: (self._core.mirror.load.get(group, 0), group))
 
     def refuse(self, what: str, groups: Sequence[str] | None = None) -> NoReturn:
-        """No group of these is ``available``: raise the error that names each and its cause.
+        """Raise the error for groups none of which is ``available``, naming each and its cause.
 
-        ``DiskFull`` where every one of them has no space; a caller that waits for a broker would wait in vain.
+        Raises ``DiskFull`` if all of them are full, because waiting for a broker would not help; else ``NoBroker``.
         """
         known = self._core.mirror.brokers
         rows = [row for group in sorted(groups or known) for _, row in sorted(known.get(group, {}).items())]
@@ -220,27 +224,27 @@ class Brokers:
         raise kind(f"no broker group is available for {what}: {listed}{more}", brokers=sorted(causes)[:CAUSES_MAX])
 
     def _cause(self, row: BrokerRow) -> str:
-        """Why nothing new can go to a broker."""
+        """Why a broker gets no new partitions."""
         if not self._lives(row):
             return f"the broker at {row.address} is lost (no heartbeat)"
         if row.reason:
             return row.reason
         if row.wished != "RW":
-            return f"an operator has set it to {row.wished} (plait cluster state {row.broker_group} RW)"
+            return f"an operator set it to {row.wished}; run 'plait cluster state {row.broker_group} RW'"
         if row.reported != "RW":
-            return f"the broker at {row.address} has stopped or takes no messages ({row.reported})"
-        return f"no heartbeat of the broker at {row.address} has come yet"
+            return f"the broker at {row.address} has stopped or accepts no messages ({row.reported})"
+        return f"no heartbeat from the broker at {row.address} yet"
 
     def settled(self) -> bool:
-        """Of each broker it is known whether it lives; not so in the first seconds of a meta server."""
+        """True once every broker has a confirmed heartbeat or is lost. False in the first seconds of a meta server."""
         if self._core.down is not None:
             raise self._core.down
         rows = [row for rows in self._core.mirror.brokers.values() for row in rows.values()]
-        return all(self._watch.is_certain(_who(row)) or not self._lives(row) for row in rows)
+        return all(self._watch.is_certain(_watch_name(row)) or not self._lives(row) for row in rows)
 
     def _lives(self, row: BrokerRow) -> bool:
-        who = _who(row)
-        return who not in self._watch or self._watch.lives(who)
+        name = _watch_name(row)
+        return name not in self._watch or self._watch.lives(name)
 
     def _state_of(self, row: BrokerRow) -> State:
         if not self._lives(row):
@@ -249,7 +253,7 @@ class Brokers:
         return _state("".join(letter for letter in "RW" if letter in both))
 
 
-def _who(row: BrokerRow) -> str:
+def _watch_name(row: BrokerRow) -> str:
     return f"{_PREFIX}{row.broker_group}/{row.broker}"
 
 
@@ -263,4 +267,4 @@ def _state(letters: str) -> State:
 
 def _check_state(state: object) -> None:
     if state not in _STATES:
-        raise InvalidArgument(f"a broker's state is one of {', '.join(_STATES)}, not {state!r}")
+        raise InvalidArgument(f"broker state {state!r} is invalid; use one of {', '.join(_STATES)}")

@@ -1,10 +1,10 @@
-"""The cluster's age: seconds that its meta servers have counted together, which nothing but time can advance.
+"""The cluster's age: a clock in seconds that all meta servers share and that only elapsed time can advance.
 
-Wall clocks of meta servers differ: one may be a month ahead, another one start in 1970. What has to be kept for some
-time is therefore not compared with any of them. The age is a number in the database. A meta server that has seen the
-same number for so many seconds of its own monotonic clock may add them, by compare-and-set: of several only one does,
-and what it adds has passed since the number was written. So the age is never ahead of the time that has passed; it is
-behind where no meta server was asked for a while and restarted since, and then things are kept for longer.
+Wall clocks of meta servers differ: one may be a month ahead, another may start in 1970. Retention times in the meta
+database are therefore never compared with a wall clock. The age is a number in the database. A meta server that has
+seen the same number for some seconds of its own monotonic clock adds these seconds by compare-and-set. Of several meta
+servers only one succeeds, and the seconds it adds have passed since the number was written. So the age is never ahead
+of real time. It falls behind if meta servers restart while nothing advances it; records are then kept longer.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from plait.clock import Clock
 from plait.meta.database.schema import CLUSTER
 
 _NAME: Final = "age"
-#: Fewer seconds are not added yet: each addition writes a row.
+#: The age advances by at least this much at a time, because each addition writes a row.
 STEP_SECONDS: Final = 10
 
 
 class ClusterAge:
-    """What one meta server has seen of it."""
+    """One meta server's observation of the age."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        #: The number, and since when on this server's monotonic clock.
+        #: The last age, and the monotonic time at which this server first saw it.
         self._seen: tuple[int, float] | None = None
 
     def advance(self, connection: sa.Connection) -> int:
-        """The cluster's age in seconds; part of the transaction."""
+        """Advance the age within the transaction of ``connection``; return it in seconds."""
         asked = self._clock.monotonic()
         age = connection.execute(sa.select(CLUSTER.c.number).where(CLUSTER.c.name == _NAME)).scalar()
         if age is None:

@@ -1,4 +1,4 @@
-"""What all parts of the meta server share: the store, the mirror of it, the clock, and how a change is made."""
+"""Shared by all parts of the meta server: the store, its mirror, the clock, and how a change is made."""
 
 from __future__ import annotations
 
@@ -26,53 +26,53 @@ class Core:
         self.clock = clock
         self.limits = limits
         self.mirror = Mirror()
-        #: The database did not answer; None: it did, when asked last.
+        #: The error of the last database call; None if it succeeded.
         self.down: MetaUnavailable | None = None
 
     def noticeable(self, passed: float) -> float:
-        """How much of that time somebody could have been noticed in.
+        """The part of a period that counts as silence of brokers and clients: at most ``gap_seconds``.
 
-        Longer than usual: this server stood still, or the database was down.
+        During a longer period this server was stopped or the database was down, and heartbeats could not be seen.
         """
         return min(max(passed, 0.0), self.limits.gap_seconds)
 
     def refresh(self, packed: Mapping[GroupKey, Packed] = _NOTHING) -> None:
-        """Take in what others have changed."""
+        """Apply the changes of other meta servers to the mirror."""
         with self.noted():
             news = self.store.news(self.mirror.seen)
             if news.number < self.mirror.seen:
-                # The database is an older copy: what was given out since is not given out again.
+                # The database was restored from an older copy: numbers issued since then must not be issued again.
                 self.store.advance(self.mirror.seen)
                 news = self.store.news(-1)
             self.mirror.take(news, packed)
 
     @contextmanager
     def change(self) -> Iterator[StoreChange]:
-        """Write rows; the mirror has them afterwards. ``ConcurrentChange``: look again."""
+        """Write rows and apply them to the mirror. Raises ``ConcurrentChange`` on a conflict."""
         with self.noted(), self.store.change() as change:
             yield change
         self.take_in(change)
 
     def take_in(self, change: StoreChange, packed: Mapping[GroupKey, Packed] = _NOTHING) -> None:
-        """It is in the database; the mirror has it afterwards, and what was packed for heartbeats before."""
+        """Apply a committed change, and shares packed for it, to the mirror."""
         if self.mirror.follows(change):
             self.mirror.take_own(change, packed)
         else:
             self.refresh(packed)
 
     def decide(self, decision: Callable[[], _T]) -> _T:
-        """Look, decide, and write; all over again when others were faster."""
+        """Refresh the mirror and run ``decision``; repeat both after a conflict, up to ``attempts`` times."""
         for _ in range(self.limits.attempts):
             self.refresh()
             try:
                 return decision()
             except ConcurrentChange:
                 continue
-        raise MetaBusy(f"others changed the same thing {self.limits.attempts} times; ask again")
+        raise MetaBusy(f"{self.limits.attempts} attempts conflicted with changes of other meta servers; try again")
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Remember whether the database answered."""
+        """Record in ``down`` whether the database is available."""
         try:
             yield
         except MetaUnavailable as error:

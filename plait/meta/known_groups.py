@@ -1,9 +1,9 @@
-"""What brokers report of a partition, and what is remembered of it when it leaves the route: the groups that it knew.
+"""Progress reports of brokers, and the groups that a route remembers when partitions are retired.
 
-``start=`` is for a group that no partition of the subject knows. Retention empties a partition that takes no messages
-any more, it leaves the route, and its broker drops it with its groups. One that was stopped all the time would be taken
-for a new group then, and skip what is stored in the partitions that came later. So its name stays with the route, with
-the version that it began with, until the group or the subject is deleted.
+``start=`` applies to a group that no partition of the subject knows. A sealed partition that retention has emptied is
+retired, and its broker drops it with its groups. A group whose consumers were stopped all that time would then count as
+new and skip messages in the later partitions. The route therefore remembers the group's name and the route version at
+which it started, until the group or the subject is deleted.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ log = logging.getLogger("plait.meta")
 
 
 class ReportedProgress(msgspec.Struct, frozen=True, array_like=True):
-    """What a broker has reported of a partition."""
+    """The last report of a broker about a partition, as stored in the database."""
 
-    #: Group → (first, end, fence) of the logical partitions that end there and that it is done with.
+    #: Group → (first, end, fence) of the sealed LPs that the group has finished.
     passed: dict[str, list[NumberedRun]] = {}
-    #: Rows below this are gone; 0: it takes nothing and never had a row; -1: none are.
+    #: Rows below this sequence are removed; 0: the partition is sealed and never had a row; -1: no row is removed.
     gone_below: int = -1
-    #: Group → the version of the route that it began with.
+    #: Group → the route version at which the group started.
     began: dict[str, int] = {}
 
     def without(self, group: str) -> ReportedProgress:
-        """The same but for a group that was deleted since."""
-        kept = {name: version for name, version in self.began.items() if name != group}
-        return msgspec.structs.replace(self, began=kept)
+        """This report without a group that was deleted since."""
+        others = {name: version for name, version in self.began.items() if name != group}
+        return msgspec.structs.replace(self, began=others)
 
 
 _decoder = msgspec.msgpack.Decoder(ReportedProgress)
 
 
 def progress_of(row: PartitionAssignment) -> ReportedProgress | None:
-    """What was reported of a partition; None: nothing yet."""
+    """The last report about a partition, or None before the first."""
     return _decoder.decode(row.progress) if row.progress else None
 
 
 def remembering(route: Route, leaving: Iterable[PartitionAssignment]) -> Route:
-    """The route with the groups that these partitions knew, as far as they were reported."""
+    """The route with the groups that the reports of these partitions name."""
     began = dict(route.began)
     for row in leaving:
         progress = progress_of(row)
         for name, version in progress.began.items() if progress is not None else ():
-            # As the newest of all.
+            # Re-insert: the order is that of the last retirement.
             began[name] = min(version, began.pop(name, version))
     if began == route.began:
         return route
     if len(began) > REMEMBERED_GROUPS_MAX:
-        # Broadcasts first, and of each kind the oldest.
+        # Forget broadcast groups first, and the oldest of each kind first.
         order = sorted(began, key=names.is_broadcast, reverse=True)
         log.warning(
-            "subject %s: partitions that left its route knew %d groups; %d are remembered, the others count as new",
+            "subject %s: its retired partitions knew %d groups; %d are remembered, the others will count as new",
             route.subject,
             len(began),
             REMEMBERED_GROUPS_MAX,
@@ -70,8 +70,8 @@ def remembering(route: Route, leaving: Iterable[PartitionAssignment]) -> Route:
 
 
 def forgetting(route: Route, group: str) -> Route:
-    """The next version, without a group that was deleted; the same route if it is not remembered."""
+    """The next route version without a deleted group. Returns ``route`` itself if it does not remember the group."""
     if group not in route.began:
         return route
-    kept = {name: version for name, version in route.began.items() if name != group}
-    return msgspec.structs.replace(route, version=route.version + 1, began=kept)
+    others = {name: version for name, version in route.began.items() if name != group}
+    return msgspec.structs.replace(route, version=route.version + 1, began=others)

@@ -1,8 +1,7 @@
-"""What is finished: spans leave routes when their rows are gone, and a broker group that is lost can be given up (R26).
+"""Finished partitions: spans leave a route when their rows are removed, and a lost broker group can be removed (R26).
 
-Brokers report, for each partition that has taken more logical partitions than it takes, how far each group is done with
-those, and below which sequence rows are gone. The report is kept with the partition, so it outlives the broker: clients
-get it with the route.
+For each partition with sealed LPs, its broker reports which of them each group has finished, and below which sequence
+rows are removed. The report is stored with the partition, so it outlives the broker. Clients get it with the route.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ log = logging.getLogger("plait.meta")
 
 
 class Retiring:
-    """Takes reports in, and what is finished out of routes."""
+    """Stores reports of brokers and removes finished spans from routes."""
 
     def __init__(self, core: Core, brokers: Brokers, subjects: Subjects) -> None:
         self._core = core
@@ -38,7 +37,7 @@ class Retiring:
         self._subjects = subjects
 
     def report(self, group: str, reports: Sequence[PartitionProgress]) -> None:
-        """A broker group says what is finished in some of its partitions."""
+        """Store the reports of a broker group, then remove finished spans from the routes of their subjects."""
         self._core.decide(lambda: self._note(group, reports))
         for subject in sorted({report.subject for report in reports}):
             self._core.decide(lambda subject=subject: self._retire(subject))  # type: ignore[misc]
@@ -47,7 +46,7 @@ class Retiring:
         pairs = []
         for report in reports:
             row = self._core.mirror.partitions.get(PartitionId(report.name, group))
-            # One of an earlier partition of that name has heard of older routes only.
+            # The report of an earlier partition of the same name has an older route version.
             if row is None or row.subject != report.subject or row.state != "kept" or not 0 < row.told <= report.route:
                 continue
             body = msgspec.msgpack.encode(ReportedProgress(report.passed, report.gone_below, report.began))
@@ -58,7 +57,7 @@ class Retiring:
                 change.replace(*pairs)
 
     def _retire(self, subject: str) -> None:
-        """Leave out spans whose rows are gone, the oldest first, of whatever partition they are."""
+        """Remove spans whose rows are removed, the oldest span of each LP first, until nothing changes."""
         mirror = self._core.mirror
         if mirror.subject(subject) is None:
             return
@@ -74,15 +73,15 @@ class Retiring:
             route = after
         if route is not before:
             with self._core.change() as change:
-                # However many steps it took, it is one change.
+                # One version for all the steps.
                 self._subjects.publish(change, msgspec.structs.replace(route, version=before.version + 1))
 
-    # --- groups of partitions that have left ------------------------------------------------------
+    # --- groups of retired partitions -------------------------------------------------------------
 
     def remembered(self, subject: str, name: str) -> Remembered:
-        """Whether partitions knew a group that have left the subject's route, or that take less than they did.
+        """Whether retired partitions, or partitions with sealed LPs, knew a group.
 
-        The broker of the latter may be switched off.
+        Reports answer for the latter, because their broker may be switched off.
         """
         mirror = self._core.mirror
         if mirror.subject(subject) is None:
@@ -93,7 +92,7 @@ class Retiring:
         return Remembered(route.version, min((began for began in known if began is not None), default=None))
 
     def forget_group(self, subject: str, name: str) -> bool:
-        """A group was deleted: it is remembered no longer; whether it was."""
+        """Forget a deleted group. Returns True if the route remembered it."""
 
         def decision() -> bool:
             mirror = self._core.mirror
@@ -102,15 +101,15 @@ class Retiring:
             before = mirror.route(subject)
             route = forgetting(before, name)
             rows = [mirror.partitions[place] for place in sorted(mirror.partitions_of.get(subject, ()))]
-            # A partition may leave before its broker reports again.
-            told = [
+            # A partition may be retired before its broker reports again.
+            reports = [
                 (row, progress.without(name))
                 for row in rows
                 if (progress := progress_of(row)) and name in progress.began
             ]
-            if route is not before or told:
+            if route is not before or reports:
                 with self._core.change() as change:
-                    bodies = ((row, msgspec.msgpack.encode(progress)) for row, progress in told)
+                    bodies = ((row, msgspec.msgpack.encode(progress)) for row, progress in reports)
                     change.replace(*((row, msgspec.structs.replace(row, progress=body)) for row, body in bodies))
                     if route is not before:
                         self._subjects.publish(change, route)
@@ -121,9 +120,10 @@ class Retiring:
     # --- a broker group that is lost --------------------------------------------------------------
 
     def forget(self, group: str, *, lost: bool) -> list[LostPartitionView]:
-        """A broker group will not come back: routes lead elsewhere, and what it had is lost; what that is.
+        """Remove a broker group that will not return: its LPs move to other broker groups and its messages are lost.
 
-        ``InvalidArgument`` unless ``lost`` allows it, where groups have not passed what is there.
+        Returns the partitions with unconsumed messages. Raises ``InvalidArgument`` if there are any and ``lost`` is
+        False.
         """
 
         def decision() -> list[LostPartitionView]:
@@ -133,7 +133,7 @@ class Retiring:
                     f"there is no broker group {group!r}; there are {', '.join(sorted(mirror.brokers))}"
                 )
             if self._brokers.state(group) != "NRW" or self._brokers.is_there(group):
-                raise InvalidArgument(f"broker group {group!r} is there; stop its broker first")
+                raise InvalidArgument(f"broker group {group!r} is alive; stop its broker first")
             places = sorted(
                 place for place, row in mirror.partitions.items() if place.group == group and row.state == "kept"
             )
@@ -141,19 +141,19 @@ class Retiring:
             missed = [each for each in found if each.takes or each.groups]
             if missed and not lost:
                 raise InvalidArgument(
-                    f"broker group {group!r} may hold messages that were not consumed: {'; '.join(map(str, missed))}; "
-                    "start its broker again, or give them up with --lost"
+                    f"broker group {group!r} may have unconsumed messages: {'; '.join(map(str, missed))}; "
+                    "start its broker again, or discard them with --lost"
                 )
             self._forget(group, places)
             return missed
 
         missed = self._core.decide(decision)
-        lost_text = "; ".join(map(str, missed)) or "nothing that a group had not finished"
-        log.warning("broker group %s was given up, and with it %s", group, lost_text)
+        lost_text = "; ".join(map(str, missed)) or "no unconsumed messages"
+        log.warning("broker group %s was removed; lost with it: %s", group, lost_text)
         return missed
 
     def _lost(self, place: PartitionId) -> LostPartitionView:
-        """What is lost with a partition."""
+        """What is lost if the partition is removed."""
         mirror = self._core.mirror
         row = mirror.partitions[place]
         route = mirror.route(row.subject)
@@ -179,7 +179,7 @@ class Retiring:
                 named = {route.partitions[index] for index in set(routes.target(route).tolist())}
                 targets = [each for each in rest if each in named] or self._others(subject, group)
                 self._subjects.publish(change, routes.give_up(route, group, targets))
-            # Their broker cannot be told to drop them.
+            # The lost broker cannot carry out an order to drop them.
             gone = [row for row in change.rows if isinstance(row, PartitionAssignment) and row.broker_group == group]
             change.replace(*((row, msgspec.structs.replace(row, state="gone", progress=b"")) for row in gone))
             change.remove(*mirror.brokers[group].values())
@@ -188,12 +188,12 @@ class Retiring:
     def _others(self, subject: str, group: str) -> list[PartitionId]:
         fit = [each for each in self._brokers.available() if each != group]
         if not fit:
-            raise NoBroker(f"no other broker group is available for subject {subject!r}")
+            raise NoBroker(f"no other broker group is available for subject {subject!r}; start another broker first")
         return new_places(subject, islice(cycle(fit), 1), self._core.mirror.is_taken)
 
 
 def closed_fences(route: Route, place: PartitionId) -> Numbers:
-    """For each logical partition the highest fence that it has in a partition; 0: none."""
+    """The highest fence of each LP in a partition; 0 without one."""
     index = route.partitions.index(place)
     fences = np.zeros(LOGICAL_PARTITIONS, np.int64)
     for history in route.histories:

@@ -1,8 +1,8 @@
-"""Routes: told to clients, changed on request, and carried out at the brokers order by order.
+"""Routes: sent to clients, changed on request, and applied at the brokers order by order.
 
-The orders are idempotent and name the version of the route that they come from, so several meta servers may give the
-same ones at once, late or twice (see ``plait/model/route.py``). What a broker has carried out is written down; what is
-not yet is found again by whoever looks next.
+Broker orders are idempotent and carry their route version, so several meta servers may send the same order at once,
+late or twice (see ``plait/model/route.py``). The database records what each broker has carried out. Any meta server
+computes the remaining orders from that.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from plait.model.settings import SubjectSettings
 
 
 class RouteChanges:
-    """The routes of all subjects."""
+    """The routes of all subjects, and the broker orders that follow from them."""
 
     def __init__(self, core: Core, brokers: Brokers, subjects: Subjects) -> None:
         self._core = core
         self._brokers = brokers
         self._subjects = subjects
-        #: What is left to carry out, of subjects that have something.
+        #: Subject → remaining orders, if it has any.
         self._pending: dict[str, tuple[list[Make], list[Move]]] = {}
 
     def view(self, subject: str, *, create: bool) -> RouteView:
-        """The newest route; a subject that does not exist is made if ``create`` allows it."""
+        """The newest route. With ``create``, a subject that does not exist is created."""
         if self._core.mirror.subject(subject) is None and create:
             self._subjects.create(subject, SubjectSettings(), may_exist=True)
         settings = self._subjects.settings(subject)
@@ -52,7 +52,7 @@ class RouteChanges:
         return RouteView(route, settings, brokers, passed, reported)
 
     def retarget(self, subject: str, partitions: int | Sequence[PartitionId]) -> Route:
-        """So many partitions, or these, are to take all messages from now on; the route with that target."""
+        """Set the target of the route: this number of partitions, or these partitions. Returns the new route."""
 
         def decision() -> Route:
             self._subjects.row(subject)
@@ -64,7 +64,7 @@ class RouteChanges:
         return self._core.decide(decision)
 
     def _places(self, route: Route, count: int) -> list[PartitionId]:
-        """The present partitions, and more where there are the fewest; or without some where there are the most."""
+        """The target partitions, with some added on the least loaded broker groups or removed from the most loaded."""
         check_count(count)
         places = [route.partitions[index] for index in sorted(set(routes.target(route).tolist()))]
         on = Counter(place.group for place in places)
@@ -82,7 +82,7 @@ class RouteChanges:
         for _ in range(count - len(places)):
             chosen.append(min(fit, key=lambda group: (on[group], fit.index(group))))
             on[chosen[-1]] += 1
-        # Those that still drain can be used again.
+        # A partition that still drains can be used again.
         draining = [place for place in route.partitions if place not in places]
         for group in list(chosen):
             again = next((place for place in draining if place.group == group), None)
@@ -95,11 +95,11 @@ class RouteChanges:
     # --- orders to brokers ----------------------------------------------------------------------
 
     def makes(self, subject: str | None = None) -> list[Make]:
-        """Partitions whose brokers have not carried out what the route wants of them."""
+        """Orders to create or open partitions that their brokers have not carried out."""
         return [make for makes, _ in self._left(subject) for make in makes]
 
     def unmade(self, subject: str) -> list[Make]:
-        """Those of them that the route leads to already and that nobody has: what a new subject waits for."""
+        """Those of ``makes`` whose partition is in use and does not exist yet: a new subject waits for them."""
         mirror = self._core.mirror
         makes = [make for make in self.makes(subject) if not mirror.partitions[make.place].told]
         if not makes:
@@ -109,7 +109,7 @@ class RouteChanges:
         return [make for make in makes if make.place in here]
 
     def made(self, make: Make) -> None:
-        """The broker has carried it out, durably."""
+        """Record that the broker has durably carried out the order."""
 
         def decision() -> None:
             row = self._core.mirror.partitions.get(make.place)
@@ -121,11 +121,11 @@ class RouteChanges:
         self._core.decide(decision)
 
     def moves(self, subject: str | None = None) -> list[Move]:
-        """Logical partitions that are to be sealed where they are, now that there is a place for them."""
+        """Orders to seal LPs whose new partition exists."""
         return [move for _, moves in self._left(subject) for move in moves]
 
     def sealed(self, move: Move, fences: Sequence[NumberedRun]) -> None:
-        """The broker has sealed them, durably; (first, end, fence) of each run."""
+        """Record that the broker has durably sealed LPs; ``fences`` has (first, end, fence) of each run."""
 
         def decision() -> None:
             if self._core.mirror.subject(move.subject) is None:
@@ -138,17 +138,17 @@ class RouteChanges:
         self._core.decide(decision)
 
     def drops(self) -> list[Drop]:
-        """Partitions that nothing leads to any more."""
+        """Orders to drop partitions that no route names."""
         mirror = self._core.mirror
         rows = [(place, mirror.partitions[place]) for place in sorted(mirror.dropping)]
         return [Drop(row.subject, mirror.routes[row.subject].version, place, row.changed) for place, row in rows]
 
     def dropped(self, drop: Drop) -> None:
-        """The broker has it no more."""
+        """Record that the broker has dropped the partition."""
 
         def decision() -> None:
             row = self._core.mirror.partitions.get(drop.place)
-            # It may have been made anew since, and given up once more.
+            # The partition may have been created and removed again since; ``changed`` tells.
             if row is not None and row.state == "dropping" and row.changed == drop.change:
                 with self._core.change() as change:
                     change.replace((row, msgspec.structs.replace(row, state="gone")))
@@ -162,7 +162,7 @@ class RouteChanges:
         return after
 
     def _left(self, subject: str | None) -> list[tuple[list[Make], list[Move]]]:
-        """What is left to carry out; only what has changed is looked at."""
+        """The remaining orders. Recomputed only for subjects that changed."""
         mirror = self._core.mirror
         while mirror.unsettled:
             name = mirror.unsettled.pop()
@@ -177,15 +177,15 @@ class RouteChanges:
 
     def _orders(self, route: Route) -> tuple[list[Make], list[Move]]:
         subject, version, settings = route.subject, route.version, self._subjects.settings(route.subject)
-        told = [self._core.mirror.partitions[place].told for place in route.partitions]
+        applied = [self._core.mirror.partitions[place].told for place in route.partitions]
         makes = [
             Make(subject, version, place, lps, settings)
-            for place, heard, gained, lps in zip(
-                route.partitions, told, route.gained, routes.openings(route), strict=True
+            for place, known, gained, lps in zip(
+                route.partitions, applied, route.gained, routes.openings(route), strict=True
             )
-            if heard < gained
+            if known < gained
         ]
-        made = [index for index, heard in enumerate(told) if heard]
+        made = [index for index, known in enumerate(applied) if known]
         moves = [
             Move(subject, version, route.partitions[partition], lps) for partition, lps in routes.moves(route, made)
         ]

@@ -1,8 +1,8 @@
-"""A subject's route from what brokers' catalogs say of its partitions, after the meta database was lost.
+"""Rebuilds the route of a subject from the catalogs of its brokers, after the meta database was lost.
 
-A catalog row says which logical partitions (LPs) a partition takes, where the rows of those end that it took before,
-and from where on it took others later. That gives the spans of each LP. Their order follows the route versions that
-opened them; of spans that were opened with their partition only the partition's time of creation is known.
+A catalog row has the LPs that a partition takes, the fences of its sealed LPs, and the sequences from which LPs were
+opened again. That gives the spans of each LP. Spans are ordered by the route version that opened them; for spans that
+were opened with their partition only the partition's creation time is known.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from plait.meta.views import RegisteredPartition
 from plait.model.lp_runs import Numbers, runs_of
 from plait.model.route import PartitionId, Route, Span, SpanHistory, joined
 
-#: What a partition takes, took, and took again at the places that a broker tells apart.
+#: The most runs of one partition: its open, sealed and reopened LPs.
 _RUNS_MAX: Final = 16 * LOGICAL_PARTITIONS
-#: Sequences and versions are below this everywhere.
+#: All sequences and versions are below this.
 _NUMBER_MAX: Final = 1 << 62
 Found = Mapping[PartitionId, RegisteredPartition]
 
 
 def owners(places: list[PartitionId], found: Found) -> Numbers:
-    """For each LP the index of the partition that takes it; -1: none of these does.
+    """For each LP the index of the partition that takes it, or -1.
 
-    Where several do, as brokers of two clusters do that became one, the one with the newest route counts.
+    If several take it (brokers of two merged clusters), the partition with the newest route wins.
     """
     numbers: Numbers = np.full(LOGICAL_PARTITIONS, -1, np.int64)
     order = sorted(places, key=lambda place: (found[place].route, place.name == found[place].subject))
@@ -40,12 +40,12 @@ def owners(places: list[PartitionId], found: Found) -> Numbers:
 
 
 def missing(found: Found) -> int:
-    """How many LPs no partition takes that was found."""
+    """The number of LPs that no found partition takes."""
     return int((owners(list(found), found) < 0).sum())
 
 
 def rebuilt(subject: str, found: Found, version: int) -> Route:
-    """The route of partitions that take all LPs among them."""
+    """The route of partitions that together take all LPs."""
     places = sorted(found)
     used = set(owners(places, found).tolist())
     places = [place for index, place in enumerate(places) if index in used or found[place].fences]
@@ -63,7 +63,7 @@ def rebuilt(subject: str, found: Found, version: int) -> Route:
 
 
 def _closed(index: int, facts: RegisteredPartition, lp: int) -> Iterator[tuple[int, int, int, int]]:
-    """(opened by which route version, created, partition, fence) of an LP's closed spans in one partition."""
+    """(opening route version, creation time, partition, fence) of an LP's closed spans in one partition."""
     opened = 0
     for first, end, sequence, by in sorted(facts.reopened, key=lambda entry: entry[3]):
         if first <= lp < end:
@@ -76,13 +76,17 @@ def _closed(index: int, facts: RegisteredPartition, lp: int) -> Iterator[tuple[i
 
 
 def check(facts: RegisteredPartition) -> None:
-    """Refuse runs of LPs that are none."""
+    """Raise ``InvalidArgument`` for invalid runs of LPs, or too many of them."""
     runs = [*(facts.lps or []), *facts.fences, *facts.reopened]
     for first, end, *numbers in runs:
         if not 0 <= first < end <= LOGICAL_PARTITIONS or not all(0 <= number < _NUMBER_MAX for number in numbers):
-            raise InvalidArgument(f"partition {facts.name!r}: {(first, end, *numbers)} is no run of logical partitions")
+            raise InvalidArgument(
+                f"partition {facts.name!r}: {(first, end, *numbers)} is not a run of logical partitions"
+            )
     if len(runs) > _RUNS_MAX:
-        raise InvalidArgument(f"partition {facts.name!r}: {len(runs)} runs of logical partitions, at most {_RUNS_MAX}")
+        raise InvalidArgument(
+            f"partition {facts.name!r} has {len(runs)} runs of logical partitions; at most {_RUNS_MAX} are allowed"
+        )
 
 
 def _lps(facts: RegisteredPartition) -> list[tuple[int, int]]:

@@ -1,8 +1,8 @@
-"""The meta server's decisions in one object: plain, blocking, without a clock or a socket of its own.
+"""``MetaService``: the decisions of a meta server, as a blocking object without a clock or a socket of its own.
 
-One thread uses it, but for what says otherwise. Several meta servers may share a database: each has all of it in memory
-and asks for what has changed, and every change is a compare-and-set, so it does not matter which of them a client or a
-broker talks to.
+One thread uses it, except for the methods that any thread may call. Several meta servers may share a database: each
+mirrors it in memory and reads the changes of the others, and every change is a compare-and-set. So clients and brokers
+may talk to any of them.
 """
 
 from __future__ import annotations
@@ -53,10 +53,13 @@ log = logging.getLogger("plait.meta")
 
 
 class MetaService:
-    """A meta server. Every call but ``route`` raises ``MetaUnavailable`` while the database is down."""
+    """A meta server.
+
+    All calls except ``route`` and ``remembered`` raise ``MetaUnavailable`` while the database is down.
+    """
 
     def __init__(self, store: Store, clock: Clock, limits: MetaLimits | None = None, *, address: str = "") -> None:
-        """``address`` is where clients reach it, for others to name it."""
+        """``address`` is the address for clients, which other meta servers publish."""
         self._core = Core(store, clock, limits or MetaLimits())
         self._brokers = Brokers(self._core)
         self._subjects = Subjects(self._core, self._brokers)
@@ -76,15 +79,15 @@ class MetaService:
         return self._core.store.cluster
 
     def metas(self) -> list[str]:
-        """The addresses of all meta servers that live, this one's first."""
+        """The addresses of all live meta servers, this one first."""
         return self._peers.addresses()
 
     # --- time -----------------------------------------------------------------------------------
 
     def tick(self) -> Changes:
-        """Once a second, and after ``next_loss``: look who lives, and go on with what has to be done.
+        """Update liveness and remove lost clients. Call this every second, and after ``next_loss``.
 
-        What has changed since the last call.
+        Returns the changes since the last call of ``tick`` or ``step``.
         """
         now = self._core.clock.monotonic()
         seconds, self._ticked = self._core.noticeable(now - self._ticked), now
@@ -97,13 +100,13 @@ class MetaService:
         return self._changes(more=more)
 
     def next_loss(self) -> float:
-        """After so many seconds a client is lost if nothing is heard of it."""
+        """Seconds until the next client is lost, unless it sends a heartbeat."""
         return self._members.next_loss
 
     def step(self) -> Changes:
-        """One slice of the work that waits, short enough for heartbeats to pass: to be called while there is ``more``.
+        """Do one short slice of the pending work. Call this while the result has ``more``.
 
-        What has changed since the last call.
+        Heartbeats can be answered between two slices. Returns the changes since the last call of ``tick`` or ``step``.
         """
         more = self._members.look()
         self._allocating.run()
@@ -111,13 +114,13 @@ class MetaService:
 
     @property
     def busy(self) -> bool:
-        """There is something for ``step`` to do, or to tell."""
+        """True if ``step`` has work to do or changes to return."""
         mirror = self._core.mirror
         return bool(mirror.stale or mirror.unsettled or mirror.new_subjects or mirror.new_groups or mirror.new_brokers)
 
     @property
     def writing(self) -> AllocationWrite | None:
-        """To be carried out before the next ``step``, by any thread: then no heartbeat waits for the database."""
+        """A write that any thread may do before the next ``step``, so that no heartbeat waits for the database."""
         return self._allocating.writing
 
     def _changes(self, *, more: bool) -> Changes:
@@ -142,7 +145,7 @@ class MetaService:
         partitions: Sequence[RegisteredPartition] = (),
         reason: str = "",
     ) -> Registered:
-        """A broker has started: it says what it has, and learns what it may have missed."""
+        """Register a broker that has started, with its partitions. The reply has what it may have missed."""
         self._core.refresh()
         self._advance(group, max((facts.newest for facts in partitions), default=0))
         self._brokers.register(group, broker, address, state, epoch, reason)
@@ -150,13 +153,13 @@ class MetaService:
         return Registered(self.cluster, self._floors(group), unrouted, self.newest)
 
     def _advance(self, group: str, newest: int) -> None:
-        """A broker knows a higher number: the database is an older copy of itself, or a new one."""
+        """Raise the change counter above ``newest``, which is higher if the database is new or an older copy."""
         seen = self._core.mirror.seen
         believed = min(newest, seen + NUMBER_STEP_MAX)
         if believed < newest:
-            # Refused, it would keep the broker from starting.
+            # Not refused: the broker could not start.
             log.warning(
-                "broker group %s knows number %d, the highest here is %d: not believed, counting on from %d",
+                "broker group %s reports change number %d, the highest here is %d: too far ahead, continuing from %d",
                 group,
                 newest,
                 seen,
@@ -174,24 +177,24 @@ class MetaService:
 
     @property
     def newest(self) -> int:
-        """How far the counter has come that routes and epochs are numbered by."""
+        """The newest change number. Route versions and epochs are change numbers."""
         return self._core.mirror.seen
 
-    def beat_broker(self, group: str, broker: str, state: State, reason: str = "") -> bool:
-        """A broker lives and is in that state; False: it is not known here and has to register again."""
-        return self._brokers.beat(group, broker, state, reason)
+    def broker_heartbeat(self, group: str, broker: str, state: State, reason: str = "") -> bool:
+        """Record a broker's heartbeat and state. Returns False if the broker must register again."""
+        return self._brokers.heartbeat(group, broker, state, reason)
 
     def settled(self) -> bool:
-        """Every broker has been heard of, or is lost: who is chosen now is there."""
+        """True once every broker has a confirmed heartbeat or is lost, so that a choice of brokers is sound."""
         self._core.refresh()
         return self._brokers.settled()
 
     def set_broker_state(self, group: str, state: State) -> None:
-        """What the operator wishes of a broker group."""
+        """Set the state that the operator wants for a broker group."""
         self._brokers.wish(group, state)
 
     def brokers(self) -> list[BrokerView]:
-        """All brokers, as this meta server sees them."""
+        """All brokers, as this meta server knows them."""
         self._core.refresh()
         return self._brokers.views()
 
@@ -205,28 +208,31 @@ class MetaService:
         partitions: int | Sequence[PartitionId] | None = None,
         groups: Sequence[str] | None = None,
     ) -> None:
-        """A new subject; ``SubjectExists``, or ``NoBroker`` while no broker group is there to take it."""
+        """Create a subject. Raises ``SubjectExists``, or ``NoBroker`` if no broker group is available."""
         self._subjects.create(name, settings or SubjectSettings(), partitions, groups)
 
     def update_subject(self, name: str, settings: SubjectSettings) -> None:
         self._subjects.update(name, settings)
 
     def set_subject(self, name: str, settings: dict[str, Any]) -> None:
-        """Change the settings that are named."""
+        """Change the named settings; the others stay."""
         self._core.refresh()
         self._subjects.update(name, msgspec.structs.replace(self._subjects.settings(name), **settings))
 
     def forget_group(self, subject: str, group: str) -> bool:
-        """A group that has no members is gone; ``GroupBusy`` while it has some.
+        """Delete a group without members. Raises ``GroupBusy`` if it has some.
 
-        Whether partitions that have left the subject's route knew it.
+        Returns True if the subject's route remembered it from retired partitions.
         """
         self._core.refresh()
         self._members.forget_group(subject, group)
         return self._retiring.forget_group(subject, group)
 
     def remembered(self, subject: str, group: str) -> Remembered:
-        """Whether partitions that have left the subject's route knew a group; known without the database, as routes."""
+        """Whether retired partitions of the subject knew a group.
+
+        Answered from the mirror while the database is down.
+        """
         self._look()
         return self._retiring.remembered(subject, group)
 
@@ -244,78 +250,84 @@ class MetaService:
     # --- routes ---------------------------------------------------------------------------------
 
     def route(self, subject: str, *, create: bool = True) -> RouteView:
-        """Where the subject is; it is made if it does not exist and ``create`` allows it.
+        """The route of a subject. With ``create``, a subject that does not exist is created.
 
-        While the database is down: where it was when the database answered last. That is safe, as brokers refuse what
-        an outdated route leads to them, and it lets new processes send and consume.
+        While the database is down, the reply is the last known route. That is safe, because brokers refuse requests
+        under an outdated route, and it lets new processes send and consume.
         """
         self._look()
         if self._core.down is None:
             return self._routing.view(subject, create=create)
         row = self._core.mirror.subjects.get(subject)
         if row is None or row.deleted:
-            # It may have been made meanwhile.
+            # Another meta server may have created it meanwhile.
             raise MetaUnavailable(self._core.down.message, **self._core.down.details)
         return self._routing.view(subject, create=False)
 
     def _look(self) -> None:
-        """Hear what is new, if the database answers."""
+        """Refresh the mirror if the database is available."""
         try:
             if self._core.down is None:
                 self._core.refresh()
         except MetaUnavailable as error:
-            log.warning("routes are answered as they were known last: %s", error)
+            log.warning("the meta database is down, replies have the last known routes: %s", error)
 
     def expand(self, subject: str, partitions: int | Sequence[PartitionId]) -> Route:
-        """So many partitions, or these, are to take the subject's messages; more or fewer than now.
+        """Set how many partitions, or which, take the subject's messages; more or fewer than now.
 
-        What follows is carried out order by order: ``pending_makes``, ``pending_moves``.
+        The change is then applied order by order: ``pending_makes``, ``pending_moves``.
         """
         return self._routing.retarget(subject, partitions)
 
     def pending_makes(self, subject: str | None = None) -> list[Make]:
-        """Orders to brokers to make partitions and to open them, of one subject or all."""
+        """Broker orders to create and open partitions, of one subject or all."""
         return self._routing.makes(subject)
 
     def unmade(self, subject: str) -> list[Make]:
-        """Those of a subject without which its route leads nowhere."""
+        """Those orders of a subject whose partition is in use and does not exist yet."""
         return self._routing.unmade(subject)
 
     def made(self, make: Make) -> None:
-        """A broker has carried it out."""
+        """Record that a broker has carried out the order."""
         self._routing.made(make)
 
     def pending_moves(self, subject: str | None = None) -> list[Move]:
-        """Orders to brokers to seal logical partitions."""
+        """Broker orders to seal LPs, of one subject or all."""
         return self._routing.moves(subject)
 
     def sealed(self, move: Move, fences: Sequence[NumberedRun]) -> None:
-        """A broker has carried it out: (first, end, fence) of each run of logical partitions."""
+        """Record that a broker has sealed LPs; ``fences`` has (first, end, fence) of each run."""
         self._routing.sealed(move, fences)
 
     def pending_drops(self) -> list[Drop]:
-        """Orders to brokers to drop partitions."""
+        """Broker orders to drop partitions."""
         return self._routing.drops()
 
     def dropped(self, drop: Drop) -> None:
-        """A broker has carried it out."""
+        """Record that a broker has dropped the partition."""
         self._routing.dropped(drop)
 
     def report_progress(self, group: str, broker: str, reports: Sequence[PartitionProgress]) -> bool:
-        """A broker says what is finished in its partitions; False: it is not known here and has to register again."""
+        """Store a broker's reports of finished LPs and removed rows.
+
+        Returns False if the broker must register again.
+        """
         if not self._brokers.knows(group, broker):
             return False
         self._retiring.report(group, reports)
         return True
 
     def forget_broker(self, group: str, *, lost: bool = False) -> list[LostPartitionView]:
-        """Give up a broker group that will not come back; what is lost with it, if ``lost`` allows that."""
+        """Remove a broker group that will not return; with ``lost``, even if messages are lost.
+
+        Returns what is lost.
+        """
         self._core.refresh()
         return self._retiring.forget(group, lost=lost)
 
     # --- members --------------------------------------------------------------------------------
 
-    def beat_client(
+    def client_heartbeat(
         self,
         client: str,
         members: Sequence[Membership],
@@ -324,48 +336,50 @@ class MetaService:
         leaving: bool = False,
         affinity: Collection[tuple[str, str]] = (),
     ) -> HeartbeatView:
-        """A client lives and is a member of these (subject, group, ordered), and of no others.
+        """Answer a heartbeat: the client is a member of exactly these (subject, group, ordered).
 
-        It hears what is newer than ``seen``, the number of an earlier answer to the same members; 0: all there is.
-        Of those whose (subject, group) is in ``affinity`` it is a member by affinity, which is a kind of ordered.
-        Joins and leaves are noted at once; the allocation that follows from them is the work of ``step``.
+        The reply has what is newer than ``seen``, the number of an earlier reply for the same members; everything if it
+        is 0. Ordered groups whose (subject, group) is in ``affinity`` are affinity groups. Joins and leaves are written
+        at once; ``step`` computes the allocation that follows.
         """
-        return self._members.beat(client, members, seen=seen, leaving=leaving, affinity=affinity)
+        return self._members.heartbeat(client, members, seen=seen, leaving=leaving, affinity=affinity)
 
-    def repeat_client(
+    def repeated_heartbeat(
         self, client: str, members: Sequence[Membership], affinity: Collection[tuple[str, str]], seen: int
     ) -> HeartbeatView | None:
-        """The answer to a heartbeat that says nothing new, where it can be given at once; None: ``beat_client``.
+        """Answer a heartbeat that repeats the last one. Returns None if ``client_heartbeat`` must answer it.
 
-        From any thread, whatever else this server does. What has changed by then and not come out of ``step`` or
-        ``tick`` may not be in it.
+        Any thread may call this at any time. The reply may lack changes that ``step`` or ``tick`` has not returned yet.
         """
         return self._members.repeat(client, members, affinity, seen)
 
     def leave_client(self, client: str) -> Leave:
-        """A client leaves all its groups. ``beat_client`` in three parts: the second one waits for the database."""
+        """Begin a client's leave from all its groups.
+
+        The leave is then written by ``carry_out``, which waits for the database, and completed by ``left_client``.
+        """
         return self._members.leave(client)
 
     def carry_out(self, leave: Leave) -> None:
-        """The second part, for any thread but one at a time: write it, and others that wait.
+        """Write a leave together with others that wait. Any thread may call this, one at a time.
 
-        Who beats before it is done waits for the database, and carries it out.
+        A heartbeat of the client before that carries out the leave itself and waits for the database.
         """
         self._members.carry_out(leave)
 
     def left_client(self, leave: Leave) -> HeartbeatView:
-        """The third part: the client is out, or why not."""
+        """Complete a leave. Raises the error of a failed write."""
         return self._members.left(leave)
 
     def client(self, client: str, seen: int = 0) -> HeartbeatView:
-        """The same answer for a client that has said nothing new."""
+        """The reply of ``client_heartbeat`` for the memberships of the client's last heartbeat."""
         return self._members.known(client, seen)
 
     def client_news(self, client: str, seen: int) -> HeartbeatView | None:
-        """The same from any thread, where it can be given at once; None: ``client``."""
+        """The reply of ``client``, for any thread. Returns None if ``client`` must be called."""
         return self._members.news(client, seen)
 
     def allocation(self, subject: str, group: str) -> AllocationView:
-        """Who is to handle what of a group."""
+        """The members of a group and their shares."""
         self._core.refresh()
         return self._members.view(subject, group)

@@ -1,4 +1,4 @@
-"""Subjects: made with a route to broker groups that are there, changed, and deleted with all that belongs to them."""
+"""Subjects: created with a route over available broker groups, changed, deleted, and adopted from brokers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from plait.model import names
 from plait.model.route import PartitionId, Route, announced, check_places, default_route
 from plait.model.settings import SubjectSettings, group_settings, subject_settings, text_of
 
-#: Broker groups that a subject is spread over if nobody says more.
+#: Broker groups of a new subject, unless the request says otherwise.
 DEFAULT_GROUPS = 2
-#: Subjects that are taken over in one transaction.
+#: Subjects adopted in one transaction.
 ADOPTED_AT_ONCE = 1_000
 
 
@@ -32,7 +32,7 @@ class Subjects:
     def __init__(self, core: Core, brokers: Brokers) -> None:
         self._core = core
         self._brokers = brokers
-        #: Partitions that brokers have of subjects that are not known, until they take all logical partitions.
+        #: Partitions that brokers reported for unknown subjects, until they cover all LPs.
         self._found: dict[str, dict[PartitionId, RegisteredPartition]] = {}
 
     def create(
@@ -44,9 +44,9 @@ class Subjects:
         *,
         may_exist: bool = False,
     ) -> None:
-        """A new subject on ``groups`` (any, if none are named), with so many partitions or with these.
+        """Create a subject on ``groups`` (default: any), with a number of partitions or these partitions.
 
-        Without a number it has one partition on each of the named groups, or on two that are available.
+        Without ``partitions`` it gets one partition on each of ``groups``, or on two available broker groups.
         """
         names.check("subject", name)
 
@@ -61,14 +61,14 @@ class Subjects:
         self._core.decide(decision)
 
     def _refuse_found(self, name: str) -> None:
-        """A subject that exists, and whose route is lost in part, is not made again by use."""
+        """Refuse to create a subject on first use if part of its lost route was found."""
         found = self._found.get(name)
         if found:
             lost, groups = missing(found), ", ".join(sorted({place.group for place in found}))
             raise NoBroker(
                 f"the route of subject {name!r} was lost, and its partitions on broker group {groups} take "
-                f"{LOGICAL_PARTITIONS - lost} of {LOGICAL_PARTITIONS} logical partitions: start the brokers that have "
-                f"the others, or give those up with 'plait subject create {name}'"
+                f"{LOGICAL_PARTITIONS - lost} of {LOGICAL_PARTITIONS} logical partitions; start the brokers that have "
+                f"the others, or discard them with 'plait subject create {name}'"
             )
 
     def _places(
@@ -88,7 +88,9 @@ class Subjects:
         mirror, limit = self._core.mirror, self._core.limits.subjects
         if len(mirror.subjects) >= limit:
             raise LimitExceeded(
-                f"this cluster has its {limit} subjects; delete some or raise the limit", limit="subjects", value=limit
+                f"subject limit reached ({limit} per cluster, limit `subjects`); delete unused subjects or raise it",
+                limit="subjects",
+                value=limit,
             )
         check_places(places)
         row, before = SubjectRow(name, text_of(settings), created), mirror.subjects.get(name)
@@ -97,13 +99,13 @@ class Subjects:
                 change.insert(row)
             else:
                 change.replace((before, row))
-            # Above every version that a subject of this name has had.
+            # Higher than every version of an earlier subject of this name.
             self.publish(change, default_route(name, places, change.number))
 
     def publish(self, change: StoreChange, route: Route) -> None:
-        """Write a route, define its new partitions, and give up those that it has no more.
+        """Write a route, add its new partitions, and mark the partitions that it no longer names for dropping.
 
-        The groups that those knew are remembered.
+        The route remembers the groups of the latter.
         """
         mirror = self._core.mirror
         known, listed = mirror.partitions_of.get(route.subject, set()), set(route.partitions)
@@ -124,12 +126,14 @@ class Subjects:
             before = known.get(place)
             if before is not None and before.state != "gone":
                 dropping = " and is being dropped" if before.state == "dropping" else ""
-                raise InvalidArgument(f"partition {place} is one of subject {before.subject!r}{dropping}")
+                raise InvalidArgument(
+                    f"partition {place} belongs to subject {before.subject!r}{dropping}; use another name"
+                )
         change.replace(*((known[place], row) for place, row in new.items() if place in known))
         change.insert(*(row for place, row in new.items() if place not in known))
 
     def update(self, name: str, settings: SubjectSettings) -> None:
-        """Change the settings; brokers hear of it with the next version of the route."""
+        """Change the settings. Brokers get them with the next route version."""
 
         def decision() -> None:
             row = self.row(name)
@@ -142,7 +146,7 @@ class Subjects:
         self._core.decide(decision)
 
     def delete(self, name: str) -> None:
-        """The subject and its groups are gone; its partitions go when their brokers hear of it."""
+        """Delete a subject with its groups. Its partitions are dropped by broker orders."""
 
         def decision() -> None:
             row, mirror = self.row(name), self._core.mirror
@@ -158,11 +162,10 @@ class Subjects:
         self._core.decide(decision)
 
     def adopt(self, group: str, partitions: Sequence[RegisteredPartition]) -> list[str]:
-        """Take over subjects that are not known, with the routes that their partitions' brokers know.
+        """Adopt unknown subjects of a broker, rebuilding their routes from its catalog.
 
-        A data directory may be older than the meta database, or the database was lost. A subject is taken over once
-        partitions of it that take all logical partitions are found, on any brokers. The names of partitions that no
-        route leads to are returned.
+        A data directory may be older than the meta database, or the database was lost. A subject is adopted once its
+        reported partitions, on any brokers, cover all LPs. Returns the names of partitions that no route names.
         """
         for facts in partitions:
             names.check("subject", facts.subject)
@@ -209,7 +212,7 @@ class Subjects:
     # --- views ----------------------------------------------------------------------------------
 
     def row(self, name: str) -> SubjectRow:
-        """The subject, or ``SubjectNotFound``."""
+        """The row of a subject. Raises ``SubjectNotFound``."""
         row = self._core.mirror.subject(name)
         if row is None:
             raise SubjectNotFound(
@@ -240,26 +243,27 @@ def _stored(route: Route) -> RouteRow:
 
 
 def give_up(change: StoreChange, partitions: Sequence[PartitionAssignment]) -> None:
-    """Nothing leads to these any more."""
+    """Mark partitions that no route names for dropping."""
     change.replace(*((row, msgspec.structs.replace(row, state="dropping")) for row in partitions))
 
 
 def check_count(count: object) -> None:
-    """How many partitions somebody asks for."""
+    """Check a requested number of partitions."""
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= LOGICAL_PARTITIONS:
-        raise InvalidArgument(f"{count!r} partitions: a subject has 1 to {LOGICAL_PARTITIONS}")
+        raise InvalidArgument(f"{count!r} partitions are not possible; a subject has 1 to {LOGICAL_PARTITIONS}")
 
 
 def check_groups(core: Core, places: Sequence[PartitionId]) -> None:
-    """Named partitions have names that are allowed, on broker groups that there are."""
+    """Check that partitions have valid names and existing broker groups."""
     for place in places:
         names.check_partition(place.name)
         if place.group not in core.mirror.brokers:
-            raise InvalidArgument(f"there is no broker group {place.group!r}")
+            listed = ", ".join(sorted(core.mirror.brokers))
+            raise InvalidArgument(f"there is no broker group {place.group!r}; there are {listed}")
 
 
 def new_places(subject: str, groups: Iterator[str], taken: Callable[[PartitionId], bool]) -> list[PartitionId]:
-    """A partition on each of the groups: named as the subject, or with the next number that is free there."""
+    """One new partition per broker group, named like the subject, or with the next free number there."""
     places: list[PartitionId] = []
     next_number: dict[str, int] = {}
     for group in groups:

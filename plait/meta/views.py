@@ -1,4 +1,4 @@
-"""What the meta server answers with, and what it asks brokers for."""
+"""Replies of the meta server, reports of brokers, and broker orders."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from plait.model.lp_runs import NumberedRun, Run
 from plait.model.route import PartitionId, Route
 from plait.model.settings import SubjectSettings
 
-#: Whether a broker, or a broker group, can be sent to (W) and consumed from (R).
+#: Whether a broker or a broker group accepts sends (W) and serves consumers (R).
 State = Literal["RW", "R", "W", "NRW"]
 Strategy = Literal["exclusive", "shared"]
 
 
 class RegisteredPartition(msgspec.Struct, frozen=True):
-    """A partition that a broker has, as it says when it registers."""
+    """A partition of a broker, as the broker reports it when it registers."""
 
     name: str
     subject: str
     settings: SubjectSettings = SubjectSettings()
     #: Wall time in microseconds.
     created: Int64 = 0
-    #: The highest route version or epoch that the broker has heard of there: all that are given out are to be higher,
-    #: even by a meta server whose database was lost.
+    #: The highest route version or epoch that the broker knows there. The meta server issues only higher ones, even
+    #: after its database was lost.
     newest: Number = 0
-    #: The version of the route that it knows, the logical partitions that it takes by that (None: all), those that it
-    #: took once with the sequences at which their rows end, and those that it took later than from its beginning on
-    #: with the sequence and the route version of that. A lost route is rebuilt from these.
+    #: The route version that the partition knows; the LPs that it takes under that version (None: all); the sealed LPs
+    #: with their fences; the LPs that were opened after the partition was created, as (first, end, sequence, route
+    #: version). A lost route is rebuilt from these.
     route: Number = 0
     lps: list[Run] | None = None
     fences: list[NumberedRun] = []
@@ -40,100 +40,100 @@ class RegisteredPartition(msgspec.Struct, frozen=True):
 
 
 class PartitionProgress(msgspec.Struct, frozen=True):
-    """What is finished in a partition, as its broker reports."""
+    """A broker's report of what is finished in a partition."""
 
     name: str
     subject: str
-    #: The newest route that the partition has heard of.
+    #: The newest route version that the partition knows.
     route: int
-    #: Group → (first, end, fence) of the logical partitions that end there and that it is done with.
+    #: Group → (first, end, fence) of the sealed LPs that the group has finished.
     passed: dict[str, list[NumberedRun]] = {}
-    #: Rows below this are gone, and nothing that belongs to them is left; -1: there is no such sequence.
+    #: Rows below this sequence are removed with all their state; -1 if there is no such sequence.
     gone_below: int = -1
-    #: Group → the version of the route that it began with.
+    #: Group → the route version at which the group started.
     began: dict[str, Number] = {}
 
 
 class Remembered(msgspec.Struct, frozen=True):
-    """Whether partitions that have left a subject's route knew a group."""
+    """Whether retired partitions of a subject knew a group."""
 
-    #: That of the route; 0: there is no such subject.
+    #: The version of the subject's route; 0 if there is no such subject.
     version: int
-    #: The version that the group began with; None: they did not know it.
+    #: The route version at which the group started; None if those partitions did not know it.
     began: int | None
 
 
 class LostPartitionView(msgspec.Struct, frozen=True):
-    """What is lost with a partition of a broker group that is given up."""
+    """What is lost with a partition of a broker group that is removed."""
 
     subject: str
-    #: As name@group.
+    #: Partition id as name@group.
     partition: str
-    #: Logical partitions that it took: messages sent there that a group has not come to are lost.
+    #: Number of LPs that were sent to it: their unconsumed messages there are lost.
     takes: int
-    #: Group → logical partitions whose older messages there it had not finished.
+    #: Group → number of sealed LPs that the group had not finished there.
     groups: dict[str, int]
 
     def __str__(self) -> str:
         parts = [f"{self.takes} of 1024 logical partitions are sent there"] if self.takes else []
-        parts += [f"group {name} has not finished {count} that ended there" for name, count in self.groups.items()]
+        parts += [f"group {name} has not finished {count} sealed ones" for name, count in self.groups.items()]
         return f"{self.partition}: {', '.join(parts) or 'nothing'}"
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """What a broker learns when it registers."""
+    """The reply to a broker's registration."""
 
     cluster: str
-    #: For each exclusive group of a subject with a partition there: (first, end, epoch) of logical partitions. Lower
-    #: epochs have lost them for good, whatever the broker remembers.
+    #: For each ordered group of a subject with a partition there: (first, end, epoch) of LPs. Owners with lower epochs
+    #: have permanently lost the LPs, whatever the broker has recorded.
     floors: dict[GroupKey, list[NumberedRun]]
-    #: Partitions that it has and no route leads to, though their subject has one: nothing is read from them.
+    #: Partitions of the broker that the route of their subject does not name: nothing is read from them.
     unrouted: list[str]
-    #: How far the counter has come that routes and epochs are numbered by.
+    #: The newest change number. Route versions and epochs are change numbers.
     newest: int
 
 
 class BrokerView(msgspec.Struct, frozen=True):
-    """A broker as this meta server sees it."""
+    """A broker, as this meta server knows it."""
 
     group: str
     broker: str
     address: str
-    #: What the operator wishes, and what it is: less if the broker says so, "NRW" if it is lost.
+    #: The state that the operator set, and the actual one: reduced by what the broker reports, "NRW" if it is lost.
     wished: State
     state: State
     epoch: int
     partitions: int
-    #: Why the broker takes no messages, as it reports: a full disk. Empty where it takes them.
+    #: Why the broker accepts no messages, as it reports (a full disk). Empty if it accepts messages.
     reason: str = ""
 
 
 class RoutedSubjectView(msgspec.Struct, frozen=True):
-    """A subject and how far it is spread."""
+    """A subject with its partitions and groups."""
 
     name: str
     settings: SubjectSettings
     created: int
     partitions: list[PartitionId]
-    #: The groups that consume it, and whether they are ordered.
+    #: Group → whether it is ordered.
     groups: dict[str, bool]
 
 
 class RouteView(msgspec.Struct, frozen=True):
-    """All that a client needs to send to a subject and to consume it."""
+    """What a client needs to send to a subject and to consume it."""
 
     route: Route
     settings: SubjectSettings
     #: Broker group → addresses and state.
     brokers: dict[str, tuple[list[str], State]]
-    #: Group → (index of the partition, first, end, fence): what it has finished there, as brokers reported.
+    #: Group → (partition index, first, end, fence) of the LPs that it has finished there, as brokers reported.
     passed: dict[str, list[tuple[int, int, int, int]]] = {}
-    #: Partitions (by index) of which anything was reported.
+    #: Indexes of the partitions that have a report.
     reported: list[int] = []
 
 
 class Make(NamedTuple):
-    """An order: the partition is to take these logical partitions, and to be made if it is not there."""
+    """Broker order: create the partition if it does not exist, and open it for these LPs."""
 
     subject: str
     version: int
@@ -143,7 +143,7 @@ class Make(NamedTuple):
 
 
 class Move(NamedTuple):
-    """An order: the partition is to take these logical partitions no more, and to say where their rows end."""
+    """Broker order: seal these LPs of the partition, and reply with their fences."""
 
     subject: str
     version: int
@@ -152,40 +152,40 @@ class Move(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """An order: nothing leads to the partition any more; it is to go with all that is in it."""
+    """Broker order: drop the partition with all its messages, because no route names it."""
 
     subject: str
-    #: One that is made anew later has heard of a higher one, and stays.
+    #: A partition that was created again later knows a higher version and stays.
     version: int
     place: PartitionId
-    #: The change that gave it up.
+    #: The change that removed it from the route.
     change: int
 
 
 class HeartbeatView(NamedTuple):
-    """The answer to a client's heartbeat."""
+    """The reply to a client's heartbeat."""
 
-    #: Another number than before: there is something new.
+    #: The newest change that the reply includes. It differs from the client's number if there is something new.
     seen: int
-    #: Those that are newer than what the client has seen, as they go over the wire.
+    #: The shares that the client does not have yet, as they are sent.
     packed: msgspec.Raw
-    #: Memberships that cannot be, and why.
+    #: Refused memberships and the reasons.
     refused: dict[GroupKey, PlaitError]
-    #: Subject → version of its route.
+    #: Subject → route version.
     routes: dict[str, int]
 
     @property
     def shares(self) -> list[Share]:
-        """Those that are newer than what the client has seen."""
+        """``packed``, decoded."""
         return split(self.packed)
 
 
 class AllocationView(msgspec.Struct, frozen=True):
-    """The members of a group that are online, and who is to handle what."""
+    """The online members of a group and their shares."""
 
     subject: str
     group: str
     strategy: Strategy
-    #: The newest of all; 0 where the strategy is shared.
+    #: The newest lock epoch; 0 if the strategy is shared.
     epoch: int
     members: dict[str, list[NumberedRun]]

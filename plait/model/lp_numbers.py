@@ -1,8 +1,9 @@
-"""A number for each logical partition, kept as runs of equal numbers.
+"""A number for each logical partition, stored as runs of equal numbers.
 
-A group's locks, epochs and limits are the same over long runs of logical partitions, and a broker has hundreds of
-thousands of groups: 1024 numbers each would be most of its memory. A value costs a few hundred bytes, and at most
-10 KiB where every logical partition has another number. The array is made where it is computed with.
+A group's locks, epochs and limits are equal over long runs of logical partitions, and a broker has hundreds of
+thousands of groups: 1024 numbers each would take most of its memory. An ``LpNumbers`` takes a few hundred bytes, and
+at most 10 KiB when every logical partition has a different number. Code that computes with the numbers makes the full
+array first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class LpNumbers:
-    """1024 numbers; never changed."""
+    """1024 numbers, immutable."""
 
     __slots__ = ("_lengths", "values")
 
@@ -27,7 +28,7 @@ class LpNumbers:
 
     @classmethod
     def of(cls, numbers: Numbers) -> LpNumbers:
-        """The number of each logical partition."""
+        """Compress an array with the number of each logical partition."""
         edges = (numbers[1:] != numbers[:-1]).nonzero()[0]
         if len(edges):
             lengths = np.empty(len(edges) + 1, np.uint16)
@@ -39,17 +40,17 @@ class LpNumbers:
         return cls(numbers[:1].copy(), _WHOLE) if numbers[0] else ZEROS
 
     def array(self) -> Numbers:
-        """The number of each logical partition, for the caller to change."""
+        """The number of each logical partition, as a new array that the caller may change."""
         return np.repeat(self.values, self._lengths)
 
     def any(self) -> bool:
-        """One of them is not zero."""
+        """True if at least one number is not zero."""
         return bool(self.values.any())
 
     def same(self, other: LpNumbers) -> bool:
-        """The numbers are equal."""
-        mine, others = self.values.tobytes(), other.values.tobytes()
-        return mine == others and self._lengths.tobytes() == other._lengths.tobytes()
+        """True if all 1024 numbers are equal to those of ``other``."""
+        equal = self.values.tobytes() == other.values.tobytes()
+        return equal and self._lengths.tobytes() == other._lengths.tobytes()
 
 
 _WHOLE = np.full(1, LOGICAL_PARTITIONS, np.uint16)

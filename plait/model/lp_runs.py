@@ -1,4 +1,4 @@
-"""Numbers for each logical partition (LP), and runs of LPs that share one."""
+"""Numbers for each logical partition (LP), and runs of LPs with the same number."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from plait.limits import LOGICAL_PARTITIONS
 
 #: LPs [first, end).
 Run = tuple[int, int]
-#: LPs [first, end) and a number that all of them have: a partition's index, a fence, an epoch.
+#: LPs [first, end) and the number that they share: a partition's index, a fence or an epoch.
 NumberedRun = tuple[int, int, int]
 #: A number for each LP.
 Numbers = NDArray[np.int64]
 
 
 def spread(runs: Sequence[NumberedRun], missing: int = -1) -> Numbers:
-    """The number of each LP; ``missing`` for those in no run."""
+    """The number of each LP; ``missing`` for an LP that is in no run."""
     numbers = np.full(LOGICAL_PARTITIONS, missing, dtype=np.int64)
     for first, end, number in runs:
         numbers[first:end] = number
@@ -26,7 +26,7 @@ def spread(runs: Sequence[NumberedRun], missing: int = -1) -> Numbers:
 
 
 def mark(runs: Sequence[Run]) -> NDArray[np.bool_]:
-    """For each LP whether it is in one of the runs."""
+    """For each LP, whether it is in one of the runs."""
     marked = np.zeros(LOGICAL_PARTITIONS, dtype=np.bool_)
     for first, end in runs:
         marked[first:end] = True
@@ -34,7 +34,7 @@ def mark(runs: Sequence[Run]) -> NDArray[np.bool_]:
 
 
 def edges(*columns: NDArray[np.generic]) -> Numbers:
-    """Where runs begin in which every column stays the same, and the end of the last one."""
+    """The first LP of each run in which every column is constant, then the end of the last run."""
     changes = np.ones(LOGICAL_PARTITIONS + 1, dtype=np.bool_)
     inner = changes[1:-1]
     np.not_equal(columns[0][1:], columns[0][:-1], out=inner)
@@ -44,7 +44,7 @@ def edges(*columns: NDArray[np.generic]) -> Numbers:
 
 
 def cut(*columns: NDArray[np.generic]) -> list[int]:
-    """The same as a list."""
+    """``edges`` as a list of ints."""
     return list(edges(*columns).tolist())
 
 
@@ -55,7 +55,7 @@ def runs_where(marked: NDArray[np.bool_]) -> list[Run]:
 
 
 def runs_of(numbers: Numbers) -> list[NumberedRun]:
-    """The runs of LPs with the same number; those with a negative one are left out."""
+    """The runs of LPs with equal numbers; LPs with a negative number are left out."""
     edges = cut(numbers)
     values = numbers[edges[:-1]].tolist()
     return [run for run in zip(edges, edges[1:], values, strict=False) if run[2] >= 0]

@@ -1,4 +1,4 @@
-"""Name rules, the same at both ends of the wire."""
+"""The rules for names. Clients and servers check names with the same functions."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ BROADCAST_PREFIX = "%broadcast%"
 
 
 def check(kind: str, name: object) -> str:
-    """A subject, group or client name, or ``InvalidName`` with the rule."""
+    """Return a subject, group or client name if it is valid, else raise ``InvalidName`` with the rule."""
     if not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH_MAX or not NAME_PATTERN.fullmatch(name):
         raise InvalidName(f"{kind} name {_shown(name)} is not allowed: use {NAME_RULE}", kind=kind, name=_shown(name))
     return name
 
 
 def check_group(name: object) -> str:
-    """The name of a consumer group that a user gives; those that begin with % are Plait's own."""
+    """Check the name of a group that a user chose; names that begin with % are reserved for Plait."""
     text = check("group", name)
     if text.startswith(RESERVED):
         raise InvalidName(
-            f"group name {_shown(text)} is not allowed: names that begin with {RESERVED} are reserved, as those of "
-            "broadcast consumers are",
+            f"group name {_shown(text)} is not allowed: names that begin with {RESERVED} are reserved "
+            "(broadcast consumers use them); choose another name",
             kind="group",
             name=_shown(text),
         )
@@ -38,17 +38,17 @@ def check_group(name: object) -> str:
 
 
 def of_group(group: str | None, client: str) -> str:
-    """The name that servers know a group by. No group: the broadcast of a client, which is a group of its own."""
+    """The group name that servers use: ``group``, or the broadcast group of the client when ``group`` is None."""
     return BROADCAST_PREFIX + client if group is None else group
 
 
 def is_broadcast(name: str) -> bool:
-    """It is the name of a broadcast."""
+    """True if it is the name of a broadcast group."""
     return name.startswith(BROADCAST_PREFIX)
 
 
 def check_partition(name: object) -> str:
-    """The name of a partition: that of its subject, or with something behind a #."""
+    """Check the name of a partition: its subject's name, possibly followed by # and a suffix."""
     if not isinstance(name, str) or not 0 < len(name) <= PARTITION_LENGTH_MAX or not PARTITION_PATTERN.fullmatch(name):
         raise InvalidName(
             f"partition name {_shown(name)} is not allowed: use {NAME_RULE}, and #", kind="partition", name=_shown(name)
@@ -57,7 +57,7 @@ def check_partition(name: object) -> str:
 
 
 def check_tag(tag: object) -> str:
-    """A tag: any text without control characters."""
+    """Check a tag: any text without control characters."""
     if not isinstance(tag, str) or not 0 < len(tag) <= TAG_LENGTH_MAX or not tag.isprintable():
         raise InvalidName(
             f"tag {_shown(tag)} is not allowed: use 1 to {TAG_LENGTH_MAX} printable characters",
@@ -68,12 +68,12 @@ def check_tag(tag: object) -> str:
 
 
 def sharing(ordered: bool, affinity: bool) -> str:
-    """How the members of a group share its messages, in the words that users ask for it with."""
+    """How a group distributes its messages, as the argument of ``subscribe`` that asks for it."""
     return "affinity='key'" if affinity else f"ordered={ordered}"
 
 
 def counted(count: int, noun: str) -> str:
-    """So many of something, as texts for people name them: "1 file", "2,000 files"."""
+    """A count with its noun, for messages to people: "1 file", "2,000 files"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 

@@ -1,4 +1,4 @@
-"""Why a message failed: what its dead letter says."""
+"""Why a message failed, as recorded in its dead letter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 from plait.errors import InvalidArgument
 
-#: Characters kept of each part; what is longer ends with "...".
+#: Characters stored of each part; a longer part is cut and ends with "...".
 TYPE_LENGTH_MAX = 200
 TEXT_LENGTH_MAX = 1_000
 HANDLER_LENGTH_MAX = 200
@@ -33,12 +33,12 @@ class Reason(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, failure: BaseException, handler: str = "") -> Reason:
-        """What an exception says of itself."""
+        """The reason for a failure that raised this exception."""
         return cls(type_name(type(failure)), str(failure), handler)
 
 
 def type_name(kind: type[BaseException]) -> str:
-    """A type of exception as reasons have it: its module and name, where it is to be imported from."""
+    """The name of an exception type in reasons: the public module to import it from, and its name."""
     module = kind.__module__
     if module == "builtins":
         return kind.__qualname__

@@ -1,4 +1,4 @@
-"""How often a failed message is tried again, and how long it waits for that: a setting of the group."""
+"""How often a failed message is retried, and how long it waits before each retry: a setting of the group."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import msgspec
 from plait.errors import InvalidArgument
 from plait.limits import AGE_SECONDS_MAX
 
-#: The longest wait that can be asked for: two years.
+#: The longest wait of a policy: two years.
 WAIT_SECONDS_MAX = 2 * 366 * 86_400.0
-#: Steps of one policy.
+#: The most steps of one policy.
 STEPS_MAX = 64
-#: Attempts that a policy may ask for: what an event of the log can count.
+#: The most attempts of a policy: the attempt count of an action-log event has 16 bits.
 ATTEMPTS_MAX = 0xFFFF
-#: Attempts of a policy that does not say.
+#: The default number of attempts.
 ATTEMPTS = 16
-#: A wait ends on a multiple of about this share of it: messages that failed in one moment wait together.
+#: A wait is rounded up to a multiple of about 1/GRAIN of its length, so that messages that fail at about the same time
+#: share one due time.
 GRAIN = 64
 
 
 class Retry(msgspec.Struct, frozen=True, kw_only=True):
     """``first`` seconds before the second attempt, then ``factor`` times as long each time, at most ``longest``.
 
-    Each wait is up to ``jitter`` (a share) longer, so that what failed together does not come back together. With
-    ``steps`` those are the waits, and the last one repeats. After ``attempts`` in all (None: without end), or when
-    it fails more than ``expires`` seconds after it was stored, a message goes to the dead letters.
+    Each wait is longer by a random share of up to ``jitter``, so that messages that failed together are not retried
+    together. If ``steps`` is given, it lists the waits, and the last one repeats. A message becomes a dead letter after
+    ``attempts`` deliveries (None: no limit), or when it fails more than ``expires`` seconds after it was stored.
     """
 
     first: float = 1.0
@@ -41,18 +42,18 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not isinstance(self.steps, tuple | list):
             raise InvalidArgument(f"retry: steps are {self.steps!r}; use a tuple of seconds")
-        # As it is read back, so that it compares as the same.
+        # msgspec decodes a tuple: a decoded policy must compare equal to the original.
         msgspec.structs.force_setattr(self, "steps", tuple(self.steps))
         numbers = {"first": self.first, "factor": self.factor, "longest": self.longest, "jitter": self.jitter}
         for name, value in [*numbers.items(), *(("a step", step) for step in self.steps)]:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= WAIT_SECONDS_MAX:
                 raise InvalidArgument(f"retry: {name} is {value!r}; use a number from 0 to {WAIT_SECONDS_MAX:.0f}")
         if self.factor < 1:
-            raise InvalidArgument(f"retry: factor is {self.factor}; waits cannot grow shorter, use 1 or more")
+            raise InvalidArgument(f"retry: factor is {self.factor}; waits must not become shorter, use 1 or more")
         if self.jitter > 1:
             raise InvalidArgument(f"retry: jitter is {self.jitter}; it is a share of the wait, use 0 to 1")
         if len(self.steps) > STEPS_MAX:
-            raise InvalidArgument(f"retry: {len(self.steps)} steps are over the limit of {STEPS_MAX}")
+            raise InvalidArgument(f"retry: {len(self.steps)} steps are over the limit of {STEPS_MAX}; use fewer")
         if self.attempts is not None and (type(self.attempts) is not int or not 1 <= self.attempts <= ATTEMPTS_MAX):
             raise InvalidArgument(f"retry: attempts is {self.attempts!r}; use 1 to {ATTEMPTS_MAX}, or None for no end")
         expires = self.expires
@@ -76,7 +77,7 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     def constant(
         cls, seconds: float, *, jitter: float = 0.0, attempts: int | None = ATTEMPTS, expires: float | None = None
     ) -> Self:
-        """The same wait every time; 0: at once."""
+        """The same wait before every retry; 0 retries at once."""
         return cls(steps=(seconds,), jitter=jitter, attempts=attempts, expires=expires)
 
     @classmethod
@@ -87,7 +88,7 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
         return cls(steps=steps, jitter=0.0, attempts=1 + len(steps))
 
     def wait(self, attempt: int, chance: float) -> float:
-        """Seconds after the ``attempt``-th attempt failed; ``chance`` is from 0 to 1."""
+        """Seconds to wait after the ``attempt``-th attempt failed. ``chance`` (0 to 1) scales the jitter."""
         if self.steps:
             base = self.steps[min(attempt, len(self.steps)) - 1]
         else:
@@ -95,17 +96,17 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
         return min(base * (1 + self.jitter * chance), WAIT_SECONDS_MAX)
 
     def _growing(self, times: int) -> float:
-        """``first``, made longer that often."""
+        """``first`` multiplied by ``factor`` ``times`` times, at most ``longest``."""
         if self.factor == 1 or not 0 < self.first < self.longest:
             return min(self.first, self.longest)
-        # Looked at first: a power that is not needed may be too large for any number.
+        # Compare logarithms first: the power itself may overflow a float.
         if times >= (math.log(self.longest) - math.log(self.first)) / math.log(self.factor):
             return self.longest
         return float(min(self.first * self.factor**times, self.longest))
 
 
 def due_time(now: int, seconds: float) -> int:
-    """When a wait that begins at ``now`` ends, both in microseconds: never early, and on a grain of its length."""
+    """When a wait that begins at ``now`` ends, in microseconds: never early, rounded up to its grain (``GRAIN``)."""
     if seconds <= 0:
         return 0
     micros = round(seconds * 1_000_000)

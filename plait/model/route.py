@@ -1,14 +1,14 @@
-"""A subject's route: which partition takes each logical partition (LP) now, and where its rows lay before.
+"""A subject's route: which partition takes each logical partition (LP) now, and which partitions have its older rows.
 
-For each LP the route has a list of *spans*, oldest first: a partition, and the fence, the sequence at which the LP was
-sealed there. The last span is open (its fence is None) and takes what is sent. Nothing is ever changed in a span but
-its fence, once; so whoever follows an LP along its spans sees its rows in the order they were sent, whatever became of
-the partitions meanwhile.
+For each LP the route has a list of *spans*, oldest first. A span names a partition and a fence: the sequence at which
+the LP was sealed there. The last span is open (its fence is None) and takes new rows. A span changes only once, when it
+gets its fence; so a consumer that follows an LP along its spans sees its rows in the order they were sent, whatever
+happens to the partitions.
 
-Where a route's LPs are to be, its *target*, is set at once; where they are follows, partition by partition: the LPs are
-sealed at the broker that has them (durably, which gives the fence), then a version is published in which they have a
-new span. Between the two a crash, a lost answer or another target may come; whatever LP *may* be sealed where it is
-stays in the list of moves, so that it always gets a new span, if need be in the very same partition.
+A change of the *target* (the partition that is to take each LP) takes effect at once. The LPs follow partition by
+partition: the broker that has them seals them (durably, which gives the fence), then a version is published in which
+they have a new span. A crash, a lost reply or another target may come between the two steps. So an LP that *may* be
+sealed stays in the list of moves until it gets a new span, if need be in the same partition.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta.members.balance import balance, shares
+from plait.model.balance import balance, shares
 from plait.model.lp_runs import NumberedRun, Numbers, Run, cut, mark, runs_of, runs_where, spread
 
 
 class PartitionId(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """What identifies a partition: its name, and the broker group that has it."""
+    """The identity of a partition: its name, and the broker group that stores it."""
 
     name: str
     group: str
@@ -38,17 +38,17 @@ class PartitionId(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of an LP in one partition: all below the fence; None: it is open."""
+    """Rows of an LP in one partition, up to the fence. An open span has no fence."""
 
-    #: Index in the route's partitions.
+    #: Index in ``Route.partitions``.
     partition: int
     fence: int | None = None
-    #: The version that opened it; 0 once it is closed.
+    #: The version that opened the span; 0 once it has a fence.
     opened: int = 0
 
 
 class SpanHistory(msgspec.Struct, frozen=True, array_like=True):
-    """LPs [first, end), which all have these spans."""
+    """The spans of LPs [first, end), oldest first."""
 
     first: int
     end: int
@@ -56,31 +56,31 @@ class SpanHistory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True):
-    """One version of a subject's route. An index of a partition means nothing beside another version."""
+    """One version of a subject's route. Indexes of partitions are valid within one version only."""
 
     subject: str
-    #: Counts up by one with each change. A subject that is created again begins above its former routes, not at 1.
+    #: Grows by one with each change. A subject that is deleted and created again starts above its former versions.
     version: int
     partitions: tuple[PartitionId, ...]
-    #: In the order of the LPs, without gap or overlap.
+    #: Ordered by LP, without gap or overlap.
     histories: tuple[SpanHistory, ...]
-    #: (first, end, partition): where the LPs are to be. The same as where they are once nothing is left to move.
+    #: (first, end, partition): the partition that is to take the LPs. Equals the present one once no LP has to move.
     target: tuple[NumberedRun, ...]
-    #: LPs that are to stay where they are and may be sealed there: another target was set before.
+    #: LPs that stay in their partition but may be sealed there, because an earlier target moved them away.
     doubt: tuple[Run, ...] = ()
-    #: For each partition: the version in which it was listed or last got an LP, so its broker has to know this one.
+    #: For each partition, the version that listed it or last gave it an LP: its broker has to know that version.
     gained: tuple[int, ...] = ()
-    #: Groups that partitions knew which have left the route → the version that each began with (``remembered.py``).
+    #: Groups of partitions that have left the route → the version that each group began with (``known_groups.py``).
     began: dict[str, int] = {}
 
 
 def current(route: Route) -> Numbers:
-    """For each LP the index of the partition that takes it."""
+    """For each LP, the index of the partition that takes its new rows."""
     return spread([(history.first, history.end, history.spans[-1].partition) for history in route.histories])
 
 
 def target(route: Route) -> Numbers:
-    """For each LP the index of the partition that is to take it."""
+    """For each LP, the index of the partition that is to take it."""
     return spread(route.target)
 
 
@@ -89,13 +89,13 @@ def spans(route: Route, lp: int) -> tuple[Span, ...]:
     for history in route.histories:
         if history.first <= lp < history.end:
             return history.spans
-    raise IndexError(f"LP {lp}: there are {LOGICAL_PARTITIONS}")
+    raise IndexError(f"LP {lp} does not exist; use 0 to {LOGICAL_PARTITIONS - 1}")
 
 
 def openings(route: Route) -> list[list[Run]]:
-    """The LPs that each partition's broker is to take, once it hears of this version.
+    """For each partition, the LPs that its broker opens when it gets this version.
 
-    Those that are to be sealed are not among them: an order to open them that comes late must not undo the seal.
+    LPs that are to be sealed are left out: a broker order to open them that arrives late must not undo the seal.
     """
     here = current(route)
     found: list[list[Run]] = [[] for _ in route.partitions]
@@ -105,14 +105,14 @@ def openings(route: Route) -> list[list[Run]]:
 
 
 class RouteMoves(NamedTuple):
-    """LPs that have to be sealed in one partition (an index of the route's)."""
+    """LPs that have to be sealed in one partition, given by its index."""
 
     partition: int
     lps: list[Run]
 
 
 def default_route(subject: str, places: Sequence[PartitionId], version: int = 1) -> Route:
-    """The first version: equal shares, in order. A subject that is made anew goes on with another version."""
+    """The first route of a subject: equal shares, in order. ``version`` is above 1 when the subject existed before."""
     check_places(places)
     runs = [(first, end, index) for index, (first, end) in enumerate(shares(len(places)))]
     histories = tuple(SpanHistory(first, end, (Span(index, None, version),)) for first, end, index in runs)
@@ -120,19 +120,19 @@ def default_route(subject: str, places: Sequence[PartitionId], version: int = 1)
 
 
 def check_places(places: Sequence[PartitionId]) -> None:
-    """Refuse what a route cannot be made of."""
+    """Raise ``InvalidArgument`` unless a route can consist of these partitions."""
     if not 1 <= len(places) <= LOGICAL_PARTITIONS:
-        raise InvalidArgument(f"{len(places)} partitions: a subject has 1 to {LOGICAL_PARTITIONS}")
+        raise InvalidArgument(f"{len(places)} partitions are not possible; a subject has 1 to {LOGICAL_PARTITIONS}")
     if len(set(places)) != len(places):
         twice = next(place for place in places if places.count(place) > 1)
-        raise InvalidArgument(f"partition {twice} is named twice")
+        raise InvalidArgument(f"partition {twice} is named twice; name each partition once")
 
 
 def retarget(route: Route, places: Sequence[PartitionId]) -> Route:
-    """The next version, with these partitions to take all LPs, equal shares; the same route if that is its target.
+    """The next version, in which these partitions are to take all LPs in equal shares.
 
-    As many LPs as can be stay where they are. Partitions that are not named any more give all their LPs away, and stay
-    listed while rows may be left in them.
+    Returns the route unchanged if these partitions are its target already. As few LPs as possible move. A partition
+    that is not in ``places`` gives all its LPs away, and stays listed while it may have rows.
     """
     check_places(places)
     here, before = current(route), target(route)
@@ -140,7 +140,7 @@ def retarget(route: Route, places: Sequence[PartitionId]) -> Route:
         return route
     listed = [*route.partitions, *(place for place in places if place not in route.partitions)]
     version = route.version + 1
-    # Indexes among the named ones and back.
+    # Indexes in ``places`` → indexes in ``listed``, and back.
     named = np.array([listed.index(place) for place in places])
     among = np.full(len(listed), -1, dtype=np.int64)
     among[named] = np.arange(len(named))
@@ -159,9 +159,9 @@ def retarget(route: Route, places: Sequence[PartitionId]) -> Route:
 
 
 def moves(route: Route, made: Collection[int] | None = None) -> list[RouteMoves]:
-    """What has to be sealed, and where, so that the route reaches its target.
+    """The LPs that have to be sealed, by partition, for the route to reach its target.
 
-    ``made`` are the partitions that their brokers have; LPs do not move to others yet (None: all are made).
+    ``made`` has the partitions that exist at their brokers: an LP does not move to another one yet. None: all exist.
     """
     here, there = current(route), target(route)
     moving = _moving(route, here)
@@ -173,9 +173,9 @@ def moves(route: Route, made: Collection[int] | None = None) -> list[RouteMoves]
 def sealed(route: Route, version: int, partition: int, fences: Sequence[NumberedRun]) -> Route:
     """The next version, after LPs were sealed in a partition: (first, end, fence) of each run of them.
 
-    ``version`` is that of the route whose ``moves`` asked for it. What is sealed gets a new span where it is to be. LPs
-    that have got one since are passed over, as the fence is not that of their newest; with nothing else the route
-    stays as it is.
+    ``version`` is the version whose ``moves`` asked for the seal. Each sealed LP gets a new span in its target
+    partition. An LP that got a new span after ``version`` is skipped: the fence belongs to an older span. If every LP
+    is skipped, the route is returned unchanged.
     """
     here, there = current(route), target(route)
     opened = spread([(history.first, history.end, history.spans[-1].opened) for history in route.histories])
@@ -194,7 +194,7 @@ def sealed(route: Route, version: int, partition: int, fences: Sequence[Numbered
 
 
 def announced(route: Route) -> Route:
-    """The next version, which differs in nothing but that every broker has to hear of it."""
+    """The next version, with nothing changed except that every broker has to get it."""
     version = route.version + 1
     return msgspec.structs.replace(route, version=version, gained=(version,) * len(route.gained))
 
@@ -202,11 +202,11 @@ def announced(route: Route) -> Route:
 def retire(route: Route, partition: int, below: int) -> Route:
     """The next version, without the oldest spans that end at ``below`` or before in the partition.
 
-    The caller knows that nobody needs those rows any more: they are expired, or done by every group. A partition
-    that no span and no target names is listed no more.
+    The caller guarantees that those rows are expired, or finished by every group. A partition that is in no span and
+    no target leaves the route.
     """
 
-    def kept(history: SpanHistory) -> SpanHistory:
+    def without_retired(history: SpanHistory) -> SpanHistory:
         first = 0
         for span in history.spans:
             if span.partition != partition or span.fence is None or span.fence > below:
@@ -214,16 +214,16 @@ def retire(route: Route, partition: int, below: int) -> Route:
             first += 1
         return SpanHistory(history.first, history.end, history.spans[first:])
 
-    histories = joined([kept(history) for history in route.histories])
+    histories = joined([without_retired(history) for history in route.histories])
     if histories == route.histories:
         return route
     return _delisted(msgspec.structs.replace(route, version=route.version + 1, histories=histories))
 
 
 def give_up(route: Route, group: str, places: Sequence[PartitionId]) -> Route:
-    """The next version, without the partitions of a broker group; what they took goes to ``places``, in equal shares.
+    """The next version, without the partitions of a lost broker group; ``places`` take all LPs, in equal shares.
 
-    The spans there are left out: no fence is known of the last ones, and nothing can be read there any more.
+    The spans in those partitions are removed: the fences of the last ones are unknown, and their rows are unreadable.
     """
     check_places(places)
     listed = [*route.partitions, *(place for place in places if place not in route.partitions)]
@@ -237,10 +237,10 @@ def give_up(route: Route, group: str, places: Sequence[PartitionId]) -> Route:
     number = spread([(history.first, history.end, at) for at, history in enumerate(route.histories)])
     histories = []
     for first, end in pairwise(cut(number, here, after)):
-        kept = tuple(span for span in route.histories[number[first]].spans if not lost[span.partition])
+        left = tuple(span for span in route.histories[number[first]].spans if not lost[span.partition])
         if lost[here[first]]:
-            kept = (*kept, Span(int(after[first]), None, version))
-        histories.append(SpanHistory(first, end, kept))
+            left = (*left, Span(int(after[first]), None, version))
+        histories.append(SpanHistory(first, end, left))
     gaining = set(after[lost[here]].tolist())
     gained = [*route.gained, *[version] * (len(listed) - len(route.partitions))]
     return _delisted(
@@ -250,7 +250,7 @@ def give_up(route: Route, group: str, places: Sequence[PartitionId]) -> Route:
             partitions=tuple(listed),
             histories=joined(histories),
             target=tuple(runs_of(after)),
-            # What was to move and may be sealed where it is stays in doubt, wherever it is to be by now.
+            # An LP that had to move may be sealed already: it is in doubt if its new target is its present partition.
             doubt=tuple(runs_where((_moving(route, here) & (after == here)) & ~lost[here])),
             gained=tuple(version if index in gaining else seen for index, seen in enumerate(gained)),
         )
@@ -258,13 +258,13 @@ def give_up(route: Route, group: str, places: Sequence[PartitionId]) -> Route:
 
 
 def _moving(route: Route, here: Numbers) -> NDArray[np.bool_]:
-    """The LPs that have to be sealed where they are, and so may be already."""
+    """The LPs that have to be sealed in their present partition, and so may be sealed already."""
     moving: NDArray[np.bool_] = (here != target(route)) | mark(route.doubt)
     return moving
 
 
 def _with_spans(route: Route, fence: Numbers, there: Numbers, version: int) -> tuple[SpanHistory, ...]:
-    """Histories in which every LP that has a fence goes on in its target."""
+    """Histories in which every LP with a fence has its last span closed and a new span in its target."""
     number = spread([(history.first, history.end, at) for at, history in enumerate(route.histories)])
     edges = cut(number, fence, np.where(fence >= 0, there, -1))
     made = []
@@ -278,7 +278,7 @@ def _with_spans(route: Route, fence: Numbers, there: Numbers, version: int) -> t
 
 
 def joined(histories: Sequence[SpanHistory]) -> tuple[SpanHistory, ...]:
-    """Neighbours with the same spans as one."""
+    """Join neighbouring histories with equal spans."""
     joined: list[SpanHistory] = []
     for history in histories:
         if joined and joined[-1].spans == history.spans:
@@ -288,7 +288,7 @@ def joined(histories: Sequence[SpanHistory]) -> tuple[SpanHistory, ...]:
 
 
 def _delisted(route: Route) -> Route:
-    """The route without partitions that nothing of it names; the others get new indexes."""
+    """The route without partitions that are in no span and no target; the others get new indexes."""
     used: NDArray[np.bool_] = np.zeros(len(route.partitions), dtype=np.bool_)
     used[[span.partition for history in route.histories for span in history.spans]] = True
     used[[partition for _, _, partition in route.target]] = True
@@ -297,7 +297,7 @@ def _delisted(route: Route) -> Route:
     index = (np.cumsum(used) - 1).tolist()
     return msgspec.structs.replace(
         route,
-        partitions=tuple(place for place, kept in zip(route.partitions, used, strict=True) if kept),
+        partitions=tuple(place for place, listed in zip(route.partitions, used, strict=True) if listed),
         histories=tuple(
             SpanHistory(
                 each.first,
@@ -307,5 +307,5 @@ def _delisted(route: Route) -> Route:
             for each in route.histories
         ),
         target=tuple((first, end, index[partition]) for first, end, partition in route.target),
-        gained=tuple(version for version, kept in zip(route.gained, used, strict=True) if kept),
+        gained=tuple(version for version, listed in zip(route.gained, used, strict=True) if listed),
     )

@@ -1,4 +1,4 @@
-"""What is set per subject and per group, as the database has it: JSON, so that a later version may add to it."""
+"""Settings of subjects and groups. The meta database stores them as JSON, so that a later version can add fields."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from plait.model import names
 
 
 class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a user may set per subject; None: the broker's default."""
+    """Settings of a subject; None means the broker's default."""
 
-    #: Messages older than this may go.
+    #: Retention may remove messages older than this.
     retention_seconds: float | None = None
-    #: Of the newest messages, at least this much is kept.
+    #: Retention leaves at least this many bytes of the newest messages.
     retention_bytes: int | None = None
-    #: What a failure does to the order of its key.
+    #: Strict: a failed message holds back its key. Best tried: it does not.
     order: Literal["best_tried", "strict"] = "best_tried"
 
     def __post_init__(self) -> None:
@@ -34,11 +34,11 @@ class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GroupSettings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the first member of a group fixes for all."""
+    """Settings of a group, fixed by its first member."""
 
     #: Each logical partition has one owner at a time.
     ordered: bool = False
-    #: And that is all: what fails holds nothing back, whatever the subject's order is.
+    #: With ``ordered``: a failed message holds nothing back, whatever the subject's order.
     affinity: bool = False
 
     def __str__(self) -> str:
@@ -58,5 +58,5 @@ def group_settings(text: str) -> GroupSettings:
 
 
 def text_of(settings: SubjectSettings | GroupSettings) -> str:
-    """As it is in the database."""
+    """The JSON text that the database stores."""
     return msgspec.json.encode(settings).decode()

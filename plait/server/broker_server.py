@@ -1,8 +1,8 @@
 """``Server``: a broker behind sockets.
 
 One event loop runs the broker's decisions; fdatasync and checkpoints run in threads. Requests of one loop turn are
-committed together at its end. A log that fails to write or sync stops the server: it answers nothing more, exits, and
-the next start recovers.
+committed together at its end. A failed write or sync of a log stops the server: it answers no further request and
+exits, and the next start recovers.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from plait.version import VERSION
 
 log = logging.getLogger("plait.server")
 
-#: How often consumers, half-open connections and disk space are looked at.
+#: How often consumers, half-open connections and disk space are checked.
 TICK_SECONDS = 1.0
 
 
 class Server(Listener):
-    """A broker that listens. ``start`` recovers and binds, ``stop`` drains, ``failed`` is set when storage broke."""
+    """A broker that listens. ``start`` recovers and binds, ``stop`` drains, ``failed`` is set when storage fails."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Server(Listener):
         meta: str | None = None,
         metas: Sequence[str] = (),
     ) -> None:
-        """``meta`` is the database of a meta server in the same process; ``metas`` are the addresses of others."""
+        """``meta``: database URL of a meta server in this process. ``metas``: addresses of other meta servers."""
         self.config = config or BrokerConfig()
         super().__init__(host, port, clock or SystemClock(), self.config.limits)
         self.disk = disk
@@ -59,26 +59,26 @@ class Server(Listener):
         self._tasks: list[asyncio.Task[None]] = []
         self.threads = ThreadPoolExecutor(2, "plait-disk")
         self._syncs = Syncs(self)
-        self._space = Notice("there is space on the disk again; messages are taken")
-        self._marks = Notice("the marks of the logs are written again")
-        self._next_segments = Notice("log segments can be made again")
-        self._removing = Notice("what has expired is removed again")
+        self._space = Notice("the disk has space again; messages are accepted")
+        self._marks = Notice("the durable marks of the logs are written again")
+        self._next_segments = Notice("log segments can be created again")
+        self._removing = Notice("expired messages are removed again")
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        #: When the first lease is over.
+        #: Fires at the end of the lease that expires first.
         self._lease_timer: asyncio.TimerHandle | None = None
-        #: Why the last checkpoint could not be written; empty: it was.
+        #: The error of the last checkpoint; empty if it was written.
         self._checkpoints_fail = ""
-        #: The broker writes nothing more: it has stopped, or ended as in a crash.
+        #: The broker writes nothing more: it has stopped or was abandoned.
         self._stopped = False
 
     @property
     def ending(self) -> bool:
-        """It stops, or storage has failed: nobody is let in any more."""
+        """True if the server is stopping or storage has failed: new connections are refused."""
         return self._stopping or (self.failed is not None and self.failed.done())
 
     async def start(self) -> RecoveryReport:
-        """Recover the data directory and serve. The port is known afterwards."""
+        """Recover the data directory and serve; ``port`` is set afterwards."""
         self.loop = asyncio.get_running_loop()
         self.failed = self.loop.create_future()
         if isinstance(self.disk, RealDisk):
@@ -109,7 +109,7 @@ class Server(Listener):
         return self.report
 
     def _release(self) -> None:
-        """Let go of the files and of the directory."""
+        """Close the files and unlock the data directory."""
         self.threads.shutdown(wait=False)
         if hasattr(self, "broker"):
             self.broker.close()
@@ -117,7 +117,7 @@ class Server(Listener):
             self.disk.unlock()
 
     async def stop(self) -> None:
-        """Serve no more: answer what was taken, flush, leave a clean checkpoint."""
+        """Stop serving: answer accepted requests, flush, and write a clean checkpoint."""
         if self._stopping:
             return
         self._stopping = True
@@ -127,7 +127,7 @@ class Server(Listener):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._cancel_timers()
-        # Disk work that is under way must end before the last checkpoint.
+        # Disk work in progress must end before the last checkpoint.
         await self.loop.run_in_executor(None, self.threads.shutdown)
         try:
             if self.broker.failed is None:
@@ -149,7 +149,7 @@ class Server(Listener):
         self.membership.disconnected(consumer, session)
 
     async def abandon(self) -> None:
-        """End as a crash would: nothing more is answered, written or checkpointed. The next start recovers."""
+        """Stop like a crash: no further reply, write or checkpoint. The next start recovers."""
         if self._stopping:
             return
         self._stopping = self._stopped = True
@@ -160,7 +160,7 @@ class Server(Listener):
         self._cancel_timers()
         self.abort_all()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # A thread cannot be crashed: what it began, it ends before the files close under it.
+        # A thread cannot be killed: wait for its work before the files are closed.
         await self.loop.run_in_executor(None, self.threads.shutdown)
         self._release()
 
@@ -186,7 +186,7 @@ class Server(Listener):
             "message_log_end": broker.message_log.end,
             "message_log_durable": broker.message_log.durable,
             "action_log_end": broker.action_log.end,
-            "kept_log_end": broker.kept_log.end,
+            "kept_log_end": broker.retained_log.end,
             "disk_free": free,
             "disk_total": total,
         }
@@ -212,13 +212,15 @@ class Server(Listener):
             self.defect(error)
 
     def defect(self, error: Exception) -> None:
-        """A part that everything rests on broke: what is in memory is not to be trusted any more."""
+        """An unexpected error in a central part: the state in memory cannot be trusted, so the server stops."""
         if self.broker.failed is None:
-            self.broker.failed = StorageFailed(f"the server met a defect of its own ({error!r}); it stops and recovers")
+            self.broker.failed = StorageFailed(
+                f"the server stops because of an internal defect ({error!r}); the next start recovers"
+            )
         self.fail(self.broker.failed)
 
     def fail(self, error: StorageFailed) -> None:
-        """Storage broke: nobody gets another answer."""
+        """Storage failed: close all connections without further replies."""
         assert self.failed is not None
         if not self.failed.done():
             log.critical("%s", error)
@@ -227,7 +229,7 @@ class Server(Listener):
             self.abort_all()
 
     def arm_timer(self) -> None:
-        """Make sure that the earliest long poll ends in time."""
+        """Set the timer to the broker's next deadline."""
         due = self.broker.next_deadline
         if due is None:
             return
@@ -249,21 +251,21 @@ class Server(Listener):
             self.arm_timer()
 
     def _job_failed(self, error: Exception) -> None:
-        """A background job ended: nothing works right without it, so the server ends too."""
+        """A background job failed: the server cannot work without it, so it stops."""
         if isinstance(error, StorageFailed):
             self.fail(error)
         else:
             self.defect(error)
 
     async def _sync_loop(self) -> None:
-        """Sync every flush interval; who waits for a sync does not wait for this."""
+        """Sync every flush interval. Requests that wait for a sync start it themselves."""
         while True:
             await asyncio.sleep(self.config.flush_seconds)
             if any(each.written != each.durable for each in self.broker.logs):
                 self._syncs.begin()
 
     async def _in_thread(self, call: Callable[[], None]) -> bool:
-        """Run blocking disk work; False when it failed, which ends the server."""
+        """Run blocking disk work. Returns False if it failed, which stops the server."""
         try:
             await self.loop.run_in_executor(self.threads, call)
         except OSError as error:
@@ -280,21 +282,21 @@ class Server(Listener):
                 for _ in self._ticking():
                     await asyncio.sleep(0)
             except OSError as error:
-                self._space.begin(f"the disk does not tell how full it is: {error}")
+                self._space.begin(f"the free space of the disk cannot be read: {error}")
 
     def tick(self) -> None:
-        """What is looked at every second; tests on a manual clock call it themselves."""
+        """Run the checks of every second; tests with a manual clock call this."""
         for _ in self._ticking():
             pass
 
     def _ticking(self) -> Iterator[None]:
-        """The same in steps of one loop turn each."""
+        """``tick`` in steps of one loop turn each."""
         self.abort_overdue()
         self._lose_silent()
         yield
-        # What waited for the end of a lease that nobody knows of.
+        # Grants that waited for the end of leases from before the start.
         yield from self.broker.leases.look_steps()
-        # Their timer counts on another clock, which stands still while the machine is suspended.
+        # The loop's timers use a clock that stops while the machine is suspended.
         self.broker.run_timers()
         self._check_files()
         if self.ending:
@@ -309,7 +311,7 @@ class Server(Listener):
         self.broker.producers.forget(self.clock.now())
 
     def _check_files(self) -> None:
-        """The data directory is still there, and its logs know how far they are durable."""
+        """Check that the data directory is still locked, and write the durable marks of the logs."""
         if self.ending:
             return
         try:
@@ -324,7 +326,9 @@ class Server(Listener):
             for each in self.broker.logs:
                 each.note_durable()
         except OSError as error:
-            self._marks.begin(f"the marks of the logs cannot be written: {error}; the next start relies on older ones")
+            self._marks.begin(
+                f"the durable marks of the logs cannot be written: {error}; the next start uses older ones"
+            )
         else:
             self._marks.end()
 
@@ -334,7 +338,7 @@ class Server(Listener):
         for consumer, count in self.membership.lose_silent():
             group = consumer.group
             log.warning(
-                "consumer %s of group %s on %s is lost; %d messages go to the others",
+                "consumer %s of group %s on subject %s is lost; its %d messages in flight go to other consumers",
                 consumer.client,
                 group.name,
                 group.partition.row.subject,
@@ -343,11 +347,14 @@ class Server(Listener):
             held_by = self.holders.get(consumer)
             if held_by is not None:
                 connection, session = held_by
-                connection.gave_up(session)
+                connection.end_session(session)
         self._wait_for_lease_end()
 
     def _wait_for_lease_end(self) -> None:
-        """Others wait for what is under the lease that ends first: not a moment longer. It may have gone on by then."""
+        """Set the timer to the end of the lease that expires first, because other consumers wait for its LPs.
+
+        The lease may be renewed before the timer fires.
+        """
         if self._lease_timer is not None:
             self._lease_timer.cancel()
         end = self.membership.next_lease_end
@@ -359,7 +366,7 @@ class Server(Listener):
             await asyncio.sleep(TICK_SECONDS)
             if self.broker.snapshots.due:
                 await self._checkpoint()
-                # Segments that waited for a newer checkpoint can go.
+                # Segments that waited for a newer checkpoint can be removed.
                 self.broker.retention_wanted |= self.broker.snapshots.wanted
             await self._prepare([first_hand.prepare_next for first_hand in self.broker.logs])
 
@@ -372,11 +379,11 @@ class Server(Listener):
             await _in_turns(self.broker.snapshots.settle_some)
 
     def _checkpoint_ended(self, error: OSError | None) -> None:
-        """Log that checkpoints fail when they begin to, and when they succeed again."""
+        """Log when checkpoints begin to fail, and when they succeed again."""
         if error is not None and self._checkpoints_fail != str(error):
             log.error(
-                "a checkpoint cannot be written: %s; nothing is lost, but the next start reads the logs from the last "
-                "checkpoint on, and no log file is deleted meanwhile",
+                "a checkpoint cannot be written: %s; nothing is lost, but the next start replays logs from the last "
+                "checkpoint, and no log file is deleted meanwhile",
                 error,
             )
         elif error is None and self._checkpoints_fail:
@@ -388,17 +395,17 @@ class Server(Listener):
             for call in calls:
                 await self.loop.run_in_executor(self.threads, call)
         except OSError as error:
-            self._next_segments.begin(f"the next log segment cannot be made yet: {error}")
+            self._next_segments.begin(f"the next log segment cannot be created yet: {error}")
         else:
             self._next_segments.end()
 
     async def _housekeeping_loop(self) -> None:
-        """Every ``housekeeping_seconds``, and within a second where a subject was deleted or keeps less than before."""
+        """Runs every ``housekeeping_seconds``, and soon after a subject is deleted or its retention reduced."""
         passed = 0.0
         while True:
             await asyncio.sleep(TICK_SECONDS)
             passed += TICK_SECONDS
-            for _ in self.broker.heads.refresh_steps():
+            for _ in self.broker.segment_headers.refresh_steps():
                 await asyncio.sleep(0)
             if passed < self.broker.config.housekeeping_seconds and not self.broker.retention_wanted:
                 continue
@@ -407,17 +414,17 @@ class Server(Listener):
                 for _ in self._housekeeping():
                     await asyncio.sleep(0)
             except OSError as error:
-                self._removing.begin(f"what has expired cannot be removed yet: {error}")
+                self._removing.begin(f"expired messages cannot be removed yet: {error}")
             else:
                 self._removing.end()
 
     def housekeep(self) -> None:
-        """What is done every ``housekeeping_seconds``; tests on a manual clock call it themselves."""
+        """Run retention and forget idle groups; tests with a manual clock call this."""
         for _ in self._housekeeping():
             pass
 
     def _housekeeping(self) -> Iterator[None]:
-        """The same in steps of one loop turn each: its work grows with the number of subjects and groups."""
+        """``housekeep`` in steps of one loop turn each: its work grows with the number of subjects and groups."""
         yield from self.retention.steps()
         yield
         for _ in self.membership.forget_idle_steps():
@@ -425,6 +432,6 @@ class Server(Listener):
 
 
 async def _in_turns(step: Callable[[], bool]) -> None:
-    """Take steps until there are no more, one in each turn of the loop: others are served in between."""
+    """Call ``step`` once per loop turn until it returns False; requests are served in between."""
     while step():  # noqa: ASYNC110 - nothing is waited for
         await asyncio.sleep(0)

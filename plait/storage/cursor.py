@@ -1,12 +1,12 @@
-"""Strands: how far an ordered group has come with some logical partitions, or with one key.
+"""Cursors: the position of an ordered group in some logical partitions (LPs), or in one key.
 
-A group's position in a partition is that of its strands, which hold every row between them: most often one strand a
-consumer, with the logical partitions that it owns; and one for each key that failed and holds its place, so that it
-costs nothing but itself. A strand's ranges are of *its* rows: [100, 200) are those of its rows that lie there, whatever
-else does. So it is split without looking at a row: both halves keep the ranges.
+The cursors of a group cover every row of a partition: usually one cursor per consumer, for the LPs that it owns, and
+one for each key that a failed message holds back, so that the failure delays only that key. The ranges of a cursor
+contain only *its* rows: [100, 200) means the rows of the cursor with these sequences, and other cursors have other rows
+there. So splitting a cursor reads no rows: both parts keep the ranges.
 
-What is handed out is not recorded; a strand that is replayed has been told what was settled, and takes everything else
-for not handed out.
+Deliveries to ordered groups are not logged. Replay restores what was settled, and everything else counts as not
+delivered.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from plait.storage.due_ranges import Due, DueRanges
 from plait.storage.held_rows import HeldRows
 from plait.storage.ranges import Range, Ranges
 
-#: Shared by strands without keys apart: an empty set takes 216 bytes, and there are many strands.
+#: Shared by all cursors without separate keys: an empty set takes 216 bytes, and there are many cursors.
 NO_KEYS: frozenset[int] = frozenset()
 
-#: Ranges that are compared to find strands that have come equally far; with more it can wait.
+#: Cursors with more ranges than this are not compared to find equal positions.
 COMPARED_MAX = 256
 
 
 class CursorState(msgspec.Struct, array_like=True):
-    """A strand in a checkpoint."""
+    """A cursor in a checkpoint."""
 
     id: int
     lps: list[tuple[int, int]]
-    #: The hash of the one key that it is of; None: of all but ``without``.
+    #: The hash of the key of a one-key cursor; None: the cursor has all keys except ``without``.
     key: int | None
     without: list[int]
     next: int
@@ -47,61 +47,62 @@ class CursorState(msgspec.Struct, array_like=True):
 
 
 class Cursor:
-    """See the module."""
+    """The position of a group in a set of LPs, or in one key."""
 
     __slots__ = (
-        "hands",
         "held",
+        "held_rows",
         "id",
         "key",
         "leaving",
         "letter",
         "limit",
-        "loose_until",
         "lps",
         "next",
         "owner",
         "parked",
         "returned",
         "slot",
+        "untrimmed_until",
         "waiting",
         "without",
     )
 
     def __init__(self, number: int, lps: LpSet, start: int, key: int | None = None) -> None:
         self.id = number
-        #: Its logical partitions; that of its key, if it is of one.
+        #: The LPs of the cursor; for a one-key cursor the LP of the key.
         self.lps = lps
         self.key = key
-        #: Where its group has it among those of logical partitions; -1: nowhere yet.
+        #: The index of the cursor in its group; -1: none yet.
         self.slot = -1
-        #: Keys that have strands of their own; a set as soon as there are any.
+        #: Hashes of the keys that have their own cursors; a set as soon as there are any.
         self.without: set[int] | frozenset[int] = NO_KEYS
-        #: Everything below was handed out at least once, or skipped.
+        #: Every row below was delivered at least once, or skipped.
         self.next = start
-        #: In its owner's hands, by the tag under which it was handed out: rows that were handed out together.
+        #: Delivery tag → the ranges of that delivery that the owner holds.
         self.held: dict[int, Ranges] = {}
-        #: The rows of that, one by one; None: nobody had to know.
-        self.hands: HeldRows | None = None
-        #: Below, parts of these ranges without a row of it are spoken of by nobody: they are to be left out (0: none).
-        self.loose_until = 0
-        #: Unacked and in nobody's hands: handed out again before anything new.
+        #: The individual rows in ``held``; None: they were not looked up.
+        self.held_rows: HeldRows | None = None
+        #: Below this sequence ``held`` may have parts without a row of the cursor, which no ack will settle. They have
+        #: to be trimmed (0: none).
+        self.untrimmed_until = 0
+        #: Unacked and not held: delivered again before new rows.
         self.returned = Ranges()
-        #: The same, and not due yet.
+        #: Unacked, not held, and not due yet.
         self.waiting = DueRanges()
-        #: The consumer that has the lock; 0: nobody has.
+        #: The consumer that has the locks of the LPs; 0: none.
         self.owner = 0
-        #: Somebody else is to have it: its owner gets nothing new.
+        #: The LPs are to move to another consumer: the owner gets no new rows.
         self.leaving = False
-        #: Its owner wants what is below only; 0: all.
+        #: The owner wants only rows below this sequence; 0: all.
         self.limit = 0
-        #: A dead letter holds the key's place until somebody decides what becomes of it.
+        #: A dead letter holds back the key until an operator resumes or skips it.
         self.parked = False
-        #: The sequence of that letter; -1: it is where the key's rows were before.
+        #: The sequence of that dead letter; -1: it is in the partition that had the key before.
         self.letter = -1
 
     def chooses(self, lps: Lps, hashes: Hashes | None) -> npt.NDArray[np.bool_]:
-        """Which rows are its own."""
+        """Which of the rows belong to this cursor."""
         if self.key is not None:
             return np.zeros(len(lps), bool) if hashes is None else hashes == np.uint64(self.key)
         chosen = self.lps[lps]
@@ -112,68 +113,68 @@ class Cursor:
     # --- events ---------------------------------------------------------------------------------
 
     def pulled(self, start: int, end: int, attempt: int, tag: int) -> None:
-        """[start, end) went to its owner for the ``attempt``-th time."""
+        """[start, end) was delivered to the owner for the ``attempt``-th time."""
         self._take(start, end)
         held = self.held.get(tag)
         if held is None:
             held = self.held[tag] = Ranges()
         held.add(start, end, attempt)
-        self.hands = None
+        self.held_rows = None
 
     def until(self, end: int) -> int:
-        """What is wanted of [.., end) ends here."""
+        """``end``, or ``limit`` if the owner wants no rows above it."""
         return min(end, self.limit) if self.limit else end
 
-    def in_hands(self, tag: int, start: int, end: int) -> list[Range]:
-        """What its owner was handed under a tag, in [start, end)."""
+    def held_in(self, tag: int, start: int, end: int) -> list[Range]:
+        """The parts of [start, end) that the owner holds from the delivery ``tag``."""
         held = self.held.get(tag)
         return [] if held is None else held.overlap(start, end)
 
     def let_go(self, tag: int, start: int, end: int) -> None:
-        """None of that is in its owner's hands any more."""
+        """The owner no longer holds [start, end) of the delivery ``tag``."""
         held = self.held.get(tag)
         if held is not None:
             for piece in held.remove(start, end):
-                if self.hands is not None:
-                    self.hands.let_go(tag, piece.start, piece.end)
+                if self.held_rows is not None:
+                    self.held_rows.let_go(tag, piece.start, piece.end)
             if not held:
                 del self.held[tag]
             self._tidy()
 
     def _tidy(self) -> None:
-        """What is left of ranges in which no row of it is in anybody's hands is nothing."""
-        if self.hands is not None and not self.hands.counts.any():
+        """Clear ``held`` once it contains no row of this cursor."""
+        if self.held_rows is not None and not self.held_rows.counts.any():
             self.drop()
 
-    def knows(self, hands: HeldRows) -> None:
-        """The rows in its owner's hands were looked up."""
-        self.hands = hands
+    def set_held_rows(self, held_rows: HeldRows) -> None:
+        """Set the individual rows that the owner holds, after looking them up."""
+        self.held_rows = held_rows
         self._tidy()
 
     def drop(self) -> None:
-        """Nothing is in its owner's hands."""
-        self.held, self.hands, self.loose_until = {}, None, 0
+        """The owner holds nothing."""
+        self.held, self.held_rows, self.untrimmed_until = {}, None, 0
 
     @property
     def busy(self) -> LpSet:
-        """Its logical partitions that have rows in its owner's hands; without ``hands`` all may."""
+        """The LPs of which the owner holds rows; all LPs if the rows were not looked up."""
         if not self.held:
             return np.zeros(len(self.lps), bool)
-        return self.lps if self.hands is None else self.hands.counts > 0
+        return self.lps if self.held_rows is None else self.held_rows.counts > 0
 
     def settled(self, start: int, end: int) -> None:
-        """[start, end) is done, or dead."""
+        """[start, end) is done or dead."""
         self._take(start, end)
 
     def forget(self, start: int, end: int) -> None:
-        """[start, end) is done, and was another strand's: it is in none of the ranges any more."""
+        """Remove [start, end) from all ranges: its rows belong to another cursor and are done."""
         for tag in list(self.held):
             self.let_go(tag, start, end)
         self.returned.remove(start, end)
         self.waiting.remove(start, end)
 
     def given_back(self, start: int, end: int, attempt: int, due: int = 0) -> None:
-        """[start, end) failed, or nobody began with it: it is handed out again when ``due`` (0: at once)."""
+        """[start, end) failed or was returned: it is delivered again when ``due`` (0: at once)."""
         self._take(start, end)
         if due:
             self.waiting.add(start, end, attempt, due)
@@ -181,7 +182,10 @@ class Cursor:
             self.returned.add(start, end, attempt)
 
     def skipped(self, start: int, end: int) -> int:
-        """[start, end) can never be handed out; how many sequences, of whomever, were not done yet."""
+        """[start, end) can never be delivered.
+
+        Returns the number of sequences in it that were not done, including those of other cursors.
+        """
         lost = [*self.returned.remove(start, end), *self.waiting.remove(start, end)]
         count = sum(piece.end - piece.start for piece in lost)
         if start <= self.next < end:
@@ -190,7 +194,10 @@ class Cursor:
         return count
 
     def _take(self, start: int, end: int) -> None:
-        """[start, end) is nowhere; what the scan jumps over was not told of and is handed out again."""
+        """Remove [start, end) from ``returned`` and ``waiting``, and move ``next`` past it.
+
+        Rows that ``next`` jumps over were not delivered, or their delivery was not recorded: they are returned.
+        """
         if end > self.next:
             if start > self.next:
                 self.returned.add(self.next, start, 0)
@@ -201,7 +208,7 @@ class Cursor:
             self.waiting.remove(start, end)
 
     def return_due(self, now: int) -> bool:
-        """What has waited long enough may be handed out; whether there is anything."""
+        """Move the rows that are due to ``returned``. True if there is anything to deliver again."""
         self.waiting.release(now)
         while (due := self.waiting.pop_released()) is not None:
             for piece in due:
@@ -211,7 +218,7 @@ class Cursor:
     # --- splitting and joining ------------------------------------------------------------------
 
     def split(self, number: int, lps: LpSet, key: int | None = None) -> Cursor:
-        """A strand of its own for some of its logical partitions, or for one key."""
+        """Split off a cursor for some of the LPs, or for one key."""
         part = Cursor(number, lps, self.next, key)
         part.held = {tag: held.copy() for tag, held in self.held.items()}
         if self.returned:
@@ -219,7 +226,7 @@ class Cursor:
         if self.waiting:
             part.waiting = DueRanges(self.waiting)
         part.owner, part.leaving, part.limit = self.owner, self.leaving, self.limit
-        part.loose_until = self.loose_until
+        part.untrimmed_until = self.untrimmed_until
         if key is None:
             self.lps = self.lps & ~lps
             if self.without:
@@ -227,23 +234,23 @@ class Cursor:
                 self.without = self.without - part.without
         else:
             self.leave_out({key})
-        if self.hands is not None:
-            part.hands = self.hands.take(lps, key)
+        if self.held_rows is not None:
+            part.held_rows = self.held_rows.take(lps, key)
             self._tidy()
             part._tidy()
         return part
 
     def leave_out(self, keys: AbstractSet[int]) -> None:
-        """These keys have strands of their own."""
+        """These keys have their own cursors from now on."""
         if not isinstance(self.without, set):
             self.without = set(keys) or NO_KEYS
         else:
             self.without |= keys
 
     @property
-    def standing(self) -> Any:
-        """How far it has come: those with the same may be one strand. None: too much is open to compare."""
-        if self.parked or self.waiting or self.hands is not None:
+    def position(self) -> Any:
+        """The position as a value: cursors with equal positions can be joined. None: too many ranges to compare."""
+        if self.parked or self.waiting or self.held_rows is not None:
             return None
         if len(self.returned) + sum(map(len, self.held.values())) > COMPARED_MAX:
             return None
@@ -251,7 +258,7 @@ class Cursor:
         return self.next, self.owner, self.leaving, self.limit, tuple(self.returned), held
 
     def join(self, others: Sequence[Cursor]) -> None:
-        """Take over the rows of others, which have come equally far."""
+        """Take over the rows of other cursors, which have the same position."""
         for other in others:
             if other.key is None:
                 self.lps = self.lps | other.lps
@@ -259,29 +266,29 @@ class Cursor:
             elif isinstance(self.without, set):
                 self.without.discard(other.key)
 
-    # --- what follows ---------------------------------------------------------------------------
+    # --- derived values -------------------------------------------------------------------------
 
     @property
     def floor(self) -> int:
-        """Everything of it that is below is done."""
+        """Every row of the cursor below this sequence is done."""
         firsts = [each.first for each in (*self.held.values(), self.returned) if each]
         if self.waiting:
             firsts.append(self.waiting.first)
         return min([self.next, *firsts])
 
     def begun(self, start: int, end: int) -> list[Range]:
-        """What was handed out and is not done in [start, end); in no order."""
+        """The parts of [start, end) that were delivered and are not done, in no order."""
         pieces = [*self.returned.overlap(start, end), *self.waiting.overlap(start, end)]
         for held in self.held.values():
             pieces += held.overlap(start, end)
         return pieces
 
     def all_held(self) -> list[Range]:
-        """What is in its owner's hands."""
+        """All ranges that the owner holds."""
         return [piece for held in self.held.values() for piece in held]
 
     def dump(self) -> CursorState:
-        """For a checkpoint: what is held was not recorded, so a start takes it for returned."""
+        """The state for a checkpoint. Deliveries are not logged, so held ranges count as returned after a restart."""
         returned = self.returned.copy()
         for piece in self.all_held():
             returned.add(*piece)
@@ -299,10 +306,10 @@ class Cursor:
 
     @classmethod
     def load(cls, state: CursorState) -> Cursor:
-        """The state of a checkpoint."""
-        strand = cls(state.id, lp_set(state.lps), state.next, state.key)
-        strand.without = set(state.without) or NO_KEYS
-        strand.returned = Ranges(state.returned)
-        strand.waiting = DueRanges(state.waiting)
-        strand.parked, strand.letter = state.parked, state.letter
-        return strand
+        """Restore a cursor from a checkpoint."""
+        cursor = cls(state.id, lp_set(state.lps), state.next, state.key)
+        cursor.without = set(state.without) or NO_KEYS
+        cursor.returned = Ranges(state.returned)
+        cursor.waiting = DueRanges(state.waiting)
+        cursor.parked, cursor.letter = state.parked, state.letter
+        return cursor

@@ -1,6 +1,6 @@
-"""Which data directory this is: a name that was drawn when it was first needed, and stays with its files.
+"""The identity of a data directory: a random name, generated on first use and stored in the directory.
 
-Two brokers that are both called g1 by mistake are told apart by it; one that comes back after a crash is known again.
+It distinguishes two brokers that are both called g1 by mistake, and identifies a broker that returns after a crash.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _SIZE = 8
 
 
 def known_identity(disk: Disk) -> str | None:
-    """The directory's name; None where none was needed yet. ``DataDirError`` where it does not read back."""
+    """The identity, or None if the directory has none yet. ``DataDirError`` if the file is damaged."""
     if not disk.exists(PATH):
         return None
     known = disk.read(PATH)
     if not re.fullmatch(rb"[0-9a-f]{%d}" % (2 * _SIZE), known):
-        # A new name would make it another directory: all of its log would be archived once more.
+        # With a new name it would count as another directory, and its whole log would be archived again.
         raise DataDirError(
-            f"{PATH} in the data directory is damaged. If it was archived, write its name there again, "
-            f"{2 * _SIZE} hexadecimal digits: the archive's manifest has it among its sources as <group>-<name>. "
-            "Otherwise remove the file, and a new one is made"
+            f"{PATH} in the data directory is damaged. If the directory was archived, write its name to the file again "
+            f"({2 * _SIZE} hexadecimal digits; the archive's manifest lists it among its sources as <group>-<name>). "
+            "Otherwise remove the file; a new one is made"
         )
     return known.decode()
 
 
 def identity(disk: Disk) -> str:
-    """The directory's name, drawn where it has none. Blocks until it is durable."""
+    """The identity; generated if the directory has none. Blocks until it is durable."""
     known = known_identity(disk)
     if known is not None:
         return known

@@ -1,11 +1,11 @@
 """All disk access of Plait, behind one small interface.
 
-Storage code opens, writes, syncs, maps, renames and lists through a ``Disk`` and nothing else, so that a
-simulated disk with faults plugs in (``plait.testing.simulated_disk``). Both pass the same contract tests.
+Storage code opens, writes, syncs, maps, renames and lists files only through a ``Disk``, so that a simulated disk with
+faults can replace it (``plait.testing.simulated_disk``). Both pass the same contract tests.
 
-The fault model the rest of storage is written against: what was written and not synced may survive a crash
-in any subset, torn at 512 bytes; a created, renamed or removed name is certain only after its directory was
-synced; a failed sync means the data may be gone, and it is never tried again.
+The fault model of the rest of storage: of the writes that were not synced, any subset may survive a crash, torn at 512
+bytes; a created, renamed or removed name is durable only after its directory was synced; after a failed sync the data
+may be gone, and the sync is never retried.
 
 Paths are POSIX strings relative to the disk's root.
 """
@@ -28,40 +28,43 @@ from plait.limits import KIB
 
 #: pwritev takes at most this many buffers a call (Linux IOV_MAX).
 IOV_MAX = 1024
-#: Bytes that one call writes. For larger ones Linux takes its cache in blocks of megabytes. In a virtual machine that
-#: gives free memory back these are what the host has to find first: 5 to 9 ms a MiB, against 0.2 (docs/adr/0017).
+#: Bytes that one call writes. For larger writes Linux allocates page cache in blocks of megabytes. In a virtual machine
+#: that returns free memory to its host, the host has to provide those blocks first: 5 to 9 ms per MiB instead of 0.2
+#: (docs/adr/0017).
 WRITE_SIZE = 128 * KIB
-#: Asking a file system for more pieces of a file than this takes longer than reading it.
+#: Data regions of a file to query at most: more queries take longer than reading the file.
 DATA_PIECES_MAX = 1000
 
-#: A memoryview is one of single bytes, so that its length is its size.
+#: A memoryview must have items of one byte, so that its length is its size.
 Buffer = bytes | bytearray | memoryview
 
 
-#: The file whose lock says that a server uses the directory.
+#: The lock file: its lock is held by the server that uses the directory.
 LOCK = "LOCK"
+#: The directory in a node's data directory that has those of its additional broker groups.
+GROUPS = "groups"
 
 
 class File(Protocol):
-    """One open file. Writing beyond the end extends it; ``view`` maps what there is.
+    """One open file. Writing beyond the end extends it; ``view`` maps its present size.
 
-    After ``close`` every call but ``close`` raises OSError; views live on.
+    After ``close`` every call except ``close`` raises OSError; existing views stay valid.
     """
 
     @property
     def size(self) -> int:
-        """Bytes of the file, as far as this handle knows: it does not see another one's growth."""
+        """The size of the file in bytes. A handle does not see growth through other handles."""
         ...
 
     def write(self, buffers: Sequence[Buffer], offset: int) -> int:
-        """Write all buffers one after another at ``offset``; the number of bytes written.
+        """Write all buffers one after another at ``offset``. Returns the number of bytes written.
 
         After an OSError a part of them may be in the file.
         """
         ...
 
     def allocate(self, size: int) -> None:
-        """Reserve and zero-fill up to ``size``, so that later writes there cannot lack space."""
+        """Reserve and zero-fill up to ``size``, so that later writes there cannot run out of space."""
         ...
 
     def truncate(self, size: int) -> None:
@@ -69,52 +72,52 @@ class File(Protocol):
         ...
 
     def sync(self) -> None:
-        """Everything written so far is durable when this returns. Never retried after a failure."""
+        """Make everything written so far durable. Never retried after a failure."""
         ...
 
     def view(self) -> memoryview:
-        """A read-only window on the whole file that also shows later writes inside its present size.
+        """A read-only map of the whole file that also shows later writes inside its present size.
 
-        What a later ``truncate`` cuts off must not be read through it any more.
+        Bytes that a later ``truncate`` cuts off must not be read through it.
         """
         ...
 
     def unmap(self) -> None:
-        """Let the window go: pages that were read through it are no memory of this process any more. Views live on."""
+        """Drop the map, so that its pages no longer count as memory of this process. Existing views stay valid."""
         ...
 
     def forget(self, start: int, end: int) -> None:
-        """Nobody will look at these bytes soon: the system may use the memory that they are cached in for others."""
+        """Advise the system to drop these bytes from its page cache: they will not be read soon."""
         ...
 
     def close(self) -> None: ...
 
 
 class Disk(Protocol):
-    """A directory tree and its faults."""
+    """A directory tree."""
 
     def open(self, path: str, *, create: bool = False) -> File:
-        """Open for reading and writing; FileNotFoundError unless it exists or ``create`` is set."""
+        """Open for reading and writing. FileNotFoundError unless the file exists or ``create`` is set."""
         ...
 
     def read(self, path: str) -> bytes: ...
 
     def list(self, path: str) -> list[str]:
-        """Names in a directory, sorted; empty when there is no such directory."""
+        """The names in a directory, sorted; empty if the directory does not exist."""
         ...
 
     def exists(self, path: str) -> bool: ...
 
     def make_directory(self, path: str) -> None:
-        """Create it with its parents where they are missing; it is durable when this returns."""
+        """Create a directory and its missing parents, durably."""
         ...
 
     def rename(self, source: str, target: str) -> None:
-        """Give a file another name, atomically replacing ``target``; certain after ``sync_directory``."""
+        """Rename a file, atomically replacing ``target``; durable after ``sync_directory``."""
         ...
 
     def remove(self, path: str) -> None:
-        """Remove a file; nothing when there is none."""
+        """Remove a file, if it exists."""
         ...
 
     def sync_directory(self, path: str) -> None: ...
@@ -125,7 +128,7 @@ class Disk(Protocol):
 
 
 def _pieces(buffers: Sequence[Buffer], offset: int) -> Iterator[tuple[list[Buffer], int]]:
-    """What each system call is to write, and its size: of much, up to the file's next multiple of a piece."""
+    """The buffers of each system call, and their size. Large writes are cut at multiples of ``WRITE_SIZE``."""
     size = sum(map(len, buffers))
     if size <= WRITE_SIZE and len(buffers) <= IOV_MAX:
         yield list(buffers), size
@@ -146,7 +149,7 @@ def _pieces(buffers: Sequence[Buffer], offset: int) -> Iterator[tuple[list[Buffe
 
 
 class RealFile:
-    """A file of the machine; every call is one or two system calls, but for large writes."""
+    """A file of the operating system. Every call is one or two system calls, except large writes."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -160,7 +163,7 @@ class RealFile:
 
     def write(self, buffers: Sequence[Buffer], offset: int) -> int:
         if offset < 0:
-            # pwritev takes -1 for "wherever the file position is" and would write there.
+            # pwritev takes -1 for the current file position.
             raise OSError(errno.EINVAL, f"cannot write at offset {offset}")
         start = offset
         for piece, wanted in _pieces(buffers, offset):
@@ -168,7 +171,7 @@ class RealFile:
                 written = os.pwritev(self._fd, piece, offset)
                 offset += written
                 if written:
-                    # At once: the next call may fail, and the file has grown all the same.
+                    # Updated now, because the next call may fail after the file has grown.
                     self._size = max(self._size, offset)
                 wanted -= written
                 if not wanted:
@@ -186,7 +189,7 @@ class RealFile:
         try:
             os.posix_fallocate(self._fd, 0, size)
         finally:
-            # A disk that filled up half way may have made the file longer.
+            # The file may have grown even if the disk became full.
             self._size = os.fstat(self._fd).st_size
 
     def truncate(self, size: int) -> None:
@@ -198,13 +201,13 @@ class RealFile:
         self._check_open()
         os.fdatasync(self._fd)
         if not os.fstat(self._fd).st_nlink:
-            # Its bytes are on the disk, and no path leads to them: after a restart they are gone.
+            # The bytes are on the disk, but the file has no name: after a restart they are gone.
             raise OSError(errno.ENOENT, "a log file was deleted while the server ran")
 
     def data_size(self) -> int:
-        """Up to the end of what was ever written; allocated space behind it reads as zeros.
+        """The end of the last written region; the space allocated after it reads as zeros.
 
-        Where the file system does not tell, or in too many pieces, it is the whole file.
+        Returns the size of the file if the file system cannot tell, or has too many regions.
         """
         end = 0
         try:
@@ -226,13 +229,13 @@ class RealFile:
         return self._view
 
     def _check_open(self) -> None:
-        # Where the system does not say so itself: fdatasync(-1) is a ValueError, and mmap takes -1 for a wish
-        # for anonymous memory, which would read as zeros.
+        # For calls that do not fail with EBADF themselves: fdatasync(-1) is a ValueError, and mmap(-1) is anonymous
+        # memory, which reads as zeros.
         if self._fd < 0:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
     def _release(self) -> None:
-        # Readers may still hold slices of the map: it then lives on until the last of them goes.
+        # Readers may still have slices of the map: it exists until the last of them is dropped.
         self._map = self._view = None
 
     def unmap(self) -> None:
@@ -245,10 +248,10 @@ class RealFile:
         size = end // page * page - first
         if size <= 0:
             return
-        # It is advice: a file system that does not take it is no failure.
+        # Only advice: a file system that ignores it is no failure.
         with contextlib.suppress(OSError):
             if self._map is not None and first < len(self._map):
-                # What is mapped would stay.
+                # Mapped pages would stay in the cache.
                 self._map.madvise(mmap.MADV_DONTNEED, first, size)
             os.posix_fadvise(self._fd, first, size, os.POSIX_FADV_DONTNEED)
 
@@ -260,7 +263,7 @@ class RealFile:
 
 
 class RealDisk:
-    """A directory of the machine. A read-only one changes nothing, and needs no right to: every other call fails."""
+    """A directory of the operating system. With ``read_only`` it needs no write permission, and writing calls fail."""
 
     def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False) -> None:
         self.root = Path(root)
@@ -306,7 +309,7 @@ class RealDisk:
                 continue
             if not existed:
                 _make_directory(directory)
-            # Also when it existed: the process that made it may have been killed before it could sync.
+            # Also if it existed: the process that made it may have been killed before the sync.
             _sync_directory(directory.parent)
             self._durable_directories.add(directory)
 
@@ -328,9 +331,9 @@ class RealDisk:
         return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
 
     def lock(self) -> None:
-        """One server per data directory: hold an exclusive lock until ``unlock`` or the process ends.
+        """Hold an exclusive lock until ``unlock`` or the end of the process: one server per data directory.
 
-        The directory itself is locked too, so that a removed LOCK file lets no second server in.
+        The directory itself is locked too, so that removing the LOCK file does not admit a second server.
         """
         self._check_writable()
         self.make_directory("")
@@ -348,14 +351,14 @@ class RealDisk:
             except OSError as error:
                 os.close(fd)
                 if not path:
-                    # Network file systems lock no directories.
+                    # Network file systems do not lock directories.
                     continue
                 self.unlock()
                 raise DataDirError(f"data directory {self.root} cannot be locked: {error}") from error
             self._locks.append((path, fd))
 
     def check_lock(self) -> None:
-        """Raise OSError when the locked directory is not the one at its path any more: removed, moved or replaced."""
+        """Raise OSError if the locked directory was removed, moved or replaced."""
         for path, fd in self._locks[:1]:
             held = os.fstat(fd)
             try:

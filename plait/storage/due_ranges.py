@@ -1,7 +1,7 @@
-"""Ranges of sequences that wait for a time.
+"""Ranges of sequences that wait for a due time.
 
-Those that are due at the same moment stand together, so the cost of most operations depends on how many moments there
-are; ``due_time`` keeps those few.
+Ranges with the same due time are stored together, so the cost of most operations depends on the number of different due
+times; the rounding of ``due_time`` keeps that number small.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Iterable, Iterator
 
 from plait.storage.ranges import Range, Ranges
 
-#: A moment (microseconds) and what is due then.
+#: A due time (microseconds) and the ranges that are due then.
 Due = tuple[int, list[Range]]
 
 
 class DueRanges:
-    """Disjoint ranges, each with the time that it waits for."""
+    """Disjoint ranges, each with its due time."""
 
     __slots__ = ("_at", "_known", "_length", "_moments", "_released")
 
     def __init__(self, entries: Iterable[Due] = ()) -> None:
         self._at: dict[int, Ranges] = {}
-        #: Heap of the moments to come; one whose ranges have all gone stays until its time.
+        #: Heap of future due times. A due time whose ranges were all removed stays until it has passed.
         self._moments: list[int] = []
-        #: Those of it; no set, as an empty one takes 216 bytes and most groups have nothing that waits.
+        #: The due times in the heap. Not a set: an empty set takes 216 bytes, and most groups have nothing waiting.
         self._known: dict[int, None] = {}
-        #: Moments that have come, the earliest first.
+        #: Due times that have passed, the earliest first.
         self._released: list[int] = []
         self._length = 0
         for due, ranges in entries:
@@ -37,7 +37,7 @@ class DueRanges:
         return bool(self._at)
 
     def __len__(self) -> int:
-        """How many ranges there are."""
+        """The number of ranges."""
         return self._length
 
     def __iter__(self) -> Iterator[Due]:
@@ -45,23 +45,23 @@ class DueRanges:
 
     @property
     def count(self) -> int:
-        """How many sequences wait."""
+        """The number of sequences."""
         return sum(ranges.count for ranges in self._at.values())
 
     @property
     def first(self) -> int:
-        """The lowest sequence; only when there is one."""
+        """The lowest sequence. There must be one."""
         return min(ranges.first for ranges in self._at.values())
 
     @property
     def next_due(self) -> int | None:
-        """The earliest moment to come; None when there is none."""
+        """The earliest future due time; None when there is none."""
         while self._moments and self._moments[0] not in self._at:
             self._known.pop(heapq.heappop(self._moments), None)
         return self._moments[0] if self._moments else None
 
     def add(self, start: int, end: int, attempt: int, due: int) -> None:
-        """Put [start, end) in, which must not wait already."""
+        """Add [start, end), which must not be present."""
         ranges = self._at.get(due)
         if ranges is None:
             ranges = self._at[due] = Ranges()
@@ -73,7 +73,7 @@ class DueRanges:
         self._length += len(ranges) - before
 
     def remove(self, start: int, end: int) -> list[Range]:
-        """Take [start, end) out; what was there."""
+        """Remove [start, end). Returns the ranges that were present."""
         removed: list[Range] = []
         for due, ranges in list(self._at.items()):
             before = len(ranges)
@@ -85,18 +85,18 @@ class DueRanges:
         return removed
 
     def overlap(self, start: int, end: int) -> list[Range]:
-        """The parts of [start, end) that wait."""
+        """The parts of [start, end) that are present."""
         return [piece for ranges in self._at.values() for piece in ranges.overlap(start, end)]
 
     def release(self, now: int) -> None:
-        """All moments up to ``now`` have come."""
+        """Release all due times up to ``now``."""
         while self._moments and self._moments[0] <= now:
             due = heapq.heappop(self._moments)
             self._known.pop(due, None)
             self._released.append(due)
 
     def pop_released(self) -> Ranges | None:
-        """Take out what waited for the earliest moment that has come; None when nothing has."""
+        """Remove and return the ranges of the earliest released due time; None when nothing is released."""
         while self._released:
             ranges = self._at.pop(self._released.pop(0), None)
             if ranges is not None:

@@ -1,9 +1,9 @@
-"""A log's mark: where its first kept file begins, and up to where it was durable when the mark was written.
+"""The durable mark of a log: the offset of its first file, and an offset up to which the log was durable.
 
-Without it a log whose oldest files were deleted looks like one that retention shortened, and bytes that were
-overwritten behind the last checkpoint look like a tail that never reached the disk. Retention writes the mark before
-it removes files, and the server once a second while the log grows. A mark is 20 bytes, overwritten in place within one
-sector: it needs no room on a full disk. It is written after the sync that it tells of, so an old one is true too.
+Without the mark, a log whose oldest files were deleted by mistake looks like one that retention shortened, and bytes
+that were overwritten after the last checkpoint look like a torn tail. Retention writes the mark before it removes
+files, and the server writes it once a second while the log grows. A mark is 20 bytes, overwritten in place within one
+sector, so it needs no space on a full disk. It is written after the sync that it records, so an old mark is still true.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _SIZE: Final = _LAYOUT.size + 4
 
 
 class DurableMark(msgspec.Struct, frozen=True):
-    """What is known of a log beside its files."""
+    """The start of a log and an offset up to which it is durable."""
 
-    #: The base of its first file: nothing from here on was removed on purpose.
+    #: The base of the first file: retention removed nothing from this offset on.
     start: int
-    #: Everything before this offset reached the disk.
+    #: Everything before this offset is durable.
     durable: int
 
 
 def mark_path(directory: str) -> str:
-    """The file of the mark of the log in this directory."""
+    """The path of the mark of the log in ``directory``."""
     return directory + SUFFIX
 
 
 def read_mark(disk: Disk, directory: str) -> DurableMark | None:
-    """The mark of a log; None where there is none, or it does not read back."""
+    """The mark of a log, or None if it is missing or damaged."""
     path = mark_path(directory)
     data = disk.read(path) if disk.exists(path) else b""
     if len(data) < _SIZE or crc32c(data[: _LAYOUT.size]) != int.from_bytes(data[_LAYOUT.size : _SIZE], "little"):
@@ -45,7 +45,7 @@ def read_mark(disk: Disk, directory: str) -> DurableMark | None:
 
 
 def write_mark(disk: Disk, directory: str, mark: DurableMark, *, sync: bool) -> None:
-    """Replace the mark. Without ``sync`` a power loss may bring the one before back."""
+    """Replace the mark. Without ``sync`` the previous mark may be back after a power loss."""
     data = _LAYOUT.pack(mark.start, mark.durable)
     file = disk.open(mark_path(directory), create=True)
     try:

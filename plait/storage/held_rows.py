@@ -1,7 +1,7 @@
-"""Rows in an owner's hands, known one by one, as arrays: which of its logical partitions have any.
+"""The individual rows of a cursor that its owner holds, as arrays, to find the logical partitions (LPs) they are in.
 
-A strand's ranges do not say that, as other strands' rows lie in them. It is looked up once, when somebody else is to
-have the logical partitions, so that each passes on with its own last row.
+The ranges of a cursor do not tell, because rows of other cursors lie in the same ranges. The rows are looked up once,
+when LPs are to move to another owner. Each LP can then move as soon as its own last row is done.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from plait.model.logical_partitions import Hashes, Lps, LpSet
 
 
 class HeldRowArrays(NamedTuple):
-    """Rows by sequence, ascending."""
+    """Rows in ascending order of their sequences."""
 
     sequences: npt.NDArray[np.int64]
     lps: Lps
     hashes: Hashes
 
     def where(self, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> HeldRowArrays:
-        """Some of them."""
+        """The chosen rows."""
         return HeldRowArrays(self.sequences[chosen], self.lps[chosen], self.hashes[chosen])
 
 
 class HeldRows:
-    """See the module."""
+    """The rows of one cursor that its owner holds, by delivery tag."""
 
     __slots__ = ("_gone", "_rows", "counts")
 
     def __init__(self, rows: Mapping[int, HeldRowArrays]) -> None:
-        """Rows by the tag under which they were handed out."""
+        """``rows``: delivery tag → rows."""
         self._rows = dict(rows)
-        #: Let go of, or taken out.
+        #: Delivery tag → which rows are no longer held, or were moved to another cursor.
         self._gone = {tag: np.zeros(len(each.lps), bool) for tag, each in rows.items()}
-        #: How many there are of each logical partition.
+        #: The number of held rows of each LP.
         self.counts = np.zeros(LOGICAL_PARTITIONS, np.int64)
         for each in rows.values():
             self.counts += _counted(each.lps)
 
     def let_go(self, tag: int, start: int, end: int) -> None:
-        """Those in [start, end) are not in its hands any more."""
+        """The rows in [start, end) are no longer held."""
         rows = self._rows[tag]
         low, high = np.searchsorted(rows.sequences, (start, end)).tolist()
         gone = self._gone[tag][low:high]
@@ -52,7 +52,7 @@ class HeldRows:
         gone[:] = True
 
     def take(self, lps: LpSet, key: int | None) -> HeldRows:
-        """Take out the rows of some logical partitions, or of one key."""
+        """Remove the rows of some LPs, or of one key, and return them."""
         taken: dict[int, HeldRowArrays] = {}
         for tag, rows in self._rows.items():
             chosen = lps[rows.lps] if key is None else rows.hashes == np.uint64(key)

@@ -1,9 +1,9 @@
-"""What each producer stored last, so that a resend stores nothing twice (R7-R9).
+"""The last rows that each producer stored, so that a resend is stored only once (R7-R9).
 
-Sequences count per producer over all partitions; a frame names its predecessor *in its partition*, and only the exact
-successor of what is stored is new. The state is derived from the frames and bounded: silent producers are forgotten
-after a week, the longest silent first when there are too many of them, or when they sent to too many partitions. Of
-too many, those go first that are new.
+A producer numbers its rows over all partitions. A frame names its predecessor *in its partition*, and only the exact
+successor of the last stored frame is new. The state is derived from the frames, and bounded: a producer is forgotten
+after a week of silence. When there are too many producers, or pairs of producers and partitions, unproven producers are
+forgotten first, then those that were silent the longest.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 
 from plait.limits import PRODUCER_PROVEN_SECONDS, PRODUCER_WINDOWS_MAX
 
-#: Producers are in shards by their number: a checkpoint encodes the shards in which something changed. A shard that
-#: is not written stays as it was, so the number is one of the format.
+#: Producers are divided into shards by their id, and a checkpoint writes the shards that changed. Unchanged shards of
+#: earlier checkpoints stay in use, so the number of shards is part of the format.
 SHARDS: Final = 64
 
 
@@ -27,7 +27,7 @@ def shard_of(producer: int) -> int:
 
 
 class FrameVerdict(Enum):
-    """What a frame is to the state."""
+    """How a frame relates to what its producer has stored."""
 
     NEW = auto()
     DUPLICATE = auto()
@@ -38,18 +38,18 @@ class FrameVerdict(Enum):
 _LOW: Final = (1 << 32) - 1
 _PROVEN_MICROS: Final = int(PRODUCER_PROVEN_SECONDS * 1_000_000)
 
-#: Looked up once: Python 3.11 runs a function for each look at a member.
+#: A constant, because Python 3.11 runs a function for each access to an enum member.
 _NEW: Final = FrameVerdict.NEW
 
 
 class StoredRun(NamedTuple):
-    """Rows that were stored as one frame of their producer."""
+    """Rows that were stored as one frame."""
 
     first: int
     last: int
     #: Partition sequence of the first row.
     base: int
-    #: The predecessor that the frame named, and the checksum of the frame: what a resend is compared with.
+    #: The predecessor named in the frame, and the checksum of the frame: a resend must have the same.
     previous: int
     crc: int
 
@@ -62,14 +62,14 @@ class ProducerWindow:
     def __init__(self) -> None:
         self.last = 0
         #: Stored runs, four numbers each: first and previous producer sequence, partition sequence of the first row,
-        #: rows with the checksum above them. An object for each would take six times the memory.
+        #: and the row count with the checksum in the upper 32 bits. Objects would take six times the memory.
         self._numbers = array("Q")
-        #: (after, through): sequences that were lost to damage between stored ones; a resend of them is new.
+        #: (after, through): producer sequences lost to damage between stored ones; a resend of them is new.
         self.holes: list[tuple[int, int]] = []
 
     @property
     def runs(self) -> list[StoredRun]:
-        """The latest stored runs, oldest first: what receipts can be given again for."""
+        """The latest stored runs, oldest first: a resend of one of them gets its receipt again."""
         numbers = iter(self._numbers)
         return [
             StoredRun(first, first + (packed & _LOW) - 1, base, previous, packed >> 32)
@@ -77,7 +77,7 @@ class ProducerWindow:
         ]
 
     def remember(self, run: StoredRun, frames_max: int) -> None:
-        """A run was stored; of those before it the oldest goes when there are too many."""
+        """Add a stored run; drop the oldest one if there are more than ``frames_max``."""
         self._add(*run)
         if len(self._numbers) > 4 * frames_max:
             del self._numbers[:4]
@@ -87,7 +87,7 @@ class ProducerWindow:
 
     @classmethod
     def load(cls, last: int, runs: Iterable[Iterable[int]], holes: Iterable[Iterable[int]]) -> ProducerWindow:
-        """As a checkpoint has it."""
+        """Restore a window from a checkpoint."""
         window = cls()
         window.last = last
         for run in runs:
@@ -96,7 +96,7 @@ class ProducerWindow:
         return window
 
     def holds(self, first: int, last: int) -> bool:
-        """All of [first, last] is stored: it is in the runs that are remembered, or older than all of them."""
+        """True if all of [first, last] is stored: in the remembered runs, or older than all of them."""
         if last > self.last:
             return False
         runs = sorted(self.runs)
@@ -107,7 +107,7 @@ class ProducerWindow:
         return missing > last
 
     def overlaps(self, first: int, last: int) -> bool:
-        """Some of [first, last] is in the runs that are remembered."""
+        """True if a part of [first, last] is in the remembered runs."""
         return any(run.first <= last and first <= run.last for run in self.runs)
 
 
@@ -129,11 +129,11 @@ class ProducerTable:
         self._windows: OrderedDict[int, dict[int, ProducerWindow]] = OrderedDict()
         self._window_count = 0
         self._seen: dict[int, int] = {}
-        #: When those that are not proven yet stored their first run; the longest silent first.
+        #: Unproven producers → the time of their first run, ordered by last use.
         self._new: OrderedDict[int, int] = OrderedDict()
-        #: Who is in each shard: encoding one does not walk through all.
+        #: The producers of each shard, so that encoding a shard does not visit all producers.
         self._shards: list[set[int]] = [set() for _ in range(SHARDS)]
-        #: Frames of the message log before these offsets are taken account of, by shard, as a checkpoint says.
+        #: For each shard the message-log offset up to which the checkpoint has applied frames.
         self._loaded_until = [0] * SHARDS
         #: Shards changed since the last checkpoint.
         self.dirty: set[int] = set()
@@ -143,7 +143,7 @@ class ProducerTable:
 
     @property
     def window_count(self) -> int:
-        """Windows of all producers."""
+        """The number of windows of all producers."""
         return self._window_count
 
     def window(self, producer: int, partition: int) -> ProducerWindow | None:
@@ -151,7 +151,7 @@ class ProducerTable:
         return partitions.get(partition) if partitions else None
 
     def judge(self, producer: int, partition: int, first: int, count: int, previous: int) -> FrameVerdict:
-        """Whether [first, first + count), which says it follows ``previous``, is to be stored."""
+        """Whether rows [first, first + count), whose frame names ``previous`` as predecessor, are to be stored."""
         window = self.window(producer, partition)
         if window is None:
             return FrameVerdict.NEW if previous == 0 else FrameVerdict.UNKNOWN
@@ -164,7 +164,7 @@ class ProducerTable:
         return FrameVerdict.DUPLICATE if window.holds(first, last) else FrameVerdict.GAP
 
     def find(self, producer: int, partition: int, first: int, count: int) -> StoredRun | None:
-        """The remembered run of exactly these rows."""
+        """The remembered run with exactly these rows; None if there is none."""
         window = self.window(producer, partition)
         for run in reversed(window.runs if window else []):
             if (run.first, run.last) == (first, first + count - 1):
@@ -174,7 +174,7 @@ class ProducerTable:
     def stored(
         self, producer: int, partition: int, first: int, count: int, previous: int, base: int, time: int, crc: int
     ) -> None:
-        """The run is in the log at sequences [base, base + count)."""
+        """Record that the run is in the log at sequences [base, base + count)."""
         partitions = self._windows.get(producer)
         if partitions is None:
             partitions = self._add(producer)
@@ -209,7 +209,7 @@ class ProducerTable:
 
     @staticmethod
     def _fill(window: ProducerWindow, previous: int, last: int) -> None:
-        """A lost run came again: shrink the hole it was in."""
+        """A lost run was resent: shrink the hole that it was in."""
         for index, (after, through) in enumerate(window.holes):
             if after == previous:
                 if last >= through:
@@ -219,7 +219,7 @@ class ProducerTable:
                 return
 
     def forget(self, now: int) -> list[int]:
-        """Drop who was silent too long, and the longest silent over the limits; their ids."""
+        """Drop producers that were silent too long or are over the limits. Returns their ids."""
         gone = []
         while self._windows:
             producer = next(iter(self._windows))
@@ -237,7 +237,7 @@ class ProducerTable:
         return gone
 
     def forget_partition(self, partition: int) -> None:
-        """The partition was deleted."""
+        """Drop the windows of a deleted partition."""
         for producer, partitions in self._windows.items():
             if partitions.pop(partition, None) is not None:
                 self._window_count -= 1
@@ -246,7 +246,7 @@ class ProducerTable:
     # --- checkpoint -----------------------------------------------------------------------------
 
     def dump(self, producers: Iterable[int]) -> list[object]:
-        """Plain values of those of the given producers that are known, at the cost of these alone."""
+        """The entries of the given producers as plain values; unknown producers are left out."""
         return [
             (
                 producer,
@@ -258,7 +258,7 @@ class ProducerTable:
         ]
 
     def load(self, entries: Iterable[tuple[int, int, list[tuple[int, int, list[list[int]], list[list[int]]]]]]) -> None:
-        """Add what ``dump`` gave; call ``order`` after the last of several."""
+        """Add entries of ``dump``. Call ``order`` after the last call."""
         for producer, seen, partitions in entries:
             windows = self._windows.get(producer)
             if windows is None:
@@ -270,11 +270,11 @@ class ProducerTable:
             self._window_count += len(windows) - before
 
     def load_until(self, shard: int, offset: int) -> None:
-        """What is loaded of a shard takes account of the frames before an offset of the message log."""
+        """Record that the loaded state of a shard includes the frames before ``offset`` of the message log."""
         self._loaded_until[shard] = offset
 
     def loaded_until(self, producer: int) -> int:
-        """Frames before this offset are known to the producer's entry, as a checkpoint had it."""
+        """The loaded entry of the producer includes the frames before this offset."""
         return self._loaded_until[shard_of(producer)]
 
     def order(self) -> None:
@@ -285,9 +285,9 @@ class ProducerTable:
         return self._windows.keys()
 
     def count_in_shard(self, index: int) -> int:
-        """Producers in a shard."""
+        """The number of producers in a shard."""
         return len(self._shards[index])
 
     def in_shard(self, index: int) -> Iterator[int]:
-        """The ids in a shard, in no order that counts."""
+        """The ids of the producers in a shard, in no particular order."""
         return iter(self._shards[index])

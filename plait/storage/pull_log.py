@@ -1,9 +1,8 @@
-"""What a group has been handed, and what came of it: the state that the action log's events add up to.
+"""The pull log: the position of a shared group in one partition, as the events of the action log define it.
 
-A shared group's position is one scan sequence, ``next``, plus exceptions: what each consumer holds (its *pull log*),
-what was returned and is to be handed out again, what failed and waits for its next attempt, and what is out of
-attempts. The same methods run when an event happens and when it is replayed, so after a crash the state is exactly
-what the durable events say.
+The position is one sequence, ``next``, plus exceptions: the ranges that each consumer holds, ranges that were returned
+and are to be delivered again, ranges that failed and wait for a retry, and dead letters. The same methods apply an
+event when it happens and when it is replayed, so after a crash the state is exactly that of the durable events.
 """
 
 from __future__ import annotations
@@ -34,33 +33,33 @@ class PullLog:
     __slots__ = ("dead", "failing", "held", "next", "resent", "returned", "waiting")
 
     def __init__(self, start: int) -> None:
-        #: Everything below was handed out at least once, or skipped.
+        #: Every row below was delivered at least once, or skipped.
         self.next = start
-        #: Unacked and in nobody's hands: handed out again before anything new.
+        #: Unacked and not held: delivered again before new rows.
         self.returned = Ranges()
-        #: consumer id → what it holds.
+        #: Consumer id → the ranges that it holds.
         self.held: dict[int, Ranges] = {}
-        #: Unacked, in nobody's hands, and not due yet.
+        #: Unacked, not held, and not due yet.
         self.waiting = DueRanges()
-        #: Out of attempts: handed out no more, until somebody asks for it.
+        #: Dead letters: not delivered again unless an operator resends them.
         self.dead = Ranges()
-        #: When each range failed first, in seconds since 1970 (in place of an attempt).
+        #: When each range failed first: seconds since 1970, in the place of the attempt.
         self.failing = Ranges()
-        #: What was dead and is handed out again; attempts count from where they stood then.
+        #: Dead letters that were resent, with the attempts they had: later attempts count from there.
         self.resent = Ranges()
 
     # --- events ---------------------------------------------------------------------------------
 
     def pulled(self, consumer: int, start: int, end: int, attempt: int) -> None:
-        """[start, end) went to a consumer for the ``attempt``-th time."""
-        fresh = end - max(start, self.next)
+        """[start, end) was delivered to a consumer for the ``attempt``-th time."""
+        new = end - max(start, self.next)
         self._pass(start, end)
         again = self.returned.remove(start, end)
-        if self.waiting and max(fresh, 0) + count_of(again) < end - start:
-            # It was due: replay, which has no clock, learns it from here.
+        if self.waiting and max(new, 0) + count_of(again) < end - start:
+            # The range was due. Replay has no clock: the pull event implies it.
             self.waiting.remove(start, end)
         if self.dead:
-            # A reset went back before it: it is alive again.
+            # A reset moved ``next`` back before it: it is no dead letter any more.
             self.dead.remove(start, end)
         held = self.held.get(consumer)
         if held is None:
@@ -68,10 +67,10 @@ class PullLog:
         held.add(start, end, attempt)
 
     def acked(self, consumer: int, start: int, end: int) -> int:
-        """[start, end) is done, whoever was to get it next; how many sequences that settled."""
+        """[start, end) is done, whether or not the consumer still holds it. Returns the number of sequences settled."""
         settled = self._settle(consumer, start, end)
         if self.dead:
-            # It came late: its consumer was taken for lost once too often.
+            # A late ack: the row ran out of attempts because its consumer was taken for lost.
             settled += count_of(self.dead.remove(start, end))
         if self.failing:
             self.failing.remove(start, end)
@@ -79,9 +78,9 @@ class PullLog:
         return settled
 
     def nacked(self, consumer: int, start: int, end: int, due: int, time: int, *, counted: bool = True) -> list[Range]:
-        """A consumer gives [start, end) back at ``time``, to be handed out when ``due`` (0: at once); what it held.
+        """A consumer nacks or returns [start, end) at ``time``; it is delivered again when ``due`` (0: at once).
 
-        Not ``counted``: nobody began with it, so that was no attempt.
+        Returns the parts that the consumer held. ``counted=False``: handling had not begun, so it was no attempt.
         """
         held = self.held.get(consumer)
         if held is None:
@@ -100,12 +99,12 @@ class PullLog:
         return pieces
 
     def untaken(self, start: int, end: int, attempt: int) -> None:
-        """[start, end) counted as done when it was handed out, and is given back: its consumer never began with it."""
-        # Behind a reset to an earlier place the scan comes by anyway.
+        """[start, end) counted as done on delivery and is returned: its consumer never began to handle it."""
+        # After a reset to an earlier sequence, ``next`` will reach the rest anyway.
         self.returned.add(start, min(end, self.next), attempt)
 
     def note_failure(self, start: int, end: int, time: int) -> None:
-        """Remember since when, unless it is known."""
+        """Record ``time`` as the first failure of [start, end), except where one is recorded."""
         known = self.failing.overlap(start, end)
         for first, last, _ in known:
             if start < first:
@@ -114,7 +113,7 @@ class PullLog:
         self.failing.add(start, end, time // 1_000_000)
 
     def pulled_heads(self, consumer: int, heads: list[Range]) -> None:
-        """``heads``, which are the lowest of ``returned``, went to a consumer once more."""
+        """``heads``, the lowest ranges of ``returned``, were delivered to a consumer again."""
         self.returned.remove(heads[0].start, heads[-1].end)
         held = self.held.get(consumer)
         if held is None:
@@ -123,22 +122,22 @@ class PullLog:
             held.add(start, end, attempt + 1)
 
     def return_due(self, now: int) -> bool:
-        """What has waited long enough may be handed out; whether there is anything."""
+        """Release the ranges that are due. True if there is anything to deliver again."""
         self.waiting.release(now)
         return self.ready
 
     @property
     def ready(self) -> bool:
-        """There is something to hand out again, which is in ``returned`` then."""
+        """True if there is something to deliver again; it is in ``returned`` then."""
         if not self.returned and self.waiting:
-            # Moment by moment, and each as it is: joining many ranges with many others would take long.
+            # One due time at a time, without merging: joining many ranges with many others would take long.
             due = self.waiting.pop_released()
             if due is not None:
                 self.returned = due
         return bool(self.returned)
 
     def offline(self, consumer: int, time: int) -> int:
-        """A consumer is gone: everything it held is returned; how many sequences."""
+        """A consumer is gone: all its ranges are returned. Returns the number of sequences."""
         held = self.held.pop(consumer, None)
         if held is None:
             return 0
@@ -148,31 +147,34 @@ class PullLog:
         return held.count
 
     def buried(self, consumer: int, start: int, end: int, attempt: int, time: int) -> None:
-        """[start, end), which a consumer held, is out of attempts."""
+        """[start, end), which a consumer held, became dead letters."""
         self._settle(consumer, start, end)
         self.note_failure(start, end, time)
         self.resent.remove(start, end)
         self.dead.add(start, end, attempt)
 
     def revived(self, start: int, end: int) -> int:
-        """What is dead in [start, end) is handed out again, and attempts count anew; how many sequences."""
+        """The dead letters in [start, end) are resent, and their attempts count from 0 again.
+
+        Returns the number of sequences.
+        """
         pieces = self.dead.remove(start, end)
         for first, last, attempt in pieces:
-            # Where a reset went back before it, the scan comes by anyway.
+            # After a reset to an earlier sequence, ``next`` will reach it anyway.
             last = min(last, self.next)
             self.returned.add(first, last, attempt)
             self.resent.add(first, last, attempt)
         return count_of(pieces)
 
     def purged(self, start: int, end: int) -> int:
-        """What is dead in [start, end) is forgotten; how many sequences."""
+        """The dead letters in [start, end) are purged. Returns the number of sequences."""
         pieces = self.dead.remove(start, end)
         for first, last, _ in pieces:
             self.failing.remove(first, last)
         return count_of(pieces)
 
     def reset(self, sequence: int) -> None:
-        """The group goes on from ``sequence``; what was held or returned is forgotten, what is dead stays."""
+        """The group continues from ``sequence``. Held, returned and waiting ranges are dropped; dead letters stay."""
         self.next = sequence
         self.returned.clear()
         self.held.clear()
@@ -181,7 +183,7 @@ class PullLog:
         self.failing = Ranges(piece for start, end, _ in self.dead for piece in self.failing.overlap(start, end))
 
     def skipped(self, start: int, end: int) -> int:
-        """[start, end) can never be handed out: expired or damaged; how many sequences were not done yet."""
+        """[start, end) is expired or damaged and cannot be delivered. Returns the number of sequences not done yet."""
         pieces = [*self.returned.remove(start, end), *self.waiting.remove(start, end)]
         for first, last, _ in pieces if self.failing else ():
             self.failing.remove(first, last)
@@ -193,7 +195,10 @@ class PullLog:
         return lost
 
     def _settle(self, consumer: int, start: int, end: int) -> int:
-        """[start, end) is in nobody's hands, and nobody is to get it; how many sequences that is new for."""
+        """Remove [start, end) from the consumer's ranges, ``returned`` and ``waiting``.
+
+        Returns the number of sequences removed.
+        """
         self._pass(start, end)
         settled = self.returned.remove(start, end)
         held = self.held.get(consumer)
@@ -202,25 +207,25 @@ class PullLog:
             if not held:
                 del self.held[consumer]
         if self.waiting and count_of(settled) < end - start:
-            # It came late: the next attempt is called off (R11).
+            # A late ack or nack cancels the retry that waits (R11).
             settled += self.waiting.remove(start, end)
         return count_of(settled)
 
     def _pass(self, start: int, end: int) -> None:
-        """Move the scan past ``end``; what it jumps over was lost with an event and is handed out again."""
+        """Move ``next`` past ``end``. Rows that it jumps over lost their pull event in a crash: they are returned."""
         if end > self.next:
             if start > self.next:
                 if self.dead:
-                    # As where it is handed out: a reset went back before it.
+                    # As in ``pulled``: a reset moved ``next`` back before it.
                     self.dead.remove(self.next, start)
                 self.returned.add(self.next, start, 0)
             self.next = end
 
-    # --- what follows from them -----------------------------------------------------------------
+    # --- derived values -------------------------------------------------------------------------
 
     @property
     def floor(self) -> int:
-        """Everything below is done, or dead."""
+        """Every row below this sequence is done or dead."""
         firsts = [held.first for held in self.held.values() if held]
         if self.returned:
             firsts.append(self.returned.first)
@@ -233,19 +238,19 @@ class PullLog:
         return sum(held.count for held in self.held.values())
 
     def begun(self, start: int, end: int) -> list[Range]:
-        """What was handed out and is neither done nor dead in [start, end); in no order."""
+        """The parts of [start, end) that were delivered and are neither done nor dead, in no order."""
         pieces = [*self.returned.overlap(start, end), *self.waiting.overlap(start, end)]
         for held in self.held.values():
             pieces += held.overlap(start, end)
         return pieces
 
     def ranges_of(self, consumer: int) -> int:
-        """Exceptions to the scan position that one consumer makes: what bounds the group's memory."""
+        """The number of ranges that one consumer holds, which bounds the group's memory."""
         held = self.held.get(consumer)
         return len(held) if held is not None else 0
 
     def dump(self, *, durable_holds: bool) -> PullLogState:
-        """For a checkpoint. A broadcast group logs no pulls: what it holds counts as returned."""
+        """The state for a checkpoint. A broadcast group logs no pulls: its held ranges count as returned."""
         returned, held = self.returned, self.held
         if not durable_holds:
             returned, held = Ranges(returned), {}
@@ -264,7 +269,7 @@ class PullLog:
 
     @classmethod
     def load(cls, state: PullLogState) -> PullLog:
-        """The state of a checkpoint."""
+        """Restore a pull log from a checkpoint."""
         log = cls(state.next)
         log.waiting = DueRanges(state.waiting)
         log.returned = Ranges(state.returned)
@@ -274,5 +279,5 @@ class PullLog:
 
 
 def count_of(pieces: Iterable[Range]) -> int:
-    """How many sequences the ranges hold."""
+    """The number of sequences in the ranges."""
     return sum(piece.end - piece.start for piece in pieces)

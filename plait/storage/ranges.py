@@ -1,6 +1,6 @@
-"""Sets of sequence ranges with the number of the attempt they are on.
+"""Sets of sequence ranges, each with its number of attempts.
 
-The cost of every operation depends on how many ranges there are, never on how many sequences they hold.
+The cost of every operation depends on the number of ranges, never on the number of sequences in them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Range(NamedTuple):
 
 
 def joined(sequences: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """[start, end) pairs of ascending sequences."""
+    """The runs [start, end) of consecutive numbers in ascending sequences."""
     if not len(sequences):
         return []
     edges = [0, *(np.flatnonzero(np.diff(sequences) != 1) + 1).tolist(), len(sequences)]
@@ -39,8 +39,8 @@ class Ranges:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._attempts: list[int] = []
-        #: So many of the lowest are there no more: they are cut off now and then, as taking one from the front of a
-        #: long list costs as much as the list is long.
+        #: The first entries of the lists that are removed already. They are deleted in batches, because deleting one
+        #: from the front of a list takes time proportional to its length.
         self._gone = 0
         for start, end, attempt in ranges:
             self.add(start, end, attempt)
@@ -59,16 +59,16 @@ class Ranges:
 
     @property
     def count(self) -> int:
-        """How many sequences all ranges hold."""
+        """The number of sequences in all ranges."""
         return sum(self._ends[self._gone :]) - sum(self._starts[self._gone :])
 
     @property
     def first(self) -> int:
-        """The lowest sequence; only when there is one."""
+        """The lowest sequence. There must be one."""
         return self._starts[self._gone]
 
     def add(self, start: int, end: int, attempt: int) -> None:
-        """Put [start, end) in; where it overlaps, the new attempt replaces the old."""
+        """Add [start, end); where it overlaps, the new attempt replaces the old one."""
         if start >= end:
             return
         if not self:
@@ -95,7 +95,7 @@ class Ranges:
             self._delete(at + 1, at + 2)
 
     def remove(self, start: int, end: int) -> list[Range]:
-        """Take [start, end) out; what was there."""
+        """Remove [start, end). Returns the ranges that were present."""
         low, high = self._between(start, end)
         if low >= high:
             return []
@@ -112,31 +112,31 @@ class Ranges:
         return removed
 
     def _between(self, start: int, end: int) -> tuple[int, int]:
-        """Which ranges overlap [start, end)."""
+        """The indexes [low, high) of the ranges that overlap [start, end)."""
         if start >= end:
             return 0, 0
         low = bisect_right(self._ends, start, self._gone)
         return low, bisect_left(self._starts, end, low)
 
     def _cut(self, low: int, high: int, start: int, end: int) -> list[Range]:
-        """These ranges as far as they lie in [start, end)."""
+        """The parts of the ranges [low, high) that lie in [start, end)."""
         return [
             Range(max(self._starts[i], start), min(self._ends[i], end), self._attempts[i]) for i in range(low, high)
         ]
 
     def _forget(self, until: int) -> None:
-        """The lowest ranges are there no more."""
+        """Remove the lowest ranges, up to index ``until``."""
         self._gone = until
         if self._gone > 32 and self._gone * 2 > len(self._starts):
             self._gone = 0
             self._delete(0, until)
 
     def head(self) -> Range:
-        """The lowest range; only when there is one."""
+        """The lowest range. There must be one."""
         return Range(self._starts[self._gone], self._ends[self._gone], self._attempts[self._gone])
 
     def heads(self, end: int, count: int) -> list[Range]:
-        """The lowest ranges below ``end``, at most ``count``; the last one is cut there."""
+        """The lowest ranges below ``end``, at most ``count``; the last one is cut at ``end``."""
         high = min(bisect_left(self._starts, end, self._gone), self._gone + count)
         heads = self._slice(self._gone, high)
         if heads and heads[-1].end > end:
@@ -144,7 +144,7 @@ class Ranges:
         return heads
 
     def after(self, start: int, count: int) -> list[Range]:
-        """The lowest ranges from ``start`` on, at most ``count``; the first one is cut there."""
+        """The lowest ranges from ``start`` on, at most ``count``; the first one is cut at ``start``."""
         low = bisect_right(self._ends, start, self._gone)
         found = self._slice(low, low + count)
         if found and found[0].start < start:
@@ -156,25 +156,24 @@ class Ranges:
         return self._cut(*self._between(start, end), start, end)
 
     def columns(self) -> npt.NDArray[np.int64]:
-        """All ranges as arrays: starts, ends, attempts. There may be very many."""
+        """All ranges as arrays: starts, ends, attempts."""
         columns = (self._starts, self._ends, self._attempts)
         return np.array([column[self._gone :] for column in columns], "<i8")
 
     def attempts_of(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The attempt of the range that each sequence is in; -1: it is in none."""
+        """The attempt of the range that each sequence is in; -1 if it is in none."""
         starts, ends, attempts = self.columns()
         at = np.searchsorted(starts, sequences, "right") - 1
         return np.where((at >= 0) & (sequences < ends[at]), attempts[at], -1)
 
     @classmethod
     def of(cls, columns: npt.NDArray[np.int64]) -> Ranges:
-        """Ranges of such arrays, which ascend and do not touch where their attempts are the same."""
+        """Ranges from such arrays. They must ascend, and neighbours with equal attempts must be joined."""
         ranges = cls()
         ranges._starts, ranges._ends, ranges._attempts = columns.tolist()
         return ranges
 
     def copy(self) -> Ranges:
-        """The same."""
         copy = Ranges()
         copy._starts, copy._ends, copy._attempts = self._starts[:], self._ends[:], self._attempts[:]
         copy._gone = self._gone
@@ -186,7 +185,7 @@ class Ranges:
 
     @classmethod
     def unpack(cls, data: bytes) -> Ranges:
-        """What was packed."""
+        """The inverse of ``pack``."""
         return cls.of(np.frombuffer(data, "<i8").reshape(3, -1))
 
     def clear(self) -> None:

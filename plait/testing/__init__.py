@@ -1,7 +1,9 @@
-"""What tests need that a broker in production does not.
+"""Tools for tests.
 
-For everybody: ``EmbeddedBroker``, a real broker inside a test, also as the pytest fixtures ``plait_broker`` and
-``plait_async_broker``. For Plait's own tests: disks that fail, from a seed.
+For users: ``EmbeddedBroker``, a real broker inside a test, also as the pytest fixtures ``plait_broker`` and
+``plait_async_broker``; ``History`` and ``check``, a recorder and a checker of delivery promises. For Plait's own tests:
+a simulated disk, network and clock, from a seed (``sim``). May import every package but spark, doctor and the command
+line; no other package imports this one.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ __all__ = ["BlockingBroker", "EmbeddedBroker", "ManualClock"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for: pytest imports this package in every run, with or without a broker.
+    # Loaded on demand: pytest imports this package in every run, with or without a broker.
     if name in __all__:
         from plait.testing import embedded_broker as embedded
 

@@ -1,7 +1,7 @@
-"""One simulated file: what the page cache shows and what the medium holds.
+"""One simulated file: its contents in the page cache and on the medium.
 
-Reads and views see every write in order. The medium gets them with a sync, or by itself at any moment before:
-each change is therefore remembered, as whole sectors the way the cache showed them, until a sync settles it.
+Reads and views see every write in order. Writes reach the medium with a sync, or by themselves at any moment before:
+each change is therefore recorded, as whole sectors as the cache showed them, until a sync settles it.
 A crash then picks, per sector, any of the states it had since the last sync, and for the file's size any size
 it had, or a sector boundary on the way there.
 
@@ -60,7 +60,7 @@ class CachedFile:
         # Until the first write or view the cache is these bytes, shared with other disks.
         self._frozen = content
         # Grown buffers are replaced, since a viewed one cannot be resized. The replaced ones are written too,
-        # so that their views go on showing later writes; doubling keeps them smaller than the current one.
+        # so that their views still show later writes; doubling keeps them smaller than the current one.
         self._buffers: list[bytearray] = []
         self._viewed = False
 
@@ -116,7 +116,7 @@ class CachedFile:
     def fail_sync(self, until: int, rng: random.Random) -> None:
         """Some of the changes below ``until`` are on the medium; none of them will ever be written again.
 
-        The cache goes on showing them all, as on Linux. Cuts survive: they are not data to be written back.
+        The cache still shows all of them, as on Linux. Cuts survive: they are not data to be written back.
         """
         covered, self._unsynced = _split(self._unsynced, until)
         self._medium = _survivors(self._fold(), covered, rng, cuts_survive=True)
@@ -141,7 +141,7 @@ class CachedFile:
         return other
 
     def flip_bit(self, offset: int, bit: int) -> None:
-        """Flip it in the cache, on the medium and in what is on its way there."""
+        """Flip a bit in the cache, on the medium and in the unsynced changes."""
         mask = 1 << bit
         self._buffer(self.size)
         for buffer in self._buffers:
@@ -170,7 +170,7 @@ class CachedFile:
         return self._buffers[-1]
 
     def _fold(self) -> bytes:
-        """What certainly survives a crash."""
+        """The contents that certainly survive a crash."""
         if self._settled:
             self._medium = _all(self._medium, self._settled)
             self._settled = []

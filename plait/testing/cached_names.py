@@ -1,8 +1,8 @@
-"""The names of a simulated disk: those everybody sees, and those a crash cannot take away.
+"""The names of a simulated disk: those visible now, and those that certainly survive a crash.
 
 A change of names (a file created, renamed or removed) is certain once its directories were synced. Until
-then a crash keeps or loses each by itself, but the changes of one name keep their order: one that is lost
-takes the later ones of its names along, one that is certain makes the earlier ones certain.
+then a crash keeps or loses each change independently, but the changes of one name keep their order: a lost change
+loses the later changes of its names too, a certain change makes the earlier ones certain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from plait.testing.cached_file import SURVIVAL_ODDS, CachedFile, Keep
 
 
 class NameChange(NamedTuple):
-    """A name that went, a name that came, or both, when a file was renamed."""
+    """A removed name, an added name, or both, when a file was renamed."""
 
     number: int
     removed: str | None
@@ -31,7 +31,7 @@ class NameChange(NamedTuple):
         return {name for name in (self.removed, self.added) if name is not None}
 
     def apply(self, files: dict[str, CachedFile]) -> None:
-        """Make the change there."""
+        """Apply the change to ``files``."""
         if self.removed is not None:
             files.pop(self.removed, None)
         if self.added is not None:
@@ -49,7 +49,7 @@ class CachedNames:
         self._unsynced: list[NameChange] = []
 
     def change(self, removed: str | None, added: str | None, file: CachedFile) -> None:
-        """Take a name away from the file, give it one, or both in one step."""
+        """Remove a name of the file, add one, or both in one step."""
         directories = frozenset(posixpath.dirname(name) for name in (removed, added) if name is not None)
         change = NameChange(self.changes, removed, added, file, directories)
         self.changes += 1
@@ -57,7 +57,7 @@ class CachedNames:
         change.apply(self.files)
 
     def sync(self, directory: str, until: int) -> None:
-        """The changes below ``until`` need that directory no longer to be certain."""
+        """A sync of a directory: changes below ``until`` no longer depend on it to be certain."""
         self._unsynced = [
             change._replace(unsynced=change.unsynced - {directory}) if change.number < until else change
             for change in self._unsynced
@@ -65,11 +65,11 @@ class CachedNames:
         self._settle(set())
 
     def sync_name(self, path: str) -> None:
-        """Whatever happened to that one name is certain."""
+        """Every change of one name is certain."""
         self._settle({path})
 
     def after_crash(self, rng: random.Random, keep: Keep) -> CachedNames:
-        """The names and contents that survived, by a new choice every time."""
+        """The names and contents that survive, by a new random choice on each call."""
         odds = rng.choice(SURVIVAL_ODDS) if keep == "random" else float(keep == "all")
         files = self._durable.copy()
         lost: set[str] = set()
@@ -81,7 +81,7 @@ class CachedNames:
         return CachedNames({name: file.after_crash(rng, keep) for name, file in files.items()})
 
     def copy(self) -> CachedNames:
-        """The same names and contents, just as uncertain."""
+        """The same names and contents, with the same unsynced changes."""
         copied = _once_each(CachedFile.copy)
         other = CachedNames({name: copied(file) for name, file in self.files.items()})
         other.changes = self.changes

@@ -1,27 +1,27 @@
-"""``check``: does a ``History`` keep Plait's promises? What does not is a list of violations, each with its reason.
+"""``check``: does a ``History`` keep Plait's promises? The result is a list of violations, each with its reason.
 
-Kinds, each told per group where it is about handling:
+Kinds of violations, per group where they concern handling:
 
 - ``lost``: certainly sent, and never handled with success, though everything was to be drained.
 - ``invented``: handled, but never sent, not yet sent, certainly not stored, or with another key.
 - ``stored_twice``: one message was handled from two places, or from another than its receipt names.
-- ``send_order``: a producer's messages have places against the order of its calls, or two have one place.
-- ``order``: messages of a key were first handled with success against the order of sending, or one was begun with
-  before an earlier one was.
-- ``overlap``: two handlings of a key at one time.
+- ``send_order``: the places of a producer's messages contradict the order of its calls, or two have the same place.
+- ``order``: messages of a key were first handled with success against the order of sending, or the handling of one
+  began before an earlier one was done.
+- ``overlap``: two handlings of a key at the same time.
 - ``epoch``: an epoch was seen after a higher one.
 - ``owners``: two consumers handled under one epoch of a logical partition.
-- ``duplicate``: handled again, or by two at a time, without a fault that excuses it.
+- ``duplicate``: handled again, or by two consumers at once, without a fault that excuses it.
 - ``redelivered``: handled again although its ack was confirmed, without a fault that excuses that.
 
-*Sent earlier* means: by the same producer in an earlier call, or the one send was over before the other began. So
-concurrent senders of one key have no order among themselves. A send of unknown fate counts once it is handled, and
-only in the order of its own producer.
+*Sent earlier* means: by the same producer in an earlier call, or the one send ended before the other began. So
+concurrent senders of one key have no order among themselves. A send with an unknown outcome counts once it is handled,
+and only in the order of its own producer.
 
-What a fault excuses: a duplicate, if it hit everybody, one of the two consumers, or the broker group where the message
-is, since the message was sent (a fault of a consumer at a broker group: if both are the message's); a redelivery, if
-it did so before the ack was confirmed, or if it lets the broker forget; an overlap, if it hit the consumer that was
-first while that handled. It excuses no disorder, no loss and no epoch.
+A fault excuses a duplicate if it hit all consumers, one of the two consumers, or the message's broker group, since the
+message was sent (a fault of a consumer at a broker group: if both match). It excuses a redelivery if it did so before
+the ack was confirmed, or if it lets the broker forget. It excuses an overlap if it hit the first consumer during its
+handling. It excuses no disorder, no loss and no epoch.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def check(
     moves: bool = False,
     groups: Iterable[str] | None = None,
 ) -> list[Violation]:
-    """What is wrong with the history, nothing if it is right.
+    """The violations of a history; empty if it is correct.
 
-    ``strict=False``: order is demanded only of keys none of whose sends or handlings failed. ``ordered=False``: nor of
-    any, as for shared consumers. ``drained=False``: what was not handled may still come. ``moves``: the route changed,
-    so that a producer's messages of different keys may have overtaken each other on their way. ``groups``: who has to
-    have handled everything (None: those that handled anything).
+    ``strict=False``: order is required only of keys without a failed send or handling. ``ordered=False``: order is
+    not required, as for shared consumers. ``drained=False``: unhandled messages may still be delivered. ``moves``: the
+    route changed, so that a producer's messages of different keys may have overtaken each other. ``groups``: the groups
+    that must have handled everything (None: those that handled anything).
     """
     sends: dict[Value, RecordedSend] = {}
     for send in history.sends:
@@ -75,7 +75,7 @@ def check(
             raise ValueError(f"{send.value!r} was sent twice in this history: give every message a value of its own")
     excuses = _Excuses(history.faults)
     by_group: dict[str, list[Handling]] = {group: [] for group in groups or ()}
-    # As they began: threads may have recorded two of one moment the other way round.
+    # By begin: threads may have recorded two handlings of the same moment in the other order.
     for handling in sorted(history.handlings, key=lambda handling: handling.begun):
         by_group.setdefault(handling.group, []).append(handling)
     found = list(_send_order(history.sends, moves=moves))
@@ -95,33 +95,33 @@ def check(
 
 
 class _Excuses:
-    """Whether a fault lies in a stretch of time, by whom it hit."""
+    """Looks up faults by time and victim."""
 
     def __init__(self, faults: Iterable[Broken]) -> None:
         self._by_victim = _by_victim(faults)
         self._forgetting = _by_victim(fault for fault in faults if fault.forgets)
 
     def hit(self, victims: Iterable[_Victim], since: float, until: float) -> bool:
-        """A fault of one of these reaches into the stretch."""
+        """Whether a fault of one of these victims overlaps [since, until]."""
         return any(_reaches(self._by_victim.get(victim), since, until) for victim in victims)
 
     def forgot(self, victims: Iterable[_Victim], since: float, until: float) -> bool:
         return any(_reaches(self._forgetting.get(victim), since, until) for victim in victims)
 
 
-#: (consumer, broker group); (None, ""): a fault that is told of nobody in particular.
+#: (consumer, broker group); (None, ""): a fault that hits all.
 _Victim = tuple[str | None, str]
 _Faults = tuple[list[float], list[float]]
 
 
 def _victims(*handlings: Handling) -> set[_Victim]:
-    """Whose faults are of interest to what became of them."""
+    """The victims whose faults can explain the outcomes of these handlings."""
     groups = {"", *(handling.place[0].rpartition("@")[2] for handling in handlings if handling.place)}
     return {(consumer, group) for consumer in (None, *(each.consumer for each in handlings)) for group in groups}
 
 
 def _by_victim(faults: Iterable[Broken]) -> dict[_Victim, _Faults]:
-    """Their beginnings in order, and the latest end up to each of them."""
+    """For each victim the begins of its faults in order, and the latest end up to each of them."""
     sorted_faults: dict[_Victim, list[Broken]] = defaultdict(list)
     for fault in sorted(faults, key=lambda fault: fault.time):
         sorted_faults[fault.consumer, fault.at].append(fault)
@@ -138,11 +138,11 @@ def _reaches(faults: _Faults | None, since: float, until: float) -> bool:
     return begun > 0 and faults[1][begun - 1] >= since
 
 
-# --- each message by itself ---------------------------------------------------------------------
+# --- single messages ------ ---------------------------------------------------------------------
 
 
 def _first_done(handlings: Iterable[Handling]) -> dict[Value, float]:
-    """When each message was first handled with success."""
+    """The time at which each message was first handled with success."""
     first: dict[Value, float] = {}
     for handling in handlings:
         if handling.outcome == "ok" and handling.ended is not None:
@@ -158,7 +158,9 @@ def _lost(
     for send in sends:
         if send.outcome == "ok" and send.value not in first_done and send.value not in dead:
             who = f" by {group}" if group else ""
-            yield _violation("lost", send, f"sent by {send.producer or 'somebody'} and never handled{who}")
+            yield _violation(
+                "lost", send, f"sent{f' by {send.producer}' if send.producer else ''} and never handled{who}"
+            )
 
 
 def _invented(sends: dict[Value, RecordedSend], handlings: Iterable[Handling]) -> Iterator[Violation]:
@@ -220,10 +222,10 @@ def _repeated(
 
 
 def _again(send: RecordedSend | None, first: Handling, second: Handling, excuses: _Excuses) -> Violation | None:
-    """What is wrong with a second handling of one message."""
+    """The violation of a second handling of one message, if it is one."""
     over = first.ended is None or first.ended <= second.begun
     if first.outcome != "ok" and over:
-        # It failed, or nobody knows: it has to come again.
+        # It failed, or its outcome is unknown: it must be delivered again.
         return None
     since = first.begun if send is None else send.begun
     victims = _victims(first, second)
@@ -235,9 +237,7 @@ def _again(send: RecordedSend | None, first: Handling, second: Handling, excuses
     if first.ack == "failed" or excuses.hit(victims, since, second.begun):
         return None
     how = "after" if over else "while"
-    text = (
-        f"handled by {second.consumer} {how} {first.consumer} did, from {first.begun:.6f} s on, and nothing was wrong"
-    )
+    text = f"handled by {second.consumer} {how} {first.consumer} did, from {first.begun:.6f} s on, without a fault"
     return _violation("duplicate", second, text)
 
 
@@ -245,12 +245,12 @@ def _again(send: RecordedSend | None, first: Handling, second: Handling, excuses
 
 
 class _InOrder:
-    """The messages of one key in the order of sending, which is partial."""
+    """The messages of one key in the (partial) order of sending."""
 
     def __init__(self) -> None:
-        #: Of each producer, in the order of its calls.
+        #: The messages of each producer, in the order of its calls.
         self.by_producer: dict[str, list[RecordedSend]] = defaultdict(list)
-        #: Those whose end is known.
+        #: The messages whose send has a known end.
         self.ended: list[RecordedSend] = []
 
 
@@ -262,15 +262,15 @@ def _in_order(
     *,
     strict: bool,
 ) -> dict[Key, _InOrder]:
-    """The messages that order is demanded of, by key."""
-    let_be: set[Key] = {None}
+    """The messages for which order is required, by key."""
+    exempt: set[Key] = {None}
     begun = {handling.value for handling in handlings}
     if not strict:
-        let_be.update(send.key for send in sends if send.outcome != "ok")
-        let_be.update(handling.key for handling in handlings if handling.outcome != "ok")
+        exempt.update(send.key for send in sends if send.outcome != "ok")
+        exempt.update(handling.key for handling in handlings if handling.outcome != "ok")
     keys: dict[Key, _InOrder] = defaultdict(_InOrder)
     for send in sends:
-        if send.key in let_be or send.value in dead or send.outcome == "failed":
+        if send.key in exempt or send.value in dead or send.outcome == "failed":
             continue
         if send.outcome == "unknown" and send.value not in begun and send.value not in first_done:
             continue
@@ -283,11 +283,11 @@ def _in_order(
 def _order(
     keys: dict[Key, _InOrder], handlings: Iterable[Handling], first_done: dict[Value, float]
 ) -> Iterator[Violation]:
-    """Nothing is begun with before all that was sent earlier was handled with success.
+    """No handling begins before every message that was sent earlier was handled with success.
 
-    That is the order of first successes as well: who succeeds has begun.
+    This includes the order of first successes, as a success follows its begin.
     """
-    # Of each message: when the last of those before it was done, and which that is.
+    # Message → when the last of the messages before it was done, and which one that is.
     ready: dict[Value, tuple[float, RecordedSend]] = {}
     for key in keys.values():
         for sends in key.by_producer.values():
@@ -359,7 +359,7 @@ def _epochs(handlings: Iterable[Handling]) -> Iterator[Violation]:
     for handling in handlings:
         if handling.epoch is None or (handling.lp is None and handling.key is None):
             continue
-        # A key stands for its logical partition where that is not known; as text, so as not to be taken for one.
+        # Without a known LP the key takes its place; as text, so that it differs from any LP.
         slot = handling.lp if handling.lp is not None else f"key {handling.key}"
         before = highest.get(slot)
         if before is not None and before.epoch is not None and handling.epoch < before.epoch:

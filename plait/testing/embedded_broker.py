@@ -1,9 +1,9 @@
 """A real broker inside a test: a ``Server`` with a data directory on a free loopback port.
 
 ``async with EmbeddedBroker() as broker`` runs it on the test's loop; ``with EmbeddedBroker() as broker`` runs it in a
-thread of its own and gives a ``BlockingBroker``, which suits blocking and asynchronous tests alike. It can be restarted
-and crashed in place, and on a ``ManualClock`` time passes when the test says so. Clients and apps of the same process
-that connect to it go by its clock: ``plait.connect``, ``plait.sync.connect``, ``plait.App``.
+separate thread and returns a ``BlockingBroker``, for blocking and asynchronous tests. It can be restarted and crashed
+in place, and on a ``ManualClock`` the test advances the time. Clients and apps of the same process that connect to it
+use its clock: ``plait.connect``, ``plait.sync.connect``, ``plait.App``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from plait.client.blocking.loop_thread import LoopThread
 from plait.clock import Clock, ManualClock, SystemClock, set_virtual
 from plait.errors import Closed, InvalidArgument
 from plait.limits import MIB, ServerLimits
-from plait.meta.database.connection import Database
+from plait.meta.database.connection import DATABASE, Database
 from plait.meta.database.migrate import migrate
 from plait.server import Server
-from plait.server.cluster.cluster_role import DATABASE, database_in
+from plait.server.cluster.cluster_role import database_in
 from plait.storage.disk import RealDisk
 
-#: Small segments, so that a test's broker takes little disk; the watermarks leave full machines alone. A machine under
-#: load, or a sync that is under way while virtual time passes, makes no send fail.
+#: Small segments use little disk, and the watermarks tolerate a nearly full one. Sends do not fail on a machine under
+#: load, nor when virtual time passes during a sync.
 TEST_CONFIG = BrokerConfig(
     message_segment_size=32 * MIB,
     action_segment_size=4 * MIB,
@@ -42,7 +42,7 @@ TEST_CONFIG = BrokerConfig(
 
 @functools.cache
 def empty_database() -> bytes:
-    """A meta database in which nothing is yet: making one anew takes longer than all the rest of a start."""
+    """An empty meta database. Creating one takes longer than the rest of a start, so it is cached."""
     with tempfile.TemporaryDirectory(prefix="plait-") as directory:
         database = Database(database_in(Path(directory)))
         migrate(database)
@@ -57,11 +57,11 @@ def _prepare(data: Path) -> None:
 
 
 class EmbeddedBroker:
-    """A broker on the running loop; see the module for the blocking form.
+    """A broker on the running loop. ``with`` instead of ``async with`` runs it in a thread (``BlockingBroker``).
 
-    ``data`` is its directory (left out: a temporary one that goes with it); ``clock=ManualClock()`` puts it on
-    virtual time. It keeps its port over ``restart``, so clients find it again. ``metas`` are the addresses of the meta
-    servers of the cluster it belongs to; left out, it has one of its own, and with none it is a broker alone.
+    ``data`` is its directory; by default a temporary one that is removed with it. ``clock=ManualClock()`` puts it on
+    virtual time. It keeps its port over ``restart``, so that clients find it again. ``metas`` are the addresses of the
+    meta servers of its cluster. By default it has a meta server in its process; with an empty list it has none.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class EmbeddedBroker:
         return self._server
 
     def connect(self, *, client_id: str | None = None, limits: plait.ClientLimits | None = None) -> plait.Client:
-        """A client of this broker, for ``async with``; as any client of it, it goes by its clock."""
+        """A client of this broker, for ``async with``. It uses the broker's clock."""
         return plait.connect(self.address, client_id=client_id, limits=limits)
 
     async def start(self) -> None:
-        """Recover the data directory and serve; nothing if it runs already."""
+        """Recover the data directory and serve. Does nothing if it already runs."""
         if self._server is None:
             meta = None
             if self._metas is None:
@@ -124,27 +124,27 @@ class EmbeddedBroker:
                 set_virtual(self.address, self.clock)
 
     async def stop(self) -> None:
-        """Stop in order: everything is flushed, the next start is a clean one."""
+        """Stop in order: everything is flushed and the next start is clean."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop()
 
     async def kill(self) -> None:
-        """Crash: connections break, nothing is flushed, no checkpoint is left. ``start`` or ``restart`` recovers."""
+        """Crash: connections break, nothing is flushed, no checkpoint is written. ``start`` or ``restart`` recovers."""
         server, self._server = self._server, None
         if server is not None:
             await server.abandon()
 
     async def restart(self) -> None:
-        """Stop in order, unless it is down already, and start again under the same address."""
+        """Stop in order, if it runs, and start again with the same address."""
         await self.stop()
         await self.start()
 
     async def advance(self, seconds: Duration, *, silent: Collection[str] = ()) -> None:
-        """Let virtual time pass and do what is due by then.
+        """Let virtual time pass, and run what is due by then.
 
-        A client whose connection stands counts as heard from, as if its heartbeats had come meanwhile; those in
-        ``silent`` (client ids) sent none.
+        A client with an open connection counts as alive, as if it had sent heartbeats; clients in ``silent`` (client
+        ids) sent none.
         """
         if not isinstance(self.clock, ManualClock):
             raise InvalidArgument("this broker runs on the machine's clock; give it clock=ManualClock()")
@@ -153,9 +153,9 @@ class EmbeddedBroker:
         now = self.clock.monotonic()
         for connection in server.connections:
             if connection.client not in silent:
-                connection.heard = now
+                connection.last_received = now
                 for consumer in connection.consumers.values():
-                    consumer.heard = now
+                    consumer.last_contact = now
         server.tick()
         server.housekeep()
         server.broker.run_timers()
@@ -200,7 +200,7 @@ class EmbeddedBroker:
 
 
 class BlockingBroker:
-    """An ``EmbeddedBroker`` that runs in a thread of its own; made by ``with EmbeddedBroker()``."""
+    """An ``EmbeddedBroker`` that runs in a separate thread; created by ``with EmbeddedBroker()``."""
 
     def __init__(self, broker: EmbeddedBroker, thread: LoopThread) -> None:
         self._broker = broker
@@ -217,25 +217,25 @@ class BlockingBroker:
         return self._broker.data
 
     def connect(self, *, client_id: str | None = None, limits: plait.ClientLimits | None = None) -> plait.sync.Client:
-        """A blocking client of this broker, for ``with``; as any client of it, it goes by its clock."""
+        """A blocking client of this broker, for ``with``. It uses the broker's clock."""
         return plait.sync.connect(self.address, client_id=client_id, limits=limits)
 
     def start(self) -> None:
-        """Recover the data directory and serve; nothing if it runs already."""
+        """Recover the data directory and serve. Does nothing if it already runs."""
         self._thread.run(self._broker.start())
 
     def stop(self) -> None:
-        """Stop in order: everything is flushed, the next start is a clean one."""
+        """Stop in order: everything is flushed and the next start is clean."""
         self._thread.run(self._broker.stop())
 
     def kill(self) -> None:
-        """Crash: connections break, nothing is flushed, no checkpoint is left. ``start`` or ``restart`` recovers."""
+        """Crash: connections break, nothing is flushed, no checkpoint is written. ``start`` or ``restart`` recovers."""
         self._thread.run(self._broker.kill())
 
     def restart(self) -> None:
-        """Stop in order, unless it is down already, and start again under the same address."""
+        """Stop in order, if it runs, and start again with the same address."""
         self._thread.run(self._broker.restart())
 
     def advance(self, seconds: Duration, *, silent: Collection[str] = ()) -> None:
-        """Let virtual time pass; see ``EmbeddedBroker.advance``."""
+        """Let virtual time pass, as ``EmbeddedBroker.advance``."""
         self._thread.run(self._broker.advance(seconds, silent=silent))

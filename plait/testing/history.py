@@ -1,11 +1,11 @@
-"""``History``: what happened to messages, as their senders and handlers saw it; ``plait.testing.checker`` judges it.
+"""``History``: records what happened to messages, as senders and handlers saw it. ``plait.testing.checker`` judges it.
 
-Everything has an outcome of three values. *ok* and *failed* are certain; *unknown* is what a time-out, a lost
-connection or a killed process leaves behind, and what stays open is unknown too. Times are seconds on one clock that
-all recorders share: a simulation's virtual time, or one machine's monotonic clock.
+Every operation has one of three outcomes. *ok* and *failed* are certain. *unknown* is the outcome after a timeout, a
+lost connection or a killed process, and of every operation that has not ended. Times are seconds on one clock that all
+recorders share: a simulation's virtual time, or one machine's monotonic clock.
 
-A history can be recorded from several threads, and from several processes: each writes its own file, line by line as
-things happen, so that what was recorded survives the process; ``History.read`` joins them.
+A history can be recorded from several threads and several processes. Each process writes its own file, line by line, so
+that the record survives the process; ``History.read`` joins the files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 Outcome = Literal["ok", "failed", "unknown"]
-#: What is sent, and its order key; a value is sent once in a history.
+#: A message and its order key. A value is sent once in a history.
 Value = str | int
 Key = str | int | None
 #: A partition's name and a sequence in it.
@@ -25,13 +25,13 @@ Place = tuple[str, int]
 
 
 class RecordedSend:
-    """A message on its way in."""
+    """One send of a message."""
 
     __slots__ = ("_history", "begun", "ended", "error", "key", "number", "outcome", "place", "producer", "value")
 
     def __init__(self, history: History, number: int, producer: str, key: Key, value: Value, begun: float) -> None:
         self._history = history
-        #: Counts the sends of the history: those of one producer have the order in which it called.
+        #: The number of the send in the history. Sends of one producer are in the order of its calls.
         self.number = number
         self.producer = producer
         self.key = key
@@ -60,7 +60,7 @@ class RecordedSend:
 
 
 class Handling:
-    """A message in somebody's hands."""
+    """One handling of a message by a consumer."""
 
     __slots__ = (
         "_history", "ack", "acked", "attempt", "begun", "consumer", "ended", "epoch", "group", "key", "lp", "number",
@@ -82,7 +82,7 @@ class Handling:
         group: str,
     ) -> None:
         self._history = history
-        #: Counts the handlings of the history, in the order they began.
+        #: The number of the handling in the history, in the order of their begin.
         self.number = number
         self.consumer = consumer
         self.key = key
@@ -95,7 +95,7 @@ class Handling:
         self.group = group
         self.outcome: Outcome = "unknown"
         self.ended: float | None = None
-        #: What became of its ack; None: nothing is known of one.
+        #: The outcome of its ack. None: no ack is known.
         self.ack: Outcome | None = None
         self.acked: float | None = None
 
@@ -104,11 +104,11 @@ class Handling:
         self._end("ok", time)
 
     def failed(self, time: float) -> None:
-        """The handler has failed; the message is to come again."""
+        """The handler has failed; the message must be delivered again."""
         self._end("failed", time)
 
     def unknown(self, time: float) -> None:
-        """The handler was torn out of its work."""
+        """The handler was interrupted."""
         self._end("unknown", time)
 
     def _end(self, outcome: Outcome, time: float) -> None:
@@ -124,7 +124,7 @@ class Handling:
         self._acked("failed", time)
 
     def ack_unknown(self, time: float) -> None:
-        """The ack may have come through."""
+        """The ack may have been processed."""
         self._acked("unknown", time)
 
     def _acked(self, outcome: Outcome, time: float) -> None:
@@ -133,7 +133,7 @@ class Handling:
 
 
 class Broken:
-    """A fault, and what it excuses."""
+    """A fault. It excuses some violations (``plait.testing.checker``)."""
 
     __slots__ = ("at", "consumer", "forgets", "reason", "time", "until")
 
@@ -142,34 +142,37 @@ class Broken:
     ) -> None:
         self.reason = reason
         self.time = time
-        #: When it was over.
+        #: Its end.
         self.until = time if until is None else until
-        #: Whom it hit; None: everybody.
+        #: The consumer that it hit. None: all.
         self.consumer = consumer
-        #: The broker group whose messages it hit; "": those of all.
+        #: The broker group whose messages it hit. "": all.
         self.at = at
-        #: What was confirmed may be forgotten: power was lost where not everything is flushed.
+        #: The broker may forget confirmed acks: power was lost and not everything was flushed.
         self.forgets = forgets
 
 
 class History:
-    """See the module. ``path``: where each event is written as it happens, for a process that may be killed."""
+    """The sends, handlings, faults and dead letters of a test.
+
+    ``path``: a file to which each event is written as it happens, for a process that may be killed.
+    """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.sends: list[RecordedSend] = []
         self.handlings: list[Handling] = []
         self.faults: list[Broken] = []
-        #: (group, value) of messages that were given up in order: dead letters.
+        #: (group, value) of dead letters.
         self.dead: set[tuple[str, Value]] = set()
         self._open: dict[str, dict[Handling, None]] = {}
         self._lock = threading.RLock()
-        # A file of its own for every life of a process: numbers count from 0 in each.
+        # Each start of a process needs a new file: its numbers start at 0.
         self._file: TextIO | None = None if path is None else open(path, "x", encoding="utf-8")  # noqa: SIM115
 
     # --- recording ------------------------------------------------------------------------------
 
     def send(self, key: Key, value: Value, time: float, *, producer: str = "") -> RecordedSend:
-        """A message is about to be sent."""
+        """Record the begin of a send."""
         with self._lock:
             send = RecordedSend(self, len(self.sends), producer, key, value, time)
             self.sends.append(send)
@@ -189,7 +192,7 @@ class History:
         *,
         group: str = "",
     ) -> Handling:
-        """A handler begins with a message."""
+        """Record the begin of a handling."""
         with self._lock:
             handling = Handling(self, len(self.handlings), consumer, key, value, attempt, epoch, lp, place, time, group)
             self.handlings.append(handling)
@@ -198,13 +201,13 @@ class History:
         return handling
 
     def gone(self, consumer: str, time: float) -> None:
-        """A consumer is dead: what it was handling ended there, nobody knows how."""
+        """Record the death of a consumer: its open handlings end with an unknown outcome."""
         for handling in self._open.pop(consumer, {}):
             if handling.ended is None:
                 handling.unknown(time)
 
     def bury(self, value: Value, *, group: str = "") -> None:
-        """A message was given up in order: it is a dead letter of the group."""
+        """Record that a message became a dead letter of the group."""
         self.dead.add((group, value))
         self._write("dead", [group, value])
 
@@ -218,10 +221,10 @@ class History:
         forgets: bool = False,
         at: str = "",
     ) -> None:
-        """A fault happened. ``consumer``: it hit only that one, and excuses only what became of its messages.
+        """Record a fault. ``consumer``: it hit only that consumer, and excuses only outcomes of its messages.
 
-        ``at``: it hit only that broker group, and excuses only what became of messages whose place is there. Both: it
-        hit only that one's dealings with that broker group.
+        ``at``: it hit only that broker group, and excuses only outcomes of messages stored there. Both: it hit only
+        that consumer's requests to that broker group.
         """
         self.faults.append(Broken(reason, time, until, consumer, forgets, at))
         self._write("broken", [reason, time, until, consumer, forgets, at])
@@ -232,7 +235,7 @@ class History:
         if self._file is not None:
             with self._lock:
                 self._file.write(json.dumps([event, *fields]) + "\n")
-                # With the machine, if not on its disk: a process that is killed next leaves it behind.
+                # Flushed to the operating system, not to the disk: it survives a kill of the process.
                 self._file.flush()
 
     def close(self) -> None:
@@ -255,7 +258,7 @@ class History:
             handlings += part.handlings
             whole.faults += part.faults
             whole.dead |= part.dead
-        # Stable: what one process recorded at one time keeps its order.
+        # A stable sort: events of one process at the same time keep their order.
         whole.sends = sorted(sends, key=lambda send: send.begun)
         whole.handlings = sorted(handlings, key=lambda handling: handling.begun)
         for number, send in enumerate(whole.sends):
@@ -291,7 +294,7 @@ class History:
 def _lines(path: str | Path) -> Iterator[list[Any]]:
     with open(path, encoding="utf-8") as file:
         for line in file:
-            # The last one of a process that was killed while it wrote.
+            # An incomplete last line is from a process that was killed while writing it.
             if line.endswith("\n"):
                 yield json.loads(line)
 

@@ -1,4 +1,4 @@
-"""pytest fixtures with a real broker; installed with Plait, nothing to import."""
+"""pytest fixtures with a real broker. They are installed with Plait and need no import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def plait_broker(tmp_path: Path) -> Iterator[BlockingBroker]:
-    """A broker of this test's own, in a thread: connect to ``plait_broker.address``, blocking or asynchronously."""
+    """A new broker for the test, in a thread: connect to ``plait_broker.address``, blocking or asynchronously."""
     from plait.testing.embedded_broker import EmbeddedBroker
 
     with EmbeddedBroker(tmp_path / "plait") as broker:
@@ -29,7 +29,7 @@ else:
 
     @pytest_asyncio.fixture
     async def plait_async_broker(tmp_path: Path) -> AsyncIterator[EmbeddedBroker]:
-        """A broker of this test's own on the test's loop: ``await plait_async_broker.restart()``."""
+        """A new broker for the test, on the test's loop: ``await plait_async_broker.restart()``."""
         from plait.testing.embedded_broker import EmbeddedBroker
 
         async with EmbeddedBroker(tmp_path / "plait") as broker:

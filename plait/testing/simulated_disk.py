@@ -16,8 +16,8 @@
     keep its name.
   - Directories are durable when ``make_directory`` returns.
 
-- **Kill (the process dies, the machine lives on).** ``copy`` of a crashed disk: the page cache is whole, and
-  what was unsynced is unsynced still.
+- **Kill (the process dies, the machine does not).** ``copy`` of a crashed disk: the page cache is whole, and
+  unsynced changes are still unsynced.
 - **No space.** The space of named files counts against ``capacity``: up to the end of what was written or
   allocated; what ``truncate`` adds is a hole, as on Linux. A write that lacks space stores what fits and raises
   ENOSPC; ``allocate`` then changes nothing; a new file needs a free byte.
@@ -68,7 +68,7 @@ CAPACITY_DEFAULT = 256 * 1024 * 1024
 
 
 class SimulatedCrash(BaseException):
-    """The machine stopped here. Not an ``Exception``: nothing may handle it and go on."""
+    """The machine stopped here. Not an ``Exception``, so that no handler continues after it."""
 
     def __init__(self, message: str = "simulated crash", *, byte: int = 0) -> None:
         super().__init__(message)
@@ -151,7 +151,7 @@ class _Fault:
 
 
 class SimulatedDisk:
-    """A directory tree in memory; see the module for what can happen to it."""
+    """A directory tree in memory, with the faults that the module docstring lists."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class SimulatedDisk:
         self._refuse_directory(path)
         if path not in self._names.files:
             raise _error(errno.ENOENT, path)
-        self._fail_if_told("read", path)
+        self._fail_if_planned("read", path)
         with self._lock:
             return self._names.files[path].read()
 
@@ -304,16 +304,16 @@ class SimulatedDisk:
             cached.flip_bit(offset, bit)
 
     def after_crash(self, rng: random.Random | None = None, keep: Keep = "random") -> SimulatedDisk:
-        """The disk found after a power loss now; this one stays as it is, to be asked again.
+        """The disk after a power loss now. This disk does not change, so that the call can be repeated.
 
-        ``keep`` is what becomes of unsynced changes: a choice drawn from ``rng``, "none" or "all" of them.
+        ``keep``: which unsynced changes survive: a choice drawn from ``rng``, "none" or "all" of them.
         """
         rng = rng or self._rng
         with self._lock:
             return self._successor(rng, self._names.after_crash(rng, keep))
 
     def copy(self) -> SimulatedDisk:
-        """The same disk once more, unsynced changes and all, without its faults, hook and planned crash.
+        """A copy of the disk with its unsynced changes, without its faults, hook and planned crash.
 
         Of a crashed disk: what the next process finds when only the process died.
         """
@@ -330,10 +330,10 @@ class SimulatedDisk:
 
     def _check_alive(self) -> None:
         if self.crashed:
-            raise SimulatedCrash("this disk has crashed: go on with after_crash() or copy()")
+            raise SimulatedCrash("this disk has crashed; use after_crash() or copy() for the next one")
 
     def _begin(self, operation: Operation, path: str, size: int = 0) -> None:
-        """Everything that can keep an operation from taking effect."""
+        """Count the operation, and apply the faults that prevent it."""
         self._check_alive()
         with self._lock:
             number = self.operations
@@ -347,9 +347,9 @@ class SimulatedDisk:
         except SimulatedCrash:
             self.crashed = True
             raise
-        self._fail_if_told(operation, path)
+        self._fail_if_planned(operation, path)
 
-    def _fail_if_told(self, operation: Operation | Literal["read"], path: str) -> None:
+    def _fail_if_planned(self, operation: Operation | Literal["read"], path: str) -> None:
         with self._lock:
             for fault in self._faults:
                 if fault.operation != operation or not fnmatchcase(path, fault.pattern) or fault.times == 0:
@@ -407,7 +407,7 @@ class SimulatedDisk:
             return cached.view(size)
 
     def _free(self) -> int:
-        # A crash can bring removed files back beside new ones: more than there was room for.
+        # A crash can restore removed files beside new ones, beyond the capacity.
         return max(0, self.capacity - sum([cached.reserved for cached in self._names.files.values()]))
 
     def _refuse_directory(self, path: str) -> None:

@@ -1,7 +1,7 @@
-"""Dialling a server: one connection, requests matched to their answers.
+"""A client connection to a server: sends requests and matches the answers to them.
 
-``Link`` is the client's end of a socket. It never reconnects: when it is lost, every open request fails with
-``Unavailable`` and whoever owns it decides what to do.
+``Link`` is the client's end of a socket. It never reconnects: when the connection is lost, every open request fails
+with ``Unavailable``, and the owner of the link decides what to do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def _is_host(host: str) -> bool:
-    """A name or number that a resolver can be asked for."""
+    """Whether a resolver accepts the text as a host name or address."""
     try:
         return bool(host.encode("idna")) and host.isprintable() and not set(host) & set("/@?# ")
     except UnicodeError:
@@ -46,30 +46,30 @@ def _is_host(host: str) -> bool:
 
 
 class Link(asyncio.BufferedProtocol):
-    """A connection that is up, or was."""
+    """One connection, open or lost."""
 
     def __init__(self) -> None:
-        # A client believes the sizes that the server it chose declares.
+        # A client trusts the packet sizes that its server declares, and allocates them at once.
         self._receiver = Receiver(memory(SHARED_SIZE), PACKET_SIZE_MAX)
         self._transport: asyncio.Transport | None = None
-        #: What to call, and the kind of answer that is due.
+        #: Correlation → (callback, expected packet kind of the answer).
         self._calls: dict[int, tuple[OnAnswer, int]] = {}
         self._next = 1
-        #: Packets without a payload, of this turn of the loop: they leave together.
+        #: Packets of this loop turn without a payload; they are written together.
         self._heads: list[bytes] = []
         self._resume: asyncio.Future[None] | None = None
         self.welcome: m.Welcome | None = None
         self.closed = False
         self.error: PlaitError | None = None
-        #: Bytes that came in so far.
+        #: Bytes received.
         self.received = 0
-        #: Called once when the connection is gone.
+        #: Called once when the connection is lost.
         self.on_lost: Callable[[], None] = lambda: None
 
     # --- asyncio --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are none by inheritance, only by what they do.
+        # The transports of uvloop have the interface of asyncio.Transport, but do not inherit from it.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=4 * 1024 * 1024)
 
@@ -86,9 +86,9 @@ class Link(asyncio.BufferedProtocol):
                 message = m.decode(packet.kind, packet.head)
                 call, due = self._calls.get(packet.correlation, _NO_CALL)
                 if packet.kind != due and packet.kind != _FAILURE and call is not None:
-                    # The call stays: it fails with the connection.
+                    # The call stays registered and fails when the connection closes.
                     raise ProtocolError(
-                        f"a request was answered with packet kind {packet.kind}, not {due}; is it a Plait server?"
+                        f"the server answered with packet kind {packet.kind} instead of {due}; is it a Plait server?"
                     )
                 self._calls.pop(packet.correlation, None)
                 if isinstance(message, m.ErrorReply):
@@ -122,8 +122,8 @@ class Link(asyncio.BufferedProtocol):
         self.error = error
         self.resume_writing()
         calls, self._calls = self._calls, {}
-        # Whatever it was about, it is this connection that is over: what was asked may be asked again on the next one.
-        lost = error if isinstance(error, Unavailable) else Unavailable(f"the server ended the connection: {error}")
+        # Only this connection has failed, whatever the reason: the requests may be repeated on another one.
+        lost = error if isinstance(error, Unavailable) else Unavailable(f"the server closed the connection: {error}")
         for call, _ in calls.values():
             call(None, _EMPTY, lost)
         self.on_lost()
@@ -131,17 +131,17 @@ class Link(asyncio.BufferedProtocol):
     # --- requests -------------------------------------------------------------------------------
 
     def call(self, message: m.PacketHead, on_answer: OnAnswer, payload: Sequence[Buffer] = (), size: int = 0) -> None:
-        """Send a request; ``on_answer`` is called from the loop, at once when the link is down already."""
+        """Send a request. ``on_answer`` is called from the loop, or immediately when the connection is closed."""
         if self.closed or self._transport is None:
             on_answer(None, _EMPTY, self.error or Unavailable("not connected"))
             return
         number = self._next
-        # First: what cannot be packed must not leave a call behind that nobody answers.
+        # Pack first: a message that cannot be packed must not leave a call without an answer.
         head = pack(message.KIND, number, m.encode(message), size)
         self._next = number + 1 if number < 0xFFFF_FFFF else 1
         self._calls[number] = (on_answer, m.ANSWERS[message.KIND])
         if payload:
-            # It follows what was sent before.
+            # Write the earlier packets first, to preserve the order.
             self._write_heads()
             send(self._transport, head, payload, size)
             return
@@ -150,7 +150,7 @@ class Link(asyncio.BufferedProtocol):
         self._heads.append(head)
 
     def _write_heads(self) -> None:
-        """A system call for all of them: it costs more than all the rest of a request."""
+        """Write the collected packets with one system call: it costs more than the rest of a request."""
         heads, self._heads = self._heads, []
         if heads and not self.closed and self._transport is not None:
             self._transport.write(heads[0] if len(heads) == 1 else b"".join(heads))
@@ -162,14 +162,14 @@ class Link(asyncio.BufferedProtocol):
             send(self._transport, pack(message.KIND, 0, m.encode(message), size), payload, size)
 
     async def request(self, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0) -> Any:
-        """Send a request and wait for its answer; raises what the server answered."""
+        """Send a request and wait for its answer; raises the error that the server answers with."""
         answer, _ = await self.request_payload(message, payload, size)
         return answer
 
     async def request_payload(
         self, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0
     ) -> tuple[Any, memoryview]:
-        """Like ``request``, with the payload of the answer."""
+        """Send a request and wait for its answer and the payload of the answer."""
         future: asyncio.Future[tuple[Any, memoryview]] = asyncio.get_running_loop().create_future()
 
         def answered(answer: Any, received: memoryview, error: PlaitError | None) -> None:
@@ -184,7 +184,7 @@ class Link(asyncio.BufferedProtocol):
         return await future
 
     async def drained(self) -> None:
-        """Wait until the socket takes more."""
+        """Wait until the socket accepts more data."""
         if self._resume is not None:
             await asyncio.shield(self._resume)
 
@@ -201,19 +201,20 @@ class Link(asyncio.BufferedProtocol):
 def _agreed(answer: m.Welcome) -> m.Welcome:
     if answer.version != m.PROTOCOL_VERSION:
         raise VersionMismatch(
-            f"the server chose protocol {answer.version}, this client speaks {m.PROTOCOL_VERSION}; use the same Plait"
+            f"the server chose protocol {answer.version}, this client has {m.PROTOCOL_VERSION}; "
+            "use the same version of Plait"
         )
     return answer
 
 
 def _is_refused(error: OSError) -> bool:
-    """No process listens there. asyncio joins the errors of a host with several addresses into one text."""
+    """Whether no process listens there. asyncio joins the errors of a host's addresses into one text."""
     refused = str(error).count(f"[Errno {errno.ECONNREFUSED}]")
     return isinstance(error, ConnectionRefusedError) or 0 < refused == str(error).count("[Errno ")
 
 
 async def dial(address: str, client: str, seconds: float) -> Link:
-    """Connect and say hello within ``seconds``; ``Unavailable`` or what the server answered."""
+    """Connect and exchange hello packets within ``seconds``; raises ``Unavailable`` or the server's error."""
     host, port = parse_address(address)
     loop = asyncio.get_running_loop()
     link: Link | None = None
@@ -237,7 +238,7 @@ async def dial(address: str, client: str, seconds: float) -> Link:
         if link is None:
             raise
         link.abort()
-        # What the server said of the hello says more.
+        # The server's own error about the hello is more specific.
         raise (link.error or lost) from None
     except BaseException:
         if link is not None:

@@ -1,7 +1,7 @@
-"""What client and server say to each other: one struct a packet kind.
+"""The messages between client and server: one struct for each packet kind.
 
-Heads are msgpack arrays, so that a later version may add fields at the end: a reader ignores what it does not know and
-gives what is missing its default. docs/formats.md lists them.
+Heads are msgpack arrays, so that a later version can add fields at the end: a reader ignores unknown fields and gives
+missing ones their defaults. docs/formats.md lists all messages.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ PROTOCOL_VERSION = 1
 EpochRange = tuple[int, int, int]
 #: (start, end, attempt) of sequences.
 AttemptRange = tuple[int, int, int]
-#: Logical partitions [first, end).
+#: (first, end): logical partitions (LPs) [first, end).
 LpRun = tuple[int, int]
-#: The same, and the epoch of the right to them.
+#: (first, end, epoch): LPs and the lock epoch of their allocation.
 LpGrant = tuple[int, int, int]
-#: The same, and the sequence up to which they are wanted; 0: all that there will be.
+#: (first, end, epoch, until): as in a grant, with the sequence up to which rows are wanted; 0: no end.
 LpWant = tuple[int, int, int, int]
-#: Logical partitions [first, end) with one history: (index of the partition, where its rows of them end; None: it is
-#: where they are sent now), the oldest first.
+#: (first, end, history): LPs with the same history, a list of spans, the oldest first. A span is (index of the
+#: partition, fence); the fence is None for the partition that takes rows now.
 LpHistory = tuple[int, int, list[tuple[int, int | None]]]
-#: "earliest", "latest", ("sequence", n), ("time", microseconds), or None: what is usual.
+#: "earliest", "latest", ("sequence", n), ("time", microseconds), or None: the default.
 Start = str | tuple[str, int] | None
 
 
 class PacketHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A packet head."""
+    """Base of all packet heads."""
 
     KIND: ClassVar[int] = 0
 
 
 class Hello(PacketHead, frozen=True):
-    """The first packet of a client: which versions it speaks and who it is."""
+    """The first packet of a client: its protocol versions and its client id."""
 
     KIND: ClassVar[int] = 1
     version_min: int
@@ -53,7 +53,7 @@ class Hello(PacketHead, frozen=True):
 
 
 class Welcome(PacketHead, frozen=True):
-    """The answer: the version both use, and the server's facts."""
+    """The answer to ``Hello``: the protocol version to use, and the properties of the server."""
 
     KIND: ClassVar[int] = 2
     version: int
@@ -66,7 +66,7 @@ class Welcome(PacketHead, frozen=True):
 
 
 class ErrorReply(PacketHead, frozen=True):
-    """Any request may be answered by this."""
+    """The answer to a request that failed."""
 
     KIND: ClassVar[int] = 3
     code: str
@@ -75,13 +75,13 @@ class ErrorReply(PacketHead, frozen=True):
 
 
 class DoneReply(PacketHead, frozen=True):
-    """The request is carried out; there is nothing to add."""
+    """The answer to a request that succeeded and has no result."""
 
     KIND: ClassVar[int] = 4
 
 
 class NackReply(PacketHead, frozen=True):
-    """The answer to ``NackRequest``: how many messages of these ranges are dead letters by it."""
+    """The answer to ``NackRequest``: how many messages of its ranges became dead letters."""
 
     KIND: ClassVar[int] = 32
     dead: int = 0
@@ -94,7 +94,7 @@ class HeartbeatRequest(PacketHead, frozen=True):
 
 
 class PartitionNumberRequest(PacketHead, frozen=True):
-    """Which number has this partition here? ``delayed``: for rows that are to be delivered at a time of their own."""
+    """Asks for the number of a partition; with ``delayed``, of its schedule partition."""
 
     KIND: ClassVar[int] = 10
     name: str
@@ -102,7 +102,7 @@ class PartitionNumberRequest(PacketHead, frozen=True):
 
 
 class PartitionNumberReply(PacketHead, frozen=True):
-    """The partition that takes the rows."""
+    """The number and name of the partition that takes the rows."""
 
     KIND: ClassVar[int] = 11
     partition: int
@@ -110,7 +110,7 @@ class PartitionNumberReply(PacketHead, frozen=True):
 
 
 class SendRequest(PacketHead, frozen=True):
-    """The payload is one frame. A oneway send has no answer."""
+    """Stores the frame in the payload. A oneway send has no answer."""
 
     KIND: ClassVar[int] = 12
     partition: int
@@ -118,21 +118,22 @@ class SendRequest(PacketHead, frozen=True):
 
 
 class SendReply(PacketHead, frozen=True):
-    """Rows are stored from this sequence; None: they were stored earlier, their sequence is not remembered."""
+    """The sequence of the first stored row; None: the rows were stored earlier and their sequence is unknown."""
 
     KIND: ClassVar[int] = 13
     sequence: int | None
 
 
 class AttachRequest(PacketHead, frozen=True):
-    """Become a member of a group on the partition ``name``; no group: broadcast.
+    """Attaches a consumer to a group on the partition ``name``; without a group: broadcast.
 
-    ``holds`` names what is still in the client's hands. It is of the partition number ``partition``: when the subject
-    was made anew since, there is nothing of it to hold. ``ordered``: it gets what it has the locks of (``LeaseRequest``);
-    with ``affinity`` as well, a failed message never holds its key. ``token`` is a number that an ordered member makes
-    at random and keeps secret. With it the member continues its earlier session and has its locks; the same client id
-    with another token waits for the end of that session's lease. ``began`` is the version of the route that the group
-    began with: all messages of a partition that took its first ones later belong to it, whatever ``start`` says.
+    ``holds`` are the ranges that the client still holds. They belong to the partition number ``partition``: if the
+    subject was deleted and created again since, they are void. An ``ordered`` consumer gets rows of the LPs that it has
+    the locks of (``LeaseRequest``); with ``affinity`` as well, a failed message never holds back its key. ``token`` is
+    a random secret of an ordered consumer. With the same token the consumer continues its earlier session and has its
+    locks; the same client id with another token waits until the lease of that session ends. ``began`` is the version of
+    the route that the group began with: the group gets all messages of a partition that took its first row under a
+    later version, whatever ``start`` is.
     """
 
     KIND: ClassVar[int] = 20
@@ -151,11 +152,12 @@ class AttachRequest(PacketHead, frozen=True):
 
 
 class AttachReply(PacketHead, frozen=True):
-    """The member's session: every later request names it.
+    """The session of the consumer, which every later request names.
 
-    From attempt number ``reasons_from`` on a failure may be the last, and its reason is wanted. Who is ``ordered`` has
-    its locks for ``lease_seconds`` from the sending of a request that renews them. ``strict``: a failed message holds
-    its key. ``attempts`` is how many the group gives a message; 0: no limit.
+    From attempt ``reasons_from`` on a failure may be the last one, so the consumer sends its reason. An ordered
+    consumer has its locks for ``lease_seconds`` from the moment it sent the request that renews them. ``strict``: a
+    failed message holds back its key. ``attempts`` is the number of deliveries before a message becomes a dead letter;
+    0: no limit.
     """
 
     KIND: ClassVar[int] = 21
@@ -170,7 +172,7 @@ class AttachReply(PacketHead, frozen=True):
 
 
 class PullRequest(PacketHead, frozen=True):
-    """Rows for a member: at most ``count``, about ``size`` bytes, within ``wait`` seconds."""
+    """Asks for rows: at most ``count``, about ``size`` bytes, within ``wait`` seconds."""
 
     KIND: ClassVar[int] = 22
     session: int
@@ -180,11 +182,11 @@ class PullRequest(PacketHead, frozen=True):
 
 
 class PullReply(PacketHead, frozen=True):
-    """The payload is frames; the ranges say which attempt each row is on; ``more``: there are rows left already.
+    """Rows, as frames in the payload. The ranges have the attempt of each row; ``more``: further rows are ready.
 
-    A ``news`` other than that of the last ``LeaseReply``: ask again, there are locks to be had or to be given up. For an
-    ordered member there is one range and one of ``tags`` for each frame, in their order: a frame may hold rows that lie
-    between those of another one, and a tag tells apart what belongs to which.
+    When ``news`` is higher than that of the last ``LeaseReply``, locks are to be granted or released: the consumer
+    sends a ``LeaseRequest``. For an ordered consumer there is one range and one tag in ``tags`` for each frame, in
+    order: rows of different frames can be interleaved, and the tag identifies the frame of a row.
     """
 
     KIND: ClassVar[int] = 23
@@ -195,14 +197,14 @@ class PullReply(PacketHead, frozen=True):
 
 
 class AckRequest(PacketHead, frozen=True):
-    """These ranges are done.
+    """Acks ranges.
 
-    From an ordered member each range has a tag, that of the frame (``PullReply``), and means those rows that came with it
-    and lie in the range. It ends where the next row of its frame is, or behind the last: nothing is left between two.
-    It may reach over rows of the frame that the broker has back.
-    With tag 0 it means just what it says; so do all ranges of what was pulled in an earlier session. Every row that
-    came is spoken of: also what the member drops, because a message before it failed and holds its key, it gives back
-    (a ``NackRequest`` that is not ``counted``). Rows of such a key that come before the answer to its nack are of that kind.
+    An ordered consumer sends a tag with each range: that of the frame (``PullReply``). The range means the rows of this
+    frame that lie in it. It ends at the next row of the frame, or behind the last row, so that ranges leave no gap. It
+    may include rows of the frame that were returned to the broker. A range with tag 0 means all its sequences; ranges
+    of rows from an earlier session have tag 0. The consumer reports an outcome for every delivered row: rows that it
+    drops, because an earlier message failed and holds back their key, it returns (a ``NackRequest`` that is not
+    ``counted``). That includes rows of such a key that arrive before the answer to the nack.
     """
 
     KIND: ClassVar[int] = 24
@@ -212,15 +214,15 @@ class AckRequest(PacketHead, frozen=True):
 
 
 class NackRequest(PacketHead, frozen=True):
-    """These ranges failed: the group gets them again after ``delay`` seconds; None: as its retry policy says.
+    """Nacks ranges: they are redelivered after ``delay`` seconds; None: according to the group's retry policy.
 
-    ``reject``: they go to the dead letters at once. Not ``counted``: it was no attempt, as nobody began with them or
-    nothing can be handled now; what the member waits for is answered with nothing first, as it would only get the same
-    rows again.
+    ``reject``: they become dead letters at once. Not ``counted``: the rows are returned and it was no attempt, because
+    no handler began with them or the consumer cannot handle rows now. The broker then first answers the suspended pull
+    of the consumer without rows, as it would only get the same rows again.
 
-    ``lp_ranges``, with a tag each in ``lp_tags``, are given back by an ordered member that has not begun with them: the
-    rows that came with the tag, lie in the range and are of the logical partitions ``lps``, whatever lies between.
-    Nothing else that is said here is of them.
+    ``lp_ranges``, each with a tag in ``lp_tags``, are rows that an ordered consumer returns without having begun with
+    them: the rows with this tag that lie in the range and belong to the LPs ``lps``. The other fields do not apply to
+    them.
     """
 
     KIND: ClassVar[int] = 25
@@ -237,20 +239,21 @@ class NackRequest(PacketHead, frozen=True):
 
 
 class DetachRequest(PacketHead, frozen=True):
-    """Leave the group; what is unacked goes back at once."""
+    """Detaches the consumer; its unacked rows are returned at once."""
 
     KIND: ClassVar[int] = 26
     session: int
 
 
 class LeaseRequest(PacketHead, frozen=True):
-    """An ordered member asks for the locks of these logical partitions, all that it wants, and renews its lease.
+    """An ordered consumer asks for the locks of all LPs that it wants, and renews its lease.
 
-    What it has and does not name any more it gives up, once nothing of it is in its hands. Where the route led
-    elsewhere for a while, rows are wanted up to the fence only, as others come before those behind it. ``parked`` are
-    hashes of keys that are parked where their rows were before: they are parked here too; those in ``resumed`` are no
-    longer. ``route`` is the version of the route that it goes by: of an older one than the partition has heard of,
-    rows are handed out only where that led to.
+    It releases the locks that it has and does not name, once it holds none of their rows. Where an LP was in another
+    partition for a while, rows are wanted only up to the fence, because the rows of that partition come before those
+    behind the fence. ``parked`` are hashes of keys that are parked in the partition that had their rows before: the
+    broker parks them here too; keys in ``resumed`` are no longer parked there. ``route`` is the version of the route
+    that the consumer uses: if the partition knows a newer one, it delivers only rows of LPs that the older route leads
+    to.
     """
 
     KIND: ClassVar[int] = 27
@@ -262,14 +265,15 @@ class LeaseRequest(PacketHead, frozen=True):
 
 
 class LeaseReply(PacketHead, frozen=True):
-    """What of it the member has, for the lease's time from when it asked.
+    """The locks of the consumer, valid for the lease's duration from the moment it sent the request.
 
-    ``owned`` may be handled, under that epoch. ``leaving`` is wanted by somebody with a higher epoch: nothing new
-    of it is handed out, what is not begun is to be given back, and with the last ack it is gone. ``drained``: all of it
-    is done up to where it is wanted, but for keys whose hashes are in ``parked``. ``inherited`` are those of them that
-    are parked only because somebody said that they are where their rows were before. ``again``, wanted or not: these
-    end here and have rows left below that, whatever was said before. ``refused``: somebody else has been there with
-    that epoch, ask the meta server again.
+    The consumer may handle the LPs in ``owned``, under the given epochs. Those in ``leaving`` are wanted by another
+    consumer with a higher epoch: the broker delivers no new rows of them, the consumer returns the rows that it has not
+    begun, and the last ack releases the lock. ``drained``: every row up to the wanted sequence is done, except for keys
+    whose hashes are in ``parked``. ``inherited`` are the parked keys that are parked only because a ``LeaseRequest``
+    named them as parked in their earlier partition. ``again``: LPs, wanted or not, that are sealed here and have
+    unfinished rows below the fence, although an earlier reply may have called them drained. ``refused``: another
+    consumer had the lock with this epoch or a higher one; ask the meta server for a new allocation.
     """
 
     KIND: ClassVar[int] = 28
@@ -285,14 +289,14 @@ class LeaseReply(PacketHead, frozen=True):
 
 
 class RenewRequest(PacketHead, frozen=True):
-    """(session, token) of members whose leases continue, over any connection. Answered with ``DoneReply``."""
+    """Renews the leases of (session, token) pairs, over any connection. The answer is ``DoneReply``."""
 
     KIND: ClassVar[int] = 29
     sessions: list[tuple[int, int]]
 
 
 class ReadRequest(PacketHead, frozen=True):
-    """Rows of the partition ``name``, without a group. ``start`` as in attach, or a sequence to go on from."""
+    """Reads rows of the partition ``name`` without a group. ``start`` as in ``AttachRequest``, or a sequence."""
 
     KIND: ClassVar[int] = 30
     name: str
@@ -303,7 +307,7 @@ class ReadRequest(PacketHead, frozen=True):
 
 
 class ReadReply(PacketHead, frozen=True):
-    """The payload is frames; go on from ``next``."""
+    """Rows, as frames in the payload; the next read starts at ``next``."""
 
     KIND: ClassVar[int] = 31
     partition: int
@@ -312,7 +316,7 @@ class ReadReply(PacketHead, frozen=True):
 
 
 class AdminRequest(PacketHead, frozen=True):
-    """A management request by name."""
+    """An admin request, by the name of its operation."""
 
     KIND: ClassVar[int] = 40
     operation: str
@@ -320,14 +324,14 @@ class AdminRequest(PacketHead, frozen=True):
 
 
 class AdminReply(PacketHead, frozen=True):
-    """The result of a management request."""
+    """The result of an admin request."""
 
     KIND: ClassVar[int] = 41
     result: msgspec.Raw
 
 
 class RouteRequest(PacketHead, frozen=True):
-    """To a meta server: where is this subject? It is made if it is not there, where that is allowed."""
+    """Asks a meta server for the route of a subject. With ``create``, a missing subject is created if allowed."""
 
     KIND: ClassVar[int] = 50
     subject: str
@@ -335,11 +339,11 @@ class RouteRequest(PacketHead, frozen=True):
 
 
 class RouteReply(PacketHead, frozen=True):
-    """The subject's route: its partitions as (name, broker group), and the history of each logical partition.
+    """The route of a subject: its partitions as (name, broker group), and the history of each LP.
 
     ``brokers`` has the addresses of each broker group and its state: "RW", "R", "W" or "NRW"; ``metas`` are the
-    addresses of all meta servers. ``passed`` has, for each group, what it has finished in partitions that took more
-    once, as their brokers have reported: (index of the partition, first, end, fence).
+    addresses of all meta servers. ``passed`` has, for each group, the sealed LPs that it has finished, as their brokers
+    reported: (index of the partition, first, end, fence).
     """
 
     KIND: ClassVar[int] = 51
@@ -354,11 +358,11 @@ class RouteReply(PacketHead, frozen=True):
 
 
 class MemberHeartbeatRequest(PacketHead, frozen=True):
-    """A client tells a meta server that it lives, and of which (subject, group, ordered) it is a member.
+    """The heartbeat of a client to a meta server, with its memberships as (subject, group, ordered).
 
-    Not answered before ``wait`` seconds are over, unless there is something newer than ``seen``. ``leaving``: it is
-    going, and has no members any more. ``affinity`` are (subject, group) of those that are members by affinity.
-    ``instance`` is a number that a client makes at random: another process with the same client id has another.
+    The answer is delayed by ``wait`` seconds unless there is a change newer than ``seen``. ``leaving``: the client
+    closes and ends all its memberships. ``affinity`` are the (subject, group) of members with affinity. ``instance`` is
+    a random number: another process with the same client id has another one.
     """
 
     KIND: ClassVar[int] = 52
@@ -372,11 +376,12 @@ class MemberHeartbeatRequest(PacketHead, frozen=True):
 
 
 class MemberHeartbeatReply(PacketHead, frozen=True):
-    """What the client's members are to do: (subject, group, "exclusive" or "shared", logical partitions).
+    """The shares of the client's members: (subject, group, "exclusive" or "shared", LPs).
 
-    Only of those for which that is newer than what the client has ``seen``: it goes on with what it knows of others.
-    ``metas`` are the addresses of all meta servers; ``routes`` the versions of the members' subjects' routes;
-    ``refused`` the (subject, group, code, text) of memberships that cannot be: the others are as if it was alone.
+    Only shares that changed after ``seen`` of the request are listed: for the others the client keeps the ones that it
+    knows. ``metas`` are the addresses of all meta servers; ``routes`` the route versions of the members' subjects;
+    ``refused`` the (subject, group, code, text) of memberships that are not possible; they do not affect the other
+    ones.
     """
 
     KIND: ClassVar[int] = 53
@@ -408,23 +413,23 @@ _ANSWERS: list[tuple[type[PacketHead], type[PacketHead]]] = [
     (RouteRequest, RouteReply),
     (MemberHeartbeatRequest, MemberHeartbeatReply),
 ]
-#: The kind that each kind of request is answered with, unless it is refused.
+#: Kind of a request → kind of its answer, unless the request fails.
 ANSWERS: dict[int, int] = {request.KIND: answer.KIND for request, answer in _ANSWERS}
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {
     number: msgspec.msgpack.Decoder(kind) for number, kind in _kinds().items()
 }
 _encoder = msgspec.msgpack.Encoder()
 
-#: The largest head: an answer with half a million ranges.
+#: The largest head: a reply with half a million ranges.
 HEAD_SIZE_MAX = 8 * MIB
-#: Heads whose values may be anything: a byte of them can become a whole object.
+#: Limit of heads with values of any type: one byte can decode to a whole object.
 OPEN_HEAD_SIZE_MAX = 64 * KIB
-#: Every logical partition by itself and many times the parked keys that a group may have; many sessions. More would
-#: keep a server from everything else while it is decoded.
+#: Enough for every LP as a run of its own and many times the parked keys of a group, or for many sessions. Decoding
+#: more would block the server.
 LEASE_HEAD_SIZE_MAX = 1 * MIB
-#: ``REQUEST_RANGES_MAX`` ranges with tags, the runs of all logical partitions and a reason, several times over.
+#: Several times the size of ``REQUEST_RANGES_MAX`` ranges with tags, the runs of all LPs and a reason.
 RANGES_HEAD_SIZE_MAX = 256 * KIB
-#: What an error says; the value it names may be long.
+#: The longest text of an error: it may quote a long value.
 MESSAGE_LENGTH_MAX = 4_000
 _HEAD_SIZES_MAX = {
     AdminRequest.KIND: OPEN_HEAD_SIZE_MAX,
@@ -434,32 +439,32 @@ _HEAD_SIZES_MAX = {
     NackRequest.KIND: RANGES_HEAD_SIZE_MAX,
     LeaseRequest.KIND: LEASE_HEAD_SIZE_MAX,
     RenewRequest.KIND: LEASE_HEAD_SIZE_MAX,
-    # Its result is not decoded here; a listing may fill a packet.
+    # The result is not decoded here, and a listing may fill a packet.
     AdminReply.KIND: PACKET_SIZE_MAX,
 }
 
 
-#: The head of a message's packet.
+#: Encodes a message as the head of its packet.
 encode: Callable[[PacketHead], bytes] = _encoder.encode
 
 
 def decode(kind: int, head: memoryview) -> PacketHead:
-    """The message of a packet; ``ProtocolError`` for anything else."""
+    """The message in the head of a packet; raises ``ProtocolError`` for invalid bytes."""
     decoder = _DECODERS.get(kind)
     if decoder is None:
-        raise ProtocolError(f"packet kind {kind} is not known; is the other side newer?")
+        raise ProtocolError(f"packet kind {kind} is not known; the peer may have a newer version of Plait")
     limit = _HEAD_SIZES_MAX.get(kind, HEAD_SIZE_MAX)
     if len(head) > limit:
-        raise ProtocolError(f"a head of {len(head)} bytes for a packet of kind {kind} is over the limit of {limit}")
+        raise ProtocolError(f"the head of a packet of kind {kind} has {len(head)} bytes, over the limit of {limit}")
     try:
         message: PacketHead = decoder.decode(head)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidArgument) as error:
-        raise ProtocolError(f"packet of kind {kind} does not decode: {error}") from None
+        raise ProtocolError(f"the head of a packet of kind {kind} does not decode: {error}") from None
     return message
 
 
 def failure_of(error: PlaitError) -> ErrorReply:
-    """The packet that tells of an error."""
+    """The packet for an error."""
     details = {name: value for name, value in error.details.items() if _plain(value)}
     message = error.message
     if len(message) > MESSAGE_LENGTH_MAX:
@@ -468,7 +473,7 @@ def failure_of(error: PlaitError) -> ErrorReply:
 
 
 def _plain(value: Any) -> bool:
-    """What says the same on the other side."""
+    """Whether the value keeps its type and value over the wire."""
     if isinstance(value, list):
         return all(isinstance(each, int) or _short(each) for each in value)
     return _short(value) if isinstance(value, str) else isinstance(value, int | float | None)
@@ -479,8 +484,8 @@ def _short(value: Any) -> bool:
 
 
 def error_of(failure: ErrorReply) -> PlaitError:
-    """The error that a packet tells of."""
+    """The error in a packet."""
     error = from_code(failure.code, failure.message)
-    # Not as arguments: what the names in there are is up to the other side.
+    # Not passed as keyword arguments: the peer chooses the names.
     error.details = dict(failure.details)
     return error

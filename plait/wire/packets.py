@@ -1,11 +1,11 @@
 """Packets: bytes in, packets out, no I/O.
 
-A packet is a 16-byte header, a msgpack head padded to 8 bytes, and a payload of frames. The receiver hands out the
-buffer that the next bytes should land in: one buffer shared by all connections of a loop while packets are small, and
-one of the packet's own size once a large one has begun, so that large payloads are received in place.
+A packet is a 16-byte header, a msgpack head padded to 8 bytes, and a payload of frames. The receiver provides the
+buffer for the next bytes: small packets use one buffer that all connections of a loop share; a large packet gets a
+buffer of its own, so that its payload is received in place.
 
-Arbitrary bytes give packets or ``ProtocolError``, the same ones however they are cut into pieces, and never take more
-memory than twice what was received.
+Arbitrary bytes give packets or ``ProtocolError``, with the same result for every split into pieces, and never take more
+memory than twice the bytes received.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from plait.limits import FRAME_SIZE_MAX, KIB, MIB
 #: Size of the packet, kind, reserved, correlation, size of the head.
 HEADER = struct.Struct("<IHHII")
 HEADER_SIZE = HEADER.size
-#: A frame with its request around it; pull replies stay below it too.
+#: A frame and its request; pull replies stay below this size too.
 PACKET_SIZE_MAX = FRAME_SIZE_MAX + 1 * MIB
-#: Shared receive buffer of a loop.
+#: Size of the receive buffer that the connections of a loop share.
 SHARED_SIZE = 256 * 1024
-#: A large packet's own buffer starts with this and doubles as its bytes really arrive. A frame of ``send_many`` fits.
+#: First size of a large packet's own buffer, which doubles as bytes arrive. A frame of ``send_many`` fits.
 GROWTH_FIRST = 2 * MIB
 
-#: Up to this a copy costs less than a longer list of buffers.
+#: Up to this size a copy costs less than a longer list of buffers.
 JOIN_SIZE_MAX = 4 * KIB
 
 Buffer = bytes | bytearray | memoryview
@@ -46,7 +46,7 @@ class Packet(NamedTuple):
 
 
 def pack(kind: int, correlation: int, head: bytes, payload_size: int = 0) -> bytes:
-    """Header and head of a packet; the payload's buffers are written after it."""
+    """The header and head of a packet; the caller writes the buffers of the payload after it."""
     padding = -len(head) & 7
     size = HEADER_SIZE + len(head) + padding + payload_size
     if size > PACKET_SIZE_MAX:
@@ -65,7 +65,7 @@ def send(transport: asyncio.WriteTransport, head: bytes, payload: Sequence[Buffe
 
 
 class Receiver:
-    """The reading side of one connection. After a ``ProtocolError`` it is of no use any more."""
+    """The reading side of one connection. It must not be used after a ``ProtocolError``."""
 
     __slots__ = ("_filled", "_growth_first", "_own", "_rest", "_shared", "_size")
 
@@ -79,11 +79,11 @@ class Receiver:
 
     @property
     def partial_size(self) -> int:
-        """Bytes received of a packet that is not whole yet."""
+        """Bytes received of the packet that is still incomplete."""
         return self._filled if self._own is not None else len(self._rest)
 
     def buffer(self) -> memoryview:
-        """Where the next bytes go."""
+        """The buffer for the next bytes."""
         if self._own is None:
             return self._shared
         if self._filled == len(self._own):
@@ -93,9 +93,9 @@ class Receiver:
         return self._own[self._filled :]
 
     def received(self, count: int) -> Iterator[Packet]:
-        """``count`` bytes arrived in ``buffer``: the packets that are whole now, each owning its memory.
+        """Yield the packets that are complete after ``count`` bytes arrived in ``buffer``; each owns its memory.
 
-        Take them all before asking for the next buffer.
+        The caller must take all of them before it asks for the next buffer.
         """
         if self._own is not None:
             self._filled += count
@@ -122,14 +122,14 @@ class Receiver:
     def _begin_own(self, data: memoryview, size: int) -> None:
         self._size = size
         self._filled = len(data)
-        # Not the declared size at once: a peer that only declares must not cost memory.
+        # Do not allocate the declared size at once: a peer that only declares a size must not cost memory.
         room = min(size, max(self._growth_first, 2 * len(data)))
         self._own = memory(room)
         self._own[: len(data)] = data
 
 
 def memory(size: int) -> memoryview:
-    """Uninitialised memory: zeroing a large buffer that is about to be overwritten costs as much as receiving it."""
+    """Uninitialised memory: zeroing a large buffer costs as much as receiving into it."""
     empty: Any = np.empty(size, np.uint8)
     return memoryview(empty).cast("B")
 
@@ -139,5 +139,5 @@ def _packet(data: memoryview) -> Packet:
     start = HEADER_SIZE + head_size + (-head_size & 7)
     if start > len(data):
         raise ProtocolError(f"packet head of {head_size} bytes passes the packet's end")
-    # Past the constructor that a NamedTuple has in Python: every packet makes one.
+    # Bypass the Python-level constructor of the NamedTuple: this runs for every packet.
     return tuple.__new__(Packet, (kind, correlation, data[HEADER_SIZE : HEADER_SIZE + head_size], data[start:]))

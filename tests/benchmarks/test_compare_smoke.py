@@ -1,4 +1,4 @@
-"""The comparison with an earlier commit runs: tiny sizes, both sides as real processes."""
+"""The comparison with an earlier commit runs, with tiny sizes and processes for both sides."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.support.require import require
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-# Servers and programs of both sides are started, one after the other.
+# Starts the servers and programs of both sides one after the other.
 @pytest.mark.deep("benchmarks")
 def test_a_workload_is_compared_with_the_last_commit():
-    require((ROOT / ".git").exists(), "there is no repository here to take an earlier commit from")
+    require((ROOT / ".git").exists(), "there is no repository with an earlier commit")
     command = [sys.executable, "-m", "benchmarks.compare", "HEAD", "--rounds", "1", "--share", "0.001"]
     command += ["--only", "ack_messages"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)

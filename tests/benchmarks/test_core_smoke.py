@@ -1,4 +1,4 @@
-"""The core's benchmarks run: tiny sizes, all real parts; what they would prove is not looked at."""
+"""The core benchmarks run with tiny sizes; their figures are not checked."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-#: They start Spark, which takes longer than all others together.
+#: Suites that start Spark, which takes longer than all other suites together.
 SPARK = ("spark", "archive", "audit", "history", "sink")
-#: Another suite of the same module is run by the ordinary tests, or the same is measured in a cluster.
+#: Suites that only deep tests run: another suite of the same module, or of a cluster, covers them.
 BESIDE = (
     "batches", "sync", "latency", "subjects", "restart", "idle", "storm", "scheduled", "lateness", "owners", "handover"
 )  # fmt: skip
@@ -30,7 +30,7 @@ def marked(suite: str) -> object:
 
 
 @pytest.mark.parametrize("suite", [marked(suite) for suite in SUITES if suite not in SPARK])
-def test_a_suite_measures_what_it_is_for(suite: str):
+def test_a_suite_runs_and_compares_its_figures(suite: str):
     if suite == "redis":
         require_program("redis-server")
         require_package("redis")

@@ -1,4 +1,4 @@
-"""The peers' benchmark itself: a real Redis, tiny counts; what it starts it ends."""
+"""The benchmark of other queues runs with a Redis process and tiny counts, and stops what it starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def redis() -> Iterator[RedisStreams]:
         yield peer
 
 
-def test_pipelined_moves_every_message_and_sees_the_cpu_of_all_three_processes(redis: RedisStreams):
+def test_pipelined_moves_every_message_and_measures_the_cpu_of_all_three_processes(redis: RedisStreams):
     result = redis_pipelined_e2e(BODY_SIZE, count=3_000, server=redis)
     assert result.count == 3_000
     assert result.messages_per_second == pytest.approx(3_000 / result.seconds)
@@ -41,23 +41,23 @@ def test_pipelined_moves_every_message_and_sees_the_cpu_of_all_three_processes(r
     assert result.other_cpu_share is not None
 
 
-def test_a_count_that_is_no_multiple_of_the_pipeline_is_moved_whole(redis: RedisStreams):
+def test_a_count_that_is_not_a_multiple_of_the_pipeline_is_moved_completely(redis: RedisStreams):
     assert redis_pipelined_e2e(BODY_SIZE, count=1_234, server=redis).count == 1_234
 
 
-def test_awaiting_shares_the_count_among_64_tasks(redis: RedisStreams):
+def test_awaiting_splits_the_count_among_64_tasks(redis: RedisStreams):
     result = redis_awaiting_64(BODY_SIZE, count=200, server=redis)
     assert result.count == 192
     assert result.consumer_cpu_seconds_per_message is None
 
 
-def test_latency_times_every_message_after_the_warm_up(redis: RedisStreams):
+def test_latency_measures_every_message_after_the_warm_up(redis: RedisStreams):
     result = redis.latency(BODY_SIZE, count=20)
     assert result.count == 20
     assert 0 < result.p50_milliseconds <= result.p99_milliseconds
 
 
-def test_a_measurement_leaves_nothing_in_the_server(redis: RedisStreams):
+def test_a_measurement_leaves_no_data_in_the_server(redis: RedisStreams):
     redis_awaiting_64(BODY_SIZE, count=64, server=redis)
     host, _, port = redis.address.rpartition(":")
     with require_package("redis").Redis(host=host, port=int(port)) as client:
@@ -102,10 +102,10 @@ class Failing(RedisStreams):
 
 
 def _raises(_: Job, __: Stopwatch) -> None:
-    raise ValueError("the role's own words")
+    raise ValueError("the role failed")
 
 
-def test_a_missing_server_is_skipped_with_the_way_to_get_it():
+def test_a_missing_server_is_skipped_and_its_package_is_named():
     report = run_peer(Absent, TINY, progress=lambda _: None)
     assert report.skipped == "absent: no-such-server not found on the PATH; tools/debian-install redis-server"
     assert write_json([report], Path()) == []
@@ -130,11 +130,11 @@ def test_a_role_that_fails_is_raised_with_its_traceback(redis: RedisStreams):
         def server_version(self) -> str:
             return ""
 
-    with pytest.raises(PeerError, match="the role's own words"):
+    with pytest.raises(PeerError, match="the role failed"):
         Broken().pipelined(BODY_SIZE, 1_000)
 
 
-def test_the_repeats_of_one_measurement_come_in_order_of_their_rate():
+def test_the_repeats_of_a_measurement_are_sorted_by_rate():
     report = PeerReport(peer="none")
     assert report.repeats("pipelined", BODY_SIZE) == []
     for rate, body_size in ((200.0, BODY_SIZE), (300.0, BODY_SIZE), (100.0, BODY_SIZE), (50.0, 1_024)):

@@ -1,8 +1,8 @@
-"""Ordered consumers in a test's hands: what a client does with locks, rows and acks, step by step.
+"""Ordered consumers for tests: the locks, rows and acks of a client, step by step.
 
-An ``Owner`` keeps the rules of a client: it handles a row only while it has the lock of its logical partition, a key's
-rows one after another, gives back what it has not begun with when a lock leaves, and names what it holds when it comes
-back.
+An ``Owner`` follows the rules of a client: it handles a row only while it owns the lock of its LP, and the rows of a
+key one after another. It returns rows that it has not begun when a lock leaves, and reports the rows that it holds when
+it attaches again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from plait.broker.groups.ordered_group import OrderedGroup
 from plait.broker.groups.shared_group import NackOutcome
 from plait.client.send.open_rows import hash_keys
 from plait.frame.columns import Column
+from plait.frame.frame_lps import key_hashes
 from plait.frame.view import frames_in
-from plait.model.logical_partitions import key_hashes, lp_set, lps_of, runs_of
+from plait.model.logical_partitions import lp_set, lps_of, runs_of
 from plait.storage.catalog import SubjectSettings
 from tests.support.broker_node import Node, Producer, Sent
 
@@ -29,10 +30,10 @@ NEWEST = 2**62
 
 
 class Held(NamedTuple):
-    """A row in an owner's hands."""
+    """A row that an owner holds."""
 
     sequence: int
-    #: Where the next row of its frame is.
+    #: The sequence of the next row of its frame.
     end: int
     key: str
     lp: int
@@ -48,7 +49,7 @@ def make_subject(node: Node, order: str = "strict") -> None:
 
 
 def keyed(node: Node, producer: Producer, rows: list[tuple[str, bytes]], subject: str = SUBJECT) -> Sent:
-    """One frame of (key, body) rows; an empty key: none."""
+    """Send one frame of (key, body) rows; an empty key means none."""
     keys = [key for key, _ in rows]
     sent = node.submit(
         producer.frame(subject, *(body for _, body in rows), keys=keys, key_hashes=hash_keys(keys, len(keys)))
@@ -64,18 +65,18 @@ class Owner:
         self.node = node
         self.client = client
         self.settings = settings
-        #: As a client makes it: another process has another.
+        #: The session token; each process has a different one.
         self.token = next(TOKENS)
         self.wants: list[tuple[int, int, int, int]] = []
         self.rows: list[Held] = []
         self.rights: dict[int, int] = {}
         self.lease_until = 0.0
         self.leased: LeaseGrant | None = None
-        #: What is given back is named by logical partitions, not row by row.
+        #: Return rows by LP and not row by row.
         self.by_lps = False
-        #: Acks reach over rows of their frame that were given back.
+        #: Acked ranges include rows of their frame that were returned.
         self.reaches = False
-        #: Frames as they were handed out, and what of them was given back.
+        #: The rows of each delivered frame, and the rows that were returned.
         self.frames: list[list[Held]] = []
         self.back: set[Held] = set()
         self.attach()
@@ -99,7 +100,7 @@ class Owner:
         return self.node.clock.monotonic() < self.lease_until
 
     def lease(self, wants: Sequence[tuple[int, ...]] | None = None, route: int = NEWEST) -> LeaseGrant:
-        """Ask for locks, and do what follows from the answer."""
+        """Ask for locks, and return the rows of those that the broker does not grant."""
         if wants is not None:
             self.wants = [(each[0], each[1], each[2], each[3] if len(each) > 3 else 0) for each in wants]
         asked = self.node.clock.monotonic()
@@ -137,7 +138,7 @@ class Owner:
         return rows
 
     def pull_all(self) -> list[Held]:
-        """Until nothing comes."""
+        """Pull until nothing is delivered."""
         rows: list[Held] = []
         while some := self.pull():
             rows += some
@@ -147,7 +148,7 @@ class Owner:
         return next(row for row in sorted(self.rows) if row.key == key)
 
     def ready(self) -> list[Held]:
-        """The rows that may be handled now: the first of each key, where the lock is certain."""
+        """The rows that may be handled now: the first of each key whose lock is valid."""
         seen: set[str] = set()
         ready = []
         for row in sorted(self.rows):
@@ -159,7 +160,7 @@ class Owner:
         return ready
 
     def ack(self, *rows: Held) -> bool:
-        """Neighbours of one frame are acked as one range."""
+        """Ack rows; adjacent rows of one frame are one range. Returns whether the broker answered."""
         ranges: list[tuple[int, int, int]] = []
         tags: list[int] = []
         for row in sorted(self._reached(rows) if self.reaches else rows):
@@ -176,7 +177,7 @@ class Owner:
         return bool(answered)
 
     def _reached(self, rows: Sequence[Held]) -> set[Held]:
-        """Rows, and those beside them in their frame that were given back."""
+        """These rows, and the returned rows next to them in their frames."""
         reached = set(rows)
         for frame in self.frames:
             for near, far in [*pairwise(frame), *pairwise(frame[::-1])]:
@@ -185,14 +186,14 @@ class Owner:
         return reached
 
     def nack(self, row: Held, delay: float | None = 0.0, **failure: Any) -> None:
-        """It failed; if it holds its key, what is behind it is not ours any more, and that is said too."""
+        """Nack a row. If that holds back its key, return the later rows of the key."""
         self.rows.remove(row)
         self._nack([row], NackOutcome(delay, **failure))
         if self.group.strict and row.key:
             self.give_back([each for each in self.rows if each.key == row.key and each.sequence > row.sequence])
 
     def give_back(self, rows: list[Held]) -> None:
-        """Nobody began with them."""
+        """Return rows without counting an attempt."""
         given = set(rows)
         self.back |= given
         self.rows = [row for row in self.rows if row not in given]
@@ -202,7 +203,7 @@ class Owner:
             self._nack(rows, NackOutcome(0.0, counted=False))
 
     def _give_back_lps(self, rows: list[Held]) -> None:
-        """All between two rows that stay in hands, of the logical partitions of these rows."""
+        """Return rows by LP: each range has the rows of these LPs between two rows that stay held."""
         lps = {row.lp for row in rows}
         ranges: list[tuple[int, int, int]] = []
         tags: list[int] = []

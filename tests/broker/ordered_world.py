@@ -1,9 +1,11 @@
-"""A model of ordered groups under everything at once: owners come and go, are silent past their leases, brokers crash.
+"""A model of ordered groups with all faults at once: owners join, leave and outlast their leases, brokers crash.
 
-Retention deletes what is done, and copies what is begun with and waits; some starts use an older checkpoint.
+Retention deletes acked rows, and copies rows that are in flight or wait for a retry; some starts use an older
+checkpoint.
 
-Owners keep a client's rules (``ordered_node``). Whatever happens: a strict subject's keys are handled in the order they
-were sent, the first time each; what was acknowledged as done is not handled again; and in the end all is done.
+Owners follow the rules of a client (``ordered_node``). In every run, the messages of a key of the strict subject are
+first handled in the order in which they were sent; a row whose ack was answered is not handled again; and in the end
+every row is handled.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ HOSTILE: list[tuple[list[tuple[int, int, int, int]], list[int], list[int]]] = [
     ([(0, 1, 1, 0)] * (LPS + 1), [], []),
     ([(0, 1, 1, 0)], [-1], []),
     ([(0, LPS, 1, -1)], [], []),
-    # The mark of a key that is not its to speak of.
+    # Hashes of keys that are not in the requested LPs.
     ([(0, 1, 1, 0)], [2**64 - 1, 2**63 + 5], [5]),
     ([], [], [-1]),
 ]
@@ -43,10 +45,10 @@ Crash = Literal["killed", "power_lost", "restart", "fallen_back"]
 
 
 class World:
-    """A broker, its owners, and what they did."""
+    """A broker, its owners, and the rows that they handled."""
 
     def __init__(self, seed: int, flush: str, *, expires: bool = True) -> None:
-        #: Whether retention comes by.
+        #: Whether retention runs.
         self._expires = expires
         self.rng = random.Random(seed)
         limits = ServerLimits(
@@ -66,7 +68,7 @@ class World:
         self.producer = Producer(7)
         self.owners: dict[str, Owner] = {}
         self.silent: set[str] = set()
-        #: Processes whose client ids others have taken.
+        #: Processes whose client ids other processes use now.
         self.zombies: list[Owner] = []
         self.names = 0
         self.epoch = 0
@@ -75,11 +77,11 @@ class World:
         self.keys = [f"k{number}" for number in range(self.rng.choice((3, 12, 60)))]
         self.sent: dict[str, list[bytes]] = defaultdict(list)
         self.done: dict[str, list[bytes]] = defaultdict(list)
-        #: Who handles a key, and whether the ack of it is known to be recorded.
+        #: Bodies of rows whose ack is certainly recorded.
         self.certain: set[bytes] = set()
         self.number = 0
         self.failing = 0.1
-        #: The key of a message that takes long.
+        #: The key of a slow message.
         self.slow = ""
 
     def attached(self, owner: Owner) -> bool:
@@ -91,7 +93,7 @@ class World:
         rows = []
         for _ in range(self.rng.randrange(1, SENT_MAX + 1)):
             self.number += 1
-            # Some do not fit what a pull asks for beside others.
+            # Some rows are so large that a small pull gets only one.
             rows.append((self.rng.choice(self.keys), b"%d" % self.number + bytes(self.rng.choice((0, 0, 300)))))
         keyed(self.node, self.producer, rows)
         for key, body in rows:
@@ -105,7 +107,7 @@ class World:
             self.allocate()
 
     def succeed(self) -> None:
-        """Another process starts under the client id of one that is cut off and handles what it has meanwhile."""
+        """Start another process with the client id of one that lost its connection and still handles its rows."""
         if self.owners:
             name = self.rng.choice(sorted(self.owners))
             before = self.owners[name]
@@ -127,7 +129,7 @@ class World:
             self.allocate()
 
     def kill_owner(self) -> None:
-        """It is gone without a word; its lease ends by itself."""
+        """Kill an owner: it does not detach, and its lease expires."""
         if self.owners:
             name = self.rng.choice(sorted(self.owners))
             del self.owners[name]
@@ -143,7 +145,7 @@ class World:
             self.silent.discard(self.rng.choice(sorted(self.silent)))
 
     def allocate(self) -> None:
-        """As the meta server would: sticky, and what moves gets the next epoch."""
+        """Allocate like the meta server: sticky, and moved LPs get the next epoch."""
         self.epoch += 1
         names = sorted(self.owners)
         for lp in range(LPS):
@@ -165,7 +167,7 @@ class World:
     def lease(self, name: str) -> None:
         owner = self.owners[name]
         if not self.attached(owner):
-            # Given up while it was silent: what it had is others'.
+            # The broker lost it while it was silent: other owners get its rows.
             owner.rows, owner.rights = [], {}
             owner.attach()
         owner.by_lps = self.rng.random() < 0.7
@@ -178,7 +180,7 @@ class World:
             owner.pull(self.rng.choice((1, 5, 100)), self.rng.choice((1, 400, 1 << 20)))
 
     def ready(self, owner: Owner) -> list[Held]:
-        """What an owner may handle, but for the message that takes long."""
+        """The rows that an owner may handle, except for the slow message."""
         return [row for row in owner.ready() if row.key != self.slow]
 
     def handle(self, name: str) -> None:
@@ -197,22 +199,22 @@ class World:
                     self.certain.add(row.body)
 
     def alone(self, owner: Owner, row: Held) -> None:
-        """No other process may be handling the key (R14): one that has its lock for certain, and a row of it."""
+        """Check that no other process handles the key (R14): none has a valid lock of the LP and a row of the key."""
         for other in [*self.owners.values(), *self.zombies]:
             if other is not owner and other.valid and row.lp in other.rights:
-                assert row.key not in {held.key for held in other.rows}, f"{row.key} is handled by two"
+                assert row.key not in {held.key for held in other.rows}, f"two processes handle {row.key}"
 
     def handled(self, row: Held) -> None:
         key, done = row.key, self.done[row.key]
-        assert row.body not in self.certain, f"{row.body!r} was done, and is handled again"
+        assert row.body not in self.certain, f"{row.body!r} was acked and is handled again"
         if row.body in done:
-            # Again, as its ack was not recorded.
+            # A redelivery, because the ack was not recorded.
             return
-        assert row.body == self.sent[key][len(done)], f"{key}: {row.body!r} came after {done[-3:]!r}"
+        assert row.body == self.sent[key][len(done)], f"{key}: {row.body!r} was handled after {done[-3:]!r}"
         done.append(row.body)
 
     def hostile(self) -> None:
-        """A member asks for what cannot be. Whatever it is answered, the others must not notice."""
+        """A member sends an invalid request. Whatever the answer, other members must not be affected."""
         name = f"hostile{self.rng.randrange(2)}"
         consumer = self.node.attach(SUBJECT, GROUP, name, ordered=True, retry=RETRY)
         wants, parked, resumed = self.rng.choice(HOSTILE)
@@ -223,7 +225,7 @@ class World:
 
     def crash(self, how: Crash) -> None:
         if how == "power_lost":
-            # What was not synced may be gone, with the acks that were answered.
+            # With flush=async, answered acks that are not synced may be lost.
             if self.node.config.flush == "async":
                 self.node.sync()
             self.node = self.node.power_lost()
@@ -241,13 +243,13 @@ class World:
                 owner.attach()
 
     def expire(self) -> None:
-        """Retention, once every row was handed out: it deletes no row that a key still needs."""
+        """Run retention after every row was delivered: it deletes no row that a key still needs."""
         if not self._expires:
             return
         for _ in range(30):
             visible = self.node.partition(SUBJECT).visible
-            strands = self.node.group(SUBJECT, GROUP).strands
-            if all(strand.next == visible for strand in strands if strand.key is None):
+            cursors = self.node.group(SUBJECT, GROUP).cursors
+            if all(cursor.next == visible for cursor in cursors if cursor.key is None):
                 break
             self.heal()
         else:
@@ -256,7 +258,7 @@ class World:
             self.node.checkpoint()
         self.node.clock.advance(RETENTION)
         for _ in range(2):
-            # What the first run copies is durable at the second.
+            # The copies of the first run are durable in the second.
             self.node.retention.run()
             self.node.turn()
             self.node.sync()
@@ -305,22 +307,22 @@ class World:
 
     def check_memory(self) -> None:
         rows = self.node.broker.known_rows.rows
-        assert rows <= KEY_ROWS + SENT_MAX, f"the keys of {rows} rows are remembered"
+        assert rows <= KEY_ROWS + SENT_MAX, f"the keys of {rows} rows are cached"
 
     def check_counts(self) -> None:
-        """A number that is no estimate is right: what is not done, and that retention took nothing unread."""
+        """Check the lag, unless it is an estimate, and that retention deleted no open row."""
         shown = group_view(self.node.group(SUBJECT, GROUP), self.node.broker)
-        assert shown.lost == 0, f"{shown.lost} rows are called lost"
+        assert shown.lost == 0, f"{shown.lost} rows are counted as lost"
         if not shown.estimated:
             sent = sum(map(len, self.sent.values()))
             handled = sum(map(len, self.done.values()))
-            # Whether an ack counts that was not answered is unknown.
+            # An unanswered ack may or may not be recorded.
             assert sent - handled <= shown.lag <= sent - len(self.certain), (
-                f"a lag of {shown.lag}, with {handled} of {sent} rows handled and {len(self.certain)} certainly done"
+                f"a lag of {shown.lag}, with {handled} of {sent} rows handled and {len(self.certain)} certainly acked"
             )
 
     def heal(self) -> None:
-        """Every owner is awake, pulls, and handles a few rows."""
+        """Wake every owner; each pulls and handles a few rows."""
         self.silent.clear()
         if not self.owners:
             self.join()
@@ -334,13 +336,13 @@ class World:
             self.handle(name)
 
     def handle_beside_a_slow_one(self) -> None:
-        """One message takes long. Other keys fail meanwhile and recover, and all that is sent of them is handled."""
+        """Keep one message in flight. Meanwhile other keys fail and recover, and all of their messages are handled."""
         limits = self.node.config.limits
         rows = [row for owner in self.owners.values() for row in owner.ready()]
         if not rows or len(self.keys) < 12 or limits.consumer_ranges < 10_000:
             return
         self.slow, self.failing = min(rows).key, 0.3
-        # What failed often before waits for minutes.
+        # Rows that failed often wait for minutes.
         for number in range(1000):
             if number < 10:
                 self.send()
@@ -353,11 +355,11 @@ class World:
             if number > 10 and all(self.done[key] == self.sent[key] for key in self.sent if key != self.slow):
                 break
         else:
-            raise AssertionError(f"with {self.slow} in flight others are not handed out")
+            raise AssertionError(f"while {self.slow} is in flight, other keys are not delivered")
         self.slow = ""
 
     def drain(self) -> None:
-        """Everything heals: all is handled."""
+        """End all faults: every row is handled."""
         self.failing = 0.0
         self.zombies.clear()
         self.heal()
@@ -372,7 +374,7 @@ class World:
         assert {key: self.done[key] for key in self.sent} == self.sent
 
     def run(self, steps: int, cpu_seconds: float = 30.0) -> None:
-        """A run takes a second at most: a loop of the broker without progress fails, and does not hang."""
+        """Run the model. It takes a second at most; an endless loop in the broker fails instead of hanging."""
         with within_cpu_seconds(cpu_seconds):
             self._run(steps)
 

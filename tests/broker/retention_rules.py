@@ -11,7 +11,7 @@ from tests.support.broker_node import Node, Producer, Sent
 
 
 def aged(**settings: Any) -> tuple[Node, Producer, list[Sent]]:
-    """Sixty rows over six minutes, a checkpoint every ten, acked up to the fiftieth."""
+    """Sixty rows over six minutes, with a checkpoint after every ten rows; the first fifty are acked."""
     node = Node(flush="sync", retention_seconds=100.0, **settings)
     producer = Producer(7)
     consumer = node.attach("orders", "g")
@@ -29,7 +29,7 @@ def aged(**settings: Any) -> tuple[Node, Producer, list[Sent]]:
     return node, producer, sends
 
 
-def r21_the_start_moves_and_whoever_was_overtaken_can_see_it() -> None:
+def r21_the_start_moves_and_an_overtaken_group_can_see_it() -> None:
     node, _, _ = aged()
     node.retention.run()
     node.turn()
@@ -63,10 +63,10 @@ def r21_both_logs_are_kept_from_the_oldest_checkpoint_on() -> None:
     for sent in sends:
         again.submit(Sent("orders", sent.data, sent.bodies))
     again.turn()
-    assert len(again.stored("orders")) == before, "and so is what every producer has stored"
+    assert len(again.stored("orders")) == before, "and so are the stored rows of every producer"
 
 
-def r21_a_segment_goes_when_all_its_partitions_allow() -> None:
+def r21_a_segment_is_deleted_when_all_its_partitions_allow() -> None:
     node = Node(flush="sync", retention_seconds=None)
     node.broker.create_subject("short", SubjectSettings(retention_seconds=1.0))
     node.send("kept", b"precious")

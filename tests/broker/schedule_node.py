@@ -1,4 +1,4 @@
-"""A broker in a test's hands that delays messages: sends with delivery times, what is due, what waits."""
+"""Helpers for tests of the schedule: send delayed rows, deliver due rows, list delivered rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def delayed_frame(
 
 
 def submit(node: Node, sent: Sent) -> Sent:
-    """Give a frame to the subject's schedule."""
+    """Submit a frame to the subject's schedule partition."""
     try:
         node.broker.submit(schedule_of(node, sent.subject), sent.view, sent.answer)
     except PlaitError as error:
@@ -56,7 +56,7 @@ def submit(node: Node, sent: Sent) -> Sent:
 
 
 def delay(node: Node, producer: Producer, due: int | Sequence[int], *bodies: bytes, **columns: Any) -> int:
-    """Send delayed rows; the number of the first."""
+    """Send delayed rows. Returns the number of the first."""
     sent = submit(node, delayed_frame(producer, due, *bodies, **columns))
     node.turn()
     assert sent.sequence is not None
@@ -64,29 +64,29 @@ def delay(node: Node, producer: Producer, due: int | Sequence[int], *bodies: byt
 
 
 def run_due(node: Node) -> None:
-    """Everything that is due now is delivered, however many turns that takes."""
+    """Deliver all rows that are due now, in as many turns as needed."""
     for _ in range(1000):
         node.broker.run_timers()
         ready = schedules(node).ready
         node.turn()
         if not ready:
             return
-    raise AssertionError("it goes on for ever")
+    raise AssertionError("due rows are not delivered after many turns")
 
 
 def later(node: Node, seconds: float) -> None:
-    """Time passes."""
+    """Advance the clock and deliver due rows."""
     node.clock.advance(seconds)
     run_due(node)
 
 
 def delivered(node: Node, subject: str = "orders") -> list[bytes]:
-    """The bodies that consumers see, in their order."""
+    """The visible bodies, in order."""
     return node.bodies(subject)
 
 
 def delivered_frames(node: Node, subject: str = "orders", start: int = 0) -> list[FrameView]:
-    """Those with rows from sequence ``start`` on."""
+    """The visible frames with rows from sequence ``start`` on."""
     partition = node.partition(subject)
     log = partition.consume_log
     records = [log.record(index) for index in range(log.find(start), len(log))]
@@ -94,6 +94,6 @@ def delivered_frames(node: Node, subject: str = "orders", start: int = 0) -> lis
 
 
 def settled_numbers(node: Node, subject: str = "orders") -> list[int]:
-    """The schedule numbers of delivered rows, in their order."""
+    """The schedule numbers of delivered rows, in order."""
     frames = [frame for frame in delivered_frames(node, subject) if frame.has(Column.SCHEDULE)]
     return [number for frame in frames for number in frame.fixed(Column.SCHEDULE).tolist()]

@@ -1,4 +1,4 @@
-"""A broker in a test's hands that stages rows: tasks that write, commits that publish."""
+"""Helpers for tests of stages: tasks that write, commits that publish."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.broker_node import Node, Sent
 
 
 class Task:
-    """One attempt of a task: what it wrote for one partition."""
+    """One attempt of a task, and the rows that it wrote for one partition."""
 
     def __init__(
         self, producer: int, *, subject: str = "orders", query: str = "q", batch: int = 1, delayed: bool = False
@@ -26,7 +26,7 @@ class Task:
 
     @property
     def named(self) -> tuple[int, int]:
-        """As a commit names it."""
+        """(producer, rows), as a commit names the stage."""
         return self.stage.producer, self.count
 
     def open(self, node: Node) -> Partition:
@@ -35,7 +35,7 @@ class Task:
         return partition
 
     def frame(self, *bodies: bytes, **columns: Any) -> Sent:
-        """The next frame."""
+        """The next frame of the stage."""
         parts = build_frame(
             bodies, producer=self.stage.producer, first=self.count + 1, flags=FLAG_UNSEQUENCED, **columns
         )
@@ -44,7 +44,7 @@ class Task:
         return Sent(self.subject, parts.tobytes(), bodies)
 
     def submit(self, node: Node, sent: Sent) -> Sent:
-        """Send a frame; a refusal at the door is an answer too."""
+        """Send a frame; an immediate refusal becomes its error."""
         try:
             node.broker.submit(self.open(node), sent.view, sent.answer)
         except PlaitError as error:
@@ -60,7 +60,7 @@ class Task:
 
 
 def complete(node: Node, *tasks: Task) -> None:
-    """The tasks are done, and what they wrote is on the disk."""
+    """Complete tasks: the rows that they wrote are durable."""
     answers: list[PlaitError | None] = []
     node.broker.stages.complete([task.named for task in tasks], answers.append)
     node.turn()
@@ -68,14 +68,14 @@ def complete(node: Node, *tasks: Task) -> None:
 
 
 def ask(node: Node, tasks: Iterable[Task]) -> list[PlaitError | None]:
-    """Ask for stages to be published; the list gets the answer."""
+    """Request publishing of stages; the reply is appended to the returned list."""
     answers: list[PlaitError | None] = []
     node.broker.stages.publish([task.named for task in tasks], answers.append)
     return answers
 
 
 def publish(node: Node, *tasks: Task) -> None:
-    """Publish stages, however many turns that takes."""
+    """Publish stages, in as many turns as needed."""
     answers = ask(node, tasks)
     for _ in range(1000):
         if answers:
@@ -85,22 +85,22 @@ def publish(node: Node, *tasks: Task) -> None:
 
 
 def staged(node: Node) -> int:
-    """How many stages there are."""
+    """The number of stages."""
     return len(node.broker.stages)
 
 
 def settle(node: Node) -> None:
-    """What had begun goes on after a start, to its end."""
+    """Finish all publishing that has begun."""
     for _ in range(1000):
         node.broker.run_timers()
         node.turn()
         if not node.broker.stages.ready:
             return
-    raise AssertionError("it goes on for ever")
+    raise AssertionError("publishing does not end")
 
 
 def ask_and_settle(node: Node, *tasks: Task) -> PlaitError | None:
-    """Ask for stages to be published, and wait for the answer."""
+    """Request publishing of stages, and wait for the reply."""
     answers = ask(node, tasks)
     settle(node)
     [error] = answers

@@ -1,4 +1,4 @@
-"""At most once: what is handed out counts as done, and what its consumer never began with may be given back."""
+"""At most once: delivered rows count as done, and a consumer may return rows that it has not begun."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def filled(count: int) -> Node:
     return node
 
 
-def test_what_was_not_begun_with_goes_to_the_others_and_nothing_else():
+def test_only_returned_rows_are_delivered_to_other_consumers():
     node = filled(10)
     one, two = once(node, "c1"), once(node, "c2")
     assert node.pull(one, 6).ranges == [(0, 6, 1)]
@@ -30,7 +30,7 @@ def test_what_was_not_begun_with_goes_to_the_others_and_nothing_else():
     assert node.pull(two, 9).ranges == [(5, 6, 1), (6, 10, 1)]
 
 
-def test_what_is_given_back_survives_a_restart_and_counts_as_lag():
+def test_returned_rows_survive_a_restart_and_count_as_lag():
     node = filled(5)
     consumer = once(node)
     node.pull(consumer, 5)
@@ -43,7 +43,7 @@ def test_what_is_given_back_survives_a_restart_and_counts_as_lag():
     assert not node.pull(consumer, 9).ranges
 
 
-def test_a_row_is_given_back_once_and_by_the_consumer_that_was_handed_it():
+def test_a_row_is_returned_once_and_only_by_the_consumer_that_got_it():
     node = filled(6)
     one, two = once(node, "c1"), once(node, "c2")
     node.pull(one, 3)
@@ -56,7 +56,7 @@ def test_a_row_is_given_back_once_and_by_the_consumer_that_was_handed_it():
     assert not node.pull(two, 9).ranges
 
 
-def test_a_consumer_that_attaches_again_may_give_back_what_it_was_handed_before():
+def test_a_consumer_that_attaches_again_may_return_rows_of_its_earlier_session():
     node = filled(4)
     consumer = once(node)
     node.pull(consumer, 4)
@@ -65,7 +65,7 @@ def test_a_consumer_that_attaches_again_may_give_back_what_it_was_handed_before(
     assert node.pull(once(node, "c2"), 4).ranges == [(2, 4, 1)]
 
 
-def test_a_failure_is_none_at_most_once():
+def test_a_nack_changes_nothing_at_most_once():
     node = filled(3)
     consumer = once(node)
     node.pull(consumer, 3)
@@ -73,7 +73,7 @@ def test_a_failure_is_none_at_most_once():
     assert not node.pull(consumer, 3).ranges
 
 
-def test_a_reset_forgets_what_may_be_given_back():
+def test_a_reset_forgets_which_rows_may_be_returned():
     node = filled(6)
     consumer = once(node)
     node.pull(consumer, 6)
@@ -84,7 +84,7 @@ def test_a_reset_forgets_what_may_be_given_back():
     assert node.pull(consumer, 9).ranges == [(4, 6, 1)]
 
 
-def test_what_a_consumer_may_give_back_takes_bounded_memory():
+def test_the_rows_that_a_consumer_may_return_take_bounded_memory():
     node = filled(2 * HANDED_RANGES_MAX + 100)
     one, two = once(node, "c1"), once(node, "c2")
     for _ in range(HANDED_RANGES_MAX + 50):
@@ -92,14 +92,14 @@ def test_what_a_consumer_may_give_back_takes_bounded_memory():
         node.pull(two, 1)
     group = node.group("orders", "once")
     assert isinstance(group, AtMostOnceGroup)
-    assert len(group.handed[one.id]) == HANDED_RANGES_MAX
+    assert len(group.delivered[one.id]) == HANDED_RANGES_MAX
     node.membership.detach(one)
-    assert one.id not in group.handed
+    assert one.id not in group.delivered
 
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("send", "pull", "pull", "give back", "give back part", "restart", "kill", "checkpoint")),
+        st.sampled_from(("send", "pull", "pull", "return", "return part", "restart", "kill", "checkpoint")),
         st.integers(0, 2),
         st.integers(1, 6),
     ),
@@ -109,17 +109,17 @@ STEPS = st.lists(
 
 @given(STEPS)
 @settings(max_examples=40, deadline=None)
-def test_every_row_is_begun_with_at_most_once_and_what_is_given_back_is_not_lost(steps: list[tuple[str, int, int]]):
+def test_every_row_is_handled_at_most_once_and_returned_rows_are_not_lost(steps: list[tuple[str, int, int]]):
     node, producer = Node(flush="sync"), Producer(5)
-    hands: dict[str, list[tuple[int, int]]] = {}
+    held: dict[str, list[tuple[int, int]]] = {}
     begun: set[int] = set()
-    for step, who, count in steps:
-        client = f"c{who}"
+    for step, index, count in steps:
+        client = f"c{index}"
         if step == "send":
             node.send("orders", *[b"x"] * count, producer=producer)
         elif step in ("restart", "kill"):
             node = node.restart() if step == "restart" else node.killed()
-            hands = {}
+            held = {}
         elif step == "checkpoint":
             node.checkpoint()
         elif step == "pull":
@@ -129,12 +129,12 @@ def test_every_row_is_begun_with_at_most_once_and_what_is_given_back_is_not_lost
             for start, end, _ in node.pull(consumer, count).ranges:
                 assert begun.isdisjoint(range(start, end))
                 begun.update(range(start, end))
-                hands.setdefault(client, []).append((start, end))
-        elif client in hands:
-            back = hands.pop(client)
-            if step == "give back part":
+                held.setdefault(client, []).append((start, end))
+        elif client in held:
+            back = held.pop(client)
+            if step == "return part":
                 back = [(start + (end - start) // 2, end) for start, end in back]
-            # The rows may come from an earlier start: every epoch is tried, one is right.
+            # The rows may be of an earlier epoch: report each epoch, only one applies.
             ranges = [(s, e, epoch) for s, e in back for epoch in range(1, node.broker.epoch + 1)]
             node.nack(node.group("orders", "once").consumers[client], *ranges, counted=False)
             begun -= {sequence for s, e in back for sequence in range(s, e)}

@@ -1,4 +1,4 @@
-"""A damaged catalog frame loses no subject, and no subject gets another one's rows."""
+"""A damaged catalog frame loses no subject, and no subject gets the rows of another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATH = "message/00000000000000000000.log"
 
 
 def with_rows(segment_size: int = 65536) -> tuple[Node, list[bytes], list[tuple[int, int]]]:
-    """A subject with 50 rows that no checkpoint knows; (offset, size) of the frames that define it."""
+    """A subject with 50 rows that no checkpoint includes, and (offset, size) of the frames that define it."""
     node = Node(flush="sync", message_segment_size=segment_size)
     producer = Producer(7)
     bodies = [b"%d" % number for number in range(50)]
@@ -39,7 +39,7 @@ def test_no_flipped_bit_in_a_catalog_frame_loses_a_subject():
 
 
 @pytest.mark.parametrize("filling", [b"\0", b"\xa5"])
-def test_no_damaged_sector_of_4096_bytes_makes_rows_outside_of_it_unreachable(filling: bytes):
+def test_no_damaged_sector_of_4096_bytes_makes_rows_outside_of_it_unreadable(filling: bytes):
     node, bodies, frames = with_rows(1 << 20)
     rows = [(offset, frame.size) for offset, frame in LogScan(node.broker.message_log, 0) if frame.partition != CATALOG]
     (first, size), (last, _) = frames[0], frames[-1]
@@ -56,7 +56,7 @@ def test_no_damaged_sector_of_4096_bytes_makes_rows_outside_of_it_unreachable(fi
 
 
 @pytest.mark.parametrize("byte", [8, 150])
-def test_the_number_of_a_subject_whose_definition_is_lost_is_given_to_no_other(byte: int):
+def test_the_number_of_a_partition_whose_definition_is_lost_is_not_reused(byte: int):
     node, _, frames = with_rows()
     for offset, _ in frames:
         node.disk.flip_bit(PATH, offset + byte, 1)
@@ -65,8 +65,8 @@ def test_the_number_of_a_subject_whose_definition_is_lost_is_given_to_no_other(b
         assert again.bodies("others") == []
         assert "orders" not in again.broker.subjects
         again = again.killed()
-    [told] = [damage for damage in node.killed().report.damages if "partition 1" in damage.reason]
-    assert told.reason == "50 messages cannot be reached: the definition of partition 1 is damaged"
+    [found] = [damage for damage in node.killed().report.damages if "partition 1" in damage.reason]
+    assert found.reason == "50 messages cannot be read: the definition of partition 1 is damaged"
     assert again.send("others", b"new", producer=Producer(8)).sequence == 0
     assert again.killed().bodies("others") == [b"new"]
 
@@ -83,7 +83,7 @@ def test_a_deletion_is_not_undone_by_a_flipped_bit():
         assert "orders" not in again.broker.subjects
 
 
-def test_delayed_rows_of_a_partition_whose_definition_is_lost_wait_and_harm_no_other():
+def test_delayed_rows_of_a_partition_whose_definition_is_lost_wait_and_block_no_other():
     node = Node(flush="sync")
     node.send("others", b"1")
     delay(node, Producer(7), node.clock.now() + SECOND, b"a")
@@ -94,8 +94,8 @@ def test_delayed_rows_of_a_partition_whose_definition_is_lost_wait_and_harm_no_o
     assert "orders" not in node.broker.subjects
     later(node, 2.0)
     assert node.send("others", b"2", producer=Producer(9)).acknowledged
-    assert "delayed messages of 'orders' wait" in node.broker.schedules.damages[0]
-    # Once the subject is there again they come.
+    assert "delayed messages of 'orders' cannot be delivered" in node.broker.schedules.damages[0]
+    # They are delivered once the subject exists again.
     assert node.send("orders", b"b", producer=Producer(8)).acknowledged
     later(node, 1.0)
     assert sorted(node.bodies("orders")) == [b"a", b"b"]

@@ -1,7 +1,7 @@
 """A start from a checkpoint that was copied in many turns gives the state that the logs alone give.
 
 Random operations run between the copies of two shards: sends, delays, stages, groups, subjects that are deleted and
-made again. The process then ends at any moment; one start uses the checkpoint, another one has none.
+created again. The process then ends at any moment. One start uses the checkpoint, another has none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SUBJECTS = ("a", "b", "c", "d")
 
 
 class Model:
-    """A node, those who use it, and a checkpoint that is made beside."""
+    """A node with producers and consumers, and a checkpoint that runs meanwhile."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -123,11 +123,11 @@ class Model:
         try:
             self.draw.choice(actions)()
         except PlaitError:
-            # Subjects go, and with them what is done to them.
+            # The subject may have been deleted.
             self.node.turn()
 
     def checkpoint(self) -> None:
-        """All of it, with steps in between."""
+        """Make a checkpoint, with operations between its steps."""
         work = self.node.broker.begin_checkpoint()
         while work.copy_some(1):
             for _ in range(self.draw.randrange(6)):
@@ -137,7 +137,7 @@ class Model:
 
 
 def contents(node: Node) -> dict[str, Any]:
-    """What a start found."""
+    """The state after a start."""
     broker = node.broker
     partitions = {}
     for partition in broker.partitions.values():
@@ -145,7 +145,7 @@ def contents(node: Node) -> dict[str, Any]:
         records = partition.consume_log.slice(0, len(partition.consume_log)).tolist()
         groups = {group.definition.id: progress(group) for group in dump.groups}
         partitions[partition.id] = (dump.row, dump.next, dump.size, dump.epochs, groups, records)
-    # When a producer sent last to a partition that is gone makes no difference to what it sends next.
+    # The time of the last send to a deleted partition has no effect on later sends.
     entries = msgspec.convert(broker.producers.dump(broker.producers.ids()), list[state.ProducerState])
     producers = {producer: sorted(windows) for producer, _, windows in entries if windows}
     return {
@@ -159,7 +159,7 @@ def contents(node: Node) -> dict[str, Any]:
 
 
 def progress(group: state.GroupState) -> tuple[object, ...]:
-    """What a group's events say; that a retry has become due, and the last look of a consumer, are not in the log."""
+    """A group's progress as of its events. Due retries and the last contact of a consumer are not in the log."""
     undone = [*group.returned, *(each for _, ranges in group.waiting for each in ranges)]
     undone += [each for ranges in group.held.values() for each in ranges]
     rows = sorted((sequence, each.attempt) for each in undone for sequence in range(each.start, each.end))
@@ -169,7 +169,7 @@ def progress(group: state.GroupState) -> tuple[object, ...]:
 
 
 def waiting_rows(node: Node, subject: str) -> list[tuple[int, int]]:
-    """(number, due) of the rows that wait."""
+    """(number, due time) of the waiting rows."""
     if subject not in node.broker.schedules.by_subject:
         return []
     page = list_scheduled(node.broker, subject, 0, 1 << 62, None, 1000)
@@ -201,23 +201,23 @@ def run_all(seeds: Iterable[int]) -> None:
 
 
 def copy_with_the_first_position(patch: pytest.MonkeyPatch) -> None:
-    """A shard does not say what it takes account of: recovery applies all since the checkpoint began."""
+    """Shards have no positions of their own: recovery replays all frames since the checkpoint began."""
     copy = CheckpointWork._copy_partitions
     patch.setattr(CheckpointWork, "_copy_partitions", lambda self, shard, position: copy(self, shard, BEGINNING))
 
 
 def number_delayed_rows_from_their_shard_on(patch: pytest.MonkeyPatch) -> None:
-    """Delayed rows that came between the beginning of the checkpoint and the copy of their shard count as filed."""
+    """Delayed rows stored between the beginning of the checkpoint and the copy of their shard count as bucketed."""
     patch.setattr(BucketedRows, "begin_at", lambda self, offset: None)
 
 
 def load_in_any_order(patch: pytest.MonkeyPatch) -> None:
-    """A deleted partition takes the name of the one that was made after it."""
+    """A deleted partition takes the name of the one that was created after it."""
     patch.setattr(recover, "sorted", lambda entries, key: list(entries)[::-1], raising=False)
 
 
 def store_producers_again(patch: pytest.MonkeyPatch) -> None:
-    """Recovery applies frames to producers that have them."""
+    """Recovery replays frames to producers that include them."""
     patch.setattr(ProducerTable, "load_until", lambda self, shard, offset: None)
 
 
@@ -237,12 +237,12 @@ DEFECTS = [
 
 @pytest.fixture(autouse=True)
 def _few_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New partitions come into shards that are being copied."""
+    """Use few shards, so that new partitions enter shards that are being copied."""
     monkeypatch.setattr(state, "SHARDS", 5)
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_checkpoint_and_the_logs_after_it_say_what_the_logs_alone_say(seed: int):
+def test_a_checkpoint_with_the_logs_after_it_gives_the_state_of_the_logs_alone(seed: int):
     run(seed)
 
 
@@ -255,5 +255,5 @@ def test_the_model_notices(defect: Callable[[pytest.MonkeyPatch], None], monkeyp
 
 @pytest.mark.deep("crash")
 @pytest.mark.parametrize("number", range(400))
-def test_many_more_of_them(seed: int, number: int):
+def test_many_more_seeds(seed: int, number: int):
     run(seed * 1_000 + 100 + number)

@@ -11,13 +11,13 @@ from plait.broker import BrokerConfig
 from plait.broker.groups.shared_group import NackOutcome
 from tests.support.broker_node import Node, Producer
 
-#: Each by itself never makes one due.
+#: With these values, no setting makes a checkpoint due.
 NEVER: dict[str, Any] = {"checkpoint_seconds": float("inf"), "checkpoint_bytes": 1 << 62}
 SETTINGS = [name for name in BrokerConfig.__struct_fields__ if name.startswith("checkpoint_")]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_every_setting_makes_a_checkpoint_due_by_itself(setting: str):
+def test_each_setting_alone_makes_a_checkpoint_due(setting: str):
     node = Node(**(NEVER | {setting: 1}))
     assert not node.broker.snapshots.due
     node.send("orders", b"a")
@@ -37,7 +37,7 @@ def test_time_alone_makes_no_checkpoint_due():
     assert node.broker.snapshots.due
 
 
-def test_events_that_wait_for_space_while_a_checkpoint_is_made_are_not_replayed_over_their_own_effect():
+def test_events_that_a_checkpoint_includes_and_that_are_written_later_are_not_replayed():
     node = Node(flush="sync", action_segment_size=1024)
     producer = Producer(7)
     for number in range(40):
@@ -47,7 +47,7 @@ def test_events_that_wait_for_space_while_a_checkpoint_is_made_are_not_replayed_
     for operation in ("allocate", "create"):
         node.disk.fail(operation, path="action/*", times=None, error=errno.ENOSPC)
     answered: list[bool] = []
-    # More than the active segment has room for.
+    # More events than fit in the active segment.
     for sequence in range(10):
         node.broker.nack(consumer, [(sequence, sequence + 1, 1)], lambda: answered.append(True), NackOutcome(5.0))
     node.turn()
@@ -66,11 +66,11 @@ def test_events_that_wait_for_space_while_a_checkpoint_is_made_are_not_replayed_
     before = node.group("orders", "g").pull_log.dump(durable_holds=True)
     again = node.killed()
     assert again.group("orders", "g").pull_log.dump(durable_holds=True) == before
-    # The pull alone: the failures were in the checkpoint.
+    # Only the pull is replayed: the checkpoint includes the nacks.
     assert again.report.events == 1
 
 
-def test_a_checkpoint_that_was_given_up_does_not_make_the_log_look_busy():
+def test_an_abandoned_checkpoint_does_not_make_the_log_look_busy():
     node = Node()
     assert node.send("orders", b"a").acknowledged
     node.broker.begin_checkpoint().copy_all()

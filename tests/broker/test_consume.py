@@ -1,4 +1,4 @@
-"""Pulls, acks, nacks, long polls, redelivery: what a group's consumers get."""
+"""Pulls, acks, nacks, suspended pulls and redelivery of shared groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def filled(count: int = 10, **settings: object) -> Node:
 # --- pulling ------------------------------------------------------------------------------------
 
 
-def test_rows_are_handed_out_once_over_all_consumers_of_a_group():
+def test_each_row_is_delivered_to_one_consumer_of_a_group():
     node = filled()
     one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
     assert node.pull(one, 4).bodies == [b"0", b"1", b"2", b"3"]
@@ -35,7 +35,7 @@ def test_rows_are_handed_out_once_over_all_consumers_of_a_group():
     assert node.pull(two, 4).ranges == []
 
 
-def test_sixty_groups_each_have_their_own_progress():
+def test_sixty_groups_have_separate_progress():
     node = filled(20)
     consumers = [node.attach("orders", f"g{n}") for n in range(60)]
     for number, consumer in enumerate(consumers):
@@ -60,14 +60,14 @@ def test_a_pull_stops_at_its_count_and_at_its_size():
     assert node.pull(consumer, 1000, 1).ranges == [(15, 20, 1)], "one frame is always returned"
 
 
-def test_the_servers_own_limits_bound_a_pull():
+def test_the_limits_of_the_server_bound_a_pull():
     node = filled(10, limits=ServerLimits(pull_count=3, pull_bytes=1))
     consumer = node.attach("orders", "g")
     assert node.pull(consumer, 10**9, 10**9).ranges == [(0, 1, 1)]
     assert node.pull(consumer, 0).ranges == [(1, 2, 1)]
 
 
-def test_rows_that_came_back_go_out_before_new_ones():
+def test_returned_rows_are_delivered_before_new_ones():
     node = filled()
     consumer = node.attach("orders", "g")
     node.pull(consumer, 5)
@@ -76,10 +76,10 @@ def test_rows_that_came_back_go_out_before_new_ones():
     assert node.group("orders", "g").redelivered_count == 2
 
 
-# --- long polls ---------------------------------------------------------------------------------
+# --- suspended pulls ----------------------------------------------------------------------------
 
 
-def test_a_waiting_pull_is_woken_by_the_first_row():
+def test_the_first_row_wakes_a_suspended_pull():
     node = Node()
     consumer = node.attach("orders", "g")
     pulled = node.pull(consumer, wait=20)
@@ -88,7 +88,7 @@ def test_a_waiting_pull_is_woken_by_the_first_row():
     assert pulled.bodies == [b"a"]
 
 
-def test_a_waiting_pull_ends_when_its_time_is_up_and_leaves_nothing_behind():
+def test_a_suspended_pull_ends_at_its_deadline_and_leaves_no_state():
     node = Node()
     consumer = node.attach("orders", "g")
     for _ in range(50):
@@ -97,14 +97,14 @@ def test_a_waiting_pull_ends_when_its_time_is_up_and_leaves_nothing_behind():
         node.clock.advance(20)
         node.broker.run_timers()
         assert pulled.answers == [None]
-        consumer.heard = node.clock.monotonic()
+        consumer.last_contact = node.clock.monotonic()
     assert node.broker.next_deadline is None
     assert len(consumer.group.waiters) == 0
     node.send("orders", b"a")
     assert node.pull(consumer, wait=20).bodies == [b"a"]
 
 
-def test_no_poll_waits_longer_than_the_server_lets_it():
+def test_no_pull_is_suspended_longer_than_the_limit_of_the_server():
     node = Node(limits=ServerLimits(pull_wait_seconds=3))
     pulled = node.pull(node.attach("orders", "g"), wait=1000)
     node.clock.advance(3)
@@ -112,7 +112,7 @@ def test_no_poll_waits_longer_than_the_server_lets_it():
     assert pulled.answers == [None]
 
 
-def test_who_waited_longest_is_served_first():
+def test_the_pull_that_was_suspended_first_is_answered_first():
     node = Node()
     consumers = [node.attach("orders", "g", f"c{n}") for n in range(3)]
     waiting = [node.pull(consumer, 1, wait=20) for consumer in consumers]
@@ -121,7 +121,7 @@ def test_who_waited_longest_is_served_first():
     assert [pulled.answered for pulled in waiting] == [True, True, False]
 
 
-def test_all_waiting_groups_and_readers_are_woken():
+def test_rows_wake_suspended_pulls_and_reads_of_all_groups():
     node = Node()
     waiting = [node.pull(node.attach("orders", f"g{n}"), wait=20) for n in range(5)]
     reading = node.read("orders", 0, wait=20)
@@ -130,7 +130,7 @@ def test_all_waiting_groups_and_readers_are_woken():
     assert len(reading.answers) == 1
 
 
-def test_returned_rows_wake_who_waits():
+def test_returned_rows_wake_a_suspended_pull():
     node = filled(3)
     one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
     node.pull(one)
@@ -139,7 +139,7 @@ def test_returned_rows_wake_who_waits():
     assert waiting.ranges == [(1, 2, 2)]
 
 
-def test_a_consumer_with_too_many_open_ranges_gets_nothing_new_and_keeps_nobody_waiting():
+def test_a_consumer_with_too_many_open_ranges_gets_no_new_rows_and_delays_no_other():
     node = filled(20, limits=ServerLimits(consumer_ranges=2))
     one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
     node.pull(one, 5)
@@ -147,12 +147,12 @@ def test_a_consumer_with_too_many_open_ranges_gets_nothing_new_and_keeps_nobody_
     assert node.pull(one).ranges == []
     stuck = node.pull(one, 5, wait=20)
     assert not stuck.answered
-    assert node.pull(two, 5).ranges == [(5, 10, 1)], "others are not held up by it"
+    assert node.pull(two, 5).ranges == [(5, 10, 1)], "other consumers are not delayed"
     node.ack(one, (0, 1), (2, 3))
-    assert stuck.ranges == [(10, 15, 1)], "and it goes on when it may"
+    assert stuck.ranges == [(10, 15, 1)], "it continues when it is below the limit"
 
 
-def test_waiting_pulls_behind_a_stuck_one_are_served():
+def test_suspended_pulls_after_a_blocked_one_are_answered():
     node = filled(4, limits=ServerLimits(consumer_ranges=1))
     one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
     node.pull(one)
@@ -192,7 +192,7 @@ def test_an_ack_is_answered_after_its_event_was_written():
     assert node.broker.action_log.written > written
 
 
-def test_rows_leave_before_their_event_is_written_only_where_a_crash_may_hand_them_out_again():
+def test_rows_are_delivered_before_their_event_is_written_only_if_a_crash_may_redeliver_them():
     node = filled(3)
     least = node.attach("orders", "least")
     most = node.attach("orders", "most", delivery="at_most_once")
@@ -209,7 +209,7 @@ def test_rows_leave_before_their_event_is_written_only_where_a_crash_may_hand_th
 
 
 @pytest.mark.parametrize("ranges", [(7, 3), (3, 3), (-5, -1), (100, 200), (1 << 62, 1 << 63)])
-def test_senseless_ranges_change_nothing(ranges: tuple[int, int]):
+def test_invalid_ranges_change_nothing(ranges: tuple[int, int]):
     node = filled(5)
     consumer = node.attach("orders", "g")
     node.pull(consumer)
@@ -219,7 +219,7 @@ def test_senseless_ranges_change_nothing(ranges: tuple[int, int]):
     assert (log.next, list(log.returned), log.held_count) == (5, [], 5)
 
 
-def test_a_nack_gives_back_only_what_the_consumer_holds():
+def test_a_nack_affects_only_rows_that_the_consumer_holds():
     node = filled()
     one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
     node.pull(one, 3)
@@ -238,10 +238,10 @@ def test_the_attempt_counts_up_through_restarts():
         node = node.restart() if attempt % 2 else node.killed()
 
 
-# --- coming and going ---------------------------------------------------------------------------
+# --- attaching and detaching --------------------------------------------------------------------
 
 
-def test_a_silent_consumer_is_lost_and_its_rows_go_to_the_others_at_once():
+def test_a_silent_consumer_is_lost_and_its_rows_are_redelivered_at_once():
     node = filled(4)
     one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
     node.pull(one)
@@ -256,7 +256,7 @@ def test_a_silent_consumer_is_lost_and_its_rows_go_to_the_others_at_once():
     assert node.membership.session(two.session) is two
 
 
-def test_a_consumer_that_leaves_gives_back_what_it_holds():
+def test_a_consumer_that_detaches_returns_the_rows_it_holds():
     node = filled(4)
     one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
     node.pull(one)
@@ -265,7 +265,7 @@ def test_a_consumer_that_leaves_gives_back_what_it_holds():
     assert list(one.group.consumers) == ["c2"]
 
 
-def test_a_connection_that_breaks_takes_nothing_back_before_the_time_is_up():
+def test_a_lost_connection_returns_no_rows_before_the_consumer_is_lost():
     node = filled(4)
     one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
     node.pull(one)
@@ -273,7 +273,7 @@ def test_a_connection_that_breaks_takes_nothing_back_before_the_time_is_up():
     node.membership.disconnected(one, one.session)
     assert node.pull(two).ranges == []
     node.send("orders", b"new")
-    assert not waiting.answered, "its poll went with the connection"
+    assert not waiting.answered, "its pull ended with the connection"
     assert node.pull(two).bodies == [b"new"]
     node.clock.advance(LOST)
     node.membership.session(two.session)
@@ -284,7 +284,7 @@ def test_a_connection_that_breaks_takes_nothing_back_before_the_time_is_up():
 def test_a_client_that_is_attached_cannot_be_attached_twice():
     node = filled(1)
     consumer = node.attach("orders", "g")
-    with pytest.raises(GroupBusy, match="'c1' is attached to group 'g' of 'orders' already"):
+    with pytest.raises(GroupBusy, match="'c1' is already attached to group 'g' of 'orders'"):
         node.attach("orders", "g")
     node.membership.disconnected(consumer, consumer.session)
     assert node.attach("orders", "g") is consumer
@@ -297,7 +297,7 @@ def test_members_of_a_group_agree_on_its_delivery():
         node.attach("orders", "g", "c2", delivery="at_most_once")
 
 
-def test_there_are_only_so_many_consumers_and_groups():
+def test_the_numbers_of_consumers_and_groups_are_limited():
     node = Node(limits=ServerLimits(consumers=2, groups=3))
     node.attach("orders", "g", "c1")
     node.attach("orders", "g", "c2")
@@ -306,7 +306,7 @@ def test_there_are_only_so_many_consumers_and_groups():
     node = Node(limits=ServerLimits(groups=2))
     node.attach("orders", "g1")
     node.attach("orders", "g2")
-    with pytest.raises(LimitExceeded, match="its 2 groups"):
+    with pytest.raises(LimitExceeded, match="group limit reached \\(2 per broker"):
         node.attach("orders", "g3")
 
 
@@ -335,7 +335,7 @@ def test_lost_consumers_and_idle_broadcast_groups_are_forgotten():
 # --- broadcast ----------------------------------------------------------------------------------
 
 
-def test_every_broadcast_consumer_gets_everything_from_now_on():
+def test_every_broadcast_consumer_gets_all_rows_from_its_attachment_on():
     node = filled(3)
     consumers = [node.attach("orders", None, f"b{n}") for n in range(3)]
     node.send("orders", b"new")
@@ -343,14 +343,14 @@ def test_every_broadcast_consumer_gets_everything_from_now_on():
         assert node.pull(consumer).bodies == [b"new"]
 
 
-def test_a_broadcast_consumer_that_comes_back_goes_on_after_what_it_acked():
+def test_a_broadcast_consumer_that_returns_continues_after_its_last_ack():
     node = filled(10)
     consumer = node.attach("orders", None, "b1", start="earliest")
     node.pull(consumer)
     node.ack(consumer, (0, 3), (5, 6))
     events = node.broker.action_log.written
     node.pull(consumer)
-    assert node.broker.action_log.written == events, "no pull log is kept"
+    assert node.broker.action_log.written == events, "pulls are not logged"
     for again in (node.killed(), node.power_lost("all")):
         back = again.attach("orders", None, "b1")
         assert [r[:2] for r in again.pull(back).ranges] == [(3, 5), (6, 10)]
@@ -372,7 +372,7 @@ def test_a_broadcast_consumer_that_comes_back_goes_on_after_what_it_acked():
         (["time", 1_800_000_000_000_000], 10),
     ],
 )
-def test_a_group_starts_where_it_is_told(start: object, expected: int):
+def test_a_group_starts_at_the_given_position(start: object, expected: int):
     node = Node()
     for number in range(10):
         node.send("orders", b"%d" % number)
@@ -386,12 +386,12 @@ def test_a_group_starts_where_it_is_told(start: object, expected: int):
 
 
 @pytest.mark.parametrize("start", ["middle", ["sequence", -1], ["sequence", "x"], ["time"], 7, {"a": 1}])
-def test_a_start_that_means_nothing_is_refused(start: object):
-    with pytest.raises(InvalidArgument, match="is not 'earliest', 'latest', a sequence or a time"):
+def test_an_invalid_start_position_is_refused(start: object):
+    with pytest.raises(InvalidArgument, match="is not valid; use 'earliest', 'latest', a sequence or a time"):
         Node().attach("orders", "g", start=start)
 
 
-def test_a_reset_needs_an_idle_group_and_forgets_what_was_open():
+def test_a_reset_needs_an_idle_group_and_forgets_held_rows():
     node = filled(10)
     consumer = node.attach("orders", "g")
     node.pull(consumer, 6)
@@ -407,7 +407,7 @@ def test_a_reset_needs_an_idle_group_and_forgets_what_was_open():
         node.membership.reset("orders", "x", "earliest")
 
 
-def test_a_removed_group_starts_anew():
+def test_a_deleted_group_starts_again_without_progress():
     node = filled(3)
     consumer = node.attach("orders", "g")
     node.ack(consumer, (0, 3))
@@ -419,9 +419,9 @@ def test_a_removed_group_starts_anew():
     assert again.pull(again.attach("orders", "g")).ranges == [(0, 3, 1)]
 
 
-# --- the whole ----------------------------------------------------------------------------------
+# --- model --------------------------------------------------------------------------------------
 
-#: The longest wait of the usual policy.
+#: The longest wait of the default policy.
 WAIT_MAX = 800.0
 
 STEPS = st.lists(
@@ -438,17 +438,17 @@ STEPS = st.lists(
 
 @given(STEPS)
 @settings(max_examples=60, deadline=None)
-def test_every_row_is_handed_out_until_it_is_acked_and_never_after(steps: list[tuple[str, int, int]]):
+def test_every_row_is_delivered_until_it_is_acked_and_not_after(steps: list[tuple[str, int, int]]):
     node, producer = Node(flush="sync"), Producer(5)
-    hands: dict[str, list[tuple[int, int]]] = {}
+    held_rows: dict[str, list[tuple[int, int]]] = {}
     acked: set[int] = set()
-    for step, who, count in steps:
-        client = f"c{who}"
+    for step, index, count in steps:
+        client = f"c{index}"
         if step == "send":
             node.send("orders", *[b"x"] * count, producer=producer)
         elif step in ("restart", "kill"):
             node = node.restart() if step == "restart" else node.killed()
-            hands = {}
+            held_rows = {}
         elif step == "checkpoint":
             node.checkpoint()
         elif step == "pull":
@@ -457,12 +457,12 @@ def test_every_row_is_handed_out_until_it_is_acked_and_never_after(steps: list[t
             consumer = known if known and known.connected else node.attach("orders", "g", client)
             for start, end, _ in node.pull(consumer, count).ranges:
                 assert acked.isdisjoint(range(start, end))
-                hands.setdefault(client, []).append((start, end))
-        elif client in hands:
+                held_rows.setdefault(client, []).append((start, end))
+        elif client in held_rows:
             consumer = node.group("orders", "g").consumers[client]
-            held = hands.pop(client)
+            held = held_rows.pop(client)
             if step == "ack":
-                # The rows may come from an earlier start: every epoch is tried, one is right.
+                # The rows may be of an earlier epoch: report each epoch, only one applies.
                 node.ack(consumer, *((s, e, epoch) for s, e in held for epoch in range(1, node.broker.epoch + 1)))
                 acked.update(sequence for s, e in held for sequence in range(s, e))
             elif step == "nack":
@@ -471,7 +471,7 @@ def test_every_row_is_handed_out_until_it_is_acked_and_never_after(steps: list[t
                 ranges = [(s, e, epoch) for s, e in held for epoch in range(1, node.broker.epoch + 1)]
                 node.nack(consumer, *ranges, delay=None)
             elif step == "wait":
-                hands[client] = held
+                held_rows[client] = held
                 node.later(count)
             elif step == "leave":
                 node.membership.detach(consumer)
@@ -480,7 +480,7 @@ def test_every_row_is_handed_out_until_it_is_acked_and_never_after(steps: list[t
                 node.clock.advance(LOST)
                 for other in node.group("orders", "g").consumers.values():
                     if other is not consumer:
-                        other.heard = node.clock.monotonic()
+                        other.last_contact = node.clock.monotonic()
                 node.membership.lose_silent()
                 node.turn()
         log = node.partition("orders").groups["g"].pull_log if "g" in node.partition("orders").groups else None
@@ -500,7 +500,7 @@ def drain(node: Node, consumer: object) -> list[tuple[int, int, int]]:
     return got
 
 
-def test_a_pull_that_was_refused_was_not_recorded():
+def test_a_refused_pull_is_not_recorded():
     node = filled(3)
     consumer = node.attach("orders", "g")
     pulled = Pulled()
@@ -509,7 +509,7 @@ def test_a_pull_that_was_refused_was_not_recorded():
     assert node.pull(consumer).ranges == []
 
 
-def test_a_reply_stays_in_its_limit_whatever_came_back():
+def test_a_reply_with_returned_rows_stays_within_its_limit():
     node = Node()
     producer = Producer(7)
     node.send("orders", b"a" * (3 << 20), producer=producer)
@@ -521,7 +521,7 @@ def test_a_reply_stays_in_its_limit_whatever_came_back():
     assert node.pull(consumer, size=4 << 20).ranges == [(1, 2, 1)]
 
 
-def test_rows_that_came_back_from_a_large_frame_go_out_together():
+def test_returned_rows_of_a_large_frame_are_delivered_together():
     node = Node()
     node.send("orders", *(b"%04d" % n * 250 for n in range(1000)), producer=Producer(7))
     consumer = node.attach("orders", "g")
@@ -530,18 +530,18 @@ def test_rows_that_came_back_from_a_large_frame_go_out_together():
     assert [r[:2] for r in node.pull(consumer, size=1 << 20).ranges] == [(n, n + 1) for n in range(0, 100, 10)]
 
 
-def head_size(node: Node) -> int:
-    return sum(frame.size for frame in node.broker.heads.of_action_segment(0))
+def header_size(node: Node) -> int:
+    return sum(frame.size for frame in node.broker.segment_headers.of_action_segment(0))
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_clients_that_come_under_ever_new_names_leave_nothing_behind(ordered: bool):
+def test_clients_with_ever_new_names_leave_no_state(ordered: bool):
     node = filled(3)
-    bare = head_size(node)
+    bare = header_size(node)
     for number in range(200):
         consumer = node.membership.attach("orders", "g", f"c{number:03d}", ordered=ordered)
         node.membership.disconnected(consumer, consumer.session)
-    assert head_size(node) > bare + 200 * 10
+    assert header_size(node) > bare + 200 * 10
     node.turn()
     again = node.killed()
     for each in (node, again):
@@ -550,7 +550,7 @@ def test_clients_that_come_under_ever_new_names_leave_nothing_behind(ordered: bo
         each.membership.forget_idle()
         each.turn()
         assert each.group("orders", "g").consumers == {}
-        assert head_size(each) < bare + 300
+        assert header_size(each) < bare + 300
         assert not each.killed().group("orders", "g").consumers
 
 
@@ -559,9 +559,9 @@ def test_consumers_without_a_connection_count_until_they_are_lost():
     for client in ("c1", "c2"):
         consumer = node.attach("orders", "g", client)
         node.membership.disconnected(consumer, consumer.session)
-    with pytest.raises(LimitExceeded, match="attached or lost a moment ago"):
+    with pytest.raises(LimitExceeded, match=r"consumer limit reached \(2 per broker"):
         node.attach("orders", "g", "c3")
-    # One that returns is no new one.
+    # A consumer that attaches again is not counted twice.
     node.attach("orders", "g", "c1")
     node.clock.advance(LOST)
     node.membership.lose_silent()
@@ -569,9 +569,9 @@ def test_consumers_without_a_connection_count_until_they_are_lost():
 
 
 @pytest.mark.parametrize("log", ["action", "message"])
-def test_at_least_half_of_every_segment_is_left_for_what_comes_after_its_head(log: str):
+def test_a_segment_header_takes_at_most_half_of_its_segment(log: str):
     node = Node(message_segment_size=4096, action_segment_size=4096, limits=ServerLimits(consumers=1000))
-    # Names that do not resemble each other, so that they are as long in a head.
+    # Random names, which do not compress in a header.
     rng = random.Random(1)
     for _ in range(120):
         if log == "action":
@@ -588,7 +588,7 @@ def test_at_least_half_of_every_segment_is_left_for_what_comes_after_its_head(lo
         node.ack(consumer, (number, number + 1))
         grown.prepare_next()
     written = 100 * 400
-    assert grown.end - before < 3 * written, "what is written is not mostly heads"
-    head = grown._head_size
+    assert grown.end - before < 3 * written, "headers are not most of the written bytes"
+    head = grown._header_size
     assert head > 4096
     assert all(segment.size >= 2 * head for segment in grown.segments[-1:])

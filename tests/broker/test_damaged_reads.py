@@ -1,4 +1,4 @@
-"""What a read of a damaged frame costs, and what it finds where only the consume log is damaged."""
+"""Reads of damaged frames: their cost, and that rows are found if only the consume log is damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.broker_node import Node, Producer
 
 
 def filled(monkeypatch: pytest.MonkeyPatch) -> tuple[Node, list[int]]:
-    """Rows of two subjects in many segments, all in checkpoints, and the offsets from which logs are scanned."""
+    """Rows of two subjects in many segments, all in checkpoints, and a list that gets the offset of each log scan."""
     node = Node(flush="sync")
     producer = Producer(7)
     for number in range(60):
@@ -37,7 +37,7 @@ def flip(node: Node, offset: int) -> None:
 
 @pytest.mark.parametrize("byte", [5, 20, 300])
 @pytest.mark.parametrize("index", [0, 7, 14])
-def test_a_damaged_frame_is_passed_without_a_scan_of_the_log(index: int, byte: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_damaged_frame_is_skipped_without_a_scan_of_the_log(index: int, byte: int, monkeypatch: pytest.MonkeyPatch):
     node, scans = filled(monkeypatch)
     flip(node, node.partition("orders").consume_log.record(index).offset + byte)
     for _ in range(3):
@@ -49,7 +49,7 @@ def test_a_damaged_frame_is_passed_without_a_scan_of_the_log(index: int, byte: i
 
 
 def test_frames_that_were_overwritten_are_searched_for_between_their_neighbours(monkeypatch: pytest.MonkeyPatch):
-    """Nothing stands where the records say: each is searched for, in the few bytes in which its frame can be."""
+    """No record leads to its frame: each frame is searched for in the few bytes that can hold it."""
     node, _ = filled(monkeypatch)
     records = node.partition("orders").consume_log
     gone = range(5, 9)

@@ -1,4 +1,4 @@
-"""Dead letters: when messages become some, what they tell, and that they outlast everything until they are settled."""
+"""Dead letters: when messages become dead letters, their reasons, and that they are kept until they are settled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONCE = Retry(attempts=1)
 
 
 def begin(count: int, *, retry: Retry = ONCE, **settings: Any) -> tuple[Node, AttachedConsumer]:
-    """A consumer with messages in its hands, in frames of ten."""
+    """A consumer that holds ``count`` messages, in frames of ten."""
     node = Node(**settings)
     consumer = node.attach("orders", "g", retry=retry)
     for first in range(0, count, 10):
@@ -70,13 +70,13 @@ def test_the_last_attempt_that_fails_makes_a_dead_letter_with_its_reason():
     assert letter.sequences.tolist() == [0]
     assert death.reason == Reason("KeyError", "'id'", "on_order")
     assert (death.attempts, death.last_time) == (2, node.clock.now())
-    assert 0 <= first - death.first_time < 1_000_000, "seconds are told"
+    assert 0 <= first - death.first_time < 1_000_000, "the time is rounded down to seconds"
     node.later(10_000)
-    assert node.pull(consumer).ranges == [], "it is handed out no more"
-    assert consumer.group.pull_log.floor == 3, "and holds nothing up"
+    assert node.pull(consumer).ranges == [], "it is not redelivered"
+    assert consumer.group.pull_log.floor == 3, "it does not hold back the floor"
 
 
-def test_without_a_limit_messages_are_tried_for_ever():
+def test_without_an_attempt_limit_a_message_is_retried_without_end():
     node, consumer = begin(1, retry=Retry(attempts=None, steps=(1,), jitter=0))
     for attempt in range(2, 60):
         node.nack(consumer, (0, 1), delay=None)
@@ -84,7 +84,7 @@ def test_without_a_limit_messages_are_tried_for_ever():
         assert node.pull(consumer).ranges == [(0, 1, attempt)]
 
 
-def test_a_message_that_is_too_old_is_not_tried_again():
+def test_a_message_that_is_too_old_is_not_retried():
     node, consumer = begin(10, retry=Retry(attempts=100, expires=60.0))
     node.clock.advance(40)
     node.send("orders", *(b"body %d" % n for n in range(10, 20)))
@@ -100,10 +100,10 @@ def test_a_message_that_is_too_old_is_not_tried_again():
 
 
 @pytest.mark.parametrize(("attempts", "lives"), [(1, 16), (20, 20)])
-def test_who_ends_its_consumers_ends_as_a_dead_letter(attempts: int, lives: int):
+def test_a_message_that_crashes_its_consumers_becomes_a_dead_letter(attempts: int, lives: int):
     node, consumer = begin(2, retry=Retry(attempts=attempts))
     for life in range(1, lives + 1):
-        assert dead(node, consumer.group) == [], "what nobody began with does not die of one that was lost"
+        assert dead(node, consumer.group) == [], "a few lost consumers do not make a dead letter"
         node.clock.advance(6)
         assert [count for _, count in node.membership.lose_silent()] == [2]
         node.turn()
@@ -117,7 +117,7 @@ def test_who_ends_its_consumers_ends_as_a_dead_letter(attempts: int, lives: int)
     assert f"c{lives}" in letter.death.reason.text
 
 
-def test_what_is_given_back_in_order_does_not_use_up_attempts():
+def test_returned_rows_do_not_use_up_attempts():
     node, consumer = begin(2, retry=Retry(attempts=2))
     for _ in range(5):
         node.nack(consumer, (0, 2), counted=False)
@@ -125,11 +125,11 @@ def test_what_is_given_back_in_order_does_not_use_up_attempts():
     node = node.killed()
     consumer = node.attach("orders", "g", holds=[(0, 2, 1)])
     node.nack(consumer, (0, 2, 1), counted=False)
-    assert node.pull(consumer).ranges == [(0, 2, 1)], "also when it is read back"
+    assert node.pull(consumer).ranges == [(0, 2, 1)], "also after a redelivery"
 
 
 @pytest.mark.parametrize("end", ["restart", "killed", "power_lost"])
-def test_dead_letters_are_there_after_any_end(end: str):
+def test_dead_letters_survive_any_end_of_the_process(end: str):
     node, consumer = begin(40, flush="sync")
     node.nack(consumer, (3, 5), (17, 18), delay=None, reason=Reason("A"))
     node.checkpoint()
@@ -143,7 +143,7 @@ def test_dead_letters_are_there_after_any_end(end: str):
     assert dead(node, group, type="A") == [3, 4, 17]
 
 
-def test_a_resent_letter_is_the_same_message_and_goes_to_its_own_group_only():
+def test_a_resent_letter_is_the_same_message_and_only_its_group_gets_it():
     node, consumer = begin(5)
     other = node.attach("orders", "other")
     before = {row.sequence: row for row in node.pull(other).rows}
@@ -151,13 +151,13 @@ def test_a_resent_letter_is_the_same_message_and_goes_to_its_own_group_only():
     node.nack(consumer, (2, 4), delay=None)
     assert resend(node, consumer.group) == 2
     got = node.pull(consumer)
-    assert got.ranges == [(2, 4, 2)], "attempts go on counting"
+    assert got.ranges == [(2, 4, 2)], "the attempt count continues"
     assert got.rows == [before[2], before[3]]
     assert node.pull(other).ranges == []
     assert resend(node, consumer.group) == 0, "nothing is resent twice"
 
 
-def test_a_resent_letter_has_all_attempts_again_and_tells_of_its_deaths():
+def test_a_resent_letter_has_all_attempts_again_and_counts_its_deaths():
     node, consumer = begin(2, retry=Retry(attempts=2, steps=(1,), jitter=0))
     for life in range(3):
         for _ in range(2):
@@ -186,7 +186,7 @@ def test_a_resent_letter_is_not_judged_by_its_age_again():
     assert dead(node, consumer.group) == [0]
 
 
-def test_dead_letters_outlive_the_retention_of_their_subject():
+def test_dead_letters_outlast_the_retention_of_their_subject():
     node, consumer = begin(30, retention_seconds=60.0)
     node.nack(consumer, (3, 5), (9, 12), delay=None)
     node.ack(consumer, (0, 3), (5, 9), (12, 30))
@@ -195,7 +195,7 @@ def test_dead_letters_outlive_the_retention_of_their_subject():
         node.send("orders", b"x" * 7500)
     for _ in range(6):
         node.checkpoint()
-    assert node.retention.run(), "segments are gone"
+    assert node.retention.run(), "segments are deleted"
     assert node.partition("orders").start == 30
     node = node.killed()
     consumer = node.attach("orders", "g", holds=[])
@@ -210,7 +210,7 @@ def test_dead_letters_outlive_the_retention_of_their_subject():
     assert bodies(letters(node, group, type="Again")) == {9: b"body 9"}
 
 
-def test_a_letter_whose_consumer_comes_back_and_acks_is_settled():
+def test_a_late_ack_settles_a_dead_letter():
     node, consumer = begin(1)
     for life in range(2, 18):
         node.clock.advance(6)
@@ -224,24 +224,24 @@ def test_a_letter_whose_consumer_comes_back_and_acks_is_settled():
     assert dead(node.killed(), late.group) == []
 
 
-def test_purged_letters_are_gone_and_their_segments_go():
+def test_purged_letters_and_their_segments_are_deleted():
     node, consumer = begin(200)
     for first in range(0, 200, 10):
         node.nack(consumer, (first, first + 10), delay=None)
-    assert len(node.broker.kept_log.segments) > 1
+    assert len(node.broker.retained_log.segments) > 1
     assert node.broker.dead_letters.purge(consumer.group, letters(node, consumer.group)) == 200
     node.turn()
     for _ in range(6):
         node.checkpoint()
     for _ in range(2):
-        # A segment goes once it is durable that its letters are gone.
+        # A segment is deleted once the purge of its letters is durable.
         node.retention.run()
         node.turn()
-    assert len(node.broker.kept_log.segments) == 1
+    assert len(node.broker.retained_log.segments) == 1
     assert dead(node.killed(), node.group("orders", "g")) == []
 
 
-def test_letters_go_when_they_are_older_than_the_server_keeps_them():
+def test_letters_are_deleted_after_the_time_for_which_the_server_keeps_them():
     node, consumer = begin(30, dead_seconds=86_400.0, retention_seconds=None)
     node.nack(consumer, (0, 10), delay=None)
     node.clock.advance(50_000)
@@ -253,7 +253,7 @@ def test_letters_go_when_they_are_older_than_the_server_keeps_them():
     assert dead(node.killed(), node.group("orders", "g")) == list(range(10, 20))
 
 
-def test_a_reset_keeps_dead_letters_and_brings_to_life_what_it_goes_back_to():
+def test_a_reset_keeps_dead_letters_except_those_it_makes_deliverable_again():
     node, consumer = begin(20)
     node.nack(consumer, (2, 4), (15, 16), delay=None)
     node.membership.detach(consumer)
@@ -265,7 +265,7 @@ def test_a_reset_keeps_dead_letters_and_brings_to_life_what_it_goes_back_to():
     assert dead(node, consumer.group) == [2, 3]
 
 
-def test_pages_go_through_all_letters_once():
+def test_pages_list_every_letter_once():
     node, consumer = begin(100)
     node.nack(consumer, *((n, n + 1) for n in range(0, 100, 3)), delay=None)
     for choice in (Choice(), Choice(sequences=list(range(100)))):
@@ -277,7 +277,7 @@ def test_pages_go_through_all_letters_once():
         assert got == list(range(0, 100, 3))
 
 
-def test_a_page_looks_further_than_it_is_long():
+def test_a_filtered_page_searches_beyond_its_length():
     node, consumer = begin(100)
     node.nack(consumer, *((n, n + 1) for n in range(99)), delay=None, reason=Reason("A"))
     node.nack(consumer, (99, 100), delay=None, reason=Reason("B"))
@@ -295,7 +295,7 @@ def test_a_page_looks_further_than_it_is_long():
     assert got == list(range(99))
 
 
-def test_letters_are_chosen_by_handler_and_time_as_well():
+def test_letters_can_be_chosen_by_handler_and_time():
     node, consumer = begin(10)
     node.nack(consumer, (0, 2), delay=None, reason=Reason("A", "", "one"))
     node.clock.advance(1)
@@ -308,7 +308,7 @@ def test_letters_are_chosen_by_handler_and_time_as_well():
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4"])
-def test_of_a_compressed_frame_only_what_died_is_kept(compression: str):
+def test_only_the_dead_rows_of_a_compressed_frame_are_retained(compression: str):
     node = Node(message_segment_size=1 << 20)
     producer = Producer(5)
     sent = producer.frame("orders", *(b"%03d" % n + b"x" * 500 for n in range(500)), compression=compression)
@@ -318,7 +318,7 @@ def test_of_a_compressed_frame_only_what_died_is_kept(compression: str):
     node.pull(consumer)
     node.nack(consumer, (7, 8), delay=None)
     assert bodies(letters(node, consumer.group)) == {7: b"007" + b"x" * 500}
-    assert node.broker.kept_log.end < 2000
+    assert node.broker.retained_log.end < 2000
 
 
 def test_letters_of_many_producers_keep_their_ids():
@@ -337,7 +337,7 @@ def test_letters_of_many_producers_keep_their_ids():
     assert len(letter.frame.runs()) <= 7
 
 
-def test_without_room_for_letters_messages_wait_and_nothing_is_lost():
+def test_without_space_for_letters_messages_wait_and_none_is_lost():
     node, consumer = begin(5)
     node.disk.fail("allocate", error=errno.ENOSPC, path="kept/*")
     assert node.nack(consumer, (0, 5), delay=None) == [True]
@@ -346,17 +346,17 @@ def test_without_room_for_letters_messages_wait_and_nothing_is_lost():
     node.later(10)
     assert node.pull(consumer).ranges == [(0, 5, 2)]
     node.nack(consumer, (0, 5), delay=None)
-    assert dead(node, consumer.group) == [0, 1, 2, 3, 4], "there is room again"
+    assert dead(node, consumer.group) == [0, 1, 2, 3, 4], "there is space again"
 
 
-def test_a_letter_that_does_not_read_back_is_told_and_the_others_are_there():
+def test_an_unreadable_letter_is_reported_and_the_others_are_listed():
     node, consumer = begin(30)
     for first in (0, 10, 20):
         node.nack(consumer, (first, first + 1), delay=None, reason=Reason("A"))
     node.checkpoint()
-    offset = node.group("orders", "g").kept.offset(10)
+    offset = node.group("orders", "g").retained.offset(10)
     assert offset is not None
-    segment = node.broker.kept_log.segment_at(offset)
+    segment = node.broker.retained_log.segment_at(offset)
     node.disk.flip_bit(f"kept/{segment.base:020d}.log", offset - segment.base + 90, 3)
     group = consumer.group
     assert dead(node, group) == [0, 10, 20]
@@ -364,27 +364,27 @@ def test_a_letter_that_does_not_read_back_is_told_and_the_others_are_there():
     [broken] = [part for part in letters(node, group) if part.frame is None]
     assert broken.sequences.tolist() == [10]
     assert resend(node, group, sequences=[10]) == 1
-    assert node.pull(consumer).bodies == [b"body 10"], "the message log has it still"
+    assert node.pull(consumer).bodies == [b"body 10"], "the message log still has it"
 
 
-def full(kept_messages: int = 5, **settings: Any) -> tuple[Node, AttachedConsumer, Pulled]:
-    """A group with as many dead letters as it may have, and one who waits for more messages."""
-    node, consumer = begin(10, limits=ServerLimits(kept_messages=kept_messages), **settings)
+def full(retained_messages: int = 5, **settings: Any) -> tuple[Node, AttachedConsumer, Pulled]:
+    """A group at its limit of retained messages, with a suspended pull."""
+    node, consumer = begin(10, limits=ServerLimits(retained_messages=retained_messages), **settings)
     node.send("orders", b"new")
-    node.nack(consumer, (0, kept_messages), delay=None)
+    node.nack(consumer, (0, retained_messages), delay=None)
     waiting = node.pull(consumer, wait=30)
     assert not waiting.answered
     return node, consumer, waiting
 
 
-def test_a_group_with_too_many_kept_messages_gets_nothing_new_until_some_are_purged():
+def test_a_group_with_too_many_retained_messages_gets_no_new_ones_until_some_are_purged():
     node, consumer, waiting = full()
     node.broker.dead_letters.purge(consumer.group, letters(node, consumer.group))
     node.turn()
     assert waiting.bodies == [b"new"]
 
 
-def test_a_group_with_too_many_kept_messages_goes_on_when_resent_ones_are_done():
+def test_a_group_with_too_many_retained_messages_continues_when_resent_ones_are_done():
     node, consumer, waiting = full()
     resend(node, consumer.group)
     assert waiting.ranges == [(0, 5, 2)]
@@ -395,52 +395,52 @@ def test_a_group_with_too_many_kept_messages_goes_on_when_resent_ones_are_done()
     assert waiting.bodies == [b"new"]
 
 
-def test_what_was_purged_before_a_restart_is_not_counted_after_it():
+def test_letters_purged_before_a_restart_are_not_counted_after_it():
     node, consumer, _ = full()
     node.broker.dead_letters.purge(consumer.group, letters(node, consumer.group, sequences=[0, 1]))
     node.turn()
-    assert len(consumer.group.kept) == 3
-    node, consumer, _ = full(kept_messages=6)
+    assert len(consumer.group.retained) == 3
+    node, consumer, _ = full(retained_messages=6)
     node.broker.dead_letters.resend(consumer.group, letters(node, consumer.group))
     node.ack(consumer, (0, 6))
     node.turn()
     node = node.restart()
     node.retention.run()
-    assert len(node.group("orders", "g").kept) == 0
+    assert len(node.group("orders", "g").retained) == 0
 
 
-def test_a_message_that_would_be_one_letter_too_many_waits():
-    node, consumer = begin(10, limits=ServerLimits(kept_messages=5))
+def test_a_message_that_would_exceed_the_letter_limit_waits():
+    node, consumer = begin(10, limits=ServerLimits(retained_messages=5))
     node.nack(consumer, (0, 4), delay=None)
     node.nack(consumer, (4, 10), delay=None)
     assert dead(node, consumer.group) == [0, 1, 2, 3]
     assert consumer.group.pull_log.waiting.count == 6
 
 
-def test_retention_keeps_no_more_than_it_may_and_says_so():
-    limits = ServerLimits(kept_messages=5)
+def test_retention_copies_no_more_than_the_limit_and_reports_lost_rows():
+    limits = ServerLimits(retained_messages=5)
     node, consumer = begin(10, limits=limits, retention_seconds=50.0, retry=Retry(attempts=None))
     node.nack(consumer, (0, 3), (6, 9), delay=1000.0)
     node.ack(consumer, (3, 6), (9, 10))
     node.clock.advance(100)
     node.retention.run()
     assert node.partition("orders").start == 10
-    assert (len(consumer.group.kept), consumer.group.lost_count) == (0, 6), "all six are in one frame"
+    assert (len(consumer.group.retained), consumer.group.lost_count) == (0, 6), "all six are in one frame"
 
 
 def spoil(node: Node, group: Group, sequence: int, column: Column) -> None:
-    """A bit of the copy of a message rots, in one of the frame's columns."""
-    offset = group.kept.offset(sequence)
+    """Flip a bit in one column of the frame with the copy of a message."""
+    offset = group.retained.offset(sequence)
     assert offset is not None
-    frame = frame_at(node.broker.kept_log, offset)
+    frame = frame_at(node.broker.retained_log, offset)
     assert frame is not None
-    segment = node.broker.kept_log.segment_at(offset)
+    segment = node.broker.retained_log.segment_at(offset)
     _, start, end = frame.places[column]
     node.disk.flip_bit(f"kept/{segment.base:020d}.log", offset - segment.base + end - 1 - (end - start) // 2, 1)
 
 
 @pytest.mark.parametrize("column", [Column.SELECTION, Column.NOTE, Column.BODY])
-def test_a_copy_that_rots_costs_its_messages_and_nothing_else(column: Column):
+def test_a_damaged_copy_loses_only_its_messages(column: Column):
     node, consumer = begin(30, retention_seconds=50.0, retry=Retry(attempts=None))
     node.nack(consumer, *((n, n + 1) for n in range(0, 30, 2)), delay=1000.0)
     node.ack(consumer, *((n, n + 1) for n in range(1, 30, 2)))
@@ -448,7 +448,7 @@ def test_a_copy_that_rots_costs_its_messages_and_nothing_else(column: Column):
     node.membership.session(consumer.session)
     node.send("orders", b"new")
     node.retention.run()
-    assert (node.partition("orders").start, len(consumer.group.kept)) == (30, 15)
+    assert (node.partition("orders").start, len(consumer.group.retained)) == (30, 15)
     spoil(node, consumer.group, 12, column)
     waiting = node.pull(consumer, wait=1)
     assert waiting.bodies == [b"new"]
@@ -460,8 +460,8 @@ def test_a_copy_that_rots_costs_its_messages_and_nothing_else(column: Column):
     node.retention.run()
 
 
-def test_a_pull_over_many_lost_copies_does_not_look_at_each():
-    node = Node(message_segment_size=1 << 22, kept_segment_size=1 << 22, action_segment_size=1 << 22)
+def test_a_pull_over_many_lost_copies_does_not_read_each():
+    node = Node(message_segment_size=1 << 22, retained_segment_size=1 << 22, action_segment_size=1 << 22)
     consumer = node.attach("orders", "g", retry=Retry(attempts=1))
     node.send("orders", *[b"x"] * 4000)
     node.pull(consumer, 4000)
@@ -472,8 +472,8 @@ def test_a_pull_over_many_lost_copies_does_not_look_at_each():
     spoil(node, consumer.group, 0, Column.BODY)
     assert resend(node, consumer.group) == 4000
     looks: list[int] = []
-    whole = consumer.group.kept.frame
-    kept = consumer.group.kept
+    whole = consumer.group.retained.frame
+    kept = consumer.group.retained
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
@@ -486,13 +486,13 @@ def test_a_pull_over_many_lost_copies_does_not_look_at_each():
             looks.append(sequence)
             return whole(log, sequence)
 
-    consumer.group.kept = Counting()  # type: ignore[assignment]
+    consumer.group.retained = Counting()  # type: ignore[assignment]
     assert node.pull(consumer, 4000).ranges == []
     assert consumer.group.lost_count == 4000
     assert len(looks) < 5
 
 
-def test_a_letter_whose_copy_rots_is_not_thrown_away_for_its_age():
+def test_a_letter_with_a_damaged_copy_does_not_expire():
     node, consumer = begin(10, dead_seconds=86_400.0, retention_seconds=None)
     node.nack(consumer, (0, 4), delay=None)
     spoil(node, consumer.group, 0, Column.NOTE)
@@ -501,7 +501,7 @@ def test_a_letter_whose_copy_rots_is_not_thrown_away_for_its_age():
     assert dead(node, consumer.group) == [0, 1, 2, 3]
 
 
-def test_a_rotten_original_does_not_hide_its_copy():
+def test_a_damaged_original_does_not_hide_its_copy():
     node, consumer = begin(10)
     node.nack(consumer, (0, 4), delay=None)
     record = node.partition("orders").consume_log.record(0)
@@ -510,7 +510,7 @@ def test_a_rotten_original_does_not_hide_its_copy():
     assert node.pull(consumer).bodies == [b"body %d" % n for n in range(4)]
 
 
-def test_a_damaged_message_does_not_hold_up_retention():
+def test_a_damaged_message_does_not_block_retention():
     node, consumer = begin(10, retention_seconds=50.0, retry=Retry(attempts=None))
     node.nack(consumer, (0, 4), delay=1000.0)
     record = node.partition("orders").consume_log.record(0)
@@ -521,7 +521,7 @@ def test_a_damaged_message_does_not_hold_up_retention():
     assert consumer.group.lost_count == 4
 
 
-def test_a_copy_of_what_the_power_took_is_not_taken_for_another_message():
+def test_a_copy_of_a_lost_row_is_not_used_for_the_row_that_has_its_sequence_now():
     node = Node(retention_seconds=100.0)
     producer = Producer(5)
     node.send("orders", b"first")
@@ -532,7 +532,7 @@ def test_a_copy_of_what_the_power_took_is_not_taken_for_another_message():
     node.send("orders", b"old")
     node.pull(consumer)
     node.nack(consumer, (1, 2), reject=True)
-    node.broker.kept_log.sync()
+    node.broker.retained_log.sync()
     node = node.power_lost()
     consumer = node.attach("orders", "g")
     node.send("orders", b"new", producer=producer)
@@ -549,7 +549,7 @@ def test_a_copy_of_what_the_power_took_is_not_taken_for_another_message():
     assert node.pull(consumer, 1).bodies == [b"new"]
 
 
-def test_what_is_resent_after_a_reset_back_comes_once():
+def test_a_letter_resent_after_a_reset_is_delivered_once():
     node, consumer = begin(10)
     node.nack(consumer, (5, 6), (7, 8), reject=True)
     node.ack(consumer, (0, 5), (6, 7), (8, 10))
@@ -564,7 +564,7 @@ def test_what_is_resent_after_a_reset_back_comes_once():
     assert again.group("orders", "g").pull_log.next == first.group.pull_log.next == 10
 
 
-def test_a_broadcast_has_dead_letters_too():
+def test_a_broadcast_group_has_dead_letters():
     node = Node()
     consumer = node.attach("orders", None, retry=ONCE)
     node.send("orders", b"a", b"b")

@@ -1,4 +1,4 @@
-"""Orders to drop a partition, which may come late or twice."""
+"""Broker orders to drop a partition, which may arrive late or twice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def drop(node: Node, version: int, subject: str = SUBJECT) -> None:
 
 
 @pytest.mark.parametrize("crash", [False, True])
-def test_a_late_order_to_drop_leaves_a_partition_that_was_made_anew(crash: bool):
+def test_a_late_drop_order_does_not_affect_a_partition_that_was_made_again(crash: bool):
     node = Node()
     make(node, 1)
     drop(node, 2)
@@ -32,14 +32,14 @@ def test_a_late_order_to_drop_leaves_a_partition_that_was_made_anew(crash: bool)
     assert keyed(node, Producer(5), [("a", b"new")]).acknowledged
     if crash:
         node = node.killed()
-    with pytest.raises(StaleRoute, match="has heard of route 3, this is of 2"):
+    with pytest.raises(StaleRoute, match="has route version 3, the order has the older version 2"):
         drop(node, 2)
     owner = Owner(node, "c1")
     owner.lease([(0, 1024, 1)], route=3)
     assert [row.body for row in owner.pull_all()] == [b"new"]
 
 
-def test_a_partition_is_dropped_once_and_by_its_own_subject_only():
+def test_dropping_a_partition_is_idempotent_and_needs_its_subject():
     node = Node()
     make(node, 1)
     drop(node, 2, subject="other")
@@ -49,19 +49,19 @@ def test_a_partition_is_dropped_once_and_by_its_own_subject_only():
     assert SUBJECT not in node.broker.subjects
 
 
-def test_a_late_order_to_make_it_does_not_bring_it_back():
-    """Nothing would lead there, and rows of producers that go by an old route would be lost from sight."""
+def test_a_late_order_to_make_a_dropped_partition_is_refused():
+    """No route would lead to the partition, and no consumer would read rows that producers with an old route send."""
     node = Node()
     make(node, 1)
     drop(node, 2)
-    with pytest.raises(StaleRoute, match="was dropped by route 2, this is of 1"):
+    with pytest.raises(StaleRoute, match="was dropped by route version 2, the order has version 1"):
         make(node, 1)
     assert SUBJECT not in node.broker.subjects
     make(node, 3)
     assert SUBJECT in node.broker.subjects
 
 
-def test_who_was_dropped_is_not_remembered_for_ever():
+def test_dropped_partitions_are_remembered_for_a_limited_time():
     node = Node()
     make(node, 5)
     drop(node, 6)
@@ -72,7 +72,7 @@ def test_who_was_dropped_is_not_remembered_for_ever():
     assert len(node.broker.dropped) == 1
 
 
-def test_a_send_of_the_turn_in_which_its_subject_is_deleted_is_no_damage() -> None:
+def test_a_send_in_the_turn_that_deletes_its_subject_is_not_damage() -> None:
     node = Node(flush="sync")
     node.send("orders", b"1")
     sent = node.submit(Producer(7).frame("orders", b"2"))

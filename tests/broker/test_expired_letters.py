@@ -1,4 +1,4 @@
-"""Dead letters that expire, and a crash in the middle of that."""
+"""Dead letters that expire, with a crash in between."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.broker.test_dead_letters import begin, dead, letters
 
 
 @pytest.mark.parametrize("flush", ["async", "sync"])
-def test_letters_that_expire_are_readable_until_it_is_durable_that_they_are_gone(flush: str):
-    node, consumer = begin(60, dead_seconds=86_400.0, retention_seconds=None, flush=flush, kept_segment_size=1024)
+def test_expired_letters_are_readable_until_their_deletion_is_durable(flush: str):
+    node, consumer = begin(60, dead_seconds=86_400.0, retention_seconds=None, flush=flush, retained_segment_size=1024)
     for first in range(0, 50, 5):
         node.nack(consumer, (first, first + 5), delay=None)
     for _ in range(KEEP):
@@ -24,7 +24,7 @@ def test_letters_that_expire_are_readable_until_it_is_durable_that_they_are_gone
         group = crashed.group("orders", "g")
         assert dead(crashed, group) == list(range(50))
         assert all(letter.frame is not None for letter in letters(crashed, group))
-        # The next run finds how old they are, and forgets them.
+        # The next run expires them.
         crashed.retention.run()
         crashed.turn()
         assert dead(crashed, group) == []

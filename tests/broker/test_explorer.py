@@ -1,4 +1,4 @@
-"""The crash explorer itself: it notices when a broker breaks its promises."""
+"""Tests of the crash explorer: it notices when a broker breaks its promises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.support import broker_defects as defects
 from tests.support.broker_explorer import Explorer, Survive, either, kill, power_loss
 
-#: A defect, how the log is flushed, what a crash is, and a life in which it shows.
+#: A defect, the flush mode, the kind of crash, and a run in which the explorer notices the defect.
 CASES: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Survive, int]] = [
     (defects.finish_before_the_sync, "sync", either, 1),
     (defects.presume_nothing, "async", power_loss, 1),
@@ -32,7 +32,7 @@ CASES: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Survive, int]] = [
 ]
 
 
-#: So many lives show every defect.
+#: This many runs show every defect.
 LIVES = 10
 
 
@@ -53,14 +53,14 @@ def test_the_explorer_notices(
 ):
     defect(monkeypatch)
     all_written = not (flush == "async" and survive is power_loss)
-    # What a life looks like depends on the size of everything stored, so not every one meets the defect.
+    # The crash points of a run depend on the size of all frames, so not every run reaches the defect.
     lives = [Explorer(each, flush, survive, all_written=all_written, every=5) for each in range(life, life + LIVES)]
     with pytest.raises(AssertionError) as raised:
         run_all(lives)
     assert any("crash point" in note for note in raised.value.__notes__)
 
 
-def test_crash_points_are_the_same_every_time():
+def test_crash_points_are_reproducible():
     first, second = (Explorer(5, "sync", either, operations=25, every=4) for _ in range(2))
     for explorer in (first, second):
         explorer.run()

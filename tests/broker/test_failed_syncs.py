@@ -1,4 +1,4 @@
-"""A start after a failed sync finds frames in the page cache that no later sync writes: it writes them again itself.
+"""A start after a failed sync finds frames in the page cache that no later sync writes, and writes them again.
 
 Linux marks the pages of a failed sync clean and keeps them readable, so a restart on the same machine reads them back.
 """
@@ -18,7 +18,7 @@ from tests.support.broker_node import Node, Producer, Sent
 
 
 def failed(node: Node, path: str) -> SimulatedDisk:
-    """Fail the next sync of a log; the disk that the next process finds on the same machine."""
+    """Fail the next sync of a log. Returns the disk as the next process on the same machine reads it."""
     node.disk.fail("sync", path=path)
     node.sync()
     assert node.broker.failed is not None
@@ -53,7 +53,7 @@ def test_rows_that_a_start_serves_survive_a_power_loss(flush: str):
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_kept_rows_that_a_start_finds_survive_a_power_loss(number: int):
+def test_retained_rows_that_a_start_finds_survive_a_power_loss(number: int):
     node = Node(SimulatedDisk(seed=number), flush="sync")
     for row in range(8):
         node.send("orders", b"%d" % row * 200)
@@ -65,12 +65,12 @@ def test_kept_rows_that_a_start_finds_survive_a_power_loss(number: int):
     group = again.group("orders", "g")
     assert group.pull_log.dead.count == 8
     for sequence in range(8):
-        frame = group.kept.frame(again.broker.kept_log, sequence)
+        frame = group.retained.frame(again.broker.retained_log, sequence)
         assert frame is not None
         frame.verify()
 
 
-def test_acks_behind_events_that_a_start_found_survive_the_loss_of_its_checkpoint():
+def test_acks_after_events_that_a_start_found_survive_the_loss_of_its_checkpoint():
     node = Node(SimulatedDisk(seed=3), flush="sync")
     for number in range(100):
         node.send("orders", b"%d" % number)
@@ -101,8 +101,8 @@ def sector_sized(node: Node, producer: int) -> Sent:
     return Producer(producer).frame("orders", b"%d" % producer * room)
 
 
-def test_frames_that_a_start_cut_stay_cut_though_the_sync_of_the_cut_failed():
-    """A cut frame stands on the medium where the log continues; its epoch tells that it is not part of the log."""
+def test_frames_that_a_start_cut_stay_cut_after_the_sync_of_the_cut_failed():
+    """A cut frame is still on the disk after new frames of the log; its epoch shows that it is not part of the log."""
     path, seen = "message/00000000000000000000.log", 0
     for seed in range(20):
         node = Node(SimulatedDisk(seed=seed), flush="async")
@@ -113,7 +113,7 @@ def test_frames_that_a_start_cut_stay_cut_though_the_sync_of_the_cut_failed():
         node.turn()
         sents.append(node.submit(sector_sized(node, 9)))
         node.turn()
-        # A power loss takes sectors of the first frame, and leaves the second.
+        # The power loss loses sectors of the first frame, but not the second.
         disk = node.disk.after_crash(random.Random(seed), keep="all")
         file = disk.open(path)
         file.write([bytes(2 * SECTOR_SIZE)], lost_from + SECTOR_SIZE)

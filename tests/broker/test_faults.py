@@ -1,4 +1,4 @@
-"""A full disk is survived, a failing one stops everything: clear errors, nothing acknowledged that may be lost."""
+"""A full disk refuses sends, an I/O error stops the broker: with clear errors, and no acknowledged row is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.broker_node import Node, Producer, Pulled, Sent
 
 
 def fill_up(node: Node) -> None:
-    """From now on the files there are may be written, and none may be made."""
+    """Fill the disk: existing files can be written, but no file can be created."""
     node.disk.capacity = node.disk.capacity - node.disk.space()[0]
     assert node.disk.space()[0] == 0
 
@@ -33,7 +33,7 @@ def send_until_refused(node: Node, producer: Producer) -> list[Sent]:
 
 
 @pytest.mark.parametrize("flush", ["async", "sync"])
-def test_a_full_disk_refuses_sends_and_goes_on_when_there_is_space(flush: str):
+def test_a_full_disk_refuses_sends_until_there_is_space(flush: str):
     node = Node(flush=flush)
     consumer = node.attach("orders", "g")
     producer = Producer(5)
@@ -54,13 +54,13 @@ def test_a_full_disk_refuses_sends_and_goes_on_when_there_is_space(flush: str):
     assert node.power_lost("all").bodies("orders") == [b"x" * 700] * (len(stored) + 1)
 
 
-def test_frames_before_the_one_that_finds_no_space_are_stored_and_the_rest_refused():
+def test_frames_are_stored_until_one_finds_no_space_and_the_rest_are_refused():
     node = Node()
     producer = Producer(5)
     node.partition("orders")
     node.turn()
     fill_up(node)
-    # For some of them.
+    # Space for some of them.
     node.disk.capacity += 8_000
     timed = [{}, {"send_time": 5}]
     sends = [node.submit(producer.frame("orders", b"x" * 2500, **timed[n % 2])) for n in range(6)]
@@ -86,7 +86,7 @@ def test_a_subject_cannot_be_made_on_a_full_disk():
 
 
 def stall(node: Node, count: int = 400) -> tuple[Pulled, list[bool]]:
-    """A full disk and an action log at the end of its segment; an ack that could not be recorded."""
+    """Fill the disk and the segment of the action log, so that the last ack cannot be recorded."""
     for number in range(count):
         node.send("orders", b"%d" % number)
     consumer = node.attach("orders", "g")
@@ -106,14 +106,14 @@ def stall(node: Node, count: int = 400) -> tuple[Pulled, list[bool]]:
 
 
 @pytest.mark.parametrize("flush", ["async", "sync"])
-def test_what_cannot_be_recorded_is_not_acknowledged_and_not_handed_out(flush: str):
+def test_without_space_for_events_acks_are_not_answered_and_rows_not_delivered(flush: str):
     node = Node(flush=flush, message_segment_size=64 * 1024)
     pulled, answered = stall(node)
     assert node.broker.failed is None
-    assert not pulled.answered, "at most once: its event is not in the log"
+    assert not pulled.answered, "at most once: the pull event is not in the log"
     group = node.group("orders", "g")
     consumer = group.consumers["c1"]
-    with pytest.raises(DiskFull, match="progress cannot be recorded"):
+    with pytest.raises(DiskFull, match="cannot record progress"):
         node.pull(consumer)
     with pytest.raises(DiskFull):
         node.ack(consumer, (0, 1))
@@ -133,7 +133,7 @@ def test_what_cannot_be_recorded_is_not_acknowledged_and_not_handed_out(flush: s
     assert again.group("orders", "g").pull_log.floor == acked
 
 
-def test_a_checkpoint_that_finds_no_space_is_made_up_for_later():
+def test_a_checkpoint_that_finds_no_space_is_made_later():
     node = Node(flush="sync")
     consumer = node.attach("orders", "g")
     for number in range(20):
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_finds_no_space_is_made_up_for_later():
     assert again.group("orders", "g").pull_log.floor == 21
 
 
-def test_a_checkpoint_nobody_came_back_to_finish_loses_nothing():
+def test_an_abandoned_checkpoint_loses_nothing():
     node = Node(flush="sync")
     consumer = node.attach("orders", "g")
     node.send("orders", b"a")
@@ -171,7 +171,7 @@ def test_a_checkpoint_nobody_came_back_to_finish_loses_nothing():
     assert again.group("orders", "g").pull_log.floor == 1
 
 
-def test_a_start_on_a_full_disk_says_so_and_a_stop_loses_nothing():
+def test_a_start_on_a_full_disk_fails_clearly_and_a_stop_loses_nothing():
     node = Node(flush="sync")
     node.send("orders", b"a")
     fill_up(node)
@@ -193,7 +193,7 @@ def test_sends_are_refused_above_the_watermark_and_below_the_floor():
     node.send("orders", b"a")
     ballast = node.disk.open("ballast", create=True)
     ballast.allocate(600_000)
-    assert node.send("orders", b"b").acknowledged, "between two looks the last one holds"
+    assert node.send("orders", b"b").acknowledged, "the result of the last check applies until the next one"
     node.broker.check_space()
     refused = node.send("orders", b"c")
     assert isinstance(refused.error, DiskFull)
@@ -209,18 +209,18 @@ def test_sends_are_refused_above_the_watermark_and_below_the_floor():
     free = node.disk.space()[0]
     ballast.allocate(free - 999)
     node.broker.check_space()
-    assert "floor" in node.send("orders", b"d", producer=Producer(9)).error.message
+    assert "minimum" in node.send("orders", b"d", producer=Producer(9)).error.message
 
 
 # --- I/O errors ---------------------------------------------------------------------------------
 
 
 def check_stopped(node: Node, doubtful: list[Sent]) -> None:
-    """Nobody was answered, nothing is visible, and nothing can be asked for any more."""
+    """Check that no send was answered, nothing is visible, and every request is refused."""
     assert isinstance(node.broker.failed, StorageFailed)
     assert all(sent.answers == [] for sent in doubtful)
     visible = node.partition("orders").visible
-    with pytest.raises(StorageFailed, match="the server stops and recovers"):
+    with pytest.raises(StorageFailed, match="the server stops and must recover"):
         node.broker.submit(node.partition("orders"), Producer(99).frame("orders", b"x").view, None)
     group = node.partition("orders").groups.get("g")
     if group is not None:
@@ -282,7 +282,7 @@ def test_after_a_failed_sync_nothing_is_acknowledged(path: str):
         assert again.bodies("orders") == [b"safe", b"doubtful"]
 
 
-def test_a_sync_under_way_when_another_fails_acknowledges_nothing():
+def test_a_running_sync_acknowledges_nothing_after_another_failed():
     node = Node(flush="sync")
     sent = node.submit(Producer(7).frame("orders", b"doubtful"))
     node.commit()
@@ -292,7 +292,7 @@ def test_a_sync_under_way_when_another_fails_acknowledges_nothing():
         one.run()
     node.broker.storage_failed(raised.value)
     number = node.broker.checkpoints.last.number
-    # The system reports the failure once: a second sync of the same file would succeed.
+    # The operating system reports the failure once: a second sync of the same file would succeed.
     with pytest.raises(OSError, match=r"\[Errno 5\]"):
         checkpoint.run()
     node.broker.end_checkpoint(checkpoint)
@@ -300,7 +300,7 @@ def test_a_sync_under_way_when_another_fails_acknowledges_nothing():
     check_stopped(node, [sent])
 
 
-def test_an_error_while_a_segment_is_made_stops_everything():
+def test_an_error_while_a_segment_is_created_stops_the_broker():
     node = Node()
     producer = Producer(5)
     node.send("orders", b"first")
@@ -310,7 +310,7 @@ def test_an_error_while_a_segment_is_made_stops_everything():
     check_stopped(node, sends)
 
 
-def test_an_error_while_the_full_segment_is_written_stops_everything():
+def test_an_error_while_the_full_segment_is_written_stops_the_broker():
     node = Node()
     node.send("orders", b"first")
     producer = Producer(5)
@@ -321,7 +321,7 @@ def test_an_error_while_the_full_segment_is_written_stops_everything():
     assert node.killed().bodies("orders")[:1] == [b"first"]
 
 
-def test_a_failed_broker_leaves_no_checkpoint_when_it_ends():
+def test_a_failed_broker_writes_no_checkpoint_when_it_stops():
     node = Node(flush="sync")
     node.send("orders", b"safe")
     node.disk.fail("sync", path="message/*")
@@ -357,7 +357,7 @@ def test_sends_are_refused_while_the_log_is_busy_for_too_long(flush: str):
     assert b"c" not in node.bodies("orders")
 
 
-def test_sends_are_refused_while_the_oldest_one_waited_too_long_for_a_sync():
+def test_sends_are_refused_while_the_oldest_one_waits_too_long_for_a_sync():
     node = Node(flush="sync", limits=ServerLimits(queue_head_seconds=0.2))
     head = node.submit(Producer(7).frame("orders", b"head"))
     node.commit()
@@ -373,7 +373,7 @@ def test_sends_are_refused_while_the_oldest_one_waited_too_long_for_a_sync():
     node.broker.end_sync(second)
 
 
-def test_two_syncs_at_once_are_busy_until_both_are_done():
+def test_the_log_is_busy_until_both_of_two_syncs_are_done():
     node = Node(limits=ServerLimits(log_busy_seconds=1.0))
     node.send("orders", b"a")
     first, second = node.broker.begin_sync(), node.broker.begin_sync()
@@ -388,7 +388,7 @@ def test_two_syncs_at_once_are_busy_until_both_are_done():
 
 
 @pytest.mark.parametrize("flush", ["async", "sync"])
-def test_a_long_checkpoint_is_a_busy_log_only_while_it_syncs_the_logs(flush: str):
+def test_a_long_checkpoint_makes_the_log_busy_only_while_it_syncs_the_logs(flush: str):
     node = Node(flush=flush, limits=ServerLimits(log_busy_seconds=1.0))
     before = node.submit(Producer(6).frame("orders", b"a"))
     producers = (Producer(number) for number in range(7, 100))

@@ -1,8 +1,8 @@
-"""Delayed rows over brokers whose routes change: a model of two brokers with three partitions of one subject.
+"""Delayed rows while routes change: a model of two brokers with three partitions of one subject.
 
-Logical partitions move between them while rows wait and while rows are under way; processes are killed, machines lose
-power, answers are lost, routes are known late. In the end every row that was acknowledged and not cancelled is in one
-partition, once, below the fence of its logical partition there.
+Logical partitions move between the partitions while rows wait and while rows are forwarded; processes are killed,
+machines lose power, replies are lost, routes arrive late. In the end every row that was acknowledged and not cancelled
+is stored once, in a partition that accepted its LP.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def keyed(keys: list[str | None]) -> dict[str, object]:
 
 
 class Model:
-    """See the module."""
+    """Two brokers, the current route, and the rows that were sent."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.nodes = {group: Node(flush="sync", group=group) for group in ("g1", "g2")}
         for node in self.nodes.values():
-            # One time for all.
+            # All nodes share one clock.
             node.clock.advance(self.nodes["g1"].clock.now() / 1e6 - node.clock.now() / 1e6)
         self.version = 1
         self.table = np.zeros(LOGICAL_PARTITIONS, np.int64)
@@ -52,15 +52,15 @@ class Model:
             sealing.open_lps(self.nodes[group].broker, SUBJECT, name, lps, 1, SubjectSettings())
             self.nodes[group].turn()
         self.producers = {place: Producer(100 + index) for index, place in enumerate(PLACES)}
-        #: Bodies that were acknowledged, and their keys.
+        #: Acknowledged bodies, and their keys.
         self.sent: dict[bytes, str | None] = {}
         self.cancelled: set[bytes] = set()
         self.scheduled: list[tuple[int, int, int, bytes]] = []
         self.number = 0
-        #: Place → rows that were looked at.
+        #: Place → number of rows that were checked.
         self.seen = [0] * len(PLACES)
 
-    # --- what happens ---------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------
 
     def delay(self) -> None:
         place = self.draw.randrange(len(PLACES))
@@ -94,7 +94,7 @@ class Model:
         self.nodes[group].turn()
 
     def move(self) -> None:
-        """Some logical partitions get another place."""
+        """Move some LPs to another partition."""
         here, there = self.draw.sample(range(len(PLACES)), 2)
         keys = self.draw.sample(KEYS, self.draw.choice([1, 3, 6]))
         chosen = np.zeros(LOGICAL_PARTITIONS, bool)
@@ -113,7 +113,7 @@ class Model:
         assert fences
         self.look()
         if self.draw.random() < 0.3:
-            # Rows become due between the seal and the route that follows it.
+            # Rows become due after the seal and before the new route is known.
             self.due()
             self.look()
         self.table[chosen] = there
@@ -128,13 +128,13 @@ class Model:
             run_due(node)
 
     def learn(self, node: Node) -> None:
-        """The broker is told the route."""
+        """Give a broker the current route."""
         node.broker.forwards.learn(SUBJECT, ForwardRoute(self.table.copy(), PLACES))
         run_due(node)
 
     def route(self) -> None:
         for node in self.nodes.values():
-            if node.broker.forwards.astray:
+            if node.broker.forwards.unrouted:
                 self.learn(node)
 
     def ship(self) -> None:
@@ -156,12 +156,12 @@ class Model:
         try:
             other.broker.submit(other.partition(forward.name), frame, lambda _, error: answers.append(error))
         except FlowControl:
-            # A checkpoint of its has taken long: it is asked again.
+            # The other broker has a long checkpoint: send again later.
             return False
         other.turn()
         [error] = answers
         if self.draw.random() < 0.2:
-            # The answer is lost.
+            # The reply is lost.
             return False
         if error is None:
             forwards.stored(partition, waiting.end)  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ class Model:
         return False
 
     def _take_back(self, node: Node, partition: object) -> None:
-        """In one turn or in several, and perhaps only until the disk is full or the process ends."""
+        """Take rows back in one or several turns, perhaps only until the disk is full or the process ends."""
         while self.draw.random() < 0.9:
             full = self.draw.random() < 0.2
             capacity = node.disk.capacity
@@ -213,10 +213,10 @@ class Model:
     def housekeep(self) -> None:
         self.draw.choice(list(self.nodes.values())).retention.run()
 
-    # --- judgement ------------------------------------------------------------------------------
+    # --- checks ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Everything becomes due and arrives."""
+        """Make all rows due, and forward them until none waits."""
         for node in self.nodes.values():
             while node.broker.snapshots.work is not None:
                 node.checkpoint_step()
@@ -235,12 +235,12 @@ class Model:
             assert node.broker.schedules.count == 0
 
     def look(self) -> None:
-        """What has entered a partition since the last look is what the partition takes."""
+        """Check that each partition accepts the LPs of the rows that it got since the last check."""
         for place, (name, group) in enumerate(PLACES):
             partition = self.nodes[group].partition(name)
             for frame in delivered_frames(self.nodes[group], name):
                 if frame.base >= self.seen[place]:
-                    assert partition.takes(frame), f"{frame.binary(Column.BODY).to_pylist()} entered behind a fence"
+                    assert partition.takes(frame), f"{frame.binary(Column.BODY).to_pylist()} is stored behind a fence"
             self.seen[place] = partition.next
 
     def judge(self) -> None:
@@ -268,12 +268,12 @@ def run(seed: int, steps: int) -> None:
 def test_every_delayed_row_enters_the_partition_that_its_route_leads_to_once(
     seed: int, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A frame or two.
+    # One or two frames.
     monkeypatch.setattr(forwards_module, "TAKE_BACK_SIZE_MAX", 200)
     run(seed * 1_000 + number, 60)
 
 
 @pytest.mark.deep("crash")
 @pytest.mark.parametrize("number", range(400))
-def test_many_more_of_them(seed: int, number: int) -> None:
+def test_many_more_seeds(seed: int, number: int) -> None:
     run(seed * 1_000 + 100 + number, 150)

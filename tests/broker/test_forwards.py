@@ -1,4 +1,4 @@
-"""Frames that another broker forwards: what is stored of them, and what is refused (R20)."""
+"""Frames that another broker forwards: which are stored, and which are refused (R20)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ELSEWHERE = ("orders", "g2")
 
 
 def forwarding(node: Node, *bodies: bytes) -> None:
-    """Rows that are due at a partition that takes nothing any more, and the way they go."""
+    """Make rows due in a sealed partition, with a route to another broker."""
     delay(node, Producer(7), node.clock.now() + SECOND, *bodies)
     sealing.seal(node.broker, "orders", [(0, LOGICAL_PARTITIONS)], 1, lambda _: None)
     node.turn()
@@ -45,18 +45,18 @@ def test_a_forwarded_frame_is_stored_once_with_the_ids_of_its_rows() -> None:
     waiting = here.broker.forwards.first(partition)
     assert waiting is not None
     assert sent_to(there, waiting.frame) == [(0, None)]
-    # The answer was lost: it is sent again, also to the broker's next life.
+    # The reply was lost: the frame is resent, also after a restart of the other broker.
     assert sent_to(there, waiting.frame) == [(0, None)]
     there = there.power_lost()
     assert sent_to(there, waiting.frame) == [(0, None)]
     assert [(row.producer, row.number, row.body) for row in there.stored("orders")] == [(7, 1, b"a"), (7, 2, b"b")]
-    # Numbers of the other broker's schedule mean nothing here.
+    # Schedule numbers of the sending broker are ignored.
     assert there.broker.schedules.by_subject == {}
     here.broker.forwards.stored(partition, waiting.end)
     assert here.broker.forwards.waiting() == []
 
 
-def test_after_a_crash_only_frames_that_the_other_broker_can_still_compare_are_sent_again() -> None:
+def test_after_a_crash_only_frames_that_the_other_broker_still_recognizes_are_resent() -> None:
     here, there = Node(flush="sync"), Node(flush="sync", group="g2")
     for number in range(100):
         delay(here, Producer(7 + number), here.clock.now() + (1 + number) * SECOND, b"%d" % number)
@@ -77,7 +77,7 @@ def test_after_a_crash_only_frames_that_the_other_broker_can_still_compare_are_s
     assert there.bodies("orders") == [b"%d" % number for number in range(100)]
 
 
-def test_what_is_taken_back_is_due_again_and_left_the_forward_partition_in_one_write() -> None:
+def test_frames_are_taken_back_into_the_schedule_in_one_write() -> None:
     node = Node(flush="sync")
     forwarding(node, b"a", b"b")
     [partition] = node.broker.forwards.waiting()
@@ -117,23 +117,23 @@ def test_rows_wait_until_the_route_is_known() -> None:
     delay(node, Producer(7), node.clock.now() + SECOND, b"a")
     sealing.seal(node.broker, "orders", [(0, LOGICAL_PARTITIONS)], 1, lambda _: None)
     node.turn()
-    told: list[bool] = []
-    node.broker.forwards.on_work = lambda: told.append(True)
+    calls: list[bool] = []
+    node.broker.forwards.on_work = lambda: calls.append(True)
     later(node, 2.0)
-    assert (node.broker.forwards.astray, node.broker.schedules.count) == ({"orders"}, 1)
-    assert told
-    # Nothing is looked at over and over meanwhile.
+    assert (node.broker.forwards.unrouted, node.broker.schedules.count) == ({"orders"}, 1)
+    assert calls
+    # The broker does not poll meanwhile.
     assert node.broker.schedules.next_deadline is None
-    # That is as of before the seal.
+    # This route is older than the seal.
     node.broker.forwards.learn("orders", ForwardRoute(np.zeros(LOGICAL_PARTITIONS, np.int64), [("orders", "g1")]))
     later(node, 1.0)
-    assert node.broker.forwards.astray == {"orders"}
+    assert node.broker.forwards.unrouted == {"orders"}
     node.broker.forwards.learn("orders", ForwardRoute(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
     later(node, 0.0)
     assert len(node.broker.forwards.waiting()) == 1
 
 
-def test_what_is_no_forwarded_frame_is_refused() -> None:
+def test_an_invalid_forwarded_frame_is_refused() -> None:
     node = Node()
     forwarding(node, b"a")
     waiting = node.broker.forwards.first(node.broker.forwards.waiting()[0])
@@ -151,7 +151,7 @@ def test_what_is_no_forwarded_frame_is_refused() -> None:
         other.broker.submit(other.partition("orders"), alike, lambda *_: None)
 
 
-def test_a_full_disk_in_the_middle_of_taking_back_leaves_every_row_once() -> None:
+def test_a_full_disk_while_frames_are_taken_back_leaves_every_row_once() -> None:
     node = Node(flush="sync")
     bodies = [b"%d" % number * 900 for number in range(8)]
     for number, body in enumerate(bodies):
@@ -175,7 +175,7 @@ def test_a_full_disk_in_the_middle_of_taking_back_leaves_every_row_once() -> Non
     assert node.broker.schedules.count + partition.next - partition.start == len(bodies)
 
 
-def test_rows_are_taken_back_a_turns_worth_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_turn_takes_back_a_limited_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards_module, "TAKE_BACK_SIZE_MAX", 1)
     node = Node(flush="sync")
     for number in range(3):
@@ -188,7 +188,7 @@ def test_rows_are_taken_back_a_turns_worth_at_a_time(monkeypatch: pytest.MonkeyP
     [partition] = node.broker.forwards.waiting()
     turns = 1
     while not node.broker.forwards.take_back(partition):
-        # What came back is due at once, and leaves by another forward partition.
+        # Rows that were taken back are due at once, and move to another forward partition.
         later(node, 1.0)
         turns += 1
     later(node, 1.0)
@@ -199,8 +199,8 @@ def test_rows_are_taken_back_a_turns_worth_at_a_time(monkeypatch: pytest.MonkeyP
     assert node.broker.schedules.count == 0
 
 
-def test_what_is_sent_of_a_subject_ends_with_the_subject() -> None:
-    """An answer that comes after the deletion changes nothing, and does not define the partition again."""
+def test_deleting_a_subject_deletes_its_forward_partitions() -> None:
+    """A reply after the deletion changes nothing, and does not define the partition again."""
     node = Node(flush="sync")
     forwarding(node, b"a")
     [partition] = node.broker.forwards.waiting()

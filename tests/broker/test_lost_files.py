@@ -1,8 +1,7 @@
-"""Files that were deleted and bytes that were overwritten behind a broker's back: no start calls that clean.
+"""Message log files that were deleted or overwritten outside of the broker: the next start reports damage.
 
-A life is drawn from a seed, ends by an orderly stop or a kill, and then something happens to the message log that no
-crash does. Whatever acknowledged message is gone by that, the start reports damage: it is neither a clean start nor a
-torn tail.
+A random run ends with a clean stop or a kill, and then the message log is changed in a way that no crash can. If an
+acknowledged message is lost, the start must report damage: neither a clean start nor a torn tail.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ OPERATIONS = 60
 
 
 def live(number: int) -> tuple[Trace, random.Random]:
-    """A life that has ended: its log knows how far it is durable, as a second after the last write."""
+    """A run that has ended, with durable marks as of one second after the last write."""
     rng = random.Random(number)
     trace = Trace(number, "sync", SimulatedDisk(), operations=OPERATIONS)
     trace.run()
@@ -49,13 +48,13 @@ def remove_files(disk: SimulatedDisk, rng: random.Random) -> str:
 
 
 def overwrite(disk: SimulatedDisk, rng: random.Random) -> str:
-    """Behind the last checkpoint: what is before it a start does not read, and a check-up does."""
+    """Overwrite bytes after the last checkpoint; a start does not read those before it, only ``plait doctor`` does."""
     log = Log(disk, "message", 0)
     known = Checkpoints(disk).load()
     covered = known.manifest.message_offset if known is not None else 0
     behind = [segment for segment in log.segments if used_size(segment.view, 0) > max(covered - segment.base, 0)]
     if not behind:
-        return "nothing behind the checkpoint"
+        return "nothing after the checkpoint"
     segment = rng.choice(behind)
     used = used_size(segment.view, 0)
     start = rng.randrange(max(covered - segment.base, 0), used)
@@ -66,25 +65,25 @@ def overwrite(disk: SimulatedDisk, rng: random.Random) -> str:
 
 
 def check(number: int, harm: Harm) -> bool:
-    """Whether messages were lost; then the start says so."""
+    """Return whether messages were lost, and check that the start reports it."""
     trace, rng = live(number)
-    told = trace.told
+    outcome = trace.observed
     what = harm(trace.disk, rng)
     node = Node(trace.disk, trace.clock, trace.config)
     lost = 0
-    for frame in told.frames:
+    for frame in outcome.frames:
         if frame.acknowledged and frame.subject in node.broker.subjects:
             stored = {(row.producer, row.number) for row in node.stored(frame.subject)}
-            first = max(told.expired.get(frame.subject, 0) - (frame.sequence or 0), 0)
+            first = max(outcome.expired.get(frame.subject, 0) - (frame.sequence or 0), 0)
             lost += sum(
                 (frame.view.producer, frame.view.first + row) not in stored for row in range(first, len(frame.bodies))
             )
         elif frame.acknowledged:
             lost += 1
     if lost:
-        assert not node.report.clean, f"life {number}, {what}: {lost} messages are gone after a clean start"
+        assert not node.report.clean, f"run {number}, {what}: {lost} messages are lost after a clean start"
         kinds = {damage.kind for damage in node.report.damages}
-        assert "damaged" in kinds, f"life {number}, {what}: {lost} messages are gone, reported as {kinds}"
+        assert "damaged" in kinds, f"run {number}, {what}: {lost} messages are lost, reported as {kinds}"
     return bool(lost)
 
 
@@ -94,30 +93,30 @@ def check_all(numbers: Iterable[int], harm: Harm) -> bool:
 
 
 @pytest.mark.parametrize("harm", [remove_files, overwrite])
-def test_no_start_hides_what_is_gone(harm: Harm, seed: int):
+def test_every_start_after_a_loss_reports_damage(harm: Harm, seed: int):
     assert check_all(range(seed, seed + LIVES), harm)
 
 
 def believe_marks_of_frames_alone(patch: pytest.MonkeyPatch) -> None:
-    """Only what checkpoints and frames say of durability is known."""
+    """A defect: durable marks are ignored."""
     patch.setattr(recover, "_durable", lambda log, known: known)
 
 
 def begin_where_the_first_file_does(patch: pytest.MonkeyPatch) -> None:
-    """A log begins where its first file does."""
+    """A defect: a log begins with its first file."""
     patch.setattr(recover, "missing_files", lambda log, start, end: [])
 
 
 @pytest.mark.parametrize(
     ("defect", "harm"), [(believe_marks_of_frames_alone, overwrite), (begin_where_the_first_file_does, remove_files)]
 )
-def test_the_lives_notice(
+def test_the_check_notices(
     defect: Callable[[pytest.MonkeyPatch], None],
     harm: Harm,
     monkeypatch: pytest.MonkeyPatch,
 ):
     defect(monkeypatch)
-    with pytest.raises(AssertionError, match="messages are gone"):
+    with pytest.raises(AssertionError, match="messages are lost"):
         check_all(range(4 * LIVES), harm)
 
 

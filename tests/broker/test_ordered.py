@@ -1,4 +1,4 @@
-"""Ordered groups on a broker: locks, strands, failures that hold one key, parking."""
+"""Ordered groups on a broker: locks, cursors, failures that hold one key, parking."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def keys_by_half() -> tuple[str, str]:
     return low, high
 
 
-def test_everybody_who_waits_is_served_when_rows_come():
+def test_new_rows_wake_the_suspended_pulls_of_their_owners():
     node = node_with()
     low, high = keys_by_half()
     one, two = Owner(node, "c1"), Owner(node, "c2")
@@ -48,7 +48,7 @@ def test_everybody_who_waits_is_served_when_rows_come():
     assert [pulled.bodies for pulled in waiting] == [[b"l"], [b"h"]]
 
 
-def test_without_locks_nothing_is_handed_out():
+def test_without_locks_no_rows_are_delivered():
     node = node_with()
     keyed(node, Producer(5), [("a", b"1")])
     owner = Owner(node, "c1")
@@ -70,7 +70,7 @@ def test_each_owner_gets_the_rows_of_its_logical_partitions():
     assert bodies(two.pull()) == [b"h%d" % number for number in range(10)]
 
 
-def test_keyless_rows_are_everybodys_and_all_are_handed_out_once():
+def test_rows_without_keys_are_shared_by_all_owners_and_delivered_once():
     node = node_with()
     producer = Producer(5)
     for number in range(40):
@@ -84,7 +84,7 @@ def test_keyless_rows_are_everybodys_and_all_are_handed_out_once():
     assert sorted(got[0] + got[1]) == sorted(node.bodies(SUBJECT))
 
 
-def test_acked_rows_never_come_again_after_a_kill():
+def test_acked_rows_are_not_redelivered_after_a_kill():
     node = node_with()
     low, high = keys_by_half()
     producer = Producer(5)
@@ -104,7 +104,7 @@ def test_acked_rows_never_come_again_after_a_kill():
     assert sorted(bodies(both.pull_all())) == sorted([b"l7", b"l8", b"l9", *(b"h%d" % number for number in range(10))])
 
 
-def test_a_lock_passes_on_only_when_nothing_is_in_the_owners_hands():
+def test_a_lock_changes_its_owner_only_when_the_old_one_holds_no_rows():
     node = node_with()
     keyed(node, Producer(5), [("a", b"1"), ("a", b"2")])
     old, new = Owner(node, "c1"), Owner(node, "c2")
@@ -114,7 +114,7 @@ def test_a_lock_passes_on_only_when_nothing_is_in_the_owners_hands():
     assert new.lease([(0, 1024, 2)]).owned != [(0, 1024, 2)]
     assert old.consumer.news > news
     assert new.pull() == []
-    # The lock of the key is in the old owner's hands still; all others have passed on.
+    # The old owner still owns the lock of the key; the new one owns all others.
     lp = lp_of_key("a")
     old.rows.remove(second)
     rows = [first]
@@ -130,7 +130,7 @@ def test_a_lock_passes_on_only_when_nothing_is_in_the_owners_hands():
     assert bodies(new.pull()) == [b"2"]
 
 
-def test_an_owner_that_is_silent_past_its_lease_loses_its_locks_and_its_acks_mean_nothing():
+def test_an_owner_that_is_silent_past_its_lease_loses_its_locks_and_its_acks_are_ignored():
     node = node_with()
     keyed(node, Producer(5), [("a", b"1"), ("a", b"2")])
     old = Owner(node, "c1")
@@ -158,7 +158,7 @@ def test_a_lower_epoch_is_refused():
     assert old.lease().refused == [(0, 1024, 5)]
 
 
-def test_after_a_restart_the_owner_goes_on_and_nobody_else_gets_its_locks_within_a_lease():
+def test_after_a_restart_the_owner_continues_and_no_other_gets_its_locks_within_a_lease():
     node = node_with()
     keyed(node, Producer(5), [("a", b"1"), ("a", b"2")])
     old = Owner(node, "c1")
@@ -170,14 +170,14 @@ def test_after_a_restart_the_owner_goes_on_and_nobody_else_gets_its_locks_within
     old.node = again
     old.attach()
     assert old.lease([(0, 1024, 1)]).owned != ALL
-    # It has what is in its hands until it is done with it.
+    # It keeps the locks of the rows that it holds until it acks them.
     old.ack(*old.rows) if old.rows else None
     again.clock.advance(again.broker.leases.longest)
     again.broker.leases.look()
     assert new.lease().owned == [(0, 1024, 2)]
 
 
-def test_floors_fence_out_epochs_that_a_power_loss_took_from_the_log():
+def test_floors_fence_out_epochs_that_a_power_loss_removed_from_the_log():
     node = node_with()
     node.broker.leases.waits_for_floors = True
     owner = Owner(node, "c1")
@@ -187,7 +187,7 @@ def test_floors_fence_out_epochs_that_a_power_loss_took_from_the_log():
     assert owner.lease([(0, 1024, 7)]).owned == [(0, 1024, 7)]
 
 
-def test_a_failed_message_of_a_strict_subject_holds_its_key_alone():
+def test_a_failed_message_of_a_strict_subject_holds_back_only_its_key():
     node = node_with()
     producer = Producer(5)
     keyed(node, producer, [("a", b"a1"), ("b", b"b1"), ("a", b"a2"), ("b", b"b2")])
@@ -211,10 +211,10 @@ def test_a_failed_message_of_a_strict_subject_holds_its_key_alone():
     assert bodies(owner.pull()) == [b"a4", b"b4"]
     owner.ack(*owner.rows)
     owner.pull()
-    assert not owner.group.strands.by_key
+    assert not owner.group.cursors.by_key
 
 
-def test_a_failed_message_of_a_best_tried_subject_waits_and_its_key_goes_on():
+def test_a_failed_message_of_a_best_tried_subject_waits_and_its_key_continues():
     node = node_with("best_tried")
     keyed(node, Producer(5), [("a", b"a1"), ("a", b"a2")])
     owner = Owner(node, "c1", retry=Retry(first=10, jitter=0))
@@ -229,7 +229,7 @@ def test_a_failed_message_of_a_best_tried_subject_waits_and_its_key_goes_on():
     assert [(row.body, row.attempt) for row in owner.pull()] == [(b"a1", 2)]
 
 
-def test_a_retry_that_was_handled_elsewhere_does_not_come_again_when_its_keys_have_come_back_and_the_broker_restarts():
+def test_a_retry_that_another_owner_acked_is_not_redelivered_after_the_key_returns_and_a_restart():
     node = node_with("best_tried")
     retry = Retry(first=5, jitter=0)
     keyed(node, Producer(5), [("a", b"a1"), ("b", b"b1")])
@@ -239,7 +239,7 @@ def test_a_retry_that_was_handled_elsewhere_does_not_come_again_when_its_keys_ha
     failed = first.first_of("a")
     first.nack(failed, None)
     first.ack(*first.rows)
-    # The key changes hands while its message waits; both halves know of it, and one has it.
+    # The key changes its owner while its message waits. Both cursors have the retry; one delivers it.
     first.lease([(0, failed.lp, 1), (failed.lp + 1, 1024, 1)])
     second.lease([(failed.lp, failed.lp + 1, 2)])
     node.later(6)
@@ -251,7 +251,7 @@ def test_a_retry_that_was_handled_elsewhere_does_not_come_again_when_its_keys_ha
     second.lease([])
     first.lease([(0, 1024, 3)])
     assert first.pull() == []
-    assert len(list(first.group.strands)) == 1
+    assert len(list(first.group.cursors)) == 1
     node = first.node = node.killed()
     first.attach()
     node.later(30)
@@ -269,20 +269,20 @@ def parked_key() -> tuple[Node, Owner, Producer]:
     owner.nack(owner.first_of("a"), None)
     keyed(node, producer, [("a", b"a3"), ("b", b"b2")])
     assert bodies(owner.pull()) == [b"b2"]
-    assert [strand.parked for strand in owner.group.strands.by_key.values()] == [True]
+    assert [cursor.parked for cursor in owner.group.cursors.by_key.values()] == [True]
     assert owner.group.pull_log.dead.count == 1
     owner.ack(*owner.rows)
     return node, owner, producer
 
 
 @pytest.mark.parametrize("crash", [False, True])
-def test_out_of_attempts_a_key_is_parked_and_resume_goes_on_with_the_message_that_failed(crash: bool):
+def test_a_key_out_of_attempts_is_parked_and_resume_redelivers_the_failed_message(crash: bool):
     node, owner, producer = parked_key()
     if crash:
         node = owner.node = node.killed()
         owner.attach()
         owner.lease()
-    [key] = [strand.key for strand in owner.group.parked()]
+    [key] = [cursor.key for cursor in owner.group.parked()]
     assert owner.group.resume(key, node.broker, skip=False)
     node.turn()
     assert bodies(owner.pull()) == [b"a1"]
@@ -294,9 +294,9 @@ def test_out_of_attempts_a_key_is_parked_and_resume_goes_on_with_the_message_tha
     assert owner.group.pull_log.dead.count == 0
 
 
-def test_skip_goes_on_behind_the_message_that_failed_which_stays_a_dead_letter():
+def test_skip_continues_after_the_failed_message_which_stays_a_dead_letter():
     node, owner, _ = parked_key()
-    [key] = [strand.key for strand in owner.group.parked()]
+    [key] = [cursor.key for cursor in owner.group.parked()]
     assert owner.group.resume(key, node.broker, skip=True)
     assert bodies(owner.pull()) == [b"a2", b"a3"]
     assert owner.group.pull_log.dead.count == 1
@@ -304,9 +304,9 @@ def test_skip_goes_on_behind_the_message_that_failed_which_stays_a_dead_letter()
 
 
 @pytest.mark.parametrize("crash", [False, True])
-def test_resume_leaves_letters_that_were_skipped_before_where_they_are(crash: bool):
+def test_resume_does_not_affect_letters_that_were_skipped_before(crash: bool):
     node, owner, _ = parked_key()
-    [key] = [strand.key for strand in owner.group.parked()]
+    [key] = [cursor.key for cursor in owner.group.parked()]
     assert owner.group.resume(key, node.broker, skip=True)
     node.turn()
     owner.pull()
@@ -324,7 +324,7 @@ def test_resume_leaves_letters_that_were_skipped_before_where_they_are(crash: bo
     assert owner.group.pull_log.dead.count == 1
 
 
-def test_what_is_wanted_up_to_a_fence_is_drained_when_all_below_is_done_and_nothing_behind_it_is_handed_out():
+def test_lps_wanted_up_to_a_fence_are_drained_when_all_rows_below_it_are_done():
     node = node_with()
     producer = Producer(5)
     keyed(node, producer, [("a", b"1"), ("b", b"2")])
@@ -348,7 +348,7 @@ def test_what_is_wanted_up_to_a_fence_is_drained_when_all_below_is_done_and_noth
     assert bodies(owner.pull_all()) == [b"3", b"4"]
 
 
-def test_keyless_rows_are_of_a_logical_partition_that_was_taken_when_they_were_stored():
+def test_rows_without_keys_belong_to_an_lp_that_the_partition_took_when_they_were_stored():
     node = node_with()
     producer = Producer(5)
 
@@ -372,7 +372,7 @@ def test_keyless_rows_are_of_a_logical_partition_that_was_taken_when_they_were_s
         assert set(found[600].lps.tolist()) <= set(range(100, 110))
 
 
-def test_keyless_rows_stay_whose_they_were_when_the_partition_takes_everything_again():
+def test_rows_without_keys_keep_their_lp_when_the_partition_takes_all_lps_again():
     node = node_with()
     producer = Producer(5)
     sealing.seal(node.broker, SUBJECT, [(0, 900)], 2, lambda _: None)
@@ -389,8 +389,8 @@ def test_keyless_rows_stay_whose_they_were_when_the_partition_takes_everything_a
         assert not set(found[300].lps.tolist()) <= set(range(900, 1024))
 
 
-def test_who_goes_by_an_older_route_gets_nothing_that_came_after_a_way_back():
-    """R4: between the two there are rows elsewhere that it does not know of."""
+def test_a_consumer_with_an_older_route_gets_no_rows_stored_after_the_lp_returned():
+    """R4: in between, the key has rows in a partition that the older route does not name."""
     node = node_with()
     producer = Producer(5)
     keyed(node, producer, [("a", b"1")])
@@ -409,7 +409,7 @@ def test_who_goes_by_an_older_route_gets_nothing_that_came_after_a_way_back():
         assert bodies(owner.pull_all()) == [b"2"]
 
 
-def test_a_sealed_partition_refuses_what_is_new_and_knows_what_it_has():
+def test_a_sealed_partition_refuses_new_rows_and_recognizes_resent_ones():
     node = node_with()
     producer = Producer(5)
     sent = keyed(node, producer, [("a", b"1")])
@@ -427,20 +427,20 @@ def test_a_sealed_partition_refuses_what_is_new_and_knows_what_it_has():
     assert isinstance(keyed(restarted, Producer(8), [("a", b"4")]).error, StaleRoute)
 
 
-def test_a_member_that_asks_for_another_order_is_refused_with_both_named():
+def test_a_member_that_asks_for_another_order_is_refused_with_both_settings_named():
     node = node_with()
     Owner(node, "c1")
     with pytest.raises(GroupMismatch, match=r"ordered=True.*asks for ordered=False"):
         node.attach(SUBJECT, GROUP, "c2")
     with pytest.raises(GroupMismatch, match=r"ordered=True.*asks for affinity='key'"):
         node.attach(SUBJECT, GROUP, "c2", ordered=True, affinity=True)
-    with pytest.raises(InvalidArgument, match="affinity goes by locks"):
+    with pytest.raises(InvalidArgument, match="an affinity group needs locks"):
         node.attach(SUBJECT, "other", "c2", affinity=True)
-    with pytest.raises(InvalidArgument, match="neither broadcast nor"):
+    with pytest.raises(InvalidArgument, match="cannot be a broadcast or have"):
         node.attach(SUBJECT, "other", "c2", ordered=True, delivery="at_most_once")
 
 
-def test_what_came_back_on_different_attempts_comes_again_in_order():
+def test_returned_rows_with_different_attempts_are_redelivered_in_order():
     node = node_with()
     keyed(node, Producer(5), [("a", b"1"), ("a", b"2"), ("a", b"3")])
     for name, begun in (("c1", 3), ("c2", 2)):
@@ -448,7 +448,7 @@ def test_what_came_back_on_different_attempts_comes_again_in_order():
         owner.lease(ALL)
         first, *_ = [owner.pull(1) for _ in range(begun)]
         if name == "c2":
-            # The second is on its third attempt now, those around it on their second.
+            # The second row is on its third attempt now, the others on their second.
             owner.give_back(first)
         node.membership.detach(owner.consumer)
         node.turn()
@@ -457,7 +457,7 @@ def test_what_came_back_on_different_attempts_comes_again_in_order():
     assert [(row.body, row.attempt) for row in last.pull()] == [(b"1", 2), (b"2", 3), (b"3", 2)]
 
 
-def test_nothing_new_overtakes_what_came_back_and_has_no_room_in_an_answer():
+def test_no_new_row_overtakes_a_returned_row_that_does_not_fit_in_a_reply():
     node = node_with(message_segment_size=1 << 20)
     producer = Producer(5)
     for body in (b"1", b"2" * 5000, b"3"):
@@ -472,7 +472,7 @@ def test_nothing_new_overtakes_what_came_back_and_has_no_room_in_an_answer():
 
 
 def pulled_ahead(node: Node, *, frames: int = 20, rows: int = 500, keys: int = 200) -> Owner:
-    """An owner of everything with all of it in hands: rows of many keys, one after another."""
+    """An owner of all LPs that holds all rows; the keys of adjacent rows differ."""
     producer = Producer(5)
     for frame in range(frames):
         numbers = range(frame * rows, (frame + 1) * rows)
@@ -484,28 +484,28 @@ def pulled_ahead(node: Node, *, frames: int = 20, rows: int = 500, keys: int = 2
 
 
 def ranges_in(owner: Owner) -> int:
-    return sum(len(strand.returned) + sum(map(len, strand.held.values())) for strand in owner.group.strands)
+    return sum(len(cursor.returned) + sum(map(len, cursor.held.values())) for cursor in owner.group.cursors)
 
 
 @pytest.mark.parametrize("begun", [0, 3000])
-@pytest.mark.parametrize("told_first", [False, True])
-def test_handing_over_half_of_what_was_pulled_ahead_takes_a_few_ranges(begun: int, told_first: bool):
+@pytest.mark.parametrize("old_owner_first", [False, True])
+def test_returning_half_of_the_rows_pulled_ahead_takes_few_ranges(begun: int, old_owner_first: bool):
     node = node_with(message_segment_size=4 << 20)
     old = pulled_ahead(node)
-    in_hands, ahead = old.rows[:begun], old.rows[begun:]
+    begun_rows, ahead = old.rows[:begun], old.rows[begun:]
     assert len(ahead) == 10_000 - begun
     new = Owner(node, "c2")
     logged = node.broker.action_log.end
     old.by_lps, old.rows = True, ahead
-    if told_first:
-        # The meta server was faster than the other member.
+    if old_owner_first:
+        # The old owner learns of the new allocation before the new one asks.
         old.lease([(0, 512, 1)])
     new.lease([(512, 1024, 2)])
     old.lease([(0, 512, 1)])
-    old.rows = [*in_hands, *old.rows]
+    old.rows = [*begun_rows, *old.rows]
     assert ranges_in(old) <= 40
-    assert len(list(old.group.strands)) <= 4
-    old.ack(*in_hands)
+    assert len(list(old.group.cursors)) <= 4
+    old.ack(*begun_rows)
     new.lease()
     old.lease()
     assert new.leased is not None
@@ -513,7 +513,7 @@ def test_handing_over_half_of_what_was_pulled_ahead_takes_a_few_ranges(begun: in
     assert (node.broker.action_log.end - logged) / 40 < 1_000
     mine = [row for row in new.pull_all() if row.key]
     assert bodies(mine) == [row.body for row in ahead if row.lp >= 512]
-    # What was not given back is done as ever, and nothing is left of it.
+    # The rows that were not returned are acked, and no range is left.
     old.ack(*old.rows)
     new.ack(*new.rows)
     old.lease()
@@ -521,7 +521,7 @@ def test_handing_over_half_of_what_was_pulled_ahead_takes_a_few_ranges(begun: in
     assert ranges_in(old) == 0
 
 
-def test_rows_that_were_given_back_one_by_one_are_few_ranges_for_their_next_owner():
+def test_rows_that_were_returned_one_by_one_are_few_ranges_for_their_next_owner():
     node = node_with(message_segment_size=4 << 20)
     old = pulled_ahead(node, frames=4)
     rows = list(old.rows)
@@ -529,11 +529,11 @@ def test_rows_that_were_given_back_one_by_one_are_few_ranges_for_their_next_owne
     new.lease([(512, 1024, 2)])
     old.lease([(0, 512, 1)])
     new.lease()
-    assert sum(len(strand.returned) for strand in old.group.strands.of(new.consumer.id)) <= 8
+    assert sum(len(cursor.returned) for cursor in old.group.cursors.of(new.consumer.id)) <= 8
     assert bodies(new.pull_all()) == [row.body for row in rows if row.lp >= 512]
 
 
-def test_what_is_left_between_rows_that_are_done_is_few_ranges_for_its_next_owner():
+def test_open_rows_between_acked_ones_are_few_ranges_for_their_next_owner():
     node = node_with(message_segment_size=4 << 20)
     old = pulled_ahead(node, frames=4)
     left = [row for row in old.rows if row.lp >= 512]
@@ -543,11 +543,11 @@ def test_what_is_left_between_rows_that_are_done_is_few_ranges_for_its_next_owne
     node.turn()
     new = Owner(node, "c2")
     new.lease([(512, 1024, 2)])
-    assert sum(len(strand.returned) for strand in new.group.strands.of(new.consumer.id)) <= 8
+    assert sum(len(cursor.returned) for cursor in new.group.cursors.of(new.consumer.id)) <= 8
     assert bodies(new.pull_all()) == bodies(left)
 
 
-def test_a_lock_passes_on_with_the_last_of_its_own_rows_in_hands():
+def test_a_lock_changes_its_owner_when_the_last_of_its_rows_is_acked():
     node = node_with(message_segment_size=4 << 20)
     old = pulled_ahead(node, frames=2)
     new = Owner(node, "c2")
@@ -562,7 +562,7 @@ def test_a_lock_passes_on_with_the_last_of_its_own_rows_in_hands():
     assert not set(leaving[5:]) & set(new.rights)
 
 
-def test_a_lock_that_is_wanted_back_goes_on_with_what_is_in_hands():
+def test_an_owner_that_wants_a_leaving_lock_again_keeps_the_rows_it_holds():
     node = node_with()
     old = pulled_ahead(node, frames=2, rows=100, keys=50)
     new = Owner(node, "c2")
@@ -577,7 +577,7 @@ def test_a_lock_that_is_wanted_back_goes_on_with_what_is_in_hands():
     assert old.group.floor == node.partition(SUBJECT).visible
 
 
-def test_giving_back_what_is_no_run_of_logical_partitions_is_refused():
+def test_returning_rows_of_invalid_logical_partitions_is_refused():
     node = node_with()
     owner = Owner(node, "c1")
     with pytest.raises(InvalidArgument, match="not runs of logical partitions"):

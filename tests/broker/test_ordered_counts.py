@@ -1,4 +1,4 @@
-"""Lag and ``lost`` of ordered groups: exact where they can be, and called estimates where they are (R21)."""
+"""Lag and ``lost`` of ordered groups: exact where possible, otherwise marked as estimates (R21)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def view(node: Node, *, counted: bool = True) -> GroupView:
     return group_view(node.group(SUBJECT, GROUP), node.broker if counted else None)
 
 
-def test_a_partition_of_several_has_no_lag_where_all_of_its_own_is_acked() -> None:
+def test_a_partition_whose_own_rows_are_all_acked_has_no_lag() -> None:
     node, producer = Node(), Producer(1)
     half(node)
     owner = Owner(node, "a")
     send(node, producer, LOWER)
-    # It asks for what the route leads here.
+    # It asks for the LPs that the route leads to this partition.
     owner.lease([(0, 512, 1)])
     for counted in (True, False):
         assert (view(node, counted=counted).lag, view(node, counted=counted).estimated) == (len(LOWER), False)
@@ -48,7 +48,7 @@ def test_a_partition_of_several_has_no_lag_where_all_of_its_own_is_acked() -> No
         assert (view(node, counted=counted).lag, view(node, counted=counted).estimated) == (0, False)
 
 
-def test_what_moved_elsewhere_is_no_lag_once_it_is_done() -> None:
+def test_rows_of_moved_lps_are_no_lag_once_they_are_done() -> None:
     node, producer = Node(), Producer(1)
     sealing.open_lps(node.broker, SUBJECT, SUBJECT, [(0, 1024)], 1, SubjectSettings(order="strict"))
     owner = Owner(node, "a")
@@ -58,7 +58,7 @@ def test_what_moved_elsewhere_is_no_lag_once_it_is_done() -> None:
     owner.ack(*owner.rows)
     sealing.seal(node.broker, SUBJECT, [(512, 1024)], 2, lambda _: None)
     node.turn()
-    # The others go on here, and nobody asks for what has moved.
+    # The other LPs stay in this partition, and no consumer asks for the moved ones.
     owner.lease([(0, 512, 1)])
     send(node, producer, LOWER)
     assert (view(node).lag, view(node).estimated) == (len(LOWER), False)
@@ -67,7 +67,7 @@ def test_what_moved_elsewhere_is_no_lag_once_it_is_done() -> None:
     assert (view(node).lag, view(node).estimated) == (0, False)
 
 
-def test_rows_of_two_owners_are_counted_by_their_keys_or_called_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lag_of_two_owners_is_counted_by_keys_or_marked_as_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     node, producer = Node(), Producer(1)
     sealing.open_lps(node.broker, SUBJECT, SUBJECT, [(0, 1024)], 1, SubjectSettings(order="strict"))
     lower, upper = Owner(node, "a"), Owner(node, "b")
@@ -81,7 +81,7 @@ def test_rows_of_two_owners_are_counted_by_their_keys_or_called_an_estimate(monk
     found = view(node)
     assert (found.lag, found.unacked, found.estimated) == (len(UPPER), len(UPPER), False)
     assert {each.client: each.held for each in found.consumers} == {"a": 0, "b": len(UPPER)}
-    # A listing of all groups looks at no row; nor does a description where there are too many.
+    # A listing of all groups reads no rows; nor does a description if there are too many.
     assert view(node, counted=False).estimated
     monkeypatch.setattr("plait.broker.views.LAG_COUNTED_MAX", 3)
     assert view(node).estimated
@@ -89,9 +89,7 @@ def test_rows_of_two_owners_are_counted_by_their_keys_or_called_an_estimate(monk
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_lost_counts_what_the_group_had_not_done_and_nothing_else(
-    counted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_counts_only_rows_that_the_group_had_not_done(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not counted:
         monkeypatch.setattr("plait.broker.groups.ordered_group.LOST_COUNTED_MAX", 0)
     node, producer = Node(retention_seconds=10.0), Producer(1)
@@ -107,7 +105,7 @@ def test_lost_counts_what_the_group_had_not_done_and_nothing_else(
     node.turn()
     assert (view(node).lost, view(node).lost_estimated) == (0, False)
     assert (node.killed().group(SUBJECT, GROUP).lost_count, node.partition(SUBJECT).start) == (0, len(LOWER))
-    # Two owners, of whom one does not come.
+    # The LPs from 256 on have no owner.
     owner.lease([(0, 256, 2)])
     missed = [key for key in LOWER if lp_of_key(key) >= 256]
     send(node, producer, LOWER)
@@ -117,7 +115,7 @@ def test_lost_counts_what_the_group_had_not_done_and_nothing_else(
     send(node, producer, LOWER[:1])
     node.retention.run()
     node.turn()
-    # One row was there before.
+    # The row that was sent before retention ran.
     first = LOWER[0] in missed
     found = view(node)
     if counted:
@@ -130,5 +128,5 @@ def test_lost_counts_what_the_group_had_not_done_and_nothing_else(
         assert (group.lost_count, group.lost_estimated) == (found.lost, found.lost_estimated)
 
 
-def test_the_limits_are_what_a_turn_can_take() -> None:
+def test_the_limits_fit_in_a_turn() -> None:
     assert row_counts.LAG_COUNTED_MAX <= row_counts.LOST_COUNTED_MAX <= 1_000_000

@@ -1,4 +1,4 @@
-"""Requests of ordered members that cannot be: refused, with nothing changed; and what fails costs its group alone."""
+"""Invalid requests of ordered members are refused and change nothing; an error in a group affects no other."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.support.progress import within_cpu_seconds
 ALL = [(0, 1024, 1)]
 WANT = (0, 1024, 1, 0)
 HOSTILE: list[Any] = [
-    pytest.param([(0, 1024, 2**62 - 1, 0)], [], [], id="53: epoch without end"),
-    pytest.param([(0, 1024, NUMBER_STEP_MAX + 1, 0)], [], [], id="epoch that no meta server gave out"),
+    pytest.param([(0, 1024, 2**62 - 1, 0)], [], [], id="53: largest epoch"),
+    pytest.param([(0, 1024, NUMBER_STEP_MAX + 1, 0)], [], [], id="epoch that no meta server assigned"),
     pytest.param([(0, 1024, 0, 0)], [], [], id="no epoch"),
     pytest.param([(0, 1025, 1, 0)], [], [], id="no such logical partition"),
-    pytest.param([(0, 1024, 1, -1)], [], [], id="up to before the first row"),
-    pytest.param([(0, 1024, 1, 2**63)], [], [], id="up to a sequence that cannot be"),
+    pytest.param([(0, 1024, 1, -1)], [], [], id="fence before the first row"),
+    pytest.param([(0, 1024, 1, 2**63)], [], [], id="fence above the largest sequence"),
     pytest.param([WANT] * 1025, [], [], id="58: more runs than logical partitions"),
     pytest.param([WANT], [-1], [], id="54: parked key -1"),
     pytest.param([WANT], [2**64], [], id="parked key of 65 bits"),
@@ -42,7 +42,7 @@ def node_with(**settings: Any) -> Node:
 
 
 @pytest.mark.parametrize(("wants", "parked", "resumed"), HOSTILE)
-def test_a_lease_that_cannot_be_is_refused_and_changes_nothing(wants: Any, parked: Any, resumed: Any):
+def test_an_invalid_lease_request_is_refused_and_changes_nothing(wants: Any, parked: Any, resumed: Any):
     node = node_with()
     keyed(node, Producer(5), [("a", b"1"), ("b", b"2")])
     owner, hostile = Owner(node, "c1"), Owner(node, "c2")
@@ -56,30 +56,30 @@ def test_a_lease_that_cannot_be_is_refused_and_changes_nothing(wants: Any, parke
     assert node.group(SUBJECT, GROUP).locks.newest == 1
 
 
-def test_parked_keys_over_the_limit_of_the_group_are_refused_before_one_is_parked():
+def test_parked_keys_over_the_limit_of_the_group_are_all_refused():
     node = node_with(limits=ServerLimits(held_keys=3))
     owner = Owner(node, "c1")
     for keys, fits in (([1, 2], True), ([1, 2, 3], True), ([3, 4], False)):
         if fits:
             node.broker.leases.ask(owner.consumer, [WANT], keys, [], NEWEST)
             continue
-        with pytest.raises(LimitExceeded, match=r"4 keys apart.*limit is 3 \(held_keys\)"):
+        with pytest.raises(LimitExceeded, match=r"4 failed or parked keys, above the limit of 3 \(limit `held_keys`\)"):
             node.broker.leases.ask(owner.consumer, [WANT], keys, [], NEWEST)
     assert len(owner.group.parked()) == 3
 
 
-def test_keys_of_logical_partitions_that_are_not_asked_for_and_rows_without_keys_are_not_parked():
+def test_keys_of_unrequested_lps_and_rows_without_keys_are_not_parked():
     node = node_with()
     owner = Owner(node, "c1")
     node.broker.leases.ask(owner.consumer, [(0, 10, 1, 0), (11, 1024, 1, 0)], [5, 1034, int(NO_KEY_HASH)], [], NEWEST)
-    assert [strand.key for strand in owner.group.parked()] == [5]
+    assert [cursor.key for cursor in owner.group.parked()] == [5]
 
 
 @pytest.mark.parametrize("version", [2**64 - 1, NUMBER_MAX, NUMBER_STEP_MAX + 1, -1])
-def test_a_route_that_no_meta_server_gave_out_is_refused_and_the_right_one_is_taken(version: int):
+def test_a_route_that_no_meta_server_assigned_is_refused_and_a_valid_one_is_accepted(version: int):
     node = node_with()
     settings = SubjectSettings(order="strict")
-    with pytest.raises(InvalidArgument, match=f"route {version} is not one that a meta server gave out"):
+    with pytest.raises(InvalidArgument, match=f"no meta server assigned route {version}"):
         sealing.open_lps(node.broker, SUBJECT, SUBJECT, [(0, 1024)], version, settings)
     with pytest.raises(InvalidArgument):
         sealing.open_lps(node.broker, "new", "new", [(0, 1024)], version, settings)
@@ -92,18 +92,18 @@ def test_a_route_that_no_meta_server_gave_out_is_refused_and_the_right_one_is_ta
     assert node.killed().partition(SUBJECT).row.route == 2
 
 
-def test_a_broker_believes_what_its_meta_servers_count():
+def test_a_broker_accepts_numbers_that_its_meta_servers_assigned():
     node = node_with()
     node.broker.numbers.learn(2**40)
     owner = Owner(node, "c1")
     assert owner.lease([(0, 1024, 2**40 + 5)]).owned == [(0, 1024, 2**40 + 5)]
-    # After a restart the lock says how far they had come.
+    # After a restart the epoch of the lock shows which numbers were assigned.
     node = owner.node = node.killed()
     owner.attach()
     assert owner.lease([(0, 1024, 2**40 + 6)]).owned == [(0, 1024, 2**40 + 6)]
 
 
-def test_what_fails_when_rows_come_costs_its_group_alone(monkeypatch: pytest.MonkeyPatch, caplog: Any):
+def test_an_error_while_new_rows_are_offered_affects_only_its_group(monkeypatch: pytest.MonkeyPatch, caplog: Any):
     node = node_with()
     owner = Owner(node, "c1")
     owner.lease(ALL)
@@ -113,7 +113,7 @@ def test_what_fails_when_rows_come_costs_its_group_alone(monkeypatch: pytest.Mon
     def defect(*_: Any) -> None:
         raise OverflowError("Python int too large to convert to C long")
 
-    monkeypatch.setattr(owner.group.strands, "of", defect)
+    monkeypatch.setattr(owner.group.cursors, "of", defect)
     with caplog.at_level(logging.CRITICAL):
         sent = keyed(node, Producer(5), [("a", b"1")])
     assert sent.acknowledged

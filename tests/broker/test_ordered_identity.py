@@ -1,4 +1,4 @@
-"""Client ids are names: what an ordered consumer had is its own again with its secret token alone (R28)."""
+"""Client ids are only names: an ordered consumer gets its rows and locks back only with its session token (R28)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL = [(0, 1024, 1)]
 
 
 def handling() -> tuple[Node, Owner]:
-    """A consumer that has a key's message, and whose connection is lost."""
+    """A consumer that holds a message and has lost its connection."""
     node = Node()
     make_subject(node)
     keyed(node, Producer(5), [("a", b"1"), ("a", b"2")])
@@ -62,7 +62,7 @@ def test_the_same_process_continues_at_once_with_its_token(crash: bool):
     assert owner.group.floor == 2
 
 
-def test_a_process_that_stopped_in_order_is_not_waited_for():
+def test_a_cleanly_stopped_process_is_not_waited_for():
     node, owner = handling()
     owner.attach()
     node.membership.detach(owner.consumer)
@@ -70,7 +70,7 @@ def test_a_process_that_stopped_in_order_is_not_waited_for():
     assert after.lease(ALL).owned == [(0, 1024, 1)]
 
 
-def test_a_lease_that_is_over_is_not_waited_for():
+def test_an_expired_lease_is_not_waited_for():
     node, _ = handling()
     node.clock.advance(node.broker.leases.longest)
     after = Owner(node, "worker")
@@ -78,27 +78,27 @@ def test_a_lease_that_is_over_is_not_waited_for():
     assert [row.body for row in after.pull()] == [b"1", b"2"]
 
 
-def test_the_earlier_process_gets_nothing_any_more():
+def test_the_earlier_process_gets_no_more_rows():
     node, before = handling()
     after = Owner(node, "worker")
     with pytest.raises(StaleSession):
         node.membership.session(before.consumer.session)
     with pytest.raises(StaleSession):
         node.broker.leases.renew([(before.consumer.session, before.token)])
-    with pytest.raises(GroupBusy, match="give every process a client id of its own"):
+    with pytest.raises(GroupBusy, match="use a different client id in each process"):
         before.attach()
     node.broker.leases.renew([(after.consumer.session, after.token)])
     with pytest.raises(StaleSession):
         node.broker.leases.renew([(after.consumer.session, before.token)])
 
 
-def test_a_process_that_starts_again_may_bring_another_retry_policy():
+def test_a_restarted_process_may_use_another_retry_policy():
     node, _ = handling()
     after = Owner(node, "worker", retry=Retry(attempts=3))
     assert after.group.retry == Retry(attempts=3)
 
 
-def test_of_a_token_only_a_proof_is_kept():
+def test_only_a_proof_of_the_session_token_is_stored():
     assert proves(12345, proof_of(12345))
     assert not proves(12346, proof_of(12345))
     assert not proves(0, proof_of(0))

@@ -1,4 +1,4 @@
-"""Keys of an ordered group that failed once and have caught up with their logical partitions, or nearly so."""
+"""Keys of an ordered group that failed once, whose cursors have caught up or nearly so with those of their LPs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def bodies(rows: list) -> list[bytes]:
 
 
 def fail_and_ack(owner: Owner, key: str) -> None:
-    """The first row of a key fails, comes again and is done."""
+    """Nack the first row of a key, and ack its redelivery."""
     owner.nack(owner.first_of(key))
     [again] = owner.pull()
     owner.ack(again)
 
 
-def test_an_ack_of_rows_that_keys_shared_settles_nothing_that_one_of_them_got_later():
+def test_an_ack_of_a_range_shared_by_keys_does_not_settle_later_rows_of_one_of_them():
     node = node_with(limits=ServerLimits(consumer_ranges=2))
     producer = Producer(5)
     first_rows = [("x", b"x1"), ("a", b"a0"), ("a", b"a1"), ("y", b"y1"), ("b", b"b0"), ("b", b"b1"), ("z", b"z1")]
@@ -34,12 +34,12 @@ def test_an_ack_of_rows_that_keys_shared_settles_nothing_that_one_of_them_got_la
     owner = Owner(node, "c1")
     owner.lease(ALL)
     owner.pull()
-    # Both have a row in flight, so they stay apart.
+    # Both keys have a row in flight, so they keep their cursors.
     for key in ("a", "b"):
         fail_and_ack(owner, key)
         [in_flight] = owner.pull()
         assert in_flight.key == key
-    # What is left in hands are two ranges: of the others nothing is handed out any more.
+    # The consumer holds two ranges of the other keys, its limit: only rows of the two keys are delivered.
     owner.ack(owner.first_of("y"))
     keyed(node, producer, [("a", b"a2"), ("b", b"b2"), ("a", b"a3"), ("b", b"b3")])
     shared = owner.pull()
@@ -50,7 +50,7 @@ def test_an_ack_of_rows_that_keys_shared_settles_nothing_that_one_of_them_got_la
     assert bodies(again) == [b"a2"]
     owner.ack(*again)
     assert bodies(owner.pull()) == [b"a3"]
-    # As a client does, over rows of the frame that the broker has back.
+    # A client acks one range that includes rows of the frame that it has returned.
     _, first, _, last = shared
     node.broker.ack(owner.consumer, [(first.sequence, last.end, first.epoch)], lambda: None, [first.tag])
     owner.rows = [row for row in owner.rows if row not in (first, last)]

@@ -1,4 +1,4 @@
-"""What an ordered group costs in memory: a broker may have hundreds of thousands of them."""
+"""The memory of an ordered group: a broker may have hundreds of thousands of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.support.broker_node import Node
 
 GROUPS = 100
 KIB = 1024
-#: Clients of other tests may run in threads of this process.
+#: Only the broker's files are counted: clients of other tests may run in threads of this process.
 PACKAGE = Path(plait.__file__).parent
 
 
 def bytes_of_each(make: Callable[[], None]) -> float:
-    """What the broker's own objects take more after ``make``, by group; files of the simulated disk are no memory."""
-    # What other tests left may refer to more that ends with it, and running its ends takes memory.
+    """Bytes per group that ``make`` allocates in the broker; files of the simulated disk are not counted."""
+    # Collect garbage of other tests until there is none: finalizers can free more objects, and allocate.
     while gc.collect():
         pass
     tracemalloc.start()
@@ -46,7 +46,7 @@ def bytes_of_each(make: Callable[[], None]) -> float:
 def node() -> Node:
     node = Node()
     make_subject(node)
-    # What is made once is there before anything is measured.
+    # Allocate one-time state before the measurement.
     node.membership.detach(leased(node, "first", [(0, 512, 1, 0)]))
     return node
 
@@ -66,7 +66,7 @@ def test_an_ordered_group_without_locks_takes_little_more_than_a_shared_one(node
     assert bytes_of_each(make) <= 4.5 * KIB
 
 
-def test_a_group_whose_locks_are_one_run_takes_as_much_as_that_run(node: Node) -> None:
+def test_a_group_whose_locks_are_one_run_takes_the_memory_of_one_run(node: Node) -> None:
     consumers: list[AttachedConsumer] = []
 
     def make() -> None:
@@ -84,7 +84,7 @@ def test_the_floors_of_a_meta_server_are_kept_as_runs(node: Node) -> None:
     assert bytes_of_each(lambda: node.broker.leases.set_floors(floors)) <= 1 * KIB
 
 
-def test_steps_are_the_numbers_that_they_were_made_of() -> None:
+def test_lp_numbers_keep_the_numbers_that_they_were_made_of() -> None:
     rng = np.random.default_rng(5)
     for changes in [0, 1, 2, 30, 1023]:
         numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)

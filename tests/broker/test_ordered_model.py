@@ -1,4 +1,4 @@
-"""Ordered groups under everything at once (``ordered_world``)."""
+"""The model of ordered groups with all faults at once (``ordered_world``)."""
 
 from __future__ import annotations
 

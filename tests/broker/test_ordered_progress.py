@@ -1,4 +1,4 @@
-"""Pulls of ordered groups end, whatever the rows are: a row that does not fit ends the pull, not the broker."""
+"""Pulls of ordered groups end for rows of any size: a row that does not fit ends the pull."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def large_node() -> Node:
 
 @pytest.mark.parametrize(("count", "size"), [(8, 300 * KIB), (60, 30 * KIB)])
 @pytest.mark.parametrize("together", [True, False])
-def test_after_a_nack_a_key_whose_rows_do_not_fit_a_pull_comes_in_several(count: int, size: int, together: bool):
+def test_after_a_nack_the_rows_of_a_key_that_do_not_fit_one_pull_are_delivered_in_several(
+    count: int, size: int, together: bool
+):
     node = large_node()
     producer = Producer(5)
     rows = [("a", b"%d " % number + bytes(size)) for number in range(count)]
@@ -40,7 +42,7 @@ def test_after_a_nack_a_key_whose_rows_do_not_fit_a_pull_comes_in_several(count:
     assert seen == [body for _, body in rows]
 
 
-def test_a_key_with_large_rows_leaves_the_others_their_turn():
+def test_a_key_with_large_rows_does_not_delay_other_keys():
     node = large_node()
     producer = Producer(5)
     keyed(node, producer, [("a", bytes(300 * KIB)) for _ in range(4)])
@@ -53,7 +55,7 @@ def test_a_key_with_large_rows_leaves_the_others_their_turn():
         assert [row.body for row in owner.pull()] == [b"small"]
 
 
-def test_what_is_remembered_of_rows_has_a_limit_for_all_partitions_together():
+def test_the_key_cache_has_one_limit_for_all_partitions():
     node = Node(message_segment_size=1 << 20, limits=ServerLimits(key_rows=1000))
     for number in range(20):
         subject = f"s{number}"
@@ -63,5 +65,5 @@ def test_what_is_remembered_of_rows_has_a_limit_for_all_partitions_together():
         partition = node.partition(subject)
         assert sum(len(keys.lps) for _, _, keys in partition.keys_in(node.broker.message_log, 0, 300)) == 300
         assert node.broker.known_rows.rows <= 1000
-        # What was looked at last is still known.
+        # The rows that were read last are still cached.
         assert partition.keys.known(200) is not None

@@ -1,4 +1,4 @@
-"""Keys that failed and recovered are no keys apart any more, whatever else is in flight."""
+"""Keys that failed and recovered lose their own cursors, whatever else is in flight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALL = [(0, 1024, 1)]
 
 
 class Shop:
-    """A strict subject, an owner of everything, and one message that takes long."""
+    """A strict subject, an owner of all LPs, and one slow message."""
 
     def __init__(self, held_keys: int = 5) -> None:
         self.node = Node(
@@ -33,14 +33,14 @@ class Shop:
         return row
 
     def fails_once(self, key: str) -> None:
-        """A key's message fails, comes again and is done."""
+        """Nack a key's message, and ack its redelivery."""
         self.owner.pull()
         self.owner.nack(self.owner.first_of(key))
         self.owner.pull()
         assert self.ack(key).attempt == 2
 
     def slow(self, *keys: str) -> None:
-        """One message is being handled, in a frame with those of other keys, which fail and recover meanwhile."""
+        """Keep one message in flight, in a frame with rows of other keys, which fail and recover meanwhile."""
         self.send(("slow", b"s"), *((key, key.encode()) for key in keys))
         for key in keys:
             self.fails_once(key)
@@ -50,16 +50,16 @@ class Shop:
 KEYS = [f"k{number}" for number in range(20)]
 
 
-def test_one_slow_message_keeps_no_recovered_keys_apart():
+def test_a_slow_message_does_not_keep_the_cursors_of_recovered_keys():
     shop = Shop()
     shop.slow(*KEYS)
-    assert not shop.owner.group.strands.by_key
+    assert not shop.owner.group.cursors.by_key
     shop.send(("new", b"n"))
     assert [row.body for row in shop.owner.pull()] == [b"n"]
 
 
 @pytest.mark.parametrize("crash", [False, True])
-def test_what_a_recovered_key_has_done_does_not_come_again_with_the_slow_message(crash: bool):
+def test_acked_rows_of_a_recovered_key_are_not_redelivered_with_the_slow_message(crash: bool):
     shop = Shop()
     shop.slow(*KEYS)
     shop.send(("new", b"n"), ("k3", b"more"))
@@ -77,17 +77,17 @@ def test_what_a_recovered_key_has_done_does_not_come_again_with_the_slow_message
     assert [row.body for row in after.pull_all()] == [b"s", b"n", b"more"]
 
 
-def test_a_message_without_a_key_that_waits_keeps_no_recovered_keys_apart_and_comes_when_it_is_due():
+def test_a_waiting_message_without_a_key_does_not_keep_the_cursors_of_recovered_keys():
     shop = Shop()
     shop.send(("", b"keyless"), ("a", b"a"))
     shop.owner.pull()
-    # The same logical partitions, so the same strand.
+    # The same logical partitions, so the same cursor.
     shop.owner.nack(next(row for row in shop.owner.rows if not row.key), 60.0)
     shop.owner.nack(shop.owner.first_of("a"))
     shop.owner.pull()
     shop.ack("a")
     shop.owner.pull()
-    assert not shop.owner.group.strands.by_key
+    assert not shop.owner.group.cursors.by_key
     node = shop.owner.node = shop.node.killed()
     shop.owner.attach()
     shop.owner.lease()
@@ -98,22 +98,22 @@ def test_a_message_without_a_key_that_waits_keeps_no_recovered_keys_apart_and_co
     assert [(row.body, row.attempt) for row in shop.owner.pull()] == [(b"keyless", 2)]
 
 
-def test_a_key_with_rows_in_flight_stays_apart_until_they_are_done():
+def test_a_key_keeps_its_cursor_until_its_rows_in_flight_are_done():
     shop = Shop()
     shop.send(("slow", b"s"), ("a", b"a1"))
     shop.fails_once("a")
     shop.send(("a", b"a2"), ("b", b"b1"))
-    # Read beside the others, under their tag.
+    # Delivered with the other keys, under the tag of their cursor.
     assert [row.body for row in shop.owner.pull()] == [b"a2", b"b1"]
     shop.owner.nack(shop.owner.first_of("a"))
     shop.send(("a", b"a3"))
     assert [row.body for row in shop.owner.pull()] == [b"a2"]
-    assert len(shop.owner.group.strands.by_key) == 1
+    assert len(shop.owner.group.cursors.by_key) == 1
     shop.ack("a")
     assert [row.body for row in shop.owner.pull()] == [b"a3"]
     shop.ack("a")
     shop.owner.pull()
-    assert not shop.owner.group.strands.by_key
+    assert not shop.owner.group.cursors.by_key
 
 
 def test_a_recovered_key_does_not_wait_for_other_logical_partitions():
@@ -126,4 +126,4 @@ def test_a_recovered_key_does_not_wait_for_other_logical_partitions():
     other.lease([(512, 1024, 2)])
     shop.owner.lease([(0, 512, 1)])
     shop.owner.pull()
-    assert not shop.owner.group.strands.by_key
+    assert not shop.owner.group.cursors.by_key

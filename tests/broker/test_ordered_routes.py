@@ -1,4 +1,4 @@
-"""Ordered consumers that go by an older route than a partition has heard of (R4)."""
+"""Ordered consumers with an older route than the partition knows (R4)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LP = lp_of_key("a")
 
 
 class Moving:
-    """A partition that the key's logical partition leaves and comes back to."""
+    """A partition that the LP of a key leaves and returns to."""
 
     def __init__(self, **settings: object) -> None:
         self.node = Node(**settings)
@@ -31,19 +31,19 @@ class Moving:
     def send(self, body: bytes) -> None:
         assert keyed(self.node, self.producer, [("a", body)]).acknowledged
 
-    def leave(self, lp: int = LP) -> None:
+    def seal_lp(self, lp: int = LP) -> None:
         self.version += 1
         sealing.seal(self.node.broker, SUBJECT, [(lp, lp + 1)], self.version, lambda _: None)
         self.node.turn()
 
-    def come_back(self, lp: int = LP) -> None:
+    def return_lp(self, lp: int = LP) -> None:
         self.version += 1
         settings = SubjectSettings(order="strict")
         sealing.open_lps(self.node.broker, SUBJECT, SUBJECT, [(lp, lp + 1)], self.version, settings)
         self.node.turn()
 
-    def handed(self, *routes: int, **settings: object) -> list[bytes]:
-        """What somebody gets who goes by a route, and then by the next."""
+    def delivered(self, *routes: int, **settings: object) -> list[bytes]:
+        """The bodies that a consumer gets under the last of these routes, after it pulled under the others."""
         owner = Owner(self.node, "c1", **settings)
         rows = []
         for route in routes:
@@ -52,74 +52,76 @@ class Moving:
         return [row.body for row in rows]
 
 
-@pytest.mark.parametrize(("route", "handed"), [(1, [b"0"]), (3, [b"0", b"1"]), (5, [b"0", b"1", b"2"])])
+@pytest.mark.parametrize(("route", "expected"), [(1, [b"0"]), (3, [b"0", b"1"]), (5, [b"0", b"1", b"2"])])
 @pytest.mark.parametrize("crash", [False, True])
-def test_of_several_ways_back_the_first_that_a_route_does_not_know_counts(route: int, handed: list, crash: bool):
+def test_a_consumer_gets_rows_up_to_the_first_return_of_the_lp_that_its_route_does_not_include(
+    route: int, expected: list, crash: bool
+):
     moving = Moving()
     for body in (b"1", b"2"):
-        moving.leave()
-        moving.come_back()
+        moving.seal_lp()
+        moving.return_lp()
         moving.send(body)
     if crash:
         moving.node = moving.node.killed()
-    assert moving.handed(route) == handed
+    assert moving.delivered(route) == expected
 
 
-def test_a_move_of_others_withholds_nothing():
+def test_a_move_of_other_lps_withholds_no_rows():
     moving = Moving()
-    moving.leave()
-    moving.come_back()
+    moving.seal_lp()
+    moving.return_lp()
     moving.send(b"1")
     other = (LP + 1) % 1024
-    moving.leave(other)
-    moving.come_back(other)
-    assert moving.handed(3) == [b"0", b"1"]
+    moving.seal_lp(other)
+    moving.return_lp(other)
+    assert moving.delivered(3) == [b"0", b"1"]
 
 
-def test_affinity_is_handed_all_there_is():
+def test_an_affinity_group_gets_all_rows_with_an_older_route():
     moving = Moving()
-    moving.leave()
-    moving.come_back()
+    moving.seal_lp()
+    moving.return_lp()
     moving.send(b"1")
-    assert moving.handed(1, affinity=True) == [b"0", b"1"]
+    assert moving.delivered(1, affinity=True) == [b"0", b"1"]
 
 
-def test_of_many_ways_back_few_are_told_apart_and_an_old_route_gets_no_more_for_it():
+def test_a_partition_remembers_few_returns_of_an_lp_and_an_old_route_gets_no_extra_rows():
     moving = Moving()
     for number in range(3 * sealing.REOPENED_MAX):
-        moving.leave()
-        moving.come_back()
+        moving.seal_lp()
+        moving.return_lp()
         moving.send(b"%d" % (number + 1))
-        # Nothing lies between these two.
-        moving.leave()
-        moving.come_back()
-        moving.leave()
-        moving.come_back()
+        # No rows are stored between these two returns.
+        moving.seal_lp()
+        moving.return_lp()
+        moving.seal_lp()
+        moving.return_lp()
     assert len(moving.node.partition(SUBJECT).row.reopened) <= sealing.REOPENED_MAX + 1
-    assert len(moving.handed(1, moving.version)) == 3 * sealing.REOPENED_MAX
+    assert len(moving.delivered(1, moving.version)) == 3 * sealing.REOPENED_MAX
 
 
-def test_who_asked_before_the_way_back_gets_nothing_behind_it_until_it_asks_again():
+def test_a_consumer_that_leased_before_the_lp_returned_gets_no_later_rows_until_it_asks_again():
     moving = Moving()
     owner = Owner(moving.node, "c1")
     owner.lease(ALL, route=1)
-    moving.leave()
-    moving.come_back()
+    moving.seal_lp()
+    moving.return_lp()
     moving.send(b"1")
     assert [row.body for row in owner.pull_all()] == [b"0"]
     owner.lease(ALL, route=moving.version)
     assert [row.body for row in owner.pull_all()] == [b"1"]
 
 
-def test_a_lock_that_comes_later_goes_as_far_as_it_was_asked_for_before():
+def test_a_lock_granted_later_has_the_limit_of_its_request():
     moving = Moving()
     first, second = Owner(moving.node, "c1"), Owner(moving.node, "c2")
     first.lease([(0, 1024, 1)], route=1)
     second.lease([(0, 1024, 2)], route=1)
-    moving.leave()
-    moving.come_back()
+    moving.seal_lp()
+    moving.return_lp()
     moving.send(b"1")
-    # It has nothing in hands: what it wants no more is the other's at once.
+    # It holds no rows, so a lock that it no longer wants is granted to the other at once.
     first.lease([], route=1)
     assert [row.body for row in second.pull_all()] == [b"0"]
     second.lease([(0, 1024, 2)], route=moving.version)
@@ -127,8 +129,8 @@ def test_a_lock_that_comes_later_goes_as_far_as_it_was_asked_for_before():
 
 
 @pytest.mark.parametrize("crash", [False, True])
-def test_a_letter_that_is_sent_again_where_everything_was_done_is_told_to_who_has_moved_on(crash: bool):
-    """After a crash the partition does not know any more how far it had come where there were no rows of the key."""
+def test_a_consumer_that_has_moved_on_is_notified_of_a_letter_resent_in_a_drained_partition(crash: bool):
+    """After a crash, the partition has lost the progress of LPs without rows."""
     node = Node()
     make_subject(node, order="best_tried")
     keyed(node, Producer(5), [("a", b"1"), ("b", b"2"), ("b", b"3")])
@@ -147,7 +149,7 @@ def test_a_letter_that_is_sent_again_where_everything_was_done_is_told_to_who_ha
     if crash:
         node = owner.node = node.killed()
         owner.attach()
-        # Until others that had locks must have been heard of.
+        # Wait until the leases from before the crash have ended.
         node.later(30)
     assert owner.group.revived(0, 1, node.broker) == 1
     node.turn()
@@ -159,7 +161,7 @@ def test_a_letter_that_is_sent_again_where_everything_was_done_is_told_to_who_ha
     assert not lp_set(owner.lease([]).again)[LP]
 
 
-def test_what_a_loss_of_power_took_back_is_told_to_who_has_moved_on():
+def test_a_consumer_that_has_moved_on_is_notified_of_acks_lost_in_a_power_failure():
     node = Node()
     make_subject(node)
     keyed(node, Producer(5), [("a", b"1")])
@@ -178,7 +180,7 @@ def test_what_a_loss_of_power_took_back_is_told_to_who_has_moved_on():
 
 
 def expired(node: Node) -> Partition:
-    """The partition once retention has taken all its rows."""
+    """The partition after retention has deleted all of its rows."""
     node.clock.advance(60.0)
     for _ in range(2):
         node.retention.run()
@@ -197,24 +199,24 @@ def purge(node: Node, owner: Owner) -> None:
 
 
 @pytest.mark.parametrize("attempts", [1, None], ids=["parked", "waiting"])
-def test_a_route_keeps_where_a_key_was_while_its_failed_message_is_kept_beyond_retention(attempts: int | None):
-    """R21: its rows in other partitions wait for that message, also when retention took the rows around it."""
+def test_a_partition_stays_in_the_route_while_a_failed_message_of_its_key_is_retained(attempts: int | None):
+    """R21: rows of the key in other partitions wait for it, also after retention deleted the rows around it."""
     moving = Moving(retention_seconds=20.0)
     node = moving.node
     owner = Owner(node, "c1", retry=Retry(first=500.0, factor=1.0, jitter=0.0, attempts=attempts))
     owner.lease(ALL)
     owner.pull()
     owner.nack(owner.first_of("a"), None)
-    moving.leave()
-    moving.come_back()
-    moving.leave(lp_of_key("b"))
+    moving.seal_lp()
+    moving.return_lp()
+    moving.seal_lp(lp_of_key("b"))
     partition = expired(node)
     assert gone_below(node.broker, partition) == -1
     if attempts:
-        [strand] = owner.group.parked()
-        assert owner.group.resume(strand.key, node.broker, skip=True)
+        [cursor] = owner.group.parked()
+        assert owner.group.resume(cursor.key, node.broker, skip=True)
         node.turn()
-        assert gone_below(node.broker, partition) == -1, "the letter can be sent again"
+        assert gone_below(node.broker, partition) == -1, "the letter can be resent"
         purge(node, owner)
     else:
         node.later(500.0)
@@ -224,8 +226,8 @@ def test_a_route_keeps_where_a_key_was_while_its_failed_message_is_kept_beyond_r
     assert gone_below(node.broker, partition) == partition.next
 
 
-def test_a_route_keeps_where_a_dead_letter_was_while_it_can_be_sent_again():
-    """Its key went on elsewhere; the partition takes other keys, so it stays without that as well."""
+def test_a_partition_stays_in_the_route_while_its_dead_letter_can_be_resent():
+    """The key has moved to another partition; this one takes other keys and would stay in any case."""
     node = Node(retention_seconds=20.0)
     make_subject(node, order="best_tried")
     keyed(node, Producer(5), [("a", b"1"), ("b", b"2")])

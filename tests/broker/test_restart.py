@@ -1,4 +1,4 @@
-"""Starting again: clean and unclean ends, checkpoints that fail, formats that are newer, damage in any file."""
+"""Restarts: clean and unclean ends, unreadable checkpoints, newer formats, damage in any file."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def contents(disk: SimulatedDisk, directory: str = "") -> dict[str, bytes]:
 
 
 def busy(flush: str = "sync") -> Node:
-    """Rows, groups in every state, a checkpoint in the middle."""
+    """A node with rows, groups in every state, and a checkpoint in between."""
     node = Node(flush=flush)
     producer = Producer(7)
     consumers = [node.attach("orders", "g", f"c{n}") for n in range(3)]
     once = node.attach("orders", "once", "o", delivery="at_most_once")
-    everybody = node.attach("orders", None, "b", start="earliest")
+    broadcast = node.attach("orders", None, "b", start="earliest")
     for number in range(40):
         node.send("orders", b"%02d" % number, producer=producer)
         consumer = consumers[number % 3]
@@ -46,9 +46,9 @@ def busy(flush: str = "sync") -> Node:
         elif number % 4 == 1:
             node.nack(consumer, (number, number + 1))
         node.pull(once, 1)
-        node.pull(everybody, 1)
+        node.pull(broadcast, 1)
         if number % 2:
-            node.ack(everybody, (number, number + 1))
+            node.ack(broadcast, (number, number + 1))
         if number == 20:
             node.checkpoint()
     return node
@@ -59,7 +59,7 @@ def positions(node: Node) -> dict[str, object]:
     for name, group in node.partition("orders").groups.items():
         position = group.pull_log.dump(durable_holds=group.logs_pulls)
         if not group.logs_pulls:
-            # Attempts are counted by pull events, of which it has none.
+            # Attempts are counted by pull events, which a broadcast group does not log.
             returned = [tuple(r) for r in Ranges((r.start, r.end, 0) for r in position.returned)]
             position = position.next, returned, position.dead
         found[name] = position, sorted(group.consumers), group.definition
@@ -93,7 +93,7 @@ def test_with_fewer_checkpoints_the_state_is_still_the_same(bad: int):
     assert positions(later) == before
 
 
-def test_a_start_reads_what_came_after_the_checkpoint_and_no_more():
+def test_a_start_reads_only_the_log_after_the_checkpoint():
     node = busy()
     node.checkpoint()
     end = node.broker.message_log.end
@@ -104,7 +104,7 @@ def test_a_start_reads_what_came_after_the_checkpoint_and_no_more():
     assert node.restart().report.scanned_bytes == 0
 
 
-def test_starting_over_and_over_changes_nothing():
+def test_repeated_starts_change_nothing():
     node = busy()
     rows, before = node.stored("orders"), positions(node)
     for number in range(8):
@@ -114,7 +114,7 @@ def test_starting_over_and_over_changes_nothing():
     assert node.send("orders", b"new", producer=Producer(9)).sequence == 40
 
 
-def test_consumers_that_come_back_in_time_lose_nothing():
+def test_consumers_that_reconnect_in_time_keep_their_rows():
     node = busy()
     held = {c: [tuple(r) for r in ranges] for c, ranges in node.group("orders", "g").pull_log.held.items()}
     again = node.killed()
@@ -127,7 +127,7 @@ def test_consumers_that_come_back_in_time_lose_nothing():
     assert again.group("orders", "g").pull_log.held == {}
 
 
-def test_a_newer_format_is_refused_and_nothing_is_touched():
+def test_a_newer_format_is_refused_and_no_file_is_changed():
     node = busy()
     node.broker.stop()
     disk = node.disk
@@ -142,15 +142,15 @@ def test_a_newer_format_is_refused_and_nothing_is_touched():
     assert disk.operations == operations
 
 
-def test_a_disk_that_cannot_be_synced_cannot_be_started_on():
+def test_a_start_on_a_disk_that_cannot_be_synced_fails():
     node = busy()
     disk = node.disk.copy()
     disk.fail("sync", path="message/*", times=None)
-    with pytest.raises(StorageFailed, match="cannot be recovered"):
+    with pytest.raises(StorageFailed, match="recovery of the data directory failed"):
         Node(disk, node.clock, node.config)
 
 
-def test_what_a_killed_process_left_unsynced_is_durable_before_it_is_served():
+def test_rows_that_a_killed_process_left_unsynced_are_durable_before_they_are_served():
     node = Node(flush="sync")
     producer = Producer(7)
     sent = node.submit(producer.frame("orders", b"written, not synced"))
@@ -159,13 +159,13 @@ def test_what_a_killed_process_left_unsynced_is_durable_before_it_is_served():
     again = node.killed()
     resent = again.submit(type(sent)("orders", sent.data, sent.bodies))
     again.commit()
-    assert again.bodies("orders") == [b"written, not synced"], "it is visible: so it must not be lost any more"
+    assert again.bodies("orders") == [b"written, not synced"], "visible rows must not be lost"
     again.turn()
     assert resent.acknowledged
     assert again.power_lost().bodies("orders") == [b"written, not synced"]
 
 
-def test_events_of_consumers_nobody_knows_leave_their_rows_to_the_others():
+def test_rows_held_by_unknown_consumers_are_redelivered():
     node = Node(flush="sync")
     for number in range(5):
         node.send("orders", b"%d" % number)
@@ -180,7 +180,7 @@ def test_events_of_consumers_nobody_knows_leave_their_rows_to_the_others():
 # --- damage in the files of a whole data directory ------------------------------------------------
 
 
-def test_a_damaged_row_is_skipped_by_every_group_and_seen_as_lost():
+def test_every_group_skips_a_damaged_row_and_counts_it_as_lost():
     node = Node(flush="sync")
     producer = Producer(7)
     for number in range(10):
@@ -197,7 +197,7 @@ def test_a_damaged_row_is_skipped_by_every_group_and_seen_as_lost():
         assert consumer.group.pull_log.floor == 10
 
 
-def test_a_row_that_rots_while_the_broker_runs_is_found_by_the_consumer_and_skipped_the_second_time():
+def test_a_row_damaged_while_the_broker_runs_is_detected_by_the_consumer_and_then_skipped():
     node = Node(flush="sync")
     producer = Producer(7)
     for number in range(10):
@@ -213,8 +213,8 @@ def test_a_row_that_rots_while_the_broker_runs_is_found_by_the_consumer_and_skip
     assert consumer.group.lost_count == 1
 
 
-def test_rows_whose_sequences_were_lost_to_damage_are_other_rows():
-    """The last frame of a subject rots: its sequences are given to new rows, which nobody has acked."""
+def test_new_rows_with_sequences_of_damaged_rows_are_not_acked():
+    """The last frame of a subject is damaged: new rows get its sequences, and the acks do not apply to them."""
     node = Node(flush="sync")
     producer, other = Producer(7), Producer(8)
     node.send("orders", b"kept", producer=producer)
@@ -233,8 +233,8 @@ def test_rows_whose_sequences_were_lost_to_damage_are_other_rows():
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=150, deadline=None)
-def test_any_flipped_bit_anywhere_is_survived(seed: int):
-    """Whatever file it hits: the start succeeds or says why not, and what is served is what was stored."""
+def test_a_flipped_bit_in_any_file_is_survived(seed: int):
+    """In any file: the start succeeds or names the reason, and only stored rows are delivered."""
     rng = random.Random(seed)
     disk = _BUSY.disk.copy() if rng.random() < 0.5 else _STOPPED.copy()
     files = {path: data for path, data in contents(disk).items() if data}
@@ -247,10 +247,10 @@ def test_any_flipped_bit_anywhere_is_survived(seed: int):
     assert stored.items() <= _ROWS.items()
     for group in list(again.partition("orders").groups.values()):
         assert group.pull_log.next <= again.partition("orders").next
-    assert again.send("orders", b"goes on", producer=Producer(rng.getrandbits(40))).acknowledged
+    assert again.send("orders", b"new row", producer=Producer(rng.getrandbits(40))).acknowledged
     again.clock.advance(6)
     again.membership.lose_silent()
-    assert b"goes on" in again.pull(again.attach("orders", "fresh", "f")).bodies
+    assert b"new row" in again.pull(again.attach("orders", "fresh", "f")).bodies
 
 
 _BUSY = busy()

@@ -1,4 +1,4 @@
-"""What may go: by age, by size, and never what is still needed."""
+"""Retention by age and by size, and that it deletes no row that is still needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fill(node: Node, count: int, subject: str = "orders", size: int = 400, secon
     return producer
 
 
-def test_rows_older_than_the_subject_keeps_them_expire():
+def test_rows_expire_after_the_retention_time_of_their_subject():
     node = Node(retention_seconds=20.5)
     fill(node, 50)
     node.retention.run()
@@ -41,7 +41,7 @@ def test_rows_older_than_the_subject_keeps_them_expire():
 
 
 @pytest.mark.parametrize("orderly", [True, False])
-def test_a_delayed_message_that_is_filed_does_not_keep_the_log_after_a_restart(orderly: bool):
+def test_a_bucketed_message_does_not_retain_the_log_after_a_restart(orderly: bool):
     node = Node(retention_seconds=20.0)
     producer = Producer(7)
     delay(node, producer, node.clock.now() + 10**6 * SECOND, b"much later")
@@ -59,7 +59,7 @@ def test_a_delayed_message_that_is_filed_does_not_keep_the_log_after_a_restart(o
     assert delivered(node) == [b"much later"]
 
 
-def test_of_the_newest_rows_so_many_bytes_are_kept():
+def test_retention_by_size_keeps_the_newest_rows():
     node = Node(retention_seconds=None, retention_bytes=5000)
     fill(node, 50)
     node.retention.run()
@@ -71,7 +71,7 @@ def test_of_the_newest_rows_so_many_bytes_are_kept():
     assert len(node.bodies("orders")) == 1, "the newest frame stays"
 
 
-def test_a_subjects_own_settings_come_before_the_servers():
+def test_settings_of_a_subject_override_those_of_the_server():
     node = Node(retention_seconds=10.0)
     node.broker.create_subject("long", SubjectSettings(retention_seconds=10_000.0))
     fill(node, 30, "long")
@@ -105,15 +105,15 @@ def test_only_visible_rows_expire():
 
 
 @pytest.mark.parametrize("end", [None, "restart", "killed", "power_lost"])
-def test_what_a_consumer_holds_outlives_its_time(end: str | None):
+def test_held_rows_outlast_their_retention_time(end: str | None):
     node = Node(retention_seconds=10.0)
     consumer = node.attach("orders", "g")
     fill(node, 30)
-    consumer.heard = node.clock.monotonic()
+    consumer.last_contact = node.clock.monotonic()
     node.pull(consumer, 25)
     node.retention.run()
     group = consumer.group
-    assert group.lost_count == 0, "everything that expired is in somebody's hands"
+    assert group.lost_count == 0, "all expired rows are held by a consumer"
     node.ack(consumer, (0, 5))
     node.nack(consumer, (5, 25))
     node.turn()
@@ -131,14 +131,14 @@ def test_what_a_consumer_holds_outlives_its_time(end: str | None):
     for first, last, _ in got.ranges:
         node.ack(consumer, *((first, last, epoch) for _, epoch in node.partition("orders").epochs))
     node.retention.run()
-    assert len(consumer.group.kept) == 0, "nothing is kept for nobody"
+    assert len(consumer.group.retained) == 0, "no copy is kept that no group needs"
 
 
-def test_the_log_goes_only_when_what_was_copied_from_it_is_durable():
+def test_segments_are_deleted_only_when_the_rows_copied_from_them_are_durable():
     node = Node(retention_seconds=10.0)
     consumer = node.attach("orders", "g")
     fill(node, 100)
-    consumer.heard = node.clock.monotonic()
+    consumer.last_contact = node.clock.monotonic()
     node.pull(consumer, 25)
     node.sync()
     for _ in range(5):
@@ -156,7 +156,7 @@ def test_the_log_goes_only_when_what_was_copied_from_it_is_durable():
     assert [row.sequence for row in got.rows][:25] == list(range(25))
 
 
-def test_a_group_that_was_overtaken_goes_on_at_the_start():
+def test_a_group_overtaken_by_retention_continues_at_the_start():
     node = Node(retention_seconds=10.0)
     node.attach("orders", "g")
     fill(node, 30)
@@ -171,7 +171,7 @@ def test_a_group_that_was_overtaken_goes_on_at_the_start():
     assert again.pull(again.attach("orders", "g", "c2")).ranges == [(20, 30, 1)]
 
 
-def test_segments_go_when_no_checkpoint_needs_them():
+def test_segments_are_deleted_when_no_checkpoint_needs_them():
     node = Node(retention_seconds=10.0)
     fill(node, 100)
     assert node.retention.run() == [], "the only checkpoint is of the start"
@@ -185,7 +185,7 @@ def test_segments_go_when_no_checkpoint_needs_them():
     assert node.retention.run() == []
 
 
-def test_the_action_log_goes_with_the_oldest_checkpoint():
+def test_the_action_log_is_deleted_up_to_the_oldest_checkpoint():
     node = Node(retention_seconds=None)
     consumer = node.attach("orders", "g")
     for number in range(100):
@@ -201,14 +201,14 @@ def test_the_action_log_goes_with_the_oldest_checkpoint():
     assert again.group("orders", "g").pull_log.floor == 100
 
 
-def test_a_removed_segment_stays_expired_even_if_a_crash_forgot_the_new_start():
+def test_rows_of_a_deleted_segment_stay_expired_after_a_crash_that_lost_the_new_start():
     node = Node(flush="sync", retention_seconds=10.0)
     fill(node, 100)
     for _ in range(5):
         node.checkpoint()
     assert node.retention.run()
     again = node.power_lost()
-    assert again.partition("orders").start == 0, "the checkpoint knew of nothing yet"
+    assert again.partition("orders").start == 0, "the checkpoint is from before retention"
     consumer = again.attach("orders", "fresh")
     got = [row.sequence for row in again.pull(consumer).rows]
     assert got == list(range(got[0], 100))
@@ -217,7 +217,7 @@ def test_a_removed_segment_stays_expired_even_if_a_crash_forgot_the_new_start():
     assert [body[:4] for body in again.bodies("orders")] == [b"%03d:" % sequence for sequence in got]
 
 
-def test_removals_that_survive_a_crash_in_part_are_no_obstacle():
+def test_a_start_succeeds_after_a_crash_that_undid_some_deletions():
     for seed in range(20):
         node = Node(flush="sync", retention_seconds=10.0)
         fill(node, 60)
@@ -233,7 +233,7 @@ def test_removals_that_survive_a_crash_in_part_are_no_obstacle():
         assert got == sorted(set(got))
 
 
-def test_the_consume_log_lets_expired_records_go(monkeypatch: pytest.MonkeyPatch):
+def test_the_consume_log_drops_expired_records(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(retention_module, "COMPACT_FROM", 20)
     node = Node(retention_seconds=10.0)
     fill(node, 100)
@@ -245,7 +245,7 @@ def test_the_consume_log_lets_expired_records_go(monkeypatch: pytest.MonkeyPatch
     assert [row.sequence for row in node.stored("orders")] == list(range(90, 100))
     assert [row.sequence for row in node.killed().stored("orders")][-10:] == list(range(90, 100))
     node.checkpoint()
-    assert node.disk.list(CONSUME) == ["00000001.0", "00000001.1"], "older checkpoints name the old one"
+    assert node.disk.list(CONSUME) == ["00000001.0", "00000001.1"], "older checkpoints need the old file"
     for _ in range(6):
         node.send("orders", b"x")
         node.checkpoint()
@@ -253,7 +253,7 @@ def test_the_consume_log_lets_expired_records_go(monkeypatch: pytest.MonkeyPatch
     assert [row.sequence for row in node.killed().stored("orders")] == list(range(90, 106))
 
 
-def test_a_lost_consume_log_is_built_anew():
+def test_a_lost_consume_log_is_rebuilt():
     node = Node(flush="sync")
     fill(node, 40)
     fill(node, 10, "other")
@@ -271,7 +271,7 @@ def test_a_lost_consume_log_is_built_anew():
     assert later.stored("orders") == rows
 
 
-def test_what_waits_for_an_archive_stays_until_the_archive_has_it():
+def test_segments_are_kept_until_they_are_archived():
     node = Node(retention_seconds=10.0, archive_before_delete=True)
     consumer = node.attach("orders", "billing")
     for _ in range(100):
@@ -285,7 +285,7 @@ def test_what_waits_for_an_archive_stays_until_the_archive_has_it():
     assert len(messages) > 3
     assert len(actions) > 3
     assert node.retention.run() == []
-    assert node.partition("orders").start == 100, "expired all the same"
+    assert node.partition("orders").start == 100, "the rows have expired nevertheless"
     assert [segment.base for segment in node.broker.action_log.segments] == actions
     write_archived(node.disk, ArchiveMark(messages[2], actions[1]))
     assert node.retention.run() == messages[:2]
@@ -293,7 +293,7 @@ def test_what_waits_for_an_archive_stays_until_the_archive_has_it():
     node.broker.stop()
 
 
-def test_reasons_of_deaths_wait_for_an_archive_as_well():
+def test_reasons_of_dead_letters_are_kept_until_they_are_archived():
     node = Node(retention_seconds=10.0, dead_seconds=10.0, archive_before_delete=True)
     consumer = node.attach("orders", "billing", retry=Retry(attempts=1))
     for _ in range(40):
@@ -303,16 +303,16 @@ def test_reasons_of_deaths_wait_for_an_archive_as_well():
         node.clock.advance(100)
         node.retention.run()
         node.checkpoint()
-    kept = [segment.base for segment in node.broker.kept_log.segments]
+    kept = [segment.base for segment in node.broker.retained_log.segments]
     assert len(kept) > 3
-    assert len(node.group("orders", "billing").kept) == 0, "nobody needs them any more"
+    assert len(node.group("orders", "billing").retained) == 0, "the group no longer needs them"
     write_archived(node.disk, ArchiveMark(0, 0, kept_offset=kept[2]))
     node.retention.run()
-    assert [segment.base for segment in node.broker.kept_log.segments] == kept[2:]
+    assert [segment.base for segment in node.broker.retained_log.segments] == kept[2:]
     node.broker.stop()
 
 
-def test_where_no_archive_is_waited_for_its_note_does_not_matter():
+def test_the_archive_mark_has_no_effect_if_retention_does_not_wait_for_the_archive():
     node = Node(retention_seconds=10.0)
     fill(node, 60)
     write_archived(node.disk, ArchiveMark(1, 1))
@@ -325,7 +325,7 @@ def test_where_no_archive_is_waited_for_its_note_does_not_matter():
     node.broker.stop()
 
 
-def test_a_look_at_what_is_all_expired_opens_no_consume_log():
+def test_a_retention_run_over_expired_partitions_opens_no_consume_log():
     node = Node(retention_seconds=10.0)
     fill(node, 20)
     node.clock.advance(100)
@@ -337,7 +337,7 @@ def test_a_look_at_what_is_all_expired_opens_no_consume_log():
 
 
 def pass_seconds(node: Node, seconds: int) -> int:
-    """What a server does every second; how many checkpoints it made."""
+    """Do the periodic work of a server for this many seconds. Returns the number of checkpoints."""
     checkpoints = 0
     for _ in range(seconds):
         node.clock.advance(1)
@@ -352,7 +352,7 @@ def pass_seconds(node: Node, seconds: int) -> int:
     return checkpoints
 
 
-def test_what_is_deleted_is_off_an_idle_disk_within_a_minute():
+def test_deleted_messages_leave_an_idle_disk_within_a_minute():
     node = Node(retention_seconds=None)
     fill(node, 60, "big", seconds=0.0)
     fill(node, 1, "small", seconds=0.0)
@@ -362,21 +362,23 @@ def test_what_is_deleted_is_off_an_idle_disk_within_a_minute():
     node.broker.delete_subject("big")
     pass_seconds(node, 60)
     assert len(node.broker.message_log.segments) == 1
-    assert len(node.broker.checkpoints._kept) == KEEP, "a start may fall back to any of them"
-    assert node.broker.checkpoints.message_needed >= node.broker.message_log.start, "and none needs what is gone"
-    assert pass_seconds(node, 120) <= 1, "and then it is idle again"
+    assert len(node.broker.checkpoints._kept) == KEEP, "a start may use any of them"
+    assert node.broker.checkpoints.message_needed >= node.broker.message_log.start, (
+        "no checkpoint needs a deleted segment"
+    )
+    assert pass_seconds(node, 120) <= 1, "the broker is idle again"
     node.send("big", b"again")
     assert node.bodies("big") == [b"again"]
 
 
-def test_delayed_messages_hold_the_log_without_a_checkpoint_every_moment():
+def test_delayed_messages_retain_the_log_without_frequent_checkpoints():
     node = Node(retention_seconds=5.0)
     fill(node, 60, "big", seconds=0.0)
     node.checkpoint()
     last = node.broker.checkpoints.last
     assert last is not None
-    # As if a checkpoint had found delayed rows in the first segment and no time to file them.
-    node.broker.checkpoints._kept[:] = [msgspec.structs.replace(each, unfiled_offset=0) for each in [last]]
+    # As if a checkpoint had left delayed rows of the first segment unbucketed.
+    node.broker.checkpoints._kept[:] = [msgspec.structs.replace(each, unbucketed_offset=0) for each in [last]]
     node.broker.checkpoints.last = node.broker.checkpoints._kept[-1]
     node.clock.advance(100)
     node.retention.run()
@@ -384,7 +386,7 @@ def test_delayed_messages_hold_the_log_without_a_checkpoint_every_moment():
 
 
 @pytest.mark.parametrize("orderly", [True, False])
-def test_consume_files_of_deleted_partitions_go_after_a_restart(orderly: bool):
+def test_consume_logs_of_deleted_partitions_are_deleted_after_a_restart(orderly: bool):
     node = Node()
     for number in range(5):
         node.send(f"subject-{number}", b"x")
@@ -400,11 +402,11 @@ def test_consume_files_of_deleted_partitions_go_after_a_restart(orderly: bool):
     assert len(node.killed().bodies("subject-4")) == KEEP + 3
 
 
-def test_a_consume_file_of_an_older_life_is_not_removed_when_its_name_is_used_again():
+def test_an_old_consume_log_file_is_not_deleted_when_its_name_is_used_again():
     node = Node(retention_seconds=50.0)
     node.send("orders", b"first")
     node.checkpoint()
-    # A generation that a start does not know, as after a fallback to an older checkpoint.
+    # A generation that the start does not know, as after a start from an older checkpoint.
     node.disk.open(f"{CONSUME}/00000001.1", create=True).write([b"old"], 0)
     node = node.killed()
     log = node.partition("orders").consume_log
@@ -417,7 +419,7 @@ def test_a_consume_file_of_an_older_life_is_not_removed_when_its_name_is_used_ag
     assert node.killed().report.rebuilt_consume_logs == 0
 
 
-def test_an_active_segment_of_which_nothing_is_kept_goes_too():
+def test_an_active_segment_without_retained_rows_is_deleted_too():
     node = Node(retention_seconds=None)
     fill(node, 13, "big", seconds=0.0)
     assert [segment.base for segment in node.broker.message_log.segments] == [0]

@@ -1,4 +1,4 @@
-"""A pass of retention in steps: requests are served between them, and nothing goes that somebody needs."""
+"""A retention pass in steps: requests are served between them, and no needed row is deleted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUBJECTS = [f"subject-{number}" for number in range(6)]
 
 
 def fill(node: Node, rounds: int = 8, size: int = 1000) -> None:
-    """Several segments in which every subject has rows, and checkpoints that need none of them."""
+    """Make several segments with rows of every subject, and checkpoints that need none of the segments."""
     producers = {subject: Producer(100 + number) for number, subject in enumerate(SUBJECTS)}
     for _ in range(rounds):
         for subject in SUBJECTS:
@@ -34,7 +34,7 @@ def finish(steps: Iterator[None]) -> None:
         pass
 
 
-def test_a_step_visits_so_many_partitions_at_most(monkeypatch: pytest.MonkeyPatch):
+def test_a_step_visits_a_limited_number_of_partitions(monkeypatch: pytest.MonkeyPatch):
     node = Node(retention_seconds=1000.0)
     for number in range(2 * STEP_COST + 1):
         node.broker.create_subject(f"subject-{number}")
@@ -46,10 +46,10 @@ def test_a_step_visits_so_many_partitions_at_most(monkeypatch: pytest.MonkeyPatc
     for _ in retention_steps(Retention(node.broker)):
         counts.append(len(visited))
         visited.clear()
-    assert counts == [STEP_COST, STEP_COST, 1, 0], "the files go in a turn of their own"
+    assert counts == [STEP_COST, STEP_COST, 1, 0], "a separate turn deletes the files"
 
 
-def test_partitions_that_expire_rows_are_visited_a_few_a_step():
+def test_a_step_visits_fewer_partitions_when_rows_expire():
     node = Node(retention_seconds=5.0)
     subjects = [f"subject-{number}" for number in range(STEP_COST)]
     for subject in subjects:
@@ -64,38 +64,38 @@ def test_partitions_that_expire_rows_are_visited_a_few_a_step():
     assert max(steps) <= STEP_COST // 8
 
 
-def test_rows_that_come_during_a_pass_stay():
+def test_rows_stored_during_a_pass_are_kept():
     node = Node(retention_seconds=5.0)
     fill(node)
     node.clock.advance(100)
     producers = {subject: Producer(900 + number) for number, subject in enumerate(SUBJECTS)}
     sent: dict[str, list[bytes]] = {subject: [] for subject in SUBJECTS}
     for number, _ in enumerate(retention_steps(node.retention)):
-        # Partitions that were visited, that are being visited and that are still to be visited.
+        # Partitions before, at and after the current step.
         for subject in SUBJECTS:
             sent[subject].append(b"%d" % number)
             node.send(subject, sent[subject][-1], producer=producers[subject])
     node.sync()
     node.retention.run()
-    assert node.broker.message_log.start > 0, "what had expired is deleted"
+    assert node.broker.message_log.start > 0, "expired segments are deleted"
     assert {subject: node.bodies(subject) for subject in SUBJECTS} == sent
     found = node.power_lost()
     count = len(sent[SUBJECTS[0]])
     assert {subject: found.bodies(subject)[-count:] for subject in SUBJECTS} == sent
 
 
-def test_subjects_come_and_go_during_a_pass():
+def test_subjects_can_be_created_and_deleted_during_a_pass():
     node = Node(retention_seconds=5.0)
     fill(node)
     node.clock.advance(100)
     made = []
     for number, _ in enumerate(retention_steps(node.retention)):
-        # The first is visited already, the others are not.
+        # The first partition was visited already, the others were not.
         node.broker.delete_subject(SUBJECTS[-number])
         made.append(f"new-{number}")
         node.send(made[-1], b"new", producer=Producer(11 + number))
     assert len(made) > 2
-    assert node.broker.retention_wanted, "those that were deleted after their visit free space in the next pass"
+    assert node.broker.retention_wanted, "partitions deleted after their visit free space in the next pass"
     node.checkpoint()
     node.retention.run()
     assert all(node.bodies(subject) == [b"new"] for subject in made)
@@ -103,7 +103,7 @@ def test_subjects_come_and_go_during_a_pass():
     assert sorted(found.broker.subjects) == sorted(node.broker.subjects)
 
 
-def test_a_wish_that_comes_during_a_pass_is_one_for_the_next():
+def test_a_request_for_retention_during_a_pass_starts_another_pass():
     node = Node()
     fill(node)
     steps = node.retention.steps()
@@ -118,7 +118,7 @@ def test_a_wish_that_comes_during_a_pass_is_one_for_the_next():
     assert node.partition(SUBJECTS[0]).start == node.partition(SUBJECTS[0]).next
 
 
-def test_a_checkpoint_that_begins_during_a_pass_is_as_good_as_any():
+def test_a_checkpoint_that_begins_during_a_pass_is_valid():
     node = Node(retention_seconds=5.0)
     consumers = [node.attach(subject, "g") for subject in SUBJECTS]
     fill(node)
@@ -144,7 +144,7 @@ def test_a_checkpoint_that_begins_during_a_pass_is_as_good_as_any():
     for consumer in consumers:
         again = found.attach(consumer.group.partition.row.subject, "g")
         rows = found.pull(again).rows
-        assert [row.sequence for row in rows] == held[consumer], "they are kept, the rest has expired"
+        assert [row.sequence for row in rows] == held[consumer], "held rows are kept, all others have expired"
 
 
 def test_a_pass_waits_for_the_archive():
@@ -154,7 +154,7 @@ def test_a_pass_waits_for_the_archive():
     assert [removed for removed in retention_steps(node.retention) if removed] == []
     steps = node.retention.steps()
     next(steps)
-    # An archiver comes to the end while a pass is under way.
+    # An archiver finishes during a pass.
     ends = [log.durable for log in node.broker.logs]
     write_archived(node.disk, ArchiveMark(ends[0], ends[2], kept_offset=ends[1]))
     finish(steps)
@@ -167,7 +167,7 @@ def test_a_broker_that_fails_during_a_pass_deletes_nothing_more():
     node.clock.advance(100)
     steps = node.retention.steps()
     next(steps)
-    node.broker.failed = StorageFailed("the disk is gone")
+    node.broker.failed = StorageFailed("the disk failed")
     starts = [node.partition(subject).start for subject in SUBJECTS]
     files = node.disk.list("message")
     finish(steps)
@@ -176,7 +176,7 @@ def test_a_broker_that_fails_during_a_pass_deletes_nothing_more():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_in_steps_or_at_once_the_same_goes(seed: int):
+def test_a_pass_in_steps_deletes_the_same_as_one_at_once(seed: int):
     rng = random.Random(seed)
     nodes = [Node(retention_seconds=20.0), Node(retention_seconds=20.0)]
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""Failed messages: when they come again, and that nothing but an ack keeps them from it."""
+"""Retries of failed messages: when they are redelivered, and that only an ack prevents it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIVE = Retry.constant(5, attempts=None)
 
 
 def failed(node: Node, count: int = 3, *, delay: float | None = None) -> AttachedConsumer:
-    """A consumer with the policy ``FIVE`` that failed on the first ``count`` rows."""
+    """A consumer with the policy ``FIVE`` that nacked the first ``count`` rows."""
     node.send("orders", *(b"%d" % n for n in range(count)))
     consumer = node.attach("orders", "g", retry=FIVE)
     assert node.pull(consumer).ranges == [(0, count, 1)]
@@ -24,11 +24,11 @@ def failed(node: Node, count: int = 3, *, delay: float | None = None) -> Attache
     return consumer
 
 
-def test_what_failed_waits_as_the_group_retries_and_others_pass():
+def test_a_failed_row_waits_as_the_retry_policy_says_and_other_rows_pass_it():
     node = Node()
     consumer = failed(node)
     node.send("orders", b"next")
-    assert node.pull(consumer).ranges == [(3, 4, 1)], "the group is never rewound"
+    assert node.pull(consumer).ranges == [(3, 4, 1)], "the cursor does not go back"
     node.later(4.9)
     assert node.pull(consumer).ranges == []
     node.later(0.2)
@@ -43,11 +43,11 @@ def test_each_failure_waits_longer():
         assert node.pull(consumer).ranges == [(0, 1, attempt)]
         node.nack(consumer, (0, 1), delay=None)
         node.later(wait * 0.99)
-        assert node.pull(consumer).ranges == [], "never early"
+        assert node.pull(consumer).ranges == [], "not before the due time"
         node.later(wait * 0.05)
 
 
-def test_a_delay_that_is_named_counts():
+def test_an_explicit_delay_overrides_the_policy():
     node = Node()
     consumer = failed(node, delay=60.0)
     node.later(59.9)
@@ -56,7 +56,7 @@ def test_a_delay_that_is_named_counts():
     assert node.pull(consumer).ranges == [(0, 3, 2)]
 
 
-def test_a_suspended_pull_wakes_when_something_is_due():
+def test_a_due_retry_wakes_a_suspended_pull():
     node = Node()
     consumer = failed(node)
     pulled = node.pull(consumer, wait=30.0)
@@ -67,7 +67,7 @@ def test_a_suspended_pull_wakes_when_something_is_due():
     assert pulled.ranges == [(0, 3, 2)]
 
 
-def test_a_late_ack_calls_the_next_attempt_off():
+def test_a_late_ack_cancels_the_next_attempt():
     node = Node()
     consumer = failed(node)
     node.ack(consumer, (1, 2))
@@ -97,15 +97,15 @@ def test_waiting_survives(how: str, flush: str):
         again = getattr(node, how)()
     consumer = again.attach("orders", "g", "other")
     assert again.pull(consumer).ranges == []
-    assert again.broker.next_deadline is not None, "the server knows when to look"
+    assert again.broker.next_deadline is not None, "the next check is scheduled"
     again.later(5.1)
     assert again.pull(consumer).ranges == [(0, 3, 2)]
-    once_more = again.killed()
-    once_more.later(5.1)
-    assert once_more.pull(once_more.attach("orders", "g", "third")).ranges == [], "they are in the other's hands"
+    third = again.killed()
+    third.later(5.1)
+    assert third.pull(third.attach("orders", "g", "third")).ranges == [], "another consumer holds them"
 
 
-def test_a_wall_clock_that_is_set_forward_hands_out_and_one_set_back_waits():
+def test_a_clock_set_forward_makes_retries_due_and_one_set_back_delays_them():
     node = Node()
     consumer = failed(node)
     node.clock.jump(-3600)
@@ -116,7 +116,7 @@ def test_a_wall_clock_that_is_set_forward_hands_out_and_one_set_back_waits():
     assert node.pull(consumer).ranges == [(0, 3, 2)]
 
 
-def test_what_a_lost_consumer_held_does_not_wait():
+def test_rows_held_by_a_lost_consumer_are_redelivered_without_a_delay():
     node = Node()
     node.send("orders", b"a")
     consumer = node.attach("orders", "g", retry=FIVE)
@@ -126,13 +126,13 @@ def test_what_a_lost_consumer_held_does_not_wait():
     assert node.pull(node.attach("orders", "g", "other")).ranges == [(0, 1, 2)]
 
 
-def test_too_many_that_wait_keep_new_ones_back():
+def test_too_many_waiting_retries_hold_back_new_rows():
     node = Node(limits=ServerLimits(retry_ranges=3))
     node.send("orders", *[b"x"] * 10)
     consumer = node.attach("orders", "g", retry=FIVE)
     for sequence in (0, 1, 2):
         assert node.pull(consumer, 1).ranges == [(sequence, sequence + 1, 1)]
-        # Apart in time: they do not join.
+        # Different due times, so that the ranges are not merged.
         node.nack(consumer, (sequence, sequence + 1), delay=10.0 + sequence)
     assert node.pull(consumer).ranges == []
     node.later(10.5)
@@ -140,7 +140,7 @@ def test_too_many_that_wait_keep_new_ones_back():
     assert node.pull(consumer).ranges == [(3, 10, 1)]
 
 
-def test_a_reset_forgets_what_waits():
+def test_a_reset_forgets_waiting_retries():
     node = Node()
     consumer = failed(node)
     node.membership.detach(consumer)
@@ -150,7 +150,7 @@ def test_a_reset_forgets_what_waits():
     assert node.pull(node.attach("orders", "g")).ranges == []
 
 
-def test_a_deleted_subject_has_nothing_due():
+def test_a_deleted_subject_has_no_due_retries():
     node = Node()
     failed(node)
     node.broker.delete_subject("orders")
@@ -159,7 +159,7 @@ def test_a_deleted_subject_has_nothing_due():
     assert node.broker.next_deadline is None
 
 
-def test_what_retention_takes_waits_no_more_and_is_counted():
+def test_waiting_rows_that_retention_deletes_are_counted_as_lost():
     node = Node()
     consumer = failed(node)
     partition = node.partition("orders")
@@ -169,11 +169,11 @@ def test_what_retention_takes_waits_no_more_and_is_counted():
     assert node.group("orders", "g").lost_count == 2
 
 
-# --- rows that lie apart -------------------------------------------------------------------------------------------
+# --- scattered rows -----------------------------------------------------------------------------------------------
 
 
 def scattered(node: Node, count: int = 100) -> AttachedConsumer:
-    """Every other row of one frame has failed and is due."""
+    """A consumer whose group has a due retry for every other row of one frame."""
     node.send("orders", *(b"%d" % n for n in range(count)))
     consumer = node.attach("orders", "g", retry=FIVE)
     node.pull(consumer)
@@ -183,7 +183,7 @@ def scattered(node: Node, count: int = 100) -> AttachedConsumer:
     return consumer
 
 
-def test_rows_of_one_frame_that_lie_apart_come_as_one_piece():
+def test_scattered_rows_of_one_frame_are_delivered_as_one_frame():
     node = Node()
     pulled = node.pull(scattered(node))
     assert pulled.ranges == [(n, n + 1, 2) for n in range(0, 100, 2)]
@@ -192,7 +192,7 @@ def test_rows_of_one_frame_that_lie_apart_come_as_one_piece():
     assert node.killed().group("orders", "g").pull_log.held_count == 50
 
 
-def test_a_pull_gets_as_many_of_them_as_it_asks_for():
+def test_a_pull_gets_as_many_scattered_rows_as_it_asks_for():
     node = Node()
     consumer = scattered(node)
     got: list[tuple[int, int, int]] = []
@@ -203,7 +203,7 @@ def test_a_pull_gets_as_many_of_them_as_it_asks_for():
     assert got == [(n, n + 1, 2) for n in range(0, 100, 2)]
 
 
-def test_rows_on_different_attempts_come_apart():
+def test_rows_with_different_attempts_are_delivered_in_separate_ranges():
     node = Node()
     consumer = scattered(node)
     node.pull(consumer, 10)
@@ -216,7 +216,7 @@ def test_rows_on_different_attempts_come_apart():
     assert pulled.counts == [5, 40]
 
 
-def test_damage_takes_the_long_way_and_is_counted():
+def test_damaged_rows_are_skipped_and_counted():
     node = Node()
     consumer = scattered(node)
     path = "message/" + node.disk.list("message")[0]
@@ -230,7 +230,7 @@ def test_damage_takes_the_long_way_and_is_counted():
 # --- the group's setting -------------------------------------------------------------------------------------------
 
 
-def test_the_policy_is_the_groups_and_survives():
+def test_the_policy_belongs_to_the_group_and_survives_a_restart():
     node = Node(flush="sync")
     node.attach("orders", "g", retry=FIVE)
     for again in (node, node.killed(), node.power_lost()):
@@ -238,13 +238,13 @@ def test_the_policy_is_the_groups_and_survives():
     node = node.restart()
     node.attach("orders", "g", retry=FIVE)
     member = node.attach("orders", "g", "other")
-    assert member.group.retry == FIVE, "who names none takes it as it is"
-    with pytest.raises(GroupMismatch, match=r"retries by 5 s, this member asks for 10 s"):
+    assert member.group.retry == FIVE, "a member without a policy uses that of the group"
+    with pytest.raises(GroupMismatch, match=r"has retry policy 5 s, this member asks for 10 s"):
         node.attach("orders", "g", "third", retry=Retry.constant(10, attempts=None))
     node.attach("orders", "g", "third", retry=FIVE)
 
 
-def test_the_first_member_to_come_may_change_it():
+def test_the_first_member_to_attach_may_change_the_policy():
     node = Node()
     first = node.attach("orders", "g", retry=FIVE)
     node.membership.detach(first)
@@ -264,7 +264,7 @@ def test_a_changed_policy_survives_two_starts():
     assert again.killed().group("orders", "g").retry == Retry.constant(10, attempts=None)
 
 
-def test_a_member_that_is_refused_changes_nothing():
+def test_a_refused_member_changes_nothing():
     node = Node()
     node.attach("orders", "g", retry=FIVE)
     with pytest.raises(GroupBusy):
@@ -272,10 +272,10 @@ def test_a_member_that_is_refused_changes_nothing():
     assert node.group("orders", "g").retry == FIVE
 
 
-# --- what it costs -------------------------------------------------------------------------------------------------
+# --- cost ---------------------------------------------------------------------------------------------------------
 
 
-def test_looking_ahead_costs_one_entry_a_group_however_often():
+def test_a_group_has_one_entry_in_the_retry_heap():
     node = Node()
     node.send("orders", b"far", b"near")
     consumer = node.attach("orders", "g", retry=FIVE)
@@ -288,7 +288,7 @@ def test_looking_ahead_costs_one_entry_a_group_however_often():
     assert len(node.broker.retries._heap) <= 2 + STALE_MAX
 
 
-def test_a_moment_that_empties_and_fills_again_is_one_moment():
+def test_a_due_time_that_empties_and_fills_again_has_one_entry():
     waiting = DueRanges()
     for _ in range(100):
         waiting.add(0, 1, 1, 50)

@@ -1,4 +1,4 @@
-"""Retries and dead letters against a plain model of every message by itself, with crashes between any two steps."""
+"""Retries and dead letters compared with a simple model of each message, with crashes between any two steps."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from plait.storage.logs.retained_log import HISTORY_MAX
 from tests.support.broker_node import Node, Producer
 
 CLIENTS = st.sampled_from(["a", "b", "c"])
-#: Two steps, then the last one again and again; without chance, so that the model can know.
+#: Two waits, of which the last is repeated; without jitter, so that the model can predict due times.
 RETRY = Retry(steps=(2, 8), jitter=0, attempts=3)
 LOST_SECONDS = 5.0
 
 
 @dataclass
 class Message:
-    """What the model knows of one message."""
+    """The state of one message in the model."""
 
     attempt: int = 0
-    #: Who has it in their hands.
+    #: The consumer that holds it.
     holder: str | None = None
-    #: It must not come before the first, and has to come after the second (microseconds).
+    #: It must not be delivered before the first time, and must be after the second (microseconds).
     due: tuple[int, int] = (0, 0)
     done: bool = False
-    #: It is a dead letter: why, and after how many attempts it was resent before.
+    #: The reason if it is a dead letter, and the attempt count at each resend.
     dead: str | None = None
     resent: list[int] = field(default_factory=list)
 
     @property
     def to_come(self) -> bool:
-        """It is handed out once its time has come."""
+        """Whether it is delivered once it is due."""
         return not self.done and self.holder is None and self.dead is None
 
     @property
     def last(self) -> bool:
-        """If this attempt fails, there is no other."""
+        """Whether a failure of this attempt makes it a dead letter."""
         return self.attempt - (self.resent[-1] if self.resent else 0) >= RETRY.attempts
 
     @property
     def last_of_many(self) -> bool:
-        """If nobody hears of it any more, there is no other."""
+        """Whether the loss of its consumer makes it a dead letter."""
         return self.attempt - (self.resent[-1] if self.resent else 0) >= LOST_ATTEMPTS_MIN
 
 
 class Retrying(RuleBasedStateMachine):
-    """A group with up to three consumers, whose messages fail, wait and are acked early, late or never."""
+    """A group with up to three consumers, whose messages fail, wait, and are acked early, late or not at all."""
 
     @initialize(flush=st.sampled_from(["sync", "async"]))
     def start(self, flush: str) -> None:
@@ -76,13 +76,13 @@ class Retrying(RuleBasedStateMachine):
         return consumer
 
     def _ranges(self, sequences: list[int]) -> list[tuple[int, int, int]]:
-        # A crash in between makes epochs: every one is tried, one is right.
+        # The rows may be of an earlier epoch: report each epoch, only one applies.
         return [(s, s + 1, epoch) for s in sequences for _, epoch in self.node.partition("orders").epochs]
 
-    def _in_hands(self, client: str) -> list[int]:
+    def _held(self, client: str) -> list[int]:
         return [sequence for sequence, message in enumerate(self.messages) if message.holder == client]
 
-    # --- what happens ---------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------
 
     @rule(count=st.integers(1, 5))
     def send(self, count: int) -> None:
@@ -98,10 +98,10 @@ class Retrying(RuleBasedStateMachine):
         for start, end, attempt in self.node.pull(consumer, count).ranges:
             for sequence in range(start, end):
                 message = self.messages[sequence]
-                assert not message.done, f"{sequence} is done"
-                assert message.holder is None, f"{sequence} is in the hands of {message.holder}"
-                assert message.dead is None, f"{sequence} is dead"
-                assert message.due[0] <= now, f"{sequence} comes early"
+                assert not message.done, f"{sequence} is acked"
+                assert message.holder is None, f"{sequence} is held by {message.holder}"
+                assert message.dead is None, f"{sequence} is a dead letter"
+                assert message.due[0] <= now, f"{sequence} is delivered early"
                 assert attempt == message.attempt + 1, f"{sequence} is on attempt {attempt}"
                 message.attempt, message.holder = attempt, client
                 got += 1
@@ -109,12 +109,12 @@ class Retrying(RuleBasedStateMachine):
             late = [
                 sequence for sequence, message in enumerate(self.messages) if message.to_come and message.due[1] <= now
             ]
-            assert late == [], "there was room for these"
+            assert late == [], "these fit in the pull"
 
     def _choose(self, data: st.DataObject) -> tuple[AttachedConsumer, list[int]]:
-        """Somebody with messages in its hands, and some of them."""
+        """A consumer that holds messages, and some of them."""
         client = data.draw(st.sampled_from(sorted({m.holder for m in self.messages if m.holder})))
-        chosen = data.draw(st.lists(st.sampled_from(self._in_hands(client)), unique=True, min_size=1))
+        chosen = data.draw(st.lists(st.sampled_from(self._held(client)), unique=True, min_size=1))
         return self._consumer(client), chosen
 
     @precondition(lambda self: any(message.holder for message in self.messages))
@@ -155,7 +155,7 @@ class Retrying(RuleBasedStateMachine):
     @precondition(lambda self: any(message.holder for message in self.messages))
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
-        """Nobody had begun with them: that was no attempt."""
+        """Return messages, which does not count an attempt."""
         consumer, chosen = self._choose(data)
         assert self.node.nack(consumer, *self._ranges(chosen), counted=False)
         for sequence in chosen:
@@ -171,15 +171,15 @@ class Retrying(RuleBasedStateMachine):
     @precondition(lambda self: any(message.dead for message in self.messages))
     @rule(client=CLIENTS, fates=st.lists(st.sampled_from(["fail", "reject"]), min_size=1, max_size=4))
     def resend_in_vain(self, client: str, fates: list[str]) -> None:
-        """What was resent fails again, and again."""
+        """Resend letters that fail again, several times."""
         for fate in fates:
             self._take_out(None, None, purge=False)
             self.pull(client, 1000)
-            if in_hands := self._in_hands(client):
+            if held := self._held(client):
                 if fate == "fail":
-                    self._fail(self._consumer(client), in_hands, 0.0)
+                    self._fail(self._consumer(client), held, 0.0)
                 else:
-                    self._reject(self._consumer(client), in_hands)
+                    self._reject(self._consumer(client), held)
 
     def _take_out(self, chosen: list[int] | None, kind: str | None, purge: bool) -> None:
         dead = [sequence for sequence, message in enumerate(self.messages) if message.dead]
@@ -198,7 +198,7 @@ class Retrying(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def ack_late(self, data: st.DataObject) -> None:
-        """Somebody acks what failed before: the next attempt is called off."""
+        """Ack a failed message, which cancels its next attempt."""
         waiting = [s for s, m in enumerate(self.messages) if m.attempt and m.holder is None and not m.done]
         if waiting and self.consumers:
             sequence = data.draw(st.sampled_from(waiting))
@@ -208,7 +208,7 @@ class Retrying(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.25, 1.0, 2.5]))
     def time_passes(self, seconds: float) -> None:
         for consumer in self.consumers.values():
-            consumer.heard = self.node.clock.monotonic() + seconds
+            consumer.last_contact = self.node.clock.monotonic() + seconds
         self.node.later(seconds)
 
     @rule(client=CLIENTS, early=st.sampled_from([1, 1000]))
@@ -229,17 +229,17 @@ class Retrying(RuleBasedStateMachine):
 
     @rule(client=CLIENTS)
     def lose(self, client: str) -> None:
-        """A consumer is silent for too long: what it held is there for the others at once."""
+        """Lose a silent consumer: its messages are due for other consumers at once."""
         consumer = self.consumers.pop(client, None)
         if consumer is None:
             return
         self.node.clock.advance(LOST_SECONDS + 1)
         for other in self.consumers.values():
-            other.heard = self.node.clock.monotonic()
+            other.last_contact = self.node.clock.monotonic()
         self.node.membership.disconnected(consumer, consumer.session)
         self.node.membership.lose_silent()
         self.node.later(0)
-        for sequence in self._in_hands(client):
+        for sequence in self._held(client):
             if self.messages[sequence].last_of_many:
                 self.messages[sequence].holder, self.messages[sequence].dead = None, "ConsumerLost"
         self._back(client)
@@ -253,7 +253,7 @@ class Retrying(RuleBasedStateMachine):
             self._back(client)
 
     def _back(self, client: str) -> None:
-        for sequence in self._in_hands(client):
+        for sequence in self._held(client):
             self.messages[sequence].holder, self.messages[sequence].due = None, (0, 0)
 
     @rule()
@@ -267,7 +267,7 @@ class Retrying(RuleBasedStateMachine):
 
     @rule(orderly=st.booleans())
     def crash(self, orderly: bool) -> None:
-        """The process ends; the consumers live on, and attach again with what is in their hands."""
+        """Restart the broker; the consumers attach again with the messages that they hold."""
         self.node = self.node.restart() if orderly else self.node.killed()
         self._attach_again()
 
@@ -283,7 +283,7 @@ class Retrying(RuleBasedStateMachine):
             self._consumer(client)
         self.node.later(0)
 
-    # --- what holds -----------------------------------------------------------------------------
+    # --- checks ---------------------------------------------------------------------------------
 
     @invariant()
     def everything_is_counted(self) -> None:
@@ -311,7 +311,7 @@ class Retrying(RuleBasedStateMachine):
             assert part.frame.rows(Column.BODY, row, row + 1) == [b"%d" % sequence]
 
     def teardown(self) -> None:
-        """In the end everything that is not done is handed out, once."""
+        """In the end, deliver every open message once."""
         if not hasattr(self, "node"):
             return
         for client in list(self.consumers):

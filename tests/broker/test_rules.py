@@ -1,7 +1,7 @@
-"""The rules of the design that close known holes, each with a scenario that breaks the naive design.
+"""The rules of the design, each with a scenario in which the naive design fails.
 
-Every scenario passes on the shipped classes. ``DEFECTS`` puts the naive behaviour back, one at a time, and the
-scenario must notice: a rule whose test passes without it is not tested.
+Every scenario passes with the real classes. ``DEFECTS`` restores the naive behaviour, one rule at a time, and the
+scenario must fail: a rule whose test passes without it is not tested.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from plait.model.retry_policy import Retry
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.logs.recovery import QUARANTINE
 from tests.broker.retention_rules import (
-    r21_a_segment_goes_when_all_its_partitions_allow,
+    r21_a_segment_is_deleted_when_all_its_partitions_allow,
     r21_both_logs_are_kept_from_the_oldest_checkpoint_on,
-    r21_the_start_moves_and_whoever_was_overtaken_can_see_it,
+    r21_the_start_moves_and_an_overtaken_group_can_see_it,
 )
 from tests.support import broker_defects as defects
 from tests.support.broker_node import Node, Producer, Pulled, Sent
@@ -43,7 +43,7 @@ def r1_a_checkpoint_writes_only_what_changed() -> None:
     assert len(node.killed().broker.subjects) == 640
 
 
-def r1_a_position_is_one_sequence_and_its_exceptions() -> None:
+def r1_a_cursor_is_one_sequence_and_its_exceptions() -> None:
     node = Node(message_segment_size=1 << 20, action_segment_size=1 << 20)
     for _ in range(20):
         node.send("orders", *[b"x"] * 1000)
@@ -60,7 +60,7 @@ def r1_a_position_is_one_sequence_and_its_exceptions() -> None:
 # --- R2 -----------------------------------------------------------------------------------------
 
 
-def r2_visible_is_what_was_acknowledged() -> None:
+def r2_only_acknowledged_rows_are_visible() -> None:
     node = Node(flush="sync")
     node.send("orders", b"durable")
     consumer = node.attach("orders", "g")
@@ -85,7 +85,7 @@ def r2_visible_is_what_was_acknowledged() -> None:
 # --- R3 -----------------------------------------------------------------------------------------
 
 
-def r3_events_that_rest_on_lost_messages_are_not_replayed() -> None:
+def r3_events_that_depend_on_lost_messages_are_not_replayed() -> None:
     node = Node(flush="async")
     producer = Producer(7)
     node.send("orders", b"old", producer=producer)
@@ -97,7 +97,7 @@ def r3_events_that_rest_on_lost_messages_are_not_replayed() -> None:
         node.send("orders", b"lost %d" % number, producer=producer)
     node.pull(consumer)
     node.ack(consumer, (1, 6))
-    # The system writes the action log back first; then the power fails.
+    # The operating system writes the action log first; then the power fails.
     node.broker.action_log.begin_sync().run()
     again = node.power_lost()
     assert again.bodies("orders") == [b"old"]
@@ -110,7 +110,7 @@ def r3_events_that_rest_on_lost_messages_are_not_replayed() -> None:
     assert again.pull(again.attach("orders", "g", "c2")).bodies == [b"new 0", b"new 1", b"new 2"]
 
 
-def r3_a_death_without_its_letter_does_not_count() -> None:
+def r3_a_dead_letter_without_its_copy_does_not_count() -> None:
     node = Node(flush="async")
     consumer = node.attach("orders", "g", retry=Retry(attempts=1))
     node.send("orders", b"a", b"b")
@@ -118,7 +118,7 @@ def r3_a_death_without_its_letter_does_not_count() -> None:
     node.sync()
     node.nack(consumer, (0, 2), delay=None)
     assert consumer.group.pull_log.dead.count == 2
-    # The system writes the action log back first; then the power fails.
+    # The operating system writes the action log first; then the power fails.
     node.broker.action_log.begin_sync().run()
     again = node.power_lost()
     assert again.group("orders", "g").pull_log.dead.count == 0
@@ -127,7 +127,7 @@ def r3_a_death_without_its_letter_does_not_count() -> None:
     assert again.pull(again.attach("orders", "g", "c2")).bodies == [b"a", b"b"]
 
 
-def r21_what_a_group_has_begun_with_outlives_retention() -> None:
+def r21_rows_that_a_group_holds_outlast_retention() -> None:
     node = Node(retention_seconds=10.0)
     consumer = node.attach("orders", "g")
     node.send("orders", b"a", b"b", b"c")
@@ -196,8 +196,8 @@ def r7_runs_of_joined_frames_are_known_after_a_start() -> None:
 # --- R9 -----------------------------------------------------------------------------------------
 
 
-def r7_other_rows_under_stored_numbers_are_refused() -> None:
-    """Producer ids are visible in message ids: rows under one prove nothing, until they are what is stored."""
+def r7_other_rows_with_stored_producer_sequences_are_refused() -> None:
+    """Producer ids are visible in message ids, so another process can send rows with the id of a producer."""
     for joined in (False, True):
         for end in ("same", "restart", "killed"):
             node, real, forger = Node(), Producer(1), Producer(1)
@@ -207,30 +207,30 @@ def r7_other_rows_under_stored_numbers_are_refused() -> None:
             if joined:
                 node.submit(Producer(2).frame("orders", b"x"))
             node.turn()
-            assert all(sent.acknowledged for sent in forged), "nothing tells them from the real ones yet"
+            assert all(sent.acknowledged for sent in forged), "they do not differ from real rows yet"
             if end != "same":
                 node = getattr(node, end)()
             for n in range(3):
                 sent = node.send("orders", b"real %d" % n, producer=real)
-                assert not sent.acknowledged, "nothing that is not stored is reported as stored"
+                assert not sent.acknowledged, "a row that is not stored is not acknowledged"
                 assert isinstance(sent.error, ProducerConflict), sent.error
             again = node.submit(Sent("orders", forged[1].data, forged[1].bodies))
             node.turn()
-            assert again.sequence == forged[1].sequence, "what is stored is known again"
+            assert again.sequence == forged[1].sequence, "stored rows are recognized"
             parts = build_frame(forged[1].bodies, producer=1, first=forged[1].view.first, previous=1)
             renamed = node.submit(Sent("orders", parts.tobytes(), forged[1].bodies))
             node.turn()
-            assert renamed.sequence == forged[1].sequence, "whatever it says that it follows"
+            assert renamed.sequence == forged[1].sequence, "whatever previous sequence the frame has"
 
 
-def r9_producers_are_remembered_forgotten_in_time_and_told_so() -> None:
+def r9_producers_are_remembered_and_after_a_time_forgotten_with_an_error() -> None:
     node = Node(flush="sync")
     producer = Producer(7)
     first = node.send("orders", b"a", producer=producer)
     node = node.restart().restart()
     again = node.submit(Sent("orders", first.data, first.bodies))
     node.turn()
-    assert again.sequence == first.sequence, "its state is durable without the log"
+    assert again.sequence == first.sequence, "checkpoints include the state of producers"
     assert node.bodies("orders") == [b"a"]
     node.clock.advance(7 * 86400 + 1)
     for now in (node, node.killed()):
@@ -246,7 +246,7 @@ def r9_producers_are_remembered_forgotten_in_time_and_told_so() -> None:
 # --- R10 ----------------------------------------------------------------------------------------
 
 
-def r10_an_ack_of_an_earlier_epoch_does_not_reach_other_messages() -> None:
+def r10_an_ack_of_an_earlier_epoch_does_not_apply_to_other_messages() -> None:
     node = Node(flush="async")
     node.send("orders", b"kept")
     node.attach("orders", "g")
@@ -261,18 +261,20 @@ def r10_an_ack_of_an_earlier_epoch_does_not_reach_other_messages() -> None:
     again.clock.advance(6)
     again.membership.lose_silent()
     consumer = again.attach("orders", "g", "c2")
-    # What the client kept on its disk while the broker was away: the messages it was handed then.
+    # The client acks rows that were delivered before the power loss.
     assert again.ack(consumer, (0, 5, node.broker.epoch)) == [True]
     assert again.pull(consumer).bodies == [b"new %d" % number for number in range(4)]
     again.membership.detach(consumer)
     holder = again.attach("orders", "g", "c3", holds=[(1, 5, node.broker.epoch)])
-    assert again.pull(holder).bodies == [b"new %d" % number for number in range(4)], "nor does a hold"
+    assert again.pull(holder).bodies == [b"new %d" % number for number in range(4)], (
+        "a hold of the earlier epoch does not apply either"
+    )
 
 
 # --- R12 ----------------------------------------------------------------------------------------
 
 
-def r12_at_most_once_rows_leave_after_their_event_is_durable() -> None:
+def r12_at_most_once_rows_are_delivered_after_their_event_is_durable() -> None:
     for flush in ("async", "sync"):
         node = Node(flush=flush)
         for number in range(4):
@@ -298,7 +300,7 @@ def r12_at_most_once_rows_leave_after_their_event_is_durable() -> None:
 # --- R13 ----------------------------------------------------------------------------------------
 
 
-def r13_what_a_client_names_as_in_its_hands_is_not_sent_again() -> None:
+def r13_rows_that_a_client_reports_as_held_are_not_redelivered() -> None:
     node = Node(flush="sync")
     for number in range(10):
         node.send("orders", b"%d" % number)
@@ -307,7 +309,7 @@ def r13_what_a_client_names_as_in_its_hands_is_not_sent_again() -> None:
     epoch = node.broker.epoch
     node.ack(consumer, (0, 2))
     node.membership.disconnected(consumer, consumer.session)
-    # 2 to 4 are being handled, the answer with 5 to 7 never arrived.
+    # Rows 2 to 4 are in flight; the reply with 5 to 7 never arrived.
     node.attach("orders", "g", holds=[(2, 5, epoch)])
     assert node.pull(consumer).ranges == [(5, 8, 2), (8, 10, 1)]
     assert consumer.group.redelivered_count == 3
@@ -318,7 +320,7 @@ def r13_what_a_client_names_as_in_its_hands_is_not_sent_again() -> None:
         assert again.group("orders", "g").pull_log.held_count == 5
 
 
-def r13_a_hold_that_the_broker_forgot_is_taken_at_its_word() -> None:
+def r13_a_reported_hold_that_the_broker_forgot_is_accepted() -> None:
     node = Node(flush="async")
     for number in range(6):
         node.send("orders", b"%d" % number)
@@ -333,7 +335,7 @@ def r13_a_hold_that_the_broker_forgot_is_taken_at_its_word() -> None:
 # --- R18 ----------------------------------------------------------------------------------------
 
 
-def r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept() -> None:
+def r18_damage_is_reported_and_skipped_and_a_torn_tail_is_cut_and_saved() -> None:
     node = Node(flush="sync")
     sends = [node.send("orders", b"message %d " % number * 20) for number in range(5)]
     records = [node.partition("orders").consume_log.record(number) for number in range(5)]
@@ -351,7 +353,7 @@ def r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept() -> None:
     assert [row.sequence for row in again.stored("orders")] == [0, 1, 3, 4]
     now = cut.read(path)
     assert now[:end] == rotten[:end], "damage stays in place"
-    assert not any(now[end:]), "a torn tail goes"
+    assert not any(now[end:]), "a torn tail is cut"
     kept = b"".join(cut.read(f"{QUARANTINE}/{name}") for name in cut.list(QUARANTINE))
     assert rotten[end : end + 200] in kept
     assert rotten[records[2].offset : records[3].offset] in kept
@@ -364,8 +366,8 @@ def r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept() -> None:
     assert [sent.acknowledged for sent in sends] == [True] * 5
 
 
-def r18_what_a_power_loss_left_of_a_turn_is_not_taken_for_damage() -> None:
-    """Frames behind a missing one were never acknowledged; keeping them would put the resend behind them."""
+def r18_the_rest_of_a_turn_after_a_power_loss_is_not_damage() -> None:
+    """Frames after a missing one were never acknowledged; if they were kept, the resent frame would follow them."""
     for seed in range(30):
         node = Node(flush="sync")
         producer = Producer(7)
@@ -390,52 +392,52 @@ def r18_what_a_power_loss_left_of_a_turn_is_not_taken_for_damage() -> None:
 
 SCENARIOS: list[Callable[[], None]] = [
     r1_a_checkpoint_writes_only_what_changed,
-    r1_a_position_is_one_sequence_and_its_exceptions,
-    r2_visible_is_what_was_acknowledged,
-    r3_events_that_rest_on_lost_messages_are_not_replayed,
-    r3_a_death_without_its_letter_does_not_count,
+    r1_a_cursor_is_one_sequence_and_its_exceptions,
+    r2_only_acknowledged_rows_are_visible,
+    r3_events_that_depend_on_lost_messages_are_not_replayed,
+    r3_a_dead_letter_without_its_copy_does_not_count,
     r3_every_unclean_start_opens_a_new_epoch,
     r7_a_refused_frame_is_not_overtaken,
     r7_runs_of_joined_frames_are_known_after_a_start,
-    r7_other_rows_under_stored_numbers_are_refused,
-    r9_producers_are_remembered_forgotten_in_time_and_told_so,
-    r10_an_ack_of_an_earlier_epoch_does_not_reach_other_messages,
-    r12_at_most_once_rows_leave_after_their_event_is_durable,
-    r13_what_a_client_names_as_in_its_hands_is_not_sent_again,
-    r13_a_hold_that_the_broker_forgot_is_taken_at_its_word,
-    r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept,
-    r18_what_a_power_loss_left_of_a_turn_is_not_taken_for_damage,
-    r21_the_start_moves_and_whoever_was_overtaken_can_see_it,
-    r21_what_a_group_has_begun_with_outlives_retention,
+    r7_other_rows_with_stored_producer_sequences_are_refused,
+    r9_producers_are_remembered_and_after_a_time_forgotten_with_an_error,
+    r10_an_ack_of_an_earlier_epoch_does_not_apply_to_other_messages,
+    r12_at_most_once_rows_are_delivered_after_their_event_is_durable,
+    r13_rows_that_a_client_reports_as_held_are_not_redelivered,
+    r13_a_reported_hold_that_the_broker_forgot_is_accepted,
+    r18_damage_is_reported_and_skipped_and_a_torn_tail_is_cut_and_saved,
+    r18_the_rest_of_a_turn_after_a_power_loss_is_not_damage,
+    r21_the_start_moves_and_an_overtaken_group_can_see_it,
+    r21_rows_that_a_group_holds_outlast_retention,
     r21_both_logs_are_kept_from_the_oldest_checkpoint_on,
-    r21_a_segment_goes_when_all_its_partitions_allow,
+    r21_a_segment_is_deleted_when_all_its_partitions_allow,
 ]
 
 
 DEFECTS: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] = [
     (r1_a_checkpoint_writes_only_what_changed, defects.touch_everything),
-    (r1_a_position_is_one_sequence_and_its_exceptions, defects.remember_every_sequence),
-    (r2_visible_is_what_was_acknowledged, defects.finish_before_the_sync),
-    (r3_events_that_rest_on_lost_messages_are_not_replayed, defects.presume_nothing),
-    (r3_a_death_without_its_letter_does_not_count, defects.presume_nothing_kept),
+    (r1_a_cursor_is_one_sequence_and_its_exceptions, defects.remember_every_sequence),
+    (r2_only_acknowledged_rows_are_visible, defects.finish_before_the_sync),
+    (r3_events_that_depend_on_lost_messages_are_not_replayed, defects.presume_nothing),
+    (r3_a_dead_letter_without_its_copy_does_not_count, defects.presume_nothing_kept),
     (r3_every_unclean_start_opens_a_new_epoch, defects.take_a_lost_life_for_a_clean_stop),
     (r7_a_refused_frame_is_not_overtaken, defects.store_whatever_is_newer),
     (r7_runs_of_joined_frames_are_known_after_a_start, defects.forget_runs),
-    (r7_other_rows_under_stored_numbers_are_refused, defects.believe_numbers_alone),
-    (r9_producers_are_remembered_forgotten_in_time_and_told_so, defects.forget_producers_with_the_process),
-    (r9_producers_are_remembered_forgotten_in_time_and_told_so, defects.take_unknown_producers_for_new),
-    (r10_an_ack_of_an_earlier_epoch_does_not_reach_other_messages, defects.believe_any_epoch),
-    (r12_at_most_once_rows_leave_after_their_event_is_durable, defects.hand_out_at_once),
-    (r13_what_a_client_names_as_in_its_hands_is_not_sent_again, defects.ignore_holds),
-    (r13_a_hold_that_the_broker_forgot_is_taken_at_its_word, defects.ignore_holds),
-    (r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept, defects.cut_at_the_first_bad_frame),
-    (r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept, defects.keep_nothing_aside),
-    (r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept, defects.leave_the_torn_tail),
-    (r18_what_a_power_loss_left_of_a_turn_is_not_taken_for_damage, defects.believe_frames_behind_missing_ones),
-    (r21_the_start_moves_and_whoever_was_overtaken_can_see_it, defects.expire_silently),
-    (r21_what_a_group_has_begun_with_outlives_retention, defects.keep_nothing),
+    (r7_other_rows_with_stored_producer_sequences_are_refused, defects.believe_numbers_alone),
+    (r9_producers_are_remembered_and_after_a_time_forgotten_with_an_error, defects.forget_producers_with_the_process),
+    (r9_producers_are_remembered_and_after_a_time_forgotten_with_an_error, defects.take_unknown_producers_for_new),
+    (r10_an_ack_of_an_earlier_epoch_does_not_apply_to_other_messages, defects.believe_any_epoch),
+    (r12_at_most_once_rows_are_delivered_after_their_event_is_durable, defects.hand_out_at_once),
+    (r13_rows_that_a_client_reports_as_held_are_not_redelivered, defects.ignore_holds),
+    (r13_a_reported_hold_that_the_broker_forgot_is_accepted, defects.ignore_holds),
+    (r18_damage_is_reported_and_skipped_and_a_torn_tail_is_cut_and_saved, defects.cut_at_the_first_bad_frame),
+    (r18_damage_is_reported_and_skipped_and_a_torn_tail_is_cut_and_saved, defects.keep_nothing_aside),
+    (r18_damage_is_reported_and_skipped_and_a_torn_tail_is_cut_and_saved, defects.leave_the_torn_tail),
+    (r18_the_rest_of_a_turn_after_a_power_loss_is_not_damage, defects.believe_frames_behind_missing_ones),
+    (r21_the_start_moves_and_an_overtaken_group_can_see_it, defects.expire_silently),
+    (r21_rows_that_a_group_holds_outlast_retention, defects.keep_nothing),
     (r21_both_logs_are_kept_from_the_oldest_checkpoint_on, defects.delete_what_checkpoints_need),
-    (r21_a_segment_goes_when_all_its_partitions_allow, defects.ask_only_the_shortest_subject),
+    (r21_a_segment_is_deleted_when_all_its_partitions_allow, defects.ask_only_the_shortest_subject),
 ]
 
 

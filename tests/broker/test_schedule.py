@@ -1,4 +1,4 @@
-"""Delayed messages: never early, exactly once, wherever they wait and whatever happens meanwhile."""
+"""Delayed messages are delivered exactly once and never early, from the log and from buckets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def producer() -> Producer:
     return Producer(7)
 
 
-def test_a_delayed_message_comes_at_its_time_and_not_before(node: Node, producer: Producer) -> None:
+def test_a_delayed_message_is_delivered_at_its_due_time_and_not_before(node: Node, producer: Producer) -> None:
     due = node.clock.now() + 5 * SECOND
     assert delay(node, producer, due, b"later") == 0
     assert delivered(node) == []
@@ -54,7 +54,7 @@ def test_a_delayed_message_comes_at_its_time_and_not_before(node: Node, producer
     assert delivered(node) == [b"later"]
 
 
-def test_the_deadline_says_when_to_look(node: Node, producer: Producer) -> None:
+def test_the_deadline_is_the_next_due_time(node: Node, producer: Producer) -> None:
     now, monotonic = node.clock.now(), node.clock.monotonic()
     assert node.broker.next_deadline is None
     delay(node, producer, now + 3600 * SECOND, b"far")
@@ -73,7 +73,7 @@ def test_consumers_are_woken_and_get_the_message_with_its_id(node: Node, produce
     assert [(row.producer, row.number, row.body) for row in pulled.rows] == [(7, 1, b"a"), (7, 2, b"b")]
 
 
-def test_rows_leave_in_the_order_they_are_due(node: Node, producer: Producer) -> None:
+def test_rows_are_delivered_in_the_order_of_their_due_times(node: Node, producer: Producer) -> None:
     now = node.clock.now()
     delay(node, producer, [now + 3 * SECOND, now + SECOND, now + 2 * SECOND], b"3", b"1", b"2")
     delay(node, producer, now + SECOND + 1, b"1.5")
@@ -82,7 +82,7 @@ def test_rows_leave_in_the_order_they_are_due(node: Node, producer: Producer) ->
     assert settled_numbers(node) == [1, 3, 2, 0]
 
 
-def test_everything_a_message_has_is_kept(node: Node, producer: Producer) -> None:
+def test_a_delayed_message_keeps_all_its_columns(node: Node, producer: Producer) -> None:
     now = node.clock.now()
     columns = {
         "keys": ["k1", "k2"],
@@ -155,10 +155,10 @@ def test_a_resend_schedules_nothing_twice(node: Node, producer: Producer) -> Non
     assert delivered(node) == [b"a"]
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------
 
 
-def test_times_and_places_have_to_fit(node: Node, producer: Producer) -> None:
+def test_impossible_due_times_and_wrong_partitions_are_refused(node: Node, producer: Producer) -> None:
     plain = node.submit(delayed_frame(producer, node.clock.now(), b"x"))
     assert isinstance(plain.error, FrameError)
     timeless = submit(node, Producer(8).frame("orders", b"x"))
@@ -173,18 +173,18 @@ def test_times_and_places_have_to_fit(node: Node, producer: Producer) -> None:
 
 def test_an_unknown_subject_has_no_schedule(node: Node) -> None:
     with pytest.raises(SubjectNotFound):
-        schedules(node).cancel("nobody", 0, 5)
+        schedules(node).cancel("unknown", 0, 5)
 
 
 # --- cancel and reschedule ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seconds", [1.0, 100.0, 86_400.0 * 300])
-@pytest.mark.parametrize("filed", [False, True])
-def test_a_cancelled_message_is_never_delivered(node: Node, producer: Producer, seconds: float, filed: bool) -> None:
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_a_cancelled_message_is_never_delivered(node: Node, producer: Producer, seconds: float, bucketed: bool) -> None:
     due = node.clock.now() + int(seconds * SECOND)
     first = delay(node, producer, due, b"a", b"b", b"c")
-    if filed:
+    if bucketed:
         node.checkpoint()
     assert schedules(node).cancel("orders", first + 1, due)
     node.turn()
@@ -208,11 +208,13 @@ def test_a_message_that_is_due_and_not_delivered_yet_can_be_cancelled(node: Node
     assert delivered(node) == []
 
 
-@pytest.mark.parametrize("filed", [False, True])
-def test_a_rescheduled_message_comes_once_at_its_new_time(node: Node, producer: Producer, filed: bool) -> None:
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_a_rescheduled_message_is_delivered_once_at_its_new_time(
+    node: Node, producer: Producer, bucketed: bool
+) -> None:
     now = node.clock.now()
     number = delay(node, producer, now + SECOND, b"a", b"b")
-    if filed:
+    if bucketed:
         node.checkpoint()
     moved = schedules(node).reschedule("orders", number, now + SECOND, now + 3600 * SECOND)
     assert moved == number + 2
@@ -235,12 +237,12 @@ def test_a_rescheduled_message_comes_once_at_its_new_time(node: Node, producer: 
         schedules(node).reschedule("orders", again, 0, now + int(3 * WAIT_SECONDS_MAX) * SECOND)
 
 
-def test_so_many_cancelled_messages_are_remembered(producer: Producer) -> None:
+def test_the_number_of_remembered_cancelled_messages_is_limited(producer: Producer) -> None:
     node = Node(limits=ServerLimits(schedule_settled=3))
     due = node.clock.now() + 3600 * SECOND
     delay(node, producer, due, *[b"%d" % i for i in range(6)])
     for number in range(2):
-        # In the log alone they cost nothing.
+        # Unbucketed rows do not count.
         assert schedules(node).cancel("orders", number, due)
     node.checkpoint()
     for number in range(2, 5):
@@ -255,13 +257,13 @@ def test_so_many_cancelled_messages_are_remembered(producer: Producer) -> None:
 # --- crashes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("filed", [False, True])
+@pytest.mark.parametrize("bucketed", [False, True])
 @pytest.mark.parametrize("end", ["killed", "restart", "power_lost"])
-def test_what_waits_outlives_the_process(producer: Producer, filed: bool, end: str) -> None:
+def test_delayed_messages_survive_any_end_of_the_process(producer: Producer, bucketed: bool, end: str) -> None:
     node = Node(flush="sync")
     now = node.clock.now()
     delay(node, producer, [now + 10 * SECOND, now + SECOND, now + 3600 * SECOND], b"b", b"a", b"c")
-    if filed:
+    if bucketed:
         node.checkpoint()
     later(node, 1)
     assert delivered(node) == [b"a"]
@@ -274,7 +276,7 @@ def test_what_waits_outlives_the_process(producer: Producer, filed: bool, end: s
     assert delivered(node) == [b"a", b"b", b"c"]
 
 
-def test_subjects_are_kept_apart_and_take_their_schedule_along(node: Node) -> None:
+def test_schedules_of_subjects_are_separate_and_are_deleted_with_them(node: Node) -> None:
     due = node.clock.now() + 100 * SECOND
     for index, subject in enumerate(["orders", "bills", "mails"]):
         delay(node, Producer(index + 1), due, subject.encode(), subject=subject)
@@ -292,7 +294,7 @@ def test_subjects_are_kept_apart_and_take_their_schedule_along(node: Node) -> No
     assert "bills" not in schedules(node).by_subject
 
 
-def test_retention_does_not_take_what_waits(producer: Producer) -> None:
+def test_retention_does_not_delete_waiting_rows(producer: Producer) -> None:
     node = Node(retention_seconds=60.0)
     due = node.clock.now() + 86_400 * SECOND
     delay(node, producer, due, b"waits")
@@ -308,7 +310,7 @@ def test_retention_does_not_take_what_waits(producer: Producer) -> None:
     assert delivered(node) == [b"waits"]
 
 
-def test_a_full_disk_delays_and_loses_nothing(producer: Producer) -> None:
+def test_a_full_disk_delays_delivery_and_loses_nothing(producer: Producer) -> None:
     node = Node()
     delay(node, producer, node.clock.now() + SECOND, *[bytes([65 + i]) * 700 for i in range(20)])
     node.disk.fail("create", path="message/*", times=None, error=28)
@@ -355,7 +357,7 @@ def test_a_full_window_does_not_keep_the_loop_busy(producer: Producer, monkeypat
 
 
 def bytes_of_turns(node: Node, *subjects: str) -> list[int]:
-    """What each turn delivers until nothing is due."""
+    """The bytes that each turn delivers until no row is due."""
     sizes, before = [], 0
     while True:
         node.clock.advance(TURN_SECONDS)
@@ -368,15 +370,15 @@ def bytes_of_turns(node: Node, *subjects: str) -> list[int]:
         before = total
 
 
-@pytest.mark.parametrize("filed", [False, True])
-def test_a_turn_delivers_so_many_bytes_whatever_subjects_they_are_of(filed: bool) -> None:
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_a_turn_delivers_a_limited_number_of_bytes_over_all_subjects(bucketed: bool) -> None:
     node = Node(message_segment_size=32 * MIB)
     subjects = [f"s{index}" for index in range(6)]
     now = node.clock.now()
     for index, subject in enumerate(subjects):
         due = [now + SECOND + 10 * row + index for row in range(4)]
         delay(node, Producer(index + 1), due, *[b"x" * MIB] * 4, subject=subject)
-    if filed:
+    if bucketed:
         node.checkpoint()
     node.clock.advance(2)
     sizes = bytes_of_turns(node, *subjects)
@@ -386,7 +388,7 @@ def test_a_turn_delivers_so_many_bytes_whatever_subjects_they_are_of(filed: bool
     assert schedules(node).count == 0
 
 
-def test_a_turn_counts_headers_and_delivers_one_large_message_at_least(producer: Producer) -> None:
+def test_a_turn_counts_headers_and_delivers_at_least_one_large_message(producer: Producer) -> None:
     node = Node(message_segment_size=32 * MIB)
     due = node.clock.now() + SECOND
     delay(node, producer, due, *[b""] * 200, headers=[msgspec.msgpack.encode({"h": "x" * 60_000})] * 200)
@@ -399,7 +401,7 @@ def test_a_turn_counts_headers_and_delivers_one_large_message_at_least(producer:
     assert len(delivered(node)) == 201
 
 
-def test_who_waits_longest_is_first_when_there_is_no_room_for_all() -> None:
+def test_the_oldest_due_rows_are_delivered_first_when_not_all_fit() -> None:
     node = Node(message_segment_size=32 * MIB)
     now = node.clock.now()
     for subject, producer, offset in (("late", Producer(1), 5), ("early", Producer(2), 0)):
@@ -414,9 +416,11 @@ def test_who_waits_longest_is_first_when_there_is_no_room_for_all() -> None:
     assert orders == [(2, 0), (4, 0), (4, 2)]
 
 
-@pytest.mark.parametrize("filed", [False, True])
-def test_a_clock_that_was_ahead_for_a_while_leaves_no_trace(node: Node, producer: Producer, filed: bool) -> None:
-    """Rows would go into the window, and into memory, as long before they are due as it was ahead."""
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_a_clock_that_was_ahead_for_a_while_has_no_lasting_effect(
+    node: Node, producer: Producer, bucketed: bool
+) -> None:
+    """Otherwise the window would load rows too early, by as much as the clock was ahead."""
     now = node.clock.now()
     delay(node, producer, [now + 7200 * SECOND, now + 9000 * SECOND], b"a", b"b")
     node.checkpoint()
@@ -428,7 +432,7 @@ def test_a_clock_that_was_ahead_for_a_while_leaves_no_trace(node: Node, producer
     delay(node, producer, [now + (3600 + row) * SECOND for row in range(100)], *[b"%d" % row for row in range(100)])
     delay(node, producer, node.clock.now() + 1, b"soon")
     assert schedules(node).cancel("orders", 3, now + 3601 * SECOND)
-    if filed:
+    if bucketed:
         node.checkpoint()
     assert len(schedules(node).window) <= 1
     later(node, 1)

@@ -1,4 +1,4 @@
-"""Buckets: what is filed, what a crash, damage or a full disk makes of it, and when files go."""
+"""Buckets: which rows are bucketed; crashes, damage and a full disk; and when files are deleted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def numbered(start: int, stop: int) -> list[bytes]:
 
 
 def test_two_years_are_at_most_87_buckets() -> None:
-    """However the clock stands to their edges."""
+    """At any position of the clock within a bucket."""
     counts = set()
     ahead = np.arange(0, 732 * DAY * SECOND + 1, 300 * SECOND)
     for minutes in range(0, 16 * 24 * 60, 607):
@@ -47,11 +47,11 @@ def test_two_years_are_at_most_87_buckets() -> None:
     assert max(counts) == 87
 
 
-def test_rows_of_a_bucket_are_together_and_every_row_is_in_one_that_covers_it() -> None:
+def test_rows_of_a_bucket_are_adjacent_and_every_row_is_in_a_bucket_that_covers_it() -> None:
     now = 1_700_000_000_123_456
     due = now + np.linspace(-3600 * SECOND, 732 * DAY * SECOND, 200_000).astype(np.int64)
     keys = bucket_keys(due, now)
-    # Rows in the order they are due have those of one bucket together, which filing relies on.
+    # Rows sorted by due time are grouped by bucket; the bucket writer depends on this.
     assert len(np.unique(keys)) == 1 + int((keys[1:] != keys[:-1]).sum())
     for time, key in zip(due[::997].tolist(), keys[::997].tolist(), strict=True):
         level = key % 60_000_000
@@ -59,7 +59,7 @@ def test_rows_of_a_bucket_are_together_and_every_row_is_in_one_that_covers_it() 
         assert key - level <= time < key - level + LEVELS[level][1]
 
 
-def test_near_and_far_rows_wait_in_files_of_their_own(producer: Producer) -> None:
+def test_near_and_far_rows_wait_in_separate_files(producer: Producer) -> None:
     node = Node()
     now = node.clock.now()
     delays = [5 * 60, 3 * 3600, 5 * DAY, 400 * DAY]
@@ -74,8 +74,8 @@ def test_near_and_far_rows_wait_in_files_of_their_own(producer: Producer) -> Non
     assert schedules(node).count == 0
 
 
-def test_a_row_filed_early_and_one_filed_late_come_in_their_order(producer: Producer) -> None:
-    """The same moment, seen from far and from near, is in different buckets."""
+def test_rows_bucketed_early_and_late_are_delivered_in_order(producer: Producer) -> None:
+    """The bucket of a due time depends on how far ahead it is."""
     node = Node()
     due = node.clock.now() + 20 * DAY * SECOND
     for index in range(5):
@@ -87,7 +87,7 @@ def test_a_row_filed_early_and_one_filed_late_come_in_their_order(producer: Prod
     assert delivered(node) == [b"4", b"3", b"2", b"1", b"0"]
 
 
-def test_large_and_packed_rows_are_filed_in_several_runs(producer: Producer) -> None:
+def test_large_and_compressed_rows_are_bucketed_in_several_runs(producer: Producer) -> None:
     node = Node(message_segment_size=32 << 20)
     due = node.clock.now() + 60 * SECOND
     bodies = [bytes([index]) * 700_000 for index in range(6)]
@@ -101,7 +101,9 @@ def test_large_and_packed_rows_are_filed_in_several_runs(producer: Producer) -> 
     assert delivered(node) == [*bodies, b"\7" * (16 << 20)]
 
 
-def test_rows_due_in_the_same_microsecond_come_in_pieces(producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_due_in_the_same_microsecond_are_delivered_in_several_turns(
+    producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upcoming, "LOAD_MAX", 10)
     node = Node()
     due = node.clock.now() + 60 * SECOND
@@ -118,7 +120,7 @@ def test_rows_due_in_the_same_microsecond_come_in_pieces(producer: Producer, mon
 
 
 def test_a_checkpoint_may_leave_rows_in_the_log(producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "FILE_NOW_MAX", 7)
+    monkeypatch.setattr(snapshot, "BUCKET_ROWS_NOW_MAX", 7)
     node = Node()
     due = node.clock.now() + 60 * SECOND
     for start in range(0, 20, 5):
@@ -126,7 +128,7 @@ def test_a_checkpoint_may_leave_rows_in_the_log(producer: Producer, monkeypatch:
     assert schedules(node).cancel("orders", 12, due + 12)
     node.checkpoint()
     assert schedules(node).buckets != {}
-    assert schedules(node).by_subject["orders"].fresh.waiting == 14
+    assert schedules(node).by_subject["orders"].unbucketed.waiting == 14
     for _ in range(2):
         node = node.killed()
         assert schedules(node).count == 19
@@ -135,7 +137,7 @@ def test_a_checkpoint_may_leave_rows_in_the_log(producer: Producer, monkeypatch:
 
 
 @pytest.mark.parametrize("back", [1, 2, 4])
-def test_an_older_checkpoint_serves_as_well(producer: Producer, back: int) -> None:
+def test_a_start_from_an_older_checkpoint_delivers_every_row_once(producer: Producer, back: int) -> None:
     node = Node()
     now = node.clock.now()
     for step in range(6):
@@ -157,7 +159,7 @@ def test_an_older_checkpoint_serves_as_well(producer: Producer, back: int) -> No
     assert delivered(node) == [*numbered(0, 6), *(b"late%d" % step for step in range(6) if step != 1)]
 
 
-def test_the_file_of_a_finished_bucket_goes_when_no_checkpoint_needs_it(producer: Producer) -> None:
+def test_the_file_of_a_finished_bucket_is_deleted_when_no_checkpoint_needs_it(producer: Producer) -> None:
     node = Node()
     delay(node, producer, node.clock.now() + SECOND, b"a")
     node.checkpoint()
@@ -171,7 +173,7 @@ def test_the_file_of_a_finished_bucket_goes_when_no_checkpoint_needs_it(producer
     assert files(node) == []
 
 
-def test_files_that_a_crash_left_behind_go_as_well(producer: Producer) -> None:
+def test_files_that_a_crash_left_behind_are_deleted(producer: Producer) -> None:
     node = Node()
     delay(node, producer, node.clock.now() + SECOND, b"a")
     node.checkpoint()
@@ -211,7 +213,7 @@ def test_a_crash_at_any_moment_of_a_checkpoint_loses_and_repeats_nothing(produce
             assert delivered(end) == [b"a", b"b", b"c", b"far2"]
 
 
-def test_a_full_disk_leaves_everything_in_the_log(producer: Producer) -> None:
+def test_a_full_disk_leaves_all_rows_in_the_log(producer: Producer) -> None:
     node = Node()
     now = node.clock.now()
     delay(node, producer, now + SECOND, b"a", b"b")
@@ -229,8 +231,8 @@ def test_a_full_disk_leaves_everything_in_the_log(producer: Producer) -> None:
     assert delivered(node) == [b"a", b"b", b"c", b"d"]
 
 
-def test_a_checkpoint_that_failed_after_all_keeps_what_it_names(producer: Producer) -> None:
-    """Its manifest is there, and the process that made it does not count on it."""
+def test_files_of_a_checkpoint_that_failed_after_its_manifest_was_written_are_kept(producer: Producer) -> None:
+    """The manifest exists, but its process counts the checkpoint as failed."""
     node = Node()
     due = node.clock.now() + 3600 * SECOND
     for body in (b"a", b"b"):
@@ -253,11 +255,11 @@ def test_a_checkpoint_that_failed_after_all_keeps_what_it_names(producer: Produc
         end.clock.jump(-3600)
 
 
-def test_a_file_that_a_failed_start_left_is_not_removed_when_it_is_used_again(
+def test_a_file_that_a_failed_start_left_is_not_deleted_when_it_is_used_again(
     producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clean stop and no new epoch: the next start files under the same name."""
-    monkeypatch.setattr(snapshot, "FILE_NOW_MAX", 0)
+    """After a clean stop the epoch is the same, so the next start writes a bucket with the same name."""
+    monkeypatch.setattr(snapshot, "BUCKET_ROWS_NOW_MAX", 0)
     node = Node()
     delay(node, producer, [node.clock.now() + 3600 * SECOND] * 5, *numbered(0, 5))
     node.broker.stop()
@@ -280,10 +282,10 @@ def test_a_file_that_a_failed_start_left_is_not_removed_when_it_is_used_again(
     assert files(node) == []
 
 
-def test_the_log_is_kept_for_rows_that_an_older_checkpoint_left_in_it(
+def test_segments_are_kept_for_rows_that_an_older_checkpoint_left_in_them(
     producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "FILE_NOW_MAX", 0)
+    monkeypatch.setattr(snapshot, "BUCKET_ROWS_NOW_MAX", 0)
     node = Node(retention_seconds=10)
     delay(node, producer, [node.clock.now() + DAY * SECOND] * 5, *numbered(0, 5))
     for _ in range(6):
@@ -302,7 +304,7 @@ def test_the_log_is_kept_for_rows_that_an_older_checkpoint_left_in_it(
     fallen_back = Node(disk, node.clock, node.config)
     assert schedules(fallen_back).count == 5
     assert schedules(fallen_back).damages == []
-    # Once every checkpoint that is kept has them in a bucket, the log may go.
+    # Once they are bucketed in every kept checkpoint, the segments are deleted.
     for _ in range(KEEP):
         node.send("others", b"x")
         node.checkpoint()
@@ -317,7 +319,7 @@ def test_the_log_is_kept_for_rows_that_an_older_checkpoint_left_in_it(
 
 
 def in_runs(node: Node, producer: Producer) -> str:
-    """Three runs of one bucket, of two messages each; the bucket's file."""
+    """Make a bucket with three runs of two messages each. Returns its file."""
     due = node.clock.now() + 60 * SECOND
     for index in range(3):
         delay(node, producer, [due + index, due + index + 10], b"%d" % index, b"%d+" % index)
@@ -327,7 +329,7 @@ def in_runs(node: Node, producer: Producer) -> str:
 
 
 @pytest.mark.parametrize("part", [2, 5, 60, 100, 200])
-def test_a_damaged_run_is_told_and_the_others_come(producer: Producer, part: int) -> None:
+def test_a_damaged_run_is_reported_and_the_others_are_delivered(producer: Producer, part: int) -> None:
     node = Node()
     path = in_runs(node, producer)
     [bucket] = schedules(node).buckets.values()
@@ -343,7 +345,7 @@ def test_a_damaged_run_is_told_and_the_others_come(producer: Producer, part: int
     assert delivered(node) == [b"0", b"2", b"0+", b"2+"]
 
 
-def test_a_file_that_was_cut_loses_what_was_cut_off(producer: Producer) -> None:
+def test_a_truncated_file_loses_only_the_rows_that_were_cut_off(producer: Producer) -> None:
     node = Node()
     path = in_runs(node, producer)
     [bucket] = schedules(node).buckets.values()
@@ -355,7 +357,7 @@ def test_a_file_that_was_cut_loses_what_was_cut_off(producer: Producer) -> None:
     assert schedules(node).lost_count == 2
 
 
-def test_a_file_that_is_gone_loses_its_rows_and_nothing_else(producer: Producer) -> None:
+def test_a_missing_file_loses_only_its_rows(producer: Producer) -> None:
     node = Node()
     path = in_runs(node, producer)
     delay(node, producer, node.clock.now() + 5 * DAY * SECOND, b"elsewhere")
@@ -368,8 +370,10 @@ def test_a_file_that_is_gone_loses_its_rows_and_nothing_else(producer: Producer)
     assert count_scheduled(node.broker, None, 0, 1 << 62, "subject") == []
 
 
-@pytest.mark.parametrize("filed", [False, True])
-def test_a_damaged_frame_of_the_log_is_told_and_the_others_come(producer: Producer, filed: bool) -> None:
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_a_damaged_frame_of_the_log_is_reported_and_the_others_are_delivered(
+    producer: Producer, bucketed: bool
+) -> None:
     node = Node()
     due = node.clock.now() + 60 * SECOND
     for index in range(3):
@@ -378,7 +382,7 @@ def test_a_damaged_frame_of_the_log_is_told_and_the_others_come(producer: Produc
     offset = log.record(1).offset
     segment = node.broker.message_log.segment_at(offset)
     node.disk.flip_bit(f"message/{segment.base:020d}.log", offset - segment.base + 100, 0)
-    if filed:
+    if bucketed:
         node.checkpoint()
     later(node, 61)
     assert delivered(node) == [b"0", b"2"]
@@ -387,7 +391,7 @@ def test_a_damaged_frame_of_the_log_is_told_and_the_others_come(producer: Produc
 
 
 @pytest.mark.parametrize("limit", [1, 2, 10])
-def test_rows_that_do_not_read_back_do_not_hide_the_others(producer: Producer, limit: int) -> None:
+def test_unreadable_rows_do_not_hide_the_others(producer: Producer, limit: int) -> None:
     node = Node()
     due = node.clock.now() + 60 * SECOND
     for index in range(5):
@@ -408,7 +412,7 @@ def test_rows_that_do_not_read_back_do_not_hide_the_others(producer: Producer, l
 
 
 @pytest.mark.parametrize("times", [0, 3])
-def test_a_damaged_frame_is_told_once_however_often_a_checkpoint_fails(producer: Producer, times: int) -> None:
+def test_a_damaged_frame_is_reported_once_even_if_checkpoints_fail(producer: Producer, times: int) -> None:
     node = Node()
     delay(node, producer, node.clock.now() + 60 * SECOND, b"a", b"b", b"c")
     record = schedules(node).partition_of("orders").consume_log.record(0)
@@ -424,7 +428,7 @@ def test_a_damaged_frame_is_told_once_however_often_a_checkpoint_fails(producer:
 
 
 def without_checkpoints(node: Node, how: str) -> Node:
-    """The next start, and no checkpoint is left."""
+    """Start without any readable checkpoint."""
     disk = node.disk.copy()
     for name in disk.list("checkpoints"):
         if how == "damaged" and name.startswith("manifest-"):
@@ -435,7 +439,7 @@ def without_checkpoints(node: Node, how: str) -> Node:
 
 
 @pytest.mark.parametrize("how", ["damaged", "gone"])
-def test_files_stay_for_good_when_every_checkpoint_is_lost(producer: Producer, how: str) -> None:
+def test_files_are_quarantined_when_every_checkpoint_is_lost(producer: Producer, how: str) -> None:
     node = Node(retention_seconds=10)
     delay(node, producer, node.clock.now() + 5 * DAY * SECOND, b"a", b"b")
     node.checkpoint()
@@ -460,7 +464,7 @@ def test_files_stay_for_good_when_every_checkpoint_is_lost(producer: Producer, h
         assert schedules(node).damages == []
 
 
-def test_a_first_checkpoint_that_was_not_finished_leaves_nothing_aside(producer: Producer) -> None:
+def test_an_unfinished_first_checkpoint_quarantines_nothing(producer: Producer) -> None:
     node = Node()
     delay(node, producer, node.clock.now() + 60 * SECOND, b"a")
     node.checkpoint()
@@ -471,11 +475,11 @@ def test_a_first_checkpoint_that_was_not_finished_leaves_nothing_aside(producer:
     assert delivered(node) == [b"a"]
 
 
-# --- looking into files ---------------------------------------------------------------------------
+# --- listing and counting -------------------------------------------------------------------------
 
 
 def in_wide_runs(node: Node, producer: Producer) -> tuple[str, int]:
-    """Five runs of one bucket, each with rows of the same hours; its file, and when they begin."""
+    """Make a bucket with five runs whose hours overlap. Returns its file and the first due time."""
     due = (node.clock.now() // (DAY * SECOND) + 5) * DAY * SECOND
     for index in range(5):
         times = [due + hour * 3600 * SECOND + index for hour in range(3)]
@@ -492,7 +496,7 @@ def flip_body(node: Node, path: str, run: int) -> None:
 
 
 def test_counting_does_not_read_bodies(producer: Producer) -> None:
-    """That they are damaged is noticed when they are due."""
+    """Damage of a body is noticed when its row is due."""
     node = Node()
     path, due = in_wide_runs(node, producer)
     flip_body(node, path, 3)
@@ -518,7 +522,7 @@ def test_a_listing_reads_the_runs_of_its_rows_only(producer: Producer) -> None:
     page = list_scheduled(node.broker, "orders", due + HOUR, 1 << 62, None, 3).rows
     assert [row.deliver_at - due for row in page] == [HOUR, HOUR + 1, HOUR + 2]
     assert schedules(node).lost_count == 0
-    # The page that has rows of the damaged run goes on with others.
+    # A page without the rows of the damaged run is filled with later rows.
     assert [row.deliver_at - due for row in list_scheduled(node.broker, "orders", 0, 1 << 62, None, 5).rows] == [
         *(0, 1, 2, 4),
         HOUR,
@@ -527,7 +531,7 @@ def test_a_listing_reads_the_runs_of_its_rows_only(producer: Producer) -> None:
 
 
 @pytest.mark.parametrize("what", ["list", "count", "cancel"])
-def test_times_that_were_not_filed_are_not_believed(producer: Producer, what: str) -> None:
+def test_damaged_due_times_are_not_used(producer: Producer, what: str) -> None:
     node = Node()
     path, due = in_wide_runs(node, producer)
     [bucket] = schedules(node).buckets.values()
@@ -543,22 +547,22 @@ def test_times_that_were_not_filed_are_not_believed(producer: Producer, what: st
     assert schedules(node).lost_count == 3
 
 
-@pytest.mark.parametrize("filed", [False, True])
-def test_compressed_rows_stay_compressed_when_they_are_filed_and_delivered(filed: bool) -> None:
-    """A frame of a few kilobytes may inflate to many megabytes: these never reach the disk."""
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_compressed_rows_stay_compressed_when_they_are_bucketed_and_delivered(bucketed: bool) -> None:
+    """A frame of a few kilobytes may inflate to many megabytes, which must not be written."""
     node = Node(message_segment_size=32 << 20)
     bodies = [bytes(1 << 20), b"%d" % 7 * 5_000, b"short", bytes(2 << 20)]
     due = node.clock.now() + SECOND
     times = [due, due + 2, due + 1, due]
     for producer in (7, 8):
         delay(node, Producer(producer), times, *bodies, compression="zstd")
-    if filed:
+    if bucketed:
         node.checkpoint()
         node = node.killed()
     later(node, 2.0)
     assert sorted(node.bodies("orders")) == sorted(2 * bodies)
     ids = {(row.producer, row.number): row.body for row in node.stored("orders")}
     assert ids == {(producer, 1 + number): body for producer in (7, 8) for number, body in enumerate(bodies)}
-    files = node.disk.list("schedule") if filed else []
+    files = node.disk.list("schedule") if bucketed else []
     stored = node.broker.message_log.end + sum(len(node.disk.read(f"schedule/{name}")) for name in files)
     assert stored < 100_000

@@ -1,4 +1,4 @@
-"""Delayed messages whose files cannot be opened for a while, as too many others are: they wait, and nothing is lost."""
+"""Delayed messages wait and none is lost while too many open files prevent opening their buckets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOUR = 3600 * SECOND
 
 @contextmanager
 def too_many_files(disk: Any) -> Iterator[None]:
-    """No file of delayed messages can be opened."""
+    """Fail every attempt to open a bucket."""
     opened = disk.open
 
     def refused(path: str, *, create: bool = False) -> Any:
@@ -40,7 +40,7 @@ def producer() -> Producer:
     return Producer(7)
 
 
-def test_rows_that_are_near_when_a_checkpoint_ends_are_not_lost(producer: Producer) -> None:
+def test_rows_that_are_nearly_due_when_a_checkpoint_ends_are_not_lost(producer: Producer) -> None:
     node = Node()
     delay(node, producer, [node.clock.now() + 300_000] * 3, b"a", b"b", b"c")
     run_due(node)
@@ -53,7 +53,7 @@ def test_rows_that_are_near_when_a_checkpoint_ends_are_not_lost(producer: Produc
     assert schedules(node).damages == []
 
 
-def test_rows_that_left_while_they_were_filed_are_not_delivered_again(producer: Producer) -> None:
+def test_rows_delivered_while_they_were_bucketed_are_not_delivered_again(producer: Producer) -> None:
     node = Node()
     now = node.clock.now()
     delay(node, producer, [now + SECOND, now + HOUR, now + 2 * HOUR], b"a", b"b", b"c")
@@ -82,7 +82,7 @@ def test_delivery_waits_until_files_can_be_opened(producer: Producer) -> None:
         assert delivered(node) == []
         assert node.broker.failed is None
         assert len(schedules(node).damages) == 1
-        assert "held up" in schedules(node).damages[0]
+        assert "is paused" in schedules(node).damages[0]
         assert "Too many open files" in schedules(node).damages[0]
     node.checkpoint()
     later(node, 2)
@@ -90,7 +90,7 @@ def test_delivery_waits_until_files_can_be_opened(producer: Producer) -> None:
     assert schedules(node).lost_count == 0
 
 
-def test_a_mapping_that_has_to_be_made_anew_may_fail(producer: Producer) -> None:
+def test_a_bucket_that_cannot_be_mapped_again_is_retried(producer: Producer) -> None:
     node = Node()
     delay(node, producer, [node.clock.now() + 60 * SECOND] * 2, b"a", b"b")
     node.checkpoint()
@@ -128,7 +128,7 @@ def test_requests_are_refused_and_change_nothing(producer: Producer) -> None:
     assert delivered(node) == [b"b"]
 
 
-def test_a_start_that_cannot_open_them_fails_and_the_next_one_finds_all(producer: Producer) -> None:
+def test_a_start_that_cannot_open_buckets_fails_and_the_next_one_finds_all_rows(producer: Producer) -> None:
     node = Node()
     due = node.clock.now() + HOUR
     delay(node, producer, [due, due], b"a", b"b")

@@ -1,4 +1,4 @@
-"""The schedule against a plain model that knows every message by itself, with crashes between any two steps."""
+"""The schedule compared with a simple model of each message, with crashes between any two steps."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.support.broker_node import Node, Producer
 SUBJECTS = st.sampled_from(["orders", "bills"])
 #: Seconds for which delivered rows are kept: longer than most examples last.
 RETENTION = 10_000_000.0
-#: From at once to two years: all kinds of buckets.
+#: From none to two years: all kinds of buckets.
 DELAYS = st.sampled_from([-1.0, 0.01, 0.5, 1.0, 1.5, 3.0, 60.0, 700.0, 4_000.0, 90_000.0, 2_000_000.0, 63_000_000.0])
 
 
 @dataclass
 class Waiting:
-    """A message that waits."""
+    """A waiting message."""
 
     subject: str
     id: tuple[int, int]
@@ -40,32 +40,32 @@ class Waiting:
 
 
 class Scheduling(RuleBasedStateMachine):
-    """Two subjects whose messages wait, are moved and called off, while clocks jump and brokers crash."""
+    """Two subjects whose messages wait, are rescheduled and cancelled, while clocks jump and brokers crash."""
 
     @initialize(flush=st.sampled_from(["sync", "async"]), few=st.booleans())
     def start(self, flush: str, few: bool) -> None:
-        # Small steps show what many rows would.
+        # Small limits have the effect of many rows.
         upcoming.LOAD_MAX = 3 if few else 32_768
         schedule.DELIVER_MAX = 2 if few else 8_192
-        snapshot.FILE_MAX = snapshot.FILE_NOW_MAX = 4 if few else 200_000
+        snapshot.BUCKET_ROWS_MAX = snapshot.BUCKET_ROWS_NOW_MAX = 4 if few else 200_000
         self.node = Node(flush=flush, checkpoint_bytes=1 << 40, retention_seconds=RETENTION)
         self.producer = Producer(1)
-        #: (subject, number) → what waits under it.
+        #: (subject, number) → the waiting message.
         self.waiting: dict[tuple[str, int], Waiting] = {}
-        #: Of each subject, rows below this sequence were compared.
+        #: Subject → the sequence below which rows were compared.
         self.seen: dict[str, int] = {"orders": 0, "bills": 0}
         self.gone: set[tuple[int, int]] = set()
 
     def teardown(self) -> None:
-        """In the end everything that waits is delivered, once."""
+        """In the end, every waiting message is delivered once."""
         upcoming.LOAD_MAX, schedule.DELIVER_MAX = 32_768, 8_192
-        snapshot.FILE_MAX = snapshot.FILE_NOW_MAX = 200_000
+        snapshot.BUCKET_ROWS_MAX = snapshot.BUCKET_ROWS_NOW_MAX = 200_000
         if hasattr(self, "node"):
             self.node.clock.advance(70_000_000.0)
             self.compare()
             assert self.waiting == {}
 
-    # --- what happens ---------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------
 
     @rule(
         subject=SUBJECTS,
@@ -100,7 +100,7 @@ class Scheduling(RuleBasedStateMachine):
 
     @rule(subject=SUBJECTS)
     def send_at_once(self, subject: str) -> None:
-        """Messages without a delay go on beside it."""
+        """Send a message without a delay."""
         assert self.node.send(subject, b"plain", producer=self.producer).acknowledged
 
     @precondition(lambda self: self.waiting)
@@ -134,7 +134,7 @@ class Scheduling(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(early=st.sampled_from([0, 1, 1000]))
     def time_passes_until_just_before(self, early: int) -> None:
-        """The next message is due, or is not quite."""
+        """Advance the clock to the next due time, or to just before it."""
         ahead = min(row.due for row in self.waiting.values()) - self.node.clock.now() - early
         if ahead > 0:
             self.node.clock.advance(ahead / SECOND)
@@ -145,7 +145,7 @@ class Scheduling(RuleBasedStateMachine):
 
     @rule()
     def some_turns(self) -> None:
-        """Not everything that is due may leave in one turn, and a crash may come in between."""
+        """Run some turns, which may not deliver all due rows; a crash may follow."""
         self.node.broker.run_timers()
         self.node.turn()
         self._match()
@@ -156,7 +156,7 @@ class Scheduling(RuleBasedStateMachine):
         self._match()
         now = self.node.clock.now()
         late = [place for place, row in self.waiting.items() if row.due <= now]
-        assert late == [], "these were due"
+        assert late == [], "due rows were not delivered"
 
     @rule(subject=SUBJECTS, start=DELAYS, end=DELAYS, limit=st.sampled_from([1, 3, 1000]))
     def list_and_count(self, subject: str, start: float, end: float, limit: int) -> None:
@@ -193,7 +193,7 @@ class Scheduling(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, 2 * RETENTION]))
     def retention(self, seconds: float) -> None:
-        """What was delivered expires, and what waits is filed: then the log is kept for checkpoints alone."""
+        """Expire delivered rows and bucket waiting ones: only checkpoints then retain the log."""
         self.node.clock.advance(seconds)
         self.compare()
         for _ in range(KEEP):
@@ -205,12 +205,14 @@ class Scheduling(RuleBasedStateMachine):
         self.node.retention.run()
         self.node.turn()
         broker = self.node.broker
-        if seconds and not any(len(each.fresh.due) for each in schedules(self.node).by_subject.values()):
-            assert broker.message_log.segments[0].end > broker.checkpoints.message_needed, "the log is pinned"
+        if seconds and not any(len(each.unbucketed.due) for each in schedules(self.node).by_subject.values()):
+            assert broker.message_log.segments[0].end > broker.checkpoints.message_needed, (
+                "the log is retained without need"
+            )
 
     @rule(data=st.data())
     def checkpoint_meanwhile(self, data: st.DataObject) -> None:
-        """Things happen between the beginning and the end of a checkpoint, and it may fail."""
+        """Make a checkpoint, which may fail, with other steps before its end."""
         work = self.node.broker.begin_checkpoint()
         done = False
         for step in data.draw(st.lists(st.sampled_from(["cancel", "copy", "move", "turn", "run", "send"]), max_size=6)):
@@ -246,7 +248,7 @@ class Scheduling(RuleBasedStateMachine):
 
     @rule()
     def fall_back(self) -> None:
-        """The newest checkpoint does not read back."""
+        """Damage the newest checkpoint and restart."""
         disk = self.node.disk
         names = [name for name in disk.list("checkpoints") if name.startswith("manifest-")]
         if len(names) > 2:
@@ -254,10 +256,10 @@ class Scheduling(RuleBasedStateMachine):
             self.node.disk.flip_bit(f"checkpoints/{sorted(names)[-1]}", 20, 3)
             self.node = self.node.killed()
 
-    # --- what holds -----------------------------------------------------------------------------
+    # --- checks ---------------------------------------------------------------------------------
 
     def _match(self) -> None:
-        """What was delivered since the last look was due, in order, and is what was sent."""
+        """Check the rows delivered since the last check: they were due, are in order, and are as sent."""
         now = self.node.clock.now()
         for subject in self.seen:
             frames = [
@@ -279,8 +281,8 @@ class Scheduling(RuleBasedStateMachine):
             ]
             moment = (0, 0)
             for stored, number, due, producer, sequence, body, key in rows:
-                assert due <= stored, "it came early"
-                assert (producer, sequence) not in self.gone, "it was cancelled, or has come before"
+                assert due <= stored, "it was delivered early"
+                assert (producer, sequence) not in self.gone, "it was cancelled or already delivered"
                 row = self.waiting.pop((subject, number))
                 assert (row.id, row.due, row.body, row.key) == ((producer, sequence), due, body, key)
                 assert due <= now

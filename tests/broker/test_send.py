@@ -1,4 +1,4 @@
-"""Sends: stored, joined, answered once, and idempotent."""
+"""Sends are stored, joined, answered once, and idempotent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.broker_node import Node, Producer, Sent
 # --- storing ------------------------------------------------------------------------------------
 
 
-def test_rows_get_sequences_in_the_order_they_come():
+def test_rows_get_sequences_in_the_order_of_arrival():
     node = Node()
     assert node.send("orders", b"a", b"b").sequence == 0
     assert node.send("orders", b"c").sequence == 2
@@ -53,7 +53,7 @@ def test_small_frames_of_one_turn_are_stored_as_one():
     assert [(row.producer, row.number) for row in node.stored("orders")] == [(p.id, 1) for p in producers]
 
 
-def test_joined_frames_are_new_duplicate_or_refused_each_by_itself():
+def test_joined_frames_are_stored_recognized_or_refused_separately():
     node = Node()
     one, two = Producer(1), Producer(2)
     first = one.frame("orders", b"1a")
@@ -70,8 +70,8 @@ def test_joined_frames_are_new_duplicate_or_refused_each_by_itself():
     assert node.bodies("orders") == [b"1a", b"2a", b"1b"]
 
 
-def test_joined_frames_that_grow_still_find_their_reserved_place():
-    """A time that holds for all rows is repeated for each of them when frames are joined."""
+def test_joined_frames_that_grow_still_fit_their_reserved_space():
+    """A time that is stored once for all rows of a frame is repeated for each row when frames are joined."""
     node = Node()
     producers = [Producer(number) for number in range(1, 5)]
     for turn in range(6):
@@ -140,7 +140,7 @@ def test_a_resend_stores_nothing_and_gets_the_old_receipt():
 
 
 @pytest.mark.parametrize("end", ["restart", "killed", "power_lost"])
-def test_a_resend_after_a_start_stores_nothing_either(end: str):
+def test_a_resend_after_a_restart_stores_nothing(end: str):
     node = Node(flush="sync")
     producer = Producer(9)
     sends = [node.send("orders", b"%d" % n, producer=producer) for n in range(5)]
@@ -155,7 +155,7 @@ def test_a_resend_after_a_start_stores_nothing_either(end: str):
     assert again.send("orders", b"next", producer=producer).sequence == 10
 
 
-def test_a_producer_that_was_forgotten_gets_a_distinct_error():
+def test_a_forgotten_producer_gets_a_distinct_error():
     node = Node()
     producer = Producer(9)
     node.send("orders", b"a", producer=producer)
@@ -163,7 +163,7 @@ def test_a_producer_that_was_forgotten_gets_a_distinct_error():
     node.broker.producers.forget(node.clock.now())
     sent = node.send("orders", b"b", producer=producer)
     assert isinstance(sent.error, UnknownProducer)
-    assert "in doubt" in sent.error.message
+    assert "may or may not be stored" in sent.error.message
     assert node.send("orders", b"b", producer=Producer(10)).acknowledged
 
 
@@ -179,7 +179,7 @@ def test_oneway_rows_are_stored_without_idempotence():
     assert node.killed().bodies("orders") == [b"a", b"a"]
 
 
-def test_unsequenced_rows_that_somebody_waits_for_are_refused():
+def test_unsequenced_rows_are_refused_unless_they_are_sent_oneway():
     node = Node()
     sent = node.submit(Producer(9).oneway("orders", b"a"))
     node.turn()
@@ -187,7 +187,7 @@ def test_unsequenced_rows_that_somebody_waits_for_are_refused():
     assert node.bodies("orders") == []
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------
 
 
 def test_a_frame_that_does_not_verify_is_refused_and_nothing_is_stored():
@@ -200,15 +200,15 @@ def test_a_frame_that_does_not_verify_is_refused_and_nothing_is_stored():
     assert node.bodies("orders") == []
 
 
-def test_a_producer_cannot_speak_for_others():
+def test_a_producer_cannot_send_rows_of_another_producer():
     node = Node()
     frames = [FrameView(build_frame([b"x"], producer=n, first=1).tobytes()) for n in (1, 2)]
     joined = FrameView(coalesce(frames).tobytes())
-    with pytest.raises(FrameError, match="own rows only"):
+    with pytest.raises(FrameError, match="only brokers add them"):
         node.broker.submit(node.partition("orders"), joined, None)
 
 
-def test_a_read_only_broker_takes_nothing_and_still_serves():
+def test_a_read_only_broker_refuses_sends_and_serves_pulls():
     node = Node()
     node.send("orders", b"a")
     node.broker.read_only = True
@@ -219,7 +219,7 @@ def test_a_read_only_broker_takes_nothing_and_still_serves():
 # --- subjects -----------------------------------------------------------------------------------
 
 
-def test_subjects_are_made_by_use_or_only_explicitly():
+def test_subjects_are_created_by_the_first_send_or_only_explicitly():
     assert Node().send("new", b"a").acknowledged
     node = Node(auto_create=False)
     with pytest.raises(SubjectNotFound, match="'new' does not exist; create it with 'plait subject create new'"):
@@ -230,11 +230,11 @@ def test_subjects_are_made_by_use_or_only_explicitly():
         node.broker.create_subject("new")
 
 
-def test_there_are_only_so_many_subjects():
+def test_the_number_of_subjects_is_limited():
     node = Node(limits=ServerLimits(subjects=2))
     node.partition("a")
     node.partition("b")
-    with pytest.raises(LimitExceeded, match="its 2 subjects"):
+    with pytest.raises(LimitExceeded, match="subject limit reached \\(2 per broker"):
         node.partition("c")
 
 
@@ -260,7 +260,7 @@ def test_a_subject_and_its_settings_survive_any_end(end: str, checkpoints: int):
     assert node.power_lost().bodies("plain") == [b"a"]
 
 
-def test_a_deleted_subject_that_comes_again_is_another_one():
+def test_a_subject_created_again_after_its_deletion_is_a_new_one():
     node = Node(flush="sync")
     consumer = node.attach("orders", "g")
     node.send("orders", b"old")
@@ -271,7 +271,7 @@ def test_a_deleted_subject_that_comes_again_is_another_one():
     assert waiting.answers == [None]
     assert reading.answers == [None]
     assert consumer.session not in node.broker.sessions
-    assert node.send("orders", b"new").acknowledged is False, "its producer has sent elsewhere before"
+    assert node.send("orders", b"new").acknowledged is False, "its producer has sent to another partition before"
     assert node.send("orders", b"new", producer=Producer(77)).sequence == 0
     assert node.partition("orders").id != old
     again = node.power_lost()
@@ -283,7 +283,7 @@ def test_a_deleted_subject_that_comes_again_is_another_one():
 # --- readers ------------------------------------------------------------------------------------
 
 
-def test_a_reader_is_woken_by_the_first_row_and_answered_once():
+def test_the_first_row_wakes_a_waiting_read_once():
     node = Node()
     node.send("orders", b"a")
     reading = node.read("orders", 1, wait=10)
@@ -296,7 +296,7 @@ def test_a_reader_is_woken_by_the_first_row_and_answered_once():
     assert len(reading.answers) == 1
 
 
-def test_a_reader_whose_time_is_up_is_answered_once_too():
+def test_a_waiting_read_is_answered_once_at_its_deadline():
     node = Node()
     reading = node.read("orders", 0, wait=10)
     node.clock.advance(10)

@@ -1,4 +1,4 @@
-"""Producers in checkpoints: a shard is written when one of its producers changed, and nobody is forgotten by it."""
+"""Producers in checkpoints: a shard is written when one of its producers changed, and includes all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.support.broker_node import Node, Producer, Sent
 
 
 def producer_shards(node: Node) -> dict[str, bytes]:
-    """What a checkpoint made now writes of the producers."""
+    """The producer shards that a checkpoint writes now."""
     work = node.broker.begin_checkpoint().copy_all()
     work.run()
     node.broker.end_checkpoint(work)
@@ -44,7 +44,7 @@ def test_a_producer_whose_shard_was_written_with_others_is_known_after_a_restart
     assert len(again.bodies("orders")) == len(sends)
 
 
-def test_a_forgotten_producer_is_gone_from_the_next_checkpoint():
+def test_the_next_checkpoint_does_not_include_a_forgotten_producer():
     node = Node()
     for number in (3, 3 + SHARDS):
         node.send("orders", b"a", producer=Producer(number))

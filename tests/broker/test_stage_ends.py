@@ -1,4 +1,4 @@
-"""Stages that nobody publishes: they are given up in time, and the log goes only when that counts."""
+"""Stages that are never published expire, and their segments are deleted once that is durable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def task() -> Task:
 
 
 def fill_and_expire(node: Node) -> None:
-    """Rows come and go, with as many checkpoints as are kept: what else holds the log shows."""
+    """Send and delete rows, with enough checkpoints that only stages can still retain segments."""
     for _ in range(6):
         node.send("passing", *[b"y" * 1000] * 6)
         node.broker.delete_subject("passing")
@@ -36,7 +36,7 @@ def fill_and_expire(node: Node) -> None:
         node.retention.run()
 
 
-def test_a_stage_that_nobody_publishes_expires_and_is_remembered(node: Node, task: Task) -> None:
+def test_a_stage_that_is_never_published_expires_and_is_remembered(node: Node, task: Task) -> None:
     task.write(node, *[b"x" * 1000] * 20)
     start = node.broker.message_log.start
     node.clock.advance(6 * DAY)
@@ -50,7 +50,7 @@ def test_a_stage_that_nobody_publishes_expires_and_is_remembered(node: Node, tas
     for call in (node.broker.stages.complete, node.broker.stages.publish):
         with pytest.raises(Expired, match="expired"):
             call([task.named], lambda _: None)
-    # However long: a stage that is not known would count as published.
+    # The stage stays known without limit: an unknown stage would count as published.
     node.clock.advance(500 * DAY)
     node.retention.run()
     with pytest.raises(Expired, match="expired"):
@@ -60,7 +60,7 @@ def test_a_stage_that_nobody_publishes_expires_and_is_remembered(node: Node, tas
     assert staged(node) == 0
 
 
-def test_a_stage_that_waits_holds_its_part_of_the_log(node: Node, task: Task) -> None:
+def test_an_open_stage_retains_its_segments(node: Node, task: Task) -> None:
     task.write(node, b"a")
     node.broker.create_subject("other", SubjectSettings(retention_seconds=1))
     for _ in range(4):
@@ -75,7 +75,7 @@ def test_a_stage_that_waits_holds_its_part_of_the_log(node: Node, task: Task) ->
 
 @pytest.mark.parametrize("flush", ["async", "sync"])
 @pytest.mark.parametrize("published", [True, False])
-def test_the_log_goes_only_when_what_became_of_a_stage_is_durable(flush: str, published: bool, task: Task) -> None:
+def test_segments_of_a_stage_are_deleted_only_when_its_end_is_durable(flush: str, published: bool, task: Task) -> None:
     node = Node(flush=flush)
     bodies = [b"%d" % n + b"x" * 1000 for n in range(20)]
     for body in bodies:
@@ -105,7 +105,7 @@ def test_the_log_goes_only_when_what_became_of_a_stage_is_durable(flush: str, pu
             ask(again, [task])
 
 
-def test_on_a_busy_log_what_was_durable_a_while_ago_goes(node: Node, task: Task) -> None:
+def test_on_a_busy_log_segments_of_stages_that_ended_durably_are_deleted(node: Node, task: Task) -> None:
     for _ in range(20):
         task.write(node, b"x" * 1000)
     complete(node, task)
@@ -120,7 +120,7 @@ def test_on_a_busy_log_what_was_durable_a_while_ago_goes(node: Node, task: Task)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EMFILE])
-def test_stages_that_cannot_be_given_up_yet_hold_up_nothing_else(
+def test_stages_that_cannot_expire_yet_block_nothing_else(
     code: int, task: Task, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = Node(retention_seconds=10.0)
@@ -131,13 +131,13 @@ def test_stages_that_cannot_be_given_up_yet_hold_up_nothing_else(
     for _ in range(6):
         node.checkpoint()
     log = node.broker.message_log
-    # The segment has no room for a word more, and there is no other.
+    # The segment is full, and no other can be created.
     node.send("orders", b"y" * (log.segments[-1].end - log.end - 300))
     node.sync()
     for operation in ("create", "allocate"):
         node.disk.fail(operation, path="message/*", times=None, error=code)
     assert node.retention.run() != []
-    assert "cannot be given up yet" in caplog.text
+    assert "cannot be expired yet" in caplog.text
     assert node.broker.failed is None
     node = node.killed()
     node.retention.run()
@@ -145,13 +145,11 @@ def test_stages_that_cannot_be_given_up_yet_hold_up_nothing_else(
         ask(node, [task])
 
 
-def test_more_stages_end_at_once_than_one_frame_of_the_catalog_takes(
-    monkeypatch: pytest.MonkeyPatch, node: Node
-) -> None:
-    monkeypatch.setattr(staging, "HEAD_ROWS", 3)
+def test_more_stages_than_fit_in_one_catalog_frame_expire_together(monkeypatch: pytest.MonkeyPatch, node: Node) -> None:
+    monkeypatch.setattr(staging, "CATALOG_FRAME_ROWS", 3)
     sizes: list[int] = []
-    define = node.broker.heads.define
-    monkeypatch.setattr(node.broker.heads, "define", lambda rows: sizes.append(len(rows)) or define(rows))
+    define = node.broker.segment_headers.define
+    monkeypatch.setattr(node.broker.segment_headers, "define", lambda rows: sizes.append(len(rows)) or define(rows))
     tasks = [Task(n) for n in range(1, 9)]
     for task in tasks:
         task.write(node, b"a")
@@ -169,7 +167,7 @@ def test_more_stages_end_at_once_than_one_frame_of_the_catalog_takes(
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_damaged_stage_is_given_up_in_time_and_the_log_goes_on(
+def test_a_damaged_stage_expires_and_releases_its_segments(
     node: Node, task: Task, restarted: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     task.write(node, b"spoilt")
@@ -197,7 +195,7 @@ def test_a_damaged_stage_is_given_up_in_time_and_the_log_goes_on(
         assert each.broker.message_log.start > 0
 
 
-def test_what_waits_for_the_disk_is_not_given_up(node: Node, task: Task) -> None:
+def test_a_stage_that_waits_for_space_does_not_expire(node: Node, task: Task) -> None:
     task.write(node, b"a")
     answers = ask(node, [task])
     node.broker.low_space = "full"
@@ -210,7 +208,7 @@ def test_what_waits_for_the_disk_is_not_given_up(node: Node, task: Task) -> None
     assert node.bodies("orders") == [b"a"]
 
 
-def test_a_look_at_stages_opens_no_consume_log_of_young_ones(node: Node, task: Task) -> None:
+def test_expiring_stages_opens_no_consume_log_of_young_ones(node: Node, task: Task) -> None:
     task.write(node, b"a")
     node.checkpoint()
     records = task.open(node).consume_log

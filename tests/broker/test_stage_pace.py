@@ -1,4 +1,4 @@
-"""Publishing a large batch: the disk works while more is copied, others are served, memory is given back."""
+"""Publishing a large batch: it is synced while more is copied, other requests are served, memory is released."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def task() -> Task:
 
 @pytest.fixture
 def small_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One frame in a turn."""
+    """Publish one frame per turn."""
     monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
 
 
 def written(node: Node, task: Task, count: int) -> list[bytes]:
-    """A task that is done with so many frames; their bodies."""
+    """Write and complete a stage of ``count`` frames. Returns their bodies."""
     for n in range(count):
         task.write(node, b"%d" % n)
     complete(node, task)
     return task.bodies
 
 
-# --- beside others ------------------------------------------------------------------------------
+# --- other requests -----------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("small_turns")
-def test_what_is_published_goes_to_the_disk_while_the_rest_follows(node: Node, task: Task) -> None:
+def test_published_frames_are_synced_while_more_are_copied(node: Node, task: Task) -> None:
     written(node, task, 2)
     answers = ask(node, [task])
     node.commit()
@@ -54,7 +54,7 @@ def test_what_is_published_goes_to_the_disk_while_the_rest_follows(node: Node, t
 
 
 @pytest.mark.usefixtures("small_turns")
-def test_no_more_is_copied_than_a_turn_while_the_disk_works_on_another(node: Node, task: Task) -> None:
+def test_only_one_turn_is_copied_ahead_of_a_running_sync(node: Node, task: Task) -> None:
     bodies = written(node, task, 8)
     ask(node, [task])
     node.commit()
@@ -66,13 +66,13 @@ def test_no_more_is_copied_than_a_turn_while_the_disk_works_on_another(node: Nod
         assert node.bodies("orders") == bodies[: done + 1]
         work.run()
         node.broker.end_sync(work)
-        assert node.broker.sync_wanted, "the next one can go to the disk at once"
+        assert node.broker.sync_wanted, "the next sync can begin at once"
     settle(node)
     assert node.bodies("orders") == bodies
 
 
 @pytest.mark.usefixtures("small_turns")
-def test_a_slow_disk_under_a_large_batch_refuses_no_sends_that_need_not_wait_for_it(task: Task) -> None:
+def test_a_slow_disk_during_a_large_batch_refuses_no_sends(task: Task) -> None:
     node = Node(flush="async")
     written(node, task, 40)
     answers, producer = ask(node, [task]), Producer(7)
@@ -91,10 +91,10 @@ def test_a_slow_disk_under_a_large_batch_refuses_no_sends_that_need_not_wait_for
     assert answers == [None]
 
 
-# --- hindered -----------------------------------------------------------------------------------
+# --- faults -------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_in_the_middle_and_a_log_that_goes_meanwhile_end_nothing(node: Node, task: Task) -> None:
+def test_publishing_survives_a_full_disk_and_retention(node: Node, task: Task) -> None:
     for n in range(14):
         task.write(node, b"%x" % n * 900)
     complete(node, task)
@@ -103,7 +103,7 @@ def test_a_full_disk_in_the_middle_and_a_log_that_goes_meanwhile_end_nothing(nod
     for _ in range(6):
         node.checkpoint()
     answers = ask(node, [task])
-    # One more segment can be made, the next one cannot.
+    # One more segment can be created, the next one cannot.
     for operation in ("create", "allocate"):
         node.disk.fail(operation, path="message/*", after=1, error=errno.ENOSPC)
     node.turn()
@@ -123,7 +123,7 @@ def test_a_full_disk_in_the_middle_and_a_log_that_goes_meanwhile_end_nothing(nod
 
 
 @pytest.mark.usefixtures("small_turns")
-def test_the_memory_of_what_is_published_is_given_back_neighbours_together(
+def test_the_memory_of_published_frames_is_released_in_merged_ranges(
     monkeypatch: pytest.MonkeyPatch, node: Node
 ) -> None:
     tasks = [Task(11), Task(12), Task(13)]
@@ -134,20 +134,20 @@ def test_the_memory_of_what_is_published_is_given_back_neighbours_together(
     for each in tasks * 2:
         each.write(node, b"x" * 100)
     end = log.end
-    node.send("orders", b"of others")
+    node.send("orders", b"other")
     forgotten: list[tuple[int, int]] = []
     monkeypatch.setattr(log, "forget", lambda *range_: forgotten.append(range_))
     publish(node, *tasks[:2])
     size = (end - before) // 6
     firsts = [before, before + 3 * size]
-    # The frames of the first task, each alone; then those of the second, with them.
+    # The frames of the first task are single ranges; those of the second extend them.
     assert forgotten == [(at, at + size) for at in firsts] + [(at, at + 2 * size) for at in firsts]
     forgotten.clear()
     publish(node, tasks[2])
     assert forgotten == [(at + 2 * size, at + 3 * size) for at in firsts]
 
 
-def test_ranges_that_grow_are_told_whole_and_others_not_again() -> None:
+def test_take_returns_each_grown_range_whole_and_no_other() -> None:
     rng = random.Random(5)
     copied = CopiedRanges()
     # Frames of 10 bytes, with a gap after every seventh, in any order.
@@ -158,10 +158,10 @@ def test_ranges_that_grow_are_told_whole_and_others_not_again() -> None:
         some, frames = frames[:9], frames[9:]
         for start in some:
             copied.add(start, start + 10)
-        told = copied.take()
-        known = {old for old in known if not any(start <= old[0] < end for start, end in told)} | set(told)
-        assert set(some) <= {at for start, end in told for at in range(start, end, 10)}
-        assert all(any(start <= at < end for at in some) for start, end in told), "only what has grown"
+        taken = copied.take()
+        known = {old for old in known if not any(start <= old[0] < end for start, end in taken)} | set(taken)
+        assert set(some) <= {at for start, end in taken for at in range(start, end, 10)}
+        assert all(any(start <= at < end for at in some) for start, end in taken), "only grown ranges are returned"
         assert len(copied) == len(known)
     assert copied.take() == []
     assert sorted(known) == [(start, min(start + 60, 2000)) for start in range(10, 2000, 70)]

@@ -1,4 +1,4 @@
-"""Stages: nobody sees what is in them before they are published, and then everybody sees it once (R23)."""
+"""Stages: their rows are invisible until they are published, and then visible once (R23)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def keyed(*keys: str) -> dict[str, object]:
 # --- writing ----------------------------------------------------------------------------------------
 
 
-def test_what_is_staged_is_seen_by_nobody(node: Node, task: Task) -> None:
+def test_staged_rows_are_invisible(node: Node, task: Task) -> None:
     consumer = node.attach("orders", "g")
     task.write(node, b"a", b"b")
     assert node.bodies("orders") == []
@@ -60,7 +60,7 @@ def test_what_is_staged_is_seen_by_nobody(node: Node, task: Task) -> None:
     assert staged(node) == 1
 
 
-def test_what_is_published_is_seen_once_with_its_ids_and_in_its_order(node: Node, task: Task) -> None:
+def test_published_rows_are_visible_once_with_their_ids_and_in_order(node: Node, task: Task) -> None:
     consumer = node.attach("orders", "g")
     node.send("orders", b"before")
     task.write(node, b"a", b"b")
@@ -79,7 +79,7 @@ def test_what_is_published_is_seen_once_with_its_ids_and_in_its_order(node: Node
     assert staged(node) == 0
 
 
-def test_who_waits_for_messages_gets_them_when_they_are_published(node: Node, task: Task) -> None:
+def test_published_rows_wake_a_suspended_pull(node: Node, task: Task) -> None:
     consumer = node.attach("orders", "g")
     pulled = node.pull(consumer, wait=30)
     task.write(node, b"a")
@@ -97,7 +97,7 @@ def test_publishing_again_changes_nothing(node: Node, task: Task) -> None:
     assert node.bodies("orders") == [b"a"]
 
 
-def test_a_frame_that_is_sent_again_is_staged_once(node: Node, task: Task) -> None:
+def test_a_resent_frame_is_staged_once(node: Node, task: Task) -> None:
     sent = task.write(node, b"a", b"b")
     assert task.submit(node, sent).sequence == 0
     task.write(node, b"c")
@@ -113,7 +113,7 @@ def test_a_gap_is_refused(node: Node, task: Task) -> None:
     assert refused.error.details["last"] == 1
 
 
-def test_many_frames_of_one_turn_stay_whole(node: Node, task: Task) -> None:
+def test_frames_of_one_turn_are_not_joined(node: Node, task: Task) -> None:
     partition = task.open(node)
     frames = [task.frame(b"%d" % n) for n in range(5)]
     for sent in frames:
@@ -124,7 +124,7 @@ def test_many_frames_of_one_turn_stay_whole(node: Node, task: Task) -> None:
     assert node.bodies("orders") == [b"0", b"1", b"2", b"3", b"4"]
 
 
-def test_other_rows_under_the_numbers_of_staged_ones_are_refused(node: Node, task: Task) -> None:
+def test_other_rows_with_the_producer_sequences_of_staged_rows_are_refused(node: Node, task: Task) -> None:
     task.write(node, b"a", b"b")
     task.write(node, b"c")
     other = Task(task.stage.producer)
@@ -143,7 +143,7 @@ def test_only_its_own_producer_writes_to_a_stage(node: Node, task: Task) -> None
         node.broker.submit(partition, stranger.frame(b"b").view, None)
     with pytest.raises(FrameError, match="unsequenced"):
         node.broker.submit(partition, Producer(11).frame("orders", b"b").view, None)
-    with pytest.raises(FrameError, match="delivery times"):
+    with pytest.raises(FrameError, match="separate stages"):
         node.broker.submit(partition, task.frame(b"b", deliver_at=1).view, None)
 
 
@@ -155,12 +155,12 @@ def test_a_producer_has_one_stage(node: Node, task: Task) -> None:
         node.broker.stages.open("orders", msgspec.structs.replace(task.stage, batch=2))
 
 
-def test_there_is_a_limit_to_stages() -> None:
+def test_the_number_of_stages_is_limited() -> None:
     node = Node(limits=ServerLimits(stages=2))
     Task(1).write(node, b"a")
     second = Task(2)
     second.write(node, b"b")
-    with pytest.raises(LimitExceeded, match="its 2 stages"):
+    with pytest.raises(LimitExceeded, match=r"stage limit reached \(2 per broker"):
         Task(3).open(node)
     publish(node, second)
     Task(3).open(node)
@@ -176,7 +176,7 @@ def test_stages_leave_no_trace_in_the_producer_table(node: Node, task: Task) -> 
 # --- committing -------------------------------------------------------------------------------------
 
 
-def test_a_stage_that_is_not_whole_is_not_published(node: Node, task: Task) -> None:
+def test_an_incomplete_stage_is_not_published(node: Node, task: Task) -> None:
     task.write(node, b"a")
     task.frame(b"lost")
     for call in (node.broker.stages.complete, node.broker.stages.publish):
@@ -196,7 +196,7 @@ def test_a_complete_stage_survives_a_power_loss(flush: str, task: Task) -> None:
     assert node.power_lost().bodies("orders") == [b"a", b"b"]
 
 
-def test_dropped_stages_are_gone_and_those_that_have_begun_stay(node: Node, task: Task) -> None:
+def test_dropped_stages_are_deleted_unless_their_publishing_has_begun(node: Node, task: Task) -> None:
     other = Task(12)
     task.write(node, b"a")
     other.write(node, b"b")
@@ -208,7 +208,7 @@ def test_dropped_stages_are_gone_and_those_that_have_begun_stay(node: Node, task
     assert staged(node.killed()) == 0
 
 
-def test_what_failed_attempts_left_goes_with_the_commit_of_its_batch(node: Node) -> None:
+def test_the_commit_of_a_batch_deletes_the_stages_of_failed_attempts(node: Node) -> None:
     failed, good = Task(1, batch=7), Task(2, batch=7)
     next_batch, other_query = Task(3, batch=8), Task(4, batch=7, query="another")
     for each in (failed, good, next_batch, other_query):
@@ -219,7 +219,7 @@ def test_what_failed_attempts_left_goes_with_the_commit_of_its_batch(node: Node)
     assert sorted(node.bodies("orders")) == [b"2", b"3", b"4"]
 
 
-def test_frames_go_out_over_many_turns(monkeypatch: pytest.MonkeyPatch, node: Node, task: Task) -> None:
+def test_frames_are_published_over_many_turns(monkeypatch: pytest.MonkeyPatch, node: Node, task: Task) -> None:
     monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
     for n in range(5):
         task.write(node, b"%d" % n)
@@ -233,7 +233,7 @@ def test_frames_go_out_over_many_turns(monkeypatch: pytest.MonkeyPatch, node: No
     assert node.bodies("orders") == [b"0", b"meanwhile", b"1", b"2", b"3", b"4"]
 
 
-def test_delayed_rows_begin_to_wait_when_they_are_published(node: Node) -> None:
+def test_delayed_rows_are_scheduled_when_they_are_published(node: Node) -> None:
     task = Task(11, delayed=True)
     now = node.clock.now()
     task.write(node, b"far", b"near", deliver_at=np.array([now + 20 * SECOND, now + SECOND], np.int64))
@@ -248,13 +248,13 @@ def test_delayed_rows_begin_to_wait_when_they_are_published(node: Node) -> None:
     assert node.bodies("orders") == [b"near", b"far"]
 
 
-def test_impossible_delivery_times_are_refused(node: Node) -> None:
+def test_impossible_due_times_are_refused(node: Node) -> None:
     task = Task(11, delayed=True)
     refused = task.submit(node, task.frame(b"a", deliver_at=node.clock.now() + 10**15))
     assert isinstance(refused.error, InvalidArgument)
 
 
-def test_a_full_disk_holds_publishing_up_and_nothing_is_lost(node: Node, task: Task) -> None:
+def test_a_full_disk_delays_publishing_and_loses_nothing(node: Node, task: Task) -> None:
     task.write(node, b"a")
     answers = ask(node, [task])
     node.broker.low_space = "full"
@@ -268,7 +268,7 @@ def test_a_full_disk_holds_publishing_up_and_nothing_is_lost(node: Node, task: T
     assert node.bodies("orders") == [b"a"]
 
 
-def test_damage_is_told_and_holds_up_nothing_else(node: Node, task: Task) -> None:
+def test_damage_in_a_stage_is_reported_and_blocks_no_other_stage(node: Node, task: Task) -> None:
     other = Task(12)
     task.write(node, b"spoilt")
     partition = task.open(node)
@@ -283,21 +283,21 @@ def test_damage_is_told_and_holds_up_nothing_else(node: Node, task: Task) -> Non
     assert isinstance(ask_and_settle(node, task), DamageError)
 
 
-def test_rows_that_no_record_leads_to_are_damage_and_publishing_ends(node: Node, task: Task) -> None:
+def test_rows_without_a_consume_log_record_are_damage_and_stop_publishing(node: Node, task: Task) -> None:
     task.write(node, b"whole")
     task.write(node, b"spoilt")
     node.checkpoint()
     log = task.open(node).consume_log
     record = log.record(1)
     node.disk.flip_bit(f"message/{segment_name(0)}", record.offset + record.size - 1, 0)
-    # Built again from the message log, the records end before the rows that a checkpoint knows of.
+    # The rebuilt consume log ends before rows that the checkpoint includes.
     node.disk.remove(log.path)
     node = node.killed()
     with within_cpu_seconds(5):
         assert isinstance(ask_and_settle(node, task), DamageError)
 
 
-def test_a_stage_whose_segment_is_gone_is_named(node: Node, task: Task) -> None:
+def test_the_error_for_a_missing_segment_names_the_stage(node: Node, task: Task) -> None:
     task.write(node, b"a")
     for _ in range(3):
         node.send("other", *[b"y" * 1000] * 7)
@@ -317,7 +317,7 @@ def sealed(node: Node, lps: list[tuple[int, int]], version: int = 2) -> list[Fen
     return fences
 
 
-def test_keys_that_have_moved_are_not_published_here(node: Node) -> None:
+def test_stages_whose_keys_have_moved_are_not_published(node: Node) -> None:
     staying, moving = Task(1), Task(2)
     lp = lp_of_key("gone")
     staying.write(node, b"s", **keyed("stays"))
@@ -334,15 +334,13 @@ def test_keys_that_have_moved_are_not_published_here(node: Node) -> None:
 
 
 @pytest.mark.parametrize("after", ["at once", "killed", "power lost"])
-def test_what_was_refused_once_is_refused_for_good_though_its_keys_come_back(
-    node: Node, task: Task, after: str
-) -> None:
+def test_a_refused_stage_stays_refused_when_its_keys_return(node: Node, task: Task, after: str) -> None:
     lp = lp_of_key("gone")
     task.write(node, b"m", **keyed("gone"))
     complete(node, task)
     sealed(node, [(lp, lp + 1)])
     assert isinstance(ask_and_settle(node, task), StaleRoute)
-    # Who was told so writes it anew, to where the route leads by then: back here. Another driver asks once more.
+    # The driver writes the rows again, and the route leads here again. Another driver repeats its request.
     if after != "at once":
         node = node.killed() if after == "killed" else node.power_lost()
     settings = node.broker.subjects["orders"].row.settings
@@ -355,11 +353,11 @@ def test_what_was_refused_once_is_refused_for_good_though_its_keys_come_back(
     assert refused.details == {"producer": 11, "producers": [11]}
     publish(node, copy)
     assert node.bodies("orders") == [b"m"]
-    assert len(node.broker.stages.read(11, 0, 1 << 20)[1]) == 1, "who comes next may have to copy it, too"
+    assert len(node.broker.stages.read(11, 0, 1 << 20)[1]) == 1, "another driver can still read the rows"
     assert node.broker.stages.forget("q", 1) == 1
 
 
-def test_all_stages_whose_keys_have_moved_are_named_at_once(node: Node) -> None:
+def test_one_error_names_all_stages_whose_keys_have_moved(node: Node) -> None:
     tasks = [Task(n) for n in range(1, 5)]
     for task, key in zip(tasks, ("stays", "gone", "stays", "gone"), strict=True):
         task.write(node, b"a", **keyed(key))
@@ -367,11 +365,13 @@ def test_all_stages_whose_keys_have_moved_are_named_at_once(node: Node) -> None:
     sealed(node, [(lp, lp + 1)])
     refused = ask_and_settle(node, *tasks)
     assert refused is not None
-    told = m.error_of(m.failure_of(refused))
-    assert told.details == {"producer": 2, "producers": [2, 4]}
+    error = m.error_of(m.failure_of(refused))
+    assert error.details == {"producer": 2, "producers": [2, 4]}
 
 
-def test_what_has_begun_is_published_before_keys_move(monkeypatch: pytest.MonkeyPatch, node: Node, task: Task) -> None:
+def test_publishing_that_has_begun_is_finished_before_a_seal(
+    monkeypatch: pytest.MonkeyPatch, node: Node, task: Task
+) -> None:
     monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
     for n in range(3):
         task.write(node, b"%d" % n, **keyed("gone"))
@@ -380,13 +380,13 @@ def test_what_has_begun_is_published_before_keys_move(monkeypatch: pytest.Monkey
     lp = lp_of_key("gone")
     with pytest.raises(FlowControl, match="being published to 'orders'; try again"):
         sealed(node, [(lp, lp + 1)])
-    assert node.bodies("orders") == [b"0", b"1"], "no more than a turn's worth"
+    assert node.bodies("orders") == [b"0", b"1"], "one turn's worth"
     assert sealed(node, [(lp, lp + 1)]) == [(lp, lp + 1, 3)]
     assert answers == [None]
     assert node.bodies("orders") == [b"0", b"1", b"2"]
 
 
-def test_a_seal_is_not_kept_waiting_by_what_comes_after_it(monkeypatch: pytest.MonkeyPatch, node: Node) -> None:
+def test_a_seal_does_not_wait_for_stages_requested_after_it(monkeypatch: pytest.MonkeyPatch, node: Node) -> None:
     monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
     first, second, elsewhere = Task(1), Task(2), Task(3, subject="payments")
     for task in (first, second, elsewhere):
@@ -397,7 +397,7 @@ def test_a_seal_is_not_kept_waiting_by_what_comes_after_it(monkeypatch: pytest.M
     node.commit()
     with pytest.raises(FlowControl):
         sealed(node, [(lp, lp + 1)])
-    with pytest.raises(FlowControl, match="'orders' is about to take fewer keys; try again"):
+    with pytest.raises(FlowControl, match="'orders' is being sealed; try again"):
         ask(node, [second])
     publish(node, first, elsewhere)
     assert answers == [None]
@@ -406,7 +406,7 @@ def test_a_seal_is_not_kept_waiting_by_what_comes_after_it(monkeypatch: pytest.M
     assert node.bodies("orders") == first.bodies
 
 
-def test_a_seal_that_nobody_asks_for_any_more_holds_up_nothing(monkeypatch: pytest.MonkeyPatch, node: Node) -> None:
+def test_an_abandoned_seal_blocks_no_publishing(monkeypatch: pytest.MonkeyPatch, node: Node) -> None:
     monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
     first, second = Task(1), Task(2)
     for task in (first, second):
@@ -422,7 +422,7 @@ def test_a_seal_that_nobody_asks_for_any_more_holds_up_nothing(monkeypatch: pyte
     assert node.bodies("orders") == first.bodies + second.bodies
 
 
-def test_a_seal_says_that_it_waits_for_a_full_disk(node: Node, task: Task) -> None:
+def test_a_seal_that_waits_for_a_full_disk_reports_it(node: Node, task: Task) -> None:
     task.write(node, b"a")
     ask(node, [task])
     node.broker.low_space = "full"
@@ -433,7 +433,7 @@ def test_a_seal_says_that_it_waits_for_a_full_disk(node: Node, task: Task) -> No
     assert sealed(node, [(0, 1)]) == [(0, 1, 1)]
 
 
-def test_a_stage_outlives_the_partition_it_is_for(node: Node, task: Task) -> None:
+def test_a_stage_outlasts_its_target_partition(node: Node, task: Task) -> None:
     task.write(node, b"a")
     node.broker.delete_subject("orders")
     node.turn()
@@ -443,7 +443,7 @@ def test_a_stage_outlives_the_partition_it_is_for(node: Node, task: Task) -> Non
     assert [row.body for row in rows_of(frames)] == [b"a"]
 
 
-def test_a_subject_that_is_deleted_takes_what_was_on_its_way_along(
+def test_deleting_a_subject_deletes_the_rows_being_published_to_it(
     monkeypatch: pytest.MonkeyPatch, node: Node, task: Task
 ) -> None:
     monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
@@ -461,7 +461,7 @@ def test_a_subject_that_is_deleted_takes_what_was_on_its_way_along(
 
 
 def life(node: Node, tasks: list[Task], passed: list[str]) -> None:
-    """Two tasks write, and their batch is published over several turns, with a checkpoint in the middle."""
+    """Two tasks write, and their batch is published over several turns, with a checkpoint in between."""
     for task in tasks:
         for n in range(3):
             task.write(node, b"%d-%d" % (task.stage.producer, n), **keyed("k"))
@@ -494,7 +494,7 @@ def test_a_crash_at_any_disk_operation_publishes_all_once(monkeypatch: pytest.Mo
             settle(node)
             assert node.bodies("orders") in ([], wanted)
             if passed:
-                # Whoever decided that the batch counts asks again.
+                # The batch is committed, so the request is repeated.
                 publish(node, *tasks)
                 assert node.bodies("orders") == wanted
                 assert staged(node) == 0

@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
-#: No command of these tests takes this long.
+#: A command that takes this long fails the test.
 SECONDS = 180.0
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The caller's, without what would change a command's behaviour."""
+    """The environment without the variables that change a command's behaviour."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PLAIT_SERVER", "PLAIT_DEBUG")}
     return kept | more
 
@@ -34,7 +34,7 @@ def plait(*arguments: str, stdin: bytes = b"", **env: str) -> subprocess.Complet
 
 
 class Serving:
-    """A process that serves and is ready."""
+    """A server process that is ready."""
 
     def __init__(self, process: subprocess.Popen[bytes], ready: str) -> None:
         self.process = process
@@ -42,7 +42,7 @@ class Serving:
         self.address = ready.split()[1]
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
-        """(exit code, the rest of standard output, standard error) after a signal."""
+        """Send a signal. Returns (exit code, rest of standard output, standard error)."""
         self.process.send_signal(number)
         out, err = self.process.communicate(timeout=SECONDS)
         return self.process.returncode, out.decode(), err.decode()
@@ -50,7 +50,7 @@ class Serving:
 
 @contextmanager
 def running(*arguments: str, files: tuple[int, int] | None = None, **env: str) -> Iterator[Serving]:
-    """A command that says when it is ready, ended whatever happens; ``files`` are its limits of open files."""
+    """Run a serving command and stop it afterwards; ``files`` are its limits of open files."""
     process = subprocess.Popen(
         [sys.executable, "-m", "plait.cli", *arguments],
         stdout=subprocess.PIPE,

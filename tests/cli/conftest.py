@@ -1,4 +1,4 @@
-"""One node for all commands that only talk to it."""
+"""A node that the tests of client commands share."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from plait.cli.entry import run
 from tests.cli.commands import Serving, serve
 
-#: Runs a command in this process, for tests that need many of them; the rest start real ones.
+#: Runs a command in this process, for tests that run many commands; other tests start processes.
 Here = Callable[..., subprocess.CompletedProcess[bytes]]
 
 
 @pytest.fixture(scope="session")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A node that lives as long as the tests."""
+    """The shared node."""
     with serve(tmp_path_factory.mktemp("node") / "data") as serving:
         yield serving
 
@@ -33,7 +33,7 @@ def subject() -> str:
 
 @pytest.fixture
 def call(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Here:
-    """A command without a process of its own."""
+    """Runs a command in this process."""
     monkeypatch.delenv("PLAIT_DEBUG", raising=False)
 
     def call(*arguments: str) -> subprocess.CompletedProcess[bytes]:
@@ -46,6 +46,6 @@ def call(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def here(node: Serving, call: Here, monkeypatch: pytest.MonkeyPatch) -> Here:
-    """The same against the node that is there for all."""
+    """Runs a command in this process against the shared node."""
     monkeypatch.setenv("PLAIT_SERVER", node.address)
     return call

@@ -1,4 +1,4 @@
-"""A data directory with something of everything in it, made once and copied for each test that damages it."""
+"""A data directory with every kind of file, created once and copied for each test that damages it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from plait.server import Server
 from plait.storage.disk import RealDisk
 
 SUBJECTS = ("orders", "payments")
-#: Messages of each subject, and in one frame.
+#: Messages per subject and per frame.
 COUNT = 400
 BATCH = 20
 SEGMENT_SIZE = 8 * 1024
 
 
 async def make(path: Path) -> None:
-    """Two subjects over several segments, two groups, several checkpoints, an orderly stop."""
+    """Create two subjects over several segments, two groups and several checkpoints, and stop cleanly."""
     config = BrokerConfig(message_segment_size=SEGMENT_SIZE, action_segment_size=SEGMENT_SIZE)
     server = Server(RealDisk(path), config, port=0)
     await server.start()
@@ -49,14 +49,14 @@ def frames(path: Path) -> list[tuple[int, FrameView]]:
 
 
 def flip(path: Path, position: int, mask: int = 0x10) -> None:
-    """Turn bits of one byte."""
+    """Flip bits of one byte."""
     data = bytearray(path.read_bytes())
     data[position] ^= mask
     path.write_bytes(data)
 
 
 def fingerprint(path: Path) -> dict[str, tuple[str, int, int]]:
-    """(content, size, time of the last change) of everything in a directory, and of the directories."""
+    """(content, size, modification time) of every file and directory under a path."""
     return {
         entry.relative_to(path).as_posix(): (
             hashlib.sha256(entry.read_bytes()).hexdigest() if entry.is_file() else "",

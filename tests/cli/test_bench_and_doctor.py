@@ -11,7 +11,7 @@ from tests.cli.conftest import Here
 from tests.cli.data_directory import fingerprint, flip, frames
 
 
-def test_a_bench_measures_and_leaves_nothing_behind(node: Serving, here: Here):
+def test_a_bench_measures_and_deletes_its_subjects(node: Serving, here: Here):
     before = here("subject", "list", "-o", "json").stdout
     options = ("--count", "5000", "--size", "64", "--keys", "10", "--batch", "500")
     result = plait("bench", *options, "-o", "json", "--server", node.address)
@@ -31,7 +31,7 @@ def test_a_bench_measures_and_leaves_nothing_behind(node: Serving, here: Here):
     assert here("subject", "list", "-o", "json").stdout == before
 
 
-def test_a_bench_on_a_node_of_its_own_prints_a_table():
+def test_a_bench_on_an_embedded_node_prints_a_table():
     result = plait("bench", "--embedded", "--count", "1000")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.decode().splitlines()
@@ -63,7 +63,7 @@ async def test_doctor_names_seeded_damage_and_writes_nothing(tmp_path: Path):
     assert fingerprint(data) == before
 
 
-def test_doctor_looks_at_a_node_that_runs(node: Serving, here: Here, subject: str):
+def test_doctor_checks_the_directory_of_a_running_node(node: Serving, here: Here, subject: str):
     assert here("send", subject, "a").returncode == 0
     data = node.ready.split(" data=")[1].split(" flush=")[0]
     report = json.loads(plait("doctor", data, "-o", "json").stdout)

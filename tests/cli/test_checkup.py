@@ -1,4 +1,4 @@
-"""What a check-up finds in a data directory, where, and how bad it calls it."""
+"""The findings of a check of a data directory: their places and severities."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _template: list[Path] = []
 
 @pytest.fixture
 async def data(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
-    """A healthy data directory of its own."""
+    """A copy of a healthy data directory."""
     if not _template:
         made = tmp_path_factory.mktemp("template") / "data"
         await data_directory.make(made)
@@ -39,7 +39,7 @@ async def data(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path
 
 
 def check(data: Path) -> CheckReport:
-    """A check-up, which must leave everything as it was."""
+    """Check a data directory and assert that nothing in it changed."""
     before = fingerprint(data)
     report = examine(data, lambda name, done, total: None)
     assert fingerprint(data) == before
@@ -55,7 +55,7 @@ def segments(data: Path, log: str = "message") -> list[Path]:
     return sorted((data / log).iterdir())
 
 
-def test_a_healthy_directory_is_healthy(data: Path):
+def test_a_healthy_directory_has_no_findings(data: Path):
     report = check(data)
     assert report.findings == []
     assert (report.healthy, report.in_use, report.subjects) == (True, False, 2)
@@ -67,7 +67,7 @@ def test_a_healthy_directory_is_healthy(data: Path):
     assert report.checkpoints[0].clean is True
 
 
-def test_a_flipped_bit_in_a_message_frame_names_the_messages_that_are_lost(data: Path):
+def test_a_flipped_bit_in_a_message_frame_names_the_lost_messages(data: Path):
     file = segments(data)[1]
     position, frame = next((p, f) for p, f in frames(file)[1:] if f.partition)
     flip(file, position + frame.size // 2)
@@ -78,7 +78,7 @@ def test_a_flipped_bit_in_a_message_frame_names_the_messages_that_are_lost(data:
     assert "restore" in found.advice
 
 
-def test_every_frame_of_a_damaged_stretch_is_counted(data: Path):
+def test_every_frame_of_a_damaged_region_is_counted(data: Path):
     file = segments(data)[1]
     (first, frame), (second, other) = [(p, f) for p, f in frames(file)[1:] if f.partition][:2]
     for position in (first, second):
@@ -156,7 +156,7 @@ def test_a_flipped_bit_in_the_action_log_loses_no_message(data: Path):
 
 
 @pytest.mark.parametrize("newest", [True, False])
-def test_a_damaged_checkpoint_is_named_and_the_one_a_start_uses_is_told(data: Path, newest: bool):
+def test_a_damaged_checkpoint_is_named_and_the_one_a_start_uses_is_reported(data: Path, newest: bool):
     manifests = sorted((data / "checkpoints").glob("manifest-*"))
     assert len(manifests) > 1
     broken = manifests[-1] if newest else manifests[0]
@@ -164,11 +164,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_a_start_uses_is_told(data: Pa
     report = check(data)
     (found,) = damages(report)
     assert found.file == f"checkpoints/{broken.name}"
-    assert found.harm.startswith("a start has to go back" if newest else "none")
+    assert found.harm.startswith("none is lost: a start uses an older checkpoint" if newest else "none")
     assert [facts.whole for facts in report.checkpoints].count(False) == 1
 
 
-def test_a_damaged_shard_breaks_the_checkpoints_that_need_it(data: Path):
+def test_a_damaged_shard_damages_the_checkpoints_that_need_it(data: Path):
     manifest = sorted((data / "checkpoints").glob("manifest-*"))[-1]
     shard = next(iter(sorted((data / "checkpoints").glob(f"shard-*{manifest.name[-12:]}"))))
     flip(shard, 3)
@@ -177,14 +177,14 @@ def test_a_damaged_shard_breaks_the_checkpoints_that_need_it(data: Path):
     assert "shard" in found[0].what
 
 
-def test_a_checkpoint_that_was_being_written_is_only_a_note(data: Path):
+def test_a_partly_written_checkpoint_is_only_a_note(data: Path):
     (data / "checkpoints" / "manifest-000000000099.new").write_bytes(b"half of it")
     report = check(data)
     assert report.healthy
     assert [finding.severity for finding in report.findings] == ["note"]
 
 
-def test_a_consume_log_that_points_elsewhere_is_found(data: Path):
+def test_a_consume_log_with_wrong_offsets_is_found(data: Path):
     file = sorted((data / "consume").iterdir())[0]
     flip(file, 5 * 32 + 8, 0x08)
     report = check(data)
@@ -194,7 +194,7 @@ def test_a_consume_log_that_points_elsewhere_is_found(data: Path):
     assert (report.consume_logs_damaged, report.missing_messages) == (1, 0)
 
 
-def test_a_consume_log_that_is_too_short_or_gone_is_found(data: Path):
+def test_a_short_or_missing_consume_log_is_found(data: Path):
     one, other = sorted((data / "consume").iterdir())
     one.write_bytes(one.read_bytes()[:-32])
     other.unlink()
@@ -202,7 +202,7 @@ def test_a_consume_log_that_is_too_short_or_gone_is_found(data: Path):
     assert [finding.file for finding in found] == [f"consume/{one.name}", f"consume/{other.name}"]
 
 
-def test_an_unfinished_tail_is_only_a_note(data: Path):
+def test_a_torn_tail_is_only_a_note(data: Path):
     file = [path for path in segments(data) if frames(path)][-1]
     last, frame = frames(file)[-1]
     end = last + frame.size
@@ -213,10 +213,10 @@ def test_an_unfinished_tail_is_only_a_note(data: Path):
     assert report.healthy
     (note,) = report.findings
     assert (note.severity, note.offset) == ("note", end)
-    assert "unfinished tail" in note.what
+    assert "torn tail" in note.what
 
 
-def test_what_is_in_quarantine_and_what_is_not_ours_is_listed(data: Path):
+def test_quarantined_and_foreign_files_are_listed(data: Path):
     (data / "quarantine").mkdir()
     (data / "quarantine" / "message-00000000000000000123-damaged").write_bytes(b"x")
     (data / "notes.txt").write_text("mine")
@@ -243,7 +243,7 @@ def test_a_newer_format_is_refused(data: Path):
 
 
 @pytest.mark.parametrize("kind", ["nothing", "file", "empty"])
-def test_what_is_no_data_directory_is_said_to_be_none(tmp_path: Path, kind: str):
+def test_a_path_that_is_not_a_data_directory_is_refused(tmp_path: Path, kind: str):
     path = tmp_path / "x"
     if kind == "file":
         path.write_text("")
@@ -284,7 +284,7 @@ def delayed(data: Path) -> None:
     broker.stop()
 
 
-def test_delayed_messages_are_looked_at(data: Path):
+def test_delayed_messages_are_checked(data: Path):
     delayed(data)
     report = check(data)
     assert report.findings == []
@@ -298,7 +298,7 @@ def test_delayed_messages_are_looked_at(data: Path):
     assert len(damages(check(data))) == 2
 
 
-def test_a_bucket_that_cannot_be_opened_is_told(data: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_bucket_that_cannot_be_opened_is_reported(data: Path, monkeypatch: pytest.MonkeyPatch):
     delayed(data)
     opened = RealDisk.open
 
@@ -309,5 +309,5 @@ def test_a_bucket_that_cannot_be_opened_is_told(data: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(RealDisk, "open", refused)
     report = check(data)
-    assert [finding.what for finding in damages(report)] == ["it cannot be read: Permission denied"] * 2
+    assert [finding.what for finding in damages(report)] == ["cannot be read: Permission denied"] * 2
     assert (report.scheduled, report.missing_messages) == (0, 2)

@@ -1,4 +1,4 @@
-"""The meta database of a node: what a check-up says of it, and what a start makes of its loss."""
+"""The meta database of a node: the findings of a check, and a start after its loss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def node(path: Path) -> Server:
 
 @pytest.fixture
 async def data(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
-    """A node's directory with a strict subject of two partitions that became three, and one of one."""
+    """A node's directory with a strict subject that was expanded from two to three partitions, and one with one."""
     if not _template:
         made = tmp_path_factory.mktemp("template") / "data"
         server = node(made)
@@ -37,7 +37,7 @@ async def data(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path
             await client.send_many("s", [b"1"] * len(KEYS), keys=KEYS)
             await client.admin.expand_subject("s", partitions=3)
             async with client.consumer("s", "g", ordered=True) as consumer:
-                # Once it has the new partition, everything has moved.
+                # All LPs have moved when the route has the new partition.
                 got = 0
                 while got < len(KEYS):
                     batch = await consumer.fetch(100, wait=5.0)
@@ -53,7 +53,7 @@ async def data(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path
 
 
 def check(data: Path) -> CheckReport:
-    """A check-up, which must leave everything as it was."""
+    """Check a data directory and assert that nothing in it changed."""
     before = fingerprint(data)
     report = examine(data, lambda name, done, total: None)
     assert fingerprint(data) == before
@@ -77,7 +77,7 @@ def test_every_file_of_a_node_is_known(data: Path):
 async def test_a_lost_database_is_named_and_its_routes_are_rebuilt(data: Path):
     (data / "meta.db").unlink()
     found = only_damage(check(data))
-    assert found.what == "is missing, though its routes were used"
+    assert found.what == "is missing, although the logs have routes"
     assert found.harm == "the routes of 2 subjects are lost; the next start rebuilds them from the logs"
     server = node(data)
     await server.start()
@@ -121,13 +121,13 @@ def test_a_damaged_database_is_found(data: Path, where: str):
     [
         ("UPDATE plait_routes SET body = x'ff' WHERE subject = 's'", "the route of subject 's' does not decode"),
         ("DELETE FROM plait_routes WHERE subject = 's'", "'s' has no route"),
-        ("DELETE FROM plait_partitions WHERE name = 's#1'", "it does not know 's#1', which the message log defines"),
+        ("DELETE FROM plait_partitions WHERE name = 's#1'", "it lacks 's#1', which"),
         ("UPDATE plait_partitions SET name = 'lost' WHERE name = 't'", "its routes lead to 'lost', which the message"),
         ("UPDATE plait_schema SET version_num = '9999'", "its schema is '9999'"),
         ("DROP TABLE plait_subjects", "no such table: plait_subjects"),
     ],
 )
-def test_a_database_that_does_not_fit_the_logs_is_found(data: Path, statement: str, what: str):
+def test_a_database_that_contradicts_the_logs_is_found(data: Path, statement: str, what: str):
     connection = sqlite3.connect(data / "meta.db")
     connection.execute(statement)
     connection.commit()

@@ -24,7 +24,7 @@ from tests.cli.commands import Serving, broker, meta
 from tests.cli.commands import plait as command
 from tests.cli.conftest import Here
 
-#: Nothing that a test waits for takes this long.
+#: A wait of this length fails the test.
 PATIENCE_SECONDS = 30.0
 
 
@@ -48,7 +48,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def there(cluster: Cluster, call: Here, monkeypatch: pytest.MonkeyPatch) -> Here:
-    """A command against the cluster."""
+    """Runs a command in this process against the cluster."""
     monkeypatch.setenv("PLAIT_SERVER", cluster.meta.address)
     return call
 
@@ -59,14 +59,14 @@ def json_of(result: subprocess.CompletedProcess[bytes]) -> Any:
 
 
 def refused(result: subprocess.CompletedProcess[bytes]) -> tuple[int, str]:
-    """(exit code, the one line) of a command that was refused."""
+    """(exit code, error line) of a refused command."""
     err = result.stderr.decode()
     assert (result.stdout, err.count("\n")) == (b"", 1)
     assert err.startswith("error: ")
     return result.returncode, err
 
 
-def test_ready_lines_name_what_runs(cluster: Cluster):
+def test_ready_lines_name_the_role_of_each_process(cluster: Cluster):
     assert re.fullmatch(
         r"ready plait://127\.0\.0\.1:\d+ database=sqlite:///\S+/meta\.db cluster=[0-9a-f]{16} pid=\d+ version=\S+\n",
         cluster.meta.ready,
@@ -89,14 +89,14 @@ def test_brokers_are_listed_and_their_states_set(cluster: Cluster, there: Here):
     assert b"wished  RW" in there("cluster", "state", "g2", "RW").stdout
     assert refused(there("cluster", "state", "g7", "R")) == (
         2,
-        "error: there is no broker group 'g7' (invalid_argument)\n",
+        "error: there is no broker group 'g7'; there are g1, g2 (invalid_argument)\n",
     )
 
 
-def test_a_broker_group_that_is_there_is_not_forgotten(there: Here):
+def test_a_live_broker_group_cannot_be_forgotten(there: Here):
     assert refused(there("cluster", "forget", "g2")) == (
         2,
-        "error: broker group 'g2' is there; stop its broker first (invalid_argument)\n",
+        "error: broker group 'g2' is alive; stop its broker first (invalid_argument)\n",
     )
     assert refused(there("cluster", "forget", "g7", "--lost")) == (
         2,
@@ -104,7 +104,7 @@ def test_a_broker_group_that_is_there_is_not_forgotten(there: Here):
     )
 
 
-def test_a_subject_is_made_spread_further_and_drawn_together_again(there: Here, subject: str):
+def test_a_subject_is_created_expanded_and_reduced_again(there: Here, subject: str):
     created = json_of(there("subject", "create", subject, "--partitions", "2", "--order", "strict", "-o", "json"))
     assert created["partition"] == f"{subject}@g1, {subject}@g2"
     for number in range(4):
@@ -119,7 +119,7 @@ def test_a_subject_is_made_spread_further_and_drawn_together_again(there: Here, 
     wider = json_of(there("subject", "expand", subject, "--partitions", "4", "--wait", "-o", "json"))
     assert (wider["reached"], wider["version"] > route["version"]) == (True, True)
     assert [p["takes"] for p in wider["partitions"]] == [LOGICAL_PARTITIONS // 4] * 4
-    # No group has anything to read where they were, which is known once both brokers have reported it.
+    # The old partitions are retired once both brokers have reported that every group has finished them.
     until = time.monotonic() + PATIENCE_SECONDS
     while any(p["draining"] for p in json_of(there("subject", "route", subject, "-o", "json"))["partitions"]):
         assert time.monotonic() < until
@@ -133,15 +133,15 @@ def test_a_subject_is_made_spread_further_and_drawn_together_again(there: Here, 
     assert sorted(tail.stdout.splitlines()) == [b"body %d" % number for number in range(4)]
 
 
-def test_a_subject_is_made_on_the_groups_that_are_named(there: Here, subject: str):
+def test_a_subject_is_created_on_the_given_broker_groups(there: Here, subject: str):
     created = json_of(there("subject", "create", subject, "--group", "g2", "--partitions", "2", "-o", "json"))
     assert created["partition"] == f"{subject}@g2, {subject}#1@g2"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("arguments", "code", "expected"),
     [
-        (("create", "{}", "--partitions", "0"), 2, "0 partitions: a subject has 1 to 1024"),
+        (("create", "{}", "--partitions", "0"), 2, "0 partitions are not possible; a subject has 1 to 1024"),
         (("create", "{}", "--partitions", "1025"), 2, "1025 partitions"),
         (("create", "{}", "--group", "g7"), 2, "there is no broker group 'g7'"),
         (("create", "bad name"), 2, "subject name 'bad name' is not allowed"),
@@ -149,35 +149,35 @@ def test_a_subject_is_made_on_the_groups_that_are_named(there: Here, subject: st
         (("expand", "{}", "--partitions", "3"), 4, "does not exist"),
     ],
 )
-def test_what_cannot_be_done_with_a_subject_is_one_line(
-    there: Here, subject: str, arguments: tuple[str, ...], code: int, words: str
+def test_an_invalid_subject_command_prints_one_line(
+    there: Here, subject: str, arguments: tuple[str, ...], code: int, expected: str
 ):
     exit_code, err = refused(there("subject", *(each.format(subject) for each in arguments)))
     assert exit_code == code
-    assert words in err
+    assert expected in err
 
 
 @pytest.mark.parametrize(
-    ("partitions", "words"),
+    ("partitions", "expected"),
     [
         ("0", "a subject has 1 to 1024"),
         ("-1", "a subject has 1 to 1024"),
         ("2000", "a subject has 1 to 1024"),
-        ("two", "partition 'two' is not understood; write name@group"),
+        ("two", "partition 'two' is invalid; write name@group"),
         ("{0}@g7", "there is no broker group 'g7'"),
         ("{0}@g1,{0}@g1", "is named twice"),
         ("a b@g1", "partition name 'a b' is not allowed"),
     ],
 )
-def test_what_a_subject_cannot_be_spread_over_is_one_line(there: Here, subject: str, partitions: str, words: str):
+def test_invalid_partitions_of_an_expansion_print_one_line(there: Here, subject: str, partitions: str, expected: str):
     assert there("subject", "create", subject).returncode == 0
     code, err = refused(there("subject", "expand", subject, f"--partitions={partitions.format(subject)}"))
     assert code == 2
-    assert words in err
+    assert expected in err
     assert json_of(there("subject", "route", subject, "-o", "json"))["reached"]
 
 
-def test_an_expansion_that_waits_for_a_broker_says_so_and_goes_on_when_it_is_back(tmp_path: Path):
+def test_an_expansion_that_waits_for_a_broker_reports_it_and_continues_when_the_broker_is_back(tmp_path: Path):
     with (
         meta(f"sqlite:///{tmp_path}/meta.db") as server,
         broker("g1", server.address, tmp_path / "g1") as first,
@@ -198,7 +198,7 @@ def test_an_expansion_that_waits_for_a_broker_says_so_and_goes_on_when_it_is_bac
             assert (waited.returncode, b"target   reached" in waited.stdout) == (0, True), waited.stderr
 
 
-def test_who_has_which_share_of_an_ordered_group_and_its_parked_keys(cluster: Cluster, there: Here, subject: str):
+def test_the_shares_and_the_parked_keys_of_an_ordered_group(cluster: Cluster, there: Here, subject: str):
     assert there("subject", "create", subject, "--order", "strict").returncode == 0
     with plait.sync.connect(cluster.meta.address, client_id="member") as client:
         for key in ("bad", "good"):
@@ -268,11 +268,11 @@ def test_parked_keys_of_a_group_that_is_not_ordered_are_refused(there: Here, sub
     assert there("tail", subject, "--group", "g", "--start", "earliest", "--count", "1").returncode == 0
     code, err = refused(there("group", "parked", subject, "g"))
     assert code == 2
-    assert "is not an ordered one" in err
-    assert refused(there("group", "resume", subject, "nobody", "--all"))[0] == 4
+    assert "is not ordered" in err
+    assert refused(there("group", "resume", subject, "missing", "--all"))[0] == 4
 
 
-def test_sigterm_ends_every_part_in_order(tmp_path: Path):
+def test_sigterm_stops_every_process_cleanly(tmp_path: Path):
     database = f"sqlite:///{tmp_path}/meta.db"
     with meta(database) as server, broker("g1", server.address, tmp_path / "g1", "--http", "0") as part:
         assert " http=http://127.0.0.1:" in part.ready
@@ -288,7 +288,7 @@ def test_sigterm_ends_every_part_in_order(tmp_path: Path):
         assert " epoch=1 " in part.ready
 
 
-def test_subjects_are_made_by_use_unless_the_meta_server_says_otherwise(tmp_path: Path):
+def test_the_first_use_creates_a_subject_unless_auto_create_is_off(tmp_path: Path):
     with (
         meta(f"sqlite:///{tmp_path}/meta.db", "--no-auto-create") as server,
         broker("g1", server.address, tmp_path / "g1"),
@@ -304,7 +304,7 @@ def failing(*arguments: str) -> tuple[int, str]:
     return refused(command(*arguments))
 
 
-def test_a_database_in_use_is_one_clear_line(tmp_path: Path):
+def test_a_database_in_use_prints_one_line(tmp_path: Path):
     path = tmp_path / "meta.db"
     with meta(f"sqlite:///{path}"):
         code, err = failing("meta", "--database", f"sqlite:///{path}", "--port", "0")
@@ -312,7 +312,7 @@ def test_a_database_in_use_is_one_clear_line(tmp_path: Path):
     assert f"database {path} is in use by another plait meta" in err
 
 
-def test_a_newer_database_is_refused_untouched(tmp_path: Path):
+def test_a_newer_database_is_refused_and_left_unchanged(tmp_path: Path):
     path = tmp_path / "meta.db"
     with meta(f"sqlite:///{path}") as server:
         assert server.stop()[0] == 0
@@ -321,19 +321,19 @@ def test_a_newer_database_is_refused_untouched(tmp_path: Path):
     code, err = failing("meta", "--database", f"sqlite:///{path}", "--port", "0")
     assert code == 3
     assert "has schema 9999" in err
-    assert "nothing was changed (version_mismatch)" in err
+    assert "(nothing was changed) (version_mismatch)" in err
 
 
-def test_a_database_that_is_away_is_one_clear_line_without_its_password():
+def test_an_unavailable_database_prints_one_line_without_its_password():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     code, err = failing("meta", "--database", f"postgresql://u:secret@127.0.0.1:{port}/x", "--port", "0")
     assert code == 3
-    assert f"the meta database postgresql://u:***@127.0.0.1:{port}/x cannot be used" in err
+    assert f"meta database postgresql://u:***@127.0.0.1:{port}/x is unavailable" in err
     assert "secret" not in err
 
 
-def test_a_port_in_use_is_one_clear_line(tmp_path: Path):
+def test_a_port_in_use_prints_one_line(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for arguments in (
@@ -346,15 +346,15 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path):
     assert not (tmp_path / "data").exists()
 
 
-def test_a_second_broker_of_a_groups_name_is_refused_while_the_first_lives(tmp_path: Path):
+def test_a_second_broker_with_the_same_group_name_is_refused_while_the_first_is_alive(tmp_path: Path):
     with meta(f"sqlite:///{tmp_path}/meta.db") as server, broker("g1", server.address, tmp_path / "1") as first:
         second = command("broker", "--group", "g1", "--meta", server.address, "--data", str(tmp_path / "2"))
         assert second.returncode == 2
         last = second.stderr.decode().splitlines()[-1]
-        assert last.startswith("error: broker group 'g1' has a broker")
+        assert last.startswith("error: broker group 'g1' already has broker")
         assert f"at {first.address}; use another group name" in last
         assert first.stop(signal.SIGKILL)[0] == -signal.SIGKILL
-        # The same one is known again at once, and another takes its place once it has stopped.
+        # The same broker may register again at once; another may after the first has stopped.
         with broker("g1", server.address, tmp_path / "1") as again:
             assert command("send", "s", "x", "--server", server.address).returncode == 0
             assert again.stop()[0] == 0
@@ -363,12 +363,12 @@ def test_a_second_broker_of_a_groups_name_is_refused_while_the_first_lives(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         (("meta",), "--database"),
-        (("meta", "--database", "nonsense"), "'nonsense' is no database"),
-        (("meta", "--database", "mysql://x/y", "--port", "0"), "SQLite and PostgreSQL are"),
-        (("meta", "--database", "sqlite://"), "a database in memory is gone"),
+        (("meta", "--database", "nonsense"), "'nonsense' is not a database URL"),
+        (("meta", "--database", "mysql://x/y", "--port", "0"), "use sqlite:///FILE or postgresql://"),
+        (("meta", "--database", "sqlite://"), "a meta database in memory is lost"),
         (("meta", "--database", "sqlite:///m.db", "--port", "70000"), "port 70000"),
         (("meta", "--database", "sqlite:///m.db", "--host", "0.0.0.0"), "loopback"),
         (("broker", "--group", "g1", "--data", "d"), "--meta"),
@@ -380,9 +380,9 @@ def test_a_second_broker_of_a_groups_name_is_refused_while_the_first_lives(tmp_p
         (("broker", "--group", "g1", "--meta", "plait://a:1", "--data", "d", "--host", "0.0.0.0"), "loopback"),
     ],
 )
-def test_wrong_arguments_are_one_clear_line(
+def test_invalid_arguments_print_one_line(
     arguments: tuple[str, ...],
-    words: str,
+    expected: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -393,5 +393,5 @@ def test_wrong_arguments_are_one_clear_line(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("error: ")
-    assert words in err
+    assert expected in err
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Two meta servers as processes over one PostgreSQL database: whichever is there is enough."""
+"""Two meta server processes share one PostgreSQL database: either of them is enough."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def postgres() -> Iterator[Postgres]:
         instance.remove()
 
 
-def test_a_cluster_goes_on_with_either_of_its_meta_servers(postgres: Postgres, tmp_path: Path):
+def test_a_cluster_continues_with_either_of_its_meta_servers(postgres: Postgres, tmp_path: Path):
     url = postgres.create()
     with meta(url) as first, meta(url) as second:
         clusters = {re.search(r" cluster=(\w+) ", each.ready)[1] for each in (first, second)}  # type: ignore[index]
@@ -43,7 +43,7 @@ def test_a_cluster_goes_on_with_either_of_its_meta_servers(postgres: Postgres, t
                 assert plait("subject", "route", "two", "--server", again.address).returncode == 0
 
 
-def test_a_meta_server_outlives_its_database(postgres: Postgres, tmp_path: Path):
+def test_a_meta_server_survives_a_restart_of_its_database(postgres: Postgres, tmp_path: Path):
     url = postgres.create()
     with meta(url) as server, broker("g1", server.address, tmp_path / "g1"):
         assert plait("subject", "create", "s", "--server", server.address).returncode == 0

@@ -1,4 +1,4 @@
-"""``plait dlq``: what it prints for people and for programs, and what it asks before it takes anything away."""
+"""``plait dlq``: its tables, its JSON, and its confirmation before a purge."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ THREE = [
 
 def test_queues_and_letters_are_listed(here: Here, subject: str, dead: Bury):
     dead(THREE)
-    # Others have some on this node, too.
+    # Other tests have dead letters on this node.
     assert {"subject": subject, "group": "g", "count": 3} in json_of(here("dlq", "list", "-o", "json"))
     assert here("dlq", "list", subject).stdout.split()[-3:] == [subject.encode(), b"g", b"3"]
     found = json_of(here("dlq", "list", subject, "g", "-o", "json"))
@@ -65,11 +65,11 @@ def test_queues_and_letters_are_listed(here: Here, subject: str, dead: Bury):
     assert here("dlq", "list", subject, "g", "--limit", "2").stderr == b"the first 2; --limit shows more\n"
     assert len(json_of(here("dlq", "list", subject, "g", "--type", "ValueError", "-o", "json"))) == 2
     assert json_of(here("dlq", "list", subject, "g", "--before", "-1h", "-o", "json")) == []
-    assert "3 failed for good" in here("group", "describe", subject, "g").stdout.decode()
+    assert "3 dead letters" in here("group", "describe", subject, "g").stdout.decode()
     assert json_of(here("group", "list", subject, "-o", "json"))[0]["dead"] == 3
 
 
-def test_everything_about_a_letter_is_shown_and_nothing_steers_the_terminal(here: Here, subject: str, dead: Bury):
+def test_a_letter_is_shown_in_full_with_control_characters_escaped(here: Here, subject: str, dead: Bury):
     dead(THREE)
     letter = json_of(here("dlq", "show", subject, "g", "0", "-o", "json"))
     assert (letter["body"], letter["key"], letter["tags"], letter["headers"]) == (
@@ -86,16 +86,16 @@ def test_everything_about_a_letter_is_shown_and_nothing_steers_the_terminal(here
     assert b"city=BJS" in shown
     none = here("dlq", "show", subject, "g", "77")
     assert (none.returncode, none.stdout) == (4, b"")
-    assert none.stderr.endswith(b"is no dead letter of group 'g' (dead_letter_not_found)\n")
+    assert none.stderr.endswith(b"is not a dead letter of group 'g' (dead_letter_not_found)\n")
     here("dlq", "resend", subject, "g", "0")
     with_history = here("tail", subject, "--group", "g", "--count", "1", "-o", "json")
     assert b'"attempt":2' in with_history.stdout
 
 
-def test_headers_that_do_not_decode_hide_no_message(
+def test_messages_with_undecodable_headers_are_shown(
     here: Here, subject: str, dead: Bury, monkeypatch: pytest.MonkeyPatch
 ):
-    """Another sender than Plait's client may have stored anything in their place."""
+    """A sender other than Plait's client may store any bytes as headers."""
     with monkeypatch.context() as patch:
         patch.setattr("plait.client.send.open_rows.encode_headers", lambda headers: b"\xc1\x1b[2J")
         dead(THREE[:1])
@@ -107,7 +107,7 @@ def test_headers_that_do_not_decode_hide_no_message(
     assert ["plait-unreadable=c11b5b324a" in lines[0], "city=BJS" in lines[1]] == [True, True]
 
 
-def test_letters_that_died_again_tell_of_it(node: Serving, here: Here, subject: str, dead: Bury):
+def test_a_letter_that_died_again_shows_its_earlier_death(node: Serving, here: Here, subject: str, dead: Bury):
     dead(THREE[:1])
     here("dlq", "resend", subject, "g", "--all")
     with plait.sync.connect(node.address) as client, client.consumer(subject, group="g") as consumer:
@@ -135,9 +135,9 @@ def test_letters_are_resent_and_purged_by_selection(here: Here, subject: str, de
         return here("dlq", arguments[0], subject, "g", *arguments[1:])
 
     for command in ("resend", "purge"):
-        unsaid = run(command)
-        assert (unsaid.returncode, unsaid.stdout) == (2, b"")
-        assert b"say which letters to" in unsaid.stderr
+        refused = run(command)
+        assert (refused.returncode, refused.stdout) == (2, b"")
+        assert b"select the letters to" in refused.stderr
         assert b"not both" in run(command, "1", "--all").stderr
     assert json_of(run("resend", "--all", "--dry-run", "-o", "json")) == {
         "subject": subject,
@@ -150,21 +150,21 @@ def test_letters_are_resent_and_purged_by_selection(here: Here, subject: str, de
     assert json_of(run("resend", "1", "2", "--rate", "1000", "-o", "json"))["resent"] == 2
     tail = here("tail", subject, "--group", "g", "--count", "2", "-o", "raw")
     assert tail.stdout == BINARY + b"\nthird\n"
-    unsure = run("purge", "--type", "ValueError")
-    assert (unsure.returncode, unsure.stdout) == (2, b"")
-    assert b"say --yes" in unsure.stderr
+    unconfirmed = run("purge", "--type", "ValueError")
+    assert (unconfirmed.returncode, unconfirmed.stdout) == (2, b"")
+    assert b"confirm with --yes" in unconfirmed.stderr
     assert json_of(run("purge", "--type", "ValueError", "--yes", "-o", "json"))["purged"] == 1
     assert json_of(here("dlq", "list", subject, "-o", "json")) == []
     assert run("resend", "--all").stdout.split() == [b"subject", subject.encode(), b"group", b"g", b"resent", b"0"]
 
 
 @pytest.mark.parametrize("before", ["7d", "1m", "2999-01-01", "29990101"])
-def test_a_time_that_is_still_to_come_selects_nothing(here: Here, subject: str, dead: Bury, before: str):
+def test_a_time_in_the_future_is_refused(here: Here, subject: str, dead: Bury, before: str):
     dead(THREE)
     for command in (("purge", "--yes"), ("resend",), ("list",)):
         refused = here("dlq", command[0], subject, "g", "--before", before, *command[1:])
         assert (refused.returncode, refused.stdout) == (2, b"")
-        assert b"is still to come; write -7d for seven days ago" in refused.stderr
+        assert b"is in the future; write -7d for seven days ago" in refused.stderr
     assert json_of(here("group", "describe", subject, "g", "-o", "json"))["dead"] == 3
     assert json_of(here("dlq", "purge", subject, "g", "--before", "0s", "--yes", "-o", "json"))["purged"] == 3
 
@@ -191,14 +191,14 @@ def test_letters_are_selected_in_one_group_only(here: Here, subject: str, option
         ("resend", "--all", "--rate", "1e400"),
     ],
 )
-def test_huge_values_are_one_line(here: Here, subject: str, dead: Bury, arguments: tuple[str, ...]):
+def test_huge_values_print_one_line(here: Here, subject: str, dead: Bury, arguments: tuple[str, ...]):
     dead(THREE[:1])
     refused = here("dlq", arguments[0], subject, "g", *arguments[1:])
     assert (refused.returncode, refused.stdout, refused.stderr.count(b"\n")) == (2, b"", 1)
     assert refused.stderr.startswith(b"error: ")
 
 
-def test_an_interrupt_says_how_many_were_done(node: Serving, subject: str, dead: Bury):
+def test_an_interrupt_prints_how_many_letters_were_done(node: Serving, subject: str, dead: Bury):
     dead([(b"x", plait.Reason("E"))] * 30)
     with (
         plait.sync.connect(node.address) as client,
@@ -214,10 +214,10 @@ def test_an_interrupt_says_how_many_were_done(node: Serving, subject: str, dead:
         resending.send_signal(signal.SIGINT)
         out, err = resending.communicate(timeout=SECONDS)
     assert (resending.returncode, out) == (130, b"")
-    assert re.fullmatch(rb"at least [1-9]\d* dead letters? resent; what is left can be done again\n", err)
+    assert re.fullmatch(rb"at least [1-9]\d* dead letters? resent; run again for the rest\n", err)
 
 
-def test_what_fails_before_it_has_done_anything_says_nothing_of_that(here: Here, subject: str):
+def test_a_failure_before_the_first_letter_prints_no_count(here: Here, subject: str):
     gone = here("dlq", "resend", subject, "g", "--all")
     assert (gone.returncode, gone.stderr.count(b"\n")) == (4, 1)
     here("send", subject, "x")
@@ -247,7 +247,7 @@ def test_purging_asks_at_a_terminal(node: Serving, here: Here, subject: str, dea
         assert json_of(here("group", "describe", subject, "g", "-o", "json"))["dead"] == left
 
 
-def test_subjects_and_groups_that_are_not_there_are_one_line(here: Here, subject: str):
+def test_missing_subjects_and_groups_print_one_line(here: Here, subject: str):
     for arguments in (("list", subject, "g"), ("reasons", subject, "g"), ("resend", subject, "g", "--all")):
         gone = here("dlq", *arguments)
         assert (gone.returncode, gone.stderr.count(b"\n")) == (4, 1)

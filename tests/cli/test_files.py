@@ -1,4 +1,4 @@
-"""The limit of open files: connections leave room for the logs, and who does not fit is told so."""
+"""The limit of open files: connections leave files for the logs, and further connections are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import plait
-from plait.cli.serving.open_files import fit, segment_count
+from plait.cli.serving.open_files import fit_limits, segment_count
 from plait.errors import LimitExceeded, PlaitError
 from plait.limits import FILES_PER_SEGMENT, FILES_RESERVE, MIB, ServerLimits
 from plait.wire import messages as m
@@ -25,7 +25,7 @@ WARNING = re.compile(r"too few files may be open: (\d+) connections are served i
 
 
 async def refusal(reader: asyncio.StreamReader) -> PlaitError | None:
-    """What a connection is told without having asked; None: it is served, and hears nothing."""
+    """The error that the server sends to a new connection; None: the connection is served."""
     try:
         async with asyncio.timeout(0.5):
             size, kind, _, _, head_size = HEADER.unpack(await reader.readexactly(HEADER_SIZE))
@@ -37,8 +37,8 @@ async def refusal(reader: asyncio.StreamReader) -> PlaitError | None:
     return m.error_of(message)
 
 
-async def test_connections_leave_the_log_its_files(tmp_path: Path):
-    """More connections than fit, and log segments made while all the others stay open."""
+async def test_connections_leave_files_for_the_logs(tmp_path: Path):
+    """More connections than fit are opened, and log segments are created while the others stay open."""
     allowed = FILES_RESERVE + 100
     with serve(tmp_path / "data", files=(allowed, allowed)) as node:
         host, port = node.address.removeprefix("plait://").split(":")
@@ -56,7 +56,7 @@ async def test_connections_leave_the_log_its_files(tmp_path: Path):
             assert b"(limit_exceeded)" in refused.stderr
             for number in range(40):
                 assert (await client.send("orders", os.urandom(1 * MIB))).sequence == number + 1
-        assert len(list((tmp_path / "data" / "message").iterdir())) > 1, "a segment was made meanwhile"
+        assert len(list((tmp_path / "data" / "message").iterdir())) > 1, "a segment was created meanwhile"
         code, _, err = node.stop()
     assert code == 0
     [(connections, maps)] = WARNING.findall(err)
@@ -72,26 +72,26 @@ def test_the_soft_limit_is_raised_to_the_hard_one(tmp_path: Path):
         assert node.stop()[0] == 0
 
 
-def test_limits_that_fit_stay_as_they_are():
+def test_limits_that_fit_stay_unchanged():
     wanted = ServerLimits(connections=700, open_maps=44)
-    assert fit(wanted, FILES_RESERVE + 744, 0) == wanted
-    assert fit(wanted, FILES_RESERVE + 744 + 5 * FILES_PER_SEGMENT, 5) == wanted
-    assert fit(wanted, resource.RLIM_INFINITY, 5) == wanted
+    assert fit_limits(wanted, FILES_RESERVE + 744, 0) == wanted
+    assert fit_limits(wanted, FILES_RESERVE + 744 + 5 * FILES_PER_SEGMENT, 5) == wanted
+    assert fit_limits(wanted, resource.RLIM_INFINITY, 5) == wanted
 
 
 @pytest.mark.parametrize("files", [1, 64, 256, 258, 300, 1024, 4096, 11_000])
 @pytest.mark.parametrize("segments", [0, 10, 1000])
-def test_whatever_the_limit_is_what_is_served_fits(files: int, segments: int):
-    limits = fit(ServerLimits(), files, segments)
+def test_the_limits_fit_into_any_number_of_files(files: int, segments: int):
+    limits = fit_limits(ServerLimits(), files, segments)
     room = files - FILES_RESERVE - segments * FILES_PER_SEGMENT
     assert limits.connections + limits.open_maps <= max(room, 2)
     assert limits.connections >= 1
     assert limits.open_maps >= 1
     if room > 8:
-        assert limits.connections > 2 * limits.open_maps, "connections cannot wait, maps can"
+        assert limits.connections > 2 * limits.open_maps, "maps can be opened again, connections cannot"
 
 
-def test_segments_that_are_there_are_counted(tmp_path: Path):
+def test_existing_segments_are_counted(tmp_path: Path):
     assert segment_count(tmp_path / "data") == 0
     for name in ("message/00.log", "message/01.log", "action/00.log", "consume/00000001.0", "LOCK"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""``plait serve --groups N``: a node of several processes that starts, stops and fails as one."""
+"""``plait serve --groups N``: a node of several processes, which start, stop and fail together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ["g1", "g2", "g3"]
 
 
 def children(node: Serving) -> dict[str, psutil.Process]:
-    """The other groups' processes."""
+    """The processes of the additional broker groups."""
     found = psutil.Process(node.process.pid).children()
     return {process.cmdline()[process.cmdline().index("--group") + 1]: process for process in found}
 
@@ -26,7 +26,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=SECONDS)[1]
 
 
-def test_its_groups_share_a_subject_and_come_back_with_it(tmp_path: Path):
+def test_the_groups_share_a_subject_and_restart_with_the_node(tmp_path: Path):
     data = tmp_path / "data"
     bodies = [str(number).encode() for number in range(300)]
     with serve(data, "--groups", "3", "--flush", "sync") as node:
@@ -48,25 +48,25 @@ def test_its_groups_share_a_subject_and_come_back_with_it(tmp_path: Path):
         assert node.stop()[0] == 0
 
 
-def test_fewer_groups_than_there_are_would_hide_messages(tmp_path: Path):
+def test_fewer_groups_than_the_node_has_are_refused(tmp_path: Path):
     (tmp_path / "data" / "groups" / "g3").mkdir(parents=True)
     for more in ((), ("--groups", "2")):
         refused = command("serve", "--data", str(tmp_path / "data"), "--port", "0", *more)
         assert (refused.returncode, refused.stdout) == (2, b"")
         assert refused.stderr.decode() == (
-            f"error: {tmp_path / 'data'} has 3 broker groups; say --groups 3, or more (invalid_argument)\n"
+            f"error: {tmp_path / 'data'} has 3 broker groups; use --groups 3, or more (invalid_argument)\n"
         )
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "65"])
-def test_a_number_that_is_not_possible(tmp_path: Path, count: str):
+def test_an_invalid_number_of_groups_is_refused(tmp_path: Path, count: str):
     refused = command("serve", "--data", str(tmp_path / "data"), "--port", "0", f"--groups={count}")
     assert refused.returncode == 2
-    assert f"error: --groups {count} is not possible; use 1 to 64 (invalid_argument)\n" in refused.stderr.decode()
+    assert f"error: --groups {count} is out of range; use 1 to 64 (invalid_argument)\n" in refused.stderr.decode()
     assert not (tmp_path / "data").exists()
 
 
-def test_a_group_that_cannot_start_is_told_and_nothing_is_left(tmp_path: Path):
+def test_a_group_that_cannot_start_is_reported_and_no_process_is_left(tmp_path: Path):
     data = tmp_path / "data"
     (data / "groups").mkdir(parents=True)
     (data / "groups" / "g2").write_text("in the way")
@@ -78,7 +78,7 @@ def test_a_group_that_cannot_start_is_told_and_nothing_is_left(tmp_path: Path):
         assert node.stop()[0] == 0
 
 
-def test_a_group_that_is_killed_ends_the_node(tmp_path: Path):
+def test_the_end_of_a_group_process_stops_the_node(tmp_path: Path):
     with serve(tmp_path / "data", "--groups", "3") as node:
         others = children(node)
         others["g2"].kill()
@@ -90,7 +90,7 @@ def test_a_group_that_is_killed_ends_the_node(tmp_path: Path):
         assert gone(list(others.values()))
 
 
-def test_a_node_that_is_killed_takes_its_groups_with_it(tmp_path: Path):
+def test_killing_a_node_stops_its_groups(tmp_path: Path):
     with serve(tmp_path / "data", "--groups", "2") as node:
         others = children(node)
         os.kill(node.process.pid, signal.SIGKILL)

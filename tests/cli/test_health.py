@@ -1,4 +1,4 @@
-"""`plait serve --http` answers whoever watches the process."""
+"""`plait serve --http` answers a process monitor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 
-def test_serve_offers_health_where_asked_and_still_ends_in_order(tmp_path: Path) -> None:
+def test_serve_with_http_reports_health_and_stops_cleanly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "plait.cli", "serve", "--data", str(tmp_path / "data"), "--port", "0"]
     with subprocess.Popen([*command, "--http", "0"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

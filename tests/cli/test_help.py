@@ -1,4 +1,4 @@
-"""Help, wrong usage, and words for sizes: what needs no node."""
+"""Help, invalid usage, and the formats of sizes and durations: tests without a node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from plait.cli.entry import run
 from plait.cli.options import duration_of, size_of
-from plait.cli.output import printable, words_of_seconds, words_of_size
+from plait.cli.output import format_duration, format_size, printable
 from plait.errors import InvalidArgument
 from plait.version import VERSION
 from tests.cli.commands import plait
@@ -79,13 +79,13 @@ def test_help_names_every_command():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_its_arguments(command: str, capsys: pytest.CaptureFixture[str]):
+def test_the_help_of_every_command_names_its_arguments(command: str, capsys: pytest.CaptureFixture[str]):
     assert run([*command.split(), "--help"]) == 0
     text = capsys.readouterr().out
     assert [word for word in COMMANDS[command] if word not in text] == []
 
 
-def test_the_top_help_imports_no_command():
+def test_the_top_level_help_imports_no_command():
     program = (
         "import sys\nfrom plait.cli.entry import run\nrun(['--help'])\n"
         "heavy = {'uvloop', 'plait.server.broker_server', 'plait.broker.broker', 'plait.cli.serving.serve',"
@@ -97,13 +97,13 @@ def test_the_top_help_imports_no_command():
     assert (result.returncode, result.stderr) == (0, b"")
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]):
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"{VERSION}\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         (["sned"], 'Unknown command "sned"'),
         (["send"], "SUBJECT requires an argument"),
@@ -111,7 +111,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]):
         (["send", "a", "b", "--file", "c"], "not both"),
         (["send", "a", "--file", "does-not-exist"], "'does-not-exist' cannot be read"),
         (["send", "a", "b", "--header", "city"], "header 'city'"),
-        (["send", "a", "b", "--header", "amount:=five"], "'five' is no number"),
+        (["send", "a", "b", "--header", "amount:=five"], "'five' is not a number"),
         (["tail", "a", "--count", "0"], "--count"),
         (["tail", "a", "--wait", "soon"], "duration 'soon'"),
         (["tail", "a", "--strat", "1"], "Did you mean --start?"),
@@ -123,25 +123,27 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]):
         (["subject", "expand", "a"], "--partitions requires an argument"),
         (["subject", "expand", "a", "--partitions", "2", "--timeout", "soon"], "duration 'soon'"),
         (["cluster", "state", "g1", "rw"], '"RW", "R", "W", "NRW"'),
-        (["group", "resume", "a", "b"], "name one key, or its --hash, or say --all"),
+        (["group", "resume", "a", "b"], "name one key, or its --hash, or use --all"),
         (["group", "skip", "a", "b", "key", "--all"], "name one key"),
-        (["group", "skip", "a", "b", "--hash", "xyz"], "--hash 'xyz' is not one"),
+        (["group", "skip", "a", "b", "--hash", "xyz"], "--hash 'xyz' is not hexadecimal"),
         (["bench", "--count", "0"], "--count must be 1 or more"),
         (["subject", "list", "--server", "http://localhost/x"], "plait://host:port"),
     ],
 )
-def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+def test_invalid_usage_prints_one_line_and_exits_with_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+):
     assert run(arguments) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("error: ")
-    assert words in err
+    assert expected in err
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("1GiB", 1 << 30), ("64 mib", 64 << 20), ("100MB", 10**8), ("17", 17), ("1.5KiB", 1536)]
 )
-def test_sizes_are_understood(text: str, size: int):
+def test_sizes_are_parsed(text: str, size: int):
     assert size_of(text) == size
 
 
@@ -151,20 +153,20 @@ def test_other_sizes_are_refused(text: str):
         size_of(text)
 
 
-def test_durations_are_understood():
+def test_durations_are_parsed():
     assert [duration_of(text) for text in ("5m", "1.5h", "0.25", "7d")] == [300, 5400, 0.25, 604800]
     for text in ("soon", "-1", "nan", "inf"):
         with pytest.raises(InvalidArgument, match="duration"):
             duration_of(text)
 
 
-def test_values_in_words():
-    assert [words_of_size(size) for size in (0, 1023, 1536, 200 << 20)] == ["0 B", "1023 B", "1.5 KiB", "200 MiB"]
-    assert [words_of_seconds(seconds) for seconds in (None, 3 * 86400, 5400, 1.5)] == ["for ever", "3d", "90m", "1.5s"]
+def test_values_are_formatted():
+    assert [format_size(size) for size in (0, 1023, 1536, 200 << 20)] == ["0 B", "1023 B", "1.5 KiB", "200 MiB"]
+    assert [format_duration(seconds) for seconds in (None, 3 * 86400, 5400, 1.5)] == ["forever", "3d", "90m", "1.5s"]
     assert printable("grün\x07\u202e") == "grün\\x07\\u202e"
 
 
-def test_the_page_on_the_command_line_has_every_option(capsys: pytest.CaptureFixture[str]):
+def test_the_command_line_page_has_every_option(capsys: pytest.CaptureFixture[str]):
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     commands = [*COMMANDS, "subject list", "subject describe", "group list", "group describe"]
     for command in commands:

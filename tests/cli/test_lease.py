@@ -1,4 +1,4 @@
-"""``--lease``: how long ordered consumers have their locks, by the broker and by the meta server."""
+"""``--lease``: how long ordered consumers keep their locks at the broker and at the meta server."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def test_a_lease_that_is_too_short_or_too_long_is_refused(
 
 
 async def leased(address: str) -> float:
-    """What a consumer is told."""
+    """The lease duration that a consumer receives."""
     async with plait.connect(address) as client, client.consumer("s", group="g", ordered=True) as consumer:
         (partition,) = consumer._clients
         await until(lambda: partition.rights.open.any())  # type: ignore[attr-defined]
         return float(partition.rights.seconds)  # type: ignore[attr-defined]
 
 
-async def test_consumers_of_a_node_are_told_its_lease(tmp_path: Path):
+async def test_consumers_of_a_node_receive_its_lease(tmp_path: Path):
     with running("serve", "--data", str(tmp_path), "--port", "0", "--lease", "4s") as node:
         assert await leased(node.address) == 4.0
 
 
-async def test_consumers_of_a_cluster_are_told_the_brokers_lease(tmp_path: Path):
+async def test_consumers_of_a_cluster_receive_the_brokers_lease(tmp_path: Path):
     with (
         meta(f"sqlite:///{tmp_path}/meta.db", "--lease", "3s") as server,
         broker("g1", server.address, tmp_path / "g1", "--lease", "3s"),
@@ -54,8 +54,8 @@ async def test_consumers_of_a_cluster_are_told_the_brokers_lease(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("lease", "flush"), [(2.0, 0.5), (10.0, 2.0), (60.0, 2.0)])
-def test_meta_servers_tell_each_other_of_heartbeats_well_within_a_lease(lease: float, flush: float):
+def test_meta_servers_share_heartbeats_well_within_a_lease(lease: float, flush: float):
     limits = MetaLimits.of_lease(lease)
-    assert (limits.member_lost_seconds, limits.beat_flush_seconds) == (lease, flush)
-    # A pause of the meta server and a heartbeat that is about to come do not make a lease.
+    assert (limits.member_lost_seconds, limits.heartbeat_flush_seconds) == (lease, flush)
+    # A pause of the meta server and a late heartbeat together are shorter than a lease.
     assert limits.gap_seconds + 1.0 < lease

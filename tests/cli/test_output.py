@@ -1,4 +1,4 @@
-"""What is printed for people steers no terminal, whatever names and addresses say."""
+"""Control characters in names and addresses do not reach the terminal."""
 
 from __future__ import annotations
 

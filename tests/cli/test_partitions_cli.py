@@ -19,7 +19,7 @@ KEYS = [f"k{n}" for n in range(20)]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """A node and another broker that belongs to it, with a subject on both."""
+    """A node and a second broker in its cluster, with a subject on both."""
     with (
         EmbeddedBroker(config=config_of("g1")) as first,
         EmbeddedBroker(config=config_of("g2"), metas=[first.address]),
@@ -65,7 +65,7 @@ def test_dead_letters_are_named_by_partition_and_sequence(capsys: pytest.Capture
     assert len(letters) == 20
     letter = next(each for each in letters if each["partition"] == "s@g2")
     number = str(letter["sequence"])
-    assert "say which, as in partition='s@g1'" in refused(capsys, server, "dlq", "show", "s", "g", number)
+    assert "name one, as in partition='s@g1'" in refused(capsys, server, "dlq", "show", "s", "g", number)
     found = listed(capsys, server, "dlq", "show", "s", "g", number, "--partition", "s@g2")
     assert found["message_id"] == letter["message_id"]
     assert "it has s@g1, s@g2" in refused(capsys, server, "dlq", "list", "s", "g", "--partition", "s@g3")

@@ -1,4 +1,4 @@
-"""A server process is set up for short pauses before it says that it is ready."""
+"""A server process is configured for short pauses before it is ready."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ assert gc.isenabled()
 """
 
 
-def test_threads_wait_less_and_what_is_there_is_not_looked_through_again():
+def test_threads_switch_sooner_and_existing_objects_are_excluded_from_collection():
     subprocess.run([sys.executable, "-c", CODE], check=True, timeout=60)

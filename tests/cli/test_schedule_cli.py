@@ -1,4 +1,4 @@
-"""``plait schedule``, and ``plait send`` with a delay: what they print, and how they end."""
+"""``plait schedule``, and ``plait send`` with a delay: their output and exit codes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.cli.conftest import Here
 from tests.cli.test_talking import json_lines, json_of
 
 
-def test_delays_and_times_in_words():
+def test_delays_and_times_are_parsed():
     assert (delay_of("10s"), delay_of("2.5"), delay_of("level3"), delay_of("LEVEL_18")) == (
         10.0,
         2.5,
         DelayLevel.LEVEL_3,
         DelayLevel.LEVEL_18,
     )
-    with pytest.raises(InvalidArgument, match="'level19': there are levels 1 to 18"):
+    with pytest.raises(InvalidArgument, match="'level19' is not a level; use level1 to level18"):
         delay_of("level19")
     assert time_of("2030-01-31T12:00") == time_of("2030-01-31T20:00+08:00") == time_of("20300131T120000Z")
     # Digits alone are a date, never microseconds or seconds.
@@ -67,7 +67,7 @@ def test_a_delayed_message_is_sent_listed_moved_and_cancelled(here: Here, subjec
     assert here("schedule", "count", subject, "--by", "time").stdout.count(b"Z") == len(by_time)
 
 
-def test_lines_are_delayed_as_one_message_is(node: Serving, here: Here, subject: str):
+def test_lines_of_standard_input_can_be_delayed(node: Serving, here: Here, subject: str):
     lines = plait("send", subject, "--delay", "20ms", "-o", "json", stdin=b"a\nb\nc\n", PLAIT_SERVER=node.address)
     receipts = json_lines(lines)
     assert [receipt["number"] for receipt in receipts] == [0, 1, 2]
@@ -87,21 +87,21 @@ def test_lines_are_delayed_as_one_message_is(node: Serving, here: Here, subject:
         (("send", "s", "x", "--delay", "5s", "--deliver-at", "2030-01-01"), b"not both"),
         (("send", "s", "x", "--deliver-at", "tomorrow"), b"time 'tomorrow' is not understood"),
         (("schedule", "cancel", "s", "1", "whenever"), b"time 'whenever' is not understood"),
-        (("schedule", "move", "s", "1", "2030-01-01"), b"say when: --delay or --to"),
-        (("schedule", "move", "s", "1", "2030-01-01", "--delay", "5s", "--to", "2030-01-01"), b"say when"),
+        (("schedule", "move", "s", "1", "2030-01-01"), b"use --delay or --to"),
+        (("schedule", "move", "s", "1", "2030-01-01", "--delay", "5s", "--to", "2030-01-01"), b"use --delay or --to"),
         (("schedule", "list", "s", "--limit", "0"), b"limit must be 1 or more"),
         (("schedule", "list", "s", "--end", "999999999d"), b"is not within the years 1970 to 9999"),
         (("schedule", "count", "--start", "-999999d"), b"is not within the years 1970 to 9999"),
         (("schedule", "cancel", "s", "1", "99999999999999999999"), b"'99999999999999999999' is not understood"),
-        (("schedule", "cancel", "s", "9" * 30, "2030-01-01"), b"is not one of a message"),
-        (("schedule", "move", "s", "9" * 30, "2030-01-01", "--delay", "5s"), b"is not one of a message"),
+        (("schedule", "cancel", "s", "9" * 30, "2030-01-01"), b"is out of range"),
+        (("schedule", "move", "s", "9" * 30, "2030-01-01", "--delay", "5s"), b"is out of range"),
         (("send", "s", "x", "--delay", "1e400"), b"duration '1e400' is not understood"),
-        (("tail", "s", "--start", "9" * 30), b"is not one of a message"),
-        (("tail", "s", "--start", "9" * 30, "--group", "g"), b"is not one of a message"),
+        (("tail", "s", "--start", "9" * 30), b"is out of range"),
+        (("tail", "s", "--start", "9" * 30, "--group", "g"), b"is out of range"),
         (("schedule", "list", "s", "--start", "yesterday"), b"'yesterday' is not understood"),
     ],
 )
-def test_wrong_words_are_one_line(here: Here, arguments: tuple[str, ...], complaint: bytes):
+def test_invalid_arguments_print_one_line(here: Here, arguments: tuple[str, ...], complaint: bytes):
     result = here(*arguments)
     assert (result.returncode, result.stdout, result.stderr.count(b"\n")) == (2, b"", 1)
     assert complaint in result.stderr

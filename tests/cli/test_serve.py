@@ -1,4 +1,4 @@
-"""``plait serve`` as a process: one ready line, an orderly end, and clear words where it cannot start."""
+"""``plait serve`` as a process: one ready line, a clean stop, and clear errors if it cannot start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cli.commands import SECONDS, environment, plait, serve
 from tests.cli.data_directory import fingerprint, flip, frames
 
 
-def test_one_ready_line_then_an_orderly_end_on_sigterm(tmp_path: Path):
+def test_it_prints_one_ready_line_and_stops_cleanly_on_sigterm(tmp_path: Path):
     data = tmp_path / "data"
     with serve(data, "--flush", "sync") as node:
         assert re.fullmatch(
@@ -33,14 +33,14 @@ def test_one_ready_line_then_an_orderly_end_on_sigterm(tmp_path: Path):
     assert plait("doctor", str(data)).returncode == 0
 
 
-def test_sigint_ends_it_in_order_too_and_the_epoch_goes_on(tmp_path: Path):
+def test_sigint_stops_it_cleanly_and_the_epoch_stays(tmp_path: Path):
     for _ in range(2):
         with serve(tmp_path / "data") as node:
             assert " epoch=1 " in node.ready
             assert node.stop(signal.SIGINT)[:2] == (0, "")
 
 
-def test_after_sigkill_it_recovers_into_a_new_epoch(tmp_path: Path):
+def test_after_sigkill_it_recovers_with_a_new_epoch(tmp_path: Path):
     with serve(tmp_path / "data") as node:
         assert plait("send", "orders", "created", "--server", node.address).returncode == 0
         node.process.kill()
@@ -51,7 +51,7 @@ def test_after_sigkill_it_recovers_into_a_new_epoch(tmp_path: Path):
         assert tail.stdout == b"created\n"
 
 
-def test_damage_is_told_on_standard_error(tmp_path: Path):
+def test_damage_is_reported_on_standard_error(tmp_path: Path):
     data = tmp_path / "data"
     with serve(data) as node:
         assert plait("send", "orders", stdin=b"a\nb\nc\n", PLAIT_SERVER=node.address).returncode == 0
@@ -59,7 +59,7 @@ def test_damage_is_told_on_standard_error(tmp_path: Path):
     (log,) = (data / "message").iterdir()
     position, frame = frames(log)[-1]
     flip(log, position + frame.size - 9)
-    # Without its checkpoints it reads the whole log again.
+    # Without checkpoints the start reads the whole log.
     for path in (data / "checkpoints").iterdir():
         path.unlink()
     with serve(data) as node:
@@ -68,13 +68,13 @@ def test_damage_is_told_on_standard_error(tmp_path: Path):
 
 
 def failing(*arguments: str) -> tuple[int, str]:
-    """(exit code, standard error) of a serve that must not become ready."""
+    """(exit code, standard error) of a ``plait serve`` that must fail."""
     result = plait("serve", *arguments)
     assert result.stdout == b""
     return result.returncode, result.stderr.decode()
 
 
-def test_a_port_in_use_is_one_clear_line(tmp_path: Path):
+def test_a_port_in_use_prints_one_line(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, err = failing("--data", str(tmp_path / "data"), "--port", str(port))
@@ -85,7 +85,7 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path):
     assert not (tmp_path / "data").exists()
 
 
-def test_a_directory_in_use_is_one_clear_line(tmp_path: Path):
+def test_a_directory_in_use_prints_one_line(tmp_path: Path):
     with serve(tmp_path / "data"):
         code, err = failing("--data", str(tmp_path / "data"), "--port", "0")
     assert code == 8
@@ -94,7 +94,7 @@ def test_a_directory_in_use_is_one_clear_line(tmp_path: Path):
     )
 
 
-def test_a_newer_format_is_refused_untouched(tmp_path: Path):
+def test_a_newer_format_is_refused_and_left_unchanged(tmp_path: Path):
     data = tmp_path / "data"
     with serve(data) as node:
         assert node.stop()[0] == 0
@@ -113,7 +113,7 @@ def test_a_newer_format_is_refused_untouched(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         (["--port", "0"], "--data"),
         (["--data", "x", "--port", "70000"], "port 70000"),
@@ -125,9 +125,9 @@ def test_a_newer_format_is_refused_untouched(tmp_path: Path):
         (["--data", "x", "--host", "0.0.0.0"], "loopback"),
     ],
 )
-def test_wrong_arguments_are_one_clear_line(
+def test_invalid_arguments_print_one_line(
     arguments: list[str],
-    words: str,
+    expected: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -137,11 +137,11 @@ def test_wrong_arguments_are_one_clear_line(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("error: ")
-    assert words in err
+    assert expected in err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_data_directory_that_cannot_be_made_is_one_clear_line(tmp_path: Path):
+def test_a_data_directory_that_cannot_be_created_prints_one_line(tmp_path: Path):
     (tmp_path / "file").write_text("")
     code, err = failing("--data", str(tmp_path / "file" / "data"), "--port", "0")
     assert code == 8
@@ -149,14 +149,14 @@ def test_a_data_directory_that_cannot_be_made_is_one_clear_line(tmp_path: Path):
     assert "Traceback" not in err
 
 
-def test_subjects_are_not_created_by_use_unless_wanted(tmp_path: Path):
+def test_with_no_auto_create_the_first_use_does_not_create_a_subject(tmp_path: Path):
     with serve(tmp_path / "data", "--no-auto-create") as node:
         result = plait("send", "orders", "created", "--server", node.address)
         assert (result.returncode, result.stdout) == (4, b"")
         assert b"(subject_not_found)" in result.stderr
 
 
-#: ``plait`` on a disk whose every sync fails from SIGUSR1 on.
+#: ``plait`` on a disk whose syncs fail after SIGUSR1.
 FAILING_DISK = """
 import signal
 from plait.cli import main
@@ -170,7 +170,7 @@ main()
 """
 
 
-def test_storage_that_fails_ends_the_process_with_its_code(tmp_path: Path):
+def test_failed_storage_ends_the_process_with_its_exit_code(tmp_path: Path):
     command = [sys.executable, "-c", FAILING_DISK, "serve", "--data", str(tmp_path / "data"), "--port", "0"]
     with subprocess.Popen(
         [*command, "--flush", "sync"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
@@ -181,9 +181,9 @@ def test_storage_that_fails_ends_the_process_with_its_code(tmp_path: Path):
         send = [sys.executable, "-m", "plait.cli", "send", "orders", "created", "--server", address]
         with subprocess.Popen(send, stdout=subprocess.PIPE, env=environment()) as sending:
             _, err = process.communicate(timeout=SECONDS)
-            # It would wait for a server that comes back.
+            # The client would wait for the server to come back.
             sending.kill()
             assert sending.communicate()[0] == b""
     assert process.returncode == 9
-    assert "error: a log could not be written or synced" in err
+    assert "error: writing or syncing a log failed" in err
     assert "(storage_failed)" in err

@@ -1,4 +1,4 @@
-"""``plait spark history`` as a user runs it."""
+"""``plait spark history`` as a process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.spark.histories import thirty_messages
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Read, never written to."""
+    """An archive and a live log, which the tests only read."""
     root = tmp_path_factory.mktemp("history")
     thirty_messages(root)
     return root
@@ -35,7 +35,7 @@ def numbers(rows: list[dict[str, Any]]) -> list[int]:
     return [int(row["headers"]["number"]) for row in rows]
 
 
-def test_one_key_over_archive_and_log(root: Path):
+def test_a_key_is_found_in_the_archive_and_in_the_log(root: Path):
     rows = found(root, "--key", "order-1")
     assert numbers(rows) == [1, 4, 7, 13, 16, 19, 22, 28]
     first = rows[0]
@@ -51,36 +51,34 @@ def test_one_key_over_archive_and_log(root: Path):
     assert numbers(found(root, "--id", first["message_id"])) == [1]
 
 
-def test_conditions_together_and_the_first_so_many(root: Path):
+def test_conditions_are_combined_and_limited(root: Path):
     assert numbers(found(root, "--header", "odd=true", "--header", "city=BJS", "--limit", "3")) == [1, 3, 5]
     assert numbers(found(root, "--since", "-1h")) == list(range(30))
     assert numbers(found(root, "--until", "-1h")) == []
     assert numbers(found(root, "--all", live=())) == list(range(20))
 
 
-def test_a_table_for_people(root: Path):
+def test_messages_are_printed_as_a_table(root: Path):
     command = ("spark", "history", "--archive", str(root / "archive"), "--subject", "orders")
     result = plait(*command, "--header", "number=18")
     shown = result.stdout.decode()
     assert "even,größer" in shown
     assert "number=18 half=9.0 odd=false city=BJS" in shown
     assert "body-18" in shown
-    nothing = plait(*command, "--key", "nobody")
+    nothing = plait(*command, "--key", "missing")
     assert (nothing.returncode, nothing.stdout, nothing.stderr) == (0, b"", b"no message found\n")
 
 
-def test_a_table_ends_where_people_stop_reading(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_table_has_a_maximum_length(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(spark_history, "TABLE_MAX", 2)
     spark_history.history(Where(str(root / "archive"), "orders", all=True))
     shown = capsys.readouterr()
     assert "body-1" in shown.out
     assert "body-2" not in shown.out
-    assert shown.err == "only the first 2 are shown; -o json and --parquet have all\n"
+    assert shown.err == "only the first 2 are shown; use -o json or --parquet for all\n"
 
 
-def test_a_parquet_file(root: Path, tmp_path: Path):
+def test_messages_are_written_to_a_parquet_file(root: Path, tmp_path: Path):
     path = tmp_path / "found.parquet"
     command = ("spark", "history", "--archive", str(root / "archive"), "--data", str(root / "data"))
     result = plait(*command, "--subject", "orders", "--all", "--parquet", str(path))
@@ -88,11 +86,11 @@ def test_a_parquet_file(root: Path, tmp_path: Path):
     assert pq.read_table(path)["sequence"].to_pylist() == list(range(30))
     again = plait(*command, "--subject", "orders", "--all", "--parquet", str(path))
     assert again.returncode == 2
-    assert b"is there already" in again.stderr
+    assert b"exists already" in again.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["found.parquet"]
 
 
-def test_the_live_part_through_a_server(root: Path):
+def test_the_live_log_is_read_through_a_server(root: Path):
     with serve(root / "data") as server:
         rows = found(root, "--all", live=("--server", server.address))
         assert numbers(rows) == list(range(30))
@@ -104,22 +102,22 @@ def test_the_live_part_through_a_server(root: Path):
 @pytest.mark.parametrize(
     ("options", "exit_code", "message"),
     [
-        ((), 2, "say which messages"),
-        (("--all", "--key", "order-1"), 2, "--all means every message"),
+        ((), 2, "select messages"),
+        (("--all", "--key", "order-1"), 2, "--all selects every message"),
         (("--key", ""), 2, "empty"),
         (("--id", "x"), 2, "message id"),
         (("--header", "odd"), 2, "name=value"),
-        (("--header", "odd=true", "--header", "odd=false"), 2, "header 'odd' is 'true' or 'false', never both"),
+        (("--header", "odd=true", "--header", "odd=false"), 2, "header 'odd' cannot be both 'true' and 'false'"),
         (("--since", "soon"), 2, "soon"),
         (("--key", "k", "--limit", "0"), 2, "limit"),
         (("--key", "k", "--master", "local"), 2, "--spark"),
-        (("--key", "k", "--parquet", "s3://bucket/found"), 2, "'s3://bucket/found' is no file of this machine"),
+        (("--key", "k", "--parquet", "s3://bucket/found"), 2, "'s3://bucket/found' is not a file of this machine"),
         (("--key", "k", "--data", "/nowhere"), 8, "/nowhere"),
-        (("--key", "k", "--subject", "nobody"), 4, "nobody"),
+        (("--key", "k", "--subject", "missing"), 4, "missing"),
         (("--key", "k", "--archive", "/nowhere"), 8, "not an archive"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(root: Path, options: tuple[str, ...], exit_code: int, message: str):
+def test_invalid_options_print_one_line(root: Path, options: tuple[str, ...], exit_code: int, message: str):
     given = {"--archive": str(root / "archive"), "--subject": "orders"}
     rest = [text for name, value in given.items() if name not in options for text in (name, value)]
     result = plait("spark", "history", *rest, *options)

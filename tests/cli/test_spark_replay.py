@@ -1,4 +1,4 @@
-"""``plait spark replay`` as a user runs it, and as the kernel ends it."""
+"""``plait spark replay`` as a process, also when it is killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER = "plait-replayed-from"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Read, never written to."""
+    """An archive and a live log, which the tests only read."""
     root = tmp_path_factory.mktemp("replay")
     thirty_messages(root)
     return root
@@ -30,7 +30,7 @@ def command(root: Path, *options: str) -> list[str]:
 
 
 def stored(address: str, wanted: int = 0) -> list[str]:
-    """What the target has, once it has so many."""
+    """The bodies in the target subject, once it has ``wanted`` messages."""
     found: list[str] = []
     with connect(address) as client, client.reader("copy", start="earliest") as reader:
         while (rows := reader.fetch(1000, 10.0 if len(found) < wanted else 0.0)) or len(found) < wanted:
@@ -50,11 +50,11 @@ def test_a_selection_is_counted_and_then_sent(root: Path, tmp_path: Path):
         assert "sent  2" in shown
 
 
-def test_killed_again_and_again_it_sends_everything_once(root: Path, tmp_path: Path):
+def test_a_replay_that_is_killed_repeatedly_sends_every_message_once(root: Path, tmp_path: Path):
     state = str(tmp_path / "state.json")
     with serve(tmp_path / "target") as server:
         with connect(server.address) as client:
-            # Reading creates no subject, and the first process is read from before it has sent.
+            # A read does not create the subject, and the test reads before the first process has sent.
             client.admin.create_subject("copy")
         options = ("--all", "--rate", "20/s", "--state", state, "--server", server.address)
         for wanted in (3, 11, 20):
@@ -79,15 +79,15 @@ def test_killed_again_and_again_it_sends_everything_once(root: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "exit_code", "message"),
     [
-        ((), 2, "say which messages"),
+        ((), 2, "select messages"),
         (("--all", "--rate", "fast"), 2, "rate 'fast'"),
         (("--all", "--rate", "0/s"), 2, "rate '0/s'"),
         (("--all", "--to", "bad name"), 2, "bad name"),
-        (("--all", "--live"), 2, "not both"),
+        (("--all", "--live"), 2, "give one of them"),
         (("--all", "--state", "/nowhere/state", "--server", "plait://127.0.0.1:9"), 3, "127.0.0.1:9"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(root: Path, options: tuple[str, ...], exit_code: int, message: str):
+def test_invalid_options_print_one_line(root: Path, options: tuple[str, ...], exit_code: int, message: str):
     given = command(root)
     if "--to" in options:
         given = given[: given.index("--to")]

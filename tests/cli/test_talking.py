@@ -1,4 +1,4 @@
-"""Commands that talk to a node, as processes: what they print for people and for programs, and how they end."""
+"""Client commands as processes: their tables, their JSON and their exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def json_lines(result: subprocess.CompletedProcess[bytes]) -> list[Any]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_one_message_with_everything_comes_back_with_everything(node: Serving, subject: str):
+def test_a_message_with_key_tags_and_headers_is_sent_and_read_back(node: Serving, subject: str):
     sent = plait(
         *("send", subject, "created", "--key", "order-1", "--tag", "new", "--tag", "vip"),
         *("--header", "city=BJS", "--header", "amount:=5", "--header", "gift:=true", "-o", "json"),
@@ -49,7 +49,7 @@ def test_one_message_with_everything_comes_back_with_everything(node: Serving, s
     }
 
 
-def test_standard_input_is_a_message_a_line_and_comes_back_as_it_was(node: Serving, subject: str):
+def test_each_line_of_standard_input_is_a_message_with_the_same_bytes(node: Serving, subject: str):
     lines = b"first\n\n\xff\xfe binary\n" + b"x" * 3_000_000 + b"\nno newline at the end"
     sent = json_lines(plait("send", subject, "-o", "json", stdin=lines, PLAIT_SERVER=node.address))
     assert [receipt["sequence"] for receipt in sent] == [0, 1, 2, 3, 4]
@@ -61,7 +61,7 @@ def test_standard_input_is_a_message_a_line_and_comes_back_as_it_was(node: Servi
     assert (group["lag"], group["next"], group["redelivered"]) == (0, 5, 0)
 
 
-def test_many_lines_are_summed_up_for_people(node: Serving, subject: str):
+def test_a_table_summarizes_many_lines(node: Serving, subject: str):
     lines = b"".join(b"line %d\n" % number for number in range(20_000))
     sent = plait("send", subject, "--key", "k", stdin=lines, PLAIT_SERVER=node.address)
     assert sent.returncode == 0, sent.stderr
@@ -89,7 +89,7 @@ def test_control_characters_do_not_reach_the_terminal(here: Here, subject: str):
     assert b"\\x1b[2J\\tred" in shown.stdout
 
 
-def test_the_life_of_a_subject(here: Here, subject: str):
+def test_a_subject_is_created_changed_described_and_deleted(here: Here, subject: str):
     def run(*arguments: str) -> subprocess.CompletedProcess[bytes]:
         return here("subject", *arguments)
 
@@ -109,10 +109,10 @@ def test_the_life_of_a_subject(here: Here, subject: str):
     changed = json_of(run("set", subject, "--retention", "1h", "-o", "json"))
     assert (changed["retention_seconds"], changed["retention_bytes"]) == (3600, 1 << 30)
     assert "3d" in run("set", subject, "--retention", "default", "--retention-size", "default").stdout.decode()
-    assert b"say --retention or --retention-size" in run("set", subject).stderr
-    unsure = run("delete", subject)
-    assert unsure.returncode == 2
-    assert b"--yes" in unsure.stderr
+    assert b"use --retention or --retention-size" in run("set", subject).stderr
+    unconfirmed = run("delete", subject)
+    assert unconfirmed.returncode == 2
+    assert b"--yes" in unconfirmed.stderr
     assert run("delete", subject, "--yes").returncode == 0
     gone = run("describe", subject)
     assert gone.returncode == 4
@@ -142,7 +142,7 @@ def test_a_group_is_described_and_moved(node: Serving, here: Here, subject: str)
     assert (changed["retry"]["attempts"], changed["retry"]["steps"]) == (3, [1.0, 300.0])
     assert b"within 86400 s" in group("set", subject, "readers", "--attempts", "unlimited", "--expires", "1d").stdout
     assert group("set", subject, "readers").returncode == group("set", subject, "readers", "--attempts", "x").returncode
-    assert b"say --yes" in group("delete", subject, "readers").stderr
+    assert b"confirm with --yes" in group("delete", subject, "readers").stderr
     assert group("delete", subject, "readers", "--yes").returncode == 0
     assert json_of(group("list", subject, "-o", "json")) == []
     unknown = group("describe", subject, "writers")
@@ -150,7 +150,7 @@ def test_a_group_is_described_and_moved(node: Serving, here: Here, subject: str)
     assert unknown.stderr.endswith(b"(group_not_found)\n")
 
 
-def test_nobody_listening_is_one_clear_line_at_once():
+def test_an_unreachable_server_prints_one_line_at_once():
     result = plait("subject", "list", "--server", "plait://127.0.0.1:1")
     assert (result.returncode, result.stdout) == (3, b"")
     assert result.stderr == (
@@ -159,7 +159,7 @@ def test_nobody_listening_is_one_clear_line_at_once():
     )
 
 
-def test_a_reader_that_goes_away_ends_the_command_quietly(node: Serving, subject: str):
+def test_a_closed_pipe_ends_the_command_without_an_error(node: Serving, subject: str):
     plait("send", subject, stdin=b"x\n" * 10_000, PLAIT_SERVER=node.address)
     command = [sys.executable, "-m", "plait.cli", "tail", subject, "--start", "earliest", "-o", "json"]
     with subprocess.Popen(
@@ -191,7 +191,7 @@ def test_a_traceback_is_shown_on_request_only(how: list[str]):
     assert result.stderr.splitlines()[-1].startswith(b"error: ")
 
 
-def test_deleting_asks_at_a_terminal(node: Serving, here: Here, subject: str):
+def test_a_deletion_asks_for_confirmation_at_a_terminal(node: Serving, here: Here, subject: str):
     here("subject", "create", subject)
     for answer, code in ((b"no\n", 2), (subject.encode() + b"\n", 0)):
         ours, theirs = pty.openpty()

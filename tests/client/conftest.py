@@ -1,4 +1,4 @@
-"""A real broker and a client of it, on the loop of each test."""
+"""Fixtures: real brokers and their clients, on the loop of each test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def broker(tmp_path: Path) -> AsyncIterator[EmbeddedBroker]:
 
 @pytest.fixture
 async def timed_broker(tmp_path: Path) -> AsyncIterator[EmbeddedBroker]:
-    """A broker whose time passes by ``advance`` alone."""
+    """A broker whose clock moves only by ``advance``."""
     async with EmbeddedBroker(tmp_path / "data", clock=ManualClock()) as running:
         yield running
 
@@ -43,7 +43,7 @@ async def brokers(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
 
 @pytest.fixture
 async def meta(brokers: list[EmbeddedBroker], request: pytest.FixtureRequest) -> AsyncIterator[PlayedMeta]:
-    """Leads subject "s" to a partition on each of them; its order strategy is the parameter."""
+    """Routes subject "s" to one partition on each broker; the parameter is the order strategy."""
     played = PlayedMeta(brokers, order=getattr(request, "param", "best_tried"))
     await played.open(2)
     yield played

@@ -1,4 +1,4 @@
-"""What the client's tests share."""
+"""Helpers of the client's tests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from plait.testing import EmbeddedBroker
 from plait.testing.embedded_broker import TEST_CONFIG
 from plait.wire import messages as m
 
-#: Longer than anything here takes; only a failing test waits for it.
+#: Longer than any step of a test takes; only a failing test waits this long.
 PATIENCE_SECONDS = 60.0
-#: Nothing waits long.
+#: Short pauses and small frames.
 EAGER = plait.ClientLimits(
     reconnect_first_seconds=0.001,
     reconnect_max_seconds=0.01,
@@ -35,7 +35,7 @@ EAGER = plait.ClientLimits(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Give way to the loop until the condition holds."""
+    """Yield to the loop until the condition holds."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110 - the condition is of any kind
             await asyncio.sleep(0)
@@ -43,12 +43,12 @@ async def until(condition: Callable[[], object]) -> None:
 
 @contextmanager
 def impatient(client: plait.Client) -> Iterator[None]:
-    """Sends of this block wait for 50 ms only; those around it as long as the machine takes."""
+    """Sends in this block time out after 50 ms; other sends keep their limit."""
     producer = client._producer
     patient, producer.limits = producer.limits, msgspec.structs.replace(producer.limits, send_seconds=0.05)
-    for outlet in producer._outlets.values():
-        for queue in outlet.queues():
-            # Armed for the patience of an earlier send.
+    for sender in producer._subject_senders.values():
+        for queue in sender.queues():
+            # The timer is set for the time limit of an earlier send.
             if queue._timer is not None:
                 queue._timer.cancel()
                 queue._timer = None
@@ -59,7 +59,7 @@ def impatient(client: plait.Client) -> Iterator[None]:
 
 
 async def lose(client: plait.Client) -> None:
-    """End a client as a crash of its process would: no goodbye, its connection breaks."""
+    """End a client as a crash of its process does: the connection breaks without a goodbye."""
     node = client._node
     assert node._task is not None
     node._task.cancel()
@@ -71,7 +71,7 @@ async def lose(client: plait.Client) -> None:
 
 
 async def fetch_all(consumer: plait.Consumer, count: int) -> list[plait.Message]:
-    """Exactly ``count`` messages, in the order they come."""
+    """Fetch exactly ``count`` messages, in order of delivery."""
     messages: list[plait.Message] = []
     async with asyncio.timeout(PATIENCE_SECONDS):
         while len(messages) < count:
@@ -80,24 +80,25 @@ async def fetch_all(consumer: plait.Consumer, count: int) -> list[plait.Message]
 
 
 async def send(client: plait.Client, count: int, subject: str = "s", first: int = 0) -> None:
-    """Messages whose bodies are numbers from ``first``."""
+    """Send ``count`` messages; the bodies are numbers from ``first``."""
     await client.send_many(subject, [b"%d" % n for n in range(first, first + count)])
 
 
 def numbers(messages: Iterable[plait.Message]) -> list[int]:
-    """The numbers in the bodies of what ``send`` sent."""
+    """The numbers in the bodies of messages from ``send``."""
     return [int(message.body) for message in messages]
 
 
 def config_of(group: str, **settings: object) -> BrokerConfig:
-    """A test broker's, for one of several broker groups."""
+    """The config of a test broker in this broker group."""
     return msgspec.structs.replace(TEST_CONFIG, group=group, **settings)
 
 
 class PlayedMeta:
-    """Plays a meta server's part for one subject: makes and seals its partitions, and tells clients the routes.
+    """Stands in for a meta server for one subject: opens and seals its partitions, and gives clients the routes.
 
-    Partition number n is on broker n, counted round. Routes change by ``change``; who asks gets the newest.
+    Partition n is on broker n modulo the number of brokers. ``change`` changes the route; a client that asks for the
+    route receives the newest one.
     """
 
     def __init__(self, brokers: list[EmbeddedBroker], subject: str = "s", order: str = "best_tried") -> None:
@@ -105,12 +106,12 @@ class PlayedMeta:
         self.subject = subject
         self.order = order
         self.version = 0
-        #: Broker groups that are not said to be "RW".
+        #: The states of the broker groups that are not "RW".
         self.states: dict[str, str] = {}
-        #: Of each logical partition: (partition, where its rows begin there, where they end).
+        #: The spans of each logical partition: (partition, first sequence, fence).
         self.spans: list[list[tuple[int, int, int | None]]] = [[] for _ in range(LOGICAL_PARTITIONS)]
         self.asked = 0
-        #: Answered as long as it stands, instead of the newest.
+        #: If set, clients receive this route instead of the newest one.
         self.frozen: m.RouteReply | None = None
         self._nodes: list[Node] = []
 
@@ -124,7 +125,7 @@ class PlayedMeta:
         return self.brokers[partition % len(self.brokers)]
 
     async def open(self, partitions: int) -> None:
-        """Begin with so many."""
+        """Connect to the brokers and open this many partitions."""
         for broker in self.brokers:
             node = Node([broker.address], "meta", plait.ClientLimits())
             await node.open()
@@ -135,28 +136,28 @@ class PlayedMeta:
         for node in self._nodes:
             await node.close()
 
-    async def _tell(self, partition: int, operation: str, **arguments: object) -> object:
+    async def _order(self, partition: int, operation: str, **arguments: object) -> object:
         node = self._nodes[partition % len(self.brokers)]
         reply = await node.request(m.AdminRequest(operation, {"name": self.name(partition), **arguments}))
         return msgspec.msgpack.decode(reply.result)
 
     async def change(self, partitions: int) -> None:
-        """Lead the subject's rows to so many partitions, of equal shares."""
-        wished = np.arange(LOGICAL_PARTITIONS) * partitions // LOGICAL_PARTITIONS
+        """Route the subject to this many partitions, with equal shares."""
+        target = np.arange(LOGICAL_PARTITIONS) * partitions // LOGICAL_PARTITIONS
         current = np.array([spans[-1][0] if spans else -1 for spans in self.spans])
-        moving = wished != current
+        moving = target != current
         version = self.version + 1
         for partition in sorted(set(current[moving].tolist()) - {-1}):
             runs = [run[:2] for run in runs_with(current, moving & (current == partition))]
-            fences = await self._tell(partition, "partition.seal", lps=runs, version=version)
+            fences = await self._order(partition, "partition.seal", lps=runs, version=version)
             for first, end, fence in fences:  # type: ignore[attr-defined]
                 for lp in range(first, end):
                     self.spans[lp][-1] = (*self.spans[lp][-1][:2], fence)
-        for partition in sorted(set(wished[moving].tolist())):
-            chosen = moving & (wished == partition)
-            runs = [run[:2] for run in runs_with(wished, chosen)]
+        for partition in sorted(set(target[moving].tolist())):
+            chosen = moving & (target == partition)
+            runs = [run[:2] for run in runs_with(target, chosen)]
             settings = {"order": self.order}
-            await self._tell(
+            await self._order(
                 partition,
                 "partition.open",
                 subject=self.subject,
@@ -170,7 +171,7 @@ class PlayedMeta:
         self.version = version
 
     def route(self) -> m.RouteReply:
-        """The newest."""
+        """The newest route."""
         current = np.array([spans[-1][0] for spans in self.spans])
         used = range(max(max(span[0] for span in spans) for spans in self.spans) + 1)
         everything = np.ones(LOGICAL_PARTITIONS, bool)
@@ -195,14 +196,14 @@ class PlayedMeta:
         return self.frozen or self.route()
 
     def client(self, **arguments: object) -> plait.Client:
-        """A client that asks here."""
+        """A client that receives its routes from this object."""
         client = plait.connect(self.brokers[0].address, **arguments)  # type: ignore[arg-type]
         client._router.find = self.find  # type: ignore[method-assign]
         client._router.find_brokers = self.find_brokers  # type: ignore[method-assign]
         return client
 
     async def frames(self, partition: int) -> list[FrameView]:
-        """What a partition has stored."""
+        """The stored frames of a partition."""
         link = await self._nodes[partition % len(self.brokers)].ready()
         found: list[FrameView] = []
         position = 0
@@ -215,7 +216,7 @@ class PlayedMeta:
             position = answer.next
 
     async def rows(self, partition: int) -> list[tuple[int, str, int, bytes]]:
-        """(sequence, key, logical partition as stamped, body) of what a partition has stored."""
+        """(sequence, key, logical partition as stamped, body) of each stored row of a partition."""
         rows: list[tuple[int, str, int, bytes]] = []
         for frame in await self.frames(partition):
             texts = frame.binary(Column.KEY).to_pylist() if frame.has(Column.KEY) else [b""] * frame.count
@@ -228,7 +229,7 @@ class PlayedMeta:
         return rows
 
     async def by_key(self) -> dict[str, list[bytes]]:
-        """What is stored of each key, along the places where its rows were one after another."""
+        """The stored bodies of each key, in the order of the spans of its LP."""
         used = max(max(span[0] for span in spans) for spans in self.spans) + 1
         stored = [await self.rows(n) for n in range(used)]
         found: dict[str, list[bytes]] = {}

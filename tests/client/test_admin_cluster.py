@@ -48,14 +48,14 @@ async def client(meta_server: MetaServer, pair: list[EmbeddedBroker]) -> AsyncIt
 
 
 async def reached(client: plait.Client, subject: str) -> plait.RouteInfo:
-    """The route once nothing is left to move."""
+    """Wait until the route has reached its target, and return it."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not (route := await client.admin.route(subject)).reached:
             pass
     return route
 
 
-async def test_a_subject_is_made_with_its_order_and_partitions(client: plait.Client) -> None:
+async def test_a_subject_is_created_with_its_order_and_partitions(client: plait.Client) -> None:
     made = await client.admin.create_subject("s", order="strict", partitions=3, retention="1h", retention_bytes=7)
     assert made.partition == "s@g1, s@g2, s#1@g1"
     assert (made.count, made.retention_seconds, made.retention_bytes) == (0, 3600.0, 7)
@@ -97,7 +97,7 @@ async def test_brokers_and_their_states(client: plait.Client, pair: list[Embedde
     assert (await client.admin.create_subject("s")).partition == "s@g2"
 
 
-async def test_who_is_to_handle_what(client: plait.Client) -> None:
+async def test_the_allocation_names_the_share_of_each_member(client: plait.Client) -> None:
     async with (
         client.consumer("s", group="ordered", ordered=True),
         client.consumer("s", group="shared"),
@@ -112,17 +112,17 @@ async def test_who_is_to_handle_what(client: plait.Client) -> None:
         assert ordered.members[0].lps == [(0, LOGICAL_PARTITIONS, ordered.epoch)]
         [consumer] = (await client.admin.group("s", "ordered")).consumers
         assert (consumer.client, consumer.online) == ("c", True)
-    with pytest.raises(plait.GroupNotFound, match="'nobody'"):
-        await client.admin.allocation("s", "nobody")
+    with pytest.raises(plait.GroupNotFound, match="'missing'"):
+        await client.admin.allocation("s", "missing")
 
 
-async def test_when_one_of_32_consumers_leaves_only_what_it_had_moves(
+async def test_when_one_of_32_consumers_leaves_only_its_share_moves(
     client: plait.Client, meta_server: MetaServer
 ) -> None:
     await client.admin.create_subject("s", partitions=1)
 
     async def shares(members: int) -> dict[int, str]:
-        """Who is to handle each logical partition, once there are so many members with their shares."""
+        """The client of each logical partition, once this many members have their shares."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
                 found = [share for share in (await client.admin.allocation("s", "g")).members if share.count]
@@ -147,7 +147,7 @@ async def test_when_one_of_32_consumers_leaves_only_what_it_had_moves(
 
 
 async def park(client: plait.Client, *keys: str) -> None:
-    """Strict subject "s" with these keys parked in group "g", two messages each; their consumer is gone."""
+    """Create strict subject "s" with these keys parked in group "g", two messages each, and close the consumer."""
     await client.admin.create_subject("s", order="strict")
     for key in keys:
         await client.send_many("s", [f"{key} {n}".encode() for n in range(2)], keys=[key] * 2)
@@ -163,7 +163,7 @@ async def park(client: plait.Client, *keys: str) -> None:
 
 
 async def bodies(client: plait.Client, count: int) -> list[str]:
-    """What the group gets next."""
+    """The bodies of the next messages of the group."""
     got: list[str] = []
     async with client.consumer("s", group="g", ordered=True, retry=plait.Retry(attempts=1)) as consumer:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -175,7 +175,7 @@ async def bodies(client: plait.Client, count: int) -> list[str]:
     return sorted(got)
 
 
-async def test_parked_keys_over_all_partitions(client: plait.Client) -> None:
+async def test_parked_keys_of_all_partitions_are_listed_resumed_and_skipped(client: plait.Client) -> None:
     keys = ["a", "b", "c", "17"]
     await park(client, *keys)
     found = await client.admin.parked("s", "g")
@@ -202,7 +202,7 @@ async def test_parked_keys_over_all_partitions(client: plait.Client) -> None:
     assert sorted(letter.key or "" for letter in await client.admin.dead_letters("s", "g")) == ["b", "c"]
 
 
-async def test_a_parked_key_stays_parked_where_the_route_leads_on_and_goes_on_in_order(client: plait.Client) -> None:
+async def test_a_parked_key_stays_parked_after_a_route_change_and_resumes_in_order(client: plait.Client) -> None:
     await park(client, "a", "b", "c", "d")
     await client.admin.expand_subject("s", ["s@g1"])
     await reached(client, "s")
@@ -221,7 +221,7 @@ async def test_a_parked_key_stays_parked_where_the_route_leads_on_and_goes_on_in
     assert got == {key: [f"{key} {n}".encode() for n in range(3)] for key in ("a", "b", "c", "d")}
 
 
-async def test_more_keys_than_one_answer_holds_are_listed_and_resumed(client: plait.Client) -> None:
+async def test_parked_keys_are_listed_and_resumed_in_pages(client: plait.Client) -> None:
     count = PARKED_PAGE_MAX + 20
     await client.admin.create_subject("s", order="strict", groups=["g1"])
     await client.send_many("s", [b""] * count, keys=[f"k{n}" for n in range(count)])
@@ -240,7 +240,7 @@ async def test_more_keys_than_one_answer_holds_are_listed_and_resumed(client: pl
 
 
 @pytest.mark.parametrize("call", ["resume_key", "skip_key"])
-async def test_a_key_that_is_not_parked_is_named(client: plait.Client, call: str) -> None:
+async def test_resuming_a_key_that_is_not_parked_is_refused(client: plait.Client, call: str) -> None:
     await park(client, "a")
     with pytest.raises(plait.KeyNotParked, match="key 'z' is not parked in group 'g' on 's'"):
         await getattr(client.admin, call)("s", "g", "z")
@@ -248,39 +248,39 @@ async def test_a_key_that_is_not_parked_is_named(client: plait.Client, call: str
         with pytest.raises(plait.InvalidArgument, match="key"):
             await getattr(client.admin, call)("s", "g", wrong)
     with pytest.raises(plait.GroupNotFound):
-        await getattr(client.admin, call)("s", "nobody", "a")
+        await getattr(client.admin, call)("s", "missing", "a")
     with pytest.raises(plait.SubjectNotFound):
         await getattr(client.admin, call)("nothing", "g", "a")
 
 
 @pytest.mark.parametrize(
-    ("call", "arguments", "settings", "words"),
+    ("call", "arguments", "settings", "reason"),
     [
         ("create_subject", ("s",), {"order": "loose"}, "order is 'loose'; use best_tried or strict"),
-        ("create_subject", ("s",), {"partitions": 0}, "0 partitions: a subject has 1 to 1024"),
+        ("create_subject", ("s",), {"partitions": 0}, "0 partitions are not possible; a subject has 1 to 1024"),
         ("create_subject", ("s",), {"partitions": "2"}, "partitions"),
-        ("create_subject", ("s",), {"groups": "g1"}, "groups 'g1' is text"),
+        ("create_subject", ("s",), {"groups": "g1"}, "groups 'g1' is a string"),
         ("create_subject", ("s",), {"groups": ["g7"]}, "there is no broker group 'g7'"),
         ("create_subject", ("s",), {"retention_bytes": -1}, "retention_bytes is -1"),
         ("expand_subject", ("there", 0), {}, "0 partitions"),
         ("expand_subject", ("there", True), {}, "partitions"),
-        ("expand_subject", ("there", 1.5), {}, "use a number, or names"),
-        ("expand_subject", ("there", "there@g1"), {}, "use a number, or names"),
+        ("expand_subject", ("there", 1.5), {}, "use a number, or a list"),
+        ("expand_subject", ("there", "there@g1"), {}, "use a number, or a list"),
         ("expand_subject", ("there", [5]), {}, "partition 5 is a int"),
         ("expand_subject", ("there", []), {}, "0 partitions"),
         ("set_broker_state", ("g1", "rw"), {}, "state 'rw' is not known; use RW, R, W, NRW"),
         ("set_broker_state", ("g7", "R"), {}, "there is no broker group 'g7'"),
     ],
 )
-async def test_what_cannot_be_is_refused_by_name(
-    client: plait.Client, call: str, arguments: tuple[Any, ...], settings: dict[str, Any], words: str
+async def test_invalid_arguments_are_refused_with_the_reason(
+    client: plait.Client, call: str, arguments: tuple[Any, ...], settings: dict[str, Any], reason: str
 ) -> None:
     await client.admin.create_subject("there")
-    with pytest.raises(plait.InvalidArgument, match=words):
+    with pytest.raises(plait.InvalidArgument, match=reason):
         await getattr(client.admin, call)(*arguments, **settings)
 
 
-def test_blocking_code_has_the_same() -> None:
+def test_the_blocking_client_has_the_same_calls() -> None:
     with EmbeddedBroker() as broker, plait.sync.connect(broker.address, client_id="c") as client:
         admin = client.admin
         assert admin.create_subject("s", order="strict", partitions=2).partition == "s@g1, s#1@g1"
@@ -298,7 +298,7 @@ def test_blocking_code_has_the_same() -> None:
                 call("s", "g", "a")
 
 
-def test_a_route_that_led_back_drains_where_it_was() -> None:
+def test_lps_that_returned_to_a_partition_still_drain_the_span_between() -> None:
     route = _Route(
         "s",
         4,

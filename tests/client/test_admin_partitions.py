@@ -1,4 +1,4 @@
-"""Management of a subject with several partitions: all of them are asked, and what they say is put together."""
+"""Management of a subject with several partitions: the client asks all of them and merges the replies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def client(meta: PlayedMeta) -> AsyncIterator[plait.Client]:
 
 
 async def attach(meta: PlayedMeta, partition: int, group: str, *, dead: int = 0, acked: int = 0) -> None:
-    """A group at one partition, straight at its broker, that rejects the first messages and acks the next."""
+    """Attach a group to one partition, directly at its broker; reject the first messages and ack the next."""
     membership = meta.broker(partition).server.membership
     broker = meta.broker(partition).server.broker
     consumer = membership.attach(meta.name(partition), group, f"c{partition}", retry=plait.Retry())
@@ -45,7 +45,7 @@ async def attach(meta: PlayedMeta, partition: int, group: str, *, dead: int = 0,
 
 
 async def filled(meta: PlayedMeta, client: plait.Client) -> None:
-    """Three rows at the one, two at the other; a group at both, and one at the second only."""
+    """Send three rows to one partition and two to the other; attach a group to both, and one to the second only."""
     await client.send_many("s", [b"l0", b"l1", b"l2", b"r0", b"r1"], keys=[LEFT] * 3 + [RIGHT] * 2)
     await attach(meta, 0, "g", dead=1, acked=1)
     await attach(meta, 1, "g", dead=2)
@@ -63,7 +63,7 @@ async def test_subjects_have_an_entry_for_each_partition_and_their_sum(meta: Pla
     assert [g.group for g in details.groups] == ["g", "only"]
 
 
-async def test_a_group_is_the_sum_over_the_partitions_it_came_to(meta: PlayedMeta, client: plait.Client) -> None:
+async def test_a_group_is_the_sum_over_its_partitions(meta: PlayedMeta, client: plait.Client) -> None:
     await filled(meta, client)
     group = await client.admin.group("s", "g")
     assert (group.lag, group.dead, group.next) == (1, 3, 4)
@@ -73,10 +73,10 @@ async def test_a_group_is_the_sum_over_the_partitions_it_came_to(meta: PlayedMet
     assert await client.admin.groups() == await client.admin.groups("s")
     assert [g.group for g in await client.admin.groups("s", partition="s@g1")] == ["g"]
     with pytest.raises(plait.GroupNotFound):
-        await client.admin.group("s", "nobody")
+        await client.admin.group("s", "missing")
 
 
-def test_a_consumer_at_several_partitions_is_one() -> None:
+def test_a_consumer_of_several_partitions_is_listed_once() -> None:
     def part(*consumers: ConsumerInfo) -> GroupInfo:
         numbers = dict.fromkeys(("next", "floor", "lag", "unacked", "returned", "waiting", "redelivered", "lost"), 1)
         online = sum(consumer.online for consumer in consumers)
@@ -103,13 +103,13 @@ async def test_a_group_is_reset_in_all_partitions_or_to_a_sequence_in_one(
     await filled(meta, client)
     assert await client.admin.reset_group("s", "g", "latest") == 5
     assert await client.admin.reset_group("s", "g", "earliest") == 0
-    with pytest.raises(plait.InvalidArgument, match="each with sequences of its own: say which, as in partition='s@g1"):
+    with pytest.raises(plait.InvalidArgument, match="each with sequences of its own: name one, as in partition='s@g1"):
         await client.admin.reset_group("s", "g", 1)
     assert await client.admin.reset_group("s", "g", 1, partition="s#1@g2") == 1
     assert (await client.admin.group("s", "g", partition="s")).next == 0
 
 
-async def test_dead_letters_say_where_they_are(meta: PlayedMeta, client: plait.Client) -> None:
+async def test_dead_letters_name_their_partition(meta: PlayedMeta, client: plait.Client) -> None:
     await filled(meta, client)
     admin = client.admin
     assert await admin.dead_queues() == await admin.dead_queues("s") == [plait.DeadQueue("s", "g", 3)]
@@ -122,7 +122,7 @@ async def test_dead_letters_say_where_they_are(meta: PlayedMeta, client: plait.C
     assert [x.store_time for x in letters] == sorted(x.store_time for x in letters)
     assert len(await admin.dead_letters("s", "g", limit=2)) == 2
     assert sum(r.count for r in await admin.dead_reasons("s", "g")) == 3
-    with pytest.raises(plait.InvalidArgument, match="say which"):
+    with pytest.raises(plait.InvalidArgument, match="name one"):
         await admin.dead_letter("s", "g", 0)
     assert (await admin.dead_letter("s", "g", 0, partition="s#1@g2")).body == b"r0"
     assert (await admin.dead_letter("s", "g", 0, partition=letters[0].partition)).sequence == 0
@@ -132,7 +132,7 @@ async def test_dead_letters_say_where_they_are(meta: PlayedMeta, client: plait.C
 async def test_dead_letters_of_all_partitions_are_resent_and_purged(meta: PlayedMeta, client: plait.Client) -> None:
     await filled(meta, client)
     admin = client.admin
-    with pytest.raises(plait.InvalidArgument, match="say which"):
+    with pytest.raises(plait.InvalidArgument, match="name one"):
         await admin.purge_dead("s", "g", sequences=[0])
     assert await admin.purge_dead("s", "g", sequences=[0], partition="s#1") == 1
     seen: list[int] = []
@@ -142,7 +142,7 @@ async def test_dead_letters_of_all_partitions_are_resent_and_purged(meta: Played
     assert await admin.dead_queues() == []
 
 
-async def test_the_schedules_of_all_partitions_are_listed_in_order_of_time(client: plait.Client) -> None:
+async def test_the_schedules_of_all_partitions_are_listed_by_due_time(client: plait.Client) -> None:
     hours = [5, 1, 4, 2, 3]
     receipts = await client.send_many(
         "s",
@@ -163,13 +163,15 @@ async def test_the_schedules_of_all_partitions_are_listed_in_order_of_time(clien
     assert sum(c.count for c in await admin.schedule_counts("s", by="time")) == 5
 
 
-async def test_a_delayed_message_is_cancelled_where_its_receipt_says(meta: PlayedMeta, client: plait.Client) -> None:
+async def test_a_delayed_message_is_cancelled_on_the_partition_of_its_receipt(
+    meta: PlayedMeta, client: plait.Client
+) -> None:
     left = await client.send("s", b"l", key=LEFT, delay=3600)
     right = await client.send("s", b"r", key=RIGHT, delay=3600)
     moved = await client.reschedule(right, delay=7200)
     assert (moved.partition, str(moved.partition)) == (right.partition, "s#1@g2")
     async with meta.client() as other:
-        # A client that has not been there before.
+        # This client has no connection to that broker yet.
         assert await other.cancel(moved)
         assert not await other.cancel(moved)
     [listed] = await client.admin.scheduled("s")
@@ -177,11 +179,13 @@ async def test_a_delayed_message_is_cancelled_where_its_receipt_says(meta: Playe
     with pytest.raises(plait.InvalidArgument, match="each with numbers of its own"):
         await client.admin.cancel_scheduled("s", listed.number, listed.deliver_at)
     assert await client.admin.cancel_scheduled("s", listed.number, listed.deliver_at, partition="s@g1")
-    with pytest.raises(plait.InvalidArgument, match="there is no broker group 'g9'"):
+    with pytest.raises(plait.InvalidArgument, match="broker group 'g9' does not exist"):
         await client.cancel(msgspec.structs.replace(left, partition=PartitionName("s", "g9")))
 
 
 @pytest.mark.parametrize("partition", ["s#2", "s@g2", "", 5])
-async def test_a_partition_that_is_none_is_refused_with_those_that_are(client: plait.Client, partition: str) -> None:
+async def test_an_unknown_partition_is_refused_with_a_list_of_the_known_ones(
+    client: plait.Client, partition: str
+) -> None:
     with pytest.raises(plait.InvalidArgument, match=r"s@g1, s#1@g2|use 'name@group'"):
         await client.admin.group("s", "g", partition=partition)

@@ -1,4 +1,4 @@
-"""Affinity, end to end: a key's messages come to one member while nobody joins or leaves, and failures hold nothing."""
+"""Affinity, end to end: one member gets a key's messages until members change, and a failure holds nothing back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def members(broker: EmbeddedBroker, client: plait.Client) -> AsyncIterator
 
 
 class Members:
-    """Members of one group with affinity, each of a client of its own."""
+    """Members of one group with affinity, each with its own client."""
 
     def __init__(self, broker: EmbeddedBroker, client: plait.Client, stack: AsyncExitStack) -> None:
         self._broker = broker
@@ -44,7 +44,7 @@ class Members:
         self.consumers: list[plait.Consumer] = []
 
     async def join(self, count: int = 1) -> None:
-        """So many more, until each has its share."""
+        """Add members, and wait until each has its share."""
         for _ in range(count):
             client = await self._stack.enter_async_context(self._broker.connect())
             self.consumers.append(
@@ -53,12 +53,12 @@ class Members:
         await self.settle()
 
     async def leave(self) -> None:
-        """The last one."""
+        """Close the last member, and wait until each has its share."""
         await self.consumers.pop().close()
         await self.settle()
 
     async def settle(self) -> None:
-        """Until each has its share."""
+        """Wait until each member has its share."""
         least = LOGICAL_PARTITIONS // len(self.consumers)
         async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
@@ -68,7 +68,7 @@ class Members:
                     return
 
     async def send(self, keys: list[str]) -> dict[str, plait.Consumer]:
-        """A message of each key, all handled; who got which."""
+        """Send and handle a message of each key; return the consumer that got each key."""
         await self._client.send_many("s", [b""] * len(keys), keys=keys)
         found = await self.take(len(keys))
         for message, _ in found.values():
@@ -76,7 +76,7 @@ class Members:
         return {key: consumer for key, (_, consumer) in found.items()}
 
     async def take(self, count: int) -> dict[str, tuple[plait.Message, plait.Consumer]]:
-        """So many messages of different keys, and who got them."""
+        """Fetch this many messages of different keys, with the consumer that got each."""
         found: dict[str, tuple[plait.Message, plait.Consumer]] = {}
         async with asyncio.timeout(PATIENCE_SECONDS):
             while len(found) < count:
@@ -94,7 +94,7 @@ async def test_a_key_has_one_member_and_every_member_has_keys(members: Members) 
         assert await members.send(KEYS) == first
 
 
-async def test_who_joins_and_leaves_moves_its_own_share_of_the_keys(members: Members) -> None:
+async def test_a_join_or_leave_moves_only_the_share_of_that_member(members: Members) -> None:
     await members.join(2)
     before = await members.send(KEYS)
     await members.join()
@@ -107,7 +107,7 @@ async def test_who_joins_and_leaves_moves_its_own_share_of_the_keys(members: Mem
     assert {key for key in KEYS if left[key] != after[key]} == moved
 
 
-async def test_messages_without_a_key_go_to_anybody(members: Members, client: plait.Client) -> None:
+async def test_messages_without_a_key_go_to_any_member(members: Members, client: plait.Client) -> None:
     await members.join(2)
     await client.send_many("s", [b"%d" % n for n in range(100)])
     shares = [await consumer.fetch(100, wait=PATIENCE_SECONDS) for consumer in members.consumers]
@@ -115,7 +115,7 @@ async def test_messages_without_a_key_go_to_anybody(members: Members, client: pl
     assert sorted(number for share in shares for number in numbers(share)) == list(range(100))
 
 
-async def test_a_failed_message_of_a_strict_subject_does_not_hold_its_key(strict: plait.Client) -> None:
+async def test_a_failed_message_of_a_strict_subject_does_not_hold_back_its_key(strict: plait.Client) -> None:
     async with strict.consumer("s", group="g", affinity="key") as consumer:
         await strict.send_many("s", [b"0", b"1", b"2"], keys=["k"] * 3)
         (failing,) = await consumer.fetch(1, wait=PATIENCE_SECONDS)
@@ -141,7 +141,7 @@ async def test_an_ack_behind_a_failed_message_of_the_same_batch_counts(strict: p
         assert (await strict.admin.group("s", "g")).lag == 0
 
 
-async def test_retries_come_to_the_same_member(strict: plait.Client, members: Members) -> None:
+async def test_retries_are_delivered_to_the_same_member(strict: plait.Client, members: Members) -> None:
     await members.join(3)
     owners = await members.send(KEYS)
     await strict.send_many("s", [b""] * len(KEYS), keys=KEYS)
@@ -153,7 +153,7 @@ async def test_retries_come_to_the_same_member(strict: plait.Client, members: Me
             message.nack(delay=0)
 
 
-async def test_a_dead_letter_of_a_strict_subject_parks_nothing_and_comes_back_to_its_member(
+async def test_a_dead_letter_of_a_strict_subject_parks_no_key_and_is_resent_to_its_member(
     strict: plait.Client, members: Members
 ) -> None:
     await members.join(2)
@@ -170,7 +170,9 @@ async def test_a_dead_letter_of_a_strict_subject_parks_nothing_and_comes_back_to
     assert numbers(await fetch_all(owner, 1)) == [0]
 
 
-async def test_it_is_so_after_a_restart(broker: EmbeddedBroker, strict: plait.Client) -> None:
+async def test_a_failed_message_does_not_hold_back_its_key_after_a_restart(
+    broker: EmbeddedBroker, strict: plait.Client
+) -> None:
     async with strict.consumer("s", group="g", affinity="key") as consumer:
         await strict.send_many("s", [b"0", b"1"], keys=["k", "k"])
         (failing,) = await consumer.fetch(1, wait=PATIENCE_SECONDS)
@@ -179,7 +181,7 @@ async def test_it_is_so_after_a_restart(broker: EmbeddedBroker, strict: plait.Cl
         assert numbers(await fetch_all(consumer, 1)) == [1]
 
 
-async def test_a_failed_message_on_an_old_partition_does_not_hold_what_came_to_the_next(tmp_path: Path) -> None:
+async def test_a_failed_message_on_an_old_partition_does_not_hold_back_the_next_partition(tmp_path: Path) -> None:
     async with cluster_of(tmp_path) as cluster:
         await cluster.open("g1")
         await cluster.send_keyed("g1", [("k", 0), ("k", 1)])
@@ -195,7 +197,7 @@ async def test_a_failed_message_on_an_old_partition_does_not_hold_what_came_to_t
             assert sorted(numbers(found)) == [0, 1, 2]
 
 
-async def test_handlers_go_on_behind_a_failure_one_message_of_a_key_at_a_time(
+async def test_handlers_continue_after_a_failure_with_one_message_of_a_key_at_a_time(
     broker: EmbeddedBroker, strict: plait.Client
 ) -> None:
     app = plait.App(broker.address, group="g")
@@ -223,7 +225,7 @@ async def test_handlers_go_on_behind_a_failure_one_message_of_a_key_at_a_time(
     assert seen == list(range(1, 10))
 
 
-def test_blocking_code_has_it_too() -> None:
+def test_the_blocking_client_has_affinity() -> None:
     with EmbeddedBroker() as broker, plait.sync.connect(broker.address) as client:
         client.admin.create_subject("s", order="strict")
         client.send_many("s", [b"0", b"1"], keys=["k", "k"])
@@ -232,7 +234,7 @@ def test_blocking_code_has_it_too() -> None:
             assert next(consumer).body == b"1"
 
 
-async def test_listings_name_it(client: plait.Client, members: Members) -> None:
+async def test_listings_name_the_affinity(client: plait.Client, members: Members) -> None:
     await members.join(2)
     group = await client.admin.group("s", "g")
     assert (group.affinity, group.ordered, kind_of(group)) == ("key", False, "affinity key")
@@ -249,7 +251,7 @@ async def test_listings_name_it(client: plait.Client, members: Members) -> None:
         ({}, {"affinity": "key"}, r"ordered=False, this member asks for affinity='key'"),
     ],
 )
-async def test_a_member_that_differs_is_refused_with_both_named(
+async def test_a_member_with_another_mode_is_refused_with_both_modes_named(
     client: plait.Client, first: dict[str, Any], second: dict[str, Any], named: str
 ) -> None:
     async with client.consumer("s", group="g", **first):
@@ -260,7 +262,7 @@ async def test_a_member_that_differs_is_refused_with_both_named(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"affinity": "key", "ordered": True}, "ordered=True has a key's messages at one member already"),
+        ({"affinity": "key", "ordered": True}, "ordered=True already gives a key's messages to one member"),
         ({"affinity": "tag"}, "affinity 'tag' is not known; use 'key'"),
         ({"affinity": "key", "broadcast": True}, "a broadcast cannot have affinity"),
         ({"affinity": "key", "group": None}, "a broadcast cannot have affinity"),
@@ -268,7 +270,7 @@ async def test_a_member_that_differs_is_refused_with_both_named(
         ({"affinity": "key", "handling": 0}, "handling must be more than 0, not 0"),
     ],
 )
-async def test_what_cannot_have_affinity_is_refused(
+async def test_settings_that_exclude_affinity_are_refused(
     client: plait.Client, arguments: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(plait.InvalidArgument, match=reason):

@@ -1,4 +1,4 @@
-"""``App`` at work: return acknowledges, raise gives back, and what happens in between."""
+"""A running ``App``: a handler that returns acks its message, and one that raises nacks it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait.testing import EmbeddedBroker
 from plait.testing.embedded_broker import TEST_CONFIG
 from tests.client.support import fetch_all, numbers, send, until
 
-#: What failed is tried again at once.
+#: Failed messages are redelivered at once.
 AT_ONCE = plait.Retry.constant(0)
 
 
@@ -28,7 +28,7 @@ class Order(msgspec.Struct):
 
 @asynccontextmanager
 async def running(app: plait.App) -> AsyncIterator[None]:
-    """The app, until the block ends; then it drains."""
+    """Run the app until the block ends, then drain it."""
     task = asyncio.ensure_future(app.run())
     try:
         yield
@@ -43,7 +43,7 @@ def app(broker: EmbeddedBroker) -> plait.App:
 
 
 async def settled(client: plait.Client, lag: int = 0) -> None:
-    """Until the group has ``lag`` messages left."""
+    """Wait until the group has ``lag`` messages left."""
     async with asyncio.timeout(20):
         while True:
             groups = await client.admin.groups("s")
@@ -52,7 +52,7 @@ async def settled(client: plait.Client, lag: int = 0) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async def", "def"])
-async def test_a_handler_gets_body_and_message_and_returning_acknowledges(
+async def test_a_handler_gets_body_and_message_and_acks_by_returning(
     client: plait.Client, app: plait.App, asynchronous: bool
 ) -> None:
     seen: list[tuple[int, str | None, int]] = []
@@ -76,7 +76,7 @@ async def test_a_handler_gets_body_and_message_and_returning_acknowledges(
     assert seen == [(number, str(number), 1) for number in range(10)]
 
 
-async def test_raising_makes_the_group_try_again_and_logs_the_traceback(
+async def test_a_handler_that_raises_nacks_its_message_and_the_traceback_is_logged(
     client: plait.Client, app: plait.App, caplog: pytest.LogCaptureFixture
 ) -> None:
     attempts: list[tuple[int, int]] = []
@@ -99,7 +99,7 @@ async def test_raising_makes_the_group_try_again_and_logs_the_traceback(
 
 
 def reject_nothing() -> BaseException:
-    """As a handler writes it by mistake: with a reason that is none."""
+    """A handler's mistake: ``Reject`` with an invalid reason."""
     return plait.Reject(0)  # type: ignore[arg-type]
 
 
@@ -107,7 +107,7 @@ def reject_nothing() -> BaseException:
     "error", [StopIteration, asyncio.CancelledError, StopAsyncIteration, TimeoutError, reject_nothing]
 )
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async def", "def"])
-async def test_whatever_a_handler_raises_the_worker_lives_on(
+async def test_a_worker_survives_every_exception_of_a_handler(
     client: plait.Client, app: plait.App, error: Callable[[], BaseException], asynchronous: bool
 ) -> None:
     seen: list[int] = []
@@ -127,7 +127,7 @@ async def test_whatever_a_handler_raises_the_worker_lives_on(
     assert seen == [1, 2]
 
 
-async def test_a_failing_message_lets_the_others_pass(client: plait.Client, app: plait.App) -> None:
+async def test_a_failing_message_does_not_hold_back_the_others(client: plait.Client, app: plait.App) -> None:
     seen: set[int] = set()
 
     @app.subscriber("s")
@@ -142,7 +142,9 @@ async def test_a_failing_message_lets_the_others_pass(client: plait.Client, app:
     assert seen == set(range(1, 50))
 
 
-async def test_batches_are_acked_whole_but_for_what_the_handler_nacked(client: plait.Client, app: plait.App) -> None:
+async def test_a_batch_is_acked_except_the_messages_that_the_handler_nacked(
+    client: plait.Client, app: plait.App
+) -> None:
     sizes: list[int] = []
     seen: list[tuple[int, int]] = []
 
@@ -177,7 +179,7 @@ async def test_a_blocking_batch_handler_may_nack_from_its_thread(client: plait.C
     assert sorted(seen) == sorted([(b"%d" % n, 1) for n in range(10)] + [(b"3", 2)])
 
 
-async def test_a_batch_that_fails_is_given_back_whole(client: plait.Client, app: plait.App) -> None:
+async def test_a_failed_batch_is_nacked_as_a_whole(client: plait.Client, app: plait.App) -> None:
     calls: list[list[int]] = []
 
     @app.subscriber("s", batch=10)
@@ -206,7 +208,7 @@ async def test_the_bad_bodies_of_a_batch_are_left_out(client: plait.Client, app:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async def", "def"])
-async def test_concurrency_is_how_many_calls_run_at_a_time(
+async def test_concurrency_is_the_number_of_calls_that_run_at_a_time(
     client: plait.Client, app: plait.App, asynchronous: bool
 ) -> None:
     gate = threading.Barrier(4, timeout=60)
@@ -224,7 +226,7 @@ async def test_concurrency_is_how_many_calls_run_at_a_time(
         at_once -= 1
 
     def handle_blocking(body: bytes) -> None:
-        # Returns when four of them are here together, else breaks.
+        # Returns when four calls run together; otherwise the barrier breaks.
         gate.wait()
 
     app.subscriber("s", concurrency=4)(handle if asynchronous else handle_blocking)
@@ -327,7 +329,9 @@ async def test_a_plain_function_around_an_asynchronous_one_is_awaited(client: pl
 # --- stopping ---------------------------------------------------------------------------------------------------------
 
 
-async def test_an_app_at_most_once_gives_back_what_it_has_not_begun_with(client: plait.Client, app: plait.App) -> None:
+async def test_an_at_most_once_app_returns_the_messages_that_it_has_not_begun(
+    client: plait.Client, app: plait.App
+) -> None:
     seen: list[int] = []
 
     @app.subscriber("s", delivery="at_most_once")
@@ -346,7 +350,9 @@ async def test_an_app_at_most_once_gives_back_what_it_has_not_begun_with(client:
     assert seen + rest == list(range(300))
 
 
-async def test_draining_finishes_what_is_handled_and_gives_back_the_rest(client: plait.Client, app: plait.App) -> None:
+async def test_draining_finishes_running_calls_and_returns_the_other_messages(
+    client: plait.Client, app: plait.App
+) -> None:
     started, go_on = asyncio.Event(), asyncio.Event()
     seen: list[int] = []
 
@@ -369,7 +375,7 @@ async def test_draining_finishes_what_is_handled_and_gives_back_the_rest(client:
 
 
 async def stuck(app: plait.App, client: plait.Client, stop: Callable[[], None]) -> None:
-    """An app whose handler never ends, stopped; its message must be given back."""
+    """Stop an app whose handler never ends, and check that its message is returned."""
     started = asyncio.Event()
     cancelled: list[bool] = []
 
@@ -428,12 +434,12 @@ async def test_an_app_runs_again_after_it_stopped_but_not_twice_at_once(client: 
         await send(client, 5)
         async with running(app):
             await settled(client)
-            with pytest.raises(plait.InvalidArgument, match="runs already"):
+            with pytest.raises(plait.InvalidArgument, match="already running"):
                 await app.run()
         assert (await client.admin.subject("s")).subject.count == 5 * (round_number + 1)
 
 
-async def test_what_makes_the_service_impossible_is_raised(
+async def test_run_raises_errors_that_prevent_the_start(
     broker: EmbeddedBroker, client: plait.Client, app: plait.App
 ) -> None:
     @app.subscriber("s")
@@ -457,7 +463,7 @@ async def test_what_makes_the_service_impossible_is_raised(
     await until(lambda: len(broker.server.connections) == 1)
 
 
-async def test_a_subject_that_goes_away_for_good_ends_the_service(tmp_path: Path) -> None:
+async def test_a_permanently_deleted_subject_ends_the_app(tmp_path: Path) -> None:
     config = msgspec.structs.replace(TEST_CONFIG, auto_create=False)
     async with EmbeddedBroker(tmp_path / "data", config=config) as broker, broker.connect() as client:
         await client.admin.create_subject("s")

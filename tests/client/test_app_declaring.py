@@ -1,4 +1,4 @@
-"""``@app.subscriber``: what a handler asks for is read, and what cannot work refused, when it is declared."""
+"""``@app.subscriber`` reads the parameters of a handler and refuses invalid ones at declaration."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def odd_return_type(order: Order) -> Decimal: ...  # type: ignore[empty-body]
         (functools.partial(asynchronous), True, ["body"]),
     ],
 )
-def test_parameters_are_filled_by_their_annotation(
+def test_handler_parameters_are_matched_by_annotation(
     function: Callable[..., Any], is_async: bool, arguments: list[str]
 ) -> None:
     handler = Handler(function, batch=False, local_names={})
@@ -62,11 +62,11 @@ def test_parameters_are_filled_by_their_annotation(
     assert handler.arguments("body", message) == arguments
 
 
-def test_the_function_stays_what_it_was(app: plait.App) -> None:
+def test_the_decorator_returns_the_function_unchanged(app: plait.App) -> None:
     assert app.subscriber("s")(body_only) is body_only
 
 
-def test_types_of_the_function_around_a_handler_are_found(app: plait.App) -> None:
+def test_annotations_may_name_local_types(app: plait.App) -> None:
     class Local(msgspec.Struct):
         number: str
 
@@ -94,13 +94,13 @@ def generator(order: Order) -> Any:
     [
         (unannotated, r"handler unannotated, parameter 'order' has no annotation; write .* order: bytes"),
         (nothing, "handler nothing takes no argument"),
-        (two_bodies, "parameter 'other': there is one body already"),
-        (keyword_only, "parameter 'order': give it by position"),
-        (variable, "parameter 'orders': give it by position"),
+        (two_bodies, "parameter 'other': another parameter takes the body"),
+        (keyword_only, "parameter 'order': make it positional"),
+        (variable, "parameter 'orders': make it positional"),
         (unknown_type, r"unknown_type: an annotation cannot be read \(name 'Nowhere'.*define its type above"),
-        (impossible, "parameter 'order': a body cannot become object"),
+        (impossible, "parameter 'order': a body cannot be decoded as object"),
         (list_of_messages, "parameter 'messages': annotate it plait.Message"),
-        (generator, "handler generator yields"),
+        (generator, "handler generator is a generator"),
         (len, "len.*parameter 'obj'.* no annotation|given by position"),
     ],
 )
@@ -118,7 +118,7 @@ def one_message(orders: list[Order], message: plait.Message) -> None: ...
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (body_only, r"with batch= it gets many bodies; annotate it list\[...\]"),
+        (body_only, r"with batch= it gets a list of bodies; annotate it list\[...\]"),
         (bare_list, r"annotate it list\[...\]"),
         (one_message, r"parameter 'message': annotate it list\[plait.Message\]"),
     ],
@@ -145,13 +145,13 @@ def test_a_batch_handler_takes_lists(app: plait.App, function: Callable[..., Any
         ({"suspend": "3y"}, "not understood"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(app: plait.App, settings: dict[str, Any], reason: str) -> None:
+def test_invalid_settings_are_refused(app: plait.App, settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(plait.InvalidArgument, match=reason):
         app.subscriber(**{"subject": "s", **settings})
 
 
 @pytest.mark.parametrize("absent", ["tags"])
-def test_an_argument_is_absent_until_it_works(app: plait.App, absent: str) -> None:
+def test_an_unsupported_argument_is_a_type_error(app: plait.App, absent: str) -> None:
     arguments: dict[str, Any] = {absent: True}
     with pytest.raises(TypeError, match=absent):
         app.subscriber("s", **arguments)
@@ -166,9 +166,9 @@ def test_a_subscriber_needs_a_group_or_broadcast() -> None:
     app.subscriber("s", broadcast=True)(message_only)
 
 
-def test_two_handlers_may_not_split_one_group(app: plait.App) -> None:
+def test_a_second_subscriber_of_the_same_group_is_refused(app: plait.App) -> None:
     app.subscriber("s")(body_only)
-    with pytest.raises(plait.InvalidArgument, match="'billing' has a subscriber of 's' already"):
+    with pytest.raises(plait.InvalidArgument, match="'billing' already has a subscriber of 's'"):
         app.subscriber("s")
     app.subscriber("s", group="other")(body_only)
 
@@ -176,7 +176,7 @@ def test_two_handlers_may_not_split_one_group(app: plait.App) -> None:
 @pytest.mark.parametrize(
     "arguments", [{"address": "http://localhost:7450"}, {"group": ""}, {"client_id": "a b"}, {"compression": "zip"}]
 )
-def test_an_app_that_cannot_connect_is_refused_when_it_is_made(arguments: dict[str, Any]) -> None:
+def test_invalid_app_arguments_are_refused_at_construction(arguments: dict[str, Any]) -> None:
     with pytest.raises(plait.InvalidArgument):
         plait.App(**arguments)
 

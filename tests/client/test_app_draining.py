@@ -1,4 +1,4 @@
-"""An app that ends: never interrupted, in its time, and no key is handled by two threads."""
+"""Stopping an app: it drains within its time limit, and no two threads handle the same key."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.client.test_lifecycle import silent_server
 from tests.support.cancelling import every_step, no_new_tasks
 
 AT_ONCE = plait.Retry.constant(0)
-#: Requests to the broker and back: what it was told before has had its effects.
+#: Round trips to the broker, after which earlier requests have taken effect.
 ROUND_TRIPS = 20
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["shared", "ordered"])
-async def test_an_app_that_is_cancelled_at_any_step_leaves_no_member_and_loses_nothing(
+async def test_an_app_cancelled_at_any_step_leaves_no_member_and_loses_no_message(
     timed_broker: EmbeddedBroker, ordered: bool
 ) -> None:
     async with timed_broker.connect() as client:
@@ -31,7 +31,7 @@ async def test_an_app_that_is_cancelled_at_any_step_leaves_no_member_and_loses_n
 
             @app.subscriber(subject, ordered=ordered)
             async def handle(body: bytes, app: plait.App = app, handled: list[int] = handled) -> None:
-                # Cancelled while it handles: the message is given back.
+                # Cancelled while it handles the message, which is then returned.
                 await asyncio.sleep(0)
                 handled.append(int(body))
                 app.stop()
@@ -47,7 +47,7 @@ async def test_an_app_that_is_cancelled_at_any_step_leaves_no_member_and_loses_n
 
 @pytest.mark.parametrize("batch", [None, 1], ids=["single", "batch"])
 @pytest.mark.parametrize("kind", [{"ordered": True}, {"affinity": "key"}], ids=["ordered", "affinity"])
-async def test_a_def_past_its_timeout_holds_its_key_until_its_thread_has_ended(
+async def test_a_blocking_handler_past_its_timeout_holds_its_key_until_its_thread_ends(
     broker: EmbeddedBroker, client: plait.Client, kind: dict[str, Any], batch: int | None
 ) -> None:
     app = plait.App(broker.address, group="g")
@@ -94,13 +94,13 @@ async def test_a_def_past_its_timeout_holds_its_key_until_its_thread_has_ended(
     await until(lambda: len(calls) >= 6)
     app.stop()
     await asyncio.wait_for(running, PATIENCE_SECONDS)
-    # No two at a time.
+    # No two calls overlap.
     assert [what for what, _ in calls] == ["begins with", "ends with"] * (len(calls) // 2)
     if "ordered" in kind:
         assert [body for _, body in calls[::2]] == [b"0", b"0", b"1"]
 
 
-async def test_a_def_that_outlives_the_drain_time_keeps_its_lock_until_the_lease_is_over(
+async def test_a_blocking_handler_that_outlives_the_drain_keeps_its_lock_until_the_lease_ends(
     timed_broker: EmbeddedBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = plait.App(timed_broker.address, group="g", limits=plait.ClientLimits(drain_seconds=0.02))
@@ -129,7 +129,7 @@ async def test_a_def_that_outlives_the_drain_time_keeps_its_lock_until_the_lease
         release.set()
 
 
-async def test_an_async_def_that_ignores_its_cancellation_does_not_keep_the_app(
+async def test_an_async_handler_that_ignores_cancellation_does_not_block_the_app(
     broker: EmbeddedBroker, client: plait.Client
 ) -> None:
     app = plait.App(broker.address, group="g", limits=plait.ClientLimits(drain_seconds=0.01, cancel_seconds=0.01))
@@ -154,7 +154,7 @@ async def test_an_async_def_that_ignores_its_cancellation_does_not_keep_the_app(
     await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name().startswith("plait-test_")])
 
 
-async def test_an_app_that_is_stopped_while_it_connects_does_not_wait_for_the_server() -> None:
+async def test_an_app_stopped_while_connecting_does_not_wait_for_the_server() -> None:
     async with silent_server() as address:
         app = plait.App(address, group="g")
 
@@ -164,12 +164,12 @@ async def test_an_app_that_is_stopped_while_it_connects_does_not_wait_for_the_se
         task = asyncio.ensure_future(app.run())
         await asyncio.sleep(0)
         app.stop()
-        # The client's own patience is ten seconds.
+        # The client itself would wait for ten seconds.
         async with asyncio.timeout(app.limits.request_seconds / 2):
             await task
 
 
-async def test_an_app_that_is_stopped_while_it_opens_its_consumers_does_not_wait_for_them(
+async def test_an_app_stopped_while_opening_consumers_does_not_wait_for_them(
     broker: EmbeddedBroker, client: plait.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = plait.App(broker.address, group="g")
@@ -182,7 +182,7 @@ async def test_an_app_that_is_stopped_while_it_opens_its_consumers_does_not_wait
         opening.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("plait.client.consume.consumer.began", never)
+    monkeypatch.setattr("plait.client.consume.consumer.find_start_version", never)
     task = asyncio.ensure_future(app.run())
     await asyncio.wait_for(opening.wait(), PATIENCE_SECONDS)
     app.stop()

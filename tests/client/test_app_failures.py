@@ -1,4 +1,4 @@
-"""Whatever a decoder or a handler raises is a failure of its message alone, and the log says what happens to it."""
+"""Every exception of a decoder or a handler fails only its message, and the log names the outcome."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ AT_ONCE = plait.Retry(first=0, factor=1, jitter=0, attempts=3)
 
 class Incomplete(plait.RetryLater):
     def __init__(self) -> None:
-        """Leaves out what the class it is of does here."""
+        """Does not call ``super().__init__()``."""
 
 
 class IncompleteSuspension(plait.Suspend):
     def __init__(self) -> None:
-        """Leaves out what the class it is of does here."""
+        """Does not call ``super().__init__()``."""
 
 
 class IncompleteRejection(plait.Reject):
     def __init__(self) -> None:
-        """Leaves out what the class it is of does here."""
+        """Does not call ``super().__init__()``."""
 
 
-class Unspeakable(Exception):
+class BrokenText(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
 
-#: Everything that is no Exception, and exceptions that are not as they should be.
+#: Exceptions outside ``Exception``, and exceptions with broken constructors or texts.
 ERRORS: list[Callable[[], BaseException]] = [
     SystemExit,
     MemoryError,
@@ -47,7 +47,7 @@ ERRORS: list[Callable[[], BaseException]] = [
     asyncio.CancelledError,
     Incomplete,
     IncompleteSuspension,
-    Unspeakable,
+    BrokenText,
     lambda: BaseExceptionGroup("several", [SystemExit(1), ValueError("one")]),
 ]
 
@@ -63,7 +63,7 @@ async def running(app: plait.App) -> AsyncIterator[None]:
 
 
 async def dead(client: plait.Client, count: int) -> None:
-    """Until the group has so many dead letters."""
+    """Wait until the group has ``count`` dead letters."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             with contextlib.suppress(plait.GroupNotFound):
@@ -78,7 +78,7 @@ def app(broker: EmbeddedBroker) -> plait.App:
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception whose text cannot be had is no error of the log either."""
+    """Logging does not print errors for exceptions whose text cannot be formatted."""
     monkeypatch.setattr(logging, "raiseExceptions", False)
 
 
@@ -94,7 +94,7 @@ class Order(pydantic.BaseModel):
 
 
 @pytest.mark.parametrize("batch", [None, 100], ids=["single", "batch"])
-async def test_a_decoder_that_raises_anything_fails_its_message_alone(
+async def test_every_exception_of_a_decoder_fails_only_its_message(
     client: plait.Client, app: plait.App, batch: int | None
 ) -> None:
     seen: list[int] = []
@@ -115,12 +115,12 @@ async def test_a_decoder_that_raises_anything_fails_its_message_alone(
         await dead(client, len(ERRORS))
     assert sorted(seen) == list(range(20))
     letters = await client.admin.dead_letters("s", "g")
-    # Counted: each has had its attempts.
+    # Each message has used up its attempts.
     assert {letter.attempts for letter in letters} == {3}
 
 
 @pytest.mark.parametrize("kind", ["async def", "def"])
-async def test_a_handler_that_raises_anything_fails_its_message_alone(
+async def test_every_exception_of_a_handler_fails_only_its_message(
     client: plait.Client, app: plait.App, kind: str
 ) -> None:
     errors = (
@@ -144,7 +144,7 @@ async def test_a_handler_that_raises_anything_fails_its_message_alone(
     assert sorted(seen) == list(range(len(errors), len(errors) + 5))
 
 
-# --- what does not decode --------------------------------------------------------------------------------------------
+# --- undecodable bodies --------------------------------------------------------------------------------------------
 
 
 class Sale(msgspec.Struct):
@@ -152,7 +152,7 @@ class Sale(msgspec.Struct):
 
 
 @pytest.mark.parametrize("batch", [None, 100], ids=["single", "batch"])
-async def test_a_body_that_does_not_decode_is_a_dead_letter_at_once(
+async def test_an_undecodable_body_is_a_dead_letter_at_once(
     client: plait.Client, app: plait.App, caplog: pytest.LogCaptureFixture, batch: int | None
 ) -> None:
     seen: list[int] = []
@@ -173,12 +173,12 @@ async def test_a_body_that_does_not_decode_is_a_dead_letter_at_once(
         await until(lambda: len(seen) == 2)
     [letter] = await client.admin.dead_letters("s", "g")
     assert (letter.sequence, letter.attempts, letter.reason.type) == (1, 1, "plait.CodecError")
-    assert "the body is no Sale" in letter.reason.text
-    assert "cannot take s#1, which goes to the dead letters: the body is no Sale" in caplog.text
+    assert "the body cannot be decoded as Sale" in letter.reason.text
+    assert "cannot take s#1, which goes to the dead letters: the body cannot be decoded as Sale" in caplog.text
     assert "1 message of s@" in caplog.text
 
 
-async def test_a_body_that_does_not_decode_is_retried_where_that_is_asked_for(
+async def test_an_undecodable_body_is_retried_if_the_subscriber_asks_for_it(
     client: plait.Client, app: plait.App, caplog: pytest.LogCaptureFixture
 ) -> None:
     @app.subscriber("s", retry=AT_ONCE, undecodable="retry")
@@ -189,10 +189,10 @@ async def test_a_body_that_does_not_decode_is_retried_where_that_is_asked_for(
         await until(lambda: "went to the dead letters" in caplog.text)
     [letter] = await client.admin.dead_letters("s", "g")
     assert letter.attempts == 3
-    assert "cannot take s#0 (attempt 1 of 3), which is tried again: the body is no Sale" in caplog.text
+    assert "cannot take s#0 (attempt 1 of 3), which is tried again: the body cannot be decoded as Sale" in caplog.text
 
 
-def test_what_to_do_with_such_a_body_is_one_of_two(app: plait.App) -> None:
+def test_an_unknown_policy_for_undecodable_bodies_is_refused(app: plait.App) -> None:
     with pytest.raises(plait.InvalidArgument, match="'ignore' is not known; use 'reject' or 'retry'"):
         app.subscriber("s", undecodable="ignore")  # type: ignore[arg-type]
 
@@ -200,7 +200,7 @@ def test_what_to_do_with_such_a_body_is_one_of_two(app: plait.App) -> None:
 # --- the log ---------------------------------------------------------------------------------------------------------
 
 
-async def test_the_log_says_which_attempt_failed_and_when_the_message_died(
+async def test_the_log_names_each_failed_attempt_and_the_dead_letter(
     client: plait.Client, app: plait.App, caplog: pytest.LogCaptureFixture
 ) -> None:
     @app.subscriber("s", retry=AT_ONCE)
@@ -221,7 +221,7 @@ async def test_the_log_says_which_attempt_failed_and_when_the_message_died(
     assert "went to the dead letters of group g: ValueError: no such order" in died
 
 
-async def test_a_message_that_may_be_too_old_is_not_said_to_be_tried_again(
+async def test_no_retry_is_logged_for_a_message_that_may_expire(
     client: plait.Client, app: plait.App, caplog: pytest.LogCaptureFixture
 ) -> None:
     @app.subscriber("s", retry=plait.Retry(first=0, factor=1, jitter=0, attempts=None, expires=0.000001))
@@ -235,7 +235,7 @@ async def test_a_message_that_may_be_too_old_is_not_said_to_be_tried_again(
     assert "tried again" not in caplog.text
 
 
-async def test_what_a_consumer_rejects_is_logged_once_for_all_of_it(
+async def test_rejections_of_a_consumer_are_logged_together(
     client: plait.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     await client.send_many("s", [b""] * 50)
@@ -250,7 +250,7 @@ async def test_what_a_consumer_rejects_is_logged_once_for_all_of_it(
 
 @pytest.mark.parametrize("batch", [None, 1], ids=["single", "batch"])
 @pytest.mark.parametrize("waits", [True, False], ids=["and waits", "and returns"])
-async def test_a_handler_that_cancels_the_task_it_runs_in_fails_its_message_alone(
+async def test_a_handler_that_cancels_its_own_task_fails_only_its_message(
     client: plait.Client, app: plait.App, waits: bool, batch: int | None
 ) -> None:
     seen: list[bytes] = []

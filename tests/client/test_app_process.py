@@ -1,4 +1,4 @@
-"""An ``App`` as a process of its own: signals drain it."""
+"""An ``App`` in its own process: signals drain it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def service(address: str, kind: str, drain_seconds: float = 30) -> Iterator[subp
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
-    """Lines of output up to the one with ``text``."""
+    """Lines of output up to the first one that contains ``text``."""
     assert process.stdout is not None
     lines: list[str] = []
     for line in process.stdout:
@@ -75,14 +75,14 @@ def release(process: subprocess.Popen[str]) -> None:
 
 
 def left(address: str) -> list[bytes]:
-    """What the group has not done."""
+    """The bodies of the unfinished messages of the group."""
     with plait.sync.connect(address) as client, client.consumer("s", group="g") as consumer:
         return [message.body for message in consumer.fetch(100, wait=0.2)]
 
 
 @pytest.mark.parametrize("kind", ["async def", "def"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_finishes_what_is_handled_and_gives_back_the_rest(
+def test_a_signal_finishes_running_calls_and_returns_the_other_messages(
     plait_broker: BlockingBroker, kind: str, number: signal.Signals
 ) -> None:
     with plait.sync.connect(plait_broker.address) as client:
@@ -98,15 +98,15 @@ def test_a_signal_finishes_what_is_handled_and_gives_back_the_rest(
     assert left(plait_broker.address) == [b"1", b"2"]
 
 
-def test_a_handler_that_ignores_the_limit_has_its_message_given_back(plait_broker: BlockingBroker) -> None:
+def test_the_message_of_a_handler_that_exceeds_the_drain_time_is_returned(plait_broker: BlockingBroker) -> None:
     with plait.sync.connect(plait_broker.address) as client:
         client.send("s", b"0")
     with service(plait_broker.address, "def", drain_seconds=0.05) as process:
         read_until(process, "handling 0")
         process.send_signal(signal.SIGTERM)
         lines = read_until(process, "done")
-        assert "1 handlers did not finish; their messages are given back" in lines
-        # The thread cannot be ended, and the process does not wait for it.
+        assert "1 handlers did not finish; their messages are returned to the group" in lines
+        # The thread cannot be stopped, and the process does not wait for it.
         assert process.wait(20) == 0
         assert left(plait_broker.address) == [b"0"]
 
@@ -140,7 +140,7 @@ app.run_forever()
 """
 
 
-def test_a_service_that_sets_up_no_logging_says_that_it_is_ready(plait_broker: BlockingBroker) -> None:
+def test_an_app_without_logging_setup_prints_that_it_is_ready(plait_broker: BlockingBroker) -> None:
     with plait.sync.connect(plait_broker.address) as client:
         client.send("s", b"0")
     command = [sys.executable, "-W", "error", "-c", SILENT, plait_broker.address]

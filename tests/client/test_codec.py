@@ -1,4 +1,4 @@
-"""Bodies into the types that handlers ask for."""
+"""Decoding bodies into the types of handler parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Typed(TypedDict):
     number: str
 
 
-#: Odd, but no error.
+#: Unusual, but valid.
 STILL_FINE = [(dict, b'{"amount":"many"}'), (Any, b'{"amount":"many"}')]
 JSON = b'{"number":"A-1","amount":5}'
 
@@ -57,27 +57,27 @@ JSON = b'{"number":"A-1","amount":5}'
         (Typed, b'{"number":"A-1"}', {"number": "A-1"}),
     ],
 )
-def test_a_body_becomes_what_is_asked_for(kind: Any, body: bytes, value: Any) -> None:
+def test_a_body_is_decoded_into_the_requested_type(kind: Any, body: bytes, value: Any) -> None:
     assert decoder_for(kind)(body) == value
 
 
 @pytest.mark.parametrize("value", [Struct("A-1", 5), Data("A-1", 5), Model(number="A-1", amount=5)])
-def test_what_is_encoded_decodes_to_the_same(value: Any) -> None:
+def test_an_encoded_value_decodes_to_an_equal_value(value: Any) -> None:
     assert decoder_for(type(value))(encode_body(value)) == value
 
 
 @pytest.mark.parametrize("kind", [str, dict, int, list[int], Struct, Data, Model, list[Model], Typed, Any])
 @pytest.mark.parametrize("body", [b"\xff", b'{"amount":"many"}', b"[[[[", b"", b"[" * 100_000])
-def test_a_body_of_another_kind_is_a_codec_error_and_nothing_else(kind: Any, body: bytes) -> None:
+def test_an_undecodable_body_raises_only_a_codec_error(kind: Any, body: bytes) -> None:
     decode = decoder_for(kind)
     if (kind, body) in STILL_FINE or (kind is str and body != b"\xff"):
         decode(body)
         return
-    with pytest.raises(plait.CodecError, match=r"^the body is no "):
+    with pytest.raises(plait.CodecError, match=r"^the body cannot be decoded as "):
         decode(body)
 
 
 @pytest.mark.parametrize("kind", [object, complex, list[object], "Order", 5, type(None) | object])
-def test_a_type_no_body_can_become_is_refused(kind: Any) -> None:
+def test_an_undecodable_type_is_refused(kind: Any) -> None:
     with pytest.raises(plait.InvalidArgument, match="use bytes, str, dict"):
         decoder_for(kind)

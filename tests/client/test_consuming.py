@@ -1,4 +1,4 @@
-"""``fetch``, ``fetch_arrow`` and iteration; acks, nacks and what leaving gives back."""
+"""``fetch``, ``fetch_arrow`` and iteration; acks and nacks; a closed consumer returns its messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait.testing import EmbeddedBroker
 from tests.client.support import PlayedMeta, fetch_all, numbers, send, until
 
 
-async def test_fetch_gives_all_that_is_there_and_then_only_new_rows(client: plait.Client) -> None:
+async def test_fetch_returns_all_stored_rows_and_then_only_new_ones(client: plait.Client) -> None:
     await send(client, 30)
     async with client.consumer("s", group="g") as consumer:
         assert numbers(await consumer.fetch(20)) == list(range(20))
@@ -33,7 +33,7 @@ async def test_a_waiting_fetch_is_woken_by_the_first_message(client: plait.Clien
         assert numbers(await asyncio.wait_for(waiting, 5)) == [0]
 
 
-async def test_fetch_returns_an_empty_batch_when_nothing_comes_in_time(client: plait.Client) -> None:
+async def test_fetch_returns_an_empty_batch_after_its_wait(client: plait.Client) -> None:
     async with client.consumer("s", group="g") as consumer:
         for wait in (0.01, timedelta(milliseconds=10), "10ms"):
             batch = await consumer.fetch(10, wait=wait)
@@ -44,7 +44,7 @@ async def test_fetch_returns_an_empty_batch_when_nothing_comes_in_time(client: p
 
 
 @pytest.mark.parametrize("wait", [-1, "soon", None, float("nan"), True])
-async def test_a_wait_that_is_no_duration_is_refused(client: plait.Client, wait: Any) -> None:
+async def test_an_invalid_wait_is_refused(client: plait.Client, wait: Any) -> None:
     async with client.consumer("s", group="g") as consumer:
         with pytest.raises(plait.InvalidArgument, match="duration"):
             await consumer.fetch(1, wait=wait)
@@ -81,7 +81,7 @@ async def test_fetch_crosses_frames_and_compressed_columns(broker: EmbeddedBroke
             assert received == bodies
 
 
-async def test_arrow_batches_have_a_row_a_message(client: plait.Client) -> None:
+async def test_arrow_batches_have_one_row_per_message(client: plait.Client) -> None:
     receipts = await client.send_many("s", [b"a", b"b", b"c"], keys=["k", None, 3])
     await client.send("s", b"d", tags=["x", "y"], headers={"n": 1})
     async with client.consumer("s", group="g") as consumer:
@@ -115,13 +115,13 @@ async def test_rows_of_an_arrow_batch_can_be_nacked_by_number(client: plait.Clie
         again = await fetch_all(consumer, 7)
         assert sorted(numbers(again)) == [0, 1, 2, 3, 4, 7, 11]
         assert {message.attempt for message in again} == {2}
-        with pytest.raises(plait.InvalidArgument, match="row 8 is outside a batch of 8"):
+        with pytest.raises(plait.InvalidArgument, match="row 8 is out of range for a batch of 8 rows"):
             await second.nack([8])
         with pytest.raises(plait.InvalidArgument, match="row -1"):
             await second.nack([-1])
 
 
-async def test_iteration_goes_on_for_ever_and_a_break_loses_nothing(client: plait.Client) -> None:
+async def test_iteration_has_no_end_and_a_break_loses_no_message(client: plait.Client) -> None:
     await send(client, 250)
     seen: list[int] = []
     async with client.consumer("s", group="g") as consumer:
@@ -165,7 +165,7 @@ async def test_tasks_that_share_a_consumer_share_its_messages(client: plait.Clie
 # --- acks and nacks ---------------------------------------------------------------------------------------------------
 
 
-async def test_acked_messages_are_done_and_the_rest_returns_on_leaving(client: plait.Client) -> None:
+async def test_a_closed_consumer_returns_the_messages_that_are_not_acked(client: plait.Client) -> None:
     await send(client, 10)
     async with client.consumer("s", group="g") as consumer:
         batch = await consumer.fetch(10)
@@ -199,7 +199,7 @@ async def test_flush_waits_for_single_acks(client: plait.Client) -> None:
         assert (await client.admin.group("s", "g")).unacked == 0
 
 
-async def test_a_message_nacked_without_delay_comes_again_at_once_with_the_next_attempt(client: plait.Client) -> None:
+async def test_a_message_nacked_without_delay_is_redelivered_at_once(client: plait.Client) -> None:
     await send(client, 3)
     async with client.consumer("s", group="g") as consumer:
         first, middle, last = await fetch_all(consumer, 3)
@@ -214,7 +214,7 @@ async def test_a_message_nacked_without_delay_comes_again_at_once_with_the_next_
     assert (info.lag, info.redelivered) == (0, 3)
 
 
-async def test_batch_ack_leaves_out_what_was_nacked(client: plait.Client) -> None:
+async def test_batch_ack_leaves_out_nacked_messages(client: plait.Client) -> None:
     await send(client, 10)
     async with client.consumer("s", group="g") as consumer:
         batch = await consumer.fetch(10)
@@ -226,7 +226,7 @@ async def test_batch_ack_leaves_out_what_was_nacked(client: plait.Client) -> Non
         assert list(await consumer.fetch(10, wait=0)) == []
 
 
-async def test_batch_nack_leaves_out_what_was_acked(client: plait.Client) -> None:
+async def test_batch_nack_leaves_out_acked_messages(client: plait.Client) -> None:
     await send(client, 10)
     async with client.consumer("s", group="g") as consumer:
         batch = await consumer.fetch(10)
@@ -236,7 +236,7 @@ async def test_batch_nack_leaves_out_what_was_acked(client: plait.Client) -> Non
         assert numbers(await fetch_all(consumer, 8)) == [0, 1, 3, 4, 5, 6, 8, 9]
 
 
-async def test_the_first_word_on_a_message_counts(client: plait.Client) -> None:
+async def test_the_first_outcome_of_a_message_counts(client: plait.Client) -> None:
     await send(client, 4)
     async with client.consumer("s", group="g") as consumer:
         acked, nacked, flushed_ack, flushed_nack = await consumer.fetch(4)
@@ -254,28 +254,28 @@ async def test_the_first_word_on_a_message_counts(client: plait.Client) -> None:
         assert (await client.admin.group("s", "g")).unacked == 2
 
 
-async def test_an_ack_after_leaving_is_refused(client: plait.Client) -> None:
+async def test_an_ack_after_the_close_is_refused(client: plait.Client) -> None:
     await send(client, 4)
     async with client.consumer("s", group="g") as consumer:
         batch = await consumer.fetch(2)
         arrow = await consumer.fetch_arrow(2)
     for _ in range(2):
-        with pytest.raises(plait.Closed, match="given back"):
+        with pytest.raises(plait.Closed, match="returned to the group"):
             batch[0].ack()
-        with pytest.raises(plait.Closed, match="given back"):
+        with pytest.raises(plait.Closed, match="returned to the group"):
             batch[1].nack()
-        with pytest.raises(plait.Closed, match="given back"):
+        with pytest.raises(plait.Closed, match="returned to the group"):
             await batch.ack()
-        with pytest.raises(plait.Closed, match="given back"):
+        with pytest.raises(plait.Closed, match="returned to the group"):
             await arrow.nack()
 
 
-async def test_a_consumer_that_is_not_open_says_so(client: plait.Client) -> None:
+async def test_a_consumer_that_is_not_open_refuses_calls(client: plait.Client) -> None:
     consumer = client.consumer("s", group="g")
     with pytest.raises(plait.Closed, match="not open"):
         await consumer.fetch()
     async with consumer:
-        with pytest.raises(plait.Closed, match="opened once"):
+        with pytest.raises(plait.Closed, match="was opened before"):
             await consumer.__aenter__()
     for use in (consumer.fetch, consumer.fetch_arrow, consumer.__anext__, consumer.__aenter__):
         with pytest.raises(plait.Closed):
@@ -283,7 +283,9 @@ async def test_a_consumer_that_is_not_open_says_so(client: plait.Client) -> None
     await consumer.close()
 
 
-async def test_closing_the_client_leaves_the_groups_in_order(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_closing_the_client_returns_the_messages_of_its_consumers(
+    broker: EmbeddedBroker, client: plait.Client
+) -> None:
     await send(client, 10)
     other = broker.connect()
     async with other:
@@ -305,7 +307,7 @@ async def test_a_waiting_iteration_ends_when_the_consumer_is_closed(client: plai
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "at_most_once"])
-async def test_a_message_that_rots_under_a_running_broker_is_left_out(
+async def test_a_message_that_is_damaged_under_a_running_broker_is_skipped(
     broker: EmbeddedBroker, client: plait.Client, delivery: Any
 ) -> None:
     for number in range(10):
@@ -320,10 +322,10 @@ async def test_a_message_that_rots_under_a_running_broker_is_left_out(
     assert (await client.admin.group("s", "g")).lost == 1
 
 
-# --- ways of delivery -------------------------------------------------------------------------------------------------
+# --- delivery modes -------------------------------------------------------------------------------------------------
 
 
-async def test_at_most_once_forgets_what_it_has_handed_out(client: plait.Client) -> None:
+async def test_at_most_once_never_redelivers_a_message(client: plait.Client) -> None:
     await send(client, 10)
     async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
         assert numbers(await consumer.fetch(9)) == list(range(9))
@@ -336,7 +338,7 @@ async def test_at_most_once_forgets_what_it_has_handed_out(client: plait.Client)
 
 
 @pytest.mark.parametrize("broadcast", [False, True], ids=["group", "broadcast"])
-async def test_at_most_once_gives_back_what_it_has_not_handed_out(broker: EmbeddedBroker, broadcast: bool) -> None:
+async def test_at_most_once_returns_rows_that_were_not_handed_out(broker: EmbeddedBroker, broadcast: bool) -> None:
     async with broker.connect(client_id="c") as client:
         await send(client, 300)
         got: list[int] = []
@@ -351,7 +353,7 @@ async def test_at_most_once_gives_back_what_it_has_not_handed_out(broker: Embedd
         assert got == list(range(300))
 
 
-async def test_at_most_once_gives_back_rows_of_all_partitions(meta: PlayedMeta) -> None:
+async def test_at_most_once_returns_rows_of_all_partitions(meta: PlayedMeta) -> None:
     async with meta.client() as client:
         await send(client, 300)
         got: list[int] = []
@@ -364,7 +366,7 @@ async def test_at_most_once_gives_back_rows_of_all_partitions(meta: PlayedMeta) 
         assert sorted(got) == list(range(300))
 
 
-async def test_at_most_once_pulls_nothing_that_nobody_waits_for(client: plait.Client) -> None:
+async def test_at_most_once_pulls_only_while_a_fetch_waits(client: plait.Client) -> None:
     await send(client, 10)
     async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
         assert numbers(await consumer.fetch(4)) == [0, 1, 2, 3]
@@ -390,7 +392,7 @@ async def test_every_broadcast_consumer_gets_every_message_from_now_on(
         assert len({c.client_id for c in (first, same_client, everything)}) == 3
 
 
-async def test_a_broadcast_consumer_gets_again_what_it_nacks(client: plait.Client) -> None:
+async def test_a_broadcast_consumer_gets_nacked_messages_again(client: plait.Client) -> None:
     async with client.consumer("s", broadcast=True) as consumer:
         await send(client, 2)
         first, second = await fetch_all(consumer, 2)
@@ -400,7 +402,7 @@ async def test_a_broadcast_consumer_gets_again_what_it_nacks(client: plait.Clien
         assert (again.body, again.attempt) == (b"1", 2)
 
 
-async def test_a_consumer_pulls_ahead_no_more_than_its_bytes_inflated(broker: EmbeddedBroker) -> None:
+async def test_the_prefetch_limit_counts_decompressed_bytes(broker: EmbeddedBroker) -> None:
     mib = 1 << 20
     limits = plait.ClientLimits(prefetch_bytes=4 * mib, pull_bytes=mib)
     async with plait.connect(broker.address, limits=limits, compression="zstd") as client:

@@ -1,4 +1,4 @@
-"""Dead letters through the client: who becomes one, what they tell, and how they come back."""
+"""Dead letters through the client: how a message becomes one, what it records, and how it is resent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def member(client: plait.Client, **settings: Any) -> AsyncIterator[plait.C
 
 
 async def reject(client: plait.Client, count: int, reason: object = "no") -> None:
-    """The next messages of the group are dead letters."""
+    """Reject the next messages of the group."""
     async with member(client, prefetch=count) as consumer:
         for message in await fetch_all(consumer, count):
             message.reject(reason)  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ async def letters(client: plait.Client, **how: Any) -> list[plait.DeadLetter]:
 
 
 async def resent(client: plait.Client, **how: Any) -> list[plait.Message]:
-    """What comes after a resend."""
+    """Resend dead letters, and fetch them."""
     count = await client.admin.resend_dead("s", "g", **how)
     async with member(client) as consumer:
         batch = await fetch_all(consumer, count) if count else []
@@ -55,10 +55,10 @@ async def resent(client: plait.Client, **how: Any) -> list[plait.Message]:
         return batch
 
 
-# --- who becomes one ------------------------------------------------------------------------------
+# --- becoming a dead letter ------------------------------------------------------------------------------
 
 
-async def test_a_message_that_fails_to_the_last_attempt_is_a_dead_letter_with_everything(
+async def test_a_message_out_of_attempts_is_a_dead_letter_with_all_its_fields(
     timed_broker: EmbeddedBroker,
 ) -> None:
     async with (
@@ -89,7 +89,7 @@ async def test_a_message_that_fails_to_the_last_attempt_is_a_dead_letter_with_ev
         assert await client.admin.dead_queues("s") == [plait.DeadQueue("s", "g", 1)]
 
 
-async def test_a_message_that_fails_after_its_time_is_a_dead_letter(timed_broker: EmbeddedBroker) -> None:
+async def test_a_message_that_fails_after_it_expired_is_a_dead_letter(timed_broker: EmbeddedBroker) -> None:
     async with (
         timed_broker.connect() as client,
         member(client, retry=plait.Retry.constant(10, expires=15)) as consumer,
@@ -128,41 +128,42 @@ async def test_a_rejected_message_is_a_dead_letter_at_once(client: plait.Client)
     assert (await client.admin.group("s", "g")).lag == 0
 
 
-async def test_a_storm_of_failures_asks_few_things_of_the_broker(
+async def test_many_failures_are_reported_in_few_requests(
     client: plait.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from plait.wire import messages as m
     from plait.wire.link import Link
 
-    said: list[plait.Reason | None] = []
+    reasons: list[plait.Reason | None] = []
     request = Link.request
 
-    async def listen(self: Link, message: Any) -> Any:
-        if type(message).__name__ == "Nack":
-            said.append(message.reason)
+    async def record(self: Link, message: Any) -> Any:
+        if isinstance(message, m.NackRequest):
+            reasons.append(message.reason)
         return await request(self, message)
 
-    monkeypatch.setattr(Link, "request", listen)
+    monkeypatch.setattr(Link, "request", record)
     await send(client, 200)
     async with member(client, retry=plait.Retry.constant(0, attempts=3)) as consumer:
         for _ in range(2):
             for message in await fetch_all(consumer, 200):
                 message.nack(reason=f"{message.sequence} of attempt {message.attempt}")
             await consumer.flush()
-        assert set(said) == {None}
-        assert len(said) <= 4
+        assert set(reasons) == {None}
+        assert len(reasons) <= 4
         for message in await fetch_all(consumer, 200):
             message.nack(reason=f"{message.sequence} of attempt {message.attempt}")
         await consumer.flush()
-    assert len(said) > 200
+    assert len(reasons) > 200
     found = await letters(client, limit=500)
     assert [letter.reason.text for letter in found] == [f"{n} of attempt 3" for n in range(200)]
 
 
-async def test_what_nobody_began_with_uses_up_no_attempt(client: plait.Client) -> None:
+async def test_a_prefetched_message_that_no_handler_began_uses_up_no_attempt(client: plait.Client) -> None:
     await send(client, 10)
     for _ in range(5):
         async with member(client, retry=TWICE) as consumer:
-            # One is looked at and given back; the others were pulled ahead.
+            # One message is acked; the others were prefetched and are returned.
             [message] = await consumer.fetch(1, wait=5)
             message.ack()
             left = (await client.admin.group("s", "g")).unacked
@@ -172,7 +173,9 @@ async def test_what_nobody_began_with_uses_up_no_attempt(client: plait.Client) -
         assert {message.attempt for message in rest} == {1}
 
 
-async def test_blocking_consumers_give_back_what_nobody_asked_for(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_blocking_consumers_return_prefetched_messages_without_an_attempt(
+    broker: EmbeddedBroker, client: plait.Client
+) -> None:
     await send(client, 10)
 
     def look() -> bytes:
@@ -189,7 +192,7 @@ async def test_blocking_consumers_give_back_what_nobody_asked_for(broker: Embedd
 # --- App ------------------------------------------------------------------------------------------
 
 
-async def test_what_a_handler_raises_is_what_its_letters_say(client: plait.Client, app: plait.App) -> None:
+async def test_a_dead_letter_records_the_exception_of_its_handler(client: plait.Client, app: plait.App) -> None:
     @app.subscriber("s", retry=TWICE, timeout=0.05)
     async def handle(number: int) -> None:
         if number == 1:
@@ -250,7 +253,7 @@ async def test_a_rejection_does_not_suspend_the_handler(client: plait.Client, ap
     assert len(await letters(client)) == 3
 
 
-async def test_a_suspension_uses_up_no_attempt_of_what_was_pulled_ahead(client: plait.Client, app: plait.App) -> None:
+async def test_a_suspension_uses_up_no_attempt_of_prefetched_messages(client: plait.Client, app: plait.App) -> None:
     seen: list[tuple[int, int]] = []
 
     @app.subscriber("s", suspend=0.01, retry=plait.Retry.constant(0, attempts=2))
@@ -267,7 +270,7 @@ async def test_a_suspension_uses_up_no_attempt_of_what_was_pulled_ahead(client: 
 
 
 @pytest.mark.parametrize("batch", [None, 1])
-async def test_a_message_does_not_die_of_suspensions(client: plait.Client, app: plait.App, batch: int | None) -> None:
+async def test_suspensions_make_no_dead_letters(client: plait.Client, app: plait.App, batch: int | None) -> None:
     attempts: list[int] = []
 
     def work(message: plait.Message) -> None:
@@ -297,14 +300,14 @@ async def test_deploys_use_up_no_attempts(broker: EmbeddedBroker, client: plait.
     attempts: dict[int, list[int]] = {}
 
     async def deploy() -> None:
-        """A service that ends with its first message."""
+        """Run an app that stops at its first message."""
         app = plait.App(broker.address, group="g")
         before = len(attempts)
 
         def take(message: plait.Message) -> None:
             attempts.setdefault(message.sequence, []).append(message.attempt)
             if len(attempts) == before + 1:
-                # Once: another time would mean that it is urgent.
+                # Once: a second stop would skip the drain.
                 app.stop()
 
         async def take_async(message: plait.Message) -> None:
@@ -323,10 +326,10 @@ async def test_deploys_use_up_no_attempts(broker: EmbeddedBroker, client: plait.
     assert await letters(client) == []
 
 
-# --- looking at them ------------------------------------------------------------------------------
+# --- listing ------------------------------------------------------------------------------
 
 
-async def test_letters_are_selected_by_what_is_given(timed_broker: EmbeddedBroker) -> None:
+async def test_letters_are_selected_by_every_given_criterion(timed_broker: EmbeddedBroker) -> None:
     async with timed_broker.connect() as client:
         await send(client, 6)
         async with member(client, prefetch=6) as consumer:
@@ -362,7 +365,9 @@ async def test_letters_are_selected_by_what_is_given(timed_broker: EmbeddedBroke
         assert reasons[0].text in ("0", "1", "2")
 
 
-async def test_many_letters_come_in_pages(client: plait.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_letters_are_listed_resent_and_purged_in_pages(
+    client: plait.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dead, "DEAD_LIST_MAX", 7)
     monkeypatch.setattr(dead, "DEAD_PAGE_MAX", 6)
     monkeypatch.setattr(dead, "SEQUENCES_MAX", 4)
@@ -375,28 +380,28 @@ async def test_many_letters_come_in_pages(client: plait.Client, monkeypatch: pyt
     assert [letter.sequence for letter in await letters(client, type="B")] == list(range(0, 30, 3))
     assert [letter.sequence for letter in await letters(client, sequences=range(3, 13))] == list(range(3, 13))
     assert [(r.type, r.count) for r in await client.admin.dead_reasons("s", "g")] == [("A", 20), ("B", 10)]
-    told: list[int] = []
-    assert await client.admin.resend_dead("s", "g", dry_run=True, progress=told.append) == 30
-    assert told == [6, 12, 18, 24, 30]
+    progress: list[int] = []
+    assert await client.admin.resend_dead("s", "g", dry_run=True, progress=progress.append) == 30
+    assert progress == [6, 12, 18, 24, 30]
     assert await client.admin.purge_dead("s", "g", type="B") == 10
     assert await client.admin.purge_dead("s", "g", sequences=range(15)) == 10
     assert sorted(numbers(await resent(client))) == [n for n in range(15, 30) if n % 3]
     assert await client.admin.dead_queues() == []
 
 
-async def test_what_cannot_be_asked_is_refused_and_changes_nothing(client: plait.Client) -> None:
+async def test_invalid_requests_are_refused_and_change_nothing(client: plait.Client) -> None:
     await send(client, 1)
     await reject(client, 1)
     admin = client.admin
-    with pytest.raises(plait.DeadLetterNotFound, match="message 7 of 's' is no dead letter of group 'g'"):
+    with pytest.raises(plait.DeadLetterNotFound, match="message 7 of 's' is not a dead letter of group 'g'"):
         await admin.dead_letter("s", "g", 7)
     with pytest.raises(plait.GroupNotFound):
-        await admin.dead_letters("s", "nobody")
+        await admin.dead_letters("s", "missing")
     with pytest.raises(plait.SubjectNotFound):
         await admin.dead_letters("none", "g")
     with pytest.raises(plait.InvalidArgument, match="limit must be 1 or more, not 0"):
         await letters(client, limit=0)
-    with pytest.raises(plait.InvalidArgument, match="sequence -1 is not one of a message"):
+    with pytest.raises(plait.InvalidArgument, match="sequence -1 is out of range"):
         await admin.purge_dead("s", "g", sequences=[-1])
     with pytest.raises(plait.InvalidArgument, match="cannot be selected by 'kind'; use sequences, type"):
         await admin.purge_dead("s", "g", kind="A")  # type: ignore[call-arg]
@@ -411,7 +416,7 @@ async def test_what_cannot_be_asked_is_refused_and_changes_nothing(client: plait
 # --- resending ------------------------------------------------------------------------------------
 
 
-async def test_a_resent_letter_comes_to_its_group_alone_with_its_id_attempts_and_history(client: plait.Client) -> None:
+async def test_a_resent_letter_goes_only_to_its_group_with_its_id_attempts_and_history(client: plait.Client) -> None:
     receipt = await client.send("s", b"body", key="k")
     async with client.consumer("s", group="other") as other:
         [message] = await fetch_all(other, 1)
@@ -451,7 +456,7 @@ async def test_a_resent_letter_gets_as_many_attempts_as_a_new_message(client: pl
             assert await client.admin.resend_dead("s", "g") == 1
 
 
-async def test_letters_outlive_restarts(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_letters_survive_restarts(broker: EmbeddedBroker, client: plait.Client) -> None:
     await send(client, 3)
     await reject(client, 3, "why")
     for end in (broker.stop, broker.kill):
@@ -463,7 +468,7 @@ async def test_letters_outlive_restarts(broker: EmbeddedBroker, client: plait.Cl
 
 
 class Loop:
-    """A clock that moves by sleeping."""
+    """A loop whose clock moves only by ``sleep``."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -476,7 +481,7 @@ class Loop:
 
 
 async def paced(monkeypatch: pytest.MonkeyPatch, rate: float, total: int, stall: float) -> list[tuple[float, int]]:
-    """When how many were done; each request takes its time, some a little longer, and one of them ``stall``."""
+    """(time, count) of each page; requests take 2 ms, some 40 ms, and one takes ``stall`` seconds."""
     loop = Loop()
     monkeypatch.setattr(dead.asyncio, "get_running_loop", lambda: loop)
     monkeypatch.setattr(dead.asyncio, "sleep", loop.sleep)
@@ -487,7 +492,7 @@ async def paced(monkeypatch: pytest.MonkeyPatch, rate: float, total: int, stall:
         turn = len(done)
         loop.now += stall if turn == 5 else 0.04 if turn % 10 == 0 else 0.002
         done.append((loop.now - 100.0, count))
-        # Pages in which nothing matched are no part of it.
+        # Pages without a match do not count.
         pace.did(0)
         pace.did(count)
     return done
@@ -505,19 +510,19 @@ async def test_a_rate_is_kept_without_drift(monkeypatch: pytest.MonkeyPatch, rat
 
 @pytest.mark.parametrize("stall", [1.0, 30.0])
 @pytest.mark.parametrize(("rate", "total"), PACES)
-async def test_a_rate_is_a_maximum_also_after_a_stall(
+async def test_a_rate_is_not_exceeded_after_a_stall(
     monkeypatch: pytest.MonkeyPatch, rate: float, total: int, stall: float
 ) -> None:
     done = await paced(monkeypatch, rate, total, stall)
     for at, _ in done:
         window = sum(count for moment, count in done if at <= moment < at + 1)
-        # The page of the window's first moment was due before, and requests take up to 40 ms.
+        # The first page of the window was due earlier, and requests take up to 40 ms.
         assert window <= rate * (1 + dead.PACE_SECONDS + dead.CATCH_UP_SECONDS + 0.04) + 2
-    # What was missed meanwhile is not made up for.
+    # The time lost in the stall is not caught up.
     assert done[-1][0] >= total / rate + stall - 2 / rate - 0.3
 
 
-async def test_a_rate_holds_back_real_letters(client: plait.Client) -> None:
+async def test_a_resend_keeps_its_rate(client: plait.Client) -> None:
     await send(client, 60)
     await reject(client, 60)
     loop = asyncio.get_running_loop()
@@ -526,7 +531,7 @@ async def test_a_rate_holds_back_real_letters(client: plait.Client) -> None:
     assert loop.time() - begun >= 0.24
 
 
-async def test_blocking_code_has_the_same(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_the_blocking_client_has_the_same_calls(broker: EmbeddedBroker, client: plait.Client) -> None:
     await send(client, 4)
 
     def work() -> None:

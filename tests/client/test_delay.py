@@ -1,4 +1,4 @@
-"""Delayed messages through the client: never early, once, and called off or moved by receipt."""
+"""Delayed messages through the client: delivered once and never early; cancelled or rescheduled by receipt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECOND = timedelta(seconds=1)
 
 @pytest.fixture
 async def timed(timed_broker: EmbeddedBroker) -> AsyncIterator[plait.Client]:
-    """A client that goes by the clock of ``timed_broker``."""
+    """A client that uses the clock of ``timed_broker``."""
     async with timed_broker.connect() as connected:
         yield connected
 
@@ -32,7 +32,7 @@ async def nothing(client: plait.Client, subject: str = "s") -> bool:
 
 
 async def everything(client: plait.Client, count: int, subject: str = "s") -> list[plait.Message]:
-    """All that is in the subject, which is so many."""
+    """All messages of the subject; there must be ``count``."""
     async with client.reader(subject, start="earliest") as reader:
         found: list[plait.Message] = []
         async with asyncio.timeout(20):
@@ -43,10 +43,10 @@ async def everything(client: plait.Client, count: int, subject: str = "s") -> li
         return found
 
 
-# --- when -----------------------------------------------------------------------------------------
+# --- due times -----------------------------------------------------------------------------------------
 
 
-async def test_a_message_comes_when_it_is_due_with_all_it_has(
+async def test_a_message_is_delivered_when_due_with_all_its_fields(
     timed_broker: EmbeddedBroker, timed: plait.Client
 ) -> None:
     receipt = await timed.send("s", b"body", key="k", tags=["a"], headers={"n": 5}, delay=5)
@@ -71,7 +71,7 @@ async def test_a_message_comes_when_it_is_due_with_all_it_has(
     assert undelayed.deliver_at is None
 
 
-async def test_delays_of_all_kinds(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
+async def test_a_delay_is_given_in_several_forms(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
     now = datetime.fromtimestamp(timed_broker.clock.now() / 1e6, UTC)
     for delay in ("3s", timedelta(seconds=2), plait.DelayLevel.LEVEL_2, 0.01, 4):
         await timed.send("s", str(delay), delay=delay)
@@ -85,7 +85,9 @@ async def test_delays_of_all_kinds(timed_broker: EmbeddedBroker, timed: plait.Cl
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-async def test_many_have_one_delay_or_one_each(timed_broker: EmbeddedBroker, compression: Any) -> None:
+async def test_send_many_takes_one_delay_or_one_for_each_message(
+    timed_broker: EmbeddedBroker, compression: Any
+) -> None:
     async with plait.connect(timed_broker.address, compression=compression) as client:
         bodies = [b"%d" % n for n in range(2_000)]
         one = await client.send_many("one", bodies, keys=[f"k{n}" for n in range(2_000)], delay="5s")
@@ -108,7 +110,7 @@ async def test_many_have_one_delay_or_one_each(timed_broker: EmbeddedBroker, com
         assert {message.message_id: message.deliver_at for message in found} == ids
 
 
-async def test_posted_rows_keep_their_own_times(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
+async def test_posted_rows_keep_their_due_times(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
     tickets = [timed.post("s", b"%d" % n, delay=10 - n) for n in range(5)]
     with pytest.raises(plait.InvalidArgument, match="key '' is empty"):
         timed.post("s", b"bad", key="", delay=100)
@@ -124,14 +126,14 @@ async def test_posted_rows_keep_their_own_times(timed_broker: EmbeddedBroker, ti
         assert (message.body, message.message_id) == (b"%d" % n, receipts[n].message_id)
 
 
-async def test_rows_of_one_turn_are_one_frame(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
+async def test_delayed_sends_of_one_turn_are_all_scheduled(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
     receipts = await asyncio.gather(*(timed.send("s", b"%d" % n, delay=1 + n % 3) for n in range(100)))
     assert [receipt.schedule for receipt in receipts] == list(range(100))
     await timed_broker.advance(3)
     assert sorted(numbers(await everything(timed, 100))) == list(range(100))
 
 
-async def test_what_cannot_be_is_refused_and_nothing_is_sent(timed: plait.Client) -> None:
+async def test_invalid_delays_are_refused_and_nothing_is_sent(timed: plait.Client) -> None:
     later = datetime.now(UTC)
     for wrong, message in [
         ({"delay": 0}, "cannot be delayed by 0; use 10 ms to 732 days"),
@@ -153,10 +155,10 @@ async def test_what_cannot_be_is_refused_and_nothing_is_sent(timed: plait.Client
     assert [count for count in await timed.admin.schedule_counts() if count.count] == []
 
 
-# --- cancelling and moving ------------------------------------------------------------------------
+# --- cancelling and rescheduling ------------------------------------------------------------------------
 
 
-async def test_a_cancelled_message_never_comes(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
+async def test_a_cancelled_message_is_never_delivered(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
     receipts = [await timed.send("s", b"%d" % n, delay=5) for n in range(4)]
     assert [await timed.cancel(receipts[n]) for n in (1, 3)] == [True, True]
     assert await timed.cancel(receipts[1]) is False
@@ -165,7 +167,9 @@ async def test_a_cancelled_message_never_comes(timed_broker: EmbeddedBroker, tim
     assert await timed.cancel(receipts[0]) is False
 
 
-async def test_a_moved_message_comes_once_at_its_new_time(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
+async def test_a_rescheduled_message_is_delivered_once_at_its_new_time(
+    timed_broker: EmbeddedBroker, timed: plait.Client
+) -> None:
     sooner = await timed.send("s", b"sooner", delay=100)
     later = await timed.send("s", b"later", key="k", delay=5)
     new = await timed.reschedule(sooner, delay=1)
@@ -192,15 +196,15 @@ async def test_a_moved_message_comes_once_at_its_new_time(timed_broker: Embedded
         await timed.reschedule(moved, delay=1)
 
 
-async def test_only_what_is_scheduled_can_be_cancelled(timed: plait.Client) -> None:
+async def test_only_scheduled_messages_can_be_cancelled(timed: plait.Client) -> None:
     plain = await timed.send("s", b"x")
     for call in (timed.cancel, timed.reschedule):
-        with pytest.raises(plait.InvalidArgument, match="has no number in a schedule: it was not delayed"):
+        with pytest.raises(plait.InvalidArgument, match="has no schedule number: it was not delayed"):
             await call(plain)
-        with pytest.raises(plait.InvalidArgument, match="5 is no receipt"):
+        with pytest.raises(plait.InvalidArgument, match="5 is not a receipt"):
             await call(5)  # type: ignore[arg-type]
     delayed = await timed.send("s", b"x", delay=5)
-    with pytest.raises(plait.InvalidArgument, match="say when: reschedule"):
+    with pytest.raises(plait.InvalidArgument, match="reschedule needs a new time"):
         await timed.reschedule(delayed)
     with pytest.raises(plait.InvalidArgument, match="give a delay or deliver_at, not both"):
         await timed.reschedule(delayed, delay=5, deliver_at=delayed.deliver_at)
@@ -209,10 +213,10 @@ async def test_only_what_is_scheduled_can_be_cancelled(timed: plait.Client) -> N
     assert await timed.cancel(delayed)
 
 
-# --- looking at the schedule ----------------------------------------------------------------------
+# --- listing the schedule ----------------------------------------------------------------------
 
 
-async def test_what_waits_is_listed_and_counted(
+async def test_scheduled_messages_are_listed_and_counted(
     timed_broker: EmbeddedBroker, timed: plait.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schedule, "SCHEDULE_PAGE_MAX", 3)
@@ -258,7 +262,7 @@ async def test_what_waits_is_listed_and_counted(
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
-async def test_what_waits_waits_through_restarts(timed_broker: EmbeddedBroker, timed: plait.Client, end: str) -> None:
+async def test_scheduled_messages_survive_restarts(timed_broker: EmbeddedBroker, timed: plait.Client, end: str) -> None:
     receipts = await timed.send_many("s", [b"%d" % n for n in range(10)], delay=5)
     assert await timed.cancel(receipts[3])
     moved = await timed.reschedule(receipts[4], delay=60)
@@ -274,7 +278,9 @@ async def test_what_waits_waits_through_restarts(timed_broker: EmbeddedBroker, t
     assert (found[-1].body, found[-1].deliver_at) == (b"4", moved.deliver_at)
 
 
-async def test_sends_that_were_under_way_are_scheduled_once(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
+async def test_sends_in_flight_during_a_crash_are_scheduled_once(
+    timed_broker: EmbeddedBroker, timed: plait.Client
+) -> None:
     await timed.send("s", b"0", delay=5)
     sending = [asyncio.create_task(timed.send("s", b"%d" % n, delay=5)) for n in range(1, 50)]
     await asyncio.sleep(0)
@@ -286,7 +292,7 @@ async def test_sends_that_were_under_way_are_scheduled_once(timed_broker: Embedd
     assert sorted(numbers(await everything(timed, 50))) == list(range(50))
 
 
-async def test_a_clock_that_is_set_back_makes_messages_wait_and_forward_due(
+async def test_a_clock_set_back_delays_messages_and_a_clock_set_forward_makes_them_due(
     timed_broker: EmbeddedBroker, timed: plait.Client
 ) -> None:
     clock: Any = timed_broker.clock
@@ -299,7 +305,7 @@ async def test_a_clock_that_is_set_back_makes_messages_wait_and_forward_due(
     assert [message.body for message in await everything(timed, 1)] == [b"a"]
 
 
-async def test_a_deleted_subject_takes_its_schedule_along(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
+async def test_deleting_a_subject_deletes_its_schedule(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
     receipt = await timed.send("s", b"old", delay=5)
     await timed.admin.delete_subject("s")
     with pytest.raises(plait.SubjectNotFound):
@@ -346,7 +352,7 @@ async def test_apps_and_their_hooks_delay_too(broker: EmbeddedBroker, client: pl
     assert sum(count.count for count in await client.admin.schedule_counts("s")) == 3
 
 
-async def test_blocking_code_has_the_same(broker: EmbeddedBroker) -> None:
+async def test_the_blocking_client_has_the_same_calls(broker: EmbeddedBroker) -> None:
     def work() -> None:
         with plait.sync.connect(broker.address) as client:
             one = client.send("s", b"1", delay="1h")
@@ -375,7 +381,7 @@ async def test_blocking_code_has_the_same(broker: EmbeddedBroker) -> None:
     await asyncio.to_thread(work)
 
 
-async def test_real_time_passes_before_a_real_message_comes(client: plait.Client) -> None:
+async def test_a_delay_passes_on_the_machine_clock(client: plait.Client) -> None:
     receipt = await client.send("s", b"x", delay=0.05)
     async with client.consumer("s", group="g") as consumer:
         [message] = await fetch_all(consumer, 1)

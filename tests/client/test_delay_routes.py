@@ -1,5 +1,5 @@
-"""Delayed messages whose logical partition moves while they wait: they enter the partition that the route leads to when
-they are due, once, and ordered groups get them."""
+"""Delayed messages whose logical partition moves while they wait are stored once, in the partition of the route when
+they are due, and ordered groups get them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAST = datetime(2020, 1, 1, tzinfo=UTC)
 
 @pytest.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
-    """A node with a meta server and a broker, and a broker that belongs to it."""
+    """A node with a meta server and a broker, and a second broker that is registered with it."""
     async with (
         EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
         EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=[first.address]) as second,
@@ -37,7 +37,7 @@ async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
 
 
 async def make_due(client: plait.Client, receipts: list[plait.Receipt]) -> None:
-    """What waits is due now."""
+    """Reschedule the messages to a past time."""
     for receipt in receipts:
         await client.reschedule(receipt, deliver_at=PAST)
 
@@ -52,7 +52,7 @@ async def expand(client: plait.Client, partitions: int | list[str]) -> None:
     [["s@g1", "s#1@g1", "s@g2"], ["s@g2"], ["s#1@g1"]],
     ids=["1 to 3", "to another broker", "to another partition of the broker"],
 )
-async def test_keyed_messages_enter_the_partition_that_takes_their_key_when_they_are_due(
+async def test_keyed_messages_enter_the_partition_of_their_key_when_they_are_due(
     nodes: list[EmbeddedBroker], after: list[str]
 ) -> None:
     async with nodes[0].connect(limits=EAGER) as client:
@@ -70,13 +70,13 @@ async def test_keyed_messages_enter_the_partition_that_takes_their_key_when_they
             for message in messages:
                 await message.ack()
             assert len(await consumer.fetch(10, wait=0)) == 0
-        # What was handed over is settled where it waited.
+        # Forwarded messages are removed from the schedule they waited in.
         assert await client.admin.schedule_counts("s") == []
         assert not await client.cancel(receipts[0])
         await until(lambda: not nodes[0].server.broker.forwards.waiting())
 
 
-async def test_messages_without_keys_leave_a_partition_that_takes_nothing_any_more(
+async def test_messages_without_keys_leave_a_sealed_partition(
     nodes: list[EmbeddedBroker],
 ) -> None:
     async with nodes[0].connect(limits=EAGER) as client:
@@ -91,7 +91,7 @@ async def test_messages_without_keys_leave_a_partition_that_takes_nothing_any_mo
             assert {str(each.partition) for each in messages} == {"s@g2"}
 
 
-async def test_a_delayed_send_by_an_old_route_waits_where_the_new_one_leads(nodes: list[EmbeddedBroker]) -> None:
+async def test_a_delayed_send_with_an_old_route_is_scheduled_by_the_new_route(nodes: list[EmbeddedBroker]) -> None:
     async with nodes[0].connect(limits=EAGER) as client, nodes[0].connect(limits=EAGER) as admin:
         await admin.admin.create_subject("s", partitions=1, groups=["g1"], order="strict")
         assert (await client.send("s", b"0", key="k", delay="1h")).partition.group == "g1"
@@ -100,7 +100,7 @@ async def test_a_delayed_send_by_an_old_route_waits_where_the_new_one_leads(node
         assert (await client.send("s", b"2", delay="1h")).partition.group == "g2"
 
 
-async def test_where_the_other_broker_is_away_they_wait_and_are_stored_once(nodes: list[EmbeddedBroker]) -> None:
+async def test_forwards_wait_for_an_unreachable_broker_and_are_stored_once(nodes: list[EmbeddedBroker]) -> None:
     first, second = nodes
     async with first.connect(limits=EAGER) as client:
         await client.admin.create_subject("s", partitions=1, groups=["g1"])
@@ -118,7 +118,7 @@ async def test_where_the_other_broker_is_away_they_wait_and_are_stored_once(node
             assert len(await consumer.fetch(10, wait=0)) == 0
 
 
-async def test_that_the_other_broker_is_away_is_logged_once_and_so_is_its_return(
+async def test_an_unreachable_broker_and_its_return_are_each_logged_once(
     nodes: list[EmbeddedBroker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = nodes
@@ -140,17 +140,17 @@ async def test_that_the_other_broker_is_away_is_logged_once_and_so_is_its_return
         await until(lambda: len(attempts) > 5)
         await second.start()
         await until(lambda: not first.server.broker.forwards.waiting())
-    told = [text for text in caplog.messages if "delayed messages of s" in text]
-    assert [text.partition(":")[0] for text in told] == [
-        "delayed messages of s cannot be forwarded yet",
-        "delayed messages of s are forwarded again",
+    logged = [text for text in caplog.messages if "delayed messages of partition s" in text]
+    assert [text.partition(":")[0] for text in logged] == [
+        "delayed messages of partition s cannot be forwarded yet",
+        "delayed messages of partition s are forwarded again",
     ]
 
 
-async def test_a_route_that_no_meta_server_knows_at_first_is_asked_for_again(
+async def test_a_route_that_is_not_found_is_requested_again(
     nodes: list[EmbeddedBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lost meta database is rebuilt from the brokers' catalogs: meanwhile subjects are not found."""
+    """While a lost meta database is rebuilt from the brokers' catalogs, its subjects are not found."""
     cluster = nodes[0].server.cluster
     known = cluster.route
     asked: list[str] = []
@@ -173,15 +173,15 @@ async def test_a_route_that_no_meta_server_knows_at_first_is_asked_for_again(
     assert len(asked) >= 3
 
 
-async def test_a_route_that_moves_on_before_they_are_stored_is_followed(nodes: list[EmbeddedBroker]) -> None:
-    """The first place they are forwarded to refuses them, as its part of the route was sealed by then."""
+async def test_forwards_follow_a_route_that_changes_before_they_are_stored(nodes: list[EmbeddedBroker]) -> None:
+    """The first partition that they are forwarded to refuses them, because it is sealed meanwhile."""
     first = nodes[0]
     async with first.connect(limits=EAGER) as client:
         await client.admin.create_subject("s", partitions=1, groups=["g1"])
         receipts = [await client.send("s", key.encode(), key=key, delay="1h") for key in KEYS]
         await expand(client, ["s@g2"])
         forwards = first.server.broker.forwards
-        # The broker goes by this route for as long as no other broker refuses what it forwards.
+        # The broker uses this route until another broker refuses a forward.
         await make_due(client, receipts[:1])
         async with client.consumer("s", group="g", ordered=True) as consumer:
             [message] = await fetch_all(consumer, 1)
@@ -195,8 +195,8 @@ async def test_a_route_that_moves_on_before_they_are_stored_is_followed(nodes: l
             await until(lambda: not forwards.waiting())
 
 
-async def test_all_that_a_broker_asks_of_a_meta_server_goes_over_one_connection(nodes: list[EmbeddedBroker]) -> None:
-    """Several requests at a time, just after the connection was lost."""
+async def test_a_broker_uses_one_connection_to_a_meta_server(nodes: list[EmbeddedBroker]) -> None:
+    """Several concurrent requests, just after the connection was lost."""
     first, second = nodes
     async with first.connect() as client:
         await client.admin.create_subject("s", groups=["g2"])
@@ -204,7 +204,7 @@ async def test_all_that_a_broker_asks_of_a_meta_server_goes_over_one_connection(
     assert len(brokers) == 1
     brokers[0].abort()
     await until(lambda: brokers[0] not in first.server.connections)
-    # The first of these may notice that it is lost.
+    # The first requests may fail because the connection is lost.
     for failures in (5, 0):
         answers = await asyncio.gather(*(second.server.cluster.route("s") for _ in range(5)), return_exceptions=True)
         assert len([each for each in answers if isinstance(each, BaseException)]) <= failures

@@ -1,4 +1,4 @@
-"""``plait.testing``: the embedded broker that other people's tests use, and its pytest fixtures."""
+"""``plait.testing``: the embedded broker for users' tests, and its pytest fixtures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.testing import BlockingBroker, EmbeddedBroker, ManualClock
 from tests.client.support import until
 
 
-async def test_it_serves_on_the_loop_of_the_test() -> None:
+async def test_an_embedded_broker_runs_on_the_loop_of_the_test() -> None:
     async with EmbeddedBroker() as broker, broker.connect(client_id="me") as client:
         assert (await client.send("s", b"")).sequence == 0
         assert broker.data.is_dir()
@@ -24,7 +24,7 @@ async def test_it_serves_on_the_loop_of_the_test() -> None:
     assert not broker.data.exists()
 
 
-def test_it_serves_from_a_thread_of_its_own() -> None:
+def test_an_embedded_broker_runs_in_its_own_thread() -> None:
     with EmbeddedBroker() as broker:
         with plait.sync.connect(broker.address) as client:
             assert client.send("s", b"").sequence == 0
@@ -33,14 +33,14 @@ def test_it_serves_from_a_thread_of_its_own() -> None:
     assert not data.exists()
 
 
-async def test_a_directory_that_was_given_stays(tmp_path: Path) -> None:
+async def test_a_given_directory_is_not_removed(tmp_path: Path) -> None:
     for sequence in range(2):
         async with EmbeddedBroker(tmp_path / "data") as broker, broker.connect() as client:
             assert (await client.send("s", b"")).sequence == sequence
     assert (tmp_path / "data").is_dir()
 
 
-async def test_times_from_now_go_by_the_clock_of_the_broker(timed_broker: EmbeddedBroker) -> None:
+async def test_relative_times_use_the_clock_of_the_broker(timed_broker: EmbeddedBroker) -> None:
     async with timed_broker.connect() as client:
         await client.send("s", b"now")
         await client.send("s", b"soon", delay="5m")
@@ -57,7 +57,7 @@ async def test_times_from_now_go_by_the_clock_of_the_broker(timed_broker: Embedd
         assert await client.admin.reset_group("s", "g", "-2m") == 1
 
 
-async def test_any_client_of_this_process_goes_by_a_manual_clock() -> None:
+async def test_every_client_of_this_process_uses_the_manual_clock() -> None:
     handled: list[bytes] = []
     async with EmbeddedBroker(clock=ManualClock()) as broker:
         app = plait.App(broker.address, group="g")
@@ -82,7 +82,7 @@ async def test_any_client_of_this_process_goes_by_a_manual_clock() -> None:
         assert handled == [b"first", b"second"]
 
 
-def test_blocking_code_has_delays_on_a_manual_clock_too() -> None:
+def test_blocking_delays_use_the_manual_clock() -> None:
     with EmbeddedBroker(clock=ManualClock()) as broker, broker.connect(client_id="me") as client:
         assert client.client_id == "me"
         client.send("s", b"later", delay="1h")
@@ -95,7 +95,7 @@ def test_blocking_code_has_delays_on_a_manual_clock_too() -> None:
         client.send("s", b"later", delay="1h")
 
 
-async def test_the_clock_of_a_broker_that_is_gone_is_forgotten() -> None:
+async def test_the_clock_of_a_stopped_broker_is_forgotten() -> None:
     async with EmbeddedBroker(clock=ManualClock()) as broker:
         address = broker.address
         assert plait.connect(address)._clock is broker.clock
@@ -114,7 +114,7 @@ async def test_a_restart_keeps_address_and_messages() -> None:
         assert (await client.send("s", b"")).sequence == 1
 
 
-async def test_a_kill_is_a_crash_that_the_next_start_recovers_from() -> None:
+async def test_a_start_recovers_from_a_kill() -> None:
     async with EmbeddedBroker() as broker, broker.connect() as client:
         await client.send("s", b"")
         epoch = broker.server.broker.epoch
@@ -152,7 +152,7 @@ async def test_virtual_time_stamps_messages_and_expires_them() -> None:
         assert (new.store_time - old.store_time).total_seconds() == 1800
 
 
-async def test_a_long_poll_ends_when_virtual_time_says_so() -> None:
+async def test_a_suspended_pull_ends_by_virtual_time() -> None:
     async with (
         EmbeddedBroker(clock=ManualClock()) as broker,
         broker.connect() as client,
@@ -166,13 +166,13 @@ async def test_a_long_poll_ends_when_virtual_time_says_so() -> None:
         assert waiting.done
 
 
-async def test_time_cannot_be_moved_on_the_machines_clock() -> None:
+async def test_the_machine_clock_cannot_be_advanced() -> None:
     async with EmbeddedBroker() as broker:
         with pytest.raises(plait.InvalidArgument, match="ManualClock"):
             await broker.advance(1)
 
 
-def test_a_broker_that_was_not_started_says_so() -> None:
+def test_a_broker_that_is_not_started_refuses_calls() -> None:
     with pytest.raises(plait.Closed, match="not been started"):
         _ = EmbeddedBroker().address
 
@@ -198,6 +198,6 @@ def test_the_fixtures_come_with_the_installed_package() -> None:
     assert entry.load().plait_broker is not None
 
 
-def test_the_plugin_loads_no_broker_until_one_is_asked_for() -> None:
+def test_the_plugin_imports_no_broker_until_a_fixture_needs_it() -> None:
     program = "import sys, plait.testing.pytest_plugin; sys.exit('plait.server' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

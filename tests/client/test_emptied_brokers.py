@@ -1,5 +1,5 @@
-"""Broker groups that are emptied and switched off: what the groups of a subject have finished there is known without
-them (R26), and one that is lost can be given up."""
+"""Broker groups that are emptied and switched off: the meta server knows what each group has finished there (R26), and
+a lost broker group can be given up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = [f"k{n}" for n in range(20)]
 
 @pytest.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
-    """A node with a meta server and a broker, and a broker that belongs to it."""
+    """A node with a meta server and a broker, and a second broker that is registered with it."""
     async with EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first:
         second = EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=[first.address])
         await second.start()
@@ -53,19 +53,19 @@ async def draining(client: plait.Client) -> int:
 
 
 async def drained(client: plait.Client) -> None:
-    """Until nothing is draining."""
+    """Wait until no partition drains."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while await draining(client):  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
 async def lost(client: plait.Client, group: str) -> None:
-    """Until the meta server takes a broker group for lost."""
+    """Wait until the meta server considers a broker group lost."""
     await wait_for(client, lambda brokers: any(b.group == group and b.state == "NRW" for b in brokers))
 
 
 @pytest.mark.parametrize("orderly", [True, False])
-async def test_a_group_goes_on_when_a_broker_that_it_has_finished_is_gone(
+async def test_a_group_continues_without_a_broker_that_it_has_finished(
     nodes: list[EmbeddedBroker], orderly: bool
 ) -> None:
     first, second = nodes
@@ -80,14 +80,14 @@ async def test_a_group_goes_on_when_a_broker_that_it_has_finished_is_gone(
             # Reported with a heartbeat, soon after the last ack.
             await drained(client)
             await second.kill()
-    # Whoever knew that it is done there is gone.
+    # The broker and the client that knew the progress are gone.
     async with first.connect(limits=EAGER) as client:
         assert await draining(client) == 0
         await client.send_many("s", [b"new"] * 20, keys=KEYS)
         assert await handle(client, 20) == [b"new"] * 20
 
 
-async def test_what_a_group_has_not_finished_there_holds_its_keys_until_the_broker_is_given_up(
+async def test_unfinished_keys_wait_until_the_lost_broker_is_given_up(
     nodes: list[EmbeddedBroker],
 ) -> None:
     first, second = nodes
@@ -99,7 +99,7 @@ async def test_what_a_group_has_not_finished_there_holds_its_keys_until_the_brok
             await (await fetch_all(consumer, 1))[0].ack()
             await consumer.flush()
         await moved(client, ["s@g1"])
-        with pytest.raises(InvalidArgument, match="'g2' is there; stop its broker first"):
+        with pytest.raises(InvalidArgument, match="'g2' is alive; stop its broker first"):
             await client.admin.forget_broker("g2")
         await second.stop()
         await lost(client, "g2")
@@ -115,11 +115,11 @@ async def test_what_a_group_has_not_finished_there_holds_its_keys_until_the_brok
             assert sorted(m.body for m in await fetch_all(consumer, 20)) == [b"new"] * 20
         assert {str(share.partition) for share in (await client.admin.route("s")).partitions} == {"s@g1"}
         assert [broker.group for broker in await client.admin.brokers()] == ["g1"]
-        with pytest.raises(InvalidArgument, match="no broker group 'g2'; there are g1"):
+        with pytest.raises(InvalidArgument, match="there is no broker group 'g2'; there are g1"):
             await client.admin.forget_broker("g2")
 
 
-async def test_what_a_lost_broker_took_is_sent_to_others_once_it_is_given_up(nodes: list[EmbeddedBroker]) -> None:
+async def test_sends_move_to_other_brokers_when_a_lost_broker_is_given_up(nodes: list[EmbeddedBroker]) -> None:
     first, second = nodes
     async with first.connect(limits=EAGER) as client:
         await client.admin.create_subject("s", partitions=1, groups=["g2"], order="strict")
@@ -136,7 +136,7 @@ async def test_what_a_lost_broker_took_is_sent_to_others_once_it_is_given_up(nod
         assert sum(share.takes for share in (await client.admin.route("both")).partitions) == 1024
 
 
-async def test_a_broker_that_is_emptied_and_finished_is_forgotten_with_nothing_lost(
+async def test_an_emptied_and_finished_broker_is_forgotten_without_loss(
     nodes: list[EmbeddedBroker],
 ) -> None:
     first, second = nodes
@@ -153,7 +153,7 @@ async def test_a_broker_that_is_emptied_and_finished_is_forgotten_with_nothing_l
         assert await handle(client, 20) == [b"new"] * 20
 
 
-async def test_a_broadcast_that_returns_while_its_emptied_broker_is_off_misses_nothing(
+async def test_a_broadcast_that_returns_while_its_emptied_broker_is_off_misses_no_message(
     nodes: list[EmbeddedBroker],
 ) -> None:
     first, second = nodes
@@ -177,7 +177,7 @@ async def partitions(client: plait.Client) -> list[str]:
     return sorted(str(share.partition) for share in (await client.admin.route("s")).partitions)
 
 
-async def test_a_partition_that_never_had_a_message_leaves_the_route_when_nothing_waits_there(
+async def test_an_empty_partition_leaves_the_route_when_its_schedule_is_empty(
     nodes: list[EmbeddedBroker],
 ) -> None:
     first, second = nodes
@@ -194,7 +194,7 @@ async def test_a_partition_that_never_had_a_message_leaves_the_route_when_nothin
                 await asyncio.sleep(0)
 
 
-async def test_a_broker_group_that_was_given_up_is_dialled_no_more_until_it_is_there_again(
+async def test_a_client_does_not_connect_to_a_given_up_broker_group_until_it_registers_again(
     nodes: list[EmbeddedBroker], tmp_path: Path
 ) -> None:
     first, second = nodes
@@ -210,7 +210,7 @@ async def test_a_broker_group_that_was_given_up_is_dialled_no_more_until_it_is_t
         await client.send("s", b"kept")
         await until(lambda: node.resting)
         assert "g2" not in client._router._watched
-        with pytest.raises(InvalidArgument, match="no broker group 'g2'; there are g1"):
+        with pytest.raises(InvalidArgument, match="broker group 'g2' does not exist; use one of g1"):
             await client._router.group_node("g2")
         async with EmbeddedBroker(tmp_path / "3", config=config_of("g2"), metas=[first.address]):
             await wait_for(client, lambda brokers: len(brokers) == 2)

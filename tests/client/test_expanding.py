@@ -1,4 +1,4 @@
-"""The number of a subject's partitions changes while clients send: with real meta servers and brokers, end to end."""
+"""The number of partitions changes while clients send, with real meta servers and brokers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = [f"k{n}" for n in range(40)]
 
 @pytest.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
-    """A node with a meta server and a broker, and a broker that belongs to it."""
+    """A node with a meta server and a broker, and a second broker that is registered with it."""
     async with (
         EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
         EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=[first.address]) as second,
@@ -34,21 +34,21 @@ async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
 
 
 async def wait_for(client: plait.Client, condition: Any) -> None:
-    """Until the meta server knows of brokers what it should."""
+    """Wait until the condition holds for the meta server's list of brokers."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition(await client.admin.brokers()):  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
 async def settled(client: plait.Client, subject: str) -> None:
-    """Until the route is as it was wished."""
+    """Wait until the route has reached its target."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not (await client.admin.route(subject)).reached:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
 async def rows_of(client: plait.Client, name: str, group: str) -> list[tuple[int, str, bytes]]:
-    """(sequence, key, body) of what a partition has stored."""
+    """(sequence, key, body) of each stored row of a partition."""
     link = await (await client._router.group_node(group)).ready()
     rows: list[tuple[int, str, bytes]] = []
     position = 0
@@ -63,7 +63,7 @@ async def rows_of(client: plait.Client, name: str, group: str) -> list[tuple[int
 
 
 async def by_key(client: plait.Client, subject: str) -> dict[str, list[bytes]]:
-    """What is stored of each key, along the places where its rows were one after another."""
+    """The stored bodies of each key, in the order of the spans of its LP."""
     route = await client._router.refresh(subject)
     stored = [await rows_of(client, *name) for name in route.partitions]
     found: dict[str, list[bytes]] = {}
@@ -82,7 +82,9 @@ async def by_key(client: plait.Client, subject: str) -> dict[str, list[bytes]]:
 
 
 @pytest.mark.parametrize("order", ["strict", "best_tried"])
-async def test_keys_keep_their_order_while_partitions_come_and_go(nodes: list[EmbeddedBroker], order: Any) -> None:
+async def test_keys_keep_their_order_while_partitions_are_added_and_removed(
+    nodes: list[EmbeddedBroker], order: Any
+) -> None:
     limits = msgspec.structs.replace(EAGER, send_retry_max_seconds=0.05)
     async with nodes[0].connect() as admin, nodes[0].connect(limits=limits) as client:
         await admin.admin.create_subject("s", partitions=2, order=order)

@@ -1,4 +1,4 @@
-"""What a user does not say does not happen: reading creates nothing, and a consumer says whether it has a group."""
+"""No implicit effects: a reader creates no subject, and a consumer without a group must ask for a broadcast."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def test_a_reader_creates_no_subject_where_there_is_no_meta_server():
         assert await client.admin.subjects() == []
 
 
-async def test_a_reader_goes_on_when_its_subject_is_deleted_and_creates_none(client: plait.Client):
+async def test_a_reader_does_not_recreate_its_deleted_subject(client: plait.Client):
     await client.send("s", b"x")
     async with client.reader("s", start="earliest") as reader:
         assert len(await reader.fetch(1)) == 1
@@ -35,7 +35,7 @@ async def test_a_reader_goes_on_when_its_subject_is_deleted_and_creates_none(cli
     assert await client.admin.subjects() == []
 
 
-async def test_a_consumer_without_a_group_says_that_it_is_a_broadcast(client: plait.Client):
+async def test_a_consumer_without_a_group_must_ask_for_a_broadcast(client: plait.Client):
     with pytest.raises(plait.InvalidArgument, match=r"'s' needs a group.*broadcast=True"):
         client.consumer("s")
     async with (
@@ -48,7 +48,7 @@ async def test_a_consumer_without_a_group_says_that_it_is_a_broadcast(client: pl
             assert [message.body for message in await consumer.fetch(1, wait=20)] == [b"x"]
 
 
-def test_blocking_code_says_it_too_and_is_told_how_to_open():
+def test_errors_of_the_blocking_client_name_how_to_open_it():
     with EmbeddedBroker() as broker:
         client = plait.sync.connect(broker.address)
         for use in (
@@ -71,7 +71,7 @@ def test_blocking_code_says_it_too_and_is_told_how_to_open():
                 client.reader("s").fetch()
 
 
-async def test_asynchronous_code_is_told_how_to_open(broker: EmbeddedBroker):
+async def test_errors_of_an_unopened_client_name_how_to_open_it(broker: EmbeddedBroker):
     client = plait.connect(broker.address)
     with pytest.raises(plait.Closed, match=r"use 'async with plait\.connect\(\.\.\.\)', or open\(\)"):
         await client.send("s", b"")

@@ -1,4 +1,4 @@
-"""What a consumer pulls ahead of need: messages, bytes, span; and what it leaves to the others."""
+"""The prefetch of a consumer: its limits by messages, bytes and span, and the messages it leaves to others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def held(client: plait.Client) -> int:
     return (await client.admin.group("s", "g")).unacked
 
 
-async def test_a_consumer_pulls_ahead_up_to_its_prefetch(client: plait.Client) -> None:
+async def test_a_consumer_prefetches_up_to_its_limit(client: plait.Client) -> None:
     await send(client, 5_000)
     async with client.consumer("s", group="g") as consumer:
         await until(lambda: consumer._buffer.count == 1_000)
@@ -68,14 +68,14 @@ async def test_large_messages_stop_the_prefetch_by_their_bytes(broker: EmbeddedB
                 await batch.ack()
 
 
-async def test_who_never_acks_gets_no_more_than_the_prefetch_and_is_told(
+async def test_a_consumer_that_never_acks_gets_only_the_prefetch_and_a_warning(
     client: plait.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     await send(client, 300)
     async with client.consumer("s", group="g", prefetch=10) as consumer:
         kept = [await anext(consumer) for _ in range(10)]
         waiting = asyncio.ensure_future(anext(consumer))
-        await until(lambda: "10 messages that are not acked" in caplog.text)
+        await until(lambda: "10 messages are not acked" in caplog.text)
         assert await held(client) == 10
         kept[0].ack()
         assert (await waiting).sequence == 10
@@ -86,7 +86,7 @@ async def test_who_never_acks_gets_no_more_than_the_prefetch_and_is_told(
         assert len(await fetch_all(consumer, 9)) == 9
 
 
-async def test_oneway_sends_wait_for_the_socket_and_let_others_work(broker: EmbeddedBroker) -> None:
+async def test_oneway_sends_wait_for_the_socket_without_blocking_the_loop(broker: EmbeddedBroker) -> None:
     turns = 0
 
     async def work() -> None:
@@ -107,7 +107,7 @@ async def test_oneway_sends_wait_for_the_socket_and_let_others_work(broker: Embe
     assert turns > 20
 
 
-async def test_one_message_that_is_not_acked_stops_the_prefetch_by_its_span(client: plait.Client) -> None:
+async def test_one_unacked_message_limits_the_prefetch_by_its_span(client: plait.Client) -> None:
     async with client.consumer("s", group="g", prefetch=10) as consumer:
         for number in range(60):
             await client.send("s", b"%d" % number)
@@ -136,15 +136,15 @@ async def test_a_fetch_may_ask_for_more_than_the_prefetch(client: plait.Client) 
         await batch.ack()
 
 
-async def test_what_a_message_costs_does_not_grow_with_the_partitions(
+async def test_the_cost_of_a_message_does_not_grow_with_the_partitions(
     client: plait.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = 0
+    calls = 0
     held = PullClient.held
 
     def counted(self: PullClient) -> int:
-        nonlocal looks
-        looks += 1
+        nonlocal calls
+        calls += 1
         return held(self)
 
     monkeypatch.setattr(PullClient, "held", counted)
@@ -160,11 +160,11 @@ async def test_what_a_message_costs_does_not_grow_with_the_partitions(
                 break
         await consumer.flush()
     assert sorted(seen) == list(range(1_000))
-    # One look at each pull and each ack. It was one for each partition, at each pull of each, at each ack.
-    assert looks < 5_000
+    # One call for each pull and each ack, not one for each partition.
+    assert calls < 5_000
 
 
-async def test_a_user_that_acks_nothing_gets_all_that_the_limit_allows_from_each_partition(
+async def test_a_consumer_that_acks_nothing_gets_its_full_limit_from_all_partitions(
     client: plait.Client,
 ) -> None:
     await client.admin.create_subject("wide", partitions=8)

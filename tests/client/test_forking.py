@@ -1,4 +1,4 @@
-"""A forked child must not use its parent's connection: it is told so, and opens its own."""
+"""A forked child is refused its parent's clients, and opens its own."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def run(program: str, address: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_child_is_refused_the_clients_of_its_parent_and_opens_its_own(plait_broker: BlockingBroker) -> None:
+def test_a_child_cannot_use_the_clients_of_its_parent_and_opens_its_own(plait_broker: BlockingBroker) -> None:
     assert run(ASYNCHRONOUS, plait_broker.address) == "8 [b'parent', b'child'] 2"
 
 
-def test_a_child_is_refused_the_blocking_clients_of_its_parent(plait_broker: BlockingBroker) -> None:
+def test_a_child_cannot_use_the_blocking_clients_of_its_parent(plait_broker: BlockingBroker) -> None:
     assert run(BLOCKING, plait_broker.address) == "8 [b'parent', b'posted', b'child'] 3"

@@ -1,4 +1,4 @@
-"""Groups: each with its own progress, members that share it, settings that must agree, consumers that are lost."""
+"""Groups: separate progress, members that share it, settings that must agree, and lost consumers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ async def test_sixty_groups_each_get_every_message(client: plait.Client) -> None
         assert got == list(range(300))
 
 
-async def test_members_share_a_group_and_nothing_comes_twice(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_members_share_a_group_and_no_message_is_delivered_twice(
+    broker: EmbeddedBroker, client: plait.Client
+) -> None:
     async with (
         broker.connect() as other_client,
         client.consumer("s", group="g", prefetch=10) as one,
@@ -75,26 +77,26 @@ async def test_two_processes_with_one_client_id_are_refused(broker: EmbeddedBrok
         first.consumer("s", group="g") as consumer,
     ):
         assert consumer.client_id == "worker-1"
-        with pytest.raises(plait.GroupBusy, match=r"'worker-1' is attached.*client id of its own"):
+        with pytest.raises(plait.GroupBusy, match=r"'worker-1' is already attached.*different client id"):
             async with second.consumer("s", group="g"):
                 pass
         async with second.consumer("s", group="other"):
             pass
 
 
-async def test_a_client_without_a_name_has_one_nobody_else_has(broker: EmbeddedBroker) -> None:
+async def test_a_client_without_an_id_gets_a_unique_one(broker: EmbeddedBroker) -> None:
     assert broker.connect().client_id != broker.connect().client_id
 
 
 @pytest.mark.parametrize("name", ["", ".x", "a b", 5])
-async def test_names_against_the_rules_are_refused(client: plait.Client, name: Any) -> None:
+async def test_invalid_names_are_refused(client: plait.Client, name: Any) -> None:
     with pytest.raises(plait.InvalidName, match="client name"):
         plait.connect(client_id=name)
     with pytest.raises(plait.InvalidName, match="group name"):
         client.consumer("s", group=name)
 
 
-async def test_settings_that_do_not_exist_are_refused(client: plait.Client) -> None:
+async def test_unknown_settings_are_refused(client: plait.Client) -> None:
     sometimes: Any = "sometimes"
     with pytest.raises(plait.InvalidArgument, match="'sometimes' is not known"):
         client.consumer("s", group="g", delivery=sometimes)
@@ -105,7 +107,7 @@ async def test_settings_that_do_not_exist_are_refused(client: plait.Client) -> N
 # --- lost consumers ---------------------------------------------------------------------------------------------------
 
 
-async def test_what_a_lost_consumer_held_goes_to_the_others(timed_broker: EmbeddedBroker) -> None:
+async def test_rows_of_a_lost_consumer_go_to_the_others(timed_broker: EmbeddedBroker) -> None:
     async with timed_broker.connect() as alive:
         await send(alive, 10)
         dead = timed_broker.connect()
@@ -125,7 +127,7 @@ async def test_what_a_lost_consumer_held_goes_to_the_others(timed_broker: Embedd
         assert (await alive.admin.group("s", "g")).redelivered == 9
 
 
-async def test_a_silent_consumer_drops_what_it_has_not_started(timed_broker: EmbeddedBroker) -> None:
+async def test_a_silent_consumer_drops_rows_that_were_not_handed_out(timed_broker: EmbeddedBroker) -> None:
     async with timed_broker.connect(client_id="silent") as silent, timed_broker.connect() as other:
         await send(other, 10)
         async with silent.consumer("s", group="g") as sleeper, other.consumer("s", group="g") as consumer:
@@ -139,7 +141,7 @@ async def test_a_silent_consumer_drops_what_it_has_not_started(timed_broker: Emb
             assert list(await sleeper.fetch(10, wait=0)) == []
 
 
-async def test_a_consumer_with_heartbeats_keeps_what_it_holds(timed_broker: EmbeddedBroker) -> None:
+async def test_a_consumer_with_heartbeats_keeps_its_held_rows(timed_broker: EmbeddedBroker) -> None:
     async with timed_broker.connect() as client:
         await send(client, 5)
         async with client.consumer("s", group="g") as consumer, client.consumer("s", group="g") as idle:
@@ -153,7 +155,7 @@ async def test_a_consumer_with_heartbeats_keeps_what_it_holds(timed_broker: Embe
         assert (await client.admin.group("s", "g")).lag == 0
 
 
-async def test_a_named_client_that_comes_back_gets_what_it_held(timed_broker: EmbeddedBroker) -> None:
+async def test_a_named_client_that_comes_back_gets_its_held_rows(timed_broker: EmbeddedBroker) -> None:
     async with timed_broker.connect() as other:
         await send(other, 5)
         crashed = timed_broker.connect(client_id="worker-1")
@@ -166,7 +168,7 @@ async def test_a_named_client_that_comes_back_gets_what_it_held(timed_broker: Em
             assert [message.attempt for message in messages] == [2] * 5
 
 
-async def test_a_long_gone_broadcast_group_is_forgotten(timed_broker: EmbeddedBroker) -> None:
+async def test_a_broadcast_group_without_consumers_is_forgotten(timed_broker: EmbeddedBroker) -> None:
     async with timed_broker.connect() as client:
         async with client.consumer("s", broadcast=True):
             assert len(await client.admin.groups("s")) == 1
@@ -177,7 +179,7 @@ async def test_a_long_gone_broadcast_group_is_forgotten(timed_broker: EmbeddedBr
 # --- administration ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_reset_group_goes_on_from_there(client: plait.Client) -> None:
+async def test_a_reset_group_continues_from_the_new_position(client: plait.Client) -> None:
     await send(client, 10)
     async with client.consumer("s", group="g") as consumer:
         await (await consumer.fetch(10)).ack()
@@ -213,7 +215,7 @@ Deliveries = Literal["at_least_once", "at_most_once"]
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "at_most_once"])
-async def test_a_deleted_subject_ends_its_consumers(client: plait.Client, delivery: Deliveries) -> None:
+async def test_consumers_attach_to_a_recreated_subject(client: plait.Client, delivery: Deliveries) -> None:
     await send(client, 1)
     async with client.consumer("s", group="g", delivery=delivery) as consumer:
         await fetch_all(consumer, 1)
@@ -221,11 +223,11 @@ async def test_a_deleted_subject_ends_its_consumers(client: plait.Client, delive
         await until(lambda: consumer._clients[0].pulls)
         await client.admin.delete_subject("s")
         await send(client, 1, first=7)
-        # The subject was made anew by the send: the consumer attaches to that one.
+        # The send created the subject again, and the consumer attaches to the new one.
         assert numbers(await asyncio.wait_for(waiting, 10)) == [7]
 
 
-async def test_an_ack_of_a_deleted_subjects_message_does_not_reach_the_new_ones(
+async def test_an_ack_of_a_deleted_subjects_message_does_not_affect_the_new_subject(
     broker: EmbeddedBroker, client: plait.Client
 ) -> None:
     await send(client, 5)
@@ -243,7 +245,7 @@ async def test_an_ack_of_a_deleted_subjects_message_does_not_reach_the_new_ones(
         assert (await other_client.admin.group("s", "g")).unacked == 5
 
 
-async def test_what_was_handed_out_at_most_once_survives_a_long_absence_of_the_broker(
+async def test_at_most_once_rows_survive_a_long_absence_of_the_broker(
     timed_broker: EmbeddedBroker,
 ) -> None:
     async with timed_broker.connect() as client:
@@ -261,28 +263,28 @@ async def test_what_was_handed_out_at_most_once_survives_a_long_absence_of_the_b
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("answered", [False, True])
-async def test_an_open_that_is_given_up_while_the_broker_attaches_leaves_no_member(
+async def test_an_open_cancelled_while_the_broker_attaches_leaves_no_member(
     client: plait.Client, monkeypatch: pytest.MonkeyPatch, ordered: bool, answered: bool
 ) -> None:
-    """Before the answer came, or in the moment when it did."""
+    """The open is cancelled before the reply arrives, or at the moment when it arrives."""
     await send(client, 1)
     asked = asyncio.Event()
     call = Link.call
 
     def spy(self: Link, message: Any, reply: Any, *arguments: Any) -> None:
-        def told(*answer: Any) -> None:
+        def replied(*answer: Any) -> None:
             reply(*answer)
             if answered:
                 opening.cancel()
                 asked.set()
 
-        call(self, message, told if isinstance(message, m.AttachRequest) else reply, *arguments)
+        call(self, message, replied if isinstance(message, m.AttachRequest) else reply, *arguments)
         if isinstance(message, m.AttachRequest) and not answered:
             asked.set()
 
     monkeypatch.setattr(Link, "call", spy)
-    given_up = client.consumer("s", group="g", ordered=ordered)
-    opening = asyncio.ensure_future(given_up.__aenter__())
+    cancelled = client.consumer("s", group="g", ordered=ordered)
+    opening = asyncio.ensure_future(cancelled.__aenter__())
     await asked.wait()
     opening.cancel()
     await asyncio.gather(opening, return_exceptions=True)
@@ -292,7 +294,7 @@ async def test_an_open_that_is_given_up_while_the_broker_attaches_leaves_no_memb
 
     async with asyncio.timeout(PATIENCE_SECONDS):
         while await members():
-            # Asking takes its time; nobody tells of members that leave.
+            # No event reports a member that leaves; poll.
             pass
     async with client.consumer("s", group="g", ordered=ordered) as consumer:
         assert numbers(await consumer.fetch(1, wait=PATIENCE_SECONDS)) == [0]

@@ -1,4 +1,4 @@
-"""Brokers that are slow or fail are avoided for a while; the time is the test's."""
+"""Broker groups that are slow or fail are avoided for a time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from plait.client.net.group_health import FAILURE_SECONDS, SLOW, GroupHealth
 FIRST_LIMIT, FIRST_PAUSE = SLOW[0]
 
 
-def test_a_broker_nobody_knows_is_not_avoided() -> None:
+def test_an_unknown_broker_group_is_not_avoided() -> None:
     assert GroupHealth().avoided_until("g") == 0.0
 
 
-def test_one_slow_answer_among_fast_ones_means_nothing() -> None:
+def test_one_slow_answer_among_fast_ones_is_ignored() -> None:
     health = GroupHealth()
     for moment in range(10):
         health.answered("g", 0.001, float(moment))
@@ -22,7 +22,7 @@ def test_one_slow_answer_among_fast_ones_means_nothing() -> None:
 
 
 @pytest.mark.parametrize(("limit", "pause"), SLOW)
-def test_slow_answers_in_a_row_are_noticed_and_the_slower_the_longer(limit: float, pause: float) -> None:
+def test_slower_answers_in_a_row_are_avoided_for_longer(limit: float, pause: float) -> None:
     health = GroupHealth()
     for _ in range(40):
         health.answered("g", limit, 100.0)
@@ -39,7 +39,7 @@ def test_a_failure_counts_as_a_slow_answer() -> None:
     assert health.avoided_until("g") == 1.0 + dict(SLOW)[FAILURE_SECONDS]
 
 
-def test_after_its_time_one_good_answer_is_enough() -> None:
+def test_one_good_answer_after_the_pause_ends_the_avoidance() -> None:
     health = GroupHealth()
     health.failed("g", 0.0)
     over = health.avoided_until("g")
@@ -47,7 +47,7 @@ def test_after_its_time_one_good_answer_is_enough() -> None:
     assert (health.seconds("g"), health.avoided_until("g")) == (0.001, 0.0)
 
 
-def test_good_answers_of_rows_that_have_to_go_there_end_the_time_early() -> None:
+def test_good_answers_to_keyed_rows_end_the_avoidance_early() -> None:
     health = GroupHealth()
     health.failed("g", 0.0)
     changes = health.changes

@@ -1,4 +1,4 @@
-"""``around_handle`` and ``around_send``: what an app puts around its calls."""
+"""``around_handle`` and ``around_send``: hooks around the calls of an app."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def app(broker: EmbeddedBroker) -> plait.App:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async def", "def"])
-async def test_hooks_are_around_each_call_the_first_outermost(
+async def test_hooks_wrap_each_call_with_the_first_outermost(
     client: plait.Client, app: plait.App, asynchronous: bool
 ) -> None:
     seen: list[str] = []
@@ -55,7 +55,7 @@ async def test_hooks_are_around_each_call_the_first_outermost(
     assert seen == ["outer 0", "inner", "handler", "outer done"]
 
 
-async def test_a_hook_sees_failures_and_may_turn_them_into_others_or_none(client: plait.Client, app: plait.App) -> None:
+async def test_a_hook_sees_failures_and_may_replace_or_suppress_them(client: plait.Client, app: plait.App) -> None:
     failures: list[str] = []
 
     @app.around_handle
@@ -130,7 +130,7 @@ async def test_a_send_hook_may_change_the_message_and_sees_the_receipt(client: p
     )
 
 
-async def test_a_send_hook_may_refuse(client: plait.Client, app: plait.App) -> None:
+async def test_a_send_hook_may_refuse_a_message(client: plait.Client, app: plait.App) -> None:
     @app.around_send
     async def refuse(outgoing: plait.Outgoing, proceed: SendOn) -> plait.Receipt:
         raise plait.InvalidArgument("not today")
@@ -151,6 +151,6 @@ async def test_a_send_hook_may_refuse(client: plait.Client, app: plait.App) -> N
 
 
 @pytest.mark.parametrize("name", ["around_handle", "around_send"])
-def test_a_hook_is_an_async_def(app: plait.App, name: str) -> None:
+def test_a_hook_must_be_an_async_function(app: plait.App, name: str) -> None:
     with pytest.raises(plait.InvalidArgument, match=f"{name} takes an async def, not"):
         getattr(app, name)(lambda message, proceed: None)

@@ -1,4 +1,4 @@
-"""Numbers that clients make up, against a whole node: refused, nobody else notices, and the node starts again."""
+"""Invalid numbers in requests: the node refuses them, other clients are not affected, and the node can restart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUBJECT, GROUP = "orders", "billing"
 WANT = (0, 1024, 1, 0)
 
 
-#: Nothing that waits for a lease waits long.
+#: Short leases.
 CONFIG = msgspec.structs.replace(TEST_CONFIG, limits=ServerLimits(lease_seconds=0.3))
 
 
@@ -35,7 +35,7 @@ async def node(tmp_path: Path) -> AsyncIterator[EmbeddedBroker]:
 
 
 async def consumes(node: EmbeddedBroker, number: int, group: str = GROUP) -> None:
-    """An ordered member of a group gets what is sent now."""
+    """Check that an ordered member of a group gets a new message."""
     async with node.connect() as client, client.consumer(SUBJECT, group=group, ordered=True) as consumer:
         await client.send(SUBJECT, b"%d" % number, key="k")
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -55,7 +55,7 @@ async def refused(node: EmbeddedBroker, request: m.PacketHead) -> PlaitError:
 
 
 async def lease(node: EmbeddedBroker, *fields: Any) -> PlaitError | None:
-    """What a member that asks for that is answered."""
+    """The error of a lease request with these fields; None: it was granted."""
     async with Raw(node.server) as raw:
         await raw.hello("hostile")
         session = await raw.attach(SUBJECT, GROUP, "hostile", ordered=True)
@@ -78,7 +78,7 @@ LEASES: list[tuple[Any, ...]] = [
 ]
 
 
-async def test_a_made_up_lease_harms_neither_its_group_nor_others_now_or_after_a_restart(node: EmbeddedBroker):
+async def test_an_invalid_lease_request_harms_no_group_now_or_after_a_restart(node: EmbeddedBroker):
     await consumes(node, 1)
     with within_cpu_seconds(10):
         for number, fields in enumerate(LEASES):
@@ -90,7 +90,7 @@ async def test_a_made_up_lease_harms_neither_its_group_nor_others_now_or_after_a
 
 
 @pytest.mark.parametrize("fields", [([WANT] * 1_600_000,), ([WANT], [2**63] * 150_000)], ids=["wants", "parked"])
-async def test_a_lease_of_a_size_that_cannot_be_is_not_even_decoded(node: EmbeddedBroker, fields: tuple[Any, ...]):
+async def test_an_oversized_lease_request_is_refused_without_decoding(node: EmbeddedBroker, fields: tuple[Any, ...]):
     await consumes(node, 1)
     request = m.LeaseRequest(1, *fields)
     with within_cpu_seconds(3):
@@ -136,7 +136,7 @@ ORDERS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-async def test_a_made_up_order_is_refused_and_the_node_starts_again(node: EmbeddedBroker):
+async def test_an_invalid_broker_order_is_refused_and_the_node_restarts(node: EmbeddedBroker):
     await consumes(node, 1)
     for operation, arguments in ORDERS:
         assert isinstance(await refused(node, m.AdminRequest(operation, arguments)), InvalidArgument), (
@@ -150,9 +150,9 @@ async def test_a_made_up_order_is_refused_and_the_node_starts_again(node: Embedd
 
 
 @pytest.mark.parametrize("time", [2**64 - 1, -(2**63)])
-async def test_a_time_beyond_all_others_is_the_end_or_the_beginning(node: EmbeddedBroker, time: int):
+async def test_an_extreme_read_time_is_clamped(node: EmbeddedBroker, time: int):
     await consumes(node, 1)
-    # Some of its records are in a file.
+    # Write some consume log records to a file.
     node.server.broker.checkpoint()
     async with Raw(node.server) as raw:
         await raw.hello("reader")
@@ -160,22 +160,22 @@ async def test_a_time_beyond_all_others_is_the_end_or_the_beginning(node: Embedd
     assert answer.next == 1
 
 
-async def test_an_age_beyond_all_others_is_refused_before_it_breaks_a_group(node: EmbeddedBroker):
+async def test_an_extreme_expiry_age_is_refused(node: EmbeddedBroker):
     await consumes(node, 1)
     for age in (1e308, float("inf")):
         with pytest.raises(InvalidArgument, match="expires"):
             Retry(expires=age)
 
 
-async def test_a_number_far_above_all_others_is_not_believed_by_the_meta_server(node: EmbeddedBroker, caplog: Any):
-    """Of a broker whose log says so: refused, it would never start."""
+async def test_the_meta_server_ignores_a_far_too_high_change_number(node: EmbeddedBroker, caplog: Any):
+    """The registration is accepted: a broker whose log has such a number must be able to start."""
     facts = {**FACTS, "group": "g2", "broker": "b2", "partitions": [{"name": "x", "subject": "x", "newest": 2**62}]}
     for _ in range(2):
         async with Raw(node.server) as raw:
             await raw.hello("hostile")
             await raw.ask(m.AdminRequest("broker.register", facts))
-    assert "not believed" in caplog.text
-    # The broker learns of it with its next heartbeat, and takes orders by it from then on.
+    assert "too far ahead" in caplog.text
+    # The broker receives the change number with its next heartbeat, and takes orders with it.
     await until(lambda: node.server.broker.numbers.known > NUMBER_STEP_MAX)
     async with node.connect() as client:
         await client.admin.create_subject("next", groups=[CONFIG.group])

@@ -1,4 +1,4 @@
-"""What users ask Python itself: ``help``, signatures and type hints of every public name work."""
+"""``help``, signatures and type hints work for every public name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_help_works_on(name: str):
     assert pydoc.render_doc(NAMES[name])
 
 
-def test_type_hints_of_every_public_name_are_known():
+def test_type_hints_of_every_public_name_resolve():
     unknown: list[str] = []
     for name, value in NAMES.items():
         found = [(name, value)]
@@ -53,14 +53,14 @@ def test_type_hints_of_every_public_name_are_known():
     assert unknown == []
 
 
-def test_what_a_message_and_a_receipt_have_is_told():
+def test_messages_and_receipts_have_type_hints_and_help():
     assert typing.get_type_hints(plait.Message)["key"] == str | None
     assert "deliver_at" in typing.get_type_hints(plait.Receipt)
     assert "send_time" in pydoc.plain(pydoc.render_doc(plait.Message))
 
 
-def test_importing_plait_loads_nothing_that_takes_long():
-    """By modules, not by time: NumPy and Arrow are most of what an import took."""
+def test_importing_plait_loads_no_heavy_module():
+    """Checks modules instead of time: NumPy and Arrow are most of the import time."""
     program = (
         "import sys, plait\n"
         "heavy = {'numpy', 'pyarrow', 'asyncio', 'ssl', 'plait.client.client'} & set(sys.modules)\n"

@@ -1,4 +1,4 @@
-"""Which locks are asked for, and how long they are good for."""
+"""Which locks an ordered consumer requests, and how long their lease is valid."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def route_of(*histories: m.LpHistory, partitions: int = 3) -> SubjectRoute:
 def done(
     parked: frozenset[int] = NONE, inherited: frozenset[int] = NONE, again: LpSet | None = None, **runs: tuple[int, int]
 ) -> LockReport:
-    """Done up to a sequence, by runs: ``to_90=(0, 100)``."""
+    """A report of LPs that are done up to a sequence: ``to_90=(0, 100)``."""
     found = np.zeros(1024, np.int64)
     for name, (first, end) in runs.items():
         found[first:end] = int(name.removeprefix("to_"))
@@ -43,23 +43,23 @@ def done(
 
 
 def runs(several: list[WantedLocks]) -> list[list[tuple[int, int, int]]]:
-    """What is wanted, and up to where; of three partitions, of which a route has those that it leads to."""
+    """The wanted locks of three partitions, with their end sequences; a partition outside the route has none."""
     found = [runs_with(some.until, some.lps) for some in several]
     return found + [[] for _ in range(3 - len(found))]
 
 
 def before(route: SubjectRoute, reports: list[LockReport]) -> list[set[int]]:
-    """What is parked before that which is wanted."""
+    """For each partition, the keys that are parked on an earlier partition of their history."""
     return parked_before(route, reports, wanted(route, ALL, reports))
 
 
-def test_without_order_locks_are_wanted_wherever_there_are_rows() -> None:
+def test_without_order_locks_are_wanted_on_every_partition_of_the_history() -> None:
     route = route_of((0, 512, [(0, 90), (1, 50), (0, None)]), (512, 1024, [(2, None)]))
     found = runs(wanted_at_once(route, lp_set([(500, 600)])))
     assert found == [[(500, 512, 0)], [(500, 512, 0)], [(512, 600, 0)]]
 
 
-def test_a_lock_is_wanted_where_the_oldest_rows_are_and_up_to_their_end() -> None:
+def test_a_lock_is_wanted_on_the_oldest_unfinished_span_up_to_its_fence() -> None:
     route = route_of((0, 512, [(0, 90), (1, 50), (2, None)]), (512, 1024, [(0, None)]))
     reports = [done(), done(), done()]
     assert runs(wanted(route, ALL, reports)) == [[(0, 512, 90), (512, 1024, 0)], [], []]
@@ -70,7 +70,7 @@ def test_a_lock_is_wanted_where_the_oldest_rows_are_and_up_to_their_end() -> Non
     assert runs(wanted(route, lp_set([(60, 70)]), reports)) == [[], [], [(60, 70, 0)]]
 
 
-def test_a_way_back_comes_after_what_was_between() -> None:
+def test_a_route_back_to_a_partition_waits_for_the_span_between() -> None:
     route = route_of((0, 1024, [(0, 90), (1, 50), (0, None)]))
     reports = [done(), done(), done()]
     assert runs(wanted(route, ALL, reports)) == [[(0, 1024, 90)], [], []]
@@ -80,27 +80,27 @@ def test_a_way_back_comes_after_what_was_between() -> None:
     assert runs(wanted(route, ALL, reports)) == [[(0, 1024, 0)], [], []]
 
 
-def test_a_partition_with_parked_keys_stays_asked() -> None:
+def test_locks_of_parked_keys_stay_wanted() -> None:
     route = route_of((0, 1024, [(0, 90), (1, None)]))
     reports = [done(KEY, to_90=(0, 1024)), done(), done()]
     assert runs(wanted(route, ALL, reports)) == [[(5, 6, 90)], [(0, 1024, 0)], []]
     assert before(route, reports) == [set(), set(KEY)]
 
 
-def test_a_mark_that_was_only_passed_on_is_not_passed_on_again() -> None:
-    """Else two partitions that the route leads to and fro between would hold each other's marks for ever."""
+def test_an_inherited_parked_mark_is_not_passed_on() -> None:
+    """Otherwise two partitions that a route alternates between would keep each other's marks permanently."""
     route = route_of((0, 1024, [(0, 90), (1, 50), (0, None)]))
     reports = [done(to_90=(0, 1024)), done(KEY, KEY, to_50=(0, 1024)), done()]
     assert before(route, reports) == [set(), set()]
 
 
 @pytest.mark.parametrize("last", [0, 1])
-def test_a_key_that_goes_on_does_so_at_one_partition_after_the_other(last: int) -> None:
-    """What it has on the second is handled before what it has on the third, which may be one where it was before."""
+def test_a_resumed_key_continues_one_partition_after_the_other(last: int) -> None:
+    """Its rows on the second partition precede those on the third; the last partition may be an earlier one again."""
     route = route_of((0, 1024, [(0, 90), (1, 50), (2, 70), (last, None)]))
     reports = [done(to_90=(0, 1024)), done(KEY, KEY, to_50=(0, 1024)), done(KEY, KEY, to_70=(0, 1024))]
     assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[], [(5, 6, 50)], []]
-    # It is heard at once what is to go on.
+    # The marks of the resumed key are removed at once.
     assert before(route, reports) == [set(), set(), set()]
     reports[1] = done()
     assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[], [(5, 6, 50)], []]
@@ -108,7 +108,7 @@ def test_a_key_that_goes_on_does_so_at_one_partition_after_the_other(last: int) 
     assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[], [], [(5, 6, 70)]]
 
 
-def test_a_key_that_is_parked_before_holds_nothing_of_others_further_on() -> None:
+def test_a_parked_key_holds_back_no_other_key_on_later_partitions() -> None:
     route = route_of((0, 1024, [(0, 90), (1, 50), (2, None)]))
     reports = [done(KEY, to_90=(0, 1024)), done(KEY, KEY, to_50=(0, 1024)), done()]
     assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[(5, 6, 90)], [(5, 6, 50)], [(5, 6, 0)]]
@@ -116,40 +116,40 @@ def test_a_key_that_is_parked_before_holds_nothing_of_others_further_on() -> Non
     assert before(route, reports) == [set(), keys, keys]
 
 
-def test_where_the_route_comes_back_a_parked_key_holds_what_is_between() -> None:
-    """Otherwise, once it is resumed there, it would go on past the fence, with rows that are behind those between."""
+def test_a_parked_key_holds_back_the_span_between_when_the_route_returns() -> None:
+    """Otherwise the resumed key would continue past the fence, ahead of its rows on the partition between."""
     route = route_of((0, 1024, [(0, 90), (1, 50), (0, None)]))
     reports = [done(KEY, to_90=(0, 1024)), done(to_50=(0, 1024)), done()]
     assert runs(wanted(route, ALL, reports)) == [[(0, 5, 0), (5, 6, 90), (6, 1024, 0)], [], []]
     assert before(route, reports) == [set(), set()]
 
 
-def test_a_parked_key_holds_what_comes_back_to_where_it_was_before() -> None:
-    """A mark there would be about all of its rows there, also about those that were before."""
+def test_a_parked_key_holds_back_a_later_span_on_an_earlier_partition() -> None:
+    """A mark there would also cover the key's rows of the earlier span."""
     route = route_of((0, 1024, [(0, 90), (1, 50), (0, None)]))
     reports = [done(to_90=(0, 1024)), done(KEY, to_50=(0, 1024)), done()]
     assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[], [(5, 6, 50)], []]
 
 
-def test_a_mark_of_a_later_stay_goes_when_the_first_is_asked_for() -> None:
-    """The key waits where the route leads next, and is not to be waited for there and here."""
+def test_the_mark_of_a_later_span_is_removed_when_the_first_span_is_wanted() -> None:
+    """The key waits on the next partition; two partitions must not wait for each other."""
     route = route_of((0, 1024, [(0, 90), (1, 50), (0, 95), (1, None)]))
     reports = [done(KEY, KEY, to_90=(0, 1024)), done(KEY), done()]
     assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[(5, 6, 90)], [], []]
     assert before(route, reports) == [set(), set()]
 
 
-def test_a_stay_without_rows_is_passed_over() -> None:
-    """To be asked for up to 0 is to be asked for without end."""
+def test_an_empty_span_is_skipped() -> None:
+    """A want with end 0 has no end."""
     route = route_of((0, 1024, [(0, 0), (1, 50), (0, None)]))
     reports = [done(KEY, KEY), done(), done()]
     assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[], [(5, 6, 50)], []]
-    # Nothing of it is before what is on the other.
+    # The empty span precedes nothing on the other partition.
     reports = [done(KEY), done(KEY, KEY), done()]
     assert before(route, reports) == [set(), set()]
 
 
-def test_what_has_rows_again_is_wanted_besides() -> None:
+def test_a_finished_span_that_has_rows_again_is_wanted_too() -> None:
     route = route_of((0, 1024, [(0, 90), (1, None)]))
     reports = [done(again=lp_set([(3, 5)]), to_90=(0, 1024)), done(), done()]
     assert runs(wanted(route, ALL, reports)) == [[(3, 5, 90)], [(0, 1024, 0)], []]
@@ -162,13 +162,13 @@ def test_keys_are_parked_on_later_partitions_of_their_own_history_only() -> None
     assert before(route, [ended, done(), done()]) == [set(), {low}, {high}]
 
 
-def test_what_the_route_leads_on_from_is_known() -> None:
+def test_left_behind_are_the_sealed_lps_of_each_partition() -> None:
     route = route_of((0, 512, [(0, 9), (1, None)]), (512, 1024, [(0, None)]))
     assert [runs_of(lps) for lps in left_behind(route)] == [[(0, 512)], []]
 
 
 @given(st.lists(st.tuples(st.integers(0, 1023), st.integers(1, 5), st.integers(0, 3)), max_size=30))
-def test_wants_say_what_was_asked(several: list[tuple[int, int, int]]) -> None:
+def test_wants_have_the_epoch_and_the_end_of_each_lp(several: list[tuple[int, int, int]]) -> None:
     lps, epochs, until = no_lps(), np.zeros(1024, np.int64), np.zeros(1024, np.int64)
     for lp, epoch, limit in several:
         lps[lp], epochs[lp], until[lp] = True, epoch, limit
@@ -177,7 +177,7 @@ def test_wants_say_what_was_asked(several: list[tuple[int, int, int]]) -> None:
 
 
 class Session:
-    """The rights of one session."""
+    """The lock rights of one session."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -191,7 +191,7 @@ class Session:
         return self.rights.granted(answer, self.clock.monotonic() if sent is None else sent, asked, until, wants)
 
 
-def test_a_lease_counts_from_the_sending_of_its_request() -> None:
+def test_a_lease_starts_when_its_request_is_sent() -> None:
     session = Session()
     assert not session.rights.valid()
     sent = session.clock.monotonic()
@@ -203,7 +203,7 @@ def test_a_lease_counts_from_the_sending_of_its_request() -> None:
     assert not session.rights.valid()
 
 
-def test_a_renewal_is_for_its_session_and_never_shortens() -> None:
+def test_a_renewal_counts_only_for_its_session_and_never_shortens_the_lease() -> None:
     session = Session()
     session.grant(m.LeaseReply(10.0, 1, [(0, 1024, 1)]))
     session.rights.renewed(7, session.clock.monotonic() - 5)
@@ -216,7 +216,7 @@ def test_a_renewal_is_for_its_session_and_never_shortens() -> None:
     assert session.rights.valid()
 
 
-def test_what_is_leaving_or_was_given_up_meanwhile_is_not_open() -> None:
+def test_leaving_and_given_up_locks_are_not_open() -> None:
     session = Session()
     assert not session.grant(m.LeaseReply(10.0, 1, [(0, 100, 1)]), wants=lp_set([(0, 50)])).any()
     assert runs_of(session.rights.open) == [(0, 50)]
@@ -225,7 +225,7 @@ def test_what_is_leaving_or_was_given_up_meanwhile_is_not_open() -> None:
     assert runs_of(session.rights.open) == [(0, 20)]
 
 
-def test_what_was_drained_stays_so_and_parked_keys_until_they_are_asked_for_again() -> None:
+def test_lps_stay_drained_and_keys_stay_parked_until_they_are_requested_again() -> None:
     session = Session()
     session.grant(m.LeaseReply(10.0, 1, drained=[(0, 10)], parked=[5]))
     session.grant(m.LeaseReply(10.0, 2), asked=lp_set([(8, 20)]))
@@ -233,5 +233,5 @@ def test_what_was_drained_stays_so_and_parked_keys_until_they_are_asked_for_agai
     assert session.rights.parked == {5}
     session.grant(m.LeaseReply(10.0, 3), asked=lp_set([(5, 6)]))
     assert session.rights.parked == frozenset()
-    # Its key goes on: it is not done any more.
+    # The key is resumed, so its LP is no longer done.
     assert (session.rights.done == done(to_90=(0, 10), to_0=(5, 6)).done).all()

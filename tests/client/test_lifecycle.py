@@ -1,4 +1,4 @@
-"""Opening and closing beside each other: no task gets an error that is not its own, no consumer costs its successor."""
+"""Concurrent opens and closes: each task gets only its own errors, and a close does not affect a successor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS: list[Any] = [pytest.param({}, id="shared"), pytest.param({"ordered": True
 
 @asynccontextmanager
 async def silent_server() -> AsyncIterator[str]:
-    """Takes connections and says nothing."""
+    """A server that accepts connections and sends nothing."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -33,7 +33,7 @@ async def silent_server() -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_consumer_that_opens_while_its_predecessor_closes_gets_everything(
+async def test_a_consumer_that_opens_while_its_predecessor_closes_gets_every_message(
     client: plait.Client, kind: dict[str, Any]
 ) -> None:
     for turns in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55):
@@ -48,7 +48,7 @@ async def test_a_consumer_that_opens_while_its_predecessor_closes_gets_everythin
         async with client.consumer(subject, group="g", **kind) as second:
             assert sorted(numbers(await fetch_all(second, 15))) == list(range(5, 20))
             await closing
-            # It stays a member after its predecessor has left.
+            # The successor stays a member after its predecessor has left.
             await send(client, 5, subject, first=20)
             assert sorted(numbers(await fetch_all(second, 5))) == list(range(20, 25))
 
@@ -67,29 +67,27 @@ async def test_a_successor_has_the_member_id_of_its_predecessor(client: plait.Cl
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_flush_that_a_close_overtakes_says_that_the_consumer_is_closed(
-    timed_broker: EmbeddedBroker, kind: dict[str, Any]
-) -> None:
+async def test_a_flush_interrupted_by_a_close_raises_closed(timed_broker: EmbeddedBroker, kind: dict[str, Any]) -> None:
     limits = msgspec.structs.replace(EAGER, request_seconds=0.1)
     async with timed_broker.connect(limits=limits) as client:
         await send(client, 2)
         consumer = await client.consumer("s", group="g", **kind).__aenter__()
         messages = await fetch_all(consumer, 2)
-        # The broker answers nothing more.
+        # The broker stops answering.
         link = consumer._clients[0]._link
         assert link is not None
         assert link._transport is not None
         link._transport.pause_reading()
         messages[0].ack()
         flushing = asyncio.ensure_future(consumer.flush())
-        await until(lambda: consumer._clients[0].settling._saying)
+        await until(lambda: consumer._clients[0].collector._in_flight)
         await consumer.close()
-        with pytest.raises(plait.Closed, match="the consumer is closed"):
+        with pytest.raises(plait.Closed, match=r"the consumer .*is closed"):
             await flushing
         link.abort()
 
 
-async def test_a_consumer_that_closes_while_its_broker_stands_still_leaves_its_name(
+async def test_a_consumer_that_closes_while_its_broker_is_stalled_releases_its_client_id(
     broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = msgspec.structs.replace(EAGER, request_seconds=0.1)
@@ -98,7 +96,7 @@ async def test_a_consumer_that_closes_while_its_broker_stands_still_leaves_its_n
         consumer = await client.consumer("s", broadcast=True, start="earliest").__aenter__()
         await fetch_all(consumer, 1)
         with monkeypatch.context() as patch:
-            # What the server reads while it stands still it reads afterwards.
+            # The server handles the requests of the pause afterwards.
             serving: list[Callable[[], None]] = []
             serve = Connection._serve
             patch.setattr(Connection, "_serve", lambda self, *rest: serving.append(partial(serve, self, *rest)))
@@ -111,7 +109,7 @@ async def test_a_consumer_that_closes_while_its_broker_stands_still_leaves_its_n
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_consumer_that_is_closed_while_it_opens_says_so(
+async def test_a_consumer_closed_while_it_opens_raises_closed(
     broker: EmbeddedBroker, client: plait.Client, kind: dict[str, Any]
 ) -> None:
     async with client.consumer("s", group="g", **kind):
@@ -124,7 +122,8 @@ async def test_a_consumer_that_is_closed_while_it_opens_says_so(
         await consumer.close()
         [outcome] = await asyncio.gather(opening, return_exceptions=True)
         assert outcome is consumer or (
-            isinstance(outcome, plait.Closed) and ("while it was opened" in str(outcome) or "once" in str(outcome))
+            isinstance(outcome, plait.Closed)
+            and ("closed before it was open" in str(outcome) or "opened before" in str(outcome))
         )
     assert (await client.admin.group("s", "g")).online == 0
 
@@ -147,7 +146,7 @@ async def test_closing_a_client_ends_the_opening_of_its_consumers(broker: Embedd
             await waiting
 
 
-async def test_a_client_that_closes_takes_no_new_consumers_and_readers(client: plait.Client) -> None:
+async def test_a_closing_client_refuses_new_consumers_and_readers(client: plait.Client) -> None:
     closing = asyncio.ensure_future(client.close())
     await asyncio.sleep(0)
     with pytest.raises(plait.Closed):
@@ -174,7 +173,7 @@ async def test_an_open_after_a_failed_one_connects_or_fails_again() -> None:
         await client.close()
 
 
-async def test_a_client_that_could_not_connect_is_opened_when_its_server_is_there(broker: EmbeddedBroker) -> None:
+async def test_a_client_that_failed_to_connect_can_be_opened_later(broker: EmbeddedBroker) -> None:
     await broker.stop()
     client = broker.connect(limits=plait.ClientLimits(request_seconds=0.05))
     with pytest.raises(plait.Unavailable):
@@ -197,7 +196,7 @@ async def test_two_tasks_that_open_a_client_both_find_it_connected(broker: Embed
     await client.close()
 
 
-async def test_everybody_who_closes_a_client_waits_for_the_end_and_one_is_told_of_the_error(
+async def test_every_close_of_a_client_waits_for_the_end_and_one_raises_the_error(
     broker: EmbeddedBroker,
 ) -> None:
     client = await broker.connect(limits=plait.ClientLimits(send_seconds=0.05)).open()

@@ -1,4 +1,4 @@
-"""Acks, nacks and claims of very many separate ranges reach the broker in requests of a bounded size."""
+"""Acks, nacks and attaches with very many separate ranges are sent in requests of a bounded size."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
 from tests.client.support import fetch_all, numbers, send
 
-#: Rows of which every other one is more ranges than one request takes.
+#: So many rows that every other one makes more ranges than one request takes.
 MANY = 2 * REQUEST_RANGES_MAX + 100
 
 
-async def test_acks_and_nacks_of_every_other_message_arrive(client: plait.Client) -> None:
+async def test_acks_and_nacks_of_every_other_message_are_stored(client: plait.Client) -> None:
     await send(client, MANY)
     async with client.consumer("s", group="g", prefetch=MANY) as consumer:
         held = await fetch_all(consumer, MANY)
@@ -44,14 +44,14 @@ async def test_a_consumer_that_holds_every_other_message_attaches_again(
             message.ack()
         await consumer.flush()
         await broker.restart()
-        # The broker keeps for it what one request names. The rest comes again, and so does what was pulled ahead.
+        # The broker keeps the rows that one request names. The other rows and the prefetched ones are redelivered.
         rest = (MANY // 2) - REQUEST_RANGES_MAX
         again = await fetch_all(consumer, rest + 10)
         assert sorted(numbers(again)) == [*numbers(held[1::2])[-rest:], *range(MANY, MANY + 10)]
         for message in [*held[1::2], *again]:
             message.ack()
     assert (await client.admin.group("s", "g")).lag == 0
-    assert f"lie in {MANY // 2} separate ranges, and a broker takes {REQUEST_RANGES_MAX}" in caplog.text
+    assert f"form {MANY // 2} separate ranges, and an attach request takes {REQUEST_RANGES_MAX}" in caplog.text
 
 
 def ranges(count: int) -> list[tuple[int, int, int]]:
@@ -59,7 +59,7 @@ def ranges(count: int) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("tagged", [False, True])
-def test_a_split_request_says_the_same(tagged: bool) -> None:
+def test_a_split_request_has_the_same_ranges_and_tags(tagged: bool) -> None:
     count = 2 * REQUEST_RANGES_MAX + 1
     tags = list(range(count)) if tagged else []
     acks = list(split_ack(m.AckRequest(5, ranges(count), tags)))
@@ -73,7 +73,7 @@ def test_a_split_request_says_the_same(tagged: bool) -> None:
     assert {(nack.session, nack.delay) for nack in nacks} == {(5, 2.0)}
 
 
-def test_rows_that_are_given_back_by_their_logical_partitions_are_split_too() -> None:
+def test_returns_by_logical_partition_are_split_too() -> None:
     count = REQUEST_RANGES_MAX + 1
     nack = m.NackRequest(
         5, ranges(3), counted=False, tags=[1, 2, 3], lps=[(0, 9)], lp_ranges=ranges(count), lp_tags=[4] * count
@@ -82,6 +82,6 @@ def test_rows_that_are_given_back_by_their_logical_partitions_are_split_too() ->
     assert [len(part.ranges) + len(part.lp_ranges) for part in parts] == [REQUEST_RANGES_MAX, 1, 3]
     assert [part.lps for part in parts] == [[(0, 9)], [(0, 9)], []]
     assert [tag for part in parts for tag in part.lp_tags] == [4] * count
-    # A nack of nothing ends the pulls that wait.
+    # An empty nack ends suspended pulls.
     empty = m.NackRequest(5, [], counted=False)
     assert list(split_nack(empty)) == [empty]

@@ -1,4 +1,4 @@
-"""Whatever happens to links and routes while rows are sent: each key is stored whole, once and in order (R7, R8)."""
+"""Links break and routes change while rows are sent: every row of a key is stored once and in order (R7, R8)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.client.support import EAGER, PlayedMeta, config_of
 
 _subjects = itertools.count()
 
-#: What a script is made of: rows to post (how many, and of how many keys), turns of the loop to let pass, links to
-#: break (which of the nodes), changes to so many partitions, and looks at the route though nobody was refused.
+#: The steps of a script: post rows (count, number of keys), let turns of the loop pass, break the link of a node,
+#: change the number of partitions, and refresh the route without a refusal.
 STEPS = st.one_of(
     st.tuples(st.just("post"), st.integers(1, 60), st.integers(1, 30)),
     st.tuples(st.just("many"), st.integers(1, 60), st.integers(1, 30)),
     st.tuples(st.just("pass"), st.integers(1, 6)),
     st.tuples(st.just("break"), st.integers(0, 2)),
     st.tuples(st.just("change"), st.integers(1, 7)),
-    st.tuples(st.just("look")),
+    st.tuples(st.just("refresh")),
 )
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[list[EmbeddedBroker]]:
-    """Two broker groups in threads of their own, for all scripts."""
+    """Two broker groups in their own threads, for all scripts."""
     first, second = (EmbeddedBroker(config=config_of(group), metas=()) for group in ("g1", "g2"))
     with first, second:
         yield [first, second]
@@ -55,7 +55,7 @@ async def run(brokers: list[EmbeddedBroker], order: str, script: list[tuple[obje
                 for key, body in rows(*arguments):  # type: ignore[arg-type]
                     client.post(meta.subject, body, key=key)
             elif what == "many":
-                # One after another: what runs at the same time has no order.
+                # One after another: concurrent sends have no order.
                 await asyncio.gather(*many)
                 await client.flush()
                 keys, bodies = zip(*rows(*arguments), strict=True)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ async def run(brokers: list[EmbeddedBroker], order: str, script: list[tuple[obje
                 link = nodes[arguments[0] % len(nodes)].link  # type: ignore[operator]
                 if link is not None:
                     link.abort()
-            elif what == "look":
+            elif what == "refresh":
                 await changing
                 await client._router.refresh(meta.subject)
             else:
@@ -85,18 +85,18 @@ async def run(brokers: list[EmbeddedBroker], order: str, script: list[tuple[obje
 @pytest.mark.parametrize("order", ["strict", "best_tried"])
 @settings(max_examples=40, deadline=None)
 @given(script=st.lists(STEPS, min_size=1, max_size=40))
-def test_each_key_is_stored_whole_once_and_in_order(
+def test_every_row_of_a_key_is_stored_once_and_in_order(
     pair: list[EmbeddedBroker], order: str, script: list[tuple[object, ...]]
 ) -> None:
     asyncio.run(run(pair, order, script))
 
 
 @pytest.mark.parametrize("order", ["strict", "best_tried"])
-def test_from_two_to_four_to_seven_to_three_with_links_that_break(pair: list[EmbeddedBroker], order: str) -> None:
+def test_rows_are_stored_once_while_partitions_change_and_links_break(pair: list[EmbeddedBroker], order: str) -> None:
     script: list[tuple[object, ...]] = []
     for turn, count in enumerate((4, 7, 3, 1, 2)):
         script += [("post", 60, 30), ("pass", turn), ("change", count), ("post", 60, 30)]
-        script += [("look",), ("post", 60, 30)] if turn % 2 else []
+        script += [("refresh",), ("post", 60, 30)] if turn % 2 else []
         for step in range(6):
             script += [("post", 60, 29 - turn), ("pass", 1 + step), ("break", step), ("post", 20, 7), ("pass", 2)]
         script += [("many", 300, 11)]

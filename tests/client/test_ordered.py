@@ -1,4 +1,4 @@
-"""Ordered consumers, end to end: each key in its order, whatever happens to members, brokers and messages."""
+"""Ordered consumers, end to end: each key stays in order while members, brokers, routes and messages fail or change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = [f"key-{n}" for n in range(7)]
 
 
 def rows(count: int, first: int = 0, keys: list[str] = KEYS) -> list[tuple[str, int]]:
-    """Numbered messages, the keys in turn."""
+    """(key, number) of numbered messages, with the keys in turn."""
     return [(keys[n % len(keys)], n) for n in range(first, first + count)]
 
 
@@ -37,7 +37,7 @@ def by_key(messages: Iterable[plait.Message]) -> dict[str, list[int]]:
 
 
 async def handle(consumer: plait.Consumer, count: int) -> list[plait.Message]:
-    """Fetch and ack so many, in the order they come."""
+    """Fetch and ack ``count`` messages, in order of delivery."""
     seen: list[plait.Message] = []
     async with asyncio.timeout(PATIENCE_SECONDS):
         while len(seen) < count:
@@ -48,7 +48,7 @@ async def handle(consumer: plait.Consumer, count: int) -> list[plait.Message]:
 
 
 def key_below(lp: int) -> str:
-    """A key whose logical partition is below that."""
+    """A key whose logical partition is below ``lp``."""
     return next(key for n in range(10_000) if lp_of_key(key := f"k{n}") < lp)
 
 
@@ -87,7 +87,7 @@ async def test_a_batch_has_each_key_in_order_and_the_epoch_of_its_lock(cluster: 
         assert await cluster.lag("g1") == 0
 
 
-async def test_a_second_fetch_gives_only_rows_of_other_keys(cluster: Cluster, client: plait.Client) -> None:
+async def test_a_second_fetch_returns_only_rows_of_other_keys(cluster: Cluster, client: plait.Client) -> None:
     await cluster.send_keyed("g1", [("a", 0), ("a", 1), ("b", 2), ("b", 3)])
     async with client.consumer("s", group="g", ordered=True) as consumer:
         await until(lambda: consumer._buffer.count == 4)
@@ -99,7 +99,7 @@ async def test_a_second_fetch_gives_only_rows_of_other_keys(cluster: Cluster, cl
         assert numbers(await consumer.fetch(10)) == [1]
 
 
-async def test_tables_follow_the_same_rule(cluster: Cluster, client: plait.Client) -> None:
+async def test_a_second_arrow_fetch_returns_only_rows_of_other_keys(cluster: Cluster, client: plait.Client) -> None:
     await cluster.send_keyed("g1", [("a", 0), ("b", 1), ("a", 2), ("b", 3)])
     async with client.consumer("s", group="g", ordered=True) as consumer:
         await until(lambda: consumer._buffer.count == 4)
@@ -111,7 +111,7 @@ async def test_tables_follow_the_same_rule(cluster: Cluster, client: plait.Clien
         assert (await consumer.fetch_arrow(10)).table["body"].to_pylist() == [b"2"]
 
 
-async def test_rows_without_a_key_are_free(cluster: Cluster, client: plait.Client) -> None:
+async def test_rows_without_a_key_do_not_wait_for_each_other(cluster: Cluster, client: plait.Client) -> None:
     await cluster.send("g1", 10)
     async with client.consumer("s", group="g", ordered=True) as consumer:
         await until(lambda: consumer._buffer.count == 10)
@@ -119,7 +119,7 @@ async def test_rows_without_a_key_are_free(cluster: Cluster, client: plait.Clien
         assert numbers(await consumer.fetch(10)) == [4, 5, 6, 7, 8, 9]
 
 
-async def test_tasks_handle_different_keys_at_a_time_and_one_key_in_order(
+async def test_tasks_handle_different_keys_concurrently_and_each_key_in_order(
     cluster: Cluster, client: plait.Client
 ) -> None:
     await cluster.send_keyed("g1", rows(70))
@@ -157,7 +157,7 @@ def by_key_of(several: list[tuple[str, int]]) -> dict[str, list[int]]:
     return dict(found)
 
 
-async def test_members_share_the_keys_and_each_key_has_one(cluster: Cluster, client: plait.Client) -> None:
+async def test_members_share_the_keys_and_each_key_has_one_owner(cluster: Cluster, client: plait.Client) -> None:
     low, high = key_below(512), key_from(512)
     async with (
         cluster.connect(client_id="b") as other,
@@ -169,14 +169,14 @@ async def test_members_share_the_keys_and_each_key_has_one(cluster: Cluster, cli
         assert by_key(await fetch_all(two, 10)) == {high: list(range(1, 20, 2))}
 
 
-async def test_a_key_passes_on_when_what_its_owner_handles_is_done(cluster: Cluster, client: plait.Client) -> None:
+async def test_a_key_moves_when_its_owner_holds_no_more_rows_of_it(cluster: Cluster, client: plait.Client) -> None:
     key = key_from(512)
     await cluster.send_keyed("g1", rows(10, keys=[key]))
     async with client.consumer("s", group="g", ordered=True) as one:
         begun = (await fetch_all(one, 1))[0]
         await until(lambda: one._buffer.count == 9)
         async with cluster.connect(client_id="b") as other, other.consumer("s", group="g", ordered=True) as two:
-            # What is not begun is given back.
+            # Rows that were not handed out are returned.
             await until(lambda: one._buffer.count == 0)
             assert len(await two.fetch(10, wait=0.1)) == 0
             begun.ack()
@@ -190,7 +190,7 @@ async def test_a_key_passes_on_when_what_its_owner_handles_is_done(cluster: Clus
             assert await cluster.lag("g1") == 0
 
 
-async def test_who_leaves_gives_its_keys_and_what_it_held_to_the_others(cluster: Cluster, client: plait.Client) -> None:
+async def test_a_leaving_member_returns_its_rows_and_releases_its_keys(cluster: Cluster, client: plait.Client) -> None:
     await cluster.send_keyed("g1", rows(30))
     async with cluster.connect(client_id="b") as other, other.consumer("s", group="g", ordered=True) as two:
         async with client.consumer("s", group="g", ordered=True) as one:
@@ -203,9 +203,7 @@ async def test_who_leaves_gives_its_keys_and_what_it_held_to_the_others(cluster:
         assert [message.attempt for message in found if message.sequence != begun[0].sequence] == [1] * 29
 
 
-async def test_a_restart_of_the_broker_keeps_what_is_in_hands_and_its_order(
-    cluster: Cluster, client: plait.Client
-) -> None:
+async def test_a_restart_of_the_broker_keeps_held_rows_and_their_order(cluster: Cluster, client: plait.Client) -> None:
     await cluster.send_keyed("g1", rows(40))
     async with client.consumer("s", group="g", ordered=True) as consumer:
         first = await fetch_all(consumer, 10)
@@ -218,7 +216,9 @@ async def test_a_restart_of_the_broker_keeps_what_is_in_hands_and_its_order(
         assert await cluster.lag("g1") == 0
 
 
-async def test_a_failed_message_of_a_strict_subject_holds_its_key_alone(strict: Cluster, client: plait.Client) -> None:
+async def test_a_failed_message_of_a_strict_subject_holds_back_only_its_key(
+    strict: Cluster, client: plait.Client
+) -> None:
     await strict.send_keyed("g1", [("a", 0), ("a", 1), ("b", 2), ("a", 3), ("b", 4)])
     retry = plait.Retry(steps=(0,))
     async with client.consumer("s", group="g", ordered=True, retry=retry) as consumer:
@@ -231,14 +231,14 @@ async def test_a_failed_message_of_a_strict_subject_holds_its_key_alone(strict: 
         assert await strict.lag("g1") == 0
 
 
-async def test_after_a_failure_a_key_with_large_messages_comes_in_several_pulls(
+async def test_a_failed_key_with_large_messages_is_redelivered_in_several_pulls(
     strict: Cluster, client: plait.Client
 ) -> None:
     async with strict.brokers["g1"].connect() as direct:
         for number in range(8):
             await direct.send("s", (b"%d" % number).ljust(300_000), key="a")
     retry = plait.Retry(steps=(0,))
-    # The broker runs on this loop: one that tries a row that does not fit again and again is ended here.
+    # The broker runs on this loop: the limit ends a broker that retries a row that does not fit without end.
     with within_cpu_seconds(15):
         async with client.consumer("s", group="g", ordered=True, retry=retry) as consumer:
             await until(lambda: consumer._buffer.count == 8)
@@ -247,7 +247,7 @@ async def test_after_a_failure_a_key_with_large_messages_comes_in_several_pulls(
             assert by_key(await handle(consumer, 8)) == {"a": list(range(8))}
 
 
-async def test_rows_behind_a_failed_one_in_its_batch_come_again_whatever_is_said_of_them(
+async def test_rows_behind_a_failed_one_of_their_batch_are_redelivered_even_if_acked(
     strict: Cluster, client: plait.Client
 ) -> None:
     await strict.send_keyed("g1", [("a", 0), ("b", 1), ("a", 2), ("b", 3), ("a", 4)])
@@ -262,7 +262,7 @@ async def test_rows_behind_a_failed_one_in_its_batch_come_again_whatever_is_said
         assert await strict.lag("g1") == 0
 
 
-async def test_best_tried_goes_on_behind_a_failed_message(cluster: Cluster, client: plait.Client) -> None:
+async def test_best_tried_continues_after_a_failed_message(cluster: Cluster, client: plait.Client) -> None:
     await cluster.send_keyed("g1", [("a", 0), ("a", 1), ("a", 2)])
     async with client.consumer("s", group="g", ordered=True) as consumer:
         await until(lambda: consumer._buffer.count == 3)
@@ -305,7 +305,7 @@ async def test_handlers_run_keys_concurrently_and_each_in_order(strict: Cluster)
     assert await strict.lag("g1") == 0
 
 
-async def test_nothing_is_handed_out_when_the_lease_is_over(cluster: Cluster) -> None:
+async def test_no_row_is_handed_out_after_the_lease_ends(cluster: Cluster) -> None:
     clock = ManualClock()
     async with cluster.connect(client_id="a") as client:
         client._clock = clock
@@ -321,7 +321,7 @@ async def test_nothing_is_handed_out_when_the_lease_is_over(cluster: Cluster) ->
             assert len(await consumer.fetch(10, wait=PATIENCE_SECONDS)) > 0
 
 
-async def test_who_handles_for_too_long_is_no_member_until_it_is_done(
+async def test_a_consumer_that_handles_for_too_long_is_no_member_until_it_acks(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = ManualClock()
@@ -333,7 +333,7 @@ async def test_who_handles_for_too_long_is_no_member_until_it_is_done(
             clock.advance(61)
             cluster.meta.change()
             await until(lambda: not cluster.meta.members)
-            assert "in hands for more than 60 s" in caplog.text
+            assert "handled for more than 60 s" in caplog.text
             [holder] = consumer._holders.values()  # type: ignore[attr-defined]
             assert holder.lease() is None
             message.ack()
@@ -341,8 +341,10 @@ async def test_who_handles_for_too_long_is_no_member_until_it_is_done(
             assert holder.lease() is not None
 
 
-async def test_rows_of_an_older_span_come_before_those_of_the_next(cluster: Cluster, client: plait.Client) -> None:
-    """The route changed from g1 to g2: what is left there comes first, for every key."""
+async def test_rows_of_an_older_span_are_delivered_before_those_of_the_next(
+    cluster: Cluster, client: plait.Client
+) -> None:
+    """The route changed from g1 to g2: for every key, the rows on g1 are delivered first."""
     await cluster.open("g1")
     await cluster.send_keyed("g1", rows(20))
     await cluster.seal("g1", version=2)
@@ -360,7 +362,7 @@ async def test_rows_of_an_older_span_come_before_those_of_the_next(cluster: Clus
         assert numbers(second) == list(range(20, 40))
 
 
-async def test_a_route_that_changes_while_consuming_keeps_the_order(cluster: Cluster, client: plait.Client) -> None:
+async def test_a_route_change_while_consuming_keeps_the_order(cluster: Cluster, client: plait.Client) -> None:
     await cluster.open("g1")
     await cluster.send_keyed("g1", rows(20))
     async with client.consumer("s", group="g", ordered=True) as consumer:
@@ -379,13 +381,13 @@ async def test_a_route_that_changes_while_consuming_keeps_the_order(cluster: Clu
         assert {str(message.partition) for message in seen} == {"s@g1", "s@g2"}
 
 
-async def test_a_group_that_shares_cannot_be_consumed_in_order(cluster: Cluster, client: plait.Client) -> None:
+async def test_a_shared_allocation_refuses_an_ordered_consumer(cluster: Cluster, client: plait.Client) -> None:
     cluster.meta.strategy = "shared"
     with pytest.raises(plait.GroupMismatch, match=r"group 'g' of 's' is not ordered.*ordered=True"):
         await client.consumer("s", group="g", ordered=True).__aenter__()
 
 
-async def test_a_group_that_the_broker_knows_as_shared_is_named(cluster: Cluster, client: plait.Client) -> None:
+async def test_an_ordered_consumer_of_a_shared_group_is_refused(cluster: Cluster, client: plait.Client) -> None:
     async with client.consumer("s", group="g"):
         pass
     with pytest.raises(plait.GroupMismatch, match="ordered"):
@@ -399,18 +401,20 @@ async def test_a_group_that_the_broker_knows_as_shared_is_named(cluster: Cluster
         ({"ordered": True, "group": None}, "a broadcast cannot be ordered"),
         ({"ordered": True, "delivery": "at_most_once"}, "at_most_once cannot be ordered"),
         ({"ordered": 1}, "ordered must be True or False, not 1"),
-        ({"handling": 5}, "handling= is for ordered consumers"),
+        ({"handling": 5}, "handling= applies to ordered=True"),
         ({"handling": 0, "ordered": True}, "handling must be more than 0, not 0"),
     ],
 )
-async def test_what_cannot_be_ordered_is_refused(
+async def test_settings_that_exclude_order_are_refused(
     client: plait.Client, arguments: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(plait.InvalidArgument, match=reason):
         client.consumer("s", **{"group": "g", **arguments})  # type: ignore[arg-type]
 
 
-async def test_an_allocation_that_shrinks_gives_back_what_is_not_begun(cluster: Cluster, client: plait.Client) -> None:
+async def test_a_smaller_share_returns_the_rows_that_were_not_handed_out(
+    cluster: Cluster, client: plait.Client
+) -> None:
     low, high = key_below(512), key_from(512)
     cluster.meta.fixed = {"a": [(0, 1024, 1)]}
     await cluster.send_keyed("g1", rows(20, keys=[low, high]))
@@ -423,7 +427,7 @@ async def test_an_allocation_that_shrinks_gives_back_what_is_not_begun(cluster: 
 
 
 @pytest.mark.parametrize("order", ["strict", "best_tried"])
-async def test_rows_of_an_earlier_pull_do_not_pass_those_that_were_given_back_while_the_broker_is_slow(
+async def test_rows_of_an_earlier_pull_do_not_overtake_returned_rows_while_the_broker_is_slow(
     cluster: Cluster, client: plait.Client, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
     cluster.order = order
@@ -449,7 +453,7 @@ async def test_rows_of_an_earlier_pull_do_not_pass_those_that_were_given_back_wh
         await cluster.send_keyed("g1", rows(1, first=4, keys=["k"]))
         await until(lambda: bool(late))
         first = await consumer.fetch(1)
-        # The answer to what was said before does not come; nothing else is said until it does.
+        # The reply to the ack is held back; the client sends no other outcome until it arrives.
         answered = asyncio.Event()
         assert partition._link is not None
         request = partition._link.request
@@ -462,7 +466,7 @@ async def test_rows_of_an_earlier_pull_do_not_pass_those_that_were_given_back_wh
 
         monkeypatch.setattr(partition._link, "request", ask)
         acking = asyncio.create_task(first.ack())
-        await until(lambda: partition.settling.under_way and not partition.settling._unsent)
+        await until(lambda: partition.collector.under_way and not partition.collector._unsent)
         consumer._allocated("exclusive", [])  # type: ignore[attr-defined]
         await until(lambda: not partition._asking)
         consumer._allocated("exclusive", [(0, 1024, 2)])  # type: ignore[attr-defined]
@@ -476,7 +480,7 @@ async def test_rows_of_an_earlier_pull_do_not_pass_those_that_were_given_back_wh
         assert numbers(await handle(consumer, 4)) == [1, 2, 3, 4]
 
 
-async def test_refused_locks_make_it_ask_the_meta_server_again(cluster: Cluster, client: plait.Client) -> None:
+async def test_refused_locks_trigger_a_full_heartbeat(cluster: Cluster, client: plait.Client) -> None:
     cluster.meta.fixed = {"a": [(0, 1024, 5)], "b": [(0, 1024, 4)]}
     async with (
         client.consumer("s", group="g", ordered=True) as one,
@@ -484,13 +488,13 @@ async def test_refused_locks_make_it_ask_the_meta_server_again(cluster: Cluster,
         other.consumer("s", group="g", ordered=True),
     ):
         await until(lambda: one._clients[0].rights.open.all())  # type: ignore[attr-defined]
-        asked = [beat for beat in cluster.meta.beats if beat.client == "b" and beat.seen == 0]
+        asked = [each for each in cluster.meta.heartbeats if each.client == "b" and each.seen == 0]
         await until(
-            lambda: len([b for b in cluster.meta.beats if b.client == "b" and b.seen == 0]) > max(len(asked), 1)
+            lambda: len([b for b in cluster.meta.heartbeats if b.client == "b" and b.seen == 0]) > max(len(asked), 1)
         )
 
 
-def test_epochs_of_grants_are_told_by_logical_partition() -> None:
+def test_grants_are_converted_to_an_epoch_for_each_logical_partition() -> None:
     from plait.client.consume.ordered.lock_rights import grants_of
 
     grants: list[m.LpGrant] = [(0, 2, 7), (5, 6, 9)]

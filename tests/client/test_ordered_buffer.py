@@ -1,4 +1,4 @@
-"""The buffer of an ordered consumer: one key in order, one at a time; nothing lost, nothing twice."""
+"""The buffer of an ordered consumer: hands out each row once, and the rows of a key in order, one batch at a time."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.frame.samples import Draft
 
 NO_END = np.zeros(1024, np.int64)
 PLACE = PartitionName("s", "g1")
-#: Hashes of keys that are told apart by what is above the bits of the logical partition.
+#: Hashes of keys that differ above the bits of the logical partition.
 KEYS = [int(NO_KEY_HASH), *(n << 10 | n for n in range(1, 6))]
 
 
 class Bench:
-    """A buffer with what stands around it in a consumer, without a broker."""
+    """A buffer with its lock rights and pending outcomes, without a broker."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self.clock = ManualClock()
@@ -50,7 +50,7 @@ class Bench:
     def _free(self) -> None:
         self.freed += 1
 
-    def elsewhere(self, lps: tuple[int, int]) -> LockRights:
+    def other_partition(self, lps: tuple[int, int]) -> LockRights:
         """Locks that the consumer has on another partition."""
         rights = LockRights(self.clock)
         rights.attached(m.AttachReply(2, 2, "s", "g", 1, 10.0))
@@ -61,24 +61,24 @@ class Bench:
     def arrive(
         self, hashes: list[int], *, base: int | None = None, tag: int = 1, rights: LockRights | None = None
     ) -> OrderedDelivered:
-        """A frame with rows of these keys."""
+        """Deliver a frame with rows of these keys."""
         start = self.next if base is None else base
         bodies = [b"%d" % n for n in range(start, start + len(hashes))]
         view = Draft(bodies, keys=[b"k"] * len(hashes), key_hashes=hashes, base=start).view()
         delivered = OrderedDelivered(view, "s", PLACE, self, [(start, start + len(hashes), 1)])  # type: ignore[arg-type]
-        delivered.rights, delivered.hands, delivered.tag = rights or self.rights, self.buffer, tag
+        delivered.rights, delivered.tracker, delivered.tag = rights or self.rights, self.buffer, tag
         self.next = max(self.next, start + len(hashes))
         self.open[delivered] = None
         self.buffer.append(delivered)
         return delivered
 
-    # What a frame asks of its owner.
+    # The methods that a frame calls on its owner.
 
-    def settle_soon(self, delivered: OrderedDelivered) -> None:
+    def collect_soon(self, delivered: OrderedDelivered) -> None:
         self.unsent[delivered] = None
 
     def absorb(self) -> None:
-        """Nothing comes from other threads here."""
+        """No outcomes from other threads."""
 
     def gather(self) -> None:
         unsent, self.unsent = self.unsent, {}
@@ -88,10 +88,10 @@ class Bench:
                 self.open.pop(delivered, None)
 
     async def flush(self) -> None:
-        """There is nobody to tell."""
+        """There is no broker to send outcomes to."""
 
     def from_thread(self, *_: Any) -> None:
-        raise AssertionError("not from here")
+        raise AssertionError("not from another thread")
 
 
 def numbers(pieces: list[Piece]) -> list[int]:
@@ -107,10 +107,10 @@ A, B = KEYS[1], KEYS[2]
 
 
 def test_a_strict_batch_has_the_rows_of_a_key_from_one_partition_only() -> None:
-    """Where an older partition has rows again: what a user leaves behind one that failed comes again only there."""
+    """If an older partition has rows again, rows behind a failed one are redelivered only by their own partition."""
     bench = Bench(strict=True)
     bench.arrive([A, B, A])
-    bench.arrive([A, KEYS[3], B, int(NO_KEY_HASH)], rights=bench.elsewhere((0, 1024)))
+    bench.arrive([A, KEYS[3], B, int(NO_KEY_HASH)], rights=bench.other_partition((0, 1024)))
     bench.arrive([A, B])
     first = bench.buffer.take(10)
     assert numbers(first) == [0, 1, 2, 4, 6, 7, 8]
@@ -119,16 +119,16 @@ def test_a_strict_batch_has_the_rows_of_a_key_from_one_partition_only() -> None:
     assert numbers(bench.buffer.take(10)) == [3, 5]
 
 
-def test_partitions_with_locks_of_their_own_are_not_looked_at_for_that() -> None:
+def test_partitions_with_disjoint_locks_are_not_compared() -> None:
     bench = Bench(strict=True)
     bench.arrive([A, B])
     bench.rights.give_up(lp_set([(512, 1024)]))
-    bench.arrive([KEYS[3], KEYS[4]], rights=bench.elsewhere((512, 1024)))
+    bench.arrive([KEYS[3], KEYS[4]], rights=bench.other_partition((512, 1024)))
     assert not bench.buffer._have_several()
     assert numbers(bench.buffer.take(10)) == [0, 1, 2, 3]
 
 
-def test_iteration_passes_over_keys_in_hands_and_comes_back_to_them() -> None:
+def test_iteration_skips_held_keys_and_returns_to_them() -> None:
     bench = Bench()
     bench.arrive([A, A, B, A, B])
     first, second = bench.buffer.next(), bench.buffer.next()
@@ -147,7 +147,7 @@ def test_iteration_passes_over_keys_in_hands_and_comes_back_to_them() -> None:
     assert bench.buffer.count == 2
 
 
-def test_what_is_acked_twice_counts_once() -> None:
+def test_a_second_ack_of_a_row_is_ignored() -> None:
     bench = Bench()
     bench.arrive([A, A, A])
     message = bench.buffer.next()
@@ -158,7 +158,7 @@ def test_what_is_acked_twice_counts_once() -> None:
     assert bench.buffer.next() is None
 
 
-def test_an_ack_after_a_nack_lets_nothing_pass() -> None:
+def test_an_ack_after_a_nack_does_not_release_the_key() -> None:
     bench = Bench(strict=True)
     bench.arrive([A, A])
     message = bench.buffer.next()
@@ -178,7 +178,7 @@ def test_rows_for_separate_handling_have_different_keys() -> None:
     assert numbers(bench.buffer.take_apart(10)) == []
 
 
-def test_rows_put_back_come_in_their_old_place() -> None:
+def test_rows_that_are_put_back_keep_their_position() -> None:
     bench = Bench()
     bench.arrive([A, B])
     bench.arrive([A, B])
@@ -189,7 +189,7 @@ def test_rows_put_back_come_in_their_old_place() -> None:
     assert numbers(bench.buffer.take(10)) == [0, 1, 2, 3]
 
 
-def test_a_lease_that_is_over_hides_its_rows_until_it_is_renewed() -> None:
+def test_an_expired_lease_hides_its_rows_until_it_is_renewed() -> None:
     bench = Bench()
     bench.arrive([A, B])
     bench.clock.advance(10)
@@ -199,7 +199,7 @@ def test_a_lease_that_is_over_hides_its_rows_until_it_is_renewed() -> None:
     assert (bench.buffer.available(), take(bench)) == (2, 0)
 
 
-def test_a_lease_renewed_between_two_looks_lets_no_row_go_before_an_earlier_one() -> None:
+def test_a_lease_renewed_between_two_checks_keeps_the_order_of_rows() -> None:
     bench = Bench()
     bench.arrive([A, B])
     bench.arrive([A, B])
@@ -212,7 +212,7 @@ def test_a_lease_renewed_between_two_looks_lets_no_row_go_before_an_earlier_one(
     assert numbers(bench.buffer.take(1)) == [1]
 
 
-def test_rows_of_lost_logical_partitions_are_taken_back_alone() -> None:
+def test_only_rows_of_lost_logical_partitions_are_taken_back() -> None:
     bench = Bench()
     bench.arrive([A, B, A])
     pieces = bench.buffer.take_back(PLACE, lp_set([(A % 1024, A % 1024 + 1)]))
@@ -222,7 +222,7 @@ def test_rows_of_lost_logical_partitions_are_taken_back_alone() -> None:
     assert (bench.buffer.count, take(bench)) == (1, 1)
 
 
-def test_the_oldest_row_in_hands_is_known_from_when_it_was_handed_out() -> None:
+def test_the_oldest_held_row_counts_from_when_it_was_handed_out() -> None:
     bench = Bench()
     assert bench.buffer.oldest() is None
     bench.arrive([A, B])
@@ -239,7 +239,7 @@ def test_the_oldest_row_in_hands_is_known_from_when_it_was_handed_out() -> None:
     assert bench.buffer.oldest() is None
 
 
-def test_the_epoch_is_that_of_the_lock_at_the_handing_out() -> None:
+def test_a_message_has_the_epoch_of_its_lock_when_it_is_handed_out() -> None:
     bench = Bench()
     bench.arrive([A, A])
     first = bench.buffer.next()
@@ -252,7 +252,7 @@ def test_the_epoch_is_that_of_the_lock_at_the_handing_out() -> None:
     assert (first.epoch, second.epoch) == (5, 6)
 
 
-def test_what_was_handed_out_may_begin_while_its_lock_is_the_same() -> None:
+def test_a_row_may_begin_only_while_its_lock_is_held() -> None:
     bench = Bench()
     delivered = bench.arrive([A, B])
     bench.buffer.take(2)
@@ -263,17 +263,17 @@ def test_what_was_handed_out_may_begin_while_its_lock_is_the_same() -> None:
     assert not delivered.may_begin(0)
 
 
-def test_words_of_neighbours_in_a_frame_make_one_range_whatever_lies_between() -> None:
+def test_acks_of_neighbouring_rows_of_a_frame_make_one_range_across_gaps() -> None:
     bench = Bench()
     delivered = bench.arrive([A, B, A])
-    # As if every other row of the log were somebody else's.
+    # As if another consumer owned every other row of the log.
     delivered.sequences = np.array([0, 2, 4])
     ack_pieces(bench.buffer.take(2))
     bench.gather()
     assert bench.pending.ack(1) == m.AckRequest(1, [(0, 4, 2)], [1])
 
 
-def test_words_of_an_earlier_session_name_just_their_rows() -> None:
+def test_acks_for_a_frame_of_an_earlier_session_name_only_their_rows() -> None:
     bench = Bench()
     delivered = bench.arrive([A, B, A])
     message = bench.buffer.next()
@@ -288,7 +288,7 @@ def test_words_of_an_earlier_session_name_just_their_rows() -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_failed_row_of_a_strict_group_alone_takes_along_those_behind_it(strict: bool) -> None:
+def test_a_failed_row_returns_the_later_rows_of_its_key_only_if_strict(strict: bool) -> None:
     bench = Bench(strict=strict)
     bench.arrive([A, B, A, A])
     bench.arrive([A, B])
@@ -319,12 +319,12 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_each_row_is_handed_out_once_and_after_those_of_its_key_are_done(steps: list[tuple[str, Any]]) -> None:
+def test_each_row_is_handed_out_once_and_after_the_earlier_rows_of_its_key(steps: list[tuple[str, Any]]) -> None:
     bench = Bench()
     keys: list[int] = []
     handed: list[int] = []
-    #: (batch number, message) in the user's hands.
-    hands: list[tuple[int, Message]] = []
+    #: (batch number, message) of each held message.
+    held: list[tuple[int, Message]] = []
 
     def hand(number: int, messages: list[Message]) -> None:
         for message in messages:
@@ -332,10 +332,10 @@ def test_each_row_is_handed_out_once_and_after_those_of_its_key_are_done(steps: 
             key = keys[row]
             if key != KEYS[0]:
                 assert [n for n in handed if keys[n] == key] == [n for n in range(row) if keys[n] == key]
-                assert not [other for batch, other in hands if batch != number and keys[int(other.body)] == key]
+                assert not [other for batch, other in held if batch != number and keys[int(other.body)] == key]
             assert row not in handed
             handed.append(row)
-            hands.append((number, message))
+            held.append((number, message))
 
     for number, (step, value) in enumerate(steps):
         if step == "arrive":
@@ -356,25 +356,25 @@ def test_each_row_is_handed_out_once_and_after_those_of_its_key_are_done(steps: 
             if found is not None:
                 hand(number, [found])
             else:
-                busy = {keys[int(message.body)] for _, message in hands}
+                busy = {keys[int(message.body)] for _, message in held}
                 assert all(keys[n] in busy for n in range(len(keys)) if n not in handed)
-        elif step == "ack" and hands:
-            hands.pop(value % len(hands))[1].ack()
+        elif step == "ack" and held:
+            held.pop(value % len(held))[1].ack()
         elif step == "ack all":
-            for _, message in hands:
+            for _, message in held:
                 message.ack()
-            hands.clear()
+            held.clear()
         else:
             bench.gather()
         assert bench.buffer.count == len(keys) - len(handed)
-    for _, message in hands:
+    for _, message in held:
         message.ack()
-    hands.clear()
+    held.clear()
     hand(-1, [message for d, a, b in bench.buffer.take(len(keys) + 1) for message in d.messages(a, b)])
     assert sorted(handed) == list(range(len(keys)))
 
 
-def test_half_of_a_frame_is_given_back_in_one_range_and_the_rest_acked_in_one_once_that_is_known() -> None:
+def test_half_of_a_frame_is_returned_in_one_range_and_then_the_rest_is_acked_in_one() -> None:
     bench = Bench()
     frame = bench.arrive([A, B] * 32)
     nack_pieces(bench.buffer.take_back(lps=lp_set([(1, 2)])), UNBEGUN)
@@ -385,8 +385,8 @@ def test_half_of_a_frame_is_given_back_in_one_range_and_the_rest_acked_in_one_on
     assert (nack.ranges, nack.lps, nack.lp_ranges, nack.lp_tags) == ([], [(1, 2)], [(0, 64, frame.epoch)], [1])
     early, *_ = acks = bench.pending.ack(1).ranges  # type: ignore[union-attr]
     assert (len(acks), early) == (32, (1, 2, frame.epoch))
-    bench.pending.told(UNBEGUN)
+    bench.pending.confirm(UNBEGUN)
     assert bench.pending.ack(1) == m.AckRequest(1, [(0, 64, frame.epoch)], [1])
-    # Said in another session, it is of the acked rows alone.
+    # In another session the ranges cover only the acked rows.
     bench.pending.new_session()
     assert len(bench.pending.ack(1).ranges) == 32  # type: ignore[union-attr]

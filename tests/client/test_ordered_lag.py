@@ -1,4 +1,4 @@
-"""The lag of an ordered group over several partitions, as users see it."""
+"""The lag of an ordered group over several partitions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_lag_is_exact_over_several_partitions_and_after_an_expansion() -> 
 
 
 async def lag(client: plait.Client) -> int | None:
-    """That of the only group, which is exact; None: there is none."""
+    """The exact lag of the only group; None: there is no group."""
     found = await client.admin.groups("s")
     if not found:
         return None

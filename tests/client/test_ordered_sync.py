@@ -1,4 +1,4 @@
-"""Ordered consumers of blocking code."""
+"""Ordered consumers of the blocking client."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_loop_over_messages_gets_each_key_in_order(broker: BlockingBroker) -> 
         assert client.admin.group("one", "g").lag == 0
 
 
-def test_threads_share_a_consumer_and_never_a_key(broker: BlockingBroker) -> None:
+def test_threads_share_a_consumer_but_never_a_key(broker: BlockingBroker) -> None:
     with plait.sync.connect(broker.address) as client:
         expected = send(client, "many", 100)
         seen: dict[str, list[int]] = defaultdict(list)

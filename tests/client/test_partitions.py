@@ -28,7 +28,9 @@ async def client(cluster: Cluster) -> AsyncIterator[plait.Client]:
         yield connected
 
 
-async def test_rows_of_all_partitions_come_and_name_their_place(cluster: Cluster, client: plait.Client) -> None:
+async def test_rows_of_all_partitions_are_delivered_and_name_their_partition(
+    cluster: Cluster, client: plait.Client
+) -> None:
     await cluster.send("g1", 3)
     await cluster.send("g2", 4, first=10)
     async with client.consumer("s", group="g") as consumer:
@@ -72,7 +74,9 @@ async def test_every_broadcast_consumer_gets_all_partitions(cluster: Cluster, cl
             assert sorted(numbers(await fetch_all(consumer, 4))) == [0, 1, 2, 3]
 
 
-async def test_at_most_once_shares_the_demand_and_pulls_nothing_ahead(cluster: Cluster, client: plait.Client) -> None:
+async def test_at_most_once_partitions_share_the_demand_without_prefetch(
+    cluster: Cluster, client: plait.Client
+) -> None:
     await cluster.send("g1", 100)
     await cluster.send("g2", 100, first=100)
     async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
@@ -84,7 +88,7 @@ async def test_at_most_once_shares_the_demand_and_pulls_nothing_ahead(cluster: C
         assert consumer._buffer.count <= 5
 
 
-async def test_a_broker_that_is_away_does_not_stop_the_others(cluster: Cluster, client: plait.Client) -> None:
+async def test_an_unreachable_broker_does_not_stop_the_others(cluster: Cluster, client: plait.Client) -> None:
     async with client.consumer("s", group="g") as consumer:
         await cluster.send("g1", 2)
         await cluster.send("g2", 2, first=10)
@@ -96,7 +100,7 @@ async def test_a_broker_that_is_away_does_not_stop_the_others(cluster: Cluster, 
         await cluster.send("g1", 3, first=2)
         batch = await consumer.fetch(3, wait=20)
         assert numbers(batch) == [2, 3, 4]
-        # Waits for the broker that has them alone.
+        # The ack waits only for its own broker.
         await batch.ack()
         await cluster.brokers["g2"].start()
         await consumer.flush()
@@ -105,7 +109,7 @@ async def test_a_broker_that_is_away_does_not_stop_the_others(cluster: Cluster, 
         assert [await cluster.lag("g1"), await cluster.lag("g2")] == [0, 1]
 
 
-async def test_a_consumer_opens_without_a_broker_that_is_away(cluster: Cluster, client: plait.Client) -> None:
+async def test_a_consumer_opens_while_one_broker_is_unreachable(cluster: Cluster, client: plait.Client) -> None:
     await cluster.send("g1", 1)
     await cluster.send("g2", 1, first=1)
     await cluster.brokers["g2"].kill()
@@ -115,7 +119,7 @@ async def test_a_consumer_opens_without_a_broker_that_is_away(cluster: Cluster, 
         assert numbers(await fetch_all(consumer, 1)) == [1]
 
 
-async def test_a_consumer_does_not_open_when_all_are_away(cluster: Cluster) -> None:
+async def test_a_consumer_does_not_open_while_all_brokers_are_unreachable(cluster: Cluster) -> None:
     limits = msgspec.structs.replace(EAGER, request_seconds=0.1)
     async with cluster.connect(limits=limits) as client:
         await client._router.route("s")
@@ -126,7 +130,7 @@ async def test_a_consumer_does_not_open_when_all_are_away(cluster: Cluster) -> N
             await client.consumer("s", group="g").__aenter__()
 
 
-async def test_what_one_broker_refuses_is_raised_at_opening(cluster: Cluster, client: plait.Client) -> None:
+async def test_the_refusal_of_one_broker_is_raised_by_the_open(cluster: Cluster, client: plait.Client) -> None:
     async with (
         cluster.brokers["g2"].connect() as direct,
         direct.consumer("s", group="g", delivery="at_most_once"),
@@ -144,7 +148,7 @@ async def test_new_partitions_are_consumed_from_their_first_message(cluster: Clu
         assert by_partition(found) == {"s.1@g2": [0, 1]}
 
 
-async def test_a_partition_that_left_the_route_is_left_when_nothing_of_it_is_in_hand(
+async def test_a_consumer_leaves_a_removed_partition_when_it_holds_no_row_of_it(
     cluster: Cluster, client: plait.Client
 ) -> None:
     async with client.consumer("s", group="g") as consumer:
@@ -160,7 +164,9 @@ async def test_a_partition_that_left_the_route_is_left_when_nothing_of_it_is_in_
             assert (info.lag, [c for c in info.consumers if c.online]) == (0, [])
 
 
-async def test_a_partition_that_comes_back_meanwhile_stays(cluster: Cluster, client: plait.Client) -> None:
+async def test_a_removed_partition_that_returns_to_the_route_stays_attached(
+    cluster: Cluster, client: plait.Client
+) -> None:
     async with client.consumer("s", group="g") as consumer:
         await cluster.send("g2", 1)
         [message] = await fetch_all(consumer, 1)
@@ -178,7 +184,7 @@ async def test_a_busy_partition_does_not_starve_another(cluster: Cluster, client
     async with client.consumer("s", group="g", prefetch=100) as consumer:
         await until(lambda: consumer._buffer.count == 75)
         await cluster.send("g2", 1_000, first=1_000)
-        # Of 100 each has a quarter for itself, the rest is for whoever has more.
+        # Of 100 rows, each partition has a quarter reserved; a partition with more rows gets the rest.
         await until(lambda: consumer._buffer.count == 100)
         assert {place: len(rows) for place, rows in by_partition(list(await consumer.fetch(100))).items()} == {
             "s@g1": 75,
@@ -186,7 +192,7 @@ async def test_a_busy_partition_does_not_starve_another(cluster: Cluster, client
         }
 
 
-async def test_closing_gives_back_what_was_pulled_ahead_from_each(cluster: Cluster, client: plait.Client) -> None:
+async def test_closing_returns_the_prefetched_rows_of_each_partition(cluster: Cluster, client: plait.Client) -> None:
     await cluster.send("g1", 10)
     await cluster.send("g2", 10)
     async with client.consumer("s", group="g") as consumer:
@@ -195,7 +201,7 @@ async def test_closing_gives_back_what_was_pulled_ahead_from_each(cluster: Clust
         assert {message.attempt for message in await fetch_all(consumer, 20)} == {1}
 
 
-async def test_acks_are_spooled_for_each_partition(cluster: Cluster, tmp_path: Path) -> None:
+async def test_acks_of_each_partition_are_spooled(cluster: Cluster, tmp_path: Path) -> None:
     spool = tmp_path / "spool"
     impatient = msgspec.structs.replace(EAGER, request_seconds=0.1)
     async with cluster.connect(client_id="worker", spool=spool, limits=impatient) as client:
@@ -208,7 +214,7 @@ async def test_acks_are_spooled_for_each_partition(cluster: Cluster, tmp_path: P
             await until(lambda: not any(pulling.attached for pulling in consumer._clients))
             for message in held:
                 message.ack()
-            await until(lambda: len(list(spool.glob("*.words"))) == 2)
+            await until(lambda: len(list(spool.glob("*.outcomes"))) == 2)
     for broker in cluster.brokers.values():
         await broker.start()
     async with cluster.connect(client_id="worker", spool=spool) as client, client.consumer("s", group="g") as consumer:
@@ -217,7 +223,7 @@ async def test_acks_are_spooled_for_each_partition(cluster: Cluster, tmp_path: P
         assert not list(spool.iterdir())
 
 
-async def test_suspension_holds_for_all_partitions(cluster: Cluster, client: plait.Client) -> None:
+async def test_a_suspension_applies_to_all_partitions(cluster: Cluster, client: plait.Client) -> None:
     await cluster.send("g1", 3)
     await cluster.send("g2", 3)
     async with client.consumer("s", group="g") as consumer:
@@ -249,8 +255,10 @@ async def test_a_handler_gets_messages_of_all_partitions(cluster: Cluster) -> No
     assert sorted(seen) == ["s@g1", "s@g1", "s@g2", "s@g2"]
 
 
-async def test_a_broker_of_a_cluster_makes_no_subject_of_a_partitions_name(plait_async_broker: EmbeddedBroker) -> None:
-    """A consumer that comes before the meta server's order does must not found a subject that nobody can name."""
+async def test_a_broker_of_a_cluster_creates_no_subject_with_the_name_of_a_partition(
+    plait_async_broker: EmbeddedBroker,
+) -> None:
+    """A consumer that attaches before the broker order must not create a subject with the partition's name."""
     async with plait_async_broker.connect() as client:
         await client.admin.create_subject("s")
         link = client._node.link

@@ -1,4 +1,4 @@
-"""Where consumers and readers start; readers."""
+"""Start positions of consumers and readers; readers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_readers_start_at_the_latest(client: plait.Client) -> None:
         assert numbers(await reader.fetch()) == [3, 4]
 
 
-async def test_a_start_counts_for_a_new_group_only(client: plait.Client) -> None:
+async def test_a_start_applies_only_to_a_new_group(client: plait.Client) -> None:
     await send(client, 5)
     async with client.consumer("s", group="g", start=3) as consumer:
         await (await consumer.fetch(5)).ack()
@@ -53,10 +53,10 @@ async def test_a_start_counts_for_a_new_group_only(client: plait.Client) -> None
         ("two hours ago", [1, 2, 3]),
     ],
 )
-async def test_positions(
+async def test_consumers_and_readers_start_at_the_given_position(
     timed_broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch, start: Any, expected: list[int]
 ) -> None:
-    """Four messages: two days, one hour, and twice no time ago, on the broker's clock, which is the client's here."""
+    """Four messages: 25 hours, one hour and twice 1 ms old. Broker and client share a clock."""
     clock = timed_broker.clock
     monkeypatch.setattr("plait.client.client._now", clock.now)
     async with timed_broker.connect() as client:
@@ -75,7 +75,7 @@ async def test_positions(
 
 
 @pytest.mark.parametrize("start", [-1, "yesterday", "-5 minutes", 1.5, datetime(2024, 1, 1), b"", "-"])  # noqa: DTZ001
-async def test_a_start_that_is_none_is_refused(client: plait.Client, start: Any) -> None:
+async def test_an_invalid_start_is_refused(client: plait.Client, start: Any) -> None:
     with pytest.raises(plait.InvalidArgument, match=r"start|duration"):
         client.consumer("s", group="g", start=start)
     with pytest.raises(plait.InvalidArgument, match=r"start|duration"):
@@ -90,7 +90,7 @@ async def test_a_start_may_be_a_time_as_text(client: plait.Client) -> None:
         assert await reader.fetch(wait=0) == []
 
 
-async def test_a_reader_remembers_nothing_and_takes_nothing(client: plait.Client) -> None:
+async def test_a_reader_stores_no_progress_and_takes_no_message_from_groups(client: plait.Client) -> None:
     await send(client, 10)
     for _ in range(2):
         async with client.reader("s", start="earliest") as reader:
@@ -109,7 +109,7 @@ async def test_a_reader_waits_for_messages_and_is_woken(client: plait.Client) ->
         assert numbers(await asyncio.wait_for(waiting, 5)) == [0]
 
 
-async def test_iterating_a_reader_follows_the_subject_and_a_break_loses_nothing(client: plait.Client) -> None:
+async def test_iterating_a_reader_follows_the_subject_and_a_break_loses_no_message(client: plait.Client) -> None:
     await send(client, 10)
     seen: list[int] = []
     async with client.reader("s", start="earliest") as reader:
@@ -125,7 +125,7 @@ async def test_iterating_a_reader_follows_the_subject_and_a_break_loses_nothing(
     assert seen == list(range(11))
 
 
-async def test_acking_a_readers_message_means_nothing(client: plait.Client) -> None:
+async def test_an_ack_of_a_readers_message_has_no_effect(client: plait.Client) -> None:
     await send(client, 1)
     async with client.reader("s", start="earliest") as reader:
         [message] = await reader.fetch()
@@ -147,7 +147,7 @@ async def test_a_restart_is_invisible_to_a_reader(broker: EmbeddedBroker, client
         assert numbers(await asyncio.wait_for(waiting, 10)) == [5]
 
 
-async def test_a_reader_that_is_not_open_says_so(client: plait.Client) -> None:
+async def test_a_reader_that_is_not_open_refuses_calls(client: plait.Client) -> None:
     await client.admin.create_subject("s")
     reader = client.reader("s")
     with pytest.raises(plait.Closed, match="not open"):

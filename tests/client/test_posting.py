@@ -20,7 +20,7 @@ async def read(client: plait.Client, subject: str) -> list[plait.Message]:
     return messages
 
 
-async def test_a_ticket_gives_the_receipt_without_a_flush(client: plait.Client) -> None:
+async def test_a_ticket_returns_the_receipt_without_a_flush(client: plait.Client) -> None:
     tickets = [client.post("order.book", b"%d" % n, key=f"k{n}") for n in range(5)]
     assert not any(ticket.done for ticket in tickets)
     assert [(await ticket).sequence for ticket in tickets] == [0, 1, 2, 3, 4]
@@ -28,7 +28,7 @@ async def test_a_ticket_gives_the_receipt_without_a_flush(client: plait.Client) 
     assert [(m.key, m.body) for m in await read(client, "order.book")] == [(f"k{n}", b"%d" % n) for n in range(5)]
 
 
-async def test_flush_waits_for_everything_posted_to_any_subject(client: plait.Client) -> None:
+async def test_flush_waits_for_the_posts_of_all_subjects(client: plait.Client) -> None:
     tickets = [client.post(f"subject.{n % 3}", b"") for n in range(300)]
     await client.flush()
     assert all(ticket.done for ticket in tickets)
@@ -43,7 +43,7 @@ async def test_posts_and_sends_keep_their_order(client: plait.Client) -> None:
     assert [m.body for m in await read(client, "order.book")] == [b"1", b"2", b"3", b"4", b"5", b"6"]
 
 
-async def test_a_full_buffer_refuses_posts_and_lets_sends_wait(broker: EmbeddedBroker) -> None:
+async def test_a_full_buffer_refuses_posts_and_makes_sends_wait(broker: EmbeddedBroker) -> None:
     async with broker.connect(limits=plait.ClientLimits(buffer_bytes=10_000)) as client:
         posted = 0
         while client._producer.buffered < 10_000:
@@ -67,11 +67,11 @@ async def test_no_send_overtakes_one_that_waits_for_room(broker: EmbeddedBroker)
         refused = 0
         for number in range(600):
             sends.append(asyncio.ensure_future(client.send("order.book", bytes(100 + number % 7 * 100), key="k")))
-            # Sends come at all times: while others wait, and while those are about to go.
+            # Sends arrive while others wait for room, and while those are about to continue.
             for _ in range(1 if number % 10 == 1 else number % 3):
                 await asyncio.sleep(0)
             if number % 10 == 1:
-                # The last send has begun, as it has had its turn.
+                # The last send has had a turn of the loop, so it has begun.
                 sends[number // 2].cancel()
                 try:
                     posts.append((number, client.post("order.book", b"", key="k")))
@@ -97,19 +97,19 @@ async def test_send_many_does_not_overtake_sends_that_waited_for_room_before_it(
     assert [receipt.sequence for receipt in receipts] == [1, 2, 3, 4, 5]
 
 
-async def test_a_send_that_finds_no_room_in_time_says_so_and_lets_the_next_go(broker: EmbeddedBroker) -> None:
+async def test_a_send_that_waits_too_long_for_room_times_out_and_the_next_one_succeeds(broker: EmbeddedBroker) -> None:
     async with broker.connect(limits=plait.ClientLimits(buffer_bytes=2_000)) as client:
         await client.send("order.book", b"")
         producer = client._producer
         # Rows that no broker ever answers.
         producer.buffered += 5_000
-        with impatient(client), pytest.raises(plait.Timeout, match=r"buffer stayed full for 0.05 s"):
+        with impatient(client), pytest.raises(plait.Timeout, match=r"buffer was full for 0.05 s"):
             await client.send("order.book", b"waits")
         producer.released(5_000)
         assert (await client.send("order.book", b"goes")).sequence == 1
 
 
-async def test_a_waiting_send_that_is_cancelled_does_not_hold_up_the_next(broker: EmbeddedBroker) -> None:
+async def test_a_cancelled_waiting_send_does_not_block_the_next(broker: EmbeddedBroker) -> None:
     async with broker.connect(limits=plait.ClientLimits(buffer_bytes=10_000)) as client:
         client.post("order.book", bytes(20_000))
         first, second = (asyncio.ensure_future(client.send("order.book", b"%d" % n)) for n in range(2))
@@ -129,7 +129,7 @@ async def test_flush_raises_the_error_of_a_post_once(broker: EmbeddedBroker, cli
         await ticket
 
 
-async def test_flush_does_not_repeat_what_a_send_has_raised(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_flush_does_not_repeat_the_error_of_a_send(broker: EmbeddedBroker, client: plait.Client) -> None:
     await client.send("order.book", b"stored")
     broker.server.broker.read_only = True
     with pytest.raises(plait.ReadOnly):
@@ -139,9 +139,7 @@ async def test_flush_does_not_repeat_what_a_send_has_raised(broker: EmbeddedBrok
     await client.flush()
 
 
-async def test_a_client_without_a_server_keeps_posts_until_it_is_back(
-    broker: EmbeddedBroker, client: plait.Client
-) -> None:
+async def test_posts_wait_until_the_server_is_back(broker: EmbeddedBroker, client: plait.Client) -> None:
     await client.send("order.book", b"0")
     await broker.stop()
     await until(lambda: client._node.link is None)
@@ -154,7 +152,7 @@ async def test_a_client_without_a_server_keeps_posts_until_it_is_back(
 # --- many -------------------------------------------------------------------------------------------------------------
 
 
-async def test_many_are_stored_in_order_over_several_frames(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_send_many_stores_rows_in_order_over_several_frames(broker: EmbeddedBroker, client: plait.Client) -> None:
     bodies = [b"%100d" % n for n in range(50_000)]
     receipts = await client.send_many("order.book", bodies, keys=[n % 100 for n in range(50_000)])
     assert len(receipts) == 50_000
@@ -183,12 +181,12 @@ async def test_many_are_stored_in_order_over_several_frames(broker: EmbeddedBrok
     ],
     ids=["array", "strings", "chunks", "slice", "large", "mixed", "tuple"],
 )
-async def test_many_bodies_may_be_lists_or_arrow_arrays(client: plait.Client, bodies: pa.Array) -> None:
+async def test_send_many_takes_lists_and_arrow_arrays(client: plait.Client, bodies: pa.Array) -> None:
     await client.send_many("order.book", bodies)
     assert [m.body for m in await read(client, "order.book")] == [b"a", b"bb", b""]
 
 
-async def test_many_large_and_small_bodies_share_no_frame_over_the_limit(client: plait.Client) -> None:
+async def test_send_many_makes_no_frame_over_the_limit(client: plait.Client) -> None:
     bodies = [bytes(n % 3 * 3_000_000 + 1) for n in range(9)]
     await client.send_many("order.book", bodies)
     async with client.reader("order.book", start="earliest") as reader:
@@ -198,7 +196,7 @@ async def test_many_large_and_small_bodies_share_no_frame_over_the_limit(client:
     assert sizes == [len(body) for body in bodies]
 
 
-async def test_no_bodies_give_no_receipts(client: plait.Client) -> None:
+async def test_send_many_without_bodies_returns_no_receipts(client: plait.Client) -> None:
     assert list(await client.send_many("order.book", [])) == []
 
 
@@ -207,13 +205,13 @@ async def test_no_bodies_give_no_receipts(client: plait.Client) -> None:
     [
         (b"one", None, "a list of bodies"),
         ("one", None, "a list of bodies"),
-        ([b"a"], ["k", "l"], "2 keys do not fit 1 bodies"),
+        ([b"a"], ["k", "l"], "2 keys for 1 bodies"),
         ([b"a"], [True], "bool"),
         ([b"a"], [""], "empty"),
         (pa.array([b"a", None]), None, "null"),
     ],
 )
-async def test_many_that_do_not_fit_are_refused(
+async def test_send_many_refuses_invalid_arguments(
     client: plait.Client, bodies: list[bytes], keys: list[str] | None, reason: str
 ) -> None:
     with pytest.raises(plait.InvalidArgument, match=reason):
@@ -221,7 +219,7 @@ async def test_many_that_do_not_fit_are_refused(
     assert (await client.send("order.book", b"")).sequence == 0
 
 
-async def test_many_wait_for_room_in_the_buffer(broker: EmbeddedBroker) -> None:
+async def test_send_many_waits_for_room_in_the_buffer(broker: EmbeddedBroker) -> None:
     limits = plait.ClientLimits(buffer_bytes=50_000, frame_bytes=10_000, in_flight_frames=2)
     async with broker.connect(limits=limits) as client:
         await client.send_many("order.book", [bytes(1_000)] * 1_000)
@@ -229,7 +227,7 @@ async def test_many_wait_for_room_in_the_buffer(broker: EmbeddedBroker) -> None:
         assert client._producer.buffered == 0
 
 
-async def test_a_flush_that_is_cancelled_leaves_the_error_of_another_subject_to_the_next(
+async def test_a_cancelled_flush_leaves_the_error_of_another_subject_to_the_next_flush(
     broker: EmbeddedBroker, client: plait.Client
 ) -> None:
     core = broker.server.broker
@@ -239,7 +237,7 @@ async def test_a_flush_that_is_cancelled_leaves_the_error_of_another_subject_to_
     refused = client.post("first", b"refused")
     await until(lambda: refused.done)
     core.read_only = False
-    # What is sent is not answered for the time being.
+    # The broker does not answer for now.
     commit, core.on_dirty = core.on_dirty, lambda: None
     client.post("second", b"slow")
     flushing = asyncio.ensure_future(client.flush())
@@ -255,7 +253,7 @@ async def test_a_flush_that_is_cancelled_leaves_the_error_of_another_subject_to_
     await client.flush()
 
 
-async def test_closing_raises_what_became_of_posted_messages(broker: EmbeddedBroker) -> None:
+async def test_closing_raises_the_errors_of_posted_messages(broker: EmbeddedBroker) -> None:
     client = await broker.connect().open()
     await client.send("s", b"")
     broker.server.broker.low_space = "the disk is full"
@@ -275,7 +273,7 @@ async def test_closing_raises_what_became_of_posted_messages(broker: EmbeddedBro
         await leave(KeyError())
 
 
-async def test_a_connection_that_the_server_gives_up_costs_a_reconnect_and_nothing_else(
+async def test_a_connection_that_the_server_closes_costs_only_a_reconnect(
     broker: EmbeddedBroker, client: plait.Client
 ) -> None:
     async with client.consumer("t", group="g") as consumer:

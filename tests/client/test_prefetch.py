@@ -1,4 +1,4 @@
-"""How partitions share what a consumer pulls ahead."""
+"""How partitions share the prefetch of a consumer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait.limits import PREFETCH_SHARE_MIN, PREFETCH_SHARES_MAX
 
 @dataclass(eq=False)
 class Partition:
-    """What one partition uses."""
+    """The prefetched rows and bytes of one partition."""
 
     rows: int = 0
     asked: int = 0
@@ -23,7 +23,7 @@ class Partition:
     more: bool = False
     since_oldest: int = 0
 
-    #: How often somebody looked.
+    #: How often ``held`` was called.
     looks: int = 0
 
     def held(self) -> int:
@@ -44,7 +44,7 @@ def shared_by(limits: plait.ClientLimits, *partitions: Partition, spans: bool = 
 LIMITS = plait.ClientLimits(prefetch_count=100, prefetch_span=200, prefetch_bytes=1_000)
 
 
-def test_one_partition_has_all_of_it() -> None:
+def test_a_single_partition_has_the_whole_prefetch() -> None:
     alone = Partition()
     prefetch = shared_by(LIMITS, alone)
     assert prefetch.wanted(alone) == 100
@@ -54,7 +54,7 @@ def test_one_partition_has_all_of_it() -> None:
     assert prefetch.wanted(alone) == 0
 
 
-def test_who_has_more_gets_what_is_for_all() -> None:
+def test_a_busy_partition_gets_the_common_half() -> None:
     idle, busy = Partition(), Partition(more=True)
     prefetch = shared_by(LIMITS, idle, busy)
     assert (prefetch.wanted(idle), prefetch.wanted(busy)) == (25, 75)
@@ -62,13 +62,13 @@ def test_who_has_more_gets_what_is_for_all() -> None:
     assert (prefetch.wanted(idle), prefetch.wanted(busy)) == (25, 0)
 
 
-def test_bytes_of_one_leave_the_other_its_share() -> None:
+def test_the_bytes_of_one_partition_leave_the_other_its_share() -> None:
     idle, busy = Partition(), Partition(rows=10, more=True, open_bytes=750)
     prefetch = shared_by(LIMITS, idle, busy)
     assert (prefetch.wanted(idle), prefetch.wanted(busy)) == (25, 0)
 
 
-def test_who_starves_is_asked_again_once_another_has_less() -> None:
+def test_a_starved_partition_pulls_again_when_another_has_fewer_rows() -> None:
     first, second = Partition(rows=75, more=True), Partition(rows=25, more=True)
     prefetch = shared_by(LIMITS, first, second)
     assert prefetch.wanted(second) == 0
@@ -81,7 +81,7 @@ def test_who_starves_is_asked_again_once_another_has_less() -> None:
     assert prefetch.wanted(second) == 15
 
 
-def test_who_starves_by_bytes_is_asked_again_too() -> None:
+def test_a_partition_starved_by_bytes_pulls_again_too() -> None:
     first, second = Partition(rows=1, open_bytes=500), Partition(rows=1, more=True, open_bytes=300)
     prefetch = shared_by(LIMITS, first, second)
     assert prefetch.wanted(second) == 0
@@ -90,7 +90,7 @@ def test_who_starves_by_bytes_is_asked_again_too() -> None:
     assert prefetch.relieved() is second
 
 
-def test_who_is_gone_leaves_its_room_to_the_others() -> None:
+def test_a_removed_partition_leaves_its_share_to_the_others() -> None:
     first, second, third = Partition(rows=66, more=True), Partition(rows=17, more=True), Partition(rows=17)
     prefetch = shared_by(LIMITS, first, second, third)
     assert prefetch.wanted(second) == 0
@@ -99,7 +99,7 @@ def test_who_is_gone_leaves_its_room_to_the_others() -> None:
     assert prefetch.relieved() is second
 
 
-def test_few_rows_are_asked_for_only_when_the_user_waits() -> None:
+def test_a_small_pull_is_sent_only_when_the_user_waits() -> None:
     partition, other = Partition(rows=20), Partition()
     prefetch = shared_by(LIMITS, partition, other)
     assert prefetch.wanted(partition) == 0
@@ -111,12 +111,12 @@ def test_few_rows_are_asked_for_only_when_the_user_waits() -> None:
 
 
 @pytest.mark.parametrize(("spans", "wanted"), [(True, 0), (False, 99)])
-def test_a_stuck_row_lets_the_rest_not_run_away_unless_keys_are_apart(spans: bool, wanted: int) -> None:
+def test_a_stuck_row_limits_the_span_unless_keys_are_independent(spans: bool, wanted: int) -> None:
     stuck = Partition(rows=1, since_oldest=200)
     assert shared_by(LIMITS, stuck, spans=spans).wanted(stuck) == wanted
 
 
-def test_at_most_once_only_what_is_asked_for_is_pulled_by_all_together() -> None:
+def test_at_most_once_partitions_together_pull_only_what_the_user_asks_for() -> None:
     one, two = Partition(), Partition(asked=3)
     prefetch = shared_by(LIMITS, one, two)
     assert prefetch.wanted_now(10, one) == 5
@@ -124,13 +124,13 @@ def test_at_most_once_only_what_is_asked_for_is_pulled_by_all_together() -> None
     assert prefetch.wanted_now(0, one) == 0
 
 
-def test_of_many_partitions_each_has_enough_to_be_worth_a_pull_unless_the_user_wishes_few() -> None:
+def test_each_of_many_partitions_has_a_minimal_share_unless_the_prefetch_is_small() -> None:
     many = [Partition() for _ in range(1_024)]
     assert shared_by(plait.ClientLimits(), *many).wanted(many[0]) == PREFETCH_SHARE_MIN
     assert shared_by(LIMITS, *many).wanted(many[0]) == 1
 
 
-def test_a_pull_looks_at_its_own_partition_alone() -> None:
+def test_a_pull_counts_only_its_own_partition() -> None:
     many = [Partition(more=True) for _ in range(1_024)]
     prefetch = shared_by(plait.ClientLimits(), *many)
     for each in many:
@@ -148,7 +148,7 @@ def test_a_pull_looks_at_its_own_partition_alone() -> None:
     st.lists(st.tuples(st.booleans(), st.integers(0, 1)), min_size=1, max_size=30),
     st.lists(st.tuples(st.integers(0, 29), st.integers(0, 3)), max_size=100),
 )
-def test_together_they_stay_within_the_limit_and_each_has_its_share(
+def test_partitions_stay_within_the_limit_and_each_has_its_share(
     count: int, kinds: list[tuple[bool, int]], turns: list[tuple[int, int]]
 ) -> None:
     partitions = [Partition(more=more, asked=asked) for more, asked in kinds]
@@ -166,5 +166,5 @@ def test_together_they_stay_within_the_limit_and_each_has_its_share(
 
 
 def most(count: int, partitions: list[Partition]) -> int:
-    """What all may have together."""
+    """The limit for all partitions together."""
     return max(count, len(partitions) * max(min(count // PREFETCH_SHARES_MAX, PREFETCH_SHARE_MIN), 1))

@@ -1,4 +1,4 @@
-"""A reader of a subject of several partitions: all of them, each in order, and those that come later."""
+"""A reader of a subject with several partitions reads all of them, each in order, including later ones."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ async def test_all_partitions_are_read_each_in_its_order(client: plait.Client) -
         assert sequences == sorted(sequences)
 
 
-async def test_what_is_there_comes_without_waiting(client: plait.Client) -> None:
+async def test_stored_messages_are_fetched_without_waiting(client: plait.Client) -> None:
     await client.send_many("s", [b"x"] * 20, keys=KEYS)
     async with client.reader("s", start="earliest") as reader:
         assert len(await reader.fetch(100, wait=0)) == 20
 
 
-async def test_a_reader_at_the_latest_waits_for_what_comes_to_any_partition(client: plait.Client) -> None:
+async def test_a_reader_at_the_latest_waits_for_messages_of_any_partition(client: plait.Client) -> None:
     await client.send_many("s", [b"before"] * 20, keys=KEYS)
     async with client.reader("s") as reader:
         for key in ("k0", "k1", "k0", "k1"):
@@ -59,13 +59,13 @@ async def test_a_reader_at_the_latest_waits_for_what_comes_to_any_partition(clie
     assert set(positions) == {"s@g1", "s#1@g2"}
 
 
-async def test_a_sequence_is_no_start_where_each_partition_counts_for_itself(client: plait.Client) -> None:
+async def test_a_sequence_is_refused_as_the_start_of_several_partitions(client: plait.Client) -> None:
     reader = client.reader("s", start=3)
     with pytest.raises(plait.InvalidArgument, match="2 partitions, each with sequences of its own"):
         await reader.__aenter__()
 
 
-async def test_partitions_that_come_later_are_read_from_their_beginning(meta: PlayedMeta, client: plait.Client) -> None:
+async def test_added_partitions_are_read_from_their_first_message(meta: PlayedMeta, client: plait.Client) -> None:
     async with client.reader("s") as reader:
         await meta.change(4)
         await client.send_many("s", [b"x"] * 20, keys=KEYS)
@@ -74,7 +74,7 @@ async def test_partitions_that_come_later_are_read_from_their_beginning(meta: Pl
     assert {m.partition.name for m in found} == {"s", "s#1", "s#2", "s#3"}
 
 
-async def test_a_broker_that_is_away_does_not_stop_the_others(
+async def test_an_unreachable_broker_does_not_stop_the_others(
     brokers: list[EmbeddedBroker], client: plait.Client
 ) -> None:
     await client.send_many("s", [b"x"] * 2, keys=["k0", "k1"])
@@ -85,7 +85,7 @@ async def test_a_broker_that_is_away_does_not_stop_the_others(
         assert [m.key for m in await fetched(reader, 1)] == ["k1"]
 
 
-async def test_routes_are_looked_at_again_now_and_then(meta: PlayedMeta) -> None:
+async def test_routes_are_refreshed_periodically(meta: PlayedMeta) -> None:
     limits = plait.ClientLimits(route_seconds=0.001, pull_wait_seconds=0.01)
     async with meta.client(limits=limits) as client, client.reader("s") as reader:
         await meta.change(3)
@@ -96,12 +96,12 @@ async def test_routes_are_looked_at_again_now_and_then(meta: PlayedMeta) -> None
 
 
 @pytest.mark.parametrize("wait", [0.0, PATIENCE_SECONDS])
-async def test_a_fetch_that_is_cancelled_at_any_moment_skips_nothing(client: plait.Client, wait: float) -> None:
+async def test_a_fetch_cancelled_at_any_moment_skips_no_message(client: plait.Client, wait: float) -> None:
     await client.send_many("s", [b"%d" % n for n in range(60)], keys=[KEYS[n % 20] for n in range(60)])
     turns, cancelled = 0, 0
     async with client.reader("s", start="earliest") as reader:
         while turns < 40:
-            # One turn later each time, until it is too late.
+            # Cancel one turn later each time, until the fetch completes first.
             fetching = asyncio.ensure_future(reader.fetch(1, wait=wait))
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -119,7 +119,7 @@ async def test_a_fetch_that_is_cancelled_at_any_moment_skips_nothing(client: pla
     assert sorted(int(m.body) for m in found) == list(range(60))
 
 
-async def test_the_position_is_before_what_was_not_fetched_yet(client: plait.Client) -> None:
+async def test_the_position_precedes_the_unfetched_messages(client: plait.Client) -> None:
     await client.send_many("s", [b"%d" % n for n in range(40)], keys=[KEYS[n % 20] for n in range(40)])
     async with client.reader("s", start="earliest") as reader:
         first = await reader.fetch(1, wait=PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""A server that restarts, crashes or drops connections is only a pause: nothing is lost, nothing stored twice."""
+"""A server that restarts, crashes or drops connections causes only a pause: no row is lost or stored twice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def everything(client: plait.Client, subject: str) -> list[plait.Message]:
     return found
 
 
-async def test_a_restart_is_invisible_but_for_latency(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_a_restart_costs_only_latency(broker: EmbeddedBroker, client: plait.Client) -> None:
     await send(client, 10)
     async with client.consumer("s", group="g") as consumer:
         held = await fetch_all(consumer, 10)
@@ -43,8 +43,8 @@ async def test_a_restart_is_invisible_but_for_latency(broker: EmbeddedBroker, cl
     assert (info.lag, info.redelivered) == (0, 0)
 
 
-async def test_what_is_held_stays_held_over_a_crash(broker: EmbeddedBroker, client: plait.Client) -> None:
-    """R13: a consumer that attaches again names what is in its hands, so that nobody gets it a second time."""
+async def test_held_rows_stay_held_after_a_crash(broker: EmbeddedBroker, client: plait.Client) -> None:
+    """R13: a consumer that attaches again names its held rows, so that no other consumer gets them."""
     await send(client, 100)
     async with client.consumer("s", group="g", prefetch=20) as consumer, client.consumer("s", group="g") as other:
         held = await fetch_all(consumer, 10)
@@ -64,8 +64,8 @@ async def test_what_is_held_stays_held_over_a_crash(broker: EmbeddedBroker, clie
 
 
 @pytest.mark.parametrize("crash", [False, True], ids=["restart", "crash"])
-async def test_sends_under_way_are_stored_once_and_in_order(broker: EmbeddedBroker, crash: bool) -> None:
-    """R7: the frames of unknown fate are sent again, and the broker knows the ones it has."""
+async def test_sends_in_flight_are_stored_once_and_in_order(broker: EmbeddedBroker, crash: bool) -> None:
+    """R7: the client resends frames without a reply, and the broker stores each once."""
     limits = plait.ClientLimits(frame_count=7, in_flight_frames=16, reconnect_first_seconds=0.001)
     async with broker.connect(limits=limits) as client:
         tickets = []
@@ -89,8 +89,8 @@ async def test_sends_under_way_are_stored_once_and_in_order(broker: EmbeddedBrok
         assert len(known) > 3_000
 
 
-async def test_broken_connections_lose_and_repeat_nothing(broker: EmbeddedBroker, seed: int) -> None:
-    """Sender and consumer lose their connection again and again, at random moments of their work."""
+async def test_broken_connections_lose_and_repeat_no_row(broker: EmbeddedBroker, seed: int) -> None:
+    """Sender and consumer repeatedly lose their connection at random moments."""
     chance = random.Random(seed)
     async with broker.connect(limits=EAGER) as sender, broker.connect(limits=EAGER) as receiver:
         seen: dict[int, int] = {}
@@ -123,10 +123,10 @@ async def test_broken_connections_lose_and_repeat_nothing(broker: EmbeddedBroker
         assert (await sender.admin.group("s", "g")).lag == 0
 
 
-async def test_a_consumer_with_nothing_under_way_notices_a_lost_connection(
+async def test_a_consumer_without_an_open_pull_notices_a_lost_connection(
     broker: EmbeddedBroker, client: plait.Client
 ) -> None:
-    """Its prefetch is full, so it has no pull open that would fail."""
+    """Its prefetch is full, so no open pull fails."""
     await send(client, 10)
     async with client.consumer("s", group="g", prefetch=2) as consumer:
         started = await fetch_all(consumer, 2)
@@ -138,7 +138,7 @@ async def test_a_consumer_with_nothing_under_way_notices_a_lost_connection(
         assert numbers(await fetch_all(consumer, 8)) == list(range(2, 10))
 
 
-async def test_acks_made_while_the_server_is_away_arrive_later(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_acks_made_while_the_server_is_down_are_sent_later(broker: EmbeddedBroker, client: plait.Client) -> None:
     await send(client, 10)
     async with client.consumer("s", group="g") as consumer:
         handed = await fetch_all(consumer, 10)
@@ -153,7 +153,7 @@ async def test_acks_made_while_the_server_is_away_arrive_later(broker: EmbeddedB
         assert (again.body, again.attempt) == (b"9", 2)
 
 
-async def test_an_ack_that_a_crash_swallowed_is_sent_again(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_an_ack_lost_in_a_crash_is_sent_again(broker: EmbeddedBroker, client: plait.Client) -> None:
     await send(client, 3)
     async with client.consumer("s", group="g") as consumer:
         for message in await fetch_all(consumer, 3):
@@ -167,24 +167,22 @@ async def test_an_ack_that_a_crash_swallowed_is_sent_again(broker: EmbeddedBroke
         assert (message.body, message.attempt) == (b"3", 1)
 
 
-async def test_acks_that_cannot_be_sent_in_time_say_so(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_an_ack_times_out_while_the_server_is_down(broker: EmbeddedBroker, client: plait.Client) -> None:
     await client.send("s", b"0")
     async with client.consumer("s", group="g") as consumer:
         batch = await consumer.fetch(1, wait=20)
         await broker.stop()
-        settling = consumer._clients[0].settling
-        patient, settling._limits = settling._limits, plait.ClientLimits(send_seconds=0.05)
+        collector = consumer._clients[0].collector
+        patient, collector._limits = collector._limits, plait.ClientLimits(send_seconds=0.05)
         with pytest.raises(plait.Timeout, match="may be delivered again"):
             await batch.ack()
-        settling._limits = patient
+        collector._limits = patient
         await broker.start()
         await consumer.flush()
     assert (await client.admin.group("s", "g")).lag == 0
 
 
-async def test_opening_a_consumer_survives_a_connection_that_breaks_meanwhile(
-    broker: EmbeddedBroker, client: plait.Client
-) -> None:
+async def test_opening_a_consumer_survives_a_broken_connection(broker: EmbeddedBroker, client: plait.Client) -> None:
     await send(client, 1)
     link = client._node.link
     assert link is not None
@@ -193,7 +191,7 @@ async def test_opening_a_consumer_survives_a_connection_that_breaks_meanwhile(
         assert numbers(await fetch_all(consumer, 1)) == [0]
 
 
-async def test_connections_that_die_at_once_are_made_ever_more_slowly(broker: EmbeddedBroker) -> None:
+async def test_reconnects_back_off_when_connections_break_at_once(broker: EmbeddedBroker) -> None:
     limits = plait.ClientLimits(reconnect_first_seconds=0.01, reconnect_max_seconds=0.08)
     loop = asyncio.get_running_loop()
     async with broker.connect(limits=limits) as client:
@@ -215,7 +213,7 @@ async def test_connections_that_die_at_once_are_made_ever_more_slowly(broker: Em
         await client.send("s", b"still here")
 
 
-async def test_a_connection_that_lived_is_made_again_at_once(broker: EmbeddedBroker) -> None:
+async def test_a_long_lived_connection_is_replaced_at_once(broker: EmbeddedBroker) -> None:
     limits = plait.ClientLimits(reconnect_first_seconds=30, reconnect_steady_seconds=0)
     async with broker.connect(limits=limits) as client:
         for number in range(5):
@@ -226,10 +224,8 @@ async def test_a_connection_that_lived_is_made_again_at_once(broker: EmbeddedBro
             assert (await asyncio.wait_for(client.send("s", b""), 10)).sequence == number
 
 
-async def test_a_server_that_answers_nothing_is_given_up(
-    broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half open: the connection stands and nothing comes. Heartbeats tell."""
+async def test_a_connection_without_replies_is_closed(broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half open: the connection exists, but no reply arrives. Missing heartbeats reveal it."""
     limits = plait.ClientLimits(heartbeat_seconds=0.01, reconnect_first_seconds=0.001)
     async with broker.connect(limits=limits) as client:
         link = client._node.link
@@ -248,5 +244,5 @@ async def test_a_server_of_another_protocol_is_refused_at_once(
     newer = SimpleNamespace(**{**vars(messages), "PROTOCOL_VERSION": 99})
     monkeypatch.setattr("plait.wire.link.m", newer)
     client = broker.connect(limits=plait.ClientLimits(request_seconds=60))
-    with pytest.raises(plait.VersionMismatch, match="this server speaks protocol 1, the client 99"):
+    with pytest.raises(plait.VersionMismatch, match="this server supports protocol 1, the client 99"):
         await asyncio.wait_for(client.open(), 10)

@@ -1,4 +1,4 @@
-"""A send that its broker refuses, or that may be stored, moves, waits or fails, and is never stored twice."""
+"""A send that a broker refuses, or whose reply is lost, moves, waits or fails, and is never stored twice."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def node_of(client: plait.Client, group: str) -> Node:
     return client._router._nodes[group]
 
 
-async def test_the_keys_of_these_tests_are_apart(client: plait.Client) -> None:
+async def test_the_keys_of_these_tests_are_in_different_partitions(client: plait.Client) -> None:
     assert (await client.send("s", b"x", key=LEFT)).partition.name == "s"
     assert (await client.send("s", b"x", key=RIGHT)).partition.name == "s#1"
 
 
-async def test_best_tried_a_refused_row_moves_under_a_logical_partition_of_the_other(
+async def test_best_tried_a_refused_row_moves_to_an_lp_of_the_other_partition(
     brokers: list[EmbeddedBroker], meta: PlayedMeta, client: plait.Client
 ) -> None:
-    """R6: and what tells its key from others stays."""
+    """R6: the bits of the hash that distinguish the key stay the same."""
     await client.send("s", b"before", key=RIGHT)
     brokers[1].server.broker.read_only = True
     receipt = await client.send("s", b"moved", key=RIGHT, tags=["t"], headers={"h": 1})
@@ -58,7 +58,7 @@ async def test_best_tried_a_refused_row_moves_under_a_logical_partition_of_the_o
     assert (await client.send("s", b"after", key=RIGHT)).partition.name == "s#1"
 
 
-async def test_best_tried_what_nobody_takes_fails_to_its_caller(
+async def test_best_tried_a_row_that_all_brokers_refuse_fails(
     brokers: list[EmbeddedBroker], meta: PlayedMeta, client: plait.Client
 ) -> None:
     await client.send_many("s", [b"x"] * 2, keys=[LEFT, RIGHT])
@@ -66,9 +66,9 @@ async def test_best_tried_what_nobody_takes_fails_to_its_caller(
         broker.server.broker.read_only = True
     for arguments in ({"key": LEFT}, {"key": RIGHT}, {}):
         with pytest.raises(plait.ReadOnly):
-            await client.send("s", b"nobody's", **arguments)  # type: ignore[arg-type]
+            await client.send("s", b"refused", **arguments)  # type: ignore[arg-type]
     with pytest.raises(plait.ReadOnly):
-        await client.send_many("s", [b"nobody's"] * 10, keys=[f"k{n}" for n in range(10)])
+        await client.send_many("s", [b"refused"] * 10, keys=[f"k{n}" for n in range(10)])
     for broker in brokers:
         broker.server.broker.read_only = False
     await client.send("s", b"y", key=LEFT)
@@ -86,7 +86,7 @@ async def test_rows_without_keys_avoid_a_broker_that_refuses(
     assert client._producer.health.seconds("g2") >= 3.0
 
 
-async def test_rows_without_keys_do_not_go_where_the_route_says_that_nothing_is_taken(
+async def test_rows_without_keys_avoid_broker_groups_that_the_route_marks_unwritable(
     meta: PlayedMeta, client: plait.Client
 ) -> None:
     meta.states["g1"] = "R"
@@ -99,7 +99,7 @@ async def test_rows_without_keys_do_not_go_where_the_route_says_that_nothing_is_
 
 
 @strict
-async def test_strict_a_refused_row_waits_at_its_place(
+async def test_strict_a_refused_row_waits_for_its_partition(
     brokers: list[EmbeddedBroker], meta: PlayedMeta, client: plait.Client
 ) -> None:
     await client.send("s", b"0", key=RIGHT)
@@ -107,7 +107,7 @@ async def test_strict_a_refused_row_waits_at_its_place(
     sending = [asyncio.ensure_future(client.send("s", b"1", key=RIGHT))]
     await until(lambda: node_retries(client, "s#1"))
     sending += [asyncio.ensure_future(client.send("s", b"%d" % n, key=RIGHT)) for n in range(2, 50)]
-    assert (await client.send("s", b"others go on", key=LEFT)).partition.name == "s"
+    assert (await client.send("s", b"other key", key=LEFT)).partition.name == "s"
     assert not any(one.done() for one in sending)
     brokers[1].server.broker.read_only = False
     receipts = await asyncio.gather(*sending)
@@ -116,17 +116,17 @@ async def test_strict_a_refused_row_waits_at_its_place(
 
 
 def node_queue(client: plait.Client, name: str) -> PartitionQueue:
-    [queue] = [q for q in client._producer.outlet("s").queues() if q.name is not None and q.name.name == name]
+    [queue] = [q for q in client._producer.subject_sender("s").queues() if q.name is not None and q.name.name == name]
     return queue
 
 
 def node_retries(client: plait.Client, name: str) -> bool:
-    """A refused frame waits for its next try."""
+    """Whether a refused frame waits for its resend."""
     return any(frame.refusal is not None for frame in node_queue(client, name)._frames)
 
 
 def expire(client: plait.Client, name: str) -> None:
-    """The time of all that waits is over."""
+    """Let all waiting frames time out."""
     queue = node_queue(client, name)
     for frame in queue._frames:
         frame.deadline = 0.0
@@ -134,10 +134,10 @@ def expire(client: plait.Client, name: str) -> None:
 
 
 @strict
-async def test_strict_a_row_that_is_refused_until_its_time_is_over_fails_with_what_refused_it(
+async def test_strict_a_row_that_is_refused_until_it_times_out_fails_with_the_refusal(
     brokers: list[EmbeddedBroker], meta: PlayedMeta
 ) -> None:
-    # It is not on its way again when its time is over: then nobody would know what becomes of it.
+    # A long pause, so that the frame is not in flight when it times out; its outcome would be unknown then.
     limits = msgspec.structs.replace(EAGER, send_retry_first_seconds=60.0, send_retry_max_seconds=60.0)
     async with meta.client(limits=limits) as client:
         await client.send("s", b"0", key=RIGHT)
@@ -154,7 +154,7 @@ async def test_strict_a_row_that_is_refused_until_its_time_is_over_fails_with_wh
 
 
 async def stored_unanswered(client: plait.Client, broker: EmbeddedBroker, body: bytes, name: str) -> plait.Ticket:
-    """Post a row of RIGHT that the broker stores, and whose answer is lost with the link."""
+    """Post a row of RIGHT that the broker stores; its reply is lost with the link."""
     link = node_of(client, broker.config.group).link
     assert link is not None
     assert link._transport is not None
@@ -168,10 +168,10 @@ async def stored_unanswered(client: plait.Client, broker: EmbeddedBroker, body: 
 
 
 @both
-async def test_a_row_whose_answer_was_lost_does_not_move_with_its_key(
+async def test_a_row_whose_reply_was_lost_does_not_move_with_its_key(
     brokers: list[EmbeddedBroker], meta: PlayedMeta, client: plait.Client
 ) -> None:
-    """R8: it is asked for where it was sent, and only what is not stored goes on."""
+    """R8: the client resends the row to its first partition; only rows that are not stored there move."""
     await client.send("s", b"0", key=RIGHT)
     ticket = await stored_unanswered(client, brokers[1], b"1", "s#1")
     later = [client.post("s", b"%d" % n, key=RIGHT) for n in range(2, 60)]
@@ -183,7 +183,7 @@ async def test_a_row_whose_answer_was_lost_does_not_move_with_its_key(
 
 
 @both
-async def test_a_row_whose_answer_was_lost_is_not_failed_by_a_broker_that_takes_nothing_now(
+async def test_a_row_whose_reply_was_lost_is_not_failed_by_a_later_refusal(
     brokers: list[EmbeddedBroker], meta: PlayedMeta, client: plait.Client
 ) -> None:
     await client.send("s", b"0", key=RIGHT)
@@ -197,10 +197,10 @@ async def test_a_row_whose_answer_was_lost_is_not_failed_by_a_broker_that_takes_
 
 
 @both
-async def test_a_row_in_doubt_whose_time_is_over_fails_and_those_behind_it_go_on(
+async def test_a_row_in_doubt_that_times_out_fails_and_the_rows_behind_it_continue(
     brokers: list[EmbeddedBroker], meta: PlayedMeta, client: plait.Client
 ) -> None:
-    """It is stored or never will be: the order of its key holds either way."""
+    """The row is stored or never will be, so the order of its key holds either way."""
     await client.send("s", b"0", key=RIGHT)
     ticket = await stored_unanswered(client, brokers[1], b"1", "s#1")
     expire(client, "s#1")
@@ -214,7 +214,7 @@ async def test_a_row_in_doubt_whose_time_is_over_fails_and_those_behind_it_go_on
     assert (await meta.by_key())[RIGHT] == [b"0", b"1", b"2"]
 
 
-async def test_best_tried_what_was_never_sent_leaves_a_broker_that_is_away(
+async def test_best_tried_unsent_rows_leave_an_unreachable_broker(
     brokers: list[EmbeddedBroker], meta: PlayedMeta
 ) -> None:
     limits = msgspec.structs.replace(EAGER, unreached_seconds=0.0)
@@ -229,7 +229,7 @@ async def test_best_tried_what_was_never_sent_leaves_a_broker_that_is_away(
 
 
 @strict
-async def test_strict_what_was_never_sent_waits_for_a_broker_that_is_away(
+async def test_strict_unsent_rows_wait_for_an_unreachable_broker(
     brokers: list[EmbeddedBroker], meta: PlayedMeta
 ) -> None:
     limits = msgspec.structs.replace(EAGER, unreached_seconds=0.0)
@@ -238,7 +238,7 @@ async def test_strict_what_was_never_sent_waits_for_a_broker_that_is_away(
         await brokers[1].stop()
         await until(lambda: node_of(client, "g2").link is None)
         ticket = client.post("s", b"1", key=RIGHT)
-        await client.send("s", b"others go on", key=LEFT)
+        await client.send("s", b"other key", key=LEFT)
         assert not ticket.done
         await brokers[1].start()
         assert str((await ticket).partition) == "s#1@g2"

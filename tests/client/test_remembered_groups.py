@@ -1,4 +1,4 @@
-"""A group that only partitions outside the route knew is no new one: ``start=`` is not for it, until it is deleted."""
+"""A group that only retired partitions knew is not new: ``start=`` does not apply to it until it is deleted."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def admin(broker: BlockingBroker) -> Iterator[plait.sync.Client]:
 
 @pytest.fixture
 def client(broker: BlockingBroker) -> Iterator[plait.sync.Client]:
-    """Knows the route as it was when it asked, for half a minute."""
+    """A client that caches its route for half a minute."""
     with plait.sync.connect(broker.address, client_id="fixed", limits=EAGER) as connected:
         yield connected
 
 
 def bodies(client: plait.sync.Client, settings: dict[str, Any], count: int = 1) -> list[bytes]:
-    """What a consumer gets first, and acks."""
+    """Fetch and ack the first messages of a consumer."""
     with client.consumer("s", **settings) as consumer:
         batch = consumer.fetch(count, wait=PATIENCE_SECONDS)
         batch.ack()
@@ -59,7 +59,7 @@ def begin(client: plait.sync.Client, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
-def test_a_stopped_group_gets_what_went_to_the_successor_of_a_partition_that_left(
+def test_a_stopped_group_gets_the_messages_of_the_partition_that_replaced_a_retired_one(
     broker: BlockingBroker, admin: plait.sync.Client, client: plait.sync.Client, settings: dict[str, Any]
 ) -> None:
     begin(client, settings)
@@ -67,7 +67,7 @@ def test_a_stopped_group_gets_what_went_to_the_successor_of_a_partition_that_lef
     assert bodies(client, settings) == [b"new"]
 
 
-def test_it_is_remembered_however_many_partitions_come_and_go(
+def test_a_group_is_remembered_after_several_route_changes(
     broker: BlockingBroker, admin: plait.sync.Client, client: plait.sync.Client
 ) -> None:
     begin(client, LATEST)
@@ -76,7 +76,7 @@ def test_it_is_remembered_however_many_partitions_come_and_go(
     assert bodies(client, LATEST) == [b"new"]
 
 
-def test_by_a_route_from_before_the_partition_left_the_group_is_no_new_one(
+def test_a_group_is_not_new_to_a_client_with_an_old_route(
     broker: BlockingBroker, admin: plait.sync.Client, client: plait.sync.Client
 ) -> None:
     begin(client, LATEST)
@@ -89,9 +89,7 @@ def test_by_a_route_from_before_the_partition_left_the_group_is_no_new_one(
     assert bodies(client, LATEST) == [b"new"]
 
 
-def test_a_group_that_is_deleted_is_new(
-    broker: BlockingBroker, admin: plait.sync.Client, client: plait.sync.Client
-) -> None:
+def test_a_deleted_group_is_new(broker: BlockingBroker, admin: plait.sync.Client, client: plait.sync.Client) -> None:
     begin(client, LATEST)
     retire(broker, admin, ["s#1@g1"])
     client.admin.delete_group("s", "g")
@@ -102,7 +100,7 @@ def test_a_group_that_is_deleted_is_new(
         assert [message.body for message in consumer.fetch(9, wait=PATIENCE_SECONDS)] == [b"newer"]
 
 
-def test_a_subject_that_is_made_again_knows_no_group(
+def test_a_recreated_subject_knows_no_group(
     broker: BlockingBroker, admin: plait.sync.Client, client: plait.sync.Client
 ) -> None:
     begin(client, LATEST)

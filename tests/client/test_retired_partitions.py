@@ -1,4 +1,4 @@
-"""A partition that was emptied by retention and left the route costs no reader and no consumer of its subject."""
+"""A retired partition does not disturb the readers and consumers of its subject."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def admin(broker: BlockingBroker) -> Iterator[plait.sync.Client]:
 
 @pytest.fixture
 def client(broker: BlockingBroker) -> Iterator[plait.sync.Client]:
-    """Looks at its routes when it has a reason to: the next look by itself is half a minute away."""
+    """A client that refreshes its route only after a refusal; its periodic refresh is half a minute away."""
     with plait.sync.connect(broker.address) as connected:
         yield connected
 
 
 def retire(broker: BlockingBroker, admin: plait.sync.Client, partitions: list[str]) -> None:
-    """Lead the subject to these partitions alone; one message is stored there."""
+    """Change the route to these partitions, wait until the others are retired, and send one message."""
     admin.admin.expand_subject("s", partitions)
     while admin.admin.route("s").moving:
         pass
@@ -45,7 +45,7 @@ def retire(broker: BlockingBroker, admin: plait.sync.Client, partitions: list[st
 
 
 @pytest.mark.parametrize("partitions", [["s#9@g1"], ["s@g1", "s#9@g1"]], ids=["all", "some"])
-def test_a_reader_continues_without_it(
+def test_a_reader_continues_without_a_retired_partition(
     broker: BlockingBroker, admin: plait.sync.Client, client: plait.sync.Client, partitions: list[str]
 ) -> None:
     admin.admin.create_subject("s", retention=60.0, partitions=2)
@@ -60,7 +60,7 @@ def test_a_reader_continues_without_it(
 
 @pytest.mark.parametrize("kind", [{}, {"ordered": True}], ids=["shared", "ordered"])
 @pytest.mark.parametrize("partitions", [["s#9@g1"], ["s@g1", "s#9@g1"]], ids=["all", "some"])
-def test_a_consumer_that_opens_by_an_older_route_does_not_wait_for_it(
+def test_a_consumer_with_an_old_route_does_not_wait_for_a_retired_partition(
     broker: BlockingBroker,
     admin: plait.sync.Client,
     client: plait.sync.Client,

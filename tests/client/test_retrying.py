@@ -30,7 +30,7 @@ async def waiting(client: plait.Client) -> int:
 # --- nack -----------------------------------------------------------------------------------------
 
 
-async def test_a_nack_waits_by_the_policy_or_as_it_says(timed_broker: EmbeddedBroker) -> None:
+async def test_a_nack_waits_by_the_policy_or_by_its_own_delay(timed_broker: EmbeddedBroker) -> None:
     async with (
         timed_broker.connect() as client,
         client.consumer("s", group="g", retry=plait.Retry.constant(5)) as consumer,
@@ -51,7 +51,7 @@ async def test_a_nack_waits_by_the_policy_or_as_it_says(timed_broker: EmbeddedBr
         assert await waiting(client) == 0
 
 
-async def test_batches_and_tables_wait_too(timed_broker: EmbeddedBroker) -> None:
+async def test_nacked_batches_and_tables_wait_by_the_policy(timed_broker: EmbeddedBroker) -> None:
     async with timed_broker.connect() as client, client.consumer("s", group="g") as consumer:
         await send(client, 4)
         batch = await consumer.fetch(2, wait=5)
@@ -69,7 +69,7 @@ async def test_batches_and_tables_wait_too(timed_broker: EmbeddedBroker) -> None
     ("delay", "reason"),
     [(-1, "must be 0 or more"), ("soon", "not understood"), (timedelta(days=800), "limit is 732 days")],
 )
-async def test_a_delay_that_cannot_be_is_refused_and_changes_nothing(
+async def test_an_invalid_delay_is_refused_and_changes_nothing(
     client: plait.Client, delay: object, reason: str
 ) -> None:
     await send(client, 1)
@@ -82,9 +82,11 @@ async def test_a_delay_that_cannot_be_is_refused_and_changes_nothing(
     assert (await client.admin.group("s", "g")).lag == 0
 
 
-async def test_a_member_with_another_policy_is_refused_with_both_named(client: plait.Client) -> None:
+async def test_a_member_with_another_policy_is_refused_with_both_policies_named(client: plait.Client) -> None:
     async with client.consumer("s", group="g", retry=plait.Retry.constant(5)):
-        with pytest.raises(plait.GroupMismatch, match=r"retries by 5 s, 16 attempts, this member asks for 1 s, then"):
+        with pytest.raises(
+            plait.GroupMismatch, match=r"has retry policy 5 s, 16 attempts, this member asks for 1 s, then"
+        ):
             async with client.consumer("s", group="g", retry=plait.Retry()):
                 pass
         async with client.consumer("s", group="g"):
@@ -96,7 +98,7 @@ async def test_a_member_with_another_policy_is_refused_with_both_named(client: p
 # --- App ------------------------------------------------------------------------------------------
 
 
-async def test_retry_later_waits_as_it_says_and_is_no_error(
+async def test_retry_later_waits_for_its_delay_and_logs_no_error(
     client: plait.Client, app: plait.App, caplog: pytest.LogCaptureFixture
 ) -> None:
     attempts: list[int] = []
@@ -114,7 +116,7 @@ async def test_retry_later_waits_as_it_says_and_is_no_error(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-async def test_suspend_keeps_the_handler_from_messages_and_leaves_them_to_others(
+async def test_suspend_stops_the_handler_and_leaves_its_messages_to_others(
     client: plait.Client, app: plait.App
 ) -> None:
     seen: list[bytes] = []
@@ -131,7 +133,7 @@ async def test_suspend_keeps_the_handler_from_messages_and_leaves_them_to_others
     async with running(app):
         await suspended.wait()
         async with client.consumer("s", group="g") as other:
-            # The one that failed waits; whatever the app had pulled ahead is here.
+            # The failed message waits for its retry; the prefetched messages of the app were returned.
             assert numbers(await fetch_all(other, 49)) == list(range(1, 50))
             await send(client, 1)
             assert len(await fetch_all(other, 1)) == 1
@@ -139,7 +141,7 @@ async def test_suspend_keeps_the_handler_from_messages_and_leaves_them_to_others
         assert await waiting(client) == 1
 
 
-async def test_a_suspended_handler_goes_on_afterwards(client: plait.Client, app: plait.App) -> None:
+async def test_a_suspended_handler_resumes_afterwards(client: plait.Client, app: plait.App) -> None:
     moments: list[float] = []
 
     @app.subscriber("s", suspend=0.2, retry=AT_ONCE)
@@ -167,7 +169,7 @@ async def test_retry_later_does_not_suspend(client: plait.Client, app: plait.App
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async def", "def"])
-async def test_a_call_that_takes_too_long_has_failed(
+async def test_a_call_that_exceeds_its_timeout_fails(
     client: plait.Client, app: plait.App, caplog: pytest.LogCaptureFixture, asynchronous: bool
 ) -> None:
     attempts: list[int] = []
@@ -204,7 +206,7 @@ async def test_a_call_that_takes_too_long_has_failed(
     assert "did not return within 0.05 s" in str(failure.exc_info[1])
 
 
-async def test_a_handlers_own_timeout_error_is_not_taken_for_ours(
+async def test_a_timeout_error_of_a_handler_is_not_mistaken_for_its_time_limit(
     client: plait.Client, app: plait.App, caplog: pytest.LogCaptureFixture
 ) -> None:
     @app.subscriber("s", timeout=20, retry=AT_ONCE)
@@ -234,9 +236,7 @@ async def test_batch_handlers_fail_as_a_whole(client: plait.Client, app: plait.A
 
 
 @pytest.mark.parametrize("seconds", [0.0104, 1 / 3, 0.1237])
-async def test_a_suspension_ends_whatever_the_timer_rounds_to(
-    client: plait.Client, app: plait.App, seconds: float
-) -> None:
+async def test_a_suspension_ends_despite_timer_rounding(client: plait.Client, app: plait.App, seconds: float) -> None:
     attempts: list[int] = []
 
     @app.subscriber("s")
@@ -251,7 +251,7 @@ async def test_a_suspension_ends_whatever_the_timer_rounds_to(
     assert attempts == [1, 1]
 
 
-async def test_a_def_that_sticks_takes_no_thread_of_others_and_no_message_that_never_began(
+async def test_a_stuck_blocking_handler_takes_no_thread_of_others_and_fails_only_its_message(
     client: plait.Client, app: plait.App
 ) -> None:
     let_go = threading.Event()
@@ -279,7 +279,7 @@ async def test_a_def_that_sticks_takes_no_thread_of_others_and_no_message_that_n
         let_go.set()
 
 
-async def test_an_async_def_that_will_not_be_cancelled_has_failed_all_the_same(
+async def test_an_async_handler_that_suppresses_its_cancellation_still_fails(
     client: plait.Client, app: plait.App
 ) -> None:
     attempts: list[int] = []

@@ -1,4 +1,4 @@
-"""Where clients find routes and brokers, and how they notice that either has changed."""
+"""How clients find routes and brokers, and notice that either has changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMITS = msgspec.structs.replace(EAGER, unreached_seconds=0.01)
 RIGHT = "k1"
 
 
-async def test_a_server_that_is_all_there_is_has_one_connection(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_a_client_of_a_single_server_has_one_connection(broker: EmbeddedBroker, client: plait.Client) -> None:
     await client.send("s", b"x")
     async with client.reader("s", start="earliest") as reader:
         assert len(await reader.fetch(1)) == 1
@@ -27,12 +27,12 @@ async def test_a_server_that_is_all_there_is_has_one_connection(broker: Embedded
     assert client._router.nodes() == [client._node]
 
 
-async def test_a_broker_that_comes_back_at_another_address_is_found(
+async def test_a_broker_that_restarts_at_another_address_is_found(
     brokers: list[EmbeddedBroker], meta: PlayedMeta
 ) -> None:
     async with meta.client(limits=LIMITS) as client:
         await client.send("s", b"0", key=RIGHT)
-        # On a busy machine it may take longer than a send waits for its broker.
+        # On a busy machine the reconnect may take longer than a send waits.
         await until(lambda: client._router._nodes["g2"].link is not None)
         before = brokers[1].address
         await brokers[1].stop()
@@ -45,7 +45,7 @@ async def test_a_broker_that_comes_back_at_another_address_is_found(
         assert str((await client.send("s", b"1", key=RIGHT)).partition) == "s#1@g2"
 
 
-async def test_an_older_route_of_a_meta_server_that_lags_behind_is_not_believed(meta: PlayedMeta) -> None:
+async def test_an_older_route_of_a_lagging_meta_server_is_ignored(meta: PlayedMeta) -> None:
     async with meta.client() as client:
         old = meta.route()
         await meta.change(3)
@@ -54,7 +54,7 @@ async def test_an_older_route_of_a_meta_server_that_lags_behind_is_not_believed(
         assert await client._router.refresh("s") is route
 
 
-async def test_several_who_ask_at_a_time_share_the_answer(meta: PlayedMeta) -> None:
+async def test_concurrent_route_requests_share_one_reply(meta: PlayedMeta) -> None:
     async with meta.client() as client:
         for n in range(20):
             client.post("s", b"x", key=f"k{n}")
@@ -63,7 +63,7 @@ async def test_several_who_ask_at_a_time_share_the_answer(meta: PlayedMeta) -> N
         assert meta.asked == 1
 
 
-async def test_meta_servers_are_learned_unless_the_connection_is_a_brokers_too(meta: PlayedMeta) -> None:
+async def test_meta_server_addresses_are_learned_unless_the_node_is_also_a_broker(meta: PlayedMeta) -> None:
     node = Node(["plait://127.0.0.1:1"], "c", plait.ClientLimits())
     router = Router(node, "c", plait.ClientLimits())
     metas = ["plait://127.0.0.1:1", "plait://127.0.0.1:2"]
@@ -76,12 +76,12 @@ async def test_meta_servers_are_learned_unless_the_connection_is_a_brokers_too(m
     router.learn(metas)
     router.learn(metas)
     assert node._addresses == metas
-    # One is gone and another is there: it does not grow with every server that ever was.
+    # New addresses replace the old ones, so the list does not grow.
     router.learn(["plait://127.0.0.1:3", "plait://127.0.0.1:4"])
     assert node._addresses == ["plait://127.0.0.1:1", "plait://127.0.0.1:3", "plait://127.0.0.1:4"]
 
 
-async def test_the_addresses_of_meta_servers_come_with_a_route(meta: PlayedMeta) -> None:
+async def test_a_route_reply_has_the_addresses_of_the_meta_servers(meta: PlayedMeta) -> None:
     meta.frozen = msgspec.structs.replace(meta.route(), metas=["plait://a:1", "plait://b:2"])
     async with meta.client() as client:
         client._node.learn(["plait://127.0.0.1:2"])
@@ -89,7 +89,7 @@ async def test_the_addresses_of_meta_servers_come_with_a_route(meta: PlayedMeta)
         assert {"plait://a:1", "plait://b:2"} <= set(client._node._addresses)
 
 
-async def test_a_subject_that_is_gone_is_not_looked_at_for_ever(broker: EmbeddedBroker) -> None:
+async def test_the_route_of_a_deleted_subject_is_no_longer_refreshed(broker: EmbeddedBroker) -> None:
     limits = plait.ClientLimits(route_seconds=0.001)
     async with broker.connect(limits=limits) as client:
         await client.send("s", b"x")
@@ -112,7 +112,7 @@ async def test_rows_without_keys_do_not_wait_for_a_broker_that_is_not_connected(
         await brokers[1].start()
 
 
-def test_a_route_says_what_it_leads_to() -> None:
+def test_a_route_has_a_table_and_histories_of_its_partitions() -> None:
     found = m.RouteReply(
         "s",
         3,
@@ -128,7 +128,7 @@ def test_a_route_says_what_it_leads_to() -> None:
     assert route.histories[0][2][0].fence == 7
 
 
-async def test_a_send_whose_route_cannot_be_had_says_why(meta: PlayedMeta) -> None:
+async def test_a_send_without_a_route_times_out_with_the_reason(meta: PlayedMeta) -> None:
     async def find(subject: str, create: bool) -> m.RouteReply:
         raise plait.NoBroker("no broker group is available")
 
@@ -141,7 +141,7 @@ async def test_a_send_whose_route_cannot_be_had_says_why(meta: PlayedMeta) -> No
         await client.send("s", b"y")
 
 
-def test_partitions_that_nothing_was_sent_to_yet_are_not_led_to() -> None:
+def test_partitions_without_a_span_are_left_out_of_a_route() -> None:
     found = m.RouteReply(
         "s",
         3,
@@ -175,7 +175,7 @@ async def test_a_new_process_sends_and_consumes_while_the_meta_database_is_down(
     await client.send("new", b"")
 
 
-async def test_what_is_kept_for_subjects_that_nothing_is_sent_to_any_more_is_dropped(broker: EmbeddedBroker) -> None:
+async def test_the_senders_of_idle_subjects_are_dropped(broker: EmbeddedBroker) -> None:
     limits = plait.ClientLimits(route_seconds=0.001, sender_idle_seconds=0.02)
     async with broker.connect(limits=limits) as client:
         producer, router = client._producer, client._router
@@ -184,9 +184,9 @@ async def test_what_is_kept_for_subjects_that_nothing_is_sent_to_any_more_is_dro
             first = [await client.send(f"s{number}", b"0", key="k") for number in range(20)]
             await client.send("s0", b"later", delay=3600)
             await until(lambda: set(router._routes) == {"read", "eaten"})
-            assert (producer._outlets, producer.queues, producer.delayed) == ({}, {}, {})
-            assert not any(producer._lanes.values())
-            # As if nothing had been: the same producer, the next row.
+            assert (producer._subject_senders, producer.queues, producer.delayed) == ({}, {}, {})
+            assert not any(producer._partition_senders.values())
+            # The next send continues with the same producer and the next sequence.
             second = await client.send("s0", b"1", key="k")
             assert (second.sequence, second.message_id.producer) == (1, first[0].message_id.producer)
             await client.send("read", b"2")
@@ -197,13 +197,13 @@ async def test_what_is_kept_for_subjects_that_nothing_is_sent_to_any_more_is_dro
             assert [m.body for m in await reader.fetch(5, wait=PATIENCE_SECONDS)] == [b"0", b"1"]
 
 
-async def test_what_is_kept_for_subjects_that_were_deleted_is_dropped(broker: EmbeddedBroker) -> None:
+async def test_the_senders_of_deleted_subjects_are_dropped(broker: EmbeddedBroker) -> None:
     async with broker.connect(limits=plait.ClientLimits(route_seconds=0.001)) as client:
         producer = client._producer
         for number in range(5):
             await client.send(f"s{number}", b"")
             await client.send(f"s{number}", b"", delay=3600)
             await client.admin.delete_subject(f"s{number}")
-        await until(lambda: not producer._outlets)
-        assert not any(producer._lanes.values())
+        await until(lambda: not producer._subject_senders)
+        assert not any(producer._partition_senders.values())
         assert (await client.send("s0", b"")).sequence == 0

@@ -1,4 +1,4 @@
-"""Whole ranges of partitions: what brokers say of them, and every row of them once, in order."""
+"""Scans of partition ranges: their spans and cuts, and every row once and in order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def send(client: plait.Client, count: int) -> list[bytes]:
-    """In frames of ten."""
+    """Send ``count`` messages in frames of ten."""
     bodies = [b"%d " % number + bytes(90) for number in range(count)]
     for start in range(0, count, 10):
         await client.send_many("orders", bodies[start : start + 10])
@@ -52,7 +52,7 @@ def rows_of(pieces: list[ScanPiece]) -> list[bytes]:
     ]
 
 
-async def test_a_span_is_what_the_partition_has(client: plait.Client, surveyor: Surveyor) -> None:
+async def test_a_span_covers_the_stored_rows_of_a_partition(client: plait.Client, surveyor: Surveyor) -> None:
     await send(client, 20)
     span = await span_of(surveyor)
     assert (span.place, span.subject, span.start, span.end, span.epochs) == (ORDERS, "orders", 0, 20, [(0, 1)])
@@ -85,7 +85,7 @@ async def test_ranges_are_measured_and_cut(client: plait.Client, surveyor: Surve
         ("partition.cuts", {"ranges": [["orders", 0, 5]]}),
     ],
 )
-async def test_what_makes_no_sense_is_refused(
+async def test_invalid_requests_are_refused(
     client: plait.Client, surveyor: Surveyor, operation: str, arguments: dict[str, object]
 ) -> None:
     await send(client, 10)
@@ -94,7 +94,7 @@ async def test_what_makes_no_sense_is_refused(
         await surveyor.node(ORDERS).request(m.AdminRequest(operation, arguments))
 
 
-async def test_a_subject_that_is_not_there_is_not_made(client: plait.Client, surveyor: Surveyor) -> None:
+async def test_a_missing_subject_is_not_created(client: plait.Client, surveyor: Surveyor) -> None:
     with pytest.raises(SubjectNotFound):
         await surveyor.find(["nothing"])
     with pytest.raises(SubjectNotFound, match="there are no subjects"):
@@ -102,7 +102,7 @@ async def test_a_subject_that_is_not_there_is_not_made(client: plait.Client, sur
     assert await client.admin.subjects() == []
 
 
-async def test_every_row_of_a_range_comes_once_and_in_order(client: plait.Client, surveyor: Surveyor) -> None:
+async def test_every_row_of_a_range_is_read_once_and_in_order(client: plait.Client, surveyor: Surveyor) -> None:
     sent = await send(client, 500)
     span = await span_of(surveyor)
     pieces = [piece async for piece in RangeScan(surveyor, span, 0, 500)]
@@ -112,7 +112,7 @@ async def test_every_row_of_a_range_comes_once_and_in_order(client: plait.Client
     assert rows_of([piece async for piece in RangeScan(surveyor, span, 123, 234)]) == sent[123:234]
 
 
-async def test_several_reads_are_under_way_and_no_more(
+async def test_the_number_of_concurrent_reads_is_limited(
     broker: EmbeddedBroker, client: plait.Client, surveyor: Surveyor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await send(client, 500)
@@ -136,7 +136,7 @@ async def test_several_reads_are_under_way_and_no_more(
     assert max(open_reads) == scan_module.AHEAD
 
 
-async def test_who_leaves_early_leaves_nothing_running(client: plait.Client, surveyor: Surveyor) -> None:
+async def test_a_scan_that_ends_early_leaves_no_task_running(client: plait.Client, surveyor: Surveyor) -> None:
     await send(client, 500)
     pieces = aiter(RangeScan(surveyor, await span_of(surveyor), 0, 500))
     await anext(pieces)
@@ -144,7 +144,7 @@ async def test_who_leaves_early_leaves_nothing_running(client: plait.Client, sur
     assert [task for task in asyncio.all_tasks() if task.get_name() == "plait-scan"] == []
 
 
-async def test_a_broker_that_crashes_is_asked_again(
+async def test_a_scan_continues_after_a_broker_crash(
     broker: EmbeddedBroker, client: plait.Client, surveyor: Surveyor
 ) -> None:
     sent = await send(client, 500)
@@ -157,15 +157,17 @@ async def test_a_broker_that_crashes_is_asked_again(
     assert rows_of(pieces) == sent
 
 
-async def test_an_end_that_is_not_there_is_said_and_not_waited_for(client: plait.Client, surveyor: Surveyor) -> None:
+async def test_a_range_past_the_end_of_the_partition_is_refused_without_waiting(
+    client: plait.Client, surveyor: Surveyor
+) -> None:
     await send(client, 20)
-    with pytest.raises(DataLost, match="orders@g1 ends at sequence 20, and 20 to 29 were there"):
+    with pytest.raises(DataLost, match="orders@g1 ends at sequence 20, but had 20 to 29"):
         async for _ in RangeScan(surveyor, await span_of(surveyor), 10, 30):
             pass
 
 
 @pytest.mark.parametrize(("kept_from", "end"), [(305, 500), (320, 500), (485, 497), (500, 500)])
-async def test_what_expires_while_it_is_read_is_a_gap_and_the_rest_comes_once(
+async def test_rows_that_expire_during_a_scan_are_a_gap_and_the_rest_is_read_once(
     broker: EmbeddedBroker,
     client: plait.Client,
     surveyor: Surveyor,
@@ -189,7 +191,7 @@ async def test_what_expires_while_it_is_read_is_a_gap_and_the_rest_comes_once(
     assert all(gap.expired for gap in gaps)
 
 
-async def test_what_does_not_read_back_is_a_gap_and_the_rest_comes_once(
+async def test_damaged_rows_are_a_gap_and_the_rest_is_read_once(
     broker: EmbeddedBroker, client: plait.Client, surveyor: Surveyor
 ) -> None:
     sent = await send(client, 500)
@@ -204,17 +206,19 @@ async def test_what_does_not_read_back_is_a_gap_and_the_rest_comes_once(
     assert [gap for piece in pieces for gap in piece.gaps] == [(250, 260, False)]
 
 
-async def test_a_partition_that_is_there_no_more_is_named(surveyor: Surveyor) -> None:
-    with pytest.raises(DataLost, match="orders#7@g1 is not one of the partitions"):
+async def test_a_missing_partition_is_refused_by_name(surveyor: Surveyor) -> None:
+    with pytest.raises(DataLost, match="orders#7@g1 is not a partition of its subject"):
         await surveyor.spans([PartitionName("orders#7", "g1")])
 
 
-async def test_times_are_found_where_everything_is_expired(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_times_are_found_in_a_partition_whose_rows_are_all_expired(
+    broker: EmbeddedBroker, client: plait.Client
+) -> None:
     await send(client, 20)
     partition = broker.server.broker.subjects["orders"]
     broker.server.broker.checkpoint()
     await send(client, 60)
-    # What came last is not acknowledged yet.
+    # The last rows are not visible yet.
     partition.start = partition.visible = 20
     spans = await client._router.meta.request(
         m.AdminRequest("partition.spans", {"names": ["orders"], "times": [0, 1 << 62]})
@@ -223,7 +227,7 @@ async def test_times_are_found_where_everything_is_expired(broker: EmbeddedBroke
     assert (span["at"], span["until"]) == ([20, 20], [20, 20])
 
 
-async def test_a_broker_that_stays_away_is_named(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_an_unreachable_broker_is_named_in_the_error(broker: EmbeddedBroker, client: plait.Client) -> None:
     limits = plait.ClientLimits(request_seconds=0.1, send_seconds=0.1)
     await send(client, 10)
     async with Surveyor([broker.address], limits) as surveyor:
@@ -233,7 +237,7 @@ async def test_a_broker_that_stays_away_is_named(broker: EmbeddedBroker, client:
             await surveyor.spans([ORDERS])
 
 
-async def test_partitions_are_asked_for_at_their_own_brokers(meta: PlayedMeta) -> None:
+async def test_each_partition_is_read_from_its_own_broker(meta: PlayedMeta) -> None:
     async with meta.client(limits=EAGER) as client:
         keys = [f"k{number}" for number in range(40)]
         await client.send_many("s", [key.encode() for key in keys], keys=keys)

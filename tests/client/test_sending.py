@@ -1,4 +1,4 @@
-"""``send``: receipts, bodies, refusals and what a lost or silent server does to it."""
+"""``send``: receipts, bodies, refusals, and servers that are lost or silent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 import plait
-from plait.broker.appender import SendReply
+from plait.broker.appender import SendCallback
 from plait.broker.partitions.partition import Partition
 from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
@@ -38,7 +38,7 @@ async def test_a_receipt_names_message_partition_and_sequence(client: plait.Clie
     assert str(first.message_id) == f"{first.message_id.producer:016x}-{first.message_id.sequence}"
 
 
-async def test_a_message_carries_what_was_sent_and_where_it_is(client: plait.Client) -> None:
+async def test_a_message_has_its_sent_fields_and_its_position(client: plait.Client) -> None:
     receipt = await client.send("order.book", b"created", key="order-1")
     async with client.consumer("order.book", group="billing") as consumer:
         [message] = await fetch_all(consumer, 1)
@@ -53,7 +53,7 @@ async def test_a_message_carries_what_was_sent_and_where_it_is(client: plait.Cli
     assert (message.attempt, message.tags, message.headers) == (1, [], {})
 
 
-async def test_sends_of_one_moment_leave_together_in_order(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_concurrent_sends_are_sent_together_in_order(broker: EmbeddedBroker, client: plait.Client) -> None:
     await client.send("order.book", b"first")
     receipts = await asyncio.gather(*(client.send("order.book", b"%d" % n) for n in range(200)))
     assert [receipt.sequence for receipt in receipts] == list(range(1, 201))
@@ -61,14 +61,14 @@ async def test_sends_of_one_moment_leave_together_in_order(broker: EmbeddedBroke
     assert len(broker.server.broker.subjects["order.book"].consume_log) == 2
 
 
-async def test_half_of_many_sends_go_ahead_when_nothing_is_under_way(
+async def test_half_of_many_sends_leave_at_once_when_no_frame_is_in_flight(
     broker: EmbeddedBroker, client: plait.Client
 ) -> None:
     await client.send("order.book", b"first")
     counts: list[int] = []
     submit = broker.server.broker.submit
 
-    def counting(partition: Partition, frame: FrameView, reply: SendReply | None) -> None:
+    def counting(partition: Partition, frame: FrameView, reply: SendCallback | None) -> None:
         counts.append(frame.count)
         submit(partition, frame, reply)
 
@@ -107,14 +107,14 @@ class Shipped(pydantic.BaseModel):
         (b"", b""),
     ],
 )
-async def test_bodies_go_through_a_codec(client: plait.Client, body: Any, stored: bytes) -> None:
+async def test_bodies_are_encoded_by_type(client: plait.Client, body: Any, stored: bytes) -> None:
     await client.send("order.book", body)
     await client.send_many("order.book", [body, body])
     assert await bodies_of(client, "order.book") == [stored] * 3
 
 
 @pytest.mark.parametrize("body", [object(), "\ud800", {1j: 2}])
-async def test_a_body_no_codec_takes_is_refused(client: plait.Client, body: Any) -> None:
+async def test_a_body_without_a_codec_is_refused(client: plait.Client, body: Any) -> None:
     with pytest.raises(plait.CodecError, match="cannot be encoded"):
         await client.send("order.book", body)
     with pytest.raises(plait.CodecError, match="cannot be encoded"):
@@ -133,7 +133,7 @@ async def test_a_body_over_the_limit_is_refused_and_one_at_the_limit_is_not(clie
     assert len(message.body) == BODY_SIZE_MAX
 
 
-async def test_a_oneway_send_has_no_sequence_and_arrives(client: plait.Client) -> None:
+async def test_a_oneway_send_has_no_sequence_and_is_stored(client: plait.Client) -> None:
     async with client.consumer("order.book", group="billing") as consumer:
         receipt = await client.send("order.book", b"maybe", key="k", oneway=True)
         [message] = await fetch_all(consumer, 1)
@@ -141,7 +141,7 @@ async def test_a_oneway_send_has_no_sequence_and_arrives(client: plait.Client) -
     assert (message.body, message.key, message.message_id) == (b"maybe", "k", receipt.message_id)
 
 
-async def test_oneway_sends_of_one_moment_keep_their_ids(client: plait.Client) -> None:
+async def test_concurrent_oneway_sends_keep_their_ids(client: plait.Client) -> None:
     async with client.consumer("order.book", group="billing") as consumer:
         receipts = [await client.send("order.book", b"%d" % n, oneway=True) for n in range(50)]
         messages = await fetch_all(consumer, 50)
@@ -150,7 +150,7 @@ async def test_oneway_sends_of_one_moment_keep_their_ids(client: plait.Client) -
 
 
 @pytest.mark.parametrize("subject", ["", ".hidden", "-x", "a b", "ä", "x" * 201, "a/b", None, 5])
-async def test_a_subject_name_against_the_rules_is_refused(client: plait.Client, subject: Any) -> None:
+async def test_an_invalid_subject_name_is_refused(client: plait.Client, subject: Any) -> None:
     with pytest.raises(plait.InvalidName, match="subject name"):
         await client.send(subject, b"")
     with pytest.raises(plait.InvalidName, match="subject name"):
@@ -161,12 +161,12 @@ async def test_a_subject_name_against_the_rules_is_refused(client: plait.Client,
         client.reader(subject)
 
 
-async def test_every_allowed_character_makes_a_name(client: plait.Client) -> None:
+async def test_every_allowed_character_is_accepted_in_a_name(client: plait.Client) -> None:
     assert str((await client.send("A_z%9.b:c-d" + "x" * 189, b"")).partition).startswith("A_z%9.b:c-d")
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4"])
-async def test_compressed_bodies_take_less_and_read_the_same(
+async def test_compressed_bodies_are_smaller_and_read_back_unchanged(
     broker: EmbeddedBroker, compression: Literal["zstd", "lz4"]
 ) -> None:
     bodies = [b"the same words again and again %d" % (n % 7) for n in range(2_000)]
@@ -207,10 +207,10 @@ async def test_a_refusal_reaches_the_caller_at_once_and_the_next_send_succeeds(
 async def test_frames_behind_a_refused_one_are_stored_in_order_and_once(
     broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R7: a frame names its predecessor; when that was refused, the ones behind it are signed anew."""
+    """R7: a frame names its predecessor; when the predecessor is refused, the later frames name another one."""
     submit = broker.server.broker.submit
 
-    def refuse_some(partition: Partition, frame: FrameView, reply: SendReply | None) -> None:
+    def refuse_some(partition: Partition, frame: FrameView, reply: SendCallback | None) -> None:
         if frame.first in refused:
             refused.remove(frame.first)
             raise plait.FlowControl("too busy")
@@ -231,7 +231,7 @@ async def test_frames_behind_a_refused_one_are_stored_in_order_and_once(
         assert len(await bodies_of(client, "order.book")) == 25
 
 
-async def test_a_forgotten_producer_goes_on_under_a_new_id(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_a_forgotten_producer_continues_under_a_new_id(broker: EmbeddedBroker, client: plait.Client) -> None:
     before = await client.send("order.book", b"known")
     broker.server.broker.producers._windows.clear()
     after = await client.send("order.book", b"sent once")
@@ -239,7 +239,7 @@ async def test_a_forgotten_producer_goes_on_under_a_new_id(broker: EmbeddedBroke
     assert await bodies_of(client, "order.book") == [b"known", b"sent once"]
 
 
-async def test_frames_under_way_when_the_producer_is_forgotten_are_stored_once_and_in_order(
+async def test_frames_in_flight_when_the_producer_is_forgotten_are_stored_once_and_in_order(
     broker: EmbeddedBroker,
 ) -> None:
     async with broker.connect(limits=plait.ClientLimits(frame_count=2, in_flight_frames=4)) as client:
@@ -252,13 +252,13 @@ async def test_frames_under_way_when_the_producer_is_forgotten_are_stored_once_a
         assert len({receipt.message_id for receipt in receipts}) == 40
 
 
-async def test_only_what_was_in_doubt_before_the_producer_was_forgotten_fails(broker: EmbeddedBroker) -> None:
+async def test_only_a_send_in_doubt_fails_when_the_producer_is_forgotten(broker: EmbeddedBroker) -> None:
     async with broker.connect(limits=EAGER) as client:
         await client.send("order.book", b"known")
         link = client._node.link
         assert link is not None
         answer = link.buffer_updated
-        # Stored, but the answer never comes: the link breaks before.
+        # The row is stored, but the link breaks before the reply arrives.
         link.buffer_updated = lambda size: None  # type: ignore[method-assign]
         doubtful = asyncio.ensure_future(client.send("order.book", b"in doubt"))
         await until(lambda: broker.server.broker.subjects["order.book"].next == 2)
@@ -266,17 +266,17 @@ async def test_only_what_was_in_doubt_before_the_producer_was_forgotten_fails(br
         behind = asyncio.ensure_future(client.send("order.book", b"behind it"))
         link.buffer_updated = answer  # type: ignore[method-assign]
         link.abort()
-        with pytest.raises(plait.UnknownProducer, match="in doubt"):
+        with pytest.raises(plait.UnknownProducer, match="may or may not be stored"):
             await doubtful
         await asyncio.wait_for(behind, PATIENCE_SECONDS)
         assert await bodies_of(client, "order.book") == [b"known", b"in doubt", b"behind it"]
 
 
 @pytest.mark.parametrize("frame_count", [1, 100])
-async def test_rows_that_another_process_stored_under_the_clients_numbers_are_never_reported_as_stored(
+async def test_rows_that_another_process_stored_under_the_same_producer_sequences_are_refused(
     broker: EmbeddedBroker, frame_count: int
 ) -> None:
-    """A producer id is visible in every message id: whoever reads one can send under it."""
+    """A producer id is visible in every message id, so every reader of a message can send under it."""
     async with broker.connect(limits=plait.ClientLimits(frame_count=frame_count)) as client:
         real = await client.send("order.book", b"real 1")
         first = real.message_id.sequence + 1
@@ -294,7 +294,7 @@ async def test_rows_that_another_process_stored_under_the_clients_numbers_are_ne
         receipts = [result for result in results if isinstance(result, plait.Receipt)]
         assert len(refused) + len(receipts) == 10
         assert refused
-        assert "'order.book' with other contents: another process sends under this producer id" in str(refused[0])
+        assert "'order.book' with other contents: another process uses this producer id" in str(refused[0])
         after = await client.send("order.book", b"after")
         assert after.message_id.producer != real.message_id.producer
         stored = await bodies_of(client, "order.book")
@@ -303,17 +303,17 @@ async def test_rows_that_another_process_stored_under_the_clients_numbers_are_ne
             assert stored[receipt.sequence or 0].startswith(b"real"), receipt
 
 
-async def test_a_deleted_subject_is_made_anew_by_the_next_send(client: plait.Client) -> None:
+async def test_a_deleted_subject_is_recreated_by_the_next_send(client: plait.Client) -> None:
     await client.send("order.book", b"old")
     await client.admin.delete_subject("order.book")
     assert (await client.send("order.book", b"new")).sequence == 0
     assert await bodies_of(client, "order.book") == [b"new"]
 
 
-# --- a server that is away --------------------------------------------------------------------------------------------
+# --- an unreachable server --------------------------------------------------------------------------------------------
 
 
-async def test_a_send_without_an_answer_times_out_and_says_why(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_a_send_without_a_reply_times_out_with_the_reason(broker: EmbeddedBroker, client: plait.Client) -> None:
     await client.send("order.book", b"first")
     await broker.kill()
     with impatient(client), pytest.raises(plait.Timeout, match=r"'order.book' within 0.05 s"):
@@ -322,7 +322,7 @@ async def test_a_send_without_an_answer_times_out_and_says_why(broker: EmbeddedB
     assert (await client.send("order.book", b"last")).sequence == 1
 
 
-async def test_a_first_frame_that_timed_out_does_not_fail_those_behind_it(
+async def test_a_first_frame_that_timed_out_does_not_fail_later_frames(
     broker: EmbeddedBroker, client: plait.Client
 ) -> None:
     await client.admin.create_subject("order.book")
@@ -333,8 +333,10 @@ async def test_a_first_frame_that_timed_out_does_not_fail_those_behind_it(
     assert (await client.send("order.book", b"stored")).sequence == 0
 
 
-async def test_no_server_is_said_soon_with_its_address_and_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
-    # Much longer than the test may take: what refuses at once is not waited for so long.
+async def test_a_refused_connection_is_reported_soon_with_its_address_and_a_hint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # Much longer than the test may take: a refused connection does not wait for request_seconds.
     limits = plait.ClientLimits(request_seconds=600.0, refused_seconds=0.05)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -343,11 +345,11 @@ async def test_no_server_is_said_soon_with_its_address_and_what_to_do(caplog: py
             async with asyncio.timeout(PATIENCE_SECONDS), plait.connect(address, limits=limits):
                 pass
     assert raised.value.details["refused"]
-    # Said at the first attempt, and once.
+    # Logged once, at the first attempt.
     assert [record.levelname for record in caplog.records if address in record.message] == ["WARNING"]
 
 
-async def test_a_server_that_is_being_started_is_waited_for(broker: EmbeddedBroker) -> None:
+async def test_an_open_waits_for_a_starting_server(broker: EmbeddedBroker) -> None:
     await broker.kill()
     opening = asyncio.ensure_future(plait.connect(broker.address, limits=EAGER).open())
     await asyncio.sleep(0)
@@ -356,7 +358,7 @@ async def test_a_server_that_is_being_started_is_waited_for(broker: EmbeddedBrok
     await client.close()
 
 
-async def test_connections_that_refuse_are_told_from_others() -> None:
+async def test_refused_connections_are_distinguished_from_other_errors() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         several = OSError(
@@ -372,7 +374,7 @@ async def test_connections_that_refuse_are_told_from_others() -> None:
 @pytest.mark.parametrize(
     "address", ["", "plait://", "host:port", "plait://h:0", "http://localhost:7450", "a..b", "h:99999", []]
 )
-async def test_an_address_that_is_none_is_refused(address: Any) -> None:
+async def test_an_invalid_address_is_refused(address: Any) -> None:
     with pytest.raises(plait.InvalidArgument, match="plait://host:port"):
         plait.connect(address)
 
@@ -387,7 +389,7 @@ async def test_the_first_address_that_answers_is_used(broker: EmbeddedBroker) ->
             assert (await client.send("s", b"")).sequence == 1
 
 
-async def test_a_client_that_is_not_open_says_so(broker: EmbeddedBroker) -> None:
+async def test_a_client_that_is_not_open_refuses_calls(broker: EmbeddedBroker) -> None:
     client = broker.connect()
     uses: list[Callable[[], Any]] = [
         lambda: client.send("s", b""),
@@ -410,14 +412,14 @@ async def test_a_client_that_is_not_open_says_so(broker: EmbeddedBroker) -> None
                 await client.send("s", b"")
 
 
-async def test_closing_sends_what_was_posted(broker: EmbeddedBroker, client: plait.Client) -> None:
+async def test_closing_sends_posted_rows(broker: EmbeddedBroker, client: plait.Client) -> None:
     async with plait.connect(broker.address) as other:
         tickets = [other.post("order.book", b"%d" % n) for n in range(100)]
     assert [(await ticket).sequence for ticket in tickets] == list(range(100))
     assert len(await bodies_of(client, "order.book")) == 100
 
 
-async def test_a_cancelled_send_disturbs_nobody(client: plait.Client) -> None:
+async def test_a_cancelled_send_does_not_disturb_other_sends(client: plait.Client) -> None:
     await client.send("order.book", b"0")
     sends = [asyncio.ensure_future(client.send("order.book", b"%d" % n)) for n in range(1, 4)]
     await asyncio.sleep(0)

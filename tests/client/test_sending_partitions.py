@@ -1,4 +1,4 @@
-"""Sending to a subject of several partitions: rows go where the route leads them, through every change of it."""
+"""Sending to a subject with several partitions: rows follow the route through every change."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ async def test_a_key_decides_the_partition_and_the_receipt_names_it(meta: Played
         assert receipt.sequence == (await meta.rows(partition))[-1][0]
 
 
-async def test_rows_posted_before_the_route_is_known_find_their_partitions(
-    meta: PlayedMeta, client: plait.Client
-) -> None:
+async def test_rows_posted_before_the_route_is_known_are_routed_later(meta: PlayedMeta, client: plait.Client) -> None:
     tickets = [client.post("s", b"%d" % n, key=f"k{n % 7}") for n in range(100)]
     receipts = [await ticket for ticket in tickets]
     assert {str(r.partition) for r in receipts} == {"s@g1", "s#1@g2"}
@@ -40,7 +38,7 @@ async def test_rows_posted_before_the_route_is_known_find_their_partitions(
         assert (receipt.sequence, b"%d" % n) in [(row[0], row[3]) for row in rows]
 
 
-async def test_many_are_spread_by_key_and_their_receipts_are_in_order(meta: PlayedMeta, client: plait.Client) -> None:
+async def test_send_many_routes_by_key_and_returns_receipts_in_order(meta: PlayedMeta, client: plait.Client) -> None:
     bodies, keys = [b"%d" % n for n in range(5_000)], [f"k{n % 50}" for n in range(5_000)]
     for _ in range(2):
         receipts = await client.send_many("s", bodies, keys=keys)
@@ -54,20 +52,20 @@ async def test_many_are_spread_by_key_and_their_receipts_are_in_order(meta: Play
         assert not places
 
 
-async def test_rows_without_keys_go_everywhere(meta: PlayedMeta, client: plait.Client) -> None:
+async def test_rows_without_keys_go_to_all_partitions(meta: PlayedMeta, client: plait.Client) -> None:
     receipts = [await client.send("s", b"x") for _ in range(60)]
     assert {str(r.partition) for r in receipts} == {"s@g1", "s#1@g2"}
     many = await client.send_many("s", [b"x"] * 100, keys=[None] * 100)
     assert len({str(r.partition) for r in many}) == 1
 
 
-async def test_a_refresh_that_brings_a_new_route_moves_what_waits(meta: PlayedMeta, client: plait.Client) -> None:
+async def test_a_new_route_moves_waiting_rows(meta: PlayedMeta, client: plait.Client) -> None:
     await client.send("s", b"first", key="a")
     await meta.change(5)
     for n in range(50):
         client.post("s", b"%d" % n, key=f"k{n % 10}")
     await client._router.refresh("s")
-    # Newer than what the old partitions are about to refuse.
+    # Rows behind those that the old partitions are about to refuse.
     for n in range(50, 100):
         client.post("s", b"%d" % n, key=f"k{n % 10}")
     await client.flush()
@@ -76,7 +74,7 @@ async def test_a_refresh_that_brings_a_new_route_moves_what_waits(meta: PlayedMe
     assert len(client._producer.queue("s").queues) == 5  # type: ignore[union-attr]
 
 
-async def test_a_partition_that_was_closed_sends_the_client_for_the_new_route(
+async def test_a_sealed_partition_makes_the_client_request_the_route_until_it_changes(
     meta: PlayedMeta, client: plait.Client
 ) -> None:
     await client.send_many("s", [b"x"] * 20, keys=[f"k{n}" for n in range(20)])
@@ -91,7 +89,9 @@ async def test_a_partition_that_was_closed_sends_the_client_for_the_new_route(
     assert await meta.by_key() == {f"k{n}": [b"x", b"y"] for n in range(20)}
 
 
-async def test_from_one_partition_to_several_and_back(meta: PlayedMeta, client: plait.Client) -> None:
+async def test_keys_keep_their_order_from_one_partition_to_several_and_back(
+    meta: PlayedMeta, client: plait.Client
+) -> None:
     expected: dict[str, list[bytes]] = {f"k{n}": [] for n in range(10)}
     for turn, count in enumerate((1, 3, 1, 4, 2)):
         await meta.change(count)
@@ -105,7 +105,7 @@ async def test_from_one_partition_to_several_and_back(meta: PlayedMeta, client: 
     assert await meta.by_key() == expected
 
 
-async def test_delayed_rows_are_routed_by_key_as_well(meta: PlayedMeta, client: plait.Client) -> None:
+async def test_delayed_rows_are_routed_by_key(meta: PlayedMeta, client: plait.Client) -> None:
     receipts = [await client.send("s", b"x", key=f"k{n}", delay=3600) for n in range(10)]
     for n, receipt in enumerate(receipts):
         assert receipt.partition.name == meta.name(lp_of_key(f"k{n}") * 2 // 1024)
@@ -118,7 +118,7 @@ async def test_delayed_rows_are_routed_by_key_as_well(meta: PlayedMeta, client: 
     assert times == sorted(times)  # type: ignore[type-var]
 
 
-async def test_a_oneway_send_goes_by_its_key_too(meta: PlayedMeta, client: plait.Client) -> None:
+async def test_oneway_sends_are_routed_by_key(meta: PlayedMeta, client: plait.Client) -> None:
     receipts = [await client.send("s", b"%d" % n, key=f"k{n}", oneway=True) for n in range(10)]
     await client.send_many("s", [b"end"] * 20, keys=[f"k{n}" for n in range(20)])
     stored = {row[3]: meta.name(p) for p in range(2) for row in await meta.rows(p)}

@@ -1,4 +1,4 @@
-"""Settings of subjects and groups are changed while they are there, and a group can be deleted."""
+"""Settings of existing subjects and groups can be changed, and a group can be deleted."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.client.support import fetch_all, send
 # --- subjects ------------------------------------------------------------------------------------
 
 
-async def test_what_a_subject_keeps_can_be_changed_and_is_kept_over_a_restart(
+async def test_the_retention_of_a_subject_can_be_changed_and_survives_a_restart(
     broker: EmbeddedBroker, client: plait.Client
 ):
     await client.admin.create_subject("s", retention="7d", retention_bytes=1000, order="strict")
     changed = await client.admin.set_subject("s", retention="1h")
-    assert (changed.retention_seconds, changed.retention_bytes) == (3600, 1000), "what is left out stays"
+    assert (changed.retention_seconds, changed.retention_bytes) == (3600, 1000), "an omitted setting stays the same"
     changed = await client.admin.set_subject("s", retention="default", retention_bytes=5)
     assert (changed.retention_seconds, changed.retention_bytes) == (TEST_CONFIG.retention_seconds, 5)
     await broker.restart()
@@ -29,18 +29,18 @@ async def test_what_a_subject_keeps_can_be_changed_and_is_kept_over_a_restart(
     assert (await client.admin.route("s")).order == "strict"
 
 
-async def test_a_setting_that_cannot_be_is_refused(client: plait.Client):
+async def test_an_invalid_setting_is_refused(client: plait.Client):
     await send(client, 1)
     for bad in ({"retention": 0}, {"retention": -1}, {"retention_bytes": 0}, {"retention_bytes": "x"}):
         with pytest.raises(plait.InvalidArgument):
             await client.admin.set_subject("s", **bad)
-    with pytest.raises(plait.InvalidArgument, match="nothing of 's' is to be changed"):
+    with pytest.raises(plait.InvalidArgument, match="no setting of 's' to change"):
         await client.admin.set_subject("s")
     with pytest.raises(plait.SubjectNotFound, match="'typo'"):
         await client.admin.set_subject("typo", retention=5)
 
 
-def test_blocking_code_changes_them_too():
+def test_the_blocking_client_changes_settings():
     with EmbeddedBroker() as broker, plait.sync.connect(broker.address) as client:
         client.send("s", b"x")
         assert client.admin.set_subject("s", retention=60).retention_seconds == 60
@@ -55,10 +55,10 @@ def test_blocking_code_changes_them_too():
 # --- a full disk ---------------------------------------------------------------------------------
 
 
-async def test_a_new_subject_is_refused_at_once_with_the_cause_where_every_disk_is_full(tmp_path: Path):
+async def test_a_new_subject_is_refused_with_the_cause_if_every_disk_is_full(tmp_path: Path):
     config = msgspec.structs.replace(TEST_CONFIG, disk_free_min=1 << 60)
     async with EmbeddedBroker(tmp_path, config=config) as broker, broker.connect() as client:
-        with pytest.raises(plait.DiskFull, match=r"subject 'new': g1: \d+ MiB of disk are free \(floor"):
+        with pytest.raises(plait.DiskFull, match=r"subject 'new': g1: \d+ MiB of disk are free \(minimum"):
             await client.send("new", b"x")
         with pytest.raises(plait.DiskFull, match="plait subject set"):
             await client.admin.create_subject("new")
@@ -71,7 +71,7 @@ async def test_a_new_subject_is_refused_at_once_with_the_cause_where_every_disk_
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-async def test_a_deleted_group_begins_again(client: plait.Client, ordered: bool):
+async def test_a_deleted_group_starts_again(client: plait.Client, ordered: bool):
     await send(client, 10)
     async with client.consumer("s", group="g", ordered=ordered) as consumer:
         assert len(await fetch_all(consumer, 10)) == 10
@@ -83,12 +83,12 @@ async def test_a_deleted_group_begins_again(client: plait.Client, ordered: bool)
     assert await client.admin.groups("s") == []
     with pytest.raises(plait.GroupNotFound):
         await client.admin.delete_group("s", "g")
-    # It is another group: it may be of the other kind, and gets everything.
+    # The new group may have another mode, and gets all messages.
     async with client.consumer("s", group="g", ordered=not ordered) as consumer:
         assert len(await fetch_all(consumer, 10)) == 10
 
 
-async def test_a_group_retries_as_it_is_set_to(client: plait.Client):
+async def test_a_group_uses_its_changed_retry_policy(client: plait.Client):
     await send(client, 1)
     async with client.consumer("s", group="g"):
         pass

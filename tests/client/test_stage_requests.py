@@ -1,4 +1,4 @@
-"""Requests about stages and batches: what is asked for wrongly is refused, and the server goes on."""
+"""Requests about stages and batches: the server refuses invalid ones and continues."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ OPEN = {"name": "orders", "producer": 7, "query": "q", "batch": 0}
     [
         ("stage.open", OPEN | {"name": "a b"}, InvalidName, "partition name"),
         ("stage.open", OPEN | {"query": ""}, InvalidName, "query name"),
-        ("stage.open", OPEN | {"producer": -1}, InvalidArgument, "-1 is not possible"),
-        ("stage.open", OPEN | {"producer": 1 << 63}, InvalidArgument, "is not possible"),
+        ("stage.open", OPEN | {"producer": -1}, InvalidArgument, "-1 is invalid"),
+        ("stage.open", OPEN | {"producer": 1 << 63}, InvalidArgument, "is invalid"),
         ("stage.open", OPEN | {"state": "publishing"}, InvalidArgument, "state"),
-        ("stage.complete", {"stages": [(8, 1)]}, Expired, "has expired, or was dropped"),
-        ("stage.publish", {"stages": [(8, -1)]}, InvalidArgument, "-1 is not possible"),
-        ("stage.publish", {"stages": [(8, 1)] * (STAGES_PAGE_MAX + 1)}, InvalidArgument, "over the limit"),
+        ("stage.complete", {"stages": [(8, 1)]}, Expired, "has expired or was dropped"),
+        ("stage.publish", {"stages": [(8, -1)]}, InvalidArgument, "-1 is invalid"),
+        ("stage.publish", {"stages": [(8, 1)] * (STAGES_PAGE_MAX + 1)}, InvalidArgument, "exceed the limit"),
         ("stage.publish", {"stages": "all"}, InvalidArgument, "stage.publish"),
-        ("stage.drop", {"producers": [-5]}, InvalidArgument, "-5 is not possible"),
-        ("stage.read", {"producer": 8, "start": 0}, Expired, "no stage"),
+        ("stage.drop", {"producers": [-5]}, InvalidArgument, "-5 is invalid"),
+        ("stage.read", {"producer": 8, "start": 0}, Expired, "does not exist here"),
         ("commit.decide", {"query": "q", "batch": -1, "stages": []}, InvalidArgument, "batch -1"),
         ("commit.decide", {"query": "no spaces", "batch": 0, "stages": []}, InvalidName, "query name"),
         ("commit.veto", {"query": "q", "batch": 0}, InvalidArgument, "producer"),
     ],
 )
-async def test_wrong_requests_are_refused(
+async def test_invalid_requests_are_refused(
     client: plait.Client, operation: str, arguments: dict[str, Any], error: type[Exception], text: str
 ):
     node = client._router.meta
@@ -50,15 +50,15 @@ async def test_wrong_requests_are_refused(
     assert (await ask(node, "server.describe", dict))["stages"] == 0
 
 
-async def test_of_a_stage_that_is_not_known_nothing_is_left_to_be_done(client: plait.Client):
+async def test_publishing_or_dropping_an_unknown_stage_has_no_effect(client: plait.Client):
     node = client._router.meta
     assert await ask(node, "stage.publish", Any, stages=[(8, 1)]) is None
     assert await ask(node, "stage.drop", int, producers=[8]) == 0
     assert await ask(node, "stage.forget", int, query="q", batch=3) == 0
 
 
-async def test_a_broker_that_lost_its_last_moments_gets_no_rows_under_a_number_of_before(tmp_path: Path):
-    # With one frame under way at a time, what was written is answered.
+async def test_a_broker_that_lost_its_log_tail_stores_no_row_under_a_reused_number(tmp_path: Path):
+    # With one frame in flight at a time, every written row has its reply.
     limits = msgspec.structs.replace(EAGER, send_seconds=0.1, in_flight_frames=1)
     async with EmbeddedBroker(tmp_path / "data", metas=()) as broker, broker.connect(limits=limits) as client:
         await client.send("orders", b"before")
@@ -73,13 +73,13 @@ async def test_a_broker_that_lost_its_last_moments_gets_no_rows_under_a_number_o
         await client.send("payments", b"p")
         payments = broker.server.broker.subjects["payments"]
         assert payments.id == number
-        # The rows before it are lost: whenever it is sent again, there is a gap.
+        # The earlier rows are lost, so every resend finds a gap.
         with pytest.raises((OutOfSequence, Timeout)):
             await writer.write(StagedRows(pa.array([b"b"], pa.binary())))
         assert payments.next == 1
 
 
-async def test_a_directory_with_stages_is_in_good_order(broker: EmbeddedBroker, client: plait.Client):
+async def test_the_doctor_accepts_a_data_directory_with_stages(broker: EmbeddedBroker, client: plait.Client):
     writer = StageWriter(client, "orders", "q", 0)
     await writer.write(StagedRows(pa.array([b"a", b"b"], pa.binary())))
     await writer.complete()

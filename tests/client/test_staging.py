@@ -1,4 +1,4 @@
-"""Batches that are staged and committed through real brokers and meta servers: once, whole, in order (R23)."""
+"""Batches staged and committed through real brokers and meta servers: once, atomically and in order (R23)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEYS = [f"k{n}" for n in range(40)]
 
 @pytest.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
-    """A node with a meta server and a broker, and a broker that belongs to it."""
+    """A node with a meta server and a broker, and a second broker that is registered with it."""
     async with (
         EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
         EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=[first.address]) as second,
@@ -61,7 +61,7 @@ def rows(bodies: Sequence[bytes], keys: Sequence[str] | None = None, **columns: 
 async def stage(
     client: plait.Client, label: str, *, batch: int = 0, query: str = "q", keys: Sequence[str] = KEYS, times: int = 3
 ) -> list[Staged]:
-    """One task's work: each key so many times, in order."""
+    """Stage the rows of one task: each key ``times`` times, in order."""
     writer = StageWriter(client, "s", query, batch)
     for n in range(times):
         await writer.write(rows([f"{label}{n}".encode()] * len(keys), keys))
@@ -76,7 +76,7 @@ def stages_at(nodes: list[EmbeddedBroker]) -> int:
     return sum(len(node.server.broker.stages) for node in nodes)
 
 
-async def test_a_batch_on_two_broker_groups_is_seen_when_it_is_committed(
+async def test_a_batch_on_two_broker_groups_is_visible_after_its_commit(
     nodes: list[EmbeddedBroker], client: plait.Client
 ):
     staged = await stage(client, "a")
@@ -87,7 +87,7 @@ async def test_a_batch_on_two_broker_groups_is_seen_when_it_is_committed(
     assert stages_at(nodes) == 0
 
 
-async def test_the_second_attempt_at_a_batch_does_not_count(nodes: list[EmbeddedBroker], client: plait.Client):
+async def test_a_second_attempt_at_a_committed_batch_is_ignored(nodes: list[EmbeddedBroker], client: plait.Client):
     assert await commit(client, "q", 0, await stage(client, "a"))
     assert not await commit(client, "q", 0, await stage(client, "other", keys=KEYS[:7]))
     assert await commit(client, "q", 1, await stage(client, "b", batch=1))
@@ -96,7 +96,7 @@ async def test_the_second_attempt_at_a_batch_does_not_count(nodes: list[Embedded
     assert stages_at(nodes) == 0
 
 
-async def test_a_driver_that_dies_after_the_decision_is_finished_by_the_next(
+async def test_a_batch_whose_driver_dies_after_the_decision_is_finished_by_the_next_driver(
     nodes: list[EmbeddedBroker], client: plait.Client
 ):
     staged = await stage(client, "a")
@@ -108,25 +108,25 @@ async def test_a_driver_that_dies_after_the_decision_is_finished_by_the_next(
     assert stages_at(nodes) == 0
 
 
-async def test_the_next_batch_finishes_the_one_before_first(client: plait.Client):
+async def test_a_batch_first_finishes_the_previous_one(client: plait.Client):
     await committing._decide(client, "q", 0, await stage(client, "a"))
     assert await commit(client, "q", 1, await stage(client, "b", batch=1))
     assert await by_key(client, "s") == wanted("a", "b")
 
 
-async def test_what_a_dead_driver_left_is_finished_by_others(
+async def test_other_drivers_finish_the_batch_of_a_dead_driver(
     nodes: list[EmbeddedBroker], client: plait.Client, monkeypatch: pytest.MonkeyPatch
 ):
     await committing._decide(client, "gone", 0, await stage(client, "a", query="gone"))
     assert await finish_others(client) == 0
-    a_minute_passes(nodes, monkeypatch)
+    pass_a_minute(nodes, monkeypatch)
     assert await finish_others(client) == 1
     assert await by_key(client, "s") == wanted("a")
     assert await finish_others(client) == 0
 
 
-def a_minute_passes(nodes: list[EmbeddedBroker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the meta server's commits."""
+def pass_a_minute(nodes: list[EmbeddedBroker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advance the clock of the meta server's commits by a minute."""
     host = nodes[0].server.cluster._host
     assert host is not None
     age = host._opened().commits._age
@@ -135,39 +135,39 @@ def a_minute_passes(nodes: list[EmbeddedBroker], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("own", ["", "m", "z"])
-async def test_batches_that_cannot_be_finished_hold_up_no_other(
+async def test_stuck_batches_do_not_block_others(
     nodes: list[EmbeddedBroker],
     client: plait.Client,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     own: str,
 ):
-    """More of them than one answer names, before and behind those that can be."""
+    """More stuck batches than one reply lists, before and after those that can be finished."""
     stuck = [f"{letter}{n}" for letter in "ay" for n in range(UNDONE_MAX + 1)]
     for query in stuck:
         await committing._decide(client, query, 0, [Staged("nowhere", "s", 1, 1)])
     for query in ("n", "z"):
         await committing._decide(client, query, 0, await stage(client, query, query=query))
-    a_minute_passes(nodes, monkeypatch)
+    pass_a_minute(nodes, monkeypatch)
     assert await finish_others(client, own) == 2
     found = await by_key(client, "s")
     assert {key: sorted(bodies) for key, bodies in found.items()} == wanted("n", "z")
-    said = [record.getMessage() for record in caplog.records if "stays undone" in record.getMessage()]
-    assert sorted(text.split()[4] for text in said) == stuck
-    assert all("no broker group 'nowhere'" in text for text in said)
+    logged = [record.getMessage() for record in caplog.records if "is still not published" in record.getMessage()]
+    assert sorted(text.split()[4] for text in logged) == stuck
+    assert all("broker group 'nowhere' does not exist" in text for text in logged)
 
 
-async def test_a_batch_whose_broker_is_away_holds_up_no_other(
+async def test_a_batch_with_an_unreachable_broker_does_not_block_others(
     nodes: list[EmbeddedBroker], client: plait.Client, monkeypatch: pytest.MonkeyPatch
 ):
     here = [key for key in KEYS if lp_of_key(key) < 512]
     await committing._decide(client, "a", 0, await stage(client, "a", query="a"))
     await committing._decide(client, "b", 0, await stage(client, "b", query="b", keys=here))
     await nodes[1].kill()
-    a_minute_passes(nodes, monkeypatch)
+    pass_a_minute(nodes, monkeypatch)
     monkeypatch.setattr(committing, "OTHER_SECONDS", 0.5)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        # Where the machine is slow, the second one takes longer, too.
+        # On a slow machine the second batch may time out too.
         left: list[str] = []
         while left != ["a"]:
             await finish_others(client)
@@ -178,7 +178,7 @@ async def test_a_batch_whose_broker_is_away_holds_up_no_other(
     assert (await by_key(client, "s")).keys() == set(KEYS)
 
 
-async def test_an_aborted_attempt_is_never_seen(nodes: list[EmbeddedBroker], client: plait.Client):
+async def test_an_aborted_attempt_is_never_visible(nodes: list[EmbeddedBroker], client: plait.Client):
     staged = await stage(client, "a")
     await abort(client, "q", 0, staged)
     assert stages_at(nodes) == 0
@@ -188,21 +188,21 @@ async def test_an_aborted_attempt_is_never_seen(nodes: list[EmbeddedBroker], cli
     assert await by_key(client, "s") == wanted("b")
 
 
-async def test_an_abort_after_the_decision_completes_it(client: plait.Client):
+async def test_an_abort_after_the_decision_completes_the_batch(client: plait.Client):
     staged = await stage(client, "a")
     await committing._decide(client, "q", 0, staged)
     await abort(client, "q", 0, staged)
     assert await by_key(client, "s") == wanted("a")
 
 
-async def test_what_failed_attempts_left_goes_with_the_commit(nodes: list[EmbeddedBroker], client: plait.Client):
+async def test_a_commit_drops_the_stages_of_failed_attempts(nodes: list[EmbeddedBroker], client: plait.Client):
     await stage(client, "failed")
     assert await commit(client, "q", 0, await stage(client, "a"))
     assert stages_at(nodes) == 0
     assert await by_key(client, "s") == wanted("a")
 
 
-async def test_rows_follow_a_route_that_has_changed_and_keep_their_order(
+async def test_staged_rows_follow_a_changed_route_and_keep_their_order(
     nodes: list[EmbeddedBroker], client: plait.Client, monkeypatch: pytest.MonkeyPatch
 ):
     moved: list[Staged] = []
@@ -228,7 +228,7 @@ async def test_rows_follow_a_route_that_has_changed_and_keep_their_order(
     assert (await by_key(client, "s"))["k0"] == wanted("a", "b", "d")["k0"]
 
 
-async def test_of_two_drivers_that_move_the_same_rows_one_counts(nodes: list[EmbeddedBroker], client: plait.Client):
+async def test_two_drivers_that_move_the_same_rows_publish_them_once(nodes: list[EmbeddedBroker], client: plait.Client):
     staged = await stage(client, "a")
     await client.admin.expand_subject("s", 4)
     await settled(client, "s")
@@ -238,10 +238,10 @@ async def test_of_two_drivers_that_move_the_same_rows_one_counts(nodes: list[Emb
     assert stages_at(nodes) == 0
 
 
-async def test_who_finds_the_stages_exchanged_by_another_goes_on_with_the_new_ones(
+async def test_a_driver_continues_with_the_stages_that_another_driver_exchanged(
     nodes: list[EmbeddedBroker], client: plait.Client, monkeypatch: pytest.MonkeyPatch
 ):
-    """The other one is gone, and has dropped the stages that this one is about to read."""
+    """The other driver is gone, and has dropped the stages that this driver is about to read."""
     staged = await stage(client, "a")
     await client.admin.expand_subject("s", 4)
     await settled(client, "s")
@@ -263,7 +263,7 @@ async def test_who_finds_the_stages_exchanged_by_another_goes_on_with_the_new_on
     assert stages_at(nodes) == 0
 
 
-async def test_rows_that_moved_are_not_dropped_where_the_answer_to_that_was_lost(
+async def test_moved_rows_are_not_dropped_when_the_reply_to_the_exchange_is_lost(
     nodes: list[EmbeddedBroker], client: plait.Client, monkeypatch: pytest.MonkeyPatch
 ):
     staged = await stage(client, "a")
@@ -285,10 +285,10 @@ async def test_rows_that_moved_are_not_dropped_where_the_answer_to_that_was_lost
     assert stages_at(nodes) == 0
 
 
-async def test_a_batch_of_as_many_stages_as_may_be_is_published_after_the_route_has_changed(
+async def test_a_batch_with_the_maximum_of_stages_is_published_after_a_route_change(
     nodes: list[EmbeddedBroker], client: plait.Client, monkeypatch: pytest.MonkeyPatch
 ):
-    """The rows of each stage go to several places then, and other stages stay where they are."""
+    """The rows of each stage move to several partitions, and other stages stay in place."""
     stays = next(key for key in KEYS if lp_of_key(key) < 128)
     labels = ["a", "b", "c"]
     staged = [each for label in labels for each in await stage(client, label)]
@@ -300,13 +300,13 @@ async def test_a_batch_of_as_many_stages_as_may_be_is_published_after_the_route_
     found = await by_key(client, "s")
     once = wanted(*labels)
     assert {key: sorted(bodies) for key, bodies in found.items()} == once | {stays: sorted(once[stays] * 2)}
-    # Tasks have no order among each other; what one wrote of a key is in order, and in one piece.
+    # Tasks have no order among each other; the rows of one task and key are in order and adjacent.
     orders = [wanted(*order)["k0"] for order in permutations(labels)]
     assert all(bodies in orders for key, bodies in found.items() if key != stays)
     assert stages_at(nodes) == 0
 
 
-async def test_a_broker_that_restarts_meanwhile_only_takes_longer(nodes: list[EmbeddedBroker], client: plait.Client):
+async def test_a_commit_waits_for_a_restarting_broker(nodes: list[EmbeddedBroker], client: plait.Client):
     writer = StageWriter(client, "s", "q", 0)
     await writer.write(rows([b"0"] * len(KEYS), KEYS))
     await nodes[1].kill()
@@ -320,7 +320,7 @@ async def test_a_broker_that_restarts_meanwhile_only_takes_longer(nodes: list[Em
     assert await by_key(client, "s") == {key: [b"0", b"1"] for key in KEYS}
 
 
-async def test_rows_of_all_sizes_and_kinds_arrive(client: plait.Client):
+async def test_rows_of_all_sizes_are_published(client: plait.Client):
     writer = StageWriter(client, "s", "q", 0)
     bodies = [b"x" * size for size in (0, 1, 700_000, 700_000, 5)]
     await writer.write(rows(bodies))
@@ -335,7 +335,7 @@ async def test_rows_of_all_sizes_and_kinds_arrive(client: plait.Client):
     assert found[5:] == [b"n"] * 120_000
 
 
-async def test_delayed_rows_come_at_their_time(tmp_path: Path):
+async def test_delayed_staged_rows_are_delivered_when_due(tmp_path: Path):
     async with (
         EmbeddedBroker(tmp_path, clock=plait.testing.ManualClock()) as broker,
         broker.connect() as client,
@@ -350,19 +350,19 @@ async def test_delayed_rows_come_at_their_time(tmp_path: Path):
         assert [message.body for message in await consumer.fetch(10, wait=5)] == [b"late"]
 
 
-async def test_keyless_rows_of_a_task_stay_together(client: plait.Client):
+async def test_rows_without_keys_of_a_task_stay_in_one_partition(client: plait.Client):
     writer = StageWriter(client, "s", "q", 0)
     for n in range(10):
         await writer.write(rows([b"%d" % n]))
     assert len(await writer.complete()) == 1
 
 
-async def test_without_a_meta_server_nothing_can_be_committed(tmp_path: Path):
+async def test_a_commit_without_a_meta_server_is_refused(tmp_path: Path):
     async with EmbeddedBroker(tmp_path, metas=()) as broker, broker.connect() as client:
         staged = await stage(client, "a")
-        with pytest.raises(InvalidArgument, match="asked of a meta server"):
+        with pytest.raises(InvalidArgument, match="to a meta server"):
             await commit(client, "q", 0, staged)
 
 
-def test_the_keys_are_on_both_sides():
+def test_the_keys_of_these_tests_are_on_both_brokers():
     assert {lp_of_key(key) < 512 for key in KEYS} == {True, False}

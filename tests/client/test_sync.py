@@ -1,4 +1,4 @@
-"""``plait.sync``: the same names without await, from any thread."""
+"""``plait.sync``: the blocking client, with the same names as the async one, usable from any thread."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_posts_and_sends_of_a_thread_keep_their_order(client: plait.sync.Client)
         ({"subject": "s", "body": bytes(17_000_000)}, plait.TooLarge),
     ],
 )
-def test_what_is_wrong_with_a_post_is_raised_at_once(
+def test_an_invalid_post_raises_at_once(
     client: plait.sync.Client, arguments: dict[str, Any], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
@@ -92,7 +92,7 @@ def test_what_is_wrong_with_a_post_is_raised_at_once(
     assert client.send("s", b"").sequence == 0
 
 
-def test_what_is_posted_is_the_callers_to_change_afterwards(client: plait.sync.Client) -> None:
+def test_the_caller_may_change_its_objects_after_a_post(client: plait.sync.Client) -> None:
     body, tags, headers = bytearray(b"before"), ["before"], {"h": "before"}
     ticket = client.post("s", body, tags=tags, headers=headers)
     body[:] = b"after!"
@@ -122,19 +122,19 @@ def test_a_full_buffer_refuses_posts_until_it_is_flushed(plait_broker: BlockingB
         client.post("s", b"room again").result(10)
 
 
-def test_a_ticket_that_takes_too_long_says_so_and_is_stored_later(plait_broker: BlockingBroker) -> None:
+def test_a_ticket_times_out_and_its_message_is_stored_later(plait_broker: BlockingBroker) -> None:
     with plait.sync.connect(plait_broker.address) as client:
         client.send("s", b"0")
         plait_broker.stop()
         ticket = client.post("s", b"1")
-        with pytest.raises(plait.Timeout, match=r"within 0.01 s; the message is still on its way"):
+        with pytest.raises(plait.Timeout, match=r"within 0.01 s; the message may still be stored"):
             ticket.result(timeout=0.01)
         assert not ticket.done
         plait_broker.start()
         assert ticket.result().sequence == 1
 
 
-def test_flush_raises_what_a_post_met(plait_broker: BlockingBroker) -> None:
+def test_flush_raises_the_error_of_a_post(plait_broker: BlockingBroker) -> None:
     with plait.sync.connect(plait_broker.address) as client:
         client.send("s", b"0")
         plait_broker.stop()
@@ -172,7 +172,7 @@ def test_fetch_ack_and_nack(client: plait.sync.Client) -> None:
     assert (repr(batch), repr(arrow)) == ("<Batch of 1 messages>", "<ArrowBatch of 1 messages>")
 
 
-def test_iteration_blocks_for_the_next_message_and_a_break_loses_nothing(client: plait.sync.Client) -> None:
+def test_iteration_blocks_for_the_next_message_and_a_break_loses_no_message(client: plait.sync.Client) -> None:
     send(client, 250)
     seen: list[int] = []
     with client.consumer("s", group="g") as consumer:
@@ -193,12 +193,12 @@ def test_iteration_blocks_for_the_next_message_and_a_break_loses_nothing(client:
     assert seen == list(range(271))
 
 
-def test_leaving_gives_back_what_is_not_acked(client: plait.sync.Client) -> None:
+def test_closing_a_consumer_returns_unacked_messages(client: plait.sync.Client) -> None:
     send(client, 3)
     with client.consumer("s", group="g") as consumer:
         first, *_ = consumer.fetch(3)
         first.ack()
-    with pytest.raises(plait.Closed, match="given back"):
+    with pytest.raises(plait.Closed, match="returned to the group"):
         first.ack()
     with client.consumer("s", group="g") as consumer:
         assert numbers(consumer.fetch(3)) == [1, 2]
@@ -216,7 +216,7 @@ def test_an_iteration_ends_when_another_thread_closes_the_consumer(client: plait
         assert waiting.result(10) == []
 
 
-def test_a_consumer_that_stops_hands_out_no_more(client: plait.sync.Client) -> None:
+def test_a_stopped_consumer_hands_out_no_message(client: plait.sync.Client) -> None:
     send(client, 10)
     with client.consumer("s", group="g") as consumer:
         assert numbers([next(consumer)]) == [0]
@@ -231,7 +231,7 @@ async def stop(consumer: plait.sync.Consumer) -> None:
     consumer._inner._stop()
 
 
-def test_each_row_is_handed_out_or_given_back_and_never_both(client: plait.sync.Client) -> None:
+def test_each_row_is_either_handed_out_or_returned(client: plait.sync.Client) -> None:
     for turn in range(10):
         send(client, 50)
         group = f"g{turn}"
@@ -249,7 +249,7 @@ def test_each_row_is_handed_out_or_given_back_and_never_both(client: plait.sync.
         assert sorted(begun) == sorted(seen)
 
 
-def test_a_consumer_that_was_given_up_does_not_hand_out_what_others_have() -> None:
+def test_a_lost_consumer_does_not_hand_out_rows_of_other_consumers() -> None:
     with (
         EmbeddedBroker(clock=ManualClock()) as broker,
         plait.sync.connect(broker.address, client_id="slow") as slow,
@@ -259,7 +259,7 @@ def test_a_consumer_that_was_given_up_does_not_hand_out_what_others_have() -> No
         with slow.consumer("s", group="g") as consumer:
             first = next(consumer)
             with other.consumer("s", group="g") as taking:
-                # Its pull waits at the broker, before the other one comes back.
+                # The pull is suspended at the broker before the other consumer loses its rows.
                 assert len(taking.fetch(10, wait=0)) == 0
                 other.admin.subjects()
                 broker.advance(6, silent=["slow"])
@@ -272,7 +272,7 @@ def test_a_consumer_that_was_given_up_does_not_hand_out_what_others_have() -> No
             assert numbers([next(consumer)]) == [10]
 
 
-def test_messages_of_a_subject_that_is_gone_are_not_handed_out(client: plait.sync.Client) -> None:
+def test_messages_of_a_deleted_subject_are_not_handed_out(client: plait.sync.Client) -> None:
     send(client, 10)
     with client.consumer("s", group="g") as consumer:
         first = next(consumer)
@@ -311,7 +311,7 @@ def test_administration(client: plait.sync.Client) -> None:
         admin.subject("s")
 
 
-def test_a_client_that_is_not_open_says_so(plait_broker: BlockingBroker) -> None:
+def test_a_client_that_is_not_open_refuses_calls(plait_broker: BlockingBroker) -> None:
     client = plait.sync.connect(plait_broker.address)
     uses: list[Callable[[], Any]] = [
         lambda: client.send("s", b""),
@@ -333,7 +333,7 @@ def test_a_client_that_is_not_open_says_so(plait_broker: BlockingBroker) -> None
     assert ticket.result().sequence == 0
 
 
-def test_closing_sends_what_was_posted(client: plait.sync.Client, plait_broker: BlockingBroker) -> None:
+def test_closing_sends_posted_rows(client: plait.sync.Client, plait_broker: BlockingBroker) -> None:
     with plait.sync.connect(plait_broker.address) as other:
         tickets = [other.post("s", b"%d" % n) for n in range(20_000)]
     assert [ticket.result().sequence for ticket in tickets] == list(range(20_000))
@@ -386,7 +386,7 @@ def test_threads_share_a_consumer(client: plait.sync.Client) -> None:
                 try:
                     batch = consumer.fetch(17, wait=0.01)
                 except plait.Closed:
-                    # Since it looked whether all were done.
+                    # Closed after the check of ``done``.
                     return
                 for message in batch:
                     seen.put(int(message.body))
@@ -417,7 +417,7 @@ def test_a_blocking_call_on_the_loops_own_thread_is_refused() -> None:
 
     try:
         assert thread.run(inner()) == 1
-        with pytest.raises(RuntimeError, match="would wait for itself"):
+        with pytest.raises(RuntimeError, match="would never return"):
             thread.run(outer())
     finally:
         thread.stop()
@@ -425,7 +425,7 @@ def test_a_blocking_call_on_the_loops_own_thread_is_refused() -> None:
         thread.run(inner())
 
 
-def test_a_call_that_is_given_up_is_cancelled_on_the_loop() -> None:
+def test_a_call_that_times_out_is_cancelled_on_the_loop() -> None:
     thread = LoopThread("test")
     cancelled = threading.Event()
 
@@ -447,7 +447,7 @@ def test_a_call_that_is_given_up_is_cancelled_on_the_loop() -> None:
 
 
 class Interrupted(BaseException):
-    """What the signal handler below raises, as control-C raises KeyboardInterrupt."""
+    """Raised by the signal handler below, as control-C raises KeyboardInterrupt."""
 
 
 def test_an_interrupted_call_leaves_the_client_usable(client: plait.sync.Client) -> None:
@@ -475,7 +475,7 @@ def test_an_interrupted_call_leaves_the_client_usable(client: plait.sync.Client)
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["shared", "ordered"])
 @pytest.mark.parametrize("what", ["consumer", "client"])
-def test_control_c_ends_the_waiting_for_a_close_and_not_the_close(
+def test_an_interrupt_ends_the_wait_for_a_close_but_not_the_close(
     plait_broker: BlockingBroker, what: str, ordered: bool
 ) -> None:
     def interrupt(number: int, frame: object) -> None:
@@ -487,7 +487,7 @@ def test_control_c_ends_the_waiting_for_a_close_and_not_the_close(
         assert len(consumer.fetch(5)) == 5
         link = client._client._node.link
         assert link is not None
-        # Its broker's answers do not come: the close waits for them.
+        # The client reads no replies, so the close waits.
         shared_loop().run(_call(link._transport.pause_reading))  # type: ignore[union-attr]
         previous = signal.signal(signal.SIGUSR1, interrupt)
         try:
@@ -513,7 +513,8 @@ async def _call(function: Callable[[], object]) -> None:
 def _interrupt_when_waiting() -> None:
     """Send the signal once the main thread waits for the loop.
 
-    It must sleep already: a signal between Python's last look and the system call is noticed when that returns.
+    The thread must already sleep: Python handles a signal that arrives just before the system call only when the call
+    returns.
     """
     main = threading.main_thread()
     state = Path(f"/proc/self/task/{main.native_id}/stat")
@@ -535,13 +536,13 @@ print(consumer.fetch(1)[0].body.decode())
 """
 
 
-def test_a_program_that_forgets_to_close_ends_all_the_same(plait_broker: BlockingBroker) -> None:
+def test_a_program_that_does_not_close_its_client_still_exits(plait_broker: BlockingBroker) -> None:
     command = [sys.executable, "-W", "error", "-c", UNTIDY, plait_broker.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "posted\n", "")
 
 
-def test_a_client_that_was_closed_is_not_opened_again(plait_broker: BlockingBroker) -> None:
+def test_a_closed_client_cannot_be_opened_again(plait_broker: BlockingBroker) -> None:
     client = plait.sync.connect(plait_broker.address)
     client.open()
     assert client.open() is client

@@ -1,4 +1,4 @@
-"""Rows of a table that failed: numbers and masks of any kind, all looked at before anything is said of one."""
+"""Outcomes of table rows by number or mask: all rows are checked before any outcome is reported."""
 
 from __future__ import annotations
 
@@ -33,43 +33,43 @@ from tests.client.support import send
         pa.chunked_array([pa.array([False]), pa.array([True, True])]),
     ],
 )
-def test_rows_in_any_form(rows: Any):
+def test_rows_are_given_by_number_or_mask_in_several_forms(rows: Any):
     assert row_mask(rows, 3).tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("none", [[], (), np.array([]), np.array([], bool), pa.array([], pa.int64()), iter(())])
-def test_no_rows_are_none(none: Any):
+def test_empty_selections_select_no_row(none: Any):
     assert row_mask(none, 3).tolist() == [False] * 3
 
 
 @pytest.mark.parametrize(
-    ("rows", "complaint"),
+    ("rows", "reason"),
     [
-        ([0, 7], "row 7 is outside a batch of 3"),
-        ([-1], "row -1 is outside a batch of 3"),
-        (np.array([1 << 63], np.uint64), "row 9223372036854775808 is outside"),
-        ([True, False], "a mask of 2 rows does not fit a batch of 3"),
-        (pa.array([True] * 4), "a mask of 4 rows does not fit"),
-        ([1.0], "rows .* are not understood; use whole numbers, or a mask"),
-        (np.array([1.5]), "are not understood"),
-        (pa.array([1, None]), "are not understood"),
-        (pa.array([True, None, True]), "are not understood"),
-        (np.array([[0, 1]]), "are not understood"),
-        (np.array(1), "are not understood"),
-        ([[0], [1, 2]], "are not understood"),
-        ([2**70], "are not understood"),
-        (["0"], "are not understood"),
-        ("01", "are not understood"),
-        (1, "are not understood"),
-        (True, "are not understood"),
+        ([0, 7], "row 7 is out of range for a batch of 3 rows"),
+        ([-1], "row -1 is out of range for a batch of 3 rows"),
+        (np.array([1 << 63], np.uint64), "row 9223372036854775808 is out of range"),
+        ([True, False], "the row mask has 2 values, the batch has 3 rows"),
+        (pa.array([True] * 4), "the row mask has 4 values"),
+        ([1.0], "rows .* are not valid; use row numbers"),
+        (np.array([1.5]), "are not valid"),
+        (pa.array([1, None]), "are not valid"),
+        (pa.array([True, None, True]), "are not valid"),
+        (np.array([[0, 1]]), "are not valid"),
+        (np.array(1), "are not valid"),
+        ([[0], [1, 2]], "are not valid"),
+        ([2**70], "are not valid"),
+        (["0"], "are not valid"),
+        ("01", "are not valid"),
+        (1, "are not valid"),
+        (True, "are not valid"),
     ],
 )
-def test_rows_that_cannot_be_are_refused(rows: Any, complaint: str):
-    with pytest.raises(plait.InvalidArgument, match=complaint):
+def test_invalid_rows_are_refused(rows: Any, reason: str):
+    with pytest.raises(plait.InvalidArgument, match=reason):
         row_mask(rows, 3)
 
 
-async def test_a_refused_row_says_nothing_of_the_others(client: plait.Client) -> None:
+async def test_a_refused_call_reports_no_outcome(client: plait.Client) -> None:
     await send(client, 3)
     async with client.consumer("s", group="g") as consumer:
         table = await consumer.fetch_arrow(3, wait=20)
@@ -86,7 +86,7 @@ async def test_a_refused_row_says_nothing_of_the_others(client: plait.Client) ->
     assert [letter.sequence for letter in await client.admin.dead_letters("s", "g")] == [2]
 
 
-async def test_masks_reach_over_the_frames_of_a_table(client: plait.Client) -> None:
+async def test_masks_span_the_frames_of_a_table(client: plait.Client) -> None:
     for first in range(0, 30, 10):
         await send(client, 10, first=first)
     async with client.consumer("s", group="g", retry=plait.Retry.constant(3600)) as consumer:

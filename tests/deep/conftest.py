@@ -1,4 +1,4 @@
-"""What deep tests share with the ordinary ones."""
+"""Fixtures that deep tests share with the ordinary ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The crash explorer without haste: every byte of every write, and many lives."""
+"""Long runs of the crash explorer: every byte of every write, and many traces."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 from tests.support.broker_explorer import Explorer, Survive, either, every_byte, kill, power_loss
 from tests.support.deep import Cycles
 
-#: How the log is flushed, what a crash is, and whether everything acknowledged has to survive it.
+#: The flush mode, the kind of crash, and whether everything acknowledged must survive it.
 MODES: list[tuple[str, Survive, bool]] = [
     ("sync", power_loss, True),
     ("async", power_loss, False),
     ("sync", kill, True),
     ("async", kill, True),
 ]
-#: Every byte is a crash point of one of these parts.
+#: The test is split into this many parts, which together crash at every byte.
 PARTS = 10
 
 

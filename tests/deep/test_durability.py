@@ -1,4 +1,4 @@
-"""Fifty kills of a real server under load, and fifty of one that makes checkpoints and segments all the time."""
+"""Fifty kills of a real server under load, and fifty of one with frequent checkpoints and small segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The broker's models without haste: many more lives of each."""
+"""Long runs of the broker's models: many more examples of each."""
 
 from __future__ import annotations
 

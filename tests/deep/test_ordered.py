@@ -1,4 +1,4 @@
-"""Ten minutes of a cluster of real processes under fire, each minute with faults of its own."""
+"""Ten minutes of faults in a cluster of real processes, each minute with other faults."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.sim.sink_cluster import SinkCluster
 from tests.sim.world.world import World
 from tests.support.deep import Cycles
 
-#: Seeds of one cycle: enough for two processes to be busy, few enough to be run again when a run is interrupted.
+#: Seeds of one cycle: enough to keep two processes busy, few enough to repeat after an interruption.
 SEEDS = 20
 
 
@@ -26,13 +26,13 @@ def processes() -> Iterator[ProcessPoolExecutor]:
 
 
 def collect_by_hand() -> None:
-    """What was imported stays: there is no use in looking at it with every collection; see ``outcome``."""
+    """Exempt imported modules from garbage collection; ``outcome`` collects explicitly."""
     gc.freeze()
     gc.disable()
 
 
 def survive(pool: ProcessPoolExecutor, run: Callable[[int, int], str], seed: int, numbers: Iterable[int]) -> None:
-    """Run these side by side; fails with all that went wrong."""
+    """Run the seeds in parallel; fails with all their errors."""
     listed = list(numbers)
     failures = [failure for failure in pool.map(run, [seed] * len(listed), listed) if failure]
     assert not failures, "\n".join(failures)
@@ -66,17 +66,17 @@ def sink(seed: int, number: int) -> str:
 
 
 def outcome(name: str, run: Callable[[], object]) -> str:
-    """What went wrong; nothing if all went well."""
-    # The cluster before: it refers to itself, and a process would soon have hundreds of them.
+    """Run one seed: the error as text; "" if there is none."""
+    # Frees the previous cluster, whose objects form reference cycles.
     gc.collect()
     try:
         run()
-    except BaseException as failure:  # noqa: BLE001 - told by whoever asked
+    except BaseException as failure:  # noqa: BLE001 - the caller reports it
         return "\n".join([f"{name}: {type(failure).__name__}: {failure}", *getattr(failure, "__notes__", ())])
     return ""
 
 
-# A suite each, so that none takes more than half an hour.
+# One suite each, so that none takes more than half an hour.
 @pytest.mark.parametrize(
     "run",
     [

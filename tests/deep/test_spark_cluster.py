@@ -1,4 +1,4 @@
-"""Source, archive and audit on a real standalone cluster: executors in processes of their own, which share nothing."""
+"""Source, archive and audit on a real standalone cluster, whose executors are separate processes."""
 
 from __future__ import annotations
 

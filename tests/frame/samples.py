@@ -1,4 +1,4 @@
-"""Frames to test with: a model of rows in plain Python, frames made from it, and what a frame reads back as."""
+"""Frames for tests: a model of rows in plain Python, frames built from it, and rows read back from a frame."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOW = 1_700_000_000_000_000
 
 @dataclass(frozen=True)
 class Row:
-    """One message as a reader sees it; None where the frame has no such column."""
+    """One row as a reader sees it; None if the frame does not have the column."""
 
     sequence: int
     producer: int
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Draft:
-    """What to build a frame of. A single time or priority is stored once for all rows."""
+    """The rows of a frame to build. A single time or priority is stored once for all rows."""
 
     bodies: list[bytes]
     keys: list[bytes] | None = None
@@ -62,7 +62,7 @@ class Draft:
         return len(self.bodies)
 
     def rows(self) -> list[Row]:
-        """What readers of the frame shall see."""
+        """The rows that a reader of the frame must see."""
         return [
             Row(
                 sequence=self.base + i,
@@ -81,7 +81,7 @@ class Draft:
         ]
 
     def build(self) -> FrameParts:
-        """The frame, stamped."""
+        """The stamped frame."""
         hashes = self.key_hashes
         frame = build_frame(
             self.bodies,
@@ -97,7 +97,7 @@ class Draft:
             flags=self.flags,
             compression=self.compression,
         )
-        # The builder has no argument for it: clients cannot set it yet, the format knows it.
+        # The builder has no argument for it: it is in the format, but clients cannot set it yet.
         if self.priority is not None:
             frame = with_column(frame, Column.PRIORITY, *_fixed(self.priority, "u1"))
         frame.stamp_with(pack_stamp(3, self.base, NOW, 4096, 2))
@@ -112,7 +112,7 @@ def _times(times: int | list[int] | None) -> int | npt.NDArray[np.int64] | None:
 
 
 def with_column(frame: FrameParts, number: int, codec: int, data: bytes) -> FrameParts:
-    """The same frame with a column put in its place, or in place of the one it has."""
+    """The frame with a column added, or replaced."""
     view = FrameView(frame.tobytes())
     columns = [(n, stored.codec, [bytes(stored.data)]) for n, stored in view.columns() if n != number]
     columns.append((number, codec, [data]))
@@ -128,7 +128,7 @@ def with_column(frame: FrameParts, number: int, codec: int, data: bytes) -> Fram
 
 
 def rows_of(frame: FrameView) -> list[Row]:
-    """Everything a frame holds, row by row."""
+    """All rows of a frame."""
     producers, numbers = frame.message_ids()
     columns = [
         frame.sequences().tolist(),
@@ -147,7 +147,7 @@ def rows_of(frame: FrameView) -> list[Row]:
 
 
 def resign(frame: bytes | bytearray) -> bytes:
-    """The bytes with both checksums made to fit: what a sender with bad intentions does."""
+    """The bytes with both checksums corrected, as a hostile sender would do."""
     changed = bytearray(frame)
     crc = crc32c(bytes(changed[HEADER_SIZE:]), crc32c(bytes(changed[:40])))
     changed[40:44] = struct.pack("<I", crc)
@@ -156,12 +156,12 @@ def resign(frame: bytes | bytearray) -> bytes:
 
 
 def tag_row(*tags: str) -> bytes:
-    """Tags as a row holds them."""
+    """Tags as stored in a row."""
     return (TAG_SEPARATOR + TAG_SEPARATOR.join(tags) + TAG_SEPARATOR).encode() if tags else b""
 
 
 def full_draft(count: int = 5, compression: str | None = None) -> Draft:
-    """A frame with every column, rows without key, tags and headers among them."""
+    """A frame with every column; some rows have no key, tags or headers."""
     return Draft(
         bodies=[b"body %d " % i * (i % 7) * (40 if compression else 1) for i in range(count)],
         keys=[f"kéy-{i}".encode() if i % 3 else b"" for i in range(count)],
@@ -198,7 +198,7 @@ def _numbers(frame: FrameView, column: int) -> list[int | None]:
 
 # --- strategies ----------------------------------------------------------------------------------
 
-#: Property tests of frames are bound by the machine, not by a deadline.
+#: No deadline: the speed of these tests depends on the machine.
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 _BODIES = (b"", b"a", b"\0", b"some text", bytes(range(12)))
@@ -213,13 +213,13 @@ def _numbers_up_to(rng: Random, count: int, limit: int) -> list[int]:
 
 @st.composite
 def drafts(draw: st.DrawFn, count_max: int = 40, compressed: bool | None = None, plain: bool = False) -> Draft:
-    """Frames with any set of columns; ``plain``: only what can be coalesced with each other.
+    """Frames with any set of columns; ``plain``: only frames that can be joined with each other.
 
-    What shrinks is how many rows and which columns; what stands in the rows comes from one seed.
+    The number of rows and the set of columns shrink; the contents of the rows come from one seed.
     """
     count = draw(st.integers(1, count_max))
     compression = None if plain or compressed is False else draw(st.sampled_from([None, "zstd", "lz4"]))
-    # Long enough to be compressed, and of a kind that gets shorter by it.
+    # Long and repetitive enough that compression makes them shorter.
     repeat = 100 if compression else 1
     keyed, hashed, tagged, headed = (draw(st.booleans()) for _ in range(4))
     rng = Random(draw(st.integers(0, 1 << 32)))
@@ -274,5 +274,5 @@ def _with_columns_of(frame: Draft, head: Draft) -> Draft:
 
 
 def arrow_bytes() -> int:
-    """What Arrow holds at this moment, inflated columns included."""
+    """The memory that Arrow has allocated, including inflated columns."""
     return pa.default_memory_pool().bytes_allocated()

@@ -1,4 +1,4 @@
-"""A frame as a record batch: its own memory, the right types, null where a row has nothing."""
+"""A frame as a record batch: shared memory, the right types, and nulls for missing values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def expected(frame: FrameView) -> list[dict[str, object]]:
-    """The batch's rows, made one by one."""
+    """The rows of the batch, built one by one."""
 
     def moment(time: int | None) -> datetime | None:
         return None if time is None else EPOCH + timedelta(microseconds=time)
@@ -51,12 +51,12 @@ def check(frame: FrameView) -> None:
 
 @relaxed
 @given(drafts())
-def test_a_batch_holds_what_the_frame_holds(draft: Draft):
+def test_a_batch_has_the_rows_of_the_frame(draft: Draft):
     check(draft.view())
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
-def test_slices_and_joined_frames_are_batches_too(compression: str | None):
+def test_slices_and_joined_frames_become_batches(compression: str | None):
     frame = full_draft(60, compression).view()
     check(frame)
     check(FrameView(slice_rows(frame, 10, 33).tobytes()))
@@ -89,7 +89,7 @@ def build_view(rows: list[bytes]) -> FrameView:
     return FrameView(build_frame(rows, producer=1, first=1).tobytes())
 
 
-def test_columns_are_the_frames_own_memory():
+def test_columns_share_the_memory_of_the_frame():
     draft = Draft(
         [b"body %d" % i for i in range(500)],
         keys=[b"key %d" % i if i % 2 else b"" for i in range(500)],
@@ -110,13 +110,13 @@ def test_columns_are_the_frames_own_memory():
     assert begin <= frame.fixed(Column.KEY_HASH).ctypes.data < end
 
 
-def test_a_batch_keeps_the_frames_memory_alive():
+def test_a_batch_keeps_the_memory_of_the_frame_alive():
     draft = full_draft(20)
     batch = record_batch(FrameView(bytearray(draft.build().tobytes())))
     assert batch.column("body").to_pylist() == draft.bodies
 
 
-def test_the_largest_columns_of_nothing_are_not_kept():
+def test_the_largest_null_columns_are_not_cached():
     large = nulls(pa.string(), 20_000)
     assert (len(large), large.null_count) == (20_000, 20_000)
     small, other = nulls(pa.string(), 10), nulls(pa.string(), 11)
@@ -134,11 +134,11 @@ def test_text_that_is_not_utf8_is_a_frame_error(column: Column):
 
 
 @pytest.mark.parametrize("time", [-(1 << 63), TIME_MAX + 1])
-def test_a_time_that_is_no_date_is_a_frame_error(time: int):
+def test_a_time_that_is_not_a_date_is_a_frame_error(time: int):
     frame = with_column(
         Draft([b"a"] * 3).build(), Column.SEND_TIME, Codec.CONST, time.to_bytes(8, "little", signed=True)
     )
-    with pytest.raises(FrameError, match="no date"):
+    with pytest.raises(FrameError, match="not a date"):
         record_batch(FrameView(frame.tobytes()))
 
 

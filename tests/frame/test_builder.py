@@ -1,4 +1,4 @@
-"""What can be given as rows, and what is refused before a frame is made of it."""
+"""The kinds of rows that the builder accepts, and what it refuses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KINDS = {
 @pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
 @pytest.mark.parametrize("repeat", [1, SMALL_COUNT])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_stored_whatever_holds_them(kind: str, repeat: int, compression: str | None):
+def test_rows_of_every_container_are_stored(kind: str, repeat: int, compression: str | None):
     rows = KINDS[kind]
     if repeat > 1:
         rows = pa.concat_arrays([rows] * repeat) if isinstance(rows, pa.Array) else rows
@@ -127,7 +127,7 @@ def test_null_rows_are_refused(rows: Rows):
 
 
 @pytest.mark.parametrize("count", [0, FRAME_COUNT_MAX + 1])
-def test_no_rows_and_too_many_rows_are_refused(count: int):
+def test_zero_rows_and_too_many_rows_are_refused(count: int):
     with pytest.raises(InvalidArgument, match=f"1 to {FRAME_COUNT_MAX} rows, not {count}"):
         build_frame([b""] * count, producer=1, first=1)
 
@@ -149,10 +149,10 @@ def test_fixed_columns_of_any_layout_are_stored():
 
 
 @pytest.mark.parametrize("time", [-1, TIME_MAX + 1, 1 << 80])
-def test_a_send_time_that_is_no_date_is_refused(time: int):
-    with pytest.raises(InvalidArgument, match=f"send time {time} is no date"):
+def test_a_time_that_is_not_a_date_is_refused(time: int):
+    with pytest.raises(InvalidArgument, match=f"send time {time} is not a date"):
         build_frame([b"a"], producer=1, first=1, send_time=time)
-    with pytest.raises(InvalidArgument, match=f"deliver at {time} is no date"):
+    with pytest.raises(InvalidArgument, match=f"deliver at {time} is not a date"):
         build_frame([b"a"], producer=1, first=1, deliver_at=time)
 
 
@@ -181,7 +181,7 @@ def test_numbers_that_do_not_fit_the_header_are_refused(producer: int, first: in
         build_frame([b"a"], producer=producer, first=first, previous=previous, flags=flags)
 
 
-def test_the_last_sequence_is_the_last_rows():
+def test_last_is_the_sequence_of_the_last_row():
     assert build_frame([b"a"] * 3, producer=1, first=5).last == 7
 
 
@@ -193,13 +193,13 @@ def test_frames_over_the_limit_are_refused():
             build_frame(rows, producer=1, first=1)
 
 
-def test_chunks_that_no_frame_could_hold_are_not_put_together():
+def test_chunks_too_large_for_a_frame_are_not_combined():
     chunk = pa.array([bytes(COLUMN_SIZE_MAX)])
     with pytest.raises(TooLarge, match="over any frame's limit"):
         build_frame(pa.chunked_array([chunk] * 40), producer=1, first=1)
 
 
-def test_the_parts_are_the_frame():
+def test_the_concatenated_parts_are_the_frame():
     frame = build_frame([b"hello", b"you"], producer=1, first=1, send_time=5)
     assert sum(map(len, frame.parts)) == frame.size == len(frame.tobytes())
     assert b"".join(frame.parts) == frame.tobytes()
@@ -213,14 +213,14 @@ def test_the_parts_are_the_frame():
     send_time=st.integers(0, TIME_MAX),
     flags=st.sampled_from([0, 1]),
 )
-def test_one_short_row_makes_the_same_frame_either_way(
+def test_build_one_makes_the_same_frame_as_build_frame(
     body: bytes, producer: int, first: int, previous: int, send_time: int, flags: int
 ):
     said = {"producer": producer, "first": first, "previous": previous, "send_time": send_time, "flags": flags}
     assert build_one(body, **said).tobytes() == build_frame([body], **said).tobytes()
 
 
-def test_one_row_that_does_not_fit_the_header_is_refused():
+def test_build_one_refuses_numbers_that_do_not_fit_the_header():
     with pytest.raises(InvalidArgument, match="producer"):
         build_one(b"", producer=-1, first=1, previous=0, send_time=0)
     with pytest.raises(InvalidArgument, match="sequence"):

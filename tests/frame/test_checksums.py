@@ -1,4 +1,4 @@
-"""No bit of a frame can change unnoticed."""
+"""Every changed bit of a frame is detected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def frames() -> dict[str, bytes]:
 def test_every_single_bit_flip_is_detected(name: str):
     frame = frames()[name]
     FrameView(frame).verify()
-    # A size that grew must not find its missing bytes behind the frame.
+    # A larger size must be detected even if more bytes follow the frame.
     buffer = bytearray(frame + frame + b"\0" * 64)
     for bit in range(8 * len(frame)):
         buffer[bit // 8] ^= 1 << bit % 8
@@ -45,7 +45,7 @@ def test_every_cut_is_detected():
             FrameView(frame[:size])
 
 
-def test_a_damaged_stamp_is_told_from_a_damaged_frame():
+def test_a_damaged_stamp_is_distinguished_from_a_damaged_frame():
     damaged = bytearray(full_draft(6).build().tobytes())
     damaged[50] ^= 4
     with pytest.raises(FrameError, match="stamp checksum"):
@@ -59,7 +59,7 @@ def test_a_damaged_stamp_is_told_from_a_damaged_frame():
         FrameView(damaged).verify()
 
 
-def test_what_a_damaged_frame_holds_is_not_valid():
+def test_a_damaged_frame_is_not_valid():
     damaged = bytearray(full_draft(6).build().tobytes())
     damaged[-1] ^= 1
     with pytest.raises(FrameError, match="checksum"):

@@ -1,4 +1,4 @@
-"""Frames joined into one hold the rows of all, in order, each with its own message id."""
+"""A joined frame has the rows of all its parts, in order, with their message ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BASE = 500
 
 
 def joined(frames: list[Draft]) -> FrameView:
-    """The frames as one, stored at ``BASE``."""
+    """The frames joined into one, stored at sequence ``BASE``."""
     parts = coalesce([draft.view().validate() for draft in frames])
     parts.stamp_with(pack_stamp(3, BASE, NOW, 0, 1))
     return FrameView(parts.tobytes())
@@ -34,7 +34,7 @@ def rows_in_order(frames: list[Draft]) -> list[Row]:
 
 @relaxed
 @given(alike())
-def test_joined_frames_hold_all_rows_in_order(frames: list[Draft]):
+def test_joined_frames_have_all_rows_in_order(frames: list[Draft]):
     frame = joined(frames).validate()
     assert rows_of(frame) == rows_in_order(frames)
     assert frame.runs().tolist() == [(d.producer, d.first, d.count, d.view().crc, d.previous) for d in frames]
@@ -73,7 +73,7 @@ def test_a_mask_of_joined_frames_selects_their_rows(data: st.DataObject, frames:
     assert rows_of(masked) == [row for row, chosen in zip(rows_in_order(frames), mask, strict=True) if chosen]
 
 
-def test_rows_built_from_parts_of_arrays_join_like_others():
+def test_frames_built_from_array_slices_are_joined():
     array = pa.array([b"skipped", b"one", b"", b"three"])[1:]
     frames = [FrameView(build_frame(array, producer=p, first=1).tobytes()) for p in (1, 2)]
     assert frames[0].stored(Column.BODY).data[:4] != b"\0\0\0\0"
@@ -81,13 +81,13 @@ def test_rows_built_from_parts_of_arrays_join_like_others():
     assert both.binary(Column.BODY).to_pylist() == [b"one", b"", b"three"] * 2
 
 
-def test_constant_and_single_values_join():
+def test_constant_and_per_row_values_are_joined():
     frames = [Draft([b"a"], send_time=5), Draft([b"b", b"c"], send_time=6), Draft([b"d", b"e"], send_time=[7, 8])]
     assert joined(frames).fixed(Column.SEND_TIME).tolist() == [5, 6, 6, 7, 8]
 
 
 @pytest.mark.parametrize("flags", [0, FLAG_UNSEQUENCED])
-def test_joined_frames_are_unsequenced_when_their_parts_are(flags: int):
+def test_a_joined_frame_is_unsequenced_if_its_parts_are(flags: int):
     assert joined([Draft([b"a"], flags=flags), Draft([b"b"], flags=flags)]).flags == flags
 
 
@@ -98,7 +98,7 @@ def test_small_raw_frames_of_one_producer_can_be_joined():
     assert not can_coalesce(Draft([b"x" * (size + 1)]).view())
 
 
-def test_what_cannot_be_put_one_after_another_is_not_joined():
+def test_frames_that_cannot_be_concatenated_are_not_joined():
     frame = full_draft(5).build()
     assert not can_coalesce(full_draft(5, "zstd").view())
     assert not can_coalesce(full_draft(5, "lz4").view())
@@ -107,7 +107,7 @@ def test_what_cannot_be_put_one_after_another_is_not_joined():
     assert not can_coalesce(FrameView(with_column(frame, 25, 0, b"newer").tobytes()))
 
 
-def test_frames_with_other_columns_or_flags_are_not_joined():
+def test_frames_with_different_columns_or_flags_are_not_joined():
     plain, keyed = Draft([b"a"]), Draft([b"a"], keys=[b"k"], key_hashes=[1])
     for other in (keyed, replace(plain, flags=FLAG_UNSEQUENCED)):
         with pytest.raises(InvalidArgument, match="different columns or flags"):

@@ -1,4 +1,4 @@
-"""What a reader of this version takes, skips and refuses; and what a frame costs."""
+"""The parts of the format that a reader accepts, skips and refuses; and the size of a frame."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.frame.samples import Draft, full_draft, resign, rows_of, with_column
 
 
 def changed(position: int, layout: str, value: int | bytes, frame: bytes | None = None) -> bytes:
-    """A frame with one header field overwritten, its checksums made to fit."""
+    """A frame with one header field overwritten and its checksums corrected."""
     result = bytearray(frame or full_draft(5).build().tobytes())
     struct.pack_into(layout, result, position, value)
     return resign(result)
@@ -77,8 +77,8 @@ def test_another_version_is_refused(version: int):
         (24, "<Q", (1 << 64) - 1, "sequences"),
         (48, "<Q", SEQUENCE_MAX - 4, "sequences"),
         (48, "<Q", 1 << 63, "sequences"),
-        (56, "<q", -1, "store time -1 is no date"),
-        (56, "<q", TIME_MAX + 1, "is no date"),
+        (56, "<q", -1, "store time -1 is not a date"),
+        (56, "<q", TIME_MAX + 1, "is not a date"),
         (80, "<I", 0x0FFFFFFF, "columns end at"),
     ],
 )
@@ -88,7 +88,7 @@ def test_impossible_headers_are_refused(position: int, layout: str, value: int |
 
 
 @pytest.mark.parametrize("size", [0, 1, HEADER_SIZE - 1])
-def test_less_than_a_header_is_refused(size: int):
+def test_fewer_bytes_than_a_header_are_refused(size: int):
     with pytest.raises(FrameError, match=f"{size} bytes are too few"):
         FrameView(full_draft(1).build().tobytes()[:size])
 
@@ -101,7 +101,7 @@ def test_a_directory_longer_than_the_frame_is_refused():
         FrameView(resign(frame))
 
 
-def test_a_frame_without_bodies_is_not_valid_and_has_none_to_read():
+def test_a_frame_without_bodies_is_not_valid_and_cannot_be_read():
     frame = bytearray(build_frame([b"a"], producer=1, first=1).tobytes())
     struct.pack_into("<I", frame, 12, 1 << 16)
     view = FrameView(resign(frame))
@@ -144,7 +144,7 @@ def test_rows_longer_than_the_limit_are_not_valid(column: Column, count: int):
 NOT_TEXT = [
     [b"\xff", b""],
     [b"a", b"\xc3"],
-    # One character over two rows: the column is UTF-8, its rows are not.
+    # One character split over two rows: the column is UTF-8, its rows are not.
     [b"\xc3", b"\xa9"],
     [b"\xed\xa0\x80", b""],
 ]
@@ -163,10 +163,10 @@ def test_keys_and_tags_that_are_not_text_are_not_valid(column: Column, rows: lis
 
 @pytest.mark.parametrize("time", [-1, TIME_MAX + 1, -(1 << 63), (1 << 63) - 1])
 @pytest.mark.parametrize("column", [Column.SEND_TIME, Column.DELIVER_AT])
-def test_times_that_are_no_dates_are_not_valid(column: Column, time: int):
+def test_times_that_are_not_dates_are_not_valid(column: Column, time: int):
     for codec, values in ((Codec.CONST, [time]), (Codec.RAW, [5, time, 5])):
         frame = with_column(Draft([b"a"] * 3).build(), column, codec, struct.pack(f"<{len(values)}q", *values))
-        with pytest.raises(FrameError, match="no date"):
+        with pytest.raises(FrameError, match="not a date"):
             FrameView(frame.tobytes()).validate()
 
 
@@ -190,7 +190,7 @@ OFFSETS = [
     [-1, 1, 2, 3],
     [-4, -3, -2, 0],
     [0, -1, 2, 4],
-    # Differences that fit only when 32 bits wrap around.
+    # Differences that fit only if 32-bit arithmetic wraps around.
     [(1 << 31) - 2, -(1 << 31), -(1 << 31) + 1, -(1 << 31) + 2],
 ]
 
@@ -213,20 +213,20 @@ def test_offsets_that_do_not_fit_are_refused(column: Column, offsets: list[int],
 @pytest.mark.parametrize("codec", [Codec.CONST, 4, 15])
 def test_bodies_in_an_unknown_codec_are_refused(codec: int):
     frame = FrameView(with_column(Draft([b"a"] * 3).build(), Column.BODY, codec, b"\0" * 24).tobytes())
-    with pytest.raises(FrameError, match=f"codec {int(codec)}, which it cannot have"):
+    with pytest.raises(FrameError, match=f"codec {int(codec)}, which is not allowed for it"):
         frame.validate()
 
 
 @pytest.mark.parametrize("column", [Column.KEY, Column.TAGS])
-def test_what_a_broker_filters_by_is_never_compressed(column: Column):
+def test_columns_that_a_broker_filters_by_are_never_compressed(column: Column):
     packed = deflate(variable([b"k" * 300] * 2), Codec.ZSTD)
     draft = Draft([b"a"] * 2, keys=[b""] * 2, key_hashes=[1] * 2)
     frame = FrameView(with_column(draft.build(), column, Codec.ZSTD, packed).tobytes())
-    with pytest.raises(FrameError, match="which it cannot have"):
+    with pytest.raises(FrameError, match="which is not allowed for it"):
         frame.validate()
 
 
-def test_a_single_message_costs_about_a_hundred_bytes():
+def test_a_frame_of_one_message_adds_about_a_hundred_bytes():
     for size in range(300):
         bare = build_frame([b"x" * size], producer=1, first=1)
         timed = build_frame([b"x" * size], producer=1, first=1, send_time=1)
@@ -236,7 +236,7 @@ def test_a_single_message_costs_about_a_hundred_bytes():
         assert timed.size - size <= 111
 
 
-def test_the_directory_is_where_the_format_says():
+def test_header_directory_and_columns_are_laid_out_as_specified():
     frame = build_frame([b"hello"], producer=1, first=1, send_time=0x0102030405060708).tobytes()
     assert frame[:4] == b"PL\x01\x00"
     assert struct.unpack_from("<III", frame, 4) == (len(frame), 1, 1 << Column.SEND_TIME | 1 << Column.BODY)

@@ -1,4 +1,4 @@
-"""Rows of many frames as new frames: every row is what it was, in the order that was asked for."""
+"""New frames of rows from many frames: unchanged rows, in the requested order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.frame.samples import Draft, Row, alike, drafts, full_draft, rows_of
 
 
 def table(frames: list[FrameView]) -> tuple[bytes, Places]:
-    """Frames one after another in a buffer, and where they are."""
+    """Consecutive frames in a buffer, and their places."""
     buffer, places = b"", b""
     for frame in frames:
         places += place_of(frame, len(buffer))
@@ -28,7 +28,7 @@ def table(frames: list[FrameView]) -> tuple[bytes, Places]:
 
 
 def gathered(frames: list[FrameView], chosen: list[tuple[int, int]]) -> Gathered:
-    """(frame, row) pairs in their order; frames whose rows cannot be found as they are get a buffer of their own."""
+    """The (frame, row) pairs in order. Frames that must be flattened get their own buffers."""
     buffer, places = table(frames)
     index = np.array([frame for frame, _ in chosen])
     rows = np.array([row for _, row in chosen])
@@ -37,7 +37,7 @@ def gathered(frames: list[FrameView], chosen: list[tuple[int, int]]) -> Gathered
 
 
 def expected(frames: list[FrameView], chosen: list[tuple[int, int]], due: list[int]) -> list[Row]:
-    """The rows as the model has them: what a column of the new frame has no value for is empty."""
+    """The rows of the model; a row without a value for a column of the new frame is empty there."""
     all_rows = [rows_of(frame) for frame in frames]
     return [replace(all_rows[frame][row], deliver_at=due[i]) for i, (frame, row) in enumerate(chosen)]
 
@@ -64,7 +64,7 @@ def check(frames: list[FrameView], chosen: list[tuple[int, int]], size: int, row
         parts = result.frame(start, stop, np.array(due), numbers, row_by_row=row_by_row)
         frame = FrameView(parts.tobytes()).validate()
         assert frame.flags == FLAG_UNSEQUENCED
-        # What was sent compressed may stay so.
+        # Columns that were sent compressed may be compressed again.
         assert not frame.compressed or any(each.compressed for each in frames)
         if row_by_row and not frame.compressed:
             assert not int(np.frombuffer(place_of(frame, 0), PLACE)["bits"][0]) & FLATTEN_BIT
@@ -75,7 +75,7 @@ def check(frames: list[FrameView], chosen: list[tuple[int, int]], size: int, row
 
 
 @given(st.lists(drafts(count_max=12), min_size=1, max_size=5), st.data(), st.sampled_from([1, 300, 1 << 20]))
-def test_any_rows_of_any_frames_in_any_order(sources: list[Draft], data: st.DataObject, size: int) -> None:
+def test_any_rows_of_any_frames_are_gathered_in_any_order(sources: list[Draft], data: st.DataObject, size: int) -> None:
     frames = [replace(draft, producer=7 + i).view() for i, draft in enumerate(sources)]
     places = [(f, r) for f, frame in enumerate(frames) for r in range(frame.count)]
     chosen = data.draw(st.lists(st.sampled_from(places), min_size=1, max_size=30))
@@ -91,7 +91,7 @@ def test_rows_of_joined_frames_keep_their_ids(sources: list[Draft], rng: Random)
     check(frames, chosen, 1 << 20, row_by_row=True)
 
 
-def test_neighbours_of_one_producer_are_one_run() -> None:
+def test_consecutive_rows_of_one_producer_are_one_run() -> None:
     frame = full_draft(5).view()
     result = gathered([frame], [(0, 1), (0, 2), (0, 3)])
     parts = result.frame(0, 3, np.zeros(3, np.int64), np.zeros(3, np.uint64), row_by_row=False)
@@ -99,13 +99,13 @@ def test_neighbours_of_one_producer_are_one_run() -> None:
     assert (parts.producer, parts.first) == (frame.producer, frame.first + 1)
 
 
-def test_long_rows_are_copied_whole_and_the_largest_is_still_a_frame() -> None:
+def test_long_rows_are_gathered_and_the_largest_fits_a_frame() -> None:
     draft = Draft([b"a" * 70_000, b"", b"b" * (16 << 20), b"c" * 300_000], compression="zstd", deliver_at=5)
     check([draft.view()], [(0, 2), (0, 3), (0, 0), (0, 1)], 1 << 20, row_by_row=True)
     assert draft.view().size < ORIGINAL_SIZE_MAX
 
 
-def test_many_short_rows_from_many_frames() -> None:
+def test_many_short_rows_of_many_frames_are_gathered() -> None:
     rng = Random(3)
     frames = [
         Draft([bytes([i % 256]) * rng.randrange(40) for _ in range(20)], producer=i + 1).view() for i in range(1_000)

@@ -1,4 +1,4 @@
-"""Frames written by the first version are read by this one, and this one still writes the same."""
+"""This version reads the golden frames, which the first version wrote, and writes the same bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = sorted(path.stem for path in DIRECTORY.glob("*.bin"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_golden_frames_read_as_they_did(name: str):
+def test_golden_frames_read_as_recorded(name: str):
     expected = json.loads((DIRECTORY / f"{name}.json").read_text())
     frame = FrameView((DIRECTORY / f"{name}.bin").read_bytes()).validate()
     assert content(frame) == expected
@@ -22,12 +22,12 @@ def test_golden_frames_read_as_they_did(name: str):
 
 
 @pytest.mark.parametrize("name", [name for name in FRAMES if name not in COMPRESSED])
-def test_golden_frames_are_still_written_byte_for_byte(name: str):
+def test_golden_frames_are_written_with_the_same_bytes(name: str):
     assert FRAMES[name]() == (DIRECTORY / f"{name}.bin").read_bytes()
 
 
 @pytest.mark.parametrize("name", sorted(COMPRESSED))
-def test_compressed_frames_still_hold_the_same(name: str):
+def test_compressed_frames_are_written_with_the_same_content(name: str):
     written = content(FrameView(FRAMES[name]()).validate())
     golden = content(FrameView((DIRECTORY / f"{name}.bin").read_bytes()))
     for sizes in (written["header"], golden["header"]):
@@ -35,5 +35,5 @@ def test_compressed_frames_still_hold_the_same(name: str):
     assert written == golden
 
 
-def test_every_golden_frame_is_known():
+def test_every_golden_frame_has_a_maker():
     assert set(FRAMES) == set(NAMES)

@@ -1,4 +1,4 @@
-"""Whatever the bytes, reading them gives a value or ``FrameError``: no other exception, nothing that is not there."""
+"""Reading arbitrary bytes gives a value or ``FrameError``: no other exception, and no bytes from outside the frame."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.support.deep import Cycles
 
 
 def read_everything(data: bytes) -> str:
-    """All that any reader does with received bytes; what became of it."""
+    """Read bytes in every way that readers do. Returns the outcome."""
     try:
         frame = FrameView(data)
     except FrameError:
         return "refused"
     outcomes = [_outcome(step, frame) for step in _STEPS]
     if outcomes[0] == "read":
-        # Valid: every reader can rely on it.
+        # The frame is valid, so every read must succeed.
         assert outcomes == ["read"] * len(outcomes)
         assert _outcome(_slices, frame) == ("refused" if frame.has(Column.SELECTION) else "read")
         if can_coalesce(frame):
@@ -90,7 +90,7 @@ def valid_frames() -> list[bytes]:
 
 
 VALID = valid_frames()
-#: Numbers that sit on edges of types and limits.
+#: Numbers at the bounds of types and limits.
 EDGES = [
     0,
     1,
@@ -109,7 +109,7 @@ EDGES = [
 
 
 def mutated(rng: random.Random) -> bytes:
-    """A valid frame after a few changes; half of them with checksums that fit again."""
+    """A valid frame after a few changes; half of them with corrected checksums."""
     frame = bytearray(rng.choice(VALID))
     for _ in range(rng.choice([1, 1, 2, 4])):
         kind = rng.randrange(6)
@@ -139,7 +139,7 @@ def mutated(rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("index", range(len(VALID)))
-def test_the_frames_that_are_changed_below_are_valid(index: int):
+def test_the_unchanged_frames_are_valid(index: int):
     assert read_everything(VALID[index]) == "valid"
 
 
@@ -190,7 +190,7 @@ def test_very_many_changed_frames_give_a_value_or_a_frame_error(seed: int, cycle
             read_everything(mutated(rng))
 
 
-# --- tables that lie -----------------------------------------------------------------------------
+# --- wrong tables --------------------------------------------------------------------------------
 
 
 def run_table(*runs: tuple[int, int, int, int]) -> bytes:
@@ -215,7 +215,7 @@ def run_table(*runs: tuple[int, int, int, int]) -> bytes:
         run_table((1, (1 << 62) - 4, 5, 0)),
     ],
 )
-def test_run_tables_that_lie_are_refused(table: bytes):
+def test_wrong_run_tables_are_refused(table: bytes):
     frame = FrameView(with_column(full_draft(5).build(), Column.RUNS, Codec.RAW, table).tobytes())
     for step in (FrameView.runs, FrameView.message_ids, FrameView.validate, lambda f: slice_rows(f, 1, 2)):
         with pytest.raises(FrameError, match="run table"):
@@ -223,7 +223,7 @@ def test_run_tables_that_lie_are_refused(table: bytes):
 
 
 @pytest.mark.parametrize("codec", [Codec.CONST, Codec.ZSTD, Codec.LZ4, 9])
-def test_tables_in_a_codec_are_refused(codec: int):
+def test_tables_with_a_codec_are_refused(codec: int):
     draft = full_draft(5)
     runs = FrameView(with_column(draft.build(), Column.RUNS, codec, run_table((1, 1, 5, 0))).tobytes())
     with pytest.raises(FrameError, match="run table is malformed"):
@@ -249,13 +249,13 @@ def test_tables_in_a_codec_are_refused(codec: int):
         struct.pack("<II", 9, 0) + b"\x0f\0",
         struct.pack("<II", 9, 0) + b"\x3f\0",
         struct.pack("<II", 9, 0) + b"\0\0",
-        # The only marks are behind the last row.
+        # The only bits are after the last row.
         struct.pack("<II", 9, 0) + b"\0\xfe",
         struct.pack("<II", 9, 1) + b"\x1f\0",
     ],
 )
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_selections_that_lie_are_refused(selection: bytes, compression: str | None):
+def test_wrong_selections_are_refused(selection: bytes, compression: str | None):
     frame = with_column(full_draft(5, compression).build(), Column.SELECTION, Codec.RAW, selection)
     view = FrameView(frame.tobytes())
     for step in (FrameView.selection, FrameView.sequences, FrameView.message_ids, FrameView.runs, FrameView.validate):

@@ -1,4 +1,4 @@
-"""Compressed columns: nothing but what they declare, never more than the limit, and given back after the check."""
+"""Inflation of compressed columns: exactly the declared size, at most the limit, and freed after validation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = {Codec.ZSTD: "zstd", Codec.LZ4: "lz4"}
 
 
 def packed(raw: bytes, codec: Codec, declared: int, copies: int = 1) -> bytes:
-    """A compressed column that declares what it likes; ``copies`` of the raw bytes in it."""
+    """A compressed column of ``copies`` of the raw bytes, with any declared size."""
     return struct.pack("<I", declared) + deflate(raw, codec)[4:] * copies
 
 
@@ -37,7 +37,7 @@ def with_body(stored: bytes, codec: Codec) -> FrameView:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("size", [0, 1, 511, 70_000, 5 * MIB])
-def test_what_was_compressed_inflates(codec: Codec, size: int):
+def test_compressed_bytes_inflate(codec: Codec, size: int):
     raw = (b"message %d " % size * (size // 8 + 1))[:size]
     assert bytes(inflate(memoryview(deflate(raw, codec)), codec)) == raw
 
@@ -58,7 +58,7 @@ def test_a_column_that_inflates_to_another_size_is_refused(codec: Codec, differe
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("declared", [COLUMN_SIZE_MAX + 1, 1 << 31, (1 << 32) - 1])
-def test_a_column_over_the_limit_is_refused_unread(codec: Codec, declared: int):
+def test_a_column_over_the_limit_is_refused_before_inflation(codec: Codec, declared: int):
     before = pa.default_memory_pool().max_memory()
     with pytest.raises(FrameError, match=f"declares {declared} bytes; the limit is {COLUMN_SIZE_MAX}"):
         with_body(packed(column(b"a" * 5000), codec, declared), codec).validate()
@@ -82,7 +82,7 @@ def test_damaged_compression_is_refused(codec: Codec):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_was_inflated_for_the_check_is_given_back(codec: Codec):
+def test_columns_inflated_for_validation_are_freed(codec: Codec):
     size = 8 * MIB
     bodies = deflate(column(bytes(size)), codec)
     headers = deflate(column(bytes(60_000)), codec)
@@ -100,7 +100,7 @@ def test_a_column_is_inflated_once_for_all_its_readers():
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_body_over_the_limit_is_not_valid_however_small_it_travels(codec: Codec):
+def test_a_body_over_the_limit_is_not_valid_however_small_it_is_compressed(codec: Codec):
     frame = with_body(deflate(column(bytes(16 * MIB + 1)), codec), codec)
     assert frame.size < MIB
     with pytest.raises(FrameError, match="row longer than 16777216 bytes"):
@@ -122,7 +122,7 @@ def test_an_unknown_compression_is_refused_by_name():
         build_frame([b"a"], producer=1, first=1, compression="snappy")
 
 
-# Measured in a process of its own: the peak of a process that ran other tests says nothing.
+# Measured in a separate process, because other tests raise the peak of this one.
 PROBE = textwrap.dedent(
     """
     import json, resource, struct, sys
@@ -163,7 +163,7 @@ PROBE = textwrap.dedent(
 
 
 def probe(frames: list[bytes]) -> tuple[list[int], list[list[str]]]:
-    """How much each frame raised the peak memory of a process that read it, and what became of each reading."""
+    """For each frame, the growth of the peak memory of a process that read it, and the outcome of each read."""
     warm_up = full_draft(20, "zstd").build().tobytes()
     lines = "\n".join(frame.hex() for frame in [warm_up, *frames])
     result = subprocess.run([sys.executable, "-c", PROBE], input=lines, capture_output=True, text=True, check=True)
@@ -180,12 +180,12 @@ def test_bombs_are_refused_in_bounded_memory():
     ]
     assert max(map(len, bombs)) < 5 * MIB
     grown, outcomes = probe(bombs)
-    # A gigabyte is in each; a megabyte is what the second of each kind declares.
+    # Each contains a gigabyte; the second of each kind declares a megabyte.
     assert max(grown) < 24 * MIB
     assert {tuple(outcome) for outcome in outcomes} == {("refused", "read", "read", "refused", "refused")}
 
 
-def test_a_column_at_the_limit_costs_about_its_size():
+def test_a_column_at_the_limit_takes_about_its_size():
     raw = struct.pack("<5i", 0, *(16_000_000 * i for i in (1, 2, 3, 4))) + bytes(64_000_000)
     assert len(raw) <= COLUMN_SIZE_MAX
     frames = [
@@ -197,7 +197,7 @@ def test_a_column_at_the_limit_costs_about_its_size():
 
 
 @pytest.mark.parametrize("count", [1 << 20, 1_000_000])
-def test_huge_counts_cost_a_few_bytes_a_row_at_most(count: int):
+def test_huge_counts_take_at_most_a_few_bytes_per_row(count: int):
     frame = bytearray(Draft([b"x"], send_time=1).build().tobytes())
     struct.pack_into("<I", frame, 8, count)
     chosen = bytearray(

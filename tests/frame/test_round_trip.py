@@ -1,4 +1,4 @@
-"""What is built is what is read, in every combination of columns."""
+"""Frames read back as built, with every combination of columns."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_columns_that_do_not_get_shorter_stay_raw():
 
 @relaxed
 @given(st.lists(drafts(count_max=4), max_size=5))
-def test_frames_in_a_row_are_found_one_after_another(sequence: list[Draft]):
+def test_consecutive_frames_in_a_buffer_are_found(sequence: list[Draft]):
     buffer = b"".join(draft.build().tobytes() for draft in sequence)
     found = frames_in(memoryview(buffer))
     assert [rows_of(frame.verify()) for frame in found] == [draft.rows() for draft in sequence]
@@ -81,14 +81,14 @@ def test_frames_in_a_row_are_found_one_after_another(sequence: list[Draft]):
 
 
 @pytest.mark.parametrize("offset", range(9))
-def test_a_frame_reads_the_same_wherever_it_stands(offset: int):
+def test_a_frame_reads_the_same_at_every_position(offset: int):
     draft = full_draft(9, "lz4")
     buffer = b"\xff" * offset + draft.build().tobytes() + b"\xff" * 11
     for kind in (bytes, bytearray, memoryview):
         assert rows_of(FrameView(kind(buffer), offset).validate()) == draft.rows()
 
 
-def test_a_frame_of_the_most_rows_reads_back():
+def test_a_frame_with_the_maximum_count_reads_back():
     count = 1 << 20
     frame = FrameView(build_frame([b""] * count, producer=1, first=1).tobytes()).validate()
     assert frame.count == count
@@ -96,12 +96,12 @@ def test_a_frame_of_the_most_rows_reads_back():
     assert frame.message_ids()[1][-1] == count
 
 
-def test_unsequenced_frames_say_so():
+def test_unsequenced_frames_have_the_flag():
     draft = Draft([b"a"], flags=FLAG_UNSEQUENCED)
     assert draft.view().validate().flags == FLAG_UNSEQUENCED
 
 
-def test_signing_again_changes_the_predecessor_and_nothing_else():
+def test_follow_changes_only_the_predecessor_and_the_checksum():
     frame = full_draft().build()
     before = FrameView(frame.tobytes())
     frame.follow(12345)
@@ -111,7 +111,7 @@ def test_signing_again_changes_the_predecessor_and_nothing_else():
     assert rows_of(after) == rows_of(before)
 
 
-def test_a_stamp_leaves_the_signature_alone():
+def test_a_stamp_does_not_change_the_client_checksum():
     frame = build_frame([b"a"], producer=1, first=1)
     unstamped = FrameView(frame.tobytes()).validate()
     frame.stamp_with(full_draft().build().stamp)

@@ -1,4 +1,4 @@
-"""A slice of a frame is the slice of its rows: nothing is changed, invented or lost."""
+"""A slice of a frame has exactly the selected rows, unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def masks(count: int) -> st.SearchStrategy[list[bool]]:
 
 @relaxed
 @given(st.data(), drafts())
-def test_a_row_range_is_the_slice_of_the_rows(data: st.DataObject, draft: Draft):
+def test_a_row_range_has_the_rows_of_the_range(data: st.DataObject, draft: Draft):
     start, stop = data.draw(ranges(draft.count))
     sliced = FrameView(slice_rows(draft.view(), start, stop).tobytes()).validate()
     assert rows_of(sliced) == draft.rows()[start:stop]
@@ -65,7 +65,7 @@ def test_a_slice_of_a_slice_is_a_slice(data: st.DataObject, draft: Draft):
 
 @pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
 @pytest.mark.parametrize("step", [2, 3, 100])
-def test_masks_of_many_and_few_spans_give_the_same_rows(step: int, compression: str | None):
+def test_masks_with_many_and_few_spans_give_the_right_rows(step: int, compression: str | None):
     draft = full_draft(40 * SPANS_MAX, compression)
     mask = np.zeros(draft.count, bool)
     mask[::step] = True
@@ -82,7 +82,7 @@ def test_raw_columns_are_cut_and_not_copied():
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4"])
-def test_a_compressed_column_travels_whole(compression: str):
+def test_a_slice_has_the_whole_compressed_column(compression: str):
     frame = full_draft(100, compression).view()
     for parts in (slice_rows(frame, 3, 5), slice_mask(frame, np.arange(100) % 9 == 0)):
         sliced = FrameView(parts.tobytes())
@@ -115,7 +115,7 @@ def test_masks_that_do_not_fit_are_refused(mask: list[bool]):
         slice_mask(full_draft(5).view(), np.array(mask))
 
 
-def test_masks_of_numbers_select_what_is_not_zero():
+def test_masks_of_numbers_select_the_nonzero_rows():
     frame = full_draft(5).view()
     numbers = slice_mask(frame, np.array([0, 2, 1, 0, 7]))
     truths = slice_mask(frame, np.array([False, True, True, False, True]))
@@ -124,7 +124,7 @@ def test_masks_of_numbers_select_what_is_not_zero():
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 @pytest.mark.parametrize("chosen", [[0], [1, 2], [0, 2], [0, 1, 2]])
-def test_rows_of_a_selection_are_selected_again(compression: str | None, chosen: list[int]):
+def test_rows_of_a_selection_can_be_selected_again(compression: str | None, chosen: list[int]):
     whole = full_draft(5, compression).view()
     once = np.array([True, False] * 2 + [True])
     masked = FrameView(slice_mask(whole, once).tobytes())
@@ -134,20 +134,20 @@ def test_rows_of_a_selection_are_selected_again(compression: str | None, chosen:
     assert slice_mask(masked, again).tobytes() == slice_mask(whole, direct).tobytes()
 
 
-def test_rows_of_a_selection_have_no_range():
+def test_a_row_range_of_a_selection_is_refused():
     masked = FrameView(slice_mask(full_draft(5).view(), np.array([True, False] * 2 + [True])).tobytes())
-    with pytest.raises(FrameError, match="lie apart"):
+    with pytest.raises(FrameError, match="select rows by a mask"):
         slice_rows(masked, 0, 1)
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_kept_rows_need_nothing_of_the_others(compression: str | None):
+def test_retained_rows_do_not_contain_data_of_the_other_rows(compression: str | None):
     whole = full_draft(50, compression).view()
     mask = np.isin(np.arange(50), [3, 30, 31])
     kept = FrameView(keep_mask(whole, mask, b"why").tobytes()).validate()
     sliced = FrameView(slice_mask(whole, mask).tobytes())
     assert read_note(kept) == b"why"
-    assert kept.compressed == (compression is not None), "what is smaller compressed stays so"
+    assert kept.compressed == (compression is not None), "a column that is smaller compressed stays compressed"
     assert kept.sequences().tolist() == sliced.sequences().tolist()
     assert [ids.tolist() for ids in kept.message_ids()] == [ids.tolist() for ids in sliced.message_ids()]
     assert record_batch(kept) == record_batch(sliced)
@@ -155,7 +155,7 @@ def test_kept_rows_need_nothing_of_the_others(compression: str | None):
 
 
 @given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=30), data=st.data())
-def test_a_shortened_run_table_says_the_same_of_the_rows_it_is_for(counts: list[int], data: st.DataObject):
+def test_a_shortened_run_table_has_the_same_ids_for_its_rows(counts: list[int], data: st.DataObject):
     total = sum(counts)
     table = np.array([(10 + i, 100 * i + 1, count, 5, 7) for i, count in enumerate(counts)], RUN)
     rows = np.array(sorted(data.draw(st.sets(st.integers(0, total - 1), min_size=1))))
@@ -167,7 +167,7 @@ def test_a_shortened_run_table_says_the_same_of_the_rows_it_is_for(counts: list[
 
 
 @pytest.mark.parametrize("position", [HEADER_SIZE - 30, 20, HEADER_SIZE + 2, -1])
-def test_a_slice_does_not_vouch_for_rotten_bytes(position: int):
+def test_a_damaged_frame_is_not_sliced(position: int):
     rotten = bytearray(full_draft(50).build().tobytes())
     rotten[position] ^= 1
     with pytest.raises(FrameError):
@@ -189,13 +189,13 @@ CUTS = (lambda frame: slice_rows(frame, 1, 3), lambda frame: slice_mask(frame, n
 
 @pytest.mark.parametrize("column", [Column.KEY_HASH, Column.SEND_TIME, Column.PRIORITY, Column.KEY, Column.BODY])
 @pytest.mark.parametrize("codec", [1, 2, 3, 4, 9, 15])
-def test_a_column_in_a_codec_it_cannot_have_is_not_sliced(column: Column, codec: int):
+def test_a_column_with_a_wrong_codec_is_not_sliced(column: Column, codec: int):
     frame = full_draft(6).build()
     data = bytes(FrameView(frame.tobytes()).stored(column).data)
     lying = FrameView(with_column(frame, column, codec, data).tobytes())
     for cut in CUTS:
         if column == Column.BODY and codec in (Codec.ZSTD, Codec.LZ4):
-            # A compressed body is not inflated to be sliced: its reader finds out.
+            # Slicing does not inflate a compressed body: its reader detects the damage.
             sliced = FrameView(cut(lying).tobytes())
             with pytest.raises(FrameError):
                 sliced.validate()
@@ -223,13 +223,13 @@ def test_columns_of_the_wrong_size_are_not_sliced(column: Column, size: int):
         slice_mask(lying, np.arange(6) % 2 == 0)
 
 
-def test_a_slice_at_the_end_of_all_sequences_reads_back():
+def test_a_slice_with_the_highest_sequences_reads_back():
     end = 1 << 62
     draft = Draft([b"a", b"b", b"c"], first=end - 3, base=end - 3)
     assert rows_of(FrameView(slice_rows(draft.view(), 1, 3).tobytes())) == draft.rows()[1:]
 
 
-def test_the_largest_frame_a_producer_may_send_can_still_be_sliced():
+def test_the_largest_frame_of_a_producer_can_be_sliced():
     count = 1 << 20
     body = np.random.default_rng(1).bytes(ORIGINAL_SIZE_MAX - HEADER_SIZE - 8 - 4 * (count + 1) - 4)
     largest = FrameView(build_frame([b""] * (count - 1) + [body], producer=1, first=1).tobytes()).validate()
@@ -241,7 +241,7 @@ def test_the_largest_frame_a_producer_may_send_can_still_be_sliced():
     assert sliced.count == count - 1
 
 
-def test_a_producers_frame_without_room_for_slices_is_not_valid():
+def test_a_frame_of_a_producer_without_room_for_a_selection_is_not_valid():
     frame = build_frame([b"\0" * (1 << 20)], producer=1, first=1)
     longer = with_column(frame, 20, Codec.RAW, b"\0" * (FRAME_SIZE_MAX - frame.size - 16))
     assert ORIGINAL_SIZE_MAX < longer.size <= FRAME_SIZE_MAX
@@ -249,6 +249,6 @@ def test_a_producers_frame_without_room_for_slices_is_not_valid():
         FrameView(longer.tobytes()).validate()
 
 
-def test_resigned_bytes_are_what_the_frame_says():
+def test_resigning_an_unchanged_frame_changes_nothing():
     frame = full_draft(4).build().tobytes()
     assert resign(frame) == frame

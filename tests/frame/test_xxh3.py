@@ -1,4 +1,4 @@
-"""Hashes of whole columns are those of the library, value by value: the rule that maps keys is frozen."""
+"""Hashes of whole columns equal those of the library: the mapping of keys must never change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.frame.xxh3 import hash_rows
 
 
 def value(length: int, number: int) -> bytes:
-    """Bytes that differ everywhere from those of another number."""
+    """Bytes that differ from those of the next numbers at every position."""
     return bytes((31 * number + 7 * position + length) % 256 for position in range(length))
 
 
@@ -22,7 +22,7 @@ def test_values_of_one_length_are_hashed_as_the_library_hashes_them(length: int)
     assert hash_rows(pa.array(rows)).tolist() == [xxh3_64_intdigest(row) for row in rows]
 
 
-def test_so_are_all_lengths_together_wherever_they_lie():
+def test_values_of_all_lengths_together_are_hashed_as_the_library_hashes_them():
     rows = [value(length, number) for number in range(3) for length in [*range(130), 0, 64, 1]]
     wanted = [xxh3_64_intdigest(row) for row in rows]
     column = pa.array(rows)
@@ -30,7 +30,7 @@ def test_so_are_all_lengths_together_wherever_they_lie():
         assert hash_rows(column.slice(start, count)).tolist() == wanted[start : start + count]
 
 
-def test_text_is_hashed_as_utf_8_and_no_text_as_none():
+def test_text_is_hashed_as_utf_8_and_null_as_empty():
     assert hash_rows(pa.array(["größe-1", None, "", "訂單"])).tolist() == [
         xxh3_64_intdigest(text.encode()) for text in ("größe-1", "", "", "訂單")
     ]
@@ -38,5 +38,5 @@ def test_text_is_hashed_as_utf_8_and_no_text_as_none():
 
 
 @given(st.lists(st.binary(max_size=80), max_size=40))
-def test_whatever_the_values_are(rows: list[bytes]):
+def test_any_values_are_hashed_as_the_library_hashes_them(rows: list[bytes]):
     assert hash_rows(pa.array(rows, pa.binary())).tolist() == [xxh3_64_intdigest(row) for row in rows]

@@ -1,8 +1,8 @@
 """Writes the golden data directories: ``python -m tests.golden.make_data``.
 
-Each is an archive of what a server of its time left on disk, and a JSON file that says what is in it: what the writer
-knew when it stopped, not what it read back. A file that exists is never written again: what is here is what some disk
-out there holds. A new one comes with a new entry in ``DIRECTORIES``.
+Each is an archive of a data directory as a server left it, and a JSON file with its content: the state of the writer
+when it stopped, not the state that it read back. An existing file is never written again, because data directories in
+use have the same format. For a new one, add an entry to ``DIRECTORIES``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 class Writer:
-    """A broker that is driven by hand and remembers what it stored and handed out."""
+    """A broker without a loop; records the rows that it stored."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
         config = BrokerConfig(
@@ -57,7 +57,7 @@ class Writer:
         self.membership = Attachments(self.broker)
 
     def turn(self) -> None:
-        """The end of a loop turn."""
+        """End a loop turn."""
         self.broker.commit()
         assert self.broker.failed is None
         if self.broker.sync_wanted:
@@ -84,7 +84,7 @@ class Writer:
         compression: str | None = None,
         oneway: bool = False,
     ) -> None:
-        """A frame as a client makes it."""
+        """Submit a frame, built as a client builds it."""
         count = len(bodies)
         first = self._next.get(producer, 1)
         self._next[producer] = first + count
@@ -127,7 +127,7 @@ class Writer:
 
         partition, view = self.broker.partition_of(subject), FrameView(frame.tobytes())
         if oneway:
-            # It has no answer: where it is stored is known as it comes alone.
+            # A oneway frame gets no receipt; it is the only frame of its turn, so its sequence is known.
             sequence = partition.next
             self.broker.submit(partition, view, None)
             self.broker.answer_after_commit(lambda: stored(sequence, None))
@@ -162,12 +162,12 @@ class Writer:
         self.turn()
 
     def kill(self) -> None:
-        """The process is gone: what was written is there, nothing else."""
+        """Stop as a killed process does: only written bytes remain."""
         self.broker.message_log.close()
         self.broker.action_log.close()
 
     def content(self, **facts: Any) -> dict[str, Any]:
-        """What the next start has to find."""
+        """The state that the next start must recover."""
         broker = self.broker
         subjects = {
             name: {
@@ -209,7 +209,7 @@ def _joined(tags: list[str]) -> bytes:
 
 
 def _fill(writer: Writer) -> None:
-    """Messages and groups in every state a group can be in."""
+    """Send messages, and bring groups into every state."""
     for number in range(30):
         writer.send("orders", 0xA1, [b"order %d.%d" % (number, row) for row in range(3)])
     writer.send("empty.of.rows", 0xA1, [b"only one"])
@@ -258,7 +258,7 @@ def _torn(writer: Writer) -> dict[str, Any]:
     content = writer.content(torn=["action", "message"])
     message_end, action_end = writer.broker.message_log.end, writer.broker.action_log.end
     writer.send("orders", 0xA1, [b"this one was never finished, so it was never acknowledged"])
-    writer.membership.attach("orders", "too late", "nobody")
+    writer.membership.attach("orders", "too late", "absent")
     writer.turn()
     writer.kill()
     for log, end in (("message", message_end), ("action", action_end)):
@@ -272,7 +272,7 @@ def _torn(writer: Writer) -> dict[str, Any]:
 
 
 def _columns(writer: Writer) -> dict[str, Any]:
-    """Joined frames of several producers, compressed ones, and every column a client can set."""
+    """Joined frames of several producers, compressed frames, and every column that a client can set."""
     for turn in range(4):
         for producer in range(1, 6):
             writer.submit("joined", producer, [b"%d of %d" % (turn, producer)], send_time=NOW + turn)
@@ -321,7 +321,7 @@ def _frames(writer: Writer, subject: str) -> list[FrameView]:
 
 
 def _retained(writer: Writer) -> dict[str, Any]:
-    """The first segments are gone, a subject was deleted, and a group was overtaken."""
+    """Retention removed the first segments, a subject was deleted, and a group lost rows to retention."""
     writer.broker.create_subject("short", SubjectSettings(retention_seconds=60.0))
     writer.broker.create_subject("long", SubjectSettings(retention_bytes=1 << 20))
     writer.turn()
@@ -344,7 +344,7 @@ def _retained(writer: Writer) -> dict[str, Any]:
     retention = Retention(writer.broker)
     retention.run()
     writer.turn()
-    # What a group has begun with is copied first, and the log goes when that is durable.
+    # Unacked rows of a group are copied to the retained log first; segments are removed when the copies are durable.
     writer.sync()
     retention.run()
     assert writer.broker.message_log.start > 0
@@ -354,7 +354,7 @@ def _retained(writer: Writer) -> dict[str, Any]:
     return content
 
 
-#: Name → what makes it: from a fresh writer to what the next start has to find.
+#: Name → the function that fills a directory with a new writer and returns its content.
 DIRECTORIES: dict[str, Callable[[Writer], dict[str, Any]]] = {
     "clean": _clean,
     "crashed": _crashed,
@@ -381,7 +381,7 @@ def _pack(root: Path, target: Path) -> None:
 
 
 def _text(content: dict[str, Any]) -> str:
-    """JSON with a message a line."""
+    """JSON with one message per line."""
     rows = [row for subject in content["subjects"].values() for row in subject["rows"]]
     text = json.dumps(content, indent=1)
     for row in rows:

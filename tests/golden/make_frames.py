@@ -1,7 +1,7 @@
 """Writes the golden frames: ``python -m tests.golden.make_frames``.
 
-A file that exists is never written again: what is here is what some log out there holds. A new file comes with a new
-entry in ``FRAMES``.
+An existing file is never written again, because logs in use have the same frames. For a new file, add an entry to
+``FRAMES``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _coalesced() -> bytes:
     return joined.tobytes()
 
 
-#: Name → the frame's bytes as this version makes them.
+#: Name → the bytes of the frame, as this version builds it.
 FRAMES: dict[str, Callable[[], bytes]] = {
     "plain": lambda: Draft([b"hello", b"", b"\x00\xff"], base=41).build().tobytes(),
     "all_columns": lambda: full_draft(7).build().tobytes(),
@@ -56,12 +56,12 @@ FRAMES: dict[str, Callable[[], bytes]] = {
     "lz4_masked": lambda: slice_mask(full_draft(12, "lz4").view(), np.arange(12) % 4 == 1).tobytes(),
     "newer_column": lambda: with_column(full_draft(3).build(), 29, 0, b"a column of the future").tobytes(),
 }
-#: Their bytes depend on the compressor's version; only how they read is fixed.
+#: Frames whose bytes depend on the version of the compressor: only their content is compared.
 COMPRESSED = {"zstd", "lz4", "zstd_sliced", "lz4_masked"}
 
 
 def content(frame: FrameView) -> dict[str, Any]:
-    """All that a frame says, fit for JSON: bytes as hexadecimal digits."""
+    """The content of a frame for JSON; bytes are hexadecimal digits."""
     header = {
         name: getattr(frame, name)
         for name in (

@@ -1,4 +1,4 @@
-"""Data directories written by the first version are opened by this one, and everything in them is found."""
+"""This version opens data directories of the first version and recovers everything in them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def expected(name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def root(name: str, tmp_path: Path) -> Path:
-    """A copy: opening a directory changes it."""
+    """A copy of the golden directory, because opening it changes it."""
     extract(name, tmp_path)
     return tmp_path
 
@@ -58,7 +58,7 @@ def position(group: Group) -> dict[str, Any]:
     }
 
 
-def test_the_state_is_what_the_writer_had(expected: dict[str, Any], root: Path):
+def test_the_recovered_state_is_that_of_the_writer(expected: dict[str, Any], root: Path):
     broker = opened(root, expected)
     report = broker.start()
     assert report.clean == expected["clean"]
@@ -72,7 +72,7 @@ def test_the_state_is_what_the_writer_had(expected: dict[str, Any], root: Path):
         for group_name, wanted in facts["groups"].items():
             found = position(partition.groups[group_name])
             if wanted["broadcast"]:
-                # No pulls are logged for it: what it had not acked may count as handed out and returned, or as new.
+                # Pulls of a broadcast group are not logged: unacked rows count as returned, or as not yet delivered.
                 assert undone(found, facts["end"]) == undone(wanted, facts["end"])
             else:
                 assert found == wanted
@@ -86,12 +86,12 @@ def test_the_state_is_what_the_writer_had(expected: dict[str, Any], root: Path):
 
 
 def undone(group: dict[str, Any], end: int) -> set[int]:
-    """The sequences that a group still has to get or to ack."""
+    """The sequences that are not done for a group."""
     pieces = [*group["returned"], *(piece for held in group["held"].values() for piece in held)]
     return {*range(group["next"], end), *(sequence for start, stop, _ in pieces for sequence in range(start, stop))}
 
 
-async def test_every_message_is_read_by_a_client_as_it_was_sent(expected: dict[str, Any], root: Path):
+async def test_a_client_reads_every_message_as_sent(expected: dict[str, Any], root: Path):
     config = msgspec.structs.replace(TEST_CONFIG, retention_seconds=None)
     async with EmbeddedBroker(root, config=config) as broker, broker.connect() as client:
         for subject, facts in expected["subjects"].items():
@@ -115,7 +115,7 @@ def _row(message: plait.Message) -> dict[str, Any]:
     }
 
 
-def test_an_old_directory_is_written_on_and_found_again(expected: dict[str, Any], root: Path):
+def test_messages_can_be_appended_to_an_old_directory(expected: dict[str, Any], root: Path):
     for turn in range(2):
         broker = opened(root, expected)
         broker.start()
@@ -126,7 +126,7 @@ def test_an_old_directory_is_written_on_and_found_again(expected: dict[str, Any]
 
 
 def append(broker: Broker, subject: str, number: int) -> None:
-    """A row of a producer that the directory has not seen."""
+    """Append a row of a new producer."""
     partition = broker.subjects[subject]
     frame = build_frame([b"new"], producer=0xFF00 + partition.id, first=number, previous=number - 1)
     answers: list[Any] = []
@@ -135,11 +135,11 @@ def append(broker: Broker, subject: str, number: int) -> None:
     assert answers == [(partition.visible - 1, None)]
 
 
-def test_every_golden_directory_is_known():
+def test_every_golden_directory_has_a_maker():
     assert set(NAMES) == set(DIRECTORIES)
 
 
 @pytest.mark.parametrize("kind", sorted(DIRECTORIES))
-def test_the_present_code_makes_directories_of_the_same_content(kind: str, tmp_path: Path):
+def test_this_version_writes_directories_with_the_same_content(kind: str, tmp_path: Path):
     expected = json.loads((DIRECTORY / f"{kind}.json").read_text())
     assert json.loads(json.dumps(DIRECTORIES[kind](Writer(tmp_path)))) == expected

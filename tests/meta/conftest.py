@@ -19,7 +19,7 @@ from tests.support.postgres import Postgres, name_of
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
-    """One instance for all tests."""
+    """One PostgreSQL instance for all tests."""
     instance = Postgres()
     try:
         yield instance
@@ -29,7 +29,7 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture(scope="session")
 def template(postgres: Postgres) -> str:
-    """The name of a database that has the newest schema: copying it is quicker than making it."""
+    """The name of a database with the newest schema; copying it is faster than running the migrations."""
     url = postgres.create()
     database = Database(url)
     migrate(database)
@@ -39,7 +39,7 @@ def template(postgres: Postgres) -> str:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database with the newest schema and nothing in it."""
+    """An empty database with the newest schema."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path}/meta.db"
         return
@@ -51,7 +51,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def stores(url: str) -> Iterator[Stores]:
-    """Makes stores over the test's database, each with connections of its own."""
+    """Makes stores over the test's database; each store has its own connections."""
     opened: list[Store] = []
 
     def store(*, alone: bool = False) -> Store:

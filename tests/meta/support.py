@@ -1,4 +1,4 @@
-"""A meta server's surroundings: brokers that carry out its orders, clients that beat, time that passes."""
+"""Helpers for meta server tests: brokers that carry out orders, clients that send heartbeats, a clock that advances."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Stores = Callable[..., Store]
 
 
 def settle(service: MetaService) -> None:
-    """Allocate until there is nothing left to."""
+    """Run steps until every allocation is written."""
     while service.step().more:
         pass
 
 
 def converge(service: MetaService, *, without: Iterable[str] = (), fence: int = 10) -> None:
-    """Carry out all orders, but for those to broker groups that cannot be reached."""
+    """Carry out all broker orders, except those to the unreachable broker groups ``without``."""
     lost = set(without)
     while True:
         makes = [make for make in service.pending_makes() if make.place.group not in lost]
@@ -42,12 +42,12 @@ def register(service: MetaService, *groups: str) -> None:
         service.register_broker(group, f"{group}-1", f"plait://{group}:1")
 
 
-def pass_time(clock: ManualClock, seconds: float, *services: MetaService, beating: Iterable[str] = ()) -> None:
-    """A second at a time; the broker groups in ``beating`` are heard of, by the first meta server."""
+def pass_time(clock: ManualClock, seconds: float, *services: MetaService, alive: Iterable[str] = ()) -> None:
+    """Advance the clock second by second; the brokers of ``alive`` send heartbeats to the first meta server."""
     for _ in range(round(seconds)):
         clock.advance(1.0)
-        for group in beating:
-            assert services[0].beat_broker(group, f"{group}-1", "RW")
+        for group in alive:
+            assert services[0].broker_heartbeat(group, f"{group}-1", "RW")
         for service in services:
             service.tick()
             settle(service)
@@ -56,15 +56,15 @@ def pass_time(clock: ManualClock, seconds: float, *services: MetaService, beatin
 def join(
     service: MetaService, client: str, subject: str = "s", group: str = "g", *, ordered: bool = True
 ) -> HeartbeatView:
-    return service.beat_client(client, [(subject, group, ordered)])
+    return service.client_heartbeat(client, [(subject, group, ordered)])
 
 
 def lps(runs: Iterable[NumberedRun]) -> int:
     return sum(end - first for first, end, _ in runs)
 
 
-def share(beaten: HeartbeatView) -> Share:
-    (only,) = beaten.shares
+def share(reply: HeartbeatView) -> Share:
+    (only,) = reply.shares
     return only
 
 
@@ -77,13 +77,13 @@ def place(text: str) -> PartitionId:
 
 
 def expire(service: MetaService, subject: str, name: str, below: int) -> None:
-    """The broker of a partition reports that rows below a sequence are gone."""
+    """The broker of a partition reports that rows below a sequence have expired."""
     where = place(name)
     progress(service, where.group, PartitionProgress(where.name, subject, 1 << 60, gone_below=below))
 
 
 def progress(service: MetaService, group: str, *reports: PartitionProgress) -> None:
-    """The broker of a group reports what is finished."""
+    """The broker of a group reports progress."""
     [broker] = [each.broker for each in service.brokers() if each.group == group]
     assert service.report_progress(group, broker, reports)
 

@@ -1,4 +1,4 @@
-"""Allocations are written beside the meta server's decisions: whatever happens meanwhile, none is wrong for good."""
+"""Another thread writes allocations while the meta server decides; no interleaving leaves a wrong allocation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def subject(service: MetaService) -> MetaService:
 
 
 def to_write(service: MetaService) -> AllocationWrite:
-    """What was computed, before it is written."""
+    """The computed allocation, before it is written."""
     while service.writing is None:
         assert service.step().more
     return service.writing
@@ -49,13 +49,13 @@ def test_heartbeats_are_answered_while_another_thread_writes(subject: MetaServic
     answered.set()
     thread.join()
     assert in_time == [True]
-    # Known with the next step.
+    # The meta server reads the written allocation in its next step.
     assert join(subject, "c1") == before
     settle(subject)
     assert lps(share(join(subject, "c1")).lps) == lps(share(join(subject, "c2")).lps) == LOGICAL_PARTITIONS // 2
 
 
-def test_what_nobody_wrote_is_written_by_the_next_step(subject: MetaService):
+def test_an_allocation_that_no_thread_wrote_is_written_by_the_next_step(subject: MetaService):
     join(subject, "c1")
     to_write(subject)
     settle(subject)
@@ -64,7 +64,7 @@ def test_what_nobody_wrote_is_written_by_the_next_step(subject: MetaService):
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
-def test_members_that_change_meanwhile_are_in_the_next_allocation(subject: MetaService, written: bool):
+def test_membership_changes_during_a_write_are_in_the_next_allocation(subject: MetaService, written: bool):
     join(subject, "c1")
     writing = to_write(subject)
     if written:
@@ -76,7 +76,9 @@ def test_members_that_change_meanwhile_are_in_the_next_allocation(subject: MetaS
     assert {client: lps(runs) for client, runs in members.items()} == {"c1": 512, "c2": 512}
 
 
-def test_another_meta_server_that_was_faster_counts(subject: MetaService, stores: Stores, clock: ManualClock):
+def test_an_allocation_that_another_meta_server_wrote_first_wins(
+    subject: MetaService, stores: Stores, clock: ManualClock
+):
     join(subject, "c1")
     writing = to_write(subject)
     other = MetaService(stores(), clock)
@@ -89,7 +91,7 @@ def test_another_meta_server_that_was_faster_counts(subject: MetaService, stores
     assert {lps(runs) for runs in subject.allocation("s", "g").members.values()} == {512}
 
 
-def test_what_could_not_be_written_is_said_and_comes_again(subject: MetaService, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_write_is_reported_and_retried(subject: MetaService, monkeypatch: pytest.MonkeyPatch):
     join(subject, "c1")
     writing = to_write(subject)
 

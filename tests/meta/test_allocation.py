@@ -1,4 +1,4 @@
-"""Allocations: fair, sticky, and every change of hands has an epoch of its own."""
+"""Allocations are fair and sticky, and an LP gets a new epoch with each new owner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lps_of(allocation: Allocation, member: str) -> list[NumberedRun]:
 
 
 def check(allocation: Allocation) -> None:
-    """Every LP has exactly one owner while there are members; shares differ by one at most."""
+    """Every LP has exactly one owner while there are members; shares differ by at most one LP."""
     owned = sorted(
         (first, end, member) for member in allocation.members for first, end, _ in lps_of(allocation, member)
     )
@@ -55,7 +55,7 @@ def test_when_one_of_32_leaves_only_its_lps_move():
     assert set(np.delete(after.epochs, moved).tolist()) == {1}
 
 
-def test_who_joins_gets_what_is_needed_and_from_the_richest():
+def test_a_joining_member_takes_only_its_share_and_takes_it_from_the_largest():
     three = allocate(["a", "b", "c"], None)
     counts = {member: sum(end - first for first, end, _ in lps_of(three, member)) for member in "abc"}
     assert counts == {"a": 342, "b": 341, "c": 341}
@@ -65,8 +65,8 @@ def test_who_joins_gets_what_is_needed_and_from_the_richest():
     assert moved == LOGICAL_PARTITIONS // 4 == sum(end - first for first, end, _ in lps_of(four, "d"))
 
 
-def test_one_of_two_that_were_equal_keeps_the_larger_share():
-    """33 members: one of them has 32 still, the others give one each."""
+def test_one_of_several_equal_shares_stays_larger_when_a_member_joins():
+    """33 members: one keeps 32 LPs, the others give up one each."""
     after = allocate([*names(32), "zoe"], allocate(names(32), None))
     assert int((after.epochs == 2).sum()) == 31
 
@@ -80,7 +80,7 @@ def test_the_same_input_gives_the_same_output():
     assert allocate(names(9), allocate(names(4), None)) == allocate(names(9)[::-1], allocate(names(4)[::-1], None))
 
 
-def test_of_more_members_than_lps_some_get_none():
+def test_with_more_members_than_lps_some_members_own_none():
     before = allocate(names(1500), None)
     check(before)
     assert lps_of(before, names(1500)[1499]) == []
@@ -89,22 +89,22 @@ def test_of_more_members_than_lps_some_get_none():
     assert after.epoch == before.epoch
 
 
-def test_without_members_nobody_owns_anything_and_epochs_go_on():
-    nobody = allocate([], allocate(["a"], None))
-    check(nobody)
-    assert nobody.epoch == 1
-    again = allocate(["a"], nobody)
+def test_without_members_no_lp_has_an_owner_and_epochs_continue():
+    empty = allocate([], allocate(["a"], None))
+    check(empty)
+    assert empty.epoch == 1
+    again = allocate(["a"], empty)
     assert lps_of(again, "a") == [(0, LOGICAL_PARTITIONS, 2)]
 
 
-def test_floors_have_each_lps_own_epoch():
+def test_floors_have_the_epoch_of_each_lp():
     allocation = allocate(["a", "b"], allocate(["a"], None))
     assert allocation.floors == [(0, 512, 1), (512, 1024, 2)]
 
 
 @given(st.lists(MEMBERS, min_size=1, max_size=12))
 @settings(max_examples=50, deadline=None)
-def test_through_any_changes_epochs_only_grow_and_only_what_must_move_moves(steps: list[list[str]]):
+def test_epochs_only_grow_and_as_few_lps_as_possible_move(steps: list[list[str]]):
     allocation: Allocation | None = None
     for members in steps:
         before, allocation = allocation, allocate(members, allocation)
@@ -126,7 +126,7 @@ def test_through_any_changes_epochs_only_grow_and_only_what_must_move_moves(step
 
 @given(st.lists(MEMBERS, min_size=1, max_size=4))
 @settings(max_examples=20, deadline=None)
-def test_what_the_database_has_reads_back_as_it_was(steps: list[list[str]]):
+def test_an_encoded_allocation_decodes_unchanged(steps: list[list[str]]):
     allocation: Allocation | None = None
     for members in steps:
         allocation = allocate(members, allocation)
@@ -138,7 +138,7 @@ def test_what_the_database_has_reads_back_as_it_was(steps: list[list[str]]):
     assert (back.epochs == allocation.epochs).all()
 
 
-def test_what_the_database_has_is_small():
+def test_an_encoded_allocation_is_small():
     allocation = allocate(names(100), None)
     for number in range(50):
         allocation = allocate([*names(100)[number % 7 :], f"late-{number}"], allocation)

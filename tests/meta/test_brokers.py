@@ -1,4 +1,4 @@
-"""Brokers register, live and are lost, without any two clocks being compared."""
+"""Brokers register, stay alive and are lost; the meta server never compares two clocks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def state(service: MetaService, group: str) -> str:
     return view.state
 
 
-def test_a_broker_that_beats_is_there(service: MetaService, clock: ManualClock):
+def test_a_broker_that_sends_heartbeats_is_alive(service: MetaService, clock: ManualClock):
     register(service, "g2")
-    pass_time(clock, 20, service, beating=["g2"])
+    pass_time(clock, 20, service, alive=["g2"])
     (view,) = [view for view in service.brokers() if view.group == "g2"]
     assert (view.broker, view.address, view.state, view.wished) == ("g2-1", "plait://g2:1", "RW", "RW")
 
 
-def test_a_silent_broker_is_lost_and_comes_back(service: MetaService, clock: ManualClock):
+def test_a_silent_broker_is_lost_and_can_return(service: MetaService, clock: ManualClock):
     register(service, "g2")
     service.create_subject("s", groups=["g2"])
     pass_time(clock, 4, service)
@@ -34,35 +34,35 @@ def test_a_silent_broker_is_lost_and_comes_back(service: MetaService, clock: Man
     clock.advance(1.0)
     assert service.tick().brokers >= {"g2"}
     assert state(service, "g2") == "NRW"
-    # Its address stays known: clients may still reach it.
+    # Its address stays known, because clients may still reach it.
     assert service.route("s").brokers["g2"] == (["plait://g2:1"], "NRW")
     with pytest.raises(NoBroker):
         service.create_subject("t", groups=["g2"])
-    service.beat_broker("g2", "g2-1", "RW")
+    service.broker_heartbeat("g2", "g2-1", "RW")
     assert state(service, "g2") == "RW"
     assert service.tick().brokers == {"g2"}
     assert service.tick().brokers == set()
 
 
-def test_another_meta_server_sees_it_by_its_counter(stores: Stores, clock: ManualClock):
+def test_another_meta_server_sees_that_a_broker_lives_by_its_counter(stores: Stores, clock: ManualClock):
     first, second = MetaService(stores(), clock), MetaService(stores(), clock)
     register(first, "g1", "g2")
-    pass_time(clock, 20, first, second, beating=["g1"])
+    pass_time(clock, 20, first, second, alive=["g1"])
     assert [state(second, group) for group in ("g1", "g2")] == ["RW", "NRW"]
 
 
-def test_a_pause_of_the_meta_server_makes_nobody_lost(service: MetaService, clock: ManualClock):
+def test_no_broker_is_lost_because_the_meta_server_pauses(service: MetaService, clock: ManualClock):
     register(service, "g2")
     join_all = [("s", "g", True)]
     service.create_subject("s")
-    service.beat_client("c1", join_all)
+    service.client_heartbeat("c1", join_all)
     clock.advance(1000.0)
     service.tick()
     assert state(service, "g2") == "RW"
     assert service.allocation("s", "g").members.keys() == {"c1"}
 
 
-def test_a_jump_of_the_wall_clock_makes_nobody_lost(service: MetaService, clock: ManualClock):
+def test_no_broker_is_lost_because_the_wall_clock_jumps(service: MetaService, clock: ManualClock):
     clock.jump(86_400.0)
     service.tick()
     assert state(service, "g1") == "RW"
@@ -72,16 +72,16 @@ def test_a_jump_of_the_wall_clock_makes_nobody_lost(service: MetaService, clock:
     ("wished", "reported", "seen"),
     [("RW", "R", "R"), ("R", "RW", "R"), ("W", "R", "NRW"), ("NRW", "RW", "NRW"), ("RW", "RW", "RW"), ("W", "RW", "W")],
 )
-def test_its_state_is_what_both_it_and_the_operator_allow(
+def test_the_state_of_a_broker_is_what_both_broker_and_operator_allow(
     service: MetaService, wished: State, reported: State, seen: str
 ):
     service.set_broker_state("g1", wished)
-    assert service.beat_broker("g1", "b1", reported)
+    assert service.broker_heartbeat("g1", "b1", reported)
     assert state(service, "g1") == seen
     assert service.brokers()[0].wished == wished
 
 
-def test_what_the_operator_wishes_outlives_a_restart_of_the_broker(service: MetaService):
+def test_the_operators_state_survives_a_restart_of_the_broker(service: MetaService):
     service.set_broker_state("g1", "R")
     service.register_broker("g1", "b1", "plait://elsewhere:1", epoch=1)
     view = service.brokers()[0]
@@ -89,66 +89,66 @@ def test_what_the_operator_wishes_outlives_a_restart_of_the_broker(service: Meta
 
 
 def test_a_broker_that_takes_no_sends_gets_no_new_subject(service: MetaService):
-    service.beat_broker("g1", "b1", "R")
+    service.broker_heartbeat("g1", "b1", "R")
     with pytest.raises(NoBroker):
         service.create_subject("s")
 
 
 def test_an_unknown_broker_has_to_register(service: MetaService):
-    assert not service.beat_broker("g9", "b1", "RW")
+    assert not service.broker_heartbeat("g9", "b1", "RW")
 
 
 def test_a_second_broker_of_a_group_is_refused_while_the_first_lives(service: MetaService, clock: ManualClock):
-    with pytest.raises(InvalidArgument, match=r"'g1' has a broker, 'b1' at plait://b1:1"):
+    with pytest.raises(InvalidArgument, match=r"'g1' already has broker 'b1' at plait://b1:1"):
         service.register_broker("g1", "b2", "plait://b2:1")
     pass_time(clock, 6, service)
     service.register_broker("g1", "b2", "plait://b2:1")
     assert [view.broker for view in service.brokers()] == ["b2"]
-    assert not service.beat_broker("g1", "b1", "RW")
+    assert not service.broker_heartbeat("g1", "b1", "RW")
 
 
-def test_a_meta_server_that_has_just_started_takes_no_second_broker_either(stores: Stores, clock: ManualClock):
-    """It has not heard of the first one yet; that does not mean that nobody has."""
+def test_a_meta_server_that_has_just_started_refuses_a_second_broker_too(stores: Stores, clock: ManualClock):
+    """It has received no heartbeat of the first broker yet, but another meta server may have."""
     first, second = MetaService(stores(), clock), MetaService(stores(), clock)
     register(first, "g1")
-    with pytest.raises(InvalidArgument, match="'g1' has a broker"):
+    with pytest.raises(InvalidArgument, match="'g1' already has broker"):
         second.register_broker("g1", "b2", "plait://b2:1")
-    pass_time(clock, 10, first, second, beating=["g1"])
-    with pytest.raises(InvalidArgument, match="'g1' has a broker"):
+    pass_time(clock, 10, first, second, alive=["g1"])
+    with pytest.raises(InvalidArgument, match="'g1' already has broker"):
         second.register_broker("g1", "b2", "plait://b2:1")
 
 
-def test_of_two_brokers_of_a_group_that_come_at_once_one_is_taken(
+def test_of_two_brokers_of_a_group_that_register_at_once_one_is_accepted(
     stores: Stores, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ):
     first, second = MetaService(stores(), clock), MetaService(stores(), clock)
     change = second._core.store.change
 
-    def forestalled() -> AbstractContextManager[StoreChange]:
+    def after_another_broker() -> AbstractContextManager[StoreChange]:
         register(first, "g1")
         return change()
 
-    monkeypatch.setattr(second._core.store, "change", forestalled)
-    with pytest.raises(InvalidArgument, match="'g1' has a broker, 'g1-1'"):
+    monkeypatch.setattr(second._core.store, "change", after_another_broker)
+    with pytest.raises(InvalidArgument, match="'g1' already has broker 'g1-1'"):
         second.register_broker("g1", "b2", "plait://b2:1")
     assert [view.broker for view in second.brokers()] == ["g1-1"]
     assert second.brokers() == first.brokers()
 
 
-def test_wrong_names_and_states_are_refused(service: MetaService):
+def test_invalid_names_and_states_are_refused(service: MetaService):
     with pytest.raises(InvalidName, match="broker group name"):
         service.register_broker("a b", "b1", "plait://b1:1")
-    with pytest.raises(InvalidArgument, match="one of RW, R, W, NRW, not 'X'"):
-        service.beat_broker("g1", "b1", "X")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="broker state 'X' is invalid; use one of RW, R, W, NRW"):
+        service.broker_heartbeat("g1", "b1", "X")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="no broker group 'g9'"):
         service.set_broker_state("g9", "R")
 
 
-def test_it_learns_below_which_epochs_nothing_is_to_be_granted(service: MetaService):
-    """Each logical partition has a floor of its own: one that never moved is still handled under its first epoch."""
+def test_a_broker_receives_the_lowest_epoch_that_it_may_grant(service: MetaService):
+    """Each LP has its own floor: an LP that never moved is still handled under its first epoch."""
     service.create_subject("s")
     service.create_subject("t")
-    service.beat_client("c1", [("s", "g", True), ("s", "shared", False)])
+    service.client_heartbeat("c1", [("s", "g", True), ("s", "shared", False)])
     settle(service)
     join(service, "c2")
     settle(service)

@@ -1,4 +1,4 @@
-"""Batches of sinks: each is decided once, whoever asks how often, and the next one only when it is done (R23)."""
+"""Batches of sinks: the meta server decides each batch once, and the next one only when it is published (R23)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_old_batch_is_committed_already(service: MetaService):
     assert not commits.decide("q", 5, stages(3)).done
 
 
-def test_queries_do_not_know_each_other(service: MetaService):
+def test_queries_are_independent(service: MetaService):
     assert service.commits.decide("q", 3, stages(1)).stages == stages(1)
     assert service.commits.decide("r", 3, stages(2)).stages == stages(2)
 
@@ -57,15 +57,15 @@ def test_a_batch_without_rows_is_done_at_once(service: MetaService):
     assert service.commits.decide("q", 1, stages(1)).batch == 1
 
 
-def test_an_attempt_that_was_called_off_is_not_decided_later(service: MetaService):
+def test_a_cancelled_attempt_is_not_committed_later(service: MetaService):
     commits = service.commits
     assert commits.veto("q", 0, 1) is None
-    with pytest.raises(StaleSession, match="batch 0 of query q was called off"):
+    with pytest.raises(StaleSession, match="batch 0 of query q was cancelled"):
         commits.decide("q", 0, stages(1, 2))
     assert commits.decide("q", 0, stages(3)).stages == stages(3)
 
 
-def test_calling_off_what_is_decided_changes_nothing(service: MetaService):
+def test_cancelling_a_committed_batch_changes_nothing(service: MetaService):
     commits = service.commits
     decision = commits.decide("q", 0, stages(1, 2))
     assert commits.veto("q", 0, 2) == decision
@@ -73,8 +73,8 @@ def test_calling_off_what_is_decided_changes_nothing(service: MetaService):
     assert commits.decide("q", 0, stages(4)) == decision
 
 
-def test_calling_off_what_is_decided_changes_nothing_after_its_stages_were_exchanged(service: MetaService):
-    """A driver knows the stages that it decided with, not those that hold their rows now."""
+def test_cancelling_a_committed_batch_changes_nothing_after_its_stages_were_exchanged(service: MetaService):
+    """The driver knows the stages that it committed, not the stages that hold their rows now."""
     commits = service.commits
     decision = commits.decide("q", 0, stages(1, 2))
     for version, producer in ((1, 3), (2, 4)):
@@ -88,7 +88,7 @@ def test_calling_off_what_is_decided_changes_nothing_after_its_stages_were_excha
     assert decision.version == 1
 
 
-def test_only_the_newest_vetoes_are_remembered(service: MetaService):
+def test_only_the_newest_cancellations_are_remembered(service: MetaService):
     for producer in range(VETOES_MAX + 1):
         service.commits.veto("q", 0, producer)
     with pytest.raises(StaleSession):
@@ -96,7 +96,7 @@ def test_only_the_newest_vetoes_are_remembered(service: MetaService):
     assert service.commits.decide("q", 0, stages(0)).stages == stages(0)
 
 
-def test_who_goes_by_old_stages_cannot_say_that_a_batch_is_done(service: MetaService):
+def test_a_caller_with_old_stages_cannot_report_a_batch_as_done(service: MetaService):
     commits = service.commits
     old = commits.decide("q", 0, stages(1))
     new = commits.exchange("q", 0, old.version, stages(2))
@@ -108,8 +108,8 @@ def test_who_goes_by_old_stages_cannot_say_that_a_batch_is_done(service: MetaSer
     assert commits.exchange("q", 0, new.version, stages(3)) is None
 
 
-def test_who_exchanges_stages_and_asks_again_is_told_the_same(service: MetaService):
-    """None would mean that others count, and these would be dropped."""
+def test_exchanging_stages_is_idempotent(service: MetaService):
+    """None would mean that other stages count, and the caller would drop its own."""
     commits = service.commits
     old = commits.decide("q", 0, stages(1))
     new = commits.exchange("q", 0, old.version, stages(2))
@@ -122,7 +122,7 @@ def test_who_exchanges_stages_and_asks_again_is_told_the_same(service: MetaServi
     assert commits.exchange("q", 0, old.version, stages(3)) is None
 
 
-def test_a_query_is_forgotten_30_days_after_its_last_word(service: MetaService, clock: ManualClock):
+def test_a_query_is_forgotten_30_days_after_its_last_request(service: MetaService, clock: ManualClock):
     commits = service.commits
     commits.done("q", 0, commits.decide("q", 0, stages(1)).version)
     clock.advance(29 * DAY)
@@ -134,33 +134,33 @@ def test_a_query_is_forgotten_30_days_after_its_last_word(service: MetaService, 
 
 
 @pytest.mark.parametrize("days", [31, 20_000, -20_000])
-@pytest.mark.parametrize("first", ["the odd one", "the other"])
-def test_what_was_decided_stands_whatever_the_clocks_of_meta_servers_say(stores: Stores, days: int, first: str):
-    """One is a month ahead, or begins in 1970; either may decide, and either is asked again."""
-    odd, right = ManualClock(), ManualClock()
-    odd.jump(days * DAY)
+@pytest.mark.parametrize("first", ["the wrong clock", "the right clock"])
+def test_a_decision_stands_though_the_clocks_of_the_meta_servers_differ(stores: Stores, days: int, first: str):
+    """One clock is a month ahead, or starts in 1970. Either meta server may decide first; both are asked again."""
+    wrong, right = ManualClock(), ManualClock()
+    wrong.jump(days * DAY)
     services = [
         MetaService(stores(), clock, MetaLimits())
-        for clock in ((odd, right) if first == "the odd one" else (right, odd))
+        for clock in ((wrong, right) if first == "the wrong clock" else (right, wrong))
     ]
     decision = services[0].commits.decide("q", 0, stages(1))
     for service in (*services, *services):
         assert service.commits.decide("q", 0, stages(2)) == decision
         assert service.commits.undone(10) == []
-    odd.jump(-days * DAY)
+    wrong.jump(-days * DAY)
     right.jump(days * DAY)
     for service in services:
         assert service.commits.decide("q", 0, stages(3)) == decision
     assert services[1].commits.done("q", 0, decision.version)
     assert services[0].commits.decide("q", 0, stages(4)).done
-    # Time that one of them counts passes for both.
+    # The age of the cluster advances for both when one of them counts it.
     right.advance(31 * DAY)
     for service in services:
         service.commits.decide("other", 0, [])
     assert services[0].commits.decide("q", 0, stages(5)).stages == stages(5)
 
 
-def test_the_clusters_age_is_never_ahead_of_the_time_that_passed(stores: Stores):
+def test_the_clusters_age_is_never_ahead_of_elapsed_time(stores: Stores):
     clocks = [ManualClock() for _ in range(3)]
     services = [MetaService(stores(), clock, MetaLimits()) for clock in clocks]
     services[0].commits.decide("q", 0, stages(1))
@@ -173,7 +173,7 @@ def test_the_clusters_age_is_never_ahead_of_the_time_that_passed(stores: Stores)
     assert services[0].commits.decide("q", 0, stages(2)).stages == stages(2)
 
 
-def test_what_is_left_undone_is_found_after_a_minute(service: MetaService, clock: ManualClock):
+def test_an_unfinished_batch_is_listed_after_a_minute(service: MetaService, clock: ManualClock):
     commits = service.commits
     left = commits.decide("q", 0, stages(1))
     commits.done("r", 0, commits.decide("r", 0, stages(2)).version)
@@ -184,7 +184,7 @@ def test_what_is_left_undone_is_found_after_a_minute(service: MetaService, clock
     assert commits.undone(10) == []
 
 
-def test_all_that_is_left_undone_is_found_page_by_page(service: MetaService, clock: ManualClock):
+def test_all_unfinished_batches_are_listed_page_by_page(service: MetaService, clock: ManualClock):
     left = [service.commits.decide(f"q{n}", 0, stages(n)) for n in range(5)]
     clock.advance(61)
     assert service.commits.undone(2) == left[:2]
@@ -193,8 +193,8 @@ def test_all_that_is_left_undone_is_found_page_by_page(service: MetaService, clo
     assert service.commits.undone(2, after="q4") == []
 
 
-def test_a_veto_does_not_prolong_a_batch_that_is_not_done(service: MetaService, clock: ManualClock):
-    """Brokers forget that its stages have expired, and would take them for published."""
+def test_a_cancellation_does_not_prolong_an_unfinished_batch(service: MetaService, clock: ManualClock):
+    """Brokers forget that its stages have expired, and would treat them as published."""
     commits = service.commits
     left = commits.decide("q", 0, stages(1))
     clock.advance(29 * DAY)
@@ -204,7 +204,7 @@ def test_a_veto_does_not_prolong_a_batch_that_is_not_done(service: MetaService, 
     assert commits.decide("q", 0, stages(3)).stages == stages(3)
 
 
-def test_a_veto_of_a_batch_that_is_not_done_is_remembered(service: MetaService):
+def test_a_cancellation_of_an_unfinished_batch_is_remembered(service: MetaService):
     commits = service.commits
     left = commits.decide("q", 0, stages(1))
     assert commits.veto("q", 1, 2) is None
@@ -213,7 +213,9 @@ def test_a_veto_of_a_batch_that_is_not_done_is_remembered(service: MetaService):
         commits.decide("q", 1, stages(2))
 
 
-def test_a_veto_of_the_batch_after_one_that_is_done_counts_for_as_long_as_any(service: MetaService, clock: ManualClock):
+def test_a_cancellation_of_the_batch_after_a_finished_one_is_remembered_as_long_as_any(
+    service: MetaService, clock: ManualClock
+):
     commits = service.commits
     commits.done("q", 0, commits.decide("q", 0, stages(1)).version)
     clock.advance(29 * DAY)
@@ -223,7 +225,7 @@ def test_a_veto_of_the_batch_after_one_that_is_done_counts_for_as_long_as_any(se
         commits.decide("q", 1, stages(2))
 
 
-def test_a_batch_that_is_too_old_is_told_to_nobody_even_if_nothing_was_written_since(
+def test_a_batch_that_is_too_old_is_not_returned_even_if_nothing_was_written_since(
     service: MetaService, clock: ManualClock
 ):
     commits = service.commits
@@ -241,7 +243,7 @@ def test_impossible_batches_are_refused(service: MetaService):
         service.commits.decide("q", 0, stages(*range(COMMIT_STAGES_MAX + 1)))
 
 
-def test_of_many_who_decide_at_once_one_does(stores: Stores, clock: ManualClock):
+def test_of_many_concurrent_decisions_one_wins(stores: Stores, clock: ManualClock):
     services = [MetaService(stores(), clock, MetaLimits()) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda n: services[n].commits.decide("q", 0, stages(n)), range(4)))

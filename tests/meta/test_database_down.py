@@ -1,4 +1,4 @@
-"""The database goes away and comes back: calls say so, and work again, without a restart of the meta server."""
+"""The database fails and returns: calls report it, and work again without a restart of the meta server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.postgres import Postgres
 
 @pytest.fixture
 def down() -> Iterator[Postgres]:
-    """An instance of the test's own, which it may stop."""
+    """An instance of the test's own, which the test may stop."""
     instance = Postgres()
     try:
         yield instance
@@ -33,7 +33,7 @@ CALLS: dict[str, Callable[[MetaService], object]] = {
     "tick": lambda service: service.tick(),
     "brokers": lambda service: service.brokers(),
     "register": lambda service: service.register_broker("g2", "b1", "plait://b2:1"),
-    "beat_broker": lambda service: service.beat_broker("g1", "g1-1", "RW"),
+    "broker_heartbeat": lambda service: service.broker_heartbeat("g1", "g1-1", "RW"),
     "broker state": lambda service: service.set_broker_state("g1", "R"),
     "create": lambda service: service.create_subject("new"),
     "update": lambda service: service.update_subject("s", SubjectSettings(order="strict")),
@@ -44,12 +44,12 @@ CALLS: dict[str, Callable[[MetaService], object]] = {
     "expand": lambda service: service.expand("s", 2),
     "progress": lambda service: expire(service, "s", "s@g1", 1),
     "forget broker": lambda service: service.forget_broker("g9"),
-    "beat_client": lambda service: join(service, "c1"),
+    "client_heartbeat": lambda service: join(service, "c1"),
     "allocation": lambda service: service.allocation("s", "g"),
 }
 
 
-def test_every_call_says_so_and_works_again_afterwards(down: Postgres):
+def test_every_call_reports_the_outage_and_works_again_afterwards(down: Postgres):
     clock = ManualClock()
     store = Store(Database(down.create()), cluster="test")
     service = MetaService(store, clock)
@@ -61,13 +61,13 @@ def test_every_call_says_so_and_works_again_afterwards(down: Postgres):
     down.stop()
     failed = {}
     for name, call in CALLS.items():
-        with pytest.raises(MetaUnavailable, match="the meta database postgresql://") as caught:
+        with pytest.raises(MetaUnavailable, match="meta database postgresql://") as caught:
             call(service)
         failed[name] = caught.value
     assert all(error.retryable for error in failed.values())
-    # What is known is answered all the same: brokers check it.
+    # Known routes are still answered, so that brokers can check them.
     assert service.route("s").route.subject == "s"
-    # However long it takes, nobody is lost: nobody could have been noticed.
+    # No client is lost during the outage, however long: the meta server could not receive its heartbeats.
     for _ in range(30):
         clock.advance(1.0)
         with pytest.raises(MetaUnavailable):
@@ -79,13 +79,13 @@ def test_every_call_says_so_and_works_again_afterwards(down: Postgres):
     assert lps(share(join(service, "c1")).lps) == LOGICAL_PARTITIONS
     assert [view.state for view in service.brokers()] == ["RW"]
     service.create_subject("t")
-    # And who does not come back is lost then.
-    pass_time(clock, 12, service, beating=["g1"])
+    # A client that does not return afterwards is lost.
+    pass_time(clock, 12, service, alive=["g1"])
     assert service.allocation("s", "g").members == {}
     store.close()
 
 
-def test_a_connection_that_was_cut_is_not_noticed_once_the_database_is_back(down: Postgres):
+def test_callers_do_not_notice_a_closed_connection_once_the_database_is_back(down: Postgres):
     store = Store(Database(down.create()), cluster="test")
     service = MetaService(store, ManualClock())
     register(service, "g1")
@@ -96,7 +96,7 @@ def test_a_connection_that_was_cut_is_not_noticed_once_the_database_is_back(down
     store.close()
 
 
-def test_a_database_that_may_only_be_read_for_a_while_is_one_that_is_down(down: Postgres):
+def test_a_database_that_is_temporarily_read_only_counts_as_down(down: Postgres):
     store = Store(Database(down.create()), cluster="test")
 
     def write_while_reading() -> None:

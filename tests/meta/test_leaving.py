@@ -1,4 +1,4 @@
-"""Clients that leave are written beside the meta server's decisions, many at a time."""
+"""Another thread writes leaves while the meta server decides, many leaves at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def members(service: MetaService) -> set[str]:
     return set(service.allocation("s", "g").members)
 
 
-def test_leaves_that_come_together_are_one_change(subject: MetaService):
+def test_leaves_that_arrive_together_are_one_change(subject: MetaService):
     for client in ("c1", "c2", "c3", "c4"):
         join(subject, client)
     settle(subject)
@@ -39,7 +39,7 @@ def test_leaves_that_come_together_are_one_change(subject: MetaService):
     assert lps(share(join(subject, "c4")).lps) == LOGICAL_PARTITIONS
 
 
-def test_not_more_at_a_time_than_is_taken_in_quickly(stores: Stores, clock: ManualClock):
+def test_one_change_has_no_more_leaves_than_can_be_applied_quickly(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock, MetaLimits(write_members=2))
     register(service, "g1")
     service.create_subject("s")
@@ -48,7 +48,7 @@ def test_not_more_at_a_time_than_is_taken_in_quickly(stores: Stores, clock: Manu
     leaves = [service.leave_client(client) for client in ("c1", "c2", "c3", "c4")]
     service.carry_out(leaves[0])
     assert [leave.done for leave in leaves] == [True, True, False, False]
-    # Whoever asks for the last one gets those before it too.
+    # Waiting for the last leave includes all earlier ones.
     service.left_client(leaves[3])
     assert all(leave.done for leave in leaves)
     assert members(service) == set()
@@ -82,7 +82,7 @@ def test_heartbeats_are_answered_while_another_thread_writes(subject: MetaServic
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
-def test_a_client_that_is_back_before_its_leave_is_through_is_a_member(subject: MetaService, written: bool):
+def test_a_client_that_returns_before_its_leave_is_written_is_a_member(subject: MetaService, written: bool):
     join(subject, "c1")
     settle(subject)
     leave = subject.leave_client("c1")
@@ -95,7 +95,7 @@ def test_a_client_that_is_back_before_its_leave_is_through_is_a_member(subject: 
     assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
 
 
-def test_what_was_written_is_known_though_nobody_ends_it(subject: MetaService):
+def test_a_written_leave_is_known_even_if_its_end_is_not_called(subject: MetaService):
     join(subject, "c1")
     join(subject, "c2")
     settle(subject)
@@ -105,7 +105,7 @@ def test_what_was_written_is_known_though_nobody_ends_it(subject: MetaService):
     assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
 
 
-def test_who_says_it_twice_is_told_twice(subject: MetaService):
+def test_a_repeated_leave_is_confirmed_again(subject: MetaService):
     join(subject, "c1")
     leaves = [subject.leave_client("c1"), subject.leave_client("c1")]
     for leave in leaves:
@@ -114,7 +114,7 @@ def test_who_says_it_twice_is_told_twice(subject: MetaService):
     assert members(subject) == set()
 
 
-def test_a_leave_that_could_not_be_written_is_told_to_all_and_may_be_tried_again(
+def test_a_failed_write_is_reported_to_every_leaving_client_and_can_be_retried(
     subject: MetaService, monkeypatch: pytest.MonkeyPatch
 ):
     join(subject, "c1")
@@ -134,5 +134,5 @@ def test_a_leave_that_could_not_be_written_is_told_to_all_and_may_be_tried_again
         subject.leave_client("c1")
     subject.tick()
     assert members(subject) == {"c1", "c2"}
-    subject.beat_client("c1", [], leaving=True)
+    subject.client_heartbeat("c1", [], leaving=True)
     assert members(subject) == {"c2"}

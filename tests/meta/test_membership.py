@@ -1,4 +1,4 @@
-"""Members of groups: what each is told to do, and what becomes of those who fall silent."""
+"""Members of groups: the share that each receives, and the loss of silent members."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def subject(service: MetaService) -> MetaService:
     return service
 
 
-def test_the_only_member_gets_everything(subject: MetaService):
+def test_the_only_member_gets_every_lp(subject: MetaService):
     first = join(subject, "c1")
     assert (share(first).strategy, share(first).lps) == ("exclusive", [])
     assert subject.step().clients == {"c1"}
     settle(subject)
-    beaten = join(subject, "c1")
-    assert beaten.seen > first.seen
-    ((first_lp, end, _),) = share(beaten).lps
+    reply = join(subject, "c1")
+    assert reply.seen > first.seen
+    ((first_lp, end, _),) = share(reply).lps
     assert (first_lp, end) == (0, LOGICAL_PARTITIONS)
-    assert beaten.routes == {"s": subject.route("s").route.version}
-    assert beaten.refused == {}
+    assert reply.routes == {"s": subject.route("s").route.version}
+    assert reply.refused == {}
 
 
-def test_nothing_new_means_the_same_number(subject: MetaService):
+def test_without_news_the_change_number_stays_the_same(subject: MetaService):
     join(subject, "c1")
     settle(subject)
     before = join(subject, "c1")
@@ -45,13 +45,13 @@ def test_nothing_new_means_the_same_number(subject: MetaService):
     assert join(subject, "c1").seen > before.seen
 
 
-def test_who_has_heard_of_more_than_the_database_has_is_told_everything(subject: MetaService):
+def test_a_client_that_has_seen_more_than_the_database_has_receives_everything(subject: MetaService):
     join(subject, "c1")
     settle(subject)
-    told = join(subject, "c1")
-    # As after the database was restored from a copy.
-    assert subject.beat_client("c1", [("s", "g", True)], seen=told.seen + 1) == told
-    assert subject.beat_client("c1", [("s", "g", True)], seen=told.seen).shares == []
+    reply = join(subject, "c1")
+    # The database was restored from a copy.
+    assert subject.client_heartbeat("c1", [("s", "g", True)], seen=reply.seen + 1) == reply
+    assert subject.client_heartbeat("c1", [("s", "g", True)], seen=reply.seen).shares == []
 
 
 def test_a_new_route_is_news_to_members(subject: MetaService):
@@ -66,20 +66,20 @@ def test_a_new_route_is_news_to_members(subject: MetaService):
 
 
 def test_an_unordered_group_is_shared(subject: MetaService):
-    beaten = join(subject, "c1", ordered=False)
-    assert share(beaten) == ("s", "g", "shared", [])
+    reply = join(subject, "c1", ordered=False)
+    assert share(reply) == ("s", "g", "shared", [])
     assert not subject.step().more
     view = subject.allocation("s", "g")
     assert (view.strategy, view.epoch, view.members) == ("shared", 0, {"c1": []})
 
 
-def test_members_that_join_and_leave_move_only_what_must(subject: MetaService):
+def test_members_that_join_and_leave_move_as_few_lps_as_possible(subject: MetaService):
     for client in ("c1", "c2", "c3"):
         join(subject, client)
     settle(subject)
     before = subject.allocation("s", "g").members
     assert sorted(lps(runs) for runs in before.values()) == [341, 341, 342]
-    assert subject.beat_client("c2", [], leaving=True).shares == []
+    assert subject.client_heartbeat("c2", [], leaving=True).shares == []
     settle(subject)
     after = subject.allocation("s", "g").members
     assert after.keys() == {"c1", "c3"}
@@ -88,39 +88,39 @@ def test_members_that_join_and_leave_move_only_what_must(subject: MetaService):
 
 
 def test_a_heartbeat_names_all_groups_of_a_client(subject: MetaService):
-    both = subject.beat_client("c1", [("s", "g", True), ("s", "h", True)])
+    both = subject.client_heartbeat("c1", [("s", "g", True), ("s", "h", True)])
     assert [each.group for each in both.shares] == ["g", "h"]
-    one = subject.beat_client("c1", [("s", "h", True)])
+    one = subject.client_heartbeat("c1", [("s", "h", True)])
     assert [each.group for each in one.shares] == ["h"]
     settle(subject)
     assert subject.allocation("s", "g").members == {}
 
 
-def test_a_member_that_differs_is_refused_with_both_values(subject: MetaService):
+def test_a_member_with_another_mode_is_refused_with_both_values(subject: MetaService):
     join(subject, "c1", ordered=True)
-    beaten = subject.beat_client("c2", [("s", "g", False), ("s", "h", False)])
-    error = beaten.refused["s", "g"]
+    reply = subject.client_heartbeat("c2", [("s", "g", False), ("s", "h", False)])
+    error = reply.refused["s", "g"]
     assert isinstance(error, GroupMismatch)
     assert "ordered=True" in error.message
     assert "ordered=False" in error.message
-    assert [each.group for each in beaten.shares] == ["h"]
+    assert [each.group for each in reply.shares] == ["h"]
 
 
-def test_affinity_is_a_kind_of_its_own_that_has_shares_too(subject: MetaService):
+def test_affinity_is_a_mode_of_its_own_and_has_shares(subject: MetaService):
     member, place = [("s", "g", True)], [("s", "g")]
-    assert subject.beat_client("c1", member, affinity=place).refused == {}
+    assert subject.client_heartbeat("c1", member, affinity=place).refused == {}
     settle(subject)
-    assert lps(share(subject.beat_client("c1", member, affinity=place)).lps) == LOGICAL_PARTITIONS
-    error = subject.beat_client("c2", member).refused["s", "g"]
+    assert lps(share(subject.client_heartbeat("c1", member, affinity=place)).lps) == LOGICAL_PARTITIONS
+    error = subject.client_heartbeat("c2", member).refused["s", "g"]
     assert isinstance(error, GroupMismatch)
     assert "affinity='key'" in error.message
     assert "ordered=True" in error.message
-    assert ("s", "g") in subject.beat_client("c1", member).refused
+    assert ("s", "g") in subject.client_heartbeat("c1", member).refused
     settle(subject)
     assert subject.allocation("s", "g").members == {}
 
 
-def test_a_member_that_changes_its_mind_is_out(subject: MetaService):
+def test_a_member_that_changes_its_mode_is_refused(subject: MetaService):
     join(subject, "c1", ordered=True)
     settle(subject)
     assert ("s", "g") in join(subject, "c1", ordered=False).refused
@@ -128,28 +128,31 @@ def test_a_member_that_changes_its_mind_is_out(subject: MetaService):
     assert subject.allocation("s", "g").members == {}
 
 
-def test_what_cannot_be_a_membership_is_refused_by_itself(subject: MetaService):
-    beaten = subject.beat_client("c1", [("nowhere", "g", True), ("s", "bad name", True), ("s", "g", True)])
-    assert isinstance(beaten.refused["nowhere", "g"], SubjectNotFound)
-    assert isinstance(beaten.refused["s", "bad name"], InvalidName)
-    assert [each.group for each in beaten.shares] == ["g"]
+def test_each_invalid_membership_is_refused_by_itself(subject: MetaService):
+    reply = subject.client_heartbeat("c1", [("nowhere", "g", True), ("s", "bad name", True), ("s", "g", True)])
+    assert isinstance(reply.refused["nowhere", "g"], SubjectNotFound)
+    assert isinstance(reply.refused["s", "bad name"], InvalidName)
+    assert [each.group for each in reply.shares] == ["g"]
     with pytest.raises(InvalidName, match="client name"):
-        subject.beat_client("a b", [])
-    with pytest.raises(GroupNotFound, match="'nobody' has never consumed subject 's'"):
-        subject.allocation("s", "nobody")
+        subject.client_heartbeat("a b", [])
+    with pytest.raises(GroupNotFound, match="'unknown' has never consumed subject 's'"):
+        subject.allocation("s", "unknown")
 
 
 def test_limits_hold(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock, MetaLimits(groups=2, members_per_group=1, groups_per_client=3))
     register(service, "g1")
     service.create_subject("s")
-    beaten = service.beat_client("c1", [("s", "a", False), ("s", "b", False), ("s", "c", False)])
-    assert {type(error) for error in beaten.refused.values()} == {LimitExceeded}
-    assert "2 groups" in beaten.refused["s", "c"].args[0]
-    assert beaten.refused["s", "c"].details == {"subject": "s", "group": "c", "limit": "groups", "value": 2}
-    assert "its 1 members" in service.beat_client("c2", [("s", "a", False)]).refused["s", "a"].args[0]
-    with pytest.raises(LimitExceeded, match="4 groups, the limit is 3"):
-        service.beat_client("c1", [("s", name, False) for name in "abcd"])
+    reply = service.client_heartbeat("c1", [("s", "a", False), ("s", "b", False), ("s", "c", False)])
+    assert {type(error) for error in reply.refused.values()} == {LimitExceeded}
+    assert "group limit reached (2 per cluster" in reply.refused["s", "c"].args[0]
+    assert reply.refused["s", "c"].details == {"subject": "s", "group": "c", "limit": "groups", "value": 2}
+    assert (
+        "(1 per group, limit `members_per_group`)"
+        in service.client_heartbeat("c2", [("s", "a", False)]).refused["s", "a"].args[0]
+    )
+    with pytest.raises(LimitExceeded, match=r"4 groups \(limit 3"):
+        service.client_heartbeat("c1", [("s", name, False) for name in "abcd"])
 
 
 def test_a_silent_client_is_lost_after_its_lease(subject: MetaService, clock: ManualClock):
@@ -165,17 +168,17 @@ def test_a_silent_client_is_lost_after_its_lease(subject: MetaService, clock: Ma
     view = subject.allocation("s", "g")
     assert view.members.keys() == {"c1"}
     assert lps(view.members["c1"]) == LOGICAL_PARTITIONS
-    # Back again, under a new epoch.
+    # It returns under a new epoch.
     join(subject, "c2")
     settle(subject)
     (epoch,) = {epoch for _, _, epoch in subject.allocation("s", "g").members["c2"]}
     assert epoch > view.epoch
 
 
-def test_what_a_meta_server_notes_for_others_is_no_sign_of_life_to_itself(subject: MetaService, clock: ManualClock):
+def test_a_counter_that_a_meta_server_raises_is_no_sign_of_life_to_itself(subject: MetaService, clock: ManualClock):
     join(subject, "c1")
     pass_time(clock, 3, subject)
-    # Noted a second later.
+    # The counter is raised a second later.
     join(subject, "c1")
     pass_time(clock, 9, subject)
     assert subject.allocation("s", "g").members.keys() == {"c1"}
@@ -183,7 +186,7 @@ def test_what_a_meta_server_notes_for_others_is_no_sign_of_life_to_itself(subjec
     assert subject.allocation("s", "g").members == {}
 
 
-def test_a_client_that_talks_to_another_meta_server_is_not_lost(stores: Stores, clock: ManualClock):
+def test_a_client_of_another_meta_server_is_not_lost(stores: Stores, clock: ManualClock):
     first, second = MetaService(stores(), clock), MetaService(stores(), clock)
     register(first, "g1")
     first.create_subject("s")
@@ -198,7 +201,7 @@ def test_a_client_that_talks_to_another_meta_server_is_not_lost(stores: Stores, 
     assert set(before) < set(first.allocation("s", "g").members["c1"])
 
 
-def test_clients_of_a_meta_server_that_died_are_lost_or_found_elsewhere(stores: Stores, clock: ManualClock):
+def test_clients_of_a_dead_meta_server_are_lost_unless_they_move_to_another(stores: Stores, clock: ManualClock):
     first, second = MetaService(stores(), clock), MetaService(stores(), clock)
     register(first, "g1")
     first.create_subject("s")
@@ -211,7 +214,7 @@ def test_clients_of_a_meta_server_that_died_are_lost_or_found_elsewhere(stores: 
     assert second.allocation("s", "g").members.keys() == {"c2"}
 
 
-def test_many_clients_are_watched_page_by_page(stores: Stores, clock: ManualClock):
+def test_many_clients_are_checked_page_by_page(stores: Stores, clock: ManualClock):
     limits = MetaLimits(page=7)
     first, second = MetaService(stores(), clock, limits), MetaService(stores(), clock, limits)
     register(first, "g1")
@@ -233,21 +236,21 @@ def test_allocations_are_written_many_at_a_time(stores: Stores, clock: ManualClo
         service.create_subject(f"s{number}")
     service.step()
     memberships = [(f"s{number}", "g", True) for number in range(10)]
-    service.beat_client("c1", memberships)
+    service.client_heartbeat("c1", memberships)
     slices = []
     while True:
         changes = service.step()
         slices.append(len(changes.groups))
         if not changes.more:
             break
-    # The groups are founded before the first is computed; what is written is known with the step after.
+    # The groups are created before the first allocation is computed; a written one is read in the step after.
     assert slices == [10, 4, 4, 2]
-    assert all(lps(each.lps) == LOGICAL_PARTITIONS for each in service.beat_client("c1", memberships).shares)
+    assert all(lps(each.lps) == LOGICAL_PARTITIONS for each in service.client_heartbeat("c1", memberships).shares)
 
 
-def test_a_slice_ends_when_its_time_is_over(stores: Stores):
+def test_a_step_ends_when_its_time_is_used_up(stores: Stores):
     class Slow(ManualClock):
-        """Every look at it takes a while."""
+        """Each reading of the clock takes time."""
 
         def monotonic(self) -> float:
             self.advance(0.001)
@@ -257,7 +260,7 @@ def test_a_slice_ends_when_its_time_is_over(stores: Stores):
     register(service, "g1")
     for number in range(9):
         service.create_subject(f"s{number}")
-    service.beat_client("c1", [(f"s{number}", "g", True) for number in range(9)])
+    service.client_heartbeat("c1", [(f"s{number}", "g", True) for number in range(9)])
     service.tick()
     computed = []
     while service.step().more and service.writing is None:
@@ -267,23 +270,23 @@ def test_a_slice_ends_when_its_time_is_over(stores: Stores):
     assert len(service.writing.made) == 9
 
 
-def test_a_client_hears_only_of_what_is_new_to_it(subject: MetaService):
+def test_a_client_receives_only_what_is_new_to_it(subject: MetaService):
     both = [("s", "g", True), ("s", "h", True)]
-    subject.beat_client("c1", both)
+    subject.client_heartbeat("c1", both)
     settle(subject)
-    first = subject.beat_client("c1", both)
+    first = subject.client_heartbeat("c1", both)
     assert [each.group for each in first.shares] == ["g", "h"]
-    again = subject.beat_client("c1", both, seen=first.seen)
+    again = subject.client_heartbeat("c1", both, seen=first.seen)
     assert (again.seen, again.shares, again.routes) == (first.seen, [], first.routes)
     join(subject, "c2", group="h")
     settle(subject)
-    later = subject.beat_client("c1", both, seen=first.seen)
+    later = subject.client_heartbeat("c1", both, seen=first.seen)
     assert [each.group for each in later.shares] == ["h"]
     assert subject.client("c1", first.seen) == later
     assert [each.group for each in subject.client("c1").shares] == ["g", "h"]
 
 
-def test_silence_counts_from_the_heartbeat_not_from_when_was_looked_last(subject: MetaService, clock: ManualClock):
+def test_silence_counts_from_the_last_heartbeat_not_from_the_last_check(subject: MetaService, clock: ManualClock):
     join(subject, "c1")
     settle(subject)
     subject.tick()
@@ -301,7 +304,7 @@ def test_silence_counts_from_the_heartbeat_not_from_when_was_looked_last(subject
     assert subject.next_loss() == math.inf
 
 
-def test_nobody_is_lost_because_the_meta_server_stood_still(stores: Stores, clock: ManualClock):
+def test_no_client_is_lost_because_the_meta_server_paused(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock, MetaLimits.of_lease(2.0))
     register(service, "g1")
     service.create_subject("s")
@@ -309,16 +312,14 @@ def test_nobody_is_lost_because_the_meta_server_stood_still(stores: Stores, cloc
     join(service, "c2")
     pass_time(clock, 1, service)
     clock.advance(60.0)
-    # One of them is heard of first.
+    # The heartbeat of one of them arrives first.
     join(service, "c1")
     service.tick()
     settle(service)
     assert service.allocation("s", "g").members.keys() == {"c1", "c2"}
 
 
-def test_a_heartbeat_that_says_nothing_new_does_not_touch_the_database(
-    subject: MetaService, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_repeated_heartbeat_does_not_touch_the_database(subject: MetaService, monkeypatch: pytest.MonkeyPatch):
     join(subject, "c1")
     settle(subject)
     database = subject._core.store.database
@@ -327,7 +328,7 @@ def test_a_heartbeat_that_says_nothing_new_does_not_touch_the_database(
     assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
 
 
-def test_a_meta_server_that_starts_anew_knows_who_has_what(subject: MetaService, stores: Stores, clock: ManualClock):
+def test_a_restarted_meta_server_knows_the_allocation(subject: MetaService, stores: Stores, clock: ManualClock):
     join(subject, "c1")
     join(subject, "c2")
     settle(subject)
@@ -337,15 +338,15 @@ def test_a_meta_server_that_starts_anew_knows_who_has_what(subject: MetaService,
     assert not other.step().more
 
 
-def test_clients_that_are_lost_together_are_given_up_by_what_they_are_members_of(stores: Stores, clock: ManualClock):
-    """One of a hundred groups is as much to take in as a hundred of one."""
+def test_clients_that_are_lost_together_are_removed_in_steps_limited_by_memberships(stores: Stores, clock: ManualClock):
+    """One client of a hundred groups counts as much as a hundred clients of one group."""
     store = stores()
     service = MetaService(store, clock, MetaLimits(write_members=6))
     register(service, "g1")
     service.create_subject("s")
     groups = [("s", f"g{number}", True) for number in range(4)]
     for client in ("c1", "c2", "c3", "c4", "c5"):
-        service.beat_client(client, groups)
+        service.client_heartbeat(client, groups)
     settle(service)
     for _ in range(9):
         clock.advance(1.0)
@@ -362,7 +363,7 @@ def test_clients_that_are_lost_together_are_given_up_by_what_they_are_members_of
     assert left == sorted(left, reverse=True)
 
 
-def test_who_joins_what_another_meta_server_deletes_at_that_moment_is_refused_soon(
+def test_joining_a_group_while_another_meta_server_deletes_its_subject_is_refused_without_endless_retries(
     subject: MetaService, stores: Stores, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ):
     join(subject, "c1")

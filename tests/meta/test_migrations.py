@@ -1,4 +1,4 @@
-"""The schema: made by migrations, by one of several that start at once, and never turned back."""
+"""Migrations create the schema once, even when several meta servers start at once, and refuse a newer schema."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from plait.meta.database.store import Store
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def empty(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A database with nothing in it."""
+    """An empty database."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/meta.db"
     return str(request.getfixturevalue("postgres").create())
 
 
-def test_migrations_lead_to_the_tables_that_the_code_knows(empty: str):
+def test_migrations_create_the_tables_that_the_code_expects(empty: str):
     database = Database(empty)
     migrate(database)
     with database.reading() as connection:
@@ -37,9 +37,9 @@ def test_migrations_lead_to_the_tables_that_the_code_knows(empty: str):
     database.close()
 
 
-def test_the_versions_are_those_of_the_migrations():
+def test_the_versions_are_the_revisions_of_the_migrations():
     config = Config()
-    config.set_main_option("script_location", "plait.meta:migrations")
+    config.set_main_option("script_location", "plait.meta.database:migrations")
     scripts = ScriptDirectory.from_config(config)
     assert tuple(script.revision for script in scripts.walk_revisions())[::-1] == VERSIONS
 
@@ -64,11 +64,11 @@ def test_a_database_of_a_newer_plait_is_refused_untouched(empty: str):
     Store(database, cluster="x")
     with database.writing() as connection:
         connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
-        connection.execute(sa.text("DROP TABLE plait_beats"))
-    with pytest.raises(VersionMismatch, match="schema 9999, this Plait knows up to"):
+        connection.execute(sa.text("DROP TABLE plait_heartbeats"))
+    with pytest.raises(VersionMismatch, match="schema 9999, this Plait supports up to"):
         Store(database, cluster="x")
     with database.reading() as connection:
-        assert not sa.inspect(connection).has_table("plait_beats")
+        assert not sa.inspect(connection).has_table("plait_heartbeats")
         assert connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}")) == "9999"
     database.close()
 

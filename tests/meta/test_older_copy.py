@@ -1,4 +1,4 @@
-"""The meta database comes back as an older copy of itself: what was given out since is not given out again."""
+"""The meta database is replaced by an older copy of itself: numbers that were given out since are not reused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.meta.support import join, register, settle
 
 
 class Copied:
-    """A database in a file, of which there is a copy."""
+    """A database file with a copy."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -44,7 +44,7 @@ def copied(tmp_path: Path) -> Copied:
 
 
 def first(copied: Copied) -> MetaService:
-    """One member, and a copy of the database as it was then."""
+    """A meta server with one member, and a copy of its database."""
     store = copied.store()
     service = MetaService(store, ManualClock())
     register(service, "g1")
@@ -59,7 +59,7 @@ def epochs(service: MetaService, client: str) -> set[int]:
     return {epoch for _, _, epoch in service.allocation("s", "g").members[client]}
 
 
-def test_a_meta_server_that_saw_more_gives_out_higher_epochs(copied: Copied):
+def test_a_running_meta_server_gives_out_higher_epochs_after_the_restore(copied: Copied):
     service = first(copied)
     for client in ("b", "c", "d"):
         join(service, client)
@@ -74,7 +74,7 @@ def test_a_meta_server_that_saw_more_gives_out_higher_epochs(copied: Copied):
     service._core.store.close()
 
 
-def test_one_that_starts_on_it_does_once_a_broker_has_said_what_it_knows(copied: Copied):
+def test_a_meta_server_that_starts_on_the_copy_gives_out_higher_epochs_once_a_broker_reported_its_own(copied: Copied):
     service = first(copied)
     join(service, "b")
     settle(service)

@@ -1,4 +1,4 @@
-"""What is finished leaves the routes, what brokers report of it is kept, and a lost broker group is given up (R26)."""
+"""Finished partitions leave the routes, progress reports are stored, and a lost broker group can be given up (R26)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def span_count(service: MetaService) -> int:
     return max(len(history.spans) for history in service.route("s").route.histories)
 
 
-def test_histories_do_not_grow_where_retention_comes_by(spread: MetaService) -> None:
+def test_histories_do_not_grow_while_retention_removes_rows(spread: MetaService) -> None:
     fence = 10
     for _ in range(12):
         for count in (1, 3):
@@ -54,24 +54,24 @@ def test_histories_do_not_grow_where_retention_comes_by(spread: MetaService) -> 
     assert len(places(spread, "s")) == 3
 
 
-def test_a_span_stays_while_an_older_one_of_another_partition_has_rows(spread: MetaService) -> None:
+def test_a_span_stays_while_an_older_span_of_another_partition_has_rows(spread: MetaService) -> None:
     spread.expand("s", [place("s@g2")])
     converge(spread, fence=10)
     spread.expand("s", [place("s@g3")])
     converge(spread, fence=20)
     expire(spread, "s", "s@g2", 20)
-    # Half of the logical partitions were at g1 before, where nothing is reported.
+    # Half of the LPs were at g1 before, and g1 reports nothing.
     assert span_count(spread) == 3
     expire(spread, "s", "s@g1", 10)
     assert span_count(spread) == 1
     assert places(spread, "s") == ["s@g3"]
 
 
-def test_a_partition_that_was_sealed_without_a_row_leaves_the_route(spread: MetaService) -> None:
+def test_a_partition_that_was_sealed_empty_leaves_the_route(spread: MetaService) -> None:
     spread.expand("s", [place("s@g1")])
     converge(spread, fence=0)
     assert places(spread, "s") == ["s@g1", "s@g2"]
-    # Something else may wait there, as delayed messages do.
+    # The partition may still have other work, such as delayed messages.
     expire(spread, "s", "s@g2", -1)
     assert places(spread, "s") == ["s@g1", "s@g2"]
     expire(spread, "s", "s@g2", 0)
@@ -79,7 +79,7 @@ def test_a_partition_that_was_sealed_without_a_row_leaves_the_route(spread: Meta
     assert span_count(spread) == 1
 
 
-def test_what_a_group_has_finished_is_told_with_the_route(spread: MetaService) -> None:
+def test_a_route_includes_what_each_group_has_finished(spread: MetaService) -> None:
     spread.expand("s", [place("s@g1")])
     converge(spread, fence=10)
     assert (spread.route("s").passed, spread.route("s").reported) == ({}, [])
@@ -87,12 +87,12 @@ def test_what_a_group_has_finished_is_told_with_the_route(spread: MetaService) -
     found = spread.route("s")
     index = found.route.partitions.index(place("s@g2"))
     assert (found.passed, found.reported) == ({"a": [(index, 512, 1024, 10)], "b": []}, [index])
-    # The newest report counts, as dead letters may have been sent again.
+    # The newest report counts: a group may be unfinished again after dead letters were resent.
     report(spread, "s@g2", {"a": [], "b": []})
     assert spread.route("s").passed == {"a": [], "b": []}
 
 
-def test_a_report_of_an_earlier_partition_of_the_name_is_passed_over(spread: MetaService) -> None:
+def test_a_report_of_an_earlier_partition_of_the_same_name_is_ignored(spread: MetaService) -> None:
     old = spread.route("s").route.version
     spread.expand("s", [place("s@g1")])
     converge(spread, fence=10)
@@ -108,7 +108,7 @@ def test_a_report_of_an_earlier_partition_of_the_name_is_passed_over(spread: Met
     assert spread.route("s").passed == {}
 
 
-def test_a_broker_that_is_not_known_has_to_register(spread: MetaService) -> None:
+def test_an_unknown_broker_has_to_register(spread: MetaService) -> None:
     assert not spread.report_progress("g9", "g9-1", [])
 
 
@@ -116,48 +116,48 @@ def test_a_broker_that_is_not_known_has_to_register(spread: MetaService) -> None
 
 
 def lose(service: MetaService, clock: ManualClock, *groups: str) -> None:
-    """Only these are heard of for a while."""
-    heard = [(each.group, each.broker) for each in service.brokers() if each.group in groups]
+    """For a while only the brokers of these groups send heartbeats."""
+    alive = [(each.group, each.broker) for each in service.brokers() if each.group in groups]
     for _ in range(10):
-        for group, broker in heard:
-            assert service.beat_broker(group, broker, "RW")
+        for group, broker in alive:
+            assert service.broker_heartbeat(group, broker, "RW")
         pass_time(clock, 1, service)
 
 
-def test_a_broker_group_that_is_there_is_not_given_up(spread: MetaService, clock: ManualClock) -> None:
-    with pytest.raises(InvalidArgument, match="'g2' is there; stop its broker first"):
+def test_a_live_broker_group_is_not_given_up(spread: MetaService, clock: ManualClock) -> None:
+    with pytest.raises(InvalidArgument, match="'g2' is alive; stop its broker first"):
         spread.forget_broker("g2", lost=True)
     with pytest.raises(InvalidArgument, match="no broker group 'g9'; there are g1, g2, g3"):
         spread.forget_broker("g9")
     lose(spread, clock, "g1", "g3")
     assert [each.partition for each in spread.forget_broker("g2", lost=True)] == ["s@g2"]
     assert [broker.group for broker in spread.brokers()] == ["g1", "g3"]
-    # Nobody is there to be told to drop anything.
+    # No broker is left to receive an order to drop.
     assert spread.pending_drops() == []
     converge(spread)
     assert places(spread, "s") == ["s@g1"]
-    # It is as if it had never been.
-    with pytest.raises(InvalidArgument, match="no broker group 'g2'; there are g1, g3"):
+    # The broker group is no longer known.
+    with pytest.raises(InvalidArgument, match="there is no broker group 'g2'; there are g1, g3"):
         spread.forget_broker("g2")
     with pytest.raises(InvalidArgument, match="no broker group 'g2'"):
         spread.expand("s", [place("s@g1"), place("s#1@g2")])
     assert places(spread, "s") == ["s@g1"]
 
 
-def test_what_would_be_lost_is_named_first(spread: MetaService, clock: ManualClock) -> None:
+def test_giving_up_names_what_would_be_lost_first(spread: MetaService, clock: ManualClock) -> None:
     spread.expand("s", [place("s@g1")])
     converge(spread, fence=10)
     lose(spread, clock, "g1", "g3")
     with pytest.raises(InvalidArgument, match=r"s@g2: group \(not reported\) has not finished 512 .*--lost"):
         spread.forget_broker("g2")
     report(spread, "s@g2", {"done": [(512, 1024, 10)], "slow": [(600, 1024, 10)]})
-    with pytest.raises(InvalidArgument, match="s@g2: group slow has not finished 88 that ended there"):
+    with pytest.raises(InvalidArgument, match="s@g2: group slow has not finished 88 sealed ones"):
         spread.forget_broker("g2")
     report(spread, "s@g2", {"done": [(512, 1024, 10)], "slow": [(512, 1024, 10)]})
     assert spread.forget_broker("g2") == []
 
 
-def test_without_another_broker_group_nothing_is_given_up(service: MetaService, clock: ManualClock) -> None:
+def test_without_another_broker_group_none_can_be_given_up(service: MetaService, clock: ManualClock) -> None:
     service.create_subject("s", groups=["g1"])
     converge(service)
     lose(service, clock)
@@ -167,7 +167,7 @@ def test_without_another_broker_group_nothing_is_given_up(service: MetaService, 
 
 
 @pytest.mark.parametrize("number", range(20))
-def test_a_route_without_a_broker_group_leads_every_logical_partition_to_another(number: int, seed: int) -> None:
+def test_a_route_without_a_broker_group_moves_every_lp_to_another(number: int, seed: int) -> None:
     draw = random.Random(seed + number)
     listed = [PartitionId("s", f"g{n}") for n in range(4)]
     route = routes.default_route("s", listed[:2])
@@ -192,23 +192,23 @@ def test_a_route_without_a_broker_group_leads_every_logical_partition_to_another
         assert routes.spans(after, lp)[-1].fence is None
     shares = np.bincount(routes.target(after), minlength=len(after.partitions))
     assert shares[shares > 0].max() - shares[shares > 0].min() <= 1
-    # It goes on from there.
+    # Later changes continue from this route.
     for index, lps in routes.moves(after):
         after = routes.sealed(after, after.version, index, [(first, end, fence) for first, end in lps])
     assert routes.moves(after) == []
 
 
-# --- groups of partitions that have left ---------------------------------------------------------
+# --- groups of retired partitions ----------------------------------------------------------------
 
 
 def knows(service: MetaService, name: str, began: dict[str, int], below: int = 0) -> None:
-    """The broker of a partition reports the groups that it knows, and that rows below a sequence are gone."""
+    """The broker of a partition reports its groups, and that rows below a sequence have expired."""
     where = place(name)
     progress(service, where.group, PartitionProgress(where.name, "s", 1 << 60, {}, below, began))
 
 
 def leave(service: MetaService, name: str, began: dict[str, int]) -> None:
-    """A partition that knew groups leaves the route."""
+    """A partition with groups leaves the route."""
     others = [place(each) for each in places(service, "s") if each != name]
     service.expand("s", others)
     converge(service, fence=10)
@@ -216,7 +216,7 @@ def leave(service: MetaService, name: str, began: dict[str, int]) -> None:
     assert name not in places(service, "s")
 
 
-def test_the_groups_of_a_partition_that_left_are_remembered_until_they_are_deleted(spread: MetaService) -> None:
+def test_the_groups_of_a_retired_partition_are_remembered_until_they_are_deleted(spread: MetaService) -> None:
     version = spread.route("s").route.version
     leave(spread, "s@g2", {"a": version, "b": version + 1})
     assert [spread.remembered("s", name).began for name in "abc"] == [version, version + 1, None]
@@ -231,12 +231,12 @@ def test_the_groups_of_a_partition_that_left_are_remembered_until_they_are_delet
     assert spread.remembered("s", "b").began is None
 
 
-def test_a_group_that_is_deleted_before_its_partition_leaves_is_not_remembered(spread: MetaService) -> None:
+def test_a_group_that_is_deleted_before_its_partition_retires_is_not_remembered(spread: MetaService) -> None:
     spread.expand("s", [place("s@g1")])
     converge(spread, fence=10)
     spread.expand("s", [place("s@g3")])
     converge(spread, fence=20)
-    # The older rows of other keys are not gone yet: it stays.
+    # Older rows of other keys have not expired, so the partition stays.
     knows(spread, "s@g1", {"a": 1, "b": 1}, 20)
     assert not spread.forget_group("s", "a")
     knows(spread, "s@g2", {}, 10)
@@ -244,10 +244,10 @@ def test_a_group_that_is_deleted_before_its_partition_leaves_is_not_remembered(s
     assert [spread.remembered("s", name).began for name in "ab"] == [None, 1]
 
 
-def test_the_groups_of_a_partition_that_was_emptied_are_known_without_its_broker(spread: MetaService) -> None:
+def test_the_groups_of_an_emptied_partition_are_known_without_its_broker(spread: MetaService) -> None:
     spread.expand("s", [place("s@g1")])
     converge(spread, fence=10)
-    # Its rows stay: so does the partition, in the route.
+    # Its rows stay, so the partition stays in the route.
     knows(spread, "s@g2", {"a": 2, "b": 1}, 0)
     assert "s@g2" in places(spread, "s")
     assert [spread.remembered("s", name).began for name in "abc"] == [2, 1, None]
@@ -262,7 +262,7 @@ def test_the_groups_of_a_broker_group_that_is_given_up_are_remembered(spread: Me
     assert spread.remembered("s", "a").began == 3
 
 
-def test_of_too_many_groups_broadcasts_are_forgotten_first_and_then_the_oldest(
+def test_beyond_the_limit_broadcast_groups_are_forgotten_first_then_the_oldest(
     spread: MetaService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(remembered, "REMEMBERED_GROUPS_MAX", 3)
@@ -273,7 +273,7 @@ def test_of_too_many_groups_broadcasts_are_forgotten_first_and_then_the_oldest(
     converge(spread, fence=20)
     knows(spread, "s@g1", {"b": 1}, 20)
     assert [spread.remembered("s", name).began for name in ("a", "b", *screens)] == [1, 1, None, 1]
-    assert "subject s: partitions that left its route knew 4 groups; 3 are remembered" in caplog.text
+    assert "subject s: its retired partitions knew 4 groups; 3 are remembered" in caplog.text
     spread.expand("s", [place("s#1@g1")])
     converge(spread, fence=30)
     knows(spread, "s@g3", {"c": 1, "d": 1}, 30)

@@ -1,4 +1,4 @@
-"""Routes in a world where every order and every answer may come late, twice or never."""
+"""Routes while every order and every answer may arrive late, twice or never."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ STEPS_OF = ("retarget", "order", "order", "seal", "seal", "report", "report", "o
 
 
 class Broker:
-    """What one partition's broker does: orders of an older route than it has heard of are refused (None)."""
+    """The broker of one partition; it refuses (None) orders of an older route version than it has received."""
 
     def __init__(self) -> None:
         self.end = 0
-        self.heard = 0
+        self.version = 0
         self.open: set[int] = set()
         self.fences: dict[int, int] = {}
 
     def seal(self, version: int, lps: list[Run]) -> list[tuple[int, int, int]] | None:
-        if version < self.heard:
+        if version < self.version:
             return None
-        self.heard = version
+        self.version = version
         chosen = [lp for first, end in lps for lp in range(first, end)]
         for lp in self.open.intersection(chosen):
             self.fences[lp] = self.end
@@ -43,20 +43,20 @@ class Broker:
         return [(lp, lp + 1, self.fences.get(lp, 0)) for lp in chosen]
 
     def take(self, version: int, lps: list[Run]) -> None:
-        if version >= self.heard:
-            self.heard = version
+        if version >= self.version:
+            self.version = version
             self.open.update(lp for first, end in lps for lp in range(first, end))
 
 
 class World:
-    """Targets change at any moment, seals are carried out late, in part, twice, or unheard of."""
+    """Targets change at any moment; seals are carried out late, partly, twice, or without their answer arriving."""
 
     def __init__(self) -> None:
         self.route = default_route("s", places(2))
         self.brokers: dict[PartitionId, Broker] = {}
         self.sent: dict[int, list[tuple[PartitionId, int]]] = {lp: [] for lp in (0, 300, 511, 512, 700, 1023)}
-        self.asked: list[tuple[int, PartitionId, list[Run]]] = []
-        self.told: list[tuple[int, PartitionId, list[Run]]] = []
+        self.seal_orders: list[tuple[int, PartitionId, list[Run]]] = []
+        self.open_orders: list[tuple[int, PartitionId, list[Run]]] = []
         self.reports: list[tuple[int, PartitionId, list[tuple[int, int, int]]]] = []
         self.older = self.route
         self.open_all()
@@ -83,23 +83,23 @@ class World:
         self.publish(retarget(self.route, places(count, groups=1)))
 
     def order(self, pick: int) -> None:
-        """Somebody asks for a seal; whether it arrives is another matter."""
+        """The meta server orders a seal; the order may not arrive."""
         work = moves(self.route)
         if work:
             each = work[pick % len(work)]
-            self.asked.append((self.route.version, self.route.partitions[each.partition], each.lps))
+            self.seal_orders.append((self.route.version, self.route.partitions[each.partition], each.lps))
 
     def seal(self, pick: int, *, keep: bool) -> None:
-        """An order to seal arrives, perhaps late, perhaps once more."""
-        if self.asked:
-            at = pick % len(self.asked)
-            version, place, lps = self.asked[at] if keep else self.asked.pop(at)
+        """An order to seal arrives, perhaps late, perhaps again later."""
+        if self.seal_orders:
+            at = pick % len(self.seal_orders)
+            version, place, lps = self.seal_orders[at] if keep else self.seal_orders.pop(at)
             fences = self.broker(place).seal(version, lps)
             if fences is not None:
                 self.reports.append((version, place, fences))
 
     def report(self, pick: int, *, keep: bool) -> None:
-        """The answer arrives, perhaps late, perhaps once more."""
+        """The answer arrives, perhaps late, perhaps again later."""
         if self.reports:
             at = pick % len(self.reports)
             version, place, fences = self.reports[at] if keep else self.reports.pop(at)
@@ -108,17 +108,17 @@ class World:
 
     def order_to_open(self) -> None:
         for place, lps in zip(self.route.partitions, openings(self.route), strict=True):
-            self.told.append((self.route.version, place, lps))
+            self.open_orders.append((self.route.version, place, lps))
 
     def open(self, pick: int, *, keep: bool) -> None:
-        """An order to open arrives, perhaps late, perhaps once more."""
-        if self.told:
-            at = pick % len(self.told)
-            version, place, lps = self.told[at] if keep else self.told.pop(at)
+        """An order to open arrives, perhaps late, perhaps again later."""
+        if self.open_orders:
+            at = pick % len(self.open_orders)
+            version, place, lps = self.open_orders[at] if keep else self.open_orders.pop(at)
             self.broker(place).take(version, lps)
 
     def send(self) -> None:
-        """One row for each LP, by the newest route; and by an older one, while its partition still takes it."""
+        """Send one row of each LP by the newest route, or by the one before while its partition still takes the LP."""
         for lp in self.sent:
             for route in (self.route, self.older):
                 place = route.partitions[int(current(route)[lp])]
@@ -129,7 +129,7 @@ class World:
                     break
 
     def check_rows(self) -> None:
-        """Along its spans, an LP's rows lie in the order they were sent."""
+        """Along the spans of an LP, its rows are in the order in which they were sent."""
         for lp, rows in self.sent.items():
             left = list(rows)
             for span in spans(self.route, lp):
@@ -139,7 +139,7 @@ class World:
             assert left == []
 
     def converge(self) -> None:
-        """In the end it converges, and every LP can be sent to again."""
+        """The route reaches its target, and every LP takes rows again."""
         while work := moves(self.route):
             partition, lps = work[0]
             place = self.route.partitions[partition]
@@ -153,7 +153,7 @@ class World:
             assert lp in self.broker(place).open
 
 
-def test_rows_keep_their_order_whatever_comes_late_or_twice(seed: int):
+def test_rows_keep_their_order_though_orders_and_answers_arrive_late_or_twice(seed: int):
     for run in range(RUNS):
         chance = random.Random(seed + run)
         world = World()

@@ -1,4 +1,4 @@
-"""Routes: every LP has a place at any time, its past is never rewritten, and as little moves as can be."""
+"""Routes: every LP always has a partition, its history is never rewritten, and as few LPs as possible move."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta.members.balance import balance, shares
+from plait.model.balance import balance, shares
 from plait.model.lp_runs import mark
 from plait.model.route import (
     PartitionId,
@@ -33,7 +33,7 @@ def places(count: int, groups: int = 2) -> list[PartitionId]:
 
 
 def check(route: Route) -> None:
-    """What holds of every route."""
+    """The invariants of every route."""
     edges = [0]
     for history in route.histories:
         assert history.first == edges[-1] < history.end
@@ -48,7 +48,7 @@ def check(route: Route) -> None:
 
 
 def converge(route: Route, fence: int = 100) -> Route:
-    """Seal everything that has to be."""
+    """Seal every LP that has to move."""
     while work := moves(route):
         for partition, lps in work:
             route = sealed(route, route.version, partition, [(first, end, fence) for first, end in lps])
@@ -56,7 +56,7 @@ def converge(route: Route, fence: int = 100) -> Route:
     return route
 
 
-def way(route: Route, lp: int) -> list[tuple[int, int | None]]:
+def fences_of(route: Route, lp: int) -> list[tuple[int, int | None]]:
     """The partitions and fences of an LP's spans."""
     return [(span.partition, span.fence) for span in spans(route, lp)]
 
@@ -65,7 +65,7 @@ def sizes(numbers: np.ndarray) -> set[int]:
     return set(np.unique(numbers, return_counts=True)[1].tolist())
 
 
-def test_shares_have_no_gap_and_no_overlap_whatever_the_count():
+def test_shares_have_no_gap_and_no_overlap_for_any_count():
     for count in range(1, LOGICAL_PARTITIONS + 1):
         runs = shares(count)
         assert len(runs) == count
@@ -75,7 +75,7 @@ def test_shares_have_no_gap_and_no_overlap_whatever_the_count():
 
 
 @pytest.mark.parametrize("count", [0, 1025])
-def test_no_subject_has_no_or_too_many_partitions(count: int):
+def test_a_subject_without_partitions_or_with_too_many_is_refused(count: int):
     with pytest.raises(InvalidArgument, match="1 to 1024"):
         default_route("s", places(count))
     with pytest.raises(ValueError, match="shares"):
@@ -99,14 +99,14 @@ def test_the_default_route_takes_every_lp(count: int):
 
 @given(COUNTS, COUNTS)
 @settings(max_examples=60, deadline=None)
-def test_a_change_moves_as_few_lps_as_can_be(before: int, after: int):
+def test_a_change_moves_as_few_lps_as_possible(before: int, after: int):
     route = default_route("s", places(before))
     changed = retarget(route, places(after))
     check(changed)
     assert max(sizes(target(changed))) - min(sizes(target(changed))) <= 1
     moving = sum(end - first for each in moves(changed) for first, end in each.lps)
     held = np.bincount(current(route), minlength=max(before, after))
-    # Nobody can have less than the small share taken away, and so many may keep one more.
+    # A partition keeps at most the smaller share, and only some keep one LP more.
     small, larger = divmod(LOGICAL_PARTITIONS, after)
     stay = np.minimum(held[:after], small).sum() + min(larger, (held[:after] > small).sum())
     assert moving == LOGICAL_PARTITIONS - stay
@@ -132,18 +132,18 @@ def test_contraction_to_one_keeps_the_others_listed_while_they_drain():
     route = converge(retarget(default_route("s", places(4)), places(1)), fence=50)
     assert openings(route)[0] == [(0, LOGICAL_PARTITIONS)]
     assert route.partitions == tuple(places(4))
-    assert way(route, 1023) == [(3, 50), (0, None)]
-    assert way(route, 0) == [(0, None)]
+    assert fences_of(route, 1023) == [(3, 50), (0, None)]
+    assert fences_of(route, 0) == [(0, None)]
 
 
-def test_a_drained_partition_is_listed_no_more():
+def test_a_drained_partition_is_no_longer_listed():
     route = converge(retarget(default_route("s", places(2)), places(1)), fence=50)
     assert retire(route, 1, 49) is route
     retired = retire(route, 1, 50)
     check(retired)
     assert retired.version == route.version + 1
     assert retired.partitions == tuple(places(1))
-    assert way(retired, 1023) == [(0, None)]
+    assert fences_of(retired, 1023) == [(0, None)]
 
 
 def test_only_the_oldest_spans_are_dropped():
@@ -155,15 +155,15 @@ def test_only_the_oldest_spans_are_dropped():
     assert [span.fence for span in spans(first, 0)] == [20, None]
 
 
-def test_a_way_back_is_a_third_span_in_the_same_partition():
+def test_moving_an_lp_back_adds_a_third_span_in_the_same_partition():
     there = converge(retarget(default_route("s", places(1)), [PartitionId("t", "g")]), fence=10)
     back = converge(retarget(there, places(1)), fence=7)
     check(back)
     assert back.partitions == (*places(1), PartitionId("t", "g"))
-    assert way(back, 5) == [(0, 10), (1, 7), (0, None)]
+    assert fences_of(back, 5) == [(0, 10), (1, 7), (0, None)]
 
 
-def test_lps_of_an_unreachable_group_stay_and_move_later():
+def test_lps_of_an_unreachable_broker_group_stay_and_move_later():
     route = retarget(default_route("s", places(2)), places(4))
     lost = {index for index, place in enumerate(route.partitions) if place.group == "g1"}
     for partition, lps in moves(route):
@@ -175,7 +175,7 @@ def test_lps_of_an_unreachable_group_stay_and_move_later():
     assert (current(converge(route)) == target(route)).all()
 
 
-def test_lps_do_not_move_to_partitions_that_are_not_made_yet():
+def test_lps_do_not_move_to_partitions_that_do_not_exist_yet():
     route = retarget(default_route("s", places(1)), places(3))
     assert moves(route, made={0}) == []
     moving = mark(moves(route, made={0, 2})[0].lps)
@@ -183,8 +183,8 @@ def test_lps_do_not_move_to_partitions_that_are_not_made_yet():
     assert moving.sum() == (target(route) == 2).sum()
 
 
-def test_what_may_be_sealed_is_sealed_again_when_it_is_to_stay_after_all():
-    """The seal may be durable at the broker though nobody heard of it: without a new span nothing could be sent."""
+def test_an_lp_that_may_be_sealed_is_sealed_again_when_it_stays_after_all():
+    """The seal may be durable although its answer was lost; without a new span the LP could take no rows."""
     route = retarget(default_route("s", places(1)), places(2))
     (move,) = moves(route)
     home = retarget(route, places(1))
@@ -193,7 +193,7 @@ def test_what_may_be_sealed_is_sealed_again_when_it_is_to_stay_after_all():
     done = sealed(home, home.version, 0, [(first, end, 33) for first, end in move.lps])
     check(done)
     assert moves(done) == []
-    assert way(done, move.lps[0][0]) == [(0, 33), (0, None)]
+    assert fences_of(done, move.lps[0][0]) == [(0, 33), (0, None)]
     assert done.gained[0] == done.version
 
 
@@ -202,7 +202,7 @@ def test_a_partition_that_no_lp_ever_reached_is_dropped_from_the_list():
     assert retarget(route, places(1)).partitions == tuple(places(1))
 
 
-def test_a_report_that_comes_twice_changes_nothing():
+def test_a_repeated_report_changes_nothing():
     route = retarget(default_route("s", places(1)), places(2))
     (move,) = moves(route)
     fences = [(first, end, 5) for first, end in move.lps]
@@ -213,8 +213,8 @@ def test_a_report_that_comes_twice_changes_nothing():
 def test_seals_of_different_attempts_have_fences_of_their_own():
     route = retarget(default_route("s", places(1)), [PartitionId("t", "g")])
     route = sealed(route, route.version, 0, [(0, 512, 5), (512, 1024, 8)])
-    assert way(route, 511) == [(0, 5), (1, None)]
-    assert way(route, 512) == [(0, 8), (1, None)]
+    assert fences_of(route, 511) == [(0, 5), (1, None)]
+    assert fences_of(route, 512) == [(0, 8), (1, None)]
 
 
 def test_there_is_no_lp_1024():
@@ -227,7 +227,7 @@ def test_there_is_no_lp_1024():
     st.sets(st.integers(0, LOGICAL_PARTITIONS - 1)),
 )
 @settings(max_examples=30, deadline=None)
-def test_what_is_loose_goes_first(numbers: list[int], loose_lps: set[int]):
+def test_loose_lps_are_given_away_first(numbers: list[int], loose_lps: set[int]):
     owners, loose = np.array(numbers), np.zeros(LOGICAL_PARTITIONS, dtype=np.bool_)
     loose[list(loose_lps)] = True
     after = balance(owners, 10, loose=loose)
@@ -237,18 +237,18 @@ def test_what_is_loose_goes_first(numbers: list[int], loose_lps: set[int]):
             assert (after[mine & ~loose] == owner).all()
 
 
-def test_a_fence_stays_true_when_the_target_changes_before_it_is_heard_of():
-    """The LPs are not opened again meanwhile: rows behind the fence would be found by nobody."""
+def test_a_fence_stays_valid_when_the_target_changes_before_it_is_reported():
+    """The LPs are not opened again meanwhile: no consumer would find rows behind the fence."""
     route = retarget(default_route("s", places(1)), places(2))
     (move,) = moves(route)
     home = retarget(route, places(1))
     assert not (mark(openings(home)[0]) & mark(move.lps)).any()
     late = sealed(home, route.version, 0, [(first, end, 33) for first, end in move.lps])
-    assert way(late, move.lps[0][0]) == [(0, 33), (0, None)]
+    assert fences_of(late, move.lps[0][0]) == [(0, 33), (0, None)]
     assert openings(late)[0] == [(0, LOGICAL_PARTITIONS)]
 
 
-def test_a_fence_that_comes_after_the_lp_was_opened_again_is_passed_over():
+def test_a_fence_that_is_reported_after_the_lp_was_opened_again_is_ignored():
     route = retarget(default_route("s", places(1)), places(2))
     (move,) = moves(route)
     fences = [(first, end, 33) for first, end in move.lps]
@@ -257,7 +257,7 @@ def test_a_fence_that_comes_after_the_lp_was_opened_again_is_passed_over():
     assert sealed(opened, route.version, 0, fences) is opened
 
 
-def test_what_is_to_be_sealed_is_not_opened():
+def test_an_lp_that_is_to_be_sealed_is_not_opened():
     route = retarget(default_route("s", places(1)), places(2))
     (move,) = moves(route)
     assert (mark(openings(route)[0]) ^ mark(move.lps)).all()

@@ -1,4 +1,4 @@
-"""Changes of the number of partitions, carried out order by order."""
+"""Changes of the number of partitions, one broker order at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spread(service: MetaService) -> MetaService:
     return service
 
 
-def test_more_partitions_are_made_before_anything_moves(spread: MetaService):
+def test_new_partitions_are_made_before_any_lp_moves(spread: MetaService):
     spread.expand("s", 3)
     assert places(spread, "s") == ["s@g1", "s@g2", "s@g3"]
     assert spread.pending_moves() == []
@@ -33,7 +33,7 @@ def test_more_partitions_are_made_before_anything_moves(spread: MetaService):
     assert {str(move.place) for move in spread.pending_moves("s")} == {"s@g1", "s@g2"}
 
 
-def test_a_route_waits_for_the_partitions_of_a_new_subject_and_not_for_those_to_come(service: MetaService):
+def test_a_route_waits_for_the_partitions_of_a_new_subject_but_not_for_added_ones(service: MetaService):
     register(service, "g2", "g3")
     service.create_subject("s", groups=["g1", "g2"])
     assert service.unmade("s") == service.pending_makes("s") != []
@@ -43,7 +43,7 @@ def test_a_route_waits_for_the_partitions_of_a_new_subject_and_not_for_those_to_
     assert service.unmade("s") == []
 
 
-def test_what_moved_is_opened_where_it_went(spread: MetaService):
+def test_a_moved_lp_is_opened_in_its_new_partition(spread: MetaService):
     spread.expand("s", 3)
     spread.made(spread.pending_makes()[0])
     move = spread.pending_moves()[0]
@@ -64,7 +64,7 @@ def test_what_moved_is_opened_where_it_went(spread: MetaService):
     assert (current(route) == target(route)).all()
 
 
-def test_lps_of_a_group_that_cannot_be_reached_stay_until_it_can(spread: MetaService):
+def test_lps_of_an_unreachable_broker_group_stay_until_it_can_be_reached(spread: MetaService):
     spread.expand("s", 4)
     converge(spread, without=["g2"])
     route = spread.route("s").route
@@ -76,7 +76,7 @@ def test_lps_of_a_group_that_cannot_be_reached_stay_until_it_can(spread: MetaSer
     assert (current(route) == at_g2).sum() == LOGICAL_PARTITIONS // 4
 
 
-def test_several_changes_in_a_row_just_change_the_target(spread: MetaService):
+def test_several_changes_in_a_row_only_change_the_target(spread: MetaService):
     for count in (5, 1, 7, 3):
         spread.expand("s", count)
         converge(spread, without=["g3"])
@@ -103,7 +103,7 @@ def test_fewer_partitions_leave_the_others_listed_while_they_drain(spread: MetaS
 
 
 def give_up(service: MetaService) -> Drop:
-    """The order to drop ``s@g2``, which nothing leads to any more."""
+    """The order to drop ``s@g2``, which no LP leads to any more."""
     service.expand("s", [place("s@g1")])
     converge(service)
     for each in ("s@g1", "s@g2"):
@@ -112,7 +112,7 @@ def give_up(service: MetaService) -> Drop:
     return drop
 
 
-def test_a_partition_that_is_made_anew_hears_of_a_higher_version_than_the_order_to_drop_it(spread: MetaService):
+def test_a_partition_that_is_made_again_gets_a_higher_version_than_the_order_to_drop_it(spread: MetaService):
     drop = give_up(spread)
     assert drop.version == spread.route("s").route.version
     spread.dropped(drop)
@@ -121,7 +121,7 @@ def test_a_partition_that_is_made_anew_hears_of_a_higher_version_than_the_order_
     assert (make.place, make.version > drop.version) == (drop.place, True)
 
 
-def test_a_late_answer_to_an_earlier_order_to_drop_is_passed_over(spread: MetaService):
+def test_a_late_answer_to_an_earlier_drop_is_ignored(spread: MetaService):
     late = give_up(spread)
     spread.dropped(late)
     spread.expand("s", [place("s@g1"), place("s@g2")])
@@ -133,7 +133,7 @@ def test_a_late_answer_to_an_earlier_order_to_drop_is_passed_over(spread: MetaSe
     assert spread.pending_drops() == []
 
 
-def test_a_partition_that_drains_is_used_again_rather_than_another_made(spread: MetaService):
+def test_a_draining_partition_is_reused_before_another_is_made(spread: MetaService):
     spread.expand("s", 1)
     converge(spread)
     spread.set_broker_state("g3", "R")
@@ -154,13 +154,13 @@ def test_partitions_can_be_named(spread: MetaService):
         spread.expand("s", 1025)
 
 
-def test_what_belongs_to_another_subject_is_refused(spread: MetaService):
+def test_a_partition_of_another_subject_is_refused(spread: MetaService):
     spread.create_subject("t", groups=["g3"])
-    with pytest.raises(InvalidArgument, match="t@g3 is one of subject 't'"):
+    with pytest.raises(InvalidArgument, match="t@g3 belongs to subject 't'"):
         spread.expand("s", [place("s@g1"), place("t@g3")])
 
 
-def test_without_a_broker_nothing_is_added(spread: MetaService):
+def test_without_a_broker_no_partition_is_added(spread: MetaService):
     for group in ("g1", "g2", "g3"):
         spread.set_broker_state(group, "R")
     with pytest.raises(NoBroker, match="more partitions of subject 's'"):
@@ -168,7 +168,7 @@ def test_without_a_broker_nothing_is_added(spread: MetaService):
     spread.expand("s", 1)
 
 
-def test_a_report_that_comes_twice_or_late_changes_nothing(spread: MetaService):
+def test_a_repeated_or_late_report_changes_nothing(spread: MetaService):
     spread.expand("s", 3)
     spread.made(spread.pending_makes()[0])
     move = spread.pending_moves()[0]
@@ -185,7 +185,7 @@ def test_a_report_that_comes_twice_or_late_changes_nothing(spread: MetaService):
     assert len(spread.pending_drops()) == 3
 
 
-def test_another_meta_server_goes_on_where_one_stopped(spread: MetaService, stores: Stores, clock: ManualClock):
+def test_another_meta_server_continues_an_unfinished_change(spread: MetaService, stores: Stores, clock: ManualClock):
     spread.expand("s", 3)
     spread.made(spread.pending_makes()[0])
     move = spread.pending_moves()[0]
@@ -199,7 +199,7 @@ def test_another_meta_server_goes_on_where_one_stopped(spread: MetaService, stor
     assert spread.pending_moves() == spread.pending_makes() == []
 
 
-def test_a_thousand_partitions(spread: MetaService):
+def test_a_subject_can_have_a_thousand_partitions(spread: MetaService):
     spread.expand("s", LOGICAL_PARTITIONS)
     assert len(spread.pending_makes()) == LOGICAL_PARTITIONS - 2
     route = spread.route("s").route

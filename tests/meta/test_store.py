@@ -1,4 +1,4 @@
-"""The store: changes in one order, compare-and-set, and news that misses nothing."""
+"""The store: totally ordered changes, compare-and-set, and news without gaps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(store: Store, *rows: SubjectRow) -> list[SubjectRow]:
     return [row for row in change.rows if isinstance(row, SubjectRow)]
 
 
-def test_what_is_written_is_news_to_others_once(stores: Stores):
+def test_a_written_row_is_news_to_other_stores_once(stores: Stores):
     one, two = stores(), stores()
     start = two.news(-1)
     (row,) = write(one, SUBJECT)
@@ -33,7 +33,7 @@ def test_what_is_written_is_news_to_others_once(stores: Stores):
     assert two.news(news.number).rows == []
 
 
-def test_who_knows_the_row_replaces_it_and_nobody_else(stores: Stores):
+def test_a_row_is_replaced_only_by_a_caller_that_has_its_current_version(stores: Stores):
     store = stores()
     (row,) = write(store, SUBJECT)
     with store.change() as change:
@@ -45,7 +45,7 @@ def test_who_knows_the_row_replaces_it_and_nobody_else(stores: Stores):
     assert found.settings == "1"
 
 
-def test_a_change_is_carried_out_as_a_whole_or_not_at_all(stores: Stores):
+def test_a_change_is_atomic(stores: Stores):
     store = stores()
     row, other = write(store, SUBJECT, SubjectRow("t", "{}", 1))
     number = store.news(-1).number
@@ -62,14 +62,14 @@ def test_a_change_is_carried_out_as_a_whole_or_not_at_all(stores: Stores):
     assert store.news(number).rows == []
 
 
-def test_a_row_that_is_there_is_not_inserted(stores: Stores):
+def test_an_existing_row_is_not_inserted(stores: Stores):
     store = stores()
     write(store, SUBJECT)
     with pytest.raises(ConcurrentChange):
         write(store, SUBJECT)
 
 
-def test_the_newest_word_counts_of_a_fact(stores: Stores):
+def test_the_newest_value_of_a_fact_wins(stores: Stores):
     store = stores()
     for online in (True, False, True):
         with store.change() as change:
@@ -79,7 +79,7 @@ def test_the_newest_word_counts_of_a_fact(stores: Stores):
     assert {row.changed for row in rows} == {store.news(-1).number}
 
 
-def test_who_has_not_heard_of_what_was_removed_hears_everything(stores: Stores):
+def test_a_reader_that_missed_a_removal_receives_the_full_state(stores: Stores):
     store = stores()
     start = store.news(-1).number
     row, other = write(store, SUBJECT, SubjectRow("t", "{}", 1))
@@ -92,7 +92,7 @@ def test_who_has_not_heard_of_what_was_removed_hears_everything(stores: Stores):
     assert store.news(aware).rows == []
 
 
-def test_what_was_changed_meanwhile_is_not_removed(stores: Stores):
+def test_a_row_that_was_changed_meanwhile_is_not_removed(stores: Stores):
     store = stores()
     (row,) = write(store, SUBJECT)
     with store.change() as change:
@@ -102,8 +102,8 @@ def test_what_was_changed_meanwhile_is_not_removed(stores: Stores):
     assert len(store.news(-1).rows) == 1
 
 
-def test_a_database_that_was_put_back_is_read_anew(stores: Stores):
-    """Restored from a copy, its changes have lower numbers than those that were seen."""
+def test_a_restored_database_is_read_in_full(stores: Stores):
+    """After a restore from a copy, changes have lower numbers than those that were seen."""
     store = stores()
     write(store, SUBJECT)
     news = store.news(1_000)
@@ -111,7 +111,7 @@ def test_a_database_that_was_put_back_is_read_anew(stores: Stores):
     assert len(news.rows) == 1
 
 
-def test_numbers_can_be_advanced_but_not_turned_back(stores: Stores):
+def test_change_numbers_can_be_raised_but_not_lowered(stores: Stores):
     store = stores()
     store.advance(1_000)
     store.advance(10)
@@ -122,15 +122,15 @@ def test_numbers_can_be_advanced_but_not_turned_back(stores: Stores):
 def test_counters_count(stores: Stores):
     store = stores()
     for whos in (["b/1", "c/1", "c/2"], ["c/2"], []):
-        store.beat(whos)
-    assert store.beats("c/", "c0", 10) == [("c/1", 1), ("c/2", 2)]
-    assert store.beats("c/", "c0", 1) == [("c/1", 1)]
-    assert store.beats("c/1", "c0", 10) == [("c/2", 2)]
-    store.forget_beats(["c/1"])
-    assert store.beats("b/", "c0", 10) == [("b/1", 1), ("c/2", 2)]
+        store.add_heartbeats(whos)
+    assert store.heartbeats("c/", "c0", 10) == [("c/1", 1), ("c/2", 2)]
+    assert store.heartbeats("c/", "c0", 1) == [("c/1", 1)]
+    assert store.heartbeats("c/1", "c0", 10) == [("c/2", 2)]
+    store.forget_heartbeats(["c/1"])
+    assert store.heartbeats("b/", "c0", 10) == [("b/1", 1), ("c/2", 2)]
 
 
-def test_of_many_that_change_one_row_one_wins_each_time_and_nothing_is_lost(stores: Stores):
+def test_of_concurrent_changes_of_one_row_one_wins_each_time_and_none_is_lost(stores: Stores):
     write(stores(), SubjectRow("s", "0", 1))
     open_stores = [stores() for _ in range(4)]
 
@@ -155,7 +155,7 @@ def test_of_many_that_change_one_row_one_wins_each_time_and_nothing_is_lost(stor
 
 
 def test_changes_are_seen_in_the_order_of_their_numbers(stores: Stores):
-    """Who asks for what came after the last one seen misses nothing, however many write at once."""
+    """A reader that asks for changes after the last one seen misses none, however many writers there are."""
     writers, reader = [stores() for _ in range(3)], stores()
 
     def fill(number: int) -> None:
@@ -183,7 +183,7 @@ def test_the_cluster_keeps_its_first_id(url: str, stores: Stores):
     database.close()
 
 
-def test_sqlite_keeps_its_promises_through_a_crash(tmp_path: Path):
+def test_sqlite_is_durable_through_a_crash(tmp_path: Path):
     database = Database(f"sqlite:///{tmp_path}/meta.db")
     with database.reading() as connection:
         assert connection.scalar(sa.text("PRAGMA journal_mode")) == "wal"
@@ -192,17 +192,17 @@ def test_sqlite_keeps_its_promises_through_a_crash(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "text"),
     [
-        ("mysql://h/d", "SQLite and PostgreSQL are"),
-        ("nonsense", "is no database"),
-        ("://", "is no database"),
+        ("mysql://h/d", "is not supported"),
+        ("nonsense", "is not a database URL"),
+        ("://", "is not a database URL"),
         ("sqlite://", "in memory"),
         ("sqlite:///:memory:", "in memory"),
     ],
 )
-def test_other_databases_are_refused(url: str, words: str):
-    with pytest.raises(InvalidArgument, match=words):
+def test_other_databases_are_refused(url: str, text: str):
+    with pytest.raises(InvalidArgument, match=text):
         Database(url)
 
 
@@ -215,12 +215,12 @@ def test_a_password_is_not_shown():
     assert "127.0.0.1" in caught.value.message
 
 
-def test_a_file_that_cannot_be_opened_is_unavailable(tmp_path: Path):
+def test_a_file_that_cannot_be_opened_is_reported_as_unavailable(tmp_path: Path):
     with pytest.raises(MetaUnavailable, match="unable to open database file"):
         Store(Database(f"sqlite:///{tmp_path}/nowhere/meta.db"), cluster="x")
 
 
-def test_a_file_that_is_no_database_is_damaged(tmp_path: Path):
+def test_a_file_that_is_no_database_is_reported_as_damaged(tmp_path: Path):
     (tmp_path / "meta.db").write_bytes(b"something else " * 100)
     database = Database(f"sqlite:///{tmp_path}/meta.db")
     with pytest.raises(DamageError, match="not a database"):

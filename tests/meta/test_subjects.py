@@ -29,22 +29,22 @@ def test_a_new_subject_is_on_two_broker_groups(service: MetaService):
     assert [str(each) for each in view.route.partitions] == ["orders@g1", "orders@g2"]
     assert view.brokers["g2"] == (["plait://g2:1"], "RW")
     assert view.settings == SubjectSettings()
-    # Those with the fewest partitions are next.
+    # The groups with the fewest partitions are next.
     assert places(service, "orders") == ["orders@g1", "orders@g2"]
     assert [each.group for each in service.route("more").route.partitions] == ["g3", "g1"]
 
 
-def test_with_one_broker_group_it_has_one_partition(service: MetaService):
+def test_with_one_broker_group_a_new_subject_has_one_partition(service: MetaService):
     assert places(service, service.route("orders").route.subject) == ["orders@g1"]
 
 
-def test_a_route_stays_as_it_is_when_more_groups_come(service: MetaService):
+def test_a_route_does_not_change_when_broker_groups_are_added(service: MetaService):
     before = service.route("orders").route
     register(service, "g2", "g3")
     assert service.route("orders").route == before
 
 
-def test_a_subject_that_may_not_be_made_is_not_found(service: MetaService):
+def test_a_missing_subject_that_may_not_be_created_is_not_found(service: MetaService):
     with pytest.raises(SubjectNotFound, match="'orders' does not exist"):
         service.route("orders", create=False)
     with pytest.raises(SubjectNotFound):
@@ -53,7 +53,7 @@ def test_a_subject_that_may_not_be_made_is_not_found(service: MetaService):
         service.expand("orders", 2)
 
 
-def test_without_a_broker_no_subject_is_made(stores: Stores, clock: ManualClock):
+def test_without_a_broker_no_subject_is_created(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock)
     with pytest.raises(NoBroker, match="'orders'"):
         service.route("orders")
@@ -61,18 +61,18 @@ def test_without_a_broker_no_subject_is_made(stores: Stores, clock: ManualClock)
     assert places(service, service.route("orders").route.subject) == ["orders@g1"]
 
 
-def test_a_broker_that_was_not_heard_of_gets_no_new_subject(stores: Stores, clock: ManualClock):
-    """It may be long gone: a meta server that has just started does not know yet."""
+def test_a_broker_without_a_heartbeat_gets_no_new_subject(stores: Stores, clock: ManualClock):
+    """The broker may be long gone: a meta server that has just started does not know yet."""
     first, second = MetaService(stores(), clock), MetaService(stores(), clock)
     register(first, "g1")
     second.tick()
     with pytest.raises(NoBroker):
         second.route("orders")
-    pass_time(clock, 2, first, second, beating=["g1"])
+    pass_time(clock, 2, first, second, alive=["g1"])
     assert second.route("orders").route.partitions == (place("orders@g1"),)
 
 
-def test_partitions_are_spread_over_the_groups(service: MetaService):
+def test_partitions_are_spread_over_the_broker_groups(service: MetaService):
     register(service, "g2")
     service.create_subject("orders", partitions=5)
     assert places(service, "orders") == ["orders@g1", "orders@g2", "orders#1@g1", "orders#1@g2", "orders#2@g1"]
@@ -82,7 +82,7 @@ def test_partitions_are_spread_over_the_groups(service: MetaService):
     assert places(service, "named") == ["a@g2", "b@g1"]
 
 
-def test_what_cannot_be_made_is_refused_with_the_reason(service: MetaService):
+def test_an_invalid_subject_is_refused_with_the_reason(service: MetaService):
     service.create_subject("orders")
     with pytest.raises(SubjectExists, match="'orders'"):
         service.create_subject("orders")
@@ -96,23 +96,23 @@ def test_what_cannot_be_made_is_refused_with_the_reason(service: MetaService):
         service.create_subject("x", groups=["g9"])
     with pytest.raises(InvalidArgument, match="no broker group 'g9'"):
         service.create_subject("x", partitions=[place("x@g9")])
-    with pytest.raises(InvalidArgument, match=r"orders@g1 is one of subject 'orders'"):
+    with pytest.raises(InvalidArgument, match=r"orders@g1 belongs to subject 'orders'"):
         service.create_subject("x", partitions=[place("orders@g1")])
     with pytest.raises(InvalidArgument, match="order is 'loose'"):
         SubjectSettings(order="loose")  # type: ignore[arg-type]
     assert [view.name for view in service.subjects()] == ["orders"]
 
 
-def test_there_is_a_limit_of_subjects(stores: Stores, clock: ManualClock):
+def test_the_number_of_subjects_is_limited(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock, MetaLimits(subjects=2))
     register(service, "g1")
     service.create_subject("a")
     service.create_subject("b")
-    with pytest.raises(LimitExceeded, match="its 2 subjects"):
+    with pytest.raises(LimitExceeded, match=r"subject limit reached \(2 per cluster"):
         service.create_subject("c")
 
 
-def test_settings_are_kept_and_brokers_hear_of_new_ones(service: MetaService):
+def test_settings_are_stored_and_sent_to_brokers(service: MetaService):
     strict = SubjectSettings(order="strict", retention_seconds=60.0)
     service.create_subject("orders", strict)
     (make,) = service.pending_makes()
@@ -124,7 +124,7 @@ def test_settings_are_kept_and_brokers_hear_of_new_ones(service: MetaService):
     (again,) = service.pending_makes()
     assert again.settings == SubjectSettings(order="strict")
     assert again.version == make.version + 1
-    # What it had carried out before does not count for it.
+    # An answer to the order before does not count for the new settings.
     service.made(make)
     assert service.pending_makes() == [again]
     service.made(again)
@@ -135,7 +135,7 @@ def test_settings_are_kept_and_brokers_hear_of_new_ones(service: MetaService):
 def test_the_view_of_a_subject_names_its_groups(service: MetaService):
     service.create_subject("s")
     join(service, "c1")
-    service.beat_client("c2", [("s", "shared", False)])
+    service.client_heartbeat("c2", [("s", "shared", False)])
     view = service.subject("s")
     assert view.groups == {"g": True, "shared": False}
     assert view.partitions == [place("s@g1")]
@@ -150,16 +150,16 @@ def test_a_deleted_subject_is_gone_with_its_groups(service: MetaService):
     assert service.subjects() == []
     with pytest.raises(SubjectNotFound):
         service.route("s", create=False)
-    beaten = join(service, "c1")
-    assert isinstance(beaten.refused["s", "g"], SubjectNotFound)
-    assert beaten.shares == []
+    reply = join(service, "c1")
+    assert isinstance(reply.refused["s", "g"], SubjectNotFound)
+    assert reply.shares == []
     (drop,) = service.pending_drops()
     assert (drop.subject, str(drop.place)) == ("s", "s@g1")
     service.dropped(drop)
     assert service.pending_drops() == []
 
 
-def test_a_subject_that_is_made_anew_has_higher_versions_and_epochs(service: MetaService):
+def test_a_recreated_subject_has_higher_versions_and_epochs(service: MetaService):
     service.create_subject("s")
     join(service, "c1")
     settle(service)
@@ -167,14 +167,14 @@ def test_a_subject_that_is_made_anew_has_higher_versions_and_epochs(service: Met
     service.delete_subject("s")
     again = service.route("s").route
     assert again.version > before
-    # The old partition has not been dropped yet: its name is not free.
+    # The old partition has not been dropped yet, so its name is taken.
     assert again.partitions == (place("s#1@g1"),)
     join(service, "c1")
     settle(service)
     assert service.allocation("s", "g").epoch > epoch
 
 
-def test_what_a_broker_has_and_nobody_knows_of_is_taken_over(service: MetaService):
+def test_an_unknown_subject_of_a_registering_broker_is_taken_over(service: MetaService):
     settings = SubjectSettings(retention_seconds=5.0)
     facts = [
         RegisteredPartition("old", "old", settings, created=77),
@@ -187,15 +187,15 @@ def test_what_a_broker_has_and_nobody_knows_of_is_taken_over(service: MetaServic
     assert (view.settings, view.created, view.partitions) == (settings, 77, [place("old@g2")])
     assert spans(service.route("old").route, 1023)[0].fence is None
     assert (current(service.route("old").route) == 0).all()
-    # Another broker that has the same subject is not taken for it.
+    # A subject of the same name on another broker is not merged with it.
     registered = service.register_broker("g3", "g3-1", "plait://g3:1", partitions=[RegisteredPartition("old", "old")])
     assert registered.unrouted == ["old"]
     assert places(service, "old") == ["old@g2"]
-    # And once known, always known.
+    # A subject that was taken over stays known.
     assert service.register_broker("g2", "g2-1", "plait://g2:1", partitions=facts).unrouted == ["s#1"]
 
 
-def test_a_deleted_subject_does_not_come_back_with_its_broker(service: MetaService):
+def test_a_deleted_subject_does_not_return_with_its_broker(service: MetaService):
     service.create_subject("s")
     converge(service)
     service.delete_subject("s")
@@ -204,7 +204,7 @@ def test_a_deleted_subject_does_not_come_back_with_its_broker(service: MetaServi
     assert len(service.pending_drops()) == 1
 
 
-def test_a_meta_server_whose_database_was_lost_gives_out_higher_numbers_than_brokers_know(service: MetaService):
+def test_a_meta_server_with_a_lost_database_gives_out_higher_numbers_than_brokers_know(service: MetaService):
     service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[RegisteredPartition("s", "s", newest=5_000)])
     assert service.route("s").route.version > 5_000
     join(service, "c1")
@@ -212,8 +212,8 @@ def test_a_meta_server_whose_database_was_lost_gives_out_higher_numbers_than_bro
     assert service.allocation("s", "g").epoch > 5_000
 
 
-def test_a_lost_route_is_rebuilt_from_what_brokers_have(service: MetaService):
-    """g1 had everything, gave [512, 1024) to g2 at 6, took [768, 1024) back at 9 when g2 had 3 rows of it."""
+def test_a_lost_route_is_rebuilt_from_the_partitions_of_the_brokers(service: MetaService):
+    """g1 had all LPs, gave [512, 1024) to g2 at 6, and took [768, 1024) back at 9, when g2 had 3 rows of it."""
     left = RegisteredPartition(
         "s", "s", route=9, lps=[(0, 512), (768, 1024)], fences=[(512, 768, 6)], reopened=[(768, 1024, 8, 9)], created=5
     )
@@ -236,7 +236,7 @@ def test_a_lost_route_is_rebuilt_from_what_brokers_have(service: MetaService):
     ]
 
 
-def test_what_is_missing_of_a_lost_route_can_be_given_up(service: MetaService):
+def test_missing_parts_of_a_lost_route_can_be_given_up(service: MetaService):
     service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[RegisteredPartition("s", "s", lps=[(0, 512)])])
     service.create_subject("s")
     assert service.route("s").route.partitions
@@ -252,8 +252,8 @@ def test_what_is_missing_of_a_lost_route_can_be_given_up(service: MetaService):
         RegisteredPartition("s", "s", lps=[(0, 1)] * 20_000),
     ],
 )
-def test_runs_that_are_none_are_refused(service: MetaService, facts: RegisteredPartition):
-    with pytest.raises(InvalidArgument, match=r"partition 's': .*runs? of logical partitions"):
+def test_invalid_runs_are_refused(service: MetaService, facts: RegisteredPartition):
+    with pytest.raises(InvalidArgument, match=r"partition 's'.* runs? of logical partitions"):
         service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[facts])
     assert service.subjects() == []
 
@@ -264,7 +264,7 @@ def test_many_subjects_are_taken_over(service: MetaService):
     assert len(service.subjects()) == 2_500
 
 
-def test_what_was_deleted_is_removed_in_the_end(stores: Stores, clock: ManualClock):
+def test_a_deleted_subject_is_removed_from_the_database_eventually(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock, MetaLimits(clean_seconds=10.0))
     register(service, "g1")
     service.create_subject("s")
@@ -275,17 +275,17 @@ def test_what_was_deleted_is_removed_in_the_end(stores: Stores, clock: ManualClo
     assert [view.name for view in late.subjects()] == ["s", "t"]
     service.delete_subject("s")
     service.dropped(service.pending_drops()[0])
-    pass_time(clock, 60, service, beating=["g1"])
+    pass_time(clock, 60, service, alive=["g1"])
     rows = stores().news(-1).rows
-    assert {type(row).__name__ for row in rows} == {"Broker", "Subject", "StoredRoute", "Partition"}
+    assert {type(row).__name__ for row in rows} == {"BrokerRow", "SubjectRow", "RouteRow", "PartitionAssignment"}
     assert len(rows) == 4
     assert places(service, "t") == ["t@g1"]
-    # A meta server that had not heard of the deletion yet has nothing else either.
+    # A meta server that has not read the deletion yet ends with the same state.
     assert [view.name for view in late.subjects()] == ["t"]
-    late.beat_client("c1", [("s", "g", True)])
+    late.client_heartbeat("c1", [("s", "g", True)])
 
 
-def test_departed_members_are_removed_faster_than_they_come(
+def test_departed_members_are_removed_faster_than_they_accumulate(
     stores: Stores, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sweep, "ROWS_MAX", 3)
@@ -299,9 +299,9 @@ def test_departed_members_are_removed_faster_than_they_come(
         service.carry_out(leave)
         service.left_client(leave)
     settle(service)
-    assert len([row for row in stores().news(-1).rows if type(row).__name__ == "Member"]) == 40
-    pass_time(clock, 45, service, beating=["g1"])
-    assert [row for row in stores().news(-1).rows if type(row).__name__ == "Member"] == []
+    assert len([row for row in stores().news(-1).rows if type(row).__name__ == "MemberRow"]) == 40
+    pass_time(clock, 45, service, alive=["g1"])
+    assert [row for row in stores().news(-1).rows if type(row).__name__ == "MemberRow"] == []
 
 
 def test_routes_are_answered_while_the_database_is_down(

@@ -1,4 +1,4 @@
-"""Several meta servers over one database: any of them may be asked anything, at any time."""
+"""Several meta servers over one database: each of them accepts any request at any time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 150
 
 
 class History:
-    """What the world has seen of one database: none of it may be taken back."""
+    """What clients have seen of one database; none of it may be revoked."""
 
     def __init__(self) -> None:
         self.routes: dict[str, Route] = {}
@@ -53,21 +53,21 @@ class History:
                     assert known.setdefault(epoch, client) == client
 
 
-def hear_brokers(*services: MetaService) -> None:
+def send_broker_heartbeats(*services: MetaService) -> None:
     for service in services:
         for group in ("g1", "g2", "g3"):
-            assert service.beat_broker(group, f"{group}-1", "RW")
+            assert service.broker_heartbeat(group, f"{group}-1", "RW")
 
 
 @pytest.mark.parametrize("run", range(2))
-def test_whatever_is_asked_of_whom_the_world_sees_one_story(stores: Stores, seed: int, run: int):
+def test_clients_see_one_history_whichever_meta_server_they_ask(stores: Stores, seed: int, run: int):
     chance = random.Random(seed + run)
     clock = ManualClock()
     services = [MetaService(stores(), clock) for _ in range(2)]
     register(services[0], "g1", "g2", "g3")
     for service in services:
         service.tick()
-        hear_brokers(service)
+        send_broker_heartbeats(service)
     history = History()
     orders: list[tuple[str, Make | Move]] = []
     members: dict[str, set[str]] = {}
@@ -81,7 +81,7 @@ def test_whatever_is_asked_of_whom_the_world_sees_one_story(stores: Stores, seed
                 orders += [("make", make) for make in service.pending_makes("s")]
                 orders += [("move", move) for move in service.pending_moves("s")]
             case 2 | 3 | 4 if orders:
-                # Carried out by a broker, perhaps late; reported to either of the two, perhaps twice.
+                # A broker carries the order out, perhaps late, and reports to either of the two, perhaps twice.
                 kind, order = orders[at] if (at := chance.randrange(len(orders))) % 3 else orders.pop(at)
                 if kind == "make":
                     service.made(order)
@@ -91,15 +91,15 @@ def test_whatever_is_asked_of_whom_the_world_sees_one_story(stores: Stores, seed
                 client = f"c{chance.randrange(6)}"
                 wanted = {group for group in ("g", "h") if chance.random() < 0.6}
                 members[client] = wanted
-                beaten = service.beat_client(client, [("s", group, True) for group in sorted(wanted)])
-                assert beaten.refused == {}
+                reply = service.client_heartbeat(client, [("s", group, True) for group in sorted(wanted)])
+                assert reply.refused == {}
             case 7:
                 service.step()
             case 8:
                 clock.advance(0.3)
-                hear_brokers(*services)
+                send_broker_heartbeats(*services)
                 for client, wanted in members.items():
-                    service.beat_client(client, [("s", group, True) for group in sorted(wanted)])
+                    service.client_heartbeat(client, [("s", group, True) for group in sorted(wanted)])
                 service.tick()
             case 9:
                 history.see_route(service.route("s", create=False).route)
@@ -108,9 +108,9 @@ def test_whatever_is_asked_of_whom_the_world_sees_one_story(stores: Stores, seed
                     history.see_allocation(service, "s", group)
     for service in services:
         service.tick()
-        # A server that had not heard of the last leave yet takes a join for nothing new; the next heartbeat mends it.
+        # A server that has not read the last leave yet ignores the join as a repeat; the next heartbeat repairs that.
         for client, wanted in members.items():
-            service.beat_client(client, [("s", group, True) for group in sorted(wanted)])
+            service.client_heartbeat(client, [("s", group, True) for group in sorted(wanted)])
         settle(service)
         converge(service)
         history.see_route(service.route("s").route)
@@ -125,12 +125,12 @@ def test_whatever_is_asked_of_whom_the_world_sees_one_story(stores: Stores, seed
         assert sum(map(lps, views[0].members.values())) == (LOGICAL_PARTITIONS if online else 0)
 
 
-def test_of_those_that_make_the_same_subject_at_once_one_wins(stores: Stores):
+def test_of_concurrent_creations_of_one_subject_one_wins(stores: Stores):
     services = [MetaService(stores(), ManualClock()) for _ in range(4)]
     register(services[0], "g1", "g2", "g3")
     for service in services[1:]:
         service.brokers()
-        hear_brokers(service)
+        send_broker_heartbeats(service)
     together = Barrier(4, timeout=60)
 
     def create(number: int) -> str:
@@ -150,12 +150,12 @@ def test_of_those_that_make_the_same_subject_at_once_one_wins(stores: Stores):
     assert len({str(service.subjects()) for service in services}) == 1
 
 
-def test_nothing_is_lost_when_all_change_the_same_route_and_group(stores: Stores):
+def test_no_change_is_lost_when_all_change_the_same_route_and_group(stores: Stores):
     services = [MetaService(stores(), ManualClock(), MetaLimits(attempts=100)) for _ in range(4)]
     register(services[0], "g1")
     for service in services:
         service.brokers()
-        service.beat_broker("g1", "g1-1", "RW")
+        service.broker_heartbeat("g1", "g1-1", "RW")
     services[0].create_subject("s")
     first = services[0].route("s").route.version
     together = Barrier(4, timeout=60)
@@ -173,7 +173,7 @@ def test_nothing_is_lost_when_all_change_the_same_route_and_group(stores: Stores
 
     with ThreadPoolExecutor(4) as pool:
         changes = sum(pool.map(work, range(4)))
-    # Each one published a version of its own.
+    # Each change published its own route version.
     assert services[1].route("s").route.version == first + changes == first + 24
     settle(services[2])
     members = services[2].allocation("s", "g").members
@@ -181,36 +181,34 @@ def test_nothing_is_lost_when_all_change_the_same_route_and_group(stores: Stores
     assert sum(map(lps, members.values())) == LOGICAL_PARTITIONS
 
 
-def test_a_change_that_is_forestalled_again_and_again_is_given_up_with_a_retryable_error(
-    stores: Stores, clock: ManualClock
-):
+def test_a_change_that_conflicts_repeatedly_fails_with_a_retryable_error(stores: Stores, clock: ManualClock):
     service, other = MetaService(stores(), clock, MetaLimits(attempts=3)), MetaService(stores(), clock)
     register(service, "g1")
     service.create_subject("s")
     other.brokers()
-    other.beat_broker("g1", "g1-1", "RW")
+    other.broker_heartbeat("g1", "g1-1", "RW")
     number = 0
 
-    def forestall() -> None:
+    def write_first() -> None:
         nonlocal number
         number += 1
         other.expand("s", [PartitionId("s", "g1"), PartitionId(f"s#{number}", "g1")])
 
     news = service._core.store.news
 
-    def read_and_be_forestalled(seen: int) -> object:
+    def read_then_conflict(seen: int) -> object:
         found = news(seen)
-        forestall()
+        write_first()
         return found
 
-    service._core.store.news = read_and_be_forestalled  # type: ignore[method-assign, assignment]
-    with pytest.raises(MetaBusy, match="3 times") as caught:
+    service._core.store.news = read_then_conflict  # type: ignore[method-assign, assignment]
+    with pytest.raises(MetaBusy, match="3 attempts conflicted") as caught:
         service.expand("s", [PartitionId("s", "g1"), PartitionId("s#mine", "g1")])
     assert caught.value.retryable
     assert number == 3
 
 
-def test_an_error_of_one_call_leaves_the_others_alone(stores: Stores, clock: ManualClock):
+def test_an_error_of_one_call_does_not_affect_other_calls(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock)
     for call in (
         lambda: service.create_subject("s"),
@@ -224,13 +222,13 @@ def test_an_error_of_one_call_leaves_the_others_alone(stores: Stores, clock: Man
     service.create_subject("s")
 
 
-def test_meta_servers_know_each_other_while_they_live(stores: Stores, clock: ManualClock):
+def test_meta_servers_list_each_other_while_they_are_alive(stores: Stores, clock: ManualClock):
     services = [MetaService(stores(), clock, address=f"plait://m{number}:1") for number in range(3)]
     pass_time(clock, 2, *services)
     assert services[1].metas() == ["plait://m1:1", "plait://m0:1", "plait://m2:1"]
     pass_time(clock, 7, *services[:2])
     assert services[0].metas() == ["plait://m0:1", "plait://m1:1"]
-    # One that nobody is to find sees the others all the same.
+    # A meta server without an address is not listed, but sees the others.
     hidden = MetaService(stores(), clock)
     hidden.tick()
     assert hidden.metas() == ["plait://m0:1", "plait://m1:1"]

@@ -1,1 +1,1 @@
-"""Defects that Plait once had, put back one at a time: which generator finds each of them by itself."""
+"""Defects that Plait once had, patched in one at a time: a generator must find each of them."""

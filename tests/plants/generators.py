@@ -1,7 +1,7 @@
-"""The generators that look for defects: what each runs from one seed, and how many seeds it is given to find one.
+"""The generators that find defects: what each runs from one seed, and how many seeds it needs at most.
 
-A generator draws a life from a seed, lets it happen to the shipped classes, and compares what came of it with what is
-promised. None of them knows which defect it is to find.
+A generator draws a sequence of events from a seed, applies it to the shipped classes, and checks the result against the
+promises. No generator knows which defect is planted.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tests.support.broker_explorer import Explorer, either, kill
 from tests.support.broker_trace import Trace
 from tests.support.progress import within_cpu_seconds
 
-#: A seed whose run takes longer than this is a loop without progress.
+#: A run that takes longer than this loops without progress.
 CPU_SECONDS = 60.0
-#: What every group is given to handle something: a world in which none does is stuck.
+#: A world in which no group handles anything for this long is stuck.
 QUIET_SECONDS = 12.0
 
 
 class Generator(NamedTuple):
-    """``run`` lets one seed happen, and raises when something is wrong."""
+    """``run`` runs one seed, and raises for a broken promise."""
 
     name: str
     run: Callable[[int], None]
@@ -52,7 +52,7 @@ def _ordered_cluster(seed: int) -> None:
 
 
 def _shared_cluster(seed: int) -> None:
-    # At most once means every message where no machine fails.
+    # Without faults an at-most-once group gets every message.
     Cluster(seed, script=[]).run()
 
 
@@ -77,7 +77,7 @@ def _schedule_model(seed: int) -> None:
         stateful_step_count=50,
         deadline=None,
         database=None,
-        # Finding it is enough; making the example small takes longer.
+        # Finding the defect is enough; shrinking the example takes longer.
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
@@ -108,7 +108,7 @@ def _archivers(seed: int) -> None:
         archivers.run()
 
 
-#: Defects of archivers look at the archivers that run.
+#: Defects of archivers patch the running archivers.
 archivers_plants: list[Callable[..., None]] = []
 
 WORLDS = Generator("worlds", _world, 60)
@@ -124,12 +124,12 @@ OVERWRITTEN_FILES = Generator("lives whose files are overwritten", _overwritten_
 ARCHIVERS = Generator("archivers", _archivers, 60)
 
 
-#: What a defect that does not fit the shipped classes any more comes to.
+#: Errors of a defect that does not fit the shipped classes any more.
 BROKEN_CODE = (TypeError, AttributeError, NameError)
 
 
 def finds(generator: Generator, seed: int) -> BaseException | None:
-    """What the generator says is wrong with the run of a seed; None: it is fine."""
+    """The error of a seed's run; None: there is none."""
     try:
         with within_cpu_seconds(CPU_SECONDS):
             generator.run(seed)

@@ -1,7 +1,7 @@
-"""Every defect that was mended and can be put back, and the generator that finds it.
+"""Every fixed defect that can be patched in again, and the generator that finds it.
 
-``docs/testing.md`` says what each was. A defect is a function that patches one method or constant of the shipped
-classes (or, for those of archivers, of the archivers that run).
+``docs/testing.md`` describes each one. A defect is a function that patches one method or constant of the shipped
+classes (or, for archivers, of the running archivers).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Defect = Callable[[pytest.MonkeyPatch], None]
 
 
 class Plant(NamedTuple):
-    """A defect, the generator that finds it, and seeds with which that is quick."""
+    """A defect, the generator that finds it, and seeds that find it quickly."""
 
     defect: Defect
     generator: Generator
-    #: For the ordinary tests; none: they find it elsewhere, or only the long ones do.
+    #: Seeds for the ordinary tests; empty: another test finds it, or only the deep tests do.
     seeds: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
-        """The defect's."""
+        """The name of the defect."""
         return self.defect.__name__
 
 
@@ -41,16 +41,16 @@ def of_archivers(patch: pytest.MonkeyPatch, defect: Callable[..., None]) -> None
 
 def ask_only_for_ones_own_number(patch: pytest.MonkeyPatch) -> None:
     """A slow archiver commits a manifest over later ones."""
-    from tests.spark.archiver_defects import asks_only_for_its_own_number
+    from tests.spark.archiver_defects import checks_only_its_own_number
 
-    of_archivers(patch, asks_only_for_its_own_number)
+    of_archivers(patch, checks_only_its_own_number)
 
 
 PLANTS: list[Plant] = [
     # Delayed messages and routes.
     Plant(world_defects.deliver_behind_the_fence, generators.WORLDS),
     Plant(ordered_defects.ask_brokers_that_hold_nothing, generators.ORDERED_CLUSTER),
-    Plant(broker_defects.forget_what_is_filed, generators.SCHEDULE_MODEL, (1, 2)),
+    Plant(broker_defects.forget_bucketed_rows, generators.SCHEDULE_MODEL, (1, 2)),
     # Storage.
     Plant(broker_defects.trust_the_page_cache, generators.CRASH_POINTS),
     Plant(broker_defects.define_partitions_once, generators.CRASH_POINTS),

@@ -1,4 +1,4 @@
-"""Each defect that was mended is found by a generator that does not know it, and by nothing else."""
+"""A generator finds each planted defect, and the same seeds pass without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUICK = [plant for plant in PLANTS if plant.seeds]
 
 
 def found_by(plant: Plant, seeds: range | tuple[int, ...]) -> int | None:
-    """The first seed that finds it."""
+    """The first seed that finds the defect."""
     for seed in seeds:
         with pytest.MonkeyPatch.context() as patch:
             plant.defect(patch)
@@ -31,7 +31,7 @@ def look_for(plant: Plant, seeds: range | tuple[int, ...]) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plant", QUICK, ids=lambda plant: plant.name)
-def test_a_generator_finds_a_defect_that_is_put_back(plant: Plant):
+def test_a_generator_finds_a_planted_defect(plant: Plant):
     look_for(plant, plant.seeds)
 
 

@@ -1,4 +1,4 @@
-"""Every server test runs on asyncio's own loop and on uvloop: their transports differ."""
+"""Runs every server test on asyncio's loop and on uvloop, because their transports differ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pytest_asyncio_loop_factories(
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """``await serve(disk, clock=..., limits={...}, **config)`` starts a server that the test's end stops."""
+    """``await serve(disk, clock=..., limits={...}, **config)`` starts a server, which is stopped after the test."""
     started: list[Server] = []
 
     async def start(
@@ -40,7 +40,7 @@ async def serve() -> AsyncIterator[Serve]:
         host: str = "127.0.0.1",
         **config: Any,
     ) -> Server:
-        # A machine under load makes no test fail by being slow.
+        # Long timeouts: a loaded machine must not fail a test.
         patient = {"log_busy_seconds": 60.0, "queue_head_seconds": 60.0}
         settings = {"message_segment_size": 4 * MIB, "action_segment_size": 1 * MIB, "disk_free_min": 0} | config
         server = Server(
@@ -56,6 +56,6 @@ async def serve() -> AsyncIterator[Serve]:
 
     yield start
     for server in started:
-        # A disk that a test broke stays broken.
+        # The test may have broken the disk.
         with suppress(OSError, StorageFailed):
             await server.stop()

@@ -1,4 +1,4 @@
-"""A client in a test's hands: says exactly what it is told to, well-formed or not, and shows what comes back."""
+"""A client for tests that sends any bytes, valid or not, and returns each packet of the server."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from plait.server.listener import Listener
 from plait.wire import messages as m
 from plait.wire.packets import HEADER, HEADER_SIZE, pack
 
-#: Nothing that a test waits for takes this long.
+#: A wait of this length fails the test.
 PATIENCE_SECONDS = 20.0
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop run until something is so."""
+    """Run the loop until the condition holds."""
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 (what is waited for is inside the server, which tells nobody)
+        while not condition():  # noqa: ASYNC110 - the server sends no event for its internal state
             await asyncio.sleep(0)
 
 
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
 
 class Raw:
-    """One connection. ``async with Raw(server) as raw`` connects; ``hello`` introduces it."""
+    """One connection. ``async with Raw(server) as raw`` connects; ``hello`` sends the client id."""
 
     def __init__(self, server: Listener) -> None:
         self._server = server
@@ -47,21 +47,21 @@ class Raw:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.writer.transport.abort()
-        # The transport is gone before the loop is.
+        # Close the transport before the loop.
         await asyncio.sleep(0)
 
     def write(self, data: bytes) -> None:
-        """Bytes as they are."""
+        """Send bytes."""
         self.writer.write(data)
 
     def request(self, message: m.PacketHead, payload: bytes = b"") -> int:
-        """Send a request; its correlation."""
+        """Send a request. Returns its correlation."""
         self._next += 1
         self.write(pack(message.KIND, self._next, m.encode(message), len(payload)) + payload)
         return self._next
 
     async def next(self) -> Answer:
-        """The next packet; ``IncompleteReadError`` or ``ConnectionError`` when there is none any more."""
+        """The next packet; ``IncompleteReadError`` or ``ConnectionError`` if the connection is closed."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             size, kind, _, correlation, head_size = HEADER.unpack(await self.reader.readexactly(HEADER_SIZE))
             body = await self.reader.readexactly(size - HEADER_SIZE)
@@ -69,7 +69,7 @@ class Raw:
         return Answer(correlation, message, body[head_size + (-head_size & 7) :])
 
     async def answer(self, correlation: int) -> Answer:
-        """The answer to a request, which has to be the next packet; raises what the server answered."""
+        """The reply to a request, which must be the next packet; raises the error if the reply is one."""
         answer = await self.next()
         if isinstance(answer.message, m.ErrorReply):
             raise m.error_of(answer.message)
@@ -77,7 +77,7 @@ class Raw:
         return answer
 
     async def ask(self, message: m.PacketHead, payload: bytes = b"") -> Any:
-        """A request and its answer."""
+        """Send a request and return its reply."""
         return (await self.answer(self.request(message, payload))).message
 
     async def hello(self, client: str = "raw") -> m.Welcome:
@@ -85,7 +85,7 @@ class Raw:
         return welcome
 
     async def ending(self) -> PlaitError | None:
-        """Everything up to the end of the connection; the error it ended with, if the server said one."""
+        """Read until the connection is closed. Returns the last error that the server sent, if any."""
         last: PlaitError | None = None
         try:
             while True:
@@ -96,17 +96,17 @@ class Raw:
             return last
 
     async def attach(self, subject: str, group: str | None = "g", client: str = "raw", **settings: Any) -> int:
-        """A session."""
+        """Attach a consumer. Returns its session."""
         attached: m.AttachReply = await self.ask(m.AttachRequest(subject, group, client, **settings))
         return attached.session
 
     async def route(self, subject: str) -> int:
-        """A partition."""
+        """Get the number of a subject's partition."""
         routed: m.PartitionNumberReply = await self.ask(m.PartitionNumberRequest(subject))
         return routed.partition
 
     async def store(self, subject: str, *bodies: bytes, producer: int = 7, first: int = 1, previous: int = 0) -> int:
-        """Store a frame; the first sequence."""
+        """Store a frame. Returns its first sequence."""
         frame = build_frame(bodies, producer=producer, first=first, previous=previous)
         sent: m.SendReply = await self.ask(m.SendRequest(await self.route(subject)), frame.tobytes())
         assert sent.sequence is not None

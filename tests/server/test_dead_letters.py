@@ -1,4 +1,4 @@
-"""Requests about dead letters: pages that fit into a packet, and refusals that say what is wrong."""
+"""Requests about dead letters: pages fit into a packet, and refusals name the mistake."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def ask(raw: Raw, operation: str, **arguments: Any) -> Any:
 
 
 async def bury(raw: Raw, *bodies: bytes) -> None:
-    """Dead letters, each with a reason of its own."""
+    """Make dead letters, each with a different reason."""
     for number, body in enumerate(bodies):
         await raw.store("orders", body, first=number + 1, previous=number)
     session = await raw.attach("orders", retry=Retry(attempts=1))
@@ -36,7 +36,7 @@ async def bury(raw: Raw, *bodies: bytes) -> None:
 
 
 async def test_letters_with_large_bodies_come_in_pages_that_fit(serve: Serve):
-    server = await serve(message_segment_size=64 * MIB, kept_segment_size=64 * MIB)
+    server = await serve(message_segment_size=64 * MIB, retained_segment_size=64 * MIB)
     async with Raw(server) as raw:
         await raw.hello()
         await bury(raw, *[b"%02d" % number + bytes(MIB) for number in range(20)])
@@ -49,7 +49,7 @@ async def test_letters_with_large_bodies_come_in_pages_that_fit(serve: Serve):
             after = page["next"]
         assert [letter["body"][:2] for letter in got] == [b"%02d" % number for number in range(20)]
         assert [letter["reason"][1] for letter in got] == [f"text {number}" for number in range(20)]
-        assert len((await ask(raw, "list", limit=1000))["letters"]) == 20, "without bodies they fit into one"
+        assert len((await ask(raw, "list", limit=1000))["letters"]) == 20, "without bodies they fit into one page"
 
 
 async def test_letters_are_counted_resent_and_purged(serve: Serve):
@@ -68,26 +68,26 @@ async def test_letters_are_counted_resent_and_purged(serve: Serve):
 
 
 @pytest.mark.parametrize(
-    ("operation", "arguments", "error", "words"),
+    ("operation", "arguments", "error", "expected"),
     [
         ("list", {"limit": 0}, InvalidArgument, "use 1 to 1000"),
         ("list", {"limit": 1001}, InvalidArgument, "use 1 to 1000"),
         ("resend", {"limit": 2001}, InvalidArgument, "use 1 to 2000"),
-        ("purge", {"select": {"sequences": [-1]}}, InvalidArgument, "a number from 0 on"),
+        ("purge", {"select": {"sequences": [-1]}}, InvalidArgument, "must be 0 to"),
         ("purge", {"select": {"sequences": list(range(5001))}}, InvalidArgument, "name 5000 at a time"),
         ("purge", {"select": {"kind": "x"}}, InvalidArgument, "unknown field"),
-        ("resend", {"group": "nobody"}, GroupNotFound, "it has: g"),
+        ("resend", {"group": "missing"}, GroupNotFound, "it has: g"),
         ("reasons", {"subject": "nothing"}, SubjectNotFound, "'nothing' does not exist"),
         ("list", {"after": "first"}, InvalidArgument, "dlq.list"),
     ],
 )
-async def test_what_cannot_be_done_is_refused_and_changes_nothing(
-    serve: Serve, operation: str, arguments: dict[str, Any], error: type[PlaitError], words: str
+async def test_an_invalid_request_is_refused_and_changes_nothing(
+    serve: Serve, operation: str, arguments: dict[str, Any], error: type[PlaitError], expected: str
 ):
     server = await serve()
     async with Raw(server) as raw:
         await raw.hello()
         await bury(raw, b"x")
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=expected):
             await ask(raw, operation, **arguments)
         assert len((await ask(raw, "list"))["letters"]) == 1

@@ -1,4 +1,4 @@
-"""`GET /health` tells whoever watches the process whether it serves."""
+"""`GET /health` reports to a process monitor whether the node serves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def ask(port: int, request: bytes) -> tuple[int, bytes]:
     return int(head.split()[1]), body
 
 
-async def test_a_serving_node_says_ready_with_its_facts(health: HealthEndpoint) -> None:
+async def test_a_serving_node_reports_ready_with_its_facts(health: HealthEndpoint) -> None:
     status, body = await ask(health.port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     facts = json.loads(body)
     assert status == 200
@@ -52,9 +52,7 @@ async def test_failed_storage_is_503(health: HealthEndpoint) -> None:
     assert "broken" in json.loads(body)["error"]
 
 
-async def test_a_data_directory_that_cannot_be_looked_at_is_503(
-    health: HealthEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unreadable_data_directory_is_503(health: HealthEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone() -> tuple[int, int]:
         raise FileNotFoundError(2, "No such file or directory", "data")
 
@@ -73,7 +71,7 @@ async def test_a_data_directory_that_cannot_be_looked_at_is_503(
         (b"nonsense\r\n\r\n", 405),
     ],
 )
-async def test_anything_else_gets_a_clear_status(health: HealthEndpoint, request_head: bytes, status: int) -> None:
+async def test_other_requests_get_the_matching_status(health: HealthEndpoint, request_head: bytes, status: int) -> None:
     assert (await ask(health.port, request_head))[0] == status
 
 
@@ -82,7 +80,7 @@ async def test_an_endless_request_is_closed(health: HealthEndpoint) -> None:
     assert status == 0
 
 
-async def test_those_who_only_hold_connections_keep_nobody_out(health: HealthEndpoint) -> None:
+async def test_idle_connections_do_not_keep_a_monitor_out(health: HealthEndpoint) -> None:
     idle = [await asyncio.open_connection("127.0.0.1", health.port) for _ in range(CONNECTIONS_MAX + 10)]
     for _ in range(3):
         status, _ = await ask(health.port, b"GET /health HTTP/1.1\r\n\r\n")

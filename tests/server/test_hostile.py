@@ -1,4 +1,4 @@
-"""Whatever a client says, it gets a clear error, the connection is answered or closed, and everybody else is served."""
+"""Invalid bytes and requests: the client gets a clear error or is disconnected, and other clients are served."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def server(serve: Serve) -> Server:
 
 @pytest.fixture
 async def witness(server: Server) -> AsyncIterator[plait.Client]:
-    """Somebody else, who must not notice anything."""
+    """Another client, which must not be affected."""
     async with plait.connect(server.address) as client:
         await client.send("calm", b"before")
         yield client
@@ -69,11 +69,11 @@ def head_of(*fields: Any) -> bytes:
     return msgspec.msgpack.encode(list(fields))
 
 
-# --- the connection is told why and closed --------------------------------------------------------
+# --- the server sends the reason and closes the connection ----------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "expected"),
     [
         pytest.param(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "packet size", id="another protocol"),
         pytest.param(bytes(HEADER_SIZE), "packet size 0", id="zeros"),
@@ -95,22 +95,22 @@ def head_of(*fields: Any) -> bytes:
             packet(m.AdminRequest.KIND, b"\x92\xa1s\x81\xa1k" + b"\x91" * 50_000), "does not decode", id="nesting"
         ),
         pytest.param(
-            packet(m.SendRequest.KIND, head_of(1), FRAME.tobytes() + bytes(8)), "holds a frame of", id="lying frame"
+            packet(m.SendRequest.KIND, head_of(1), FRAME.tobytes() + bytes(8)), "contains a frame of", id="lying frame"
         ),
     ],
 )
-async def test_a_broken_protocol_closes_the_connection_with_the_reason(
-    server: Server, witness: plait.Client, data: bytes, words: str
+async def test_a_protocol_error_closes_the_connection_with_the_reason(
+    server: Server, witness: plait.Client, data: bytes, expected: str
 ):
     async with Raw(server) as raw:
         await raw.hello()
         raw.write(data)
         error = await raw.ending()
     assert isinstance(error, ProtocolError)
-    assert words in error.message
+    assert expected in error.message
 
 
-async def test_requests_before_the_broken_one_are_served(server: Server, witness: plait.Client):
+async def test_requests_before_an_invalid_packet_are_served(server: Server, witness: plait.Client):
     async with Raw(server) as raw:
         await raw.hello()
         frame = build_frame([b"x"], producer=9, first=1, previous=0).tobytes()
@@ -130,23 +130,25 @@ async def test_the_first_packet_must_be_a_hello(server: Server, witness: plait.C
 
 
 @pytest.mark.parametrize(("lowest", "highest"), [(2, 3), (0, 0), (3, 1)])
-async def test_a_version_we_do_not_speak_is_refused_by_both_names(
+async def test_an_unsupported_version_is_refused_and_both_versions_are_named(
     server: Server, witness: plait.Client, lowest: int, highest: int
 ):
     async with Raw(server) as raw:
         raw.request(m.Hello(lowest, highest, "raw"))
         error = await raw.ending()
     assert isinstance(error, VersionMismatch)
-    assert error.message == f"this server speaks protocol 1, the client {lowest} to {highest}"
+    assert error.message == (
+        f"this server supports protocol 1, the client {lowest} to {highest}; use matching versions of Plait"
+    )
 
 
-async def test_a_client_that_speaks_later_versions_too_is_welcome(server: Server):
+async def test_a_client_that_also_supports_later_versions_is_accepted(server: Server):
     async with Raw(server) as raw:
         welcome = await raw.ask(m.Hello(1, 9, "raw", ["teleport"]))
     assert welcome.version == 1
 
 
-# --- the request is refused, the connection goes on -----------------------------------------------
+# --- the server refuses the request and keeps the connection --------------------------------------
 
 
 def corrupted(frame: bytes, offset: int) -> bytes:
@@ -156,12 +158,12 @@ def corrupted(frame: bytes, offset: int) -> bytes:
 
 
 def repacked(raw_size: int, packed: bytes) -> bytes:
-    """A frame whose body column says of itself what is not true."""
+    """A frame whose body column declares a wrong size."""
     return with_column(FRAME, Column.BODY, Codec.ZSTD, struct.pack("<I", raw_size) + packed).tobytes()
 
 
 def bomb(declared: int) -> bytes:
-    """64 MiB of zeros in a few KiB, declared as something else."""
+    """A frame with 64 MiB of zeros compressed to a few KiB, and a wrong declared size."""
     honest = build_frame([bytes(16 * MIB - 8)] * 4, producer=1, first=1, previous=0, compression="zstd").tobytes()
     view = plait.frame.FrameView(honest)
     packed = bytes(view.stored(Column.BODY).data[4:])
@@ -176,7 +178,7 @@ SELECTION = struct.pack("<2I", 2, 0)
 
 
 @pytest.mark.parametrize(
-    ("frame", "words"),
+    ("frame", "expected"),
     [
         pytest.param(lambda: b"", "too few for a frame header", id="nothing"),
         pytest.param(lambda: WHOLE[:60], "too few for a frame header", id="half a header"),
@@ -187,13 +189,15 @@ SELECTION = struct.pack("<2I", 2, 0)
         pytest.param(lambda: corrupted(WHOLE, 17), "frame checksum", id="producer bit"),
         pytest.param(lambda: corrupted(WHOLE, 50), "stamp checksum", id="stamp bit"),
         pytest.param(lambda: resign(WHOLE[:8] + b"\xff\xff\xff\x7f" + WHOLE[12:]), "count", id="lying count"),
-        pytest.param(lambda: resign(WHOLE[:8] + b"\x09\0\0\0" + WHOLE[12:]), "offsets", id="more rows than there are"),
+        pytest.param(lambda: resign(WHOLE[:8] + b"\x09\0\0\0" + WHOLE[12:]), "offsets", id="too many rows declared"),
         pytest.param(lambda: resign(WHOLE[:13] + b"\x80" + WHOLE[14:]), "not known", id="unknown mandatory column"),
         pytest.param(
-            lambda: with_column(FRAME, Column.RUNS, Codec.RAW, RUN_TABLE).tobytes(), "its own rows", id="runs"
+            lambda: with_column(FRAME, Column.RUNS, Codec.RAW, RUN_TABLE).tobytes(), "only brokers add them", id="runs"
         ),
         pytest.param(
-            lambda: with_column(FRAME, Column.SELECTION, Codec.RAW, SELECTION).tobytes(), "its own rows", id="selection"
+            lambda: with_column(FRAME, Column.SELECTION, Codec.RAW, SELECTION).tobytes(),
+            "only brokers add them",
+            id="selection",
         ),
         pytest.param(lambda: repacked(COLUMN_SIZE_MAX + 1, b"x"), "the limit is", id="declares too much"),
         pytest.param(lambda: repacked(COLUMN_SIZE_MAX, b"no zstd at all"), "does not inflate", id="no zstd"),
@@ -201,24 +205,24 @@ SELECTION = struct.pack("<2I", 2, 0)
         pytest.param(lambda: bomb(0), "does not inflate to the 0 bytes", id="bomb that declares nothing"),
     ],
 )
-async def test_a_bad_frame_is_refused_and_the_connection_goes_on(
-    server: Server, witness: plait.Client, frame: Callable[[], bytes], words: str
+async def test_an_invalid_frame_is_refused_and_the_connection_stays_open(
+    server: Server, witness: plait.Client, frame: Callable[[], bytes], expected: str
 ):
     data = frame()
     before = arrow_bytes()
     async with Raw(server) as raw:
         await raw.hello()
         partition = await raw.route("orders")
-        with pytest.raises(FrameError, match=words):
+        with pytest.raises(FrameError, match=expected):
             await raw.ask(m.SendRequest(partition), data)
         assert arrow_bytes() - before < MIB
-        # Dropped without an answer: that is what oneway means.
+        # A oneway send is dropped without a reply.
         raw.request(m.SendRequest(partition, oneway=True), data)
         assert await raw.store("orders", b"good") == 0
     assert server.broker.subjects["orders"].visible == 1
 
 
-async def test_other_rows_under_numbers_that_are_stored_are_refused_and_the_stored_ones_are_known_again(server: Server):
+async def test_different_rows_under_stored_producer_sequences_are_refused_and_a_resend_is_accepted(server: Server):
     async with Raw(server) as raw:
         await raw.hello()
         assert await raw.store("orders", b"forged", producer=9) == 0
@@ -231,7 +235,7 @@ async def test_other_rows_under_numbers_that_are_stored_are_refused_and_the_stor
     assert server.broker.subjects["orders"].visible == 2
 
 
-async def test_a_frame_that_inflates_to_the_most_that_is_allowed_costs_its_own_size_once_it_is_checked(
+async def test_a_frame_that_inflates_to_the_limit_uses_only_its_compressed_size_after_validation(
     serve: Serve, tmp_path: Path
 ):
     server = await serve(RealDisk(tmp_path), message_segment_size=64 * MIB)
@@ -244,19 +248,19 @@ async def test_a_frame_that_inflates_to_the_most_that_is_allowed_costs_its_own_s
         assert await raw.ask(m.SendRequest(partition), frame) == m.SendReply(0)
         assert arrow_bytes() - before < MIB
         answer = await raw.answer(raw.request(m.ReadRequest("orders", "earliest", 2, 1, 0.0)))
-        # Not inflated to be cut: the body column travels as it is.
+        # The body column is sent compressed, not inflated and cut.
         assert len(answer.payload) < 64 * KIB
         assert arrow_bytes() - before < MIB
 
 
 def small_bomb(first: int, rows: int = 4) -> bytes:
-    """1 MiB of zeros in some hundred bytes."""
+    """A frame with 1 MiB of zeros compressed to some hundred bytes."""
     bodies = [bytes(MIB // rows)] * rows
     return build_frame(bodies, producer=1, first=first, previous=first - 1, compression="zstd").tobytes()
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-async def test_what_frames_inflate_to_counts_against_the_bytes_that_are_asked_for(server: Server, ordered: bool):
+async def test_the_inflated_size_of_frames_counts_towards_the_size_of_a_pull(server: Server, ordered: bool):
     async with Raw(server) as raw:
         await raw.hello()
         partition = await raw.route("orders")
@@ -272,17 +276,17 @@ async def test_what_frames_inflate_to_counts_against_the_bytes_that_are_asked_fo
         assert read.next == 20
 
 
-async def test_dead_letters_of_a_frame_that_inflates_take_what_it_takes(server: Server):
+async def test_dead_letters_of_a_compressed_frame_are_retained_compressed(server: Server):
     async with Raw(server) as raw:
         await raw.hello()
         partition = await raw.route("orders")
         await raw.ask(m.SendRequest(partition), small_bomb(1, 64))
         session = await raw.attach("orders")
         await raw.ask(m.PullRequest(session, 64, 2 * MIB, 0.0))
-        before = server.broker.kept_log.end
+        before = server.broker.retained_log.end
         for row in range(64):
             await raw.ask(m.NackRequest(session, [(row, row + 1, 1)], reject=True))
-        assert server.broker.kept_log.end - before < 64 * KIB
+        assert server.broker.retained_log.end - before < 64 * KIB
         await raw.ask(m.AdminRequest("dlq.resend", {"subject": "orders", "group": "g"}))
         pulled = await raw.answer(raw.request(m.PullRequest(session, 64, 2 * MIB, 0.0)))
         rows = sum(end - start for start, end, _ in pulled.message.ranges)
@@ -292,7 +296,7 @@ async def test_dead_letters_of_a_frame_that_inflates_take_what_it_takes(server: 
 
 
 @pytest.mark.parametrize(
-    ("request_", "kind", "words"),
+    ("request_", "kind", "expected"),
     [
         pytest.param(m.PartitionNumberRequest("no name"), InvalidName, "partition name 'no name'", id="subject"),
         pytest.param(m.PartitionNumberRequest(""), InvalidName, "partition name ''", id="empty subject"),
@@ -310,7 +314,7 @@ async def test_dead_letters_of_a_frame_that_inflates_take_what_it_takes(server: 
             m.AttachRequest("s", "g", "c", None, "exactly_once"), InvalidArgument, "exactly_once", id="delivery"
         ),
         pytest.param(m.AttachRequest("s", "g", "c", holds=[(5, 4, 1)]), InvalidArgument, "range", id="holds"),
-        pytest.param(m.AttachRequest("s", "g", "c", began=-1), InvalidArgument, "no version of a route", id="began"),
+        pytest.param(m.AttachRequest("s", "g", "c", began=-1), InvalidArgument, "not a version of a route", id="began"),
         pytest.param(m.SendRequest(99), StaleRoute, "partition 99", id="partition"),
         pytest.param(m.SendRequest(-1), StaleRoute, "partition -1", id="negative partition"),
         pytest.param(m.PullRequest(99, 1, 1, 0.0), StaleSession, "attach again", id="session"),
@@ -319,7 +323,7 @@ async def test_dead_letters_of_a_frame_that_inflates_take_what_it_takes(server: 
             m.NackRequest(99, [], -1.0), StaleSession, "attach again", id="nack with a past delay, without session"
         ),
         pytest.param(m.NackRequest(99, []), StaleSession, "attach again", id="nack without session"),
-        pytest.param(m.ReadRequest("s", None, 1, 1, 0.0), InvalidArgument, "start None", id="read from nowhere"),
+        pytest.param(m.ReadRequest("s", None, 1, 1, 0.0), InvalidArgument, "start None", id="read without start"),
         pytest.param(m.ReadRequest("s", "latest", 1, 1, float("nan")), InvalidArgument, "wait of nan", id="wait"),
         pytest.param(m.AdminRequest("subject.explode"), InvalidArgument, "is not known", id="operation"),
         pytest.param(m.AdminRequest("subject.create"), InvalidArgument, "subject", id="no argument"),
@@ -337,13 +341,13 @@ async def test_dead_letters_of_a_frame_that_inflates_take_what_it_takes(server: 
         ),
     ],
 )
-async def test_a_request_that_makes_no_sense_is_answered_with_the_reason(
-    server: Server, witness: plait.Client, request_: m.PacketHead, kind: type[PlaitError], words: str
+async def test_an_invalid_request_is_answered_with_the_reason(
+    server: Server, witness: plait.Client, request_: m.PacketHead, kind: type[PlaitError], expected: str
 ):
     async with Raw(server) as raw:
         await raw.hello()
         await raw.route("s")
-        with pytest.raises(kind, match=words):
+        with pytest.raises(kind, match=expected):
             await raw.ask(request_)
         assert await raw.ask(m.HeartbeatRequest()) == m.DoneReply()
 
@@ -374,7 +378,7 @@ async def test_impossible_ranges_are_refused_and_change_nothing(
 
 
 @pytest.mark.parametrize("group", ["g", None])
-async def test_acks_and_holds_of_what_was_never_handed_out_skip_nothing(server: Server, group: str | None):
+async def test_acks_and_holds_of_undelivered_rows_skip_nothing(server: Server, group: str | None):
     async with Raw(server) as raw:
         await raw.hello()
         await raw.store("orders", *[b"x"] * 10)
@@ -390,7 +394,7 @@ async def test_acks_and_holds_of_what_was_never_handed_out_skip_nothing(server: 
         assert pulled.ranges == [(4, 10, 1)]
 
 
-async def test_ranges_that_overlap_count_once(server: Server):
+async def test_overlapping_ranges_count_once(server: Server):
     async with Raw(server) as raw:
         await raw.hello()
         await raw.store("orders", *[b"x"] * 10)
@@ -404,13 +408,13 @@ async def test_ranges_that_overlap_count_once(server: Server):
     assert (group.pull_log.floor, group.pull_log.held_count) == (6, 4)
 
 
-async def test_a_consumer_that_names_a_range_a_thousand_times_costs_no_more_than_once(server: Server):
+async def test_a_range_named_a_thousand_times_costs_no_more_than_once(server: Server):
     async with Raw(server) as raw:
         await raw.hello()
         await raw.store("orders", *[b"x"] * 100)
         session = await raw.attach("orders")
         await raw.ask(m.PullRequest(session, 100, 100_000, 0.0))
-        # Every other row in its hands: fifty ranges, each of which every claim overlaps.
+        # The consumer holds every other row: fifty ranges, each of which overlaps every claim.
         await raw.ask(m.AckRequest(session, [(n, n + 1, 1) for n in range(0, 100, 2)]))
         await raw.ask(m.DetachRequest(session))
         written = server.broker.action_log.end
@@ -422,7 +426,7 @@ async def test_a_consumer_that_names_a_range_a_thousand_times_costs_no_more_than
 
 @pytest.mark.parametrize("count", [-5, 0, 1, 2**63 - 1])
 @pytest.mark.parametrize("size", [-5, 0, 1, 2**63 - 1])
-async def test_any_count_and_size_of_a_pull_or_read_is_understood(server: Server, count: int, size: int):
+async def test_any_count_and_size_of_a_pull_or_read_is_accepted(server: Server, count: int, size: int):
     async with Raw(server) as raw:
         await raw.hello()
         await raw.store("orders", b"a")
@@ -434,7 +438,7 @@ async def test_any_count_and_size_of_a_pull_or_read_is_understood(server: Server
         assert 0 <= read.next <= 2
 
 
-async def test_a_defect_costs_one_connection_and_is_answered_as_such(
+async def test_a_defect_closes_one_connection_with_an_internal_error(
     server: Server, witness: plait.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def broken(*_: object, **__: object) -> None:
@@ -469,7 +473,7 @@ async def test_a_defect_in_a_commit_stops_the_server_before_anything_is_acknowle
     assert "defect" in failure.message
 
 
-async def test_a_packet_that_never_ends_is_no_burden(server: Server, witness: plait.Client):
+async def test_a_packet_that_never_ends_affects_no_other_client(server: Server, witness: plait.Client):
     async with Raw(server) as raw:
         await raw.hello()
         raw.write(HEADER.pack(PACKET_SIZE_MAX, m.SendRequest.KIND, 0, 1, 8) + bytes(100))
@@ -479,7 +483,7 @@ async def test_a_packet_that_never_ends_is_no_burden(server: Server, witness: pl
     assert server.partial_bytes == 0
 
 
-async def test_random_bytes_never_reach_further_than_their_connection(server: Server, witness: plait.Client, seed: int):
+async def test_random_bytes_affect_only_their_connection(server: Server, witness: plait.Client, seed: int):
     rng = random.Random(seed)
     heads = [
         m.encode(message)

@@ -1,4 +1,4 @@
-"""Memory stays bounded and others are served whatever a client does with its connection."""
+"""Memory stays bounded and other clients are served whatever a client does with its connection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.require import require
 
 
 def resident() -> int:
-    """Bytes of memory that are the process's own: mapped log files are the system's to take back."""
+    """Private memory of the process in bytes, without mapped log files."""
     gc.collect()
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) * KIB
@@ -47,7 +47,7 @@ def connection_of(server: Server, client: str) -> Connection:
 # --- time ----------------------------------------------------------------------------------------
 
 
-async def test_a_connection_that_says_no_hello_is_closed_even_if_it_says_something(serve: Serve):
+async def test_a_connection_without_a_hello_is_closed_even_if_it_sends_bytes(serve: Serve):
     clock = ManualClock()
     server = await serve(clock=clock, limits={"hello_seconds": 10.0, "idle_seconds": 30.0})
     async with Raw(server) as silent, Raw(server) as dripping:
@@ -83,7 +83,7 @@ async def test_a_half_open_connection_is_closed_and_its_consumer_lost(serve: Ser
             server.tick()
             if clock.monotonic() < 1005.5:
                 assert len(server.connections) == 2
-        # What the lost one held came at once; the answer overtook a heartbeat's.
+        # The rows of the lost consumer were delivered at once; one of the packets read above was the pull's reply.
         assert await half_open.ending() is None
         assert waiting
         assert [connection.client for connection in server.connections] == ["alive"]
@@ -91,7 +91,7 @@ async def test_a_half_open_connection_is_closed_and_its_consumer_lost(serve: Ser
         assert group.redelivered_count == 1
 
 
-async def test_a_lost_consumer_is_told_so_when_its_connection_still_stands(serve: Serve):
+async def test_a_lost_consumer_with_an_open_connection_gets_stale_session(serve: Serve):
     clock = ManualClock()
     server = await serve(clock=clock, limits={"consumer_lost_seconds": 5.0})
     async with Raw(server) as stopped:
@@ -129,7 +129,7 @@ async def test_a_session_belongs_to_its_connection(serve: Serve):
         assert (await owner.ask(m.PullRequest(session, 1, 1, 0.0))).ranges == [(0, 1, 1)]
 
 
-async def test_heartbeats_of_an_old_connection_do_not_keep_a_consumer_alive_that_moved_on(serve: Serve):
+async def test_heartbeats_of_an_old_connection_do_not_keep_a_moved_consumer_alive(serve: Serve):
     clock = ManualClock()
     server = await serve(clock=clock, limits={"consumer_lost_seconds": 5.0})
     async with Raw(server) as old, Raw(server) as new:
@@ -166,14 +166,14 @@ async def test_a_detached_consumer_gets_its_open_poll_answered(serve: Serve):
         assert (await raw.answer(detached)).message == m.DoneReply()
 
 
-async def test_long_polls_of_one_connection_are_counted_and_given_back(serve: Serve):
+async def test_long_polls_of_one_connection_are_limited_and_released(serve: Serve):
     server = await serve(limits={"polls_per_connection": 3})
     async with Raw(server) as raw:
         await raw.hello()
         session = await raw.attach("orders")
         pulls = [raw.request(m.PullRequest(session, 1, 1, 60.0)) for _ in range(2)]
         read = raw.request(m.ReadRequest("orders", "latest", 1, 1, 60.0))
-        with pytest.raises(LimitExceeded, match="3 long polls"):
+        with pytest.raises(LimitExceeded, match="limit of long polls reached \\(3 per"):
             await raw.ask(m.ReadRequest("orders", "latest", 1, 1, 60.0))
         with pytest.raises(LimitExceeded):
             await raw.ask(m.PullRequest(session, 1, 1, 60.0))
@@ -188,7 +188,7 @@ async def test_long_polls_of_one_connection_are_counted_and_given_back(serve: Se
 # --- connections ---------------------------------------------------------------------------------
 
 
-async def test_more_connections_than_the_limit_are_refused_by_its_name(serve: Serve):
+async def test_connections_beyond_the_limit_are_refused_and_the_limit_is_named(serve: Serve):
     server = await serve(limits={"connections": 2})
     async with Raw(server) as first, Raw(server) as second:
         await first.hello("a")
@@ -196,7 +196,7 @@ async def test_more_connections_than_the_limit_are_refused_by_its_name(serve: Se
         async with Raw(server) as third:
             error = await third.ending()
         assert isinstance(error, LimitExceeded)
-        assert error.message == "this server has its 2 connections"
+        assert error.message == "connection limit reached (2 per server); close idle connections"
         await first.ask(m.HeartbeatRequest())
     await until(lambda: not server.connections)
     async with Raw(server) as again:
@@ -204,7 +204,7 @@ async def test_more_connections_than_the_limit_are_refused_by_its_name(serve: Se
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com", ""])
-async def test_a_host_that_others_can_reach_is_refused_without_authentication(host: str):
+async def test_a_host_that_is_not_loopback_is_refused(host: str):
     with pytest.raises(InvalidArgument, match="is not loopback"):
         Server(SimulatedDisk(), host=host, port=0)
 
@@ -217,12 +217,12 @@ async def test_ipv6_loopback_is_served(serve: Serve):
         await client.send("orders", b"a")
 
 
-# --- what a client does not take -----------------------------------------------------------------
+# --- unread replies ------------------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def unread_socket(server: Server, client: str) -> AsyncIterator[Callable[[bytes], None]]:
-    """A connection that never reads, with as little room in the kernel as it gives."""
+    """A connection that never reads, with the smallest receive buffer that the kernel allows."""
     loop = asyncio.get_running_loop()
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -236,7 +236,7 @@ async def unread_socket(server: Server, client: str) -> AsyncIterator[Callable[[
             try:
                 raw.send(data)
             except BlockingIOError:
-                # The server reads no more: that is what is tested.
+                # Expected: the server has stopped reading.
                 pass
 
         yield write
@@ -248,7 +248,7 @@ def packet(message: m.PacketHead, correlation: int = 1, payload: bytes = b"") ->
     return pack(message.KIND, correlation, m.encode(message), len(payload)) + payload
 
 
-async def test_a_reader_that_takes_nothing_costs_its_share_and_hurts_nobody(serve: Serve, tmp_path: Path):
+async def test_a_client_that_never_reads_uses_bounded_memory_and_delays_no_other_client(serve: Serve, tmp_path: Path):
     server = await serve(
         RealDisk(tmp_path), limits={"outgoing_bytes_per_connection": 1 * MIB}, message_segment_size=64 * MIB
     )
@@ -259,22 +259,22 @@ async def test_a_reader_that_takes_nothing_costs_its_share_and_hurts_nobody(serv
             write(packet(m.ReadRequest("large", "earliest", 1000, 16 * MIB, 0.0)) * 2000)
             connection = connection_of(server, "slow")
             await until(lambda: connection.writing_paused)
-            # One answer is under way, the other requests wait, and no more are read.
+            # One reply is being sent, the other requests wait, and the server reads no more of them.
             for _ in range(200):
                 write(packet(m.HeartbeatRequest()) * 1000)
                 await asyncio.sleep(0)
             assert connection._outgoing_size() < 20 * MIB
-            # The log is mapped, and 30 MiB of it have been read; unbounded it would be gigabytes.
+            # 30 MiB of the mapped log have been read. Without the limit it would be gigabytes.
             assert resident() - before < 64 * MIB
             began = time.perf_counter()
             assert (await client.send("calm", b"x")).sequence == 0
             async with client.consumer("calm", group="g") as consumer:
                 assert len(await consumer.fetch(1)) == 1
-            # Milliseconds on a quiet machine; who waits for the slow reader waits for ever.
+            # Milliseconds on an idle machine. A server that waits for the slow reader would never reply.
             assert time.perf_counter() - began < 20.0
 
 
-async def test_all_readers_that_take_nothing_cost_a_total_and_those_with_the_most_are_closed(
+async def test_unread_replies_have_a_total_limit_and_the_connections_with_the_most_are_closed(
     serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.ERROR, "plait.server")
@@ -298,30 +298,32 @@ async def test_all_readers_that_take_nothing_cost_a_total_and_those_with_the_mos
     assert server.outgoing_bytes == 0
 
 
-async def test_of_those_that_do_not_read_the_silent_are_closed_and_the_living_stay(serve: Serve):
+async def test_slow_readers_stay_connected_while_they_send_heartbeats_or_read(serve: Serve):
     clock = ManualClock()
     server = await serve(
         clock=clock,
         limits={"outgoing_bytes_per_connection": 64 * KIB, "idle_seconds": 8.0, "consumer_lost_seconds": 4.0},
         message_segment_size=64 * MIB,
     )
-    async with Raw(server) as sender, Raw(server) as beating, Raw(server) as taking:
-        for raw, client in ((sender, "sender"), (beating, "beating"), (taking, "taking")):
+    async with Raw(server) as sender, Raw(server) as heartbeating, Raw(server) as taking:
+        for raw, client in ((sender, "sender"), (heartbeating, "heartbeating"), (taking, "taking")):
             await raw.hello(client)
         for first in range(1, 31):
             await sender.store("large", bytes(1 * MIB), first=first, previous=first - 1)
-        beating.request(m.PullRequest(await beating.attach("large", "a", "beating"), 1000, 16 * MIB, 0.0))
+        heartbeating.request(
+            m.PullRequest(await heartbeating.attach("large", "a", "heartbeating"), 1000, 16 * MIB, 0.0)
+        )
         session = await taking.attach("large", "b", "taking")
         for _ in range(2):
             taking.request(m.PullRequest(session, 1000, 16 * MIB, 0.0))
             taking.write(packet(m.HeartbeatRequest()) * 2000)
         async with unread_socket(server, "stuck") as write:
             write(packet(m.ReadRequest("large", "earliest", 1000, 16 * MIB, 0.0)))
-            for client in ("stuck", "beating", "taking"):
+            for client in ("stuck", "heartbeating", "taking"):
                 await until(lambda client=client: connection_of(server, client).writing_paused)
             await until(lambda: connection_of(server, "taking")._reading_paused)
             for _ in range(4):
-                # Nothing that it says is heard, but some of what it is sent leaves.
+                # The server does not read its heartbeats, but the client reads some of its replies.
                 size = connection_of(server, "taking")._outgoing_size()
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     while connection_of(server, "taking")._outgoing_size() >= size:
@@ -329,16 +331,16 @@ async def test_of_those_that_do_not_read_the_silent_are_closed_and_the_living_st
                 for _ in range(3):
                     clock.advance(1.0)
                     await sender.ask(m.HeartbeatRequest())
-                    beating.request(m.HeartbeatRequest())
-                    await until(lambda: not beating.writer.transport.get_write_buffer_size())
+                    heartbeating.request(m.HeartbeatRequest())
+                    await until(lambda: not heartbeating.writer.transport.get_write_buffer_size())
                     await sender.ask(m.HeartbeatRequest())
                     server.tick()
             await until(lambda: len(server.connections) == 3)
-            assert {connection.client for connection in server.connections} == {"sender", "beating", "taking"}
+            assert {connection.client for connection in server.connections} == {"sender", "heartbeating", "taking"}
             assert len(server.broker.sessions) == 2
 
 
-async def test_requests_that_waited_for_a_slow_reader_are_all_served_in_order(serve: Serve):
+async def test_requests_delayed_by_a_slow_reader_are_all_served_in_order(serve: Serve):
     server = await serve(limits={"outgoing_bytes_per_connection": 32 * KIB}, message_segment_size=64 * MIB)
     async with Raw(server) as raw:
         await raw.hello()
@@ -357,7 +359,7 @@ async def test_requests_that_waited_for_a_slow_reader_are_all_served_in_order(se
         assert await raw.ask(m.HeartbeatRequest()) == m.DoneReply()
 
 
-async def test_a_broken_request_that_waited_for_a_slow_reader_still_closes_the_connection(serve: Serve):
+async def test_an_invalid_request_delayed_by_a_slow_reader_still_closes_the_connection(serve: Serve):
     server = await serve(limits={"outgoing_bytes_per_connection": 32 * KIB}, message_segment_size=64 * MIB)
     async with Raw(server) as raw:
         await raw.hello()
@@ -372,7 +374,7 @@ async def test_a_broken_request_that_waited_for_a_slow_reader_still_closes_the_c
     assert "does not decode" in error.message
 
 
-async def test_an_answer_that_fits_no_packet_is_an_error_and_nothing_else(serve: Serve):
+async def test_a_reply_too_large_for_a_packet_becomes_an_error(serve: Serve):
     server = await serve(message_segment_size=64 * MIB)
     async with Raw(server) as raw:
         await raw.hello()
@@ -395,10 +397,12 @@ async def test_listings_of_thousands_of_subjects_fit(serve: Serve):
     assert [subject.subject for subject in subjects] == [f"subject.{number:04}" for number in range(2000)]
 
 
-# --- what a client does not finish -----------------------------------------------------------------
+# --- incomplete packets ----------------------------------------------------------------------------
 
 
-async def test_a_thousand_connections_that_drip_cost_little_and_hurt_nobody(serve: Serve, tmp_path: Path):
+async def test_a_thousand_connections_with_incomplete_packets_use_little_memory_and_delay_no_other_client(
+    serve: Serve, tmp_path: Path
+):
     server = await serve(RealDisk(tmp_path))
     loop = asyncio.get_running_loop()
     began = HEADER.pack(PACKET_SIZE_MAX, m.SendRequest.KIND, 0, 2, 8) + m.encode(m.SendRequest(1))
@@ -420,7 +424,7 @@ async def test_a_thousand_connections_that_drip_cost_little_and_hurt_nobody(serv
             await until(lambda: all(c.partial > len(began) for c in server.connections if c.client[:4] == "drip"))
             async with client.consumer("calm", group="g") as consumer:
                 assert len(await consumer.fetch(5)) == 5
-            # A large packet of somebody else's comes through.
+            # Another client can still send a large packet.
             await client.send_many("calm", [bytes(100 * KIB)] * 20)
         assert len(server.connections) >= 1000
         assert server.partial_bytes < 1 * MIB
@@ -432,7 +436,7 @@ async def test_a_thousand_connections_that_drip_cost_little_and_hurt_nobody(serv
     assert server.partial_bytes == 0
 
 
-async def test_when_unfinished_packets_take_too_much_the_longest_unfinished_goes(serve: Serve):
+async def test_above_the_limit_of_incomplete_packets_the_oldest_one_is_closed(serve: Serve):
     clock = ManualClock()
     server = await serve(clock=clock, limits={"partial_bytes_total": 4 * MIB})
     began = HEADER.pack(PACKET_SIZE_MAX, m.SendRequest.KIND, 0, 2, 8)
@@ -446,7 +450,7 @@ async def test_when_unfinished_packets_take_too_much_the_longest_unfinished_goes
         await until(lambda: connection_of(server, "whole").partial == 100)
         clock.advance(1.0)
         server.tick()
-        # Always in the middle of a packet, and none of them is old.
+        # This connection always has an incomplete packet, but never an old one.
         whole.write(sent[100:] + sent[:100])
         assert (await whole.answer(9)).message == m.SendReply(0)
         old.write(began + bytes(MIB))
@@ -460,18 +464,18 @@ async def test_when_unfinished_packets_take_too_much_the_longest_unfinished_goes
         whole.write(sent[100 : 2 * MIB])
         error = await old.ending()
         assert isinstance(error, LimitExceeded)
-        assert "unfinished packets" in error.message
+        assert "incomplete packets" in error.message
         whole.write(sent[2 * MIB :])
         assert (await whole.answer(9)).message == m.SendReply(0)
         await until(lambda: len(server.connections) == 2)
         assert server.partial_bytes == connection_of(server, "young").partial
 
 
-# --- what the server has not finished --------------------------------------------------------------
+# --- unanswered frames -----------------------------------------------------------------------------
 
 
-async def test_reading_stops_while_too_many_bytes_have_an_open_fate(serve: Serve):
-    """A sync that hangs: frames are written and cannot be acknowledged. They are too large to be synced in passing."""
+async def test_reading_stops_while_too_many_bytes_are_unanswered(serve: Serve):
+    """A sync hangs, so written frames cannot be acknowledged. The frames are too large for a sync on the loop."""
     disk = SimulatedDisk()
     hanging = False
     let_go = asyncio.Event()
@@ -501,11 +505,11 @@ async def test_reading_stops_while_too_many_bytes_have_an_open_fate(serve: Serve
         connection = connection_of(server, "raw")
         await until(lambda: connection._reading_paused)
         size = connection.in_flight
-        # One read more than the limit at most, and others are served.
+        # At most one read beyond the limit, and the other client is served.
         assert 1 * MIB < size < 2 * MIB
         await other.ask(m.HeartbeatRequest())
         assert connection.in_flight == size
-        # What it says is not heard, and that is not its fault.
+        # The server does not read from the connection, so it must not count it as idle.
         for _ in range(40):
             clock.advance(1.0)
             await other.ask(m.HeartbeatRequest())

@@ -1,4 +1,4 @@
-"""A meta server behind its socket: what it says to who asks for something else, and while it stops."""
+"""A meta server behind its socket: requests it refuses, threads that decide and write, and notifications."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ async def server(tmp_path: Path) -> AsyncIterator[MetaServer]:
     await made.stop()
 
 
-async def beat(server: MetaServer, seen: int, wait: float) -> tuple[int, list[NumberedRun]]:
-    """The answer to a heartbeat of client c, which is a member of one group."""
-    told = await server.meta.beat("c", [("s", "g", True)], seen, wait, leaving=False, affinity=[])
-    return told.seen, [run for share in told.shares for run in share.lps]
+async def heartbeat(server: MetaServer, seen: int, wait: float) -> tuple[int, list[NumberedRun]]:
+    """Send a heartbeat of client c, which is a member of one group. Returns the change number and its LPs."""
+    view = await server.meta.heartbeat("c", [("s", "g", True)], seen, wait, leaving=False, affinity=[])
+    return view.seen, [run for share in view.shares for run in share.lps]
 
 
 async def member(server: MetaServer) -> int:
-    """Client c is one, and has heard of all that is its to handle."""
+    """Make client c a member that has received its whole share. Returns the change number."""
     await server.meta.call(lambda service: service.register_broker("g1", "b", "plait://127.0.0.1:1"))
     await server.meta.call(lambda service: service.create_subject("s"))
-    seen, runs = await beat(server, 0, 0.0)
+    seen, runs = await heartbeat(server, 0, 0.0)
     while not runs:
-        seen, runs = await beat(server, seen, 5.0)
+        seen, runs = await heartbeat(server, seen, 5.0)
     return seen
 
 
-async def test_who_asks_while_it_stops_is_told_to_ask_another(server: MetaServer):
+async def test_a_stopping_meta_server_refuses_requests_as_unavailable(server: MetaServer):
     async with Raw(server) as raw:
         await raw.hello()
         await server._meta_handlers.stop()
@@ -64,7 +64,7 @@ async def test_who_asks_while_it_stops_is_told_to_ask_another(server: MetaServer
                 await raw.ask(request)
 
 
-async def test_what_is_a_brokers_is_refused(server: MetaServer):
+async def test_requests_for_a_broker_are_refused(server: MetaServer):
     async with Raw(server) as raw:
         await raw.hello()
         for request in (m.PartitionNumberRequest("s"), m.AdminRequest("subject.list"), m.AdminRequest("group.parked")):
@@ -74,17 +74,19 @@ async def test_what_is_a_brokers_is_refused(server: MetaServer):
             await raw.ask(m.AdminRequest("subject.route"))
 
 
-async def test_the_first_word_is_hello(server: MetaServer):
+async def test_the_first_packet_must_be_a_hello(server: MetaServer):
     async with Raw(server) as raw:
         raw.request(m.AdminRequest("broker.describe"))
         assert isinstance(await raw.ending(), ProtocolError)
 
 
-async def test_a_subject_is_not_put_anywhere_before_all_brokers_were_heard_of(server: MetaServer, tmp_path: Path):
+async def test_a_subject_is_not_placed_before_every_broker_is_known_to_be_alive_or_lost(
+    server: MetaServer, tmp_path: Path
+):
     async with Raw(server) as raw:
         await raw.hello()
         for group in ("g1", "g2"):
-            # Nobody is there: what is ordered of it is only late.
+            # No broker listens at the address: orders to it stay pending.
             facts = {"group": group, "broker": "b", "address": "plait://127.0.0.1:1", "state": "RW", "epoch": 1}
             await raw.ask(m.AdminRequest("broker.register", {**facts, "partitions": []}))
     await server.stop()
@@ -94,16 +96,16 @@ async def test_a_subject_is_not_put_anywhere_before_all_brokers_were_heard_of(se
         async with Raw(again) as raw, Raw(again) as broker:
             await raw.hello()
             await broker.hello()
-            await broker.ask(m.AdminRequest("broker.beat", {"group": "g1", "broker": "b", "state": "RW"}))
+            await broker.ask(m.AdminRequest("broker.heartbeat", {"group": "g1", "broker": "b", "state": "RW"}))
             asked = raw.request(m.RouteRequest("s", True))
             for _ in range(5):
-                # Each is answered after what was asked before it.
+                # Replies come in the order of the requests.
                 await broker.ask(m.AdminRequest("broker.describe"))
                 await broker.ask(m.AdminRequest("subject.names"))
             assert await broker.ask(m.AdminRequest("subject.names")) == m.AdminReply(
                 msgspec.Raw(msgspec.msgpack.encode([]))
             )
-            await broker.ask(m.AdminRequest("broker.beat", {"group": "g2", "broker": "b", "state": "RW"}))
+            await broker.ask(m.AdminRequest("broker.heartbeat", {"group": "g2", "broker": "b", "state": "RW"}))
             found = (await raw.answer(asked)).message
             assert isinstance(found, m.RouteReply)
             assert sorted(group for _, group in found.partitions) == ["g1", "g2"]
@@ -111,14 +113,12 @@ async def test_a_subject_is_not_put_anywhere_before_all_brokers_were_heard_of(se
         await again.stop()
 
 
-async def test_allocations_are_written_beside_the_thread_that_answers_heartbeats(
-    server: MetaServer, monkeypatch: pytest.MonkeyPatch
-):
+async def test_the_writer_thread_writes_allocations(server: MetaServer, monkeypatch: pytest.MonkeyPatch):
     threads: dict[AllocationWrite, str] = {}
     carry_out = AllocationWrite.carry_out
 
     def noted(writing: AllocationWrite) -> None:
-        # Who takes it in asks for it once more.
+        # Called again when the result is applied: keep the first thread.
         threads.setdefault(writing, threading.current_thread().name)
         carry_out(writing)
 
@@ -127,7 +127,7 @@ async def test_allocations_are_written_beside_the_thread_that_answers_heartbeats
     assert [name.rpartition("_")[0] for name in threads.values()] == ["plait-meta-writer"]
 
 
-async def test_leaves_are_written_beside_it_too(server: MetaServer, monkeypatch: pytest.MonkeyPatch):
+async def test_the_writer_thread_writes_leaves(server: MetaServer, monkeypatch: pytest.MonkeyPatch):
     await member(server)
     threads: list[str] = []
     write = LeaveQueue._write
@@ -137,13 +137,13 @@ async def test_leaves_are_written_beside_it_too(server: MetaServer, monkeypatch:
         write(leaving, leaves)
 
     monkeypatch.setattr(LeaveQueue, "_write", noted)
-    assert (await server.meta.beat("c", [], 0, 5.0, leaving=True, affinity=[])).seen == 0
+    assert (await server.meta.heartbeat("c", [], 0, 5.0, leaving=True, affinity=[])).seen == 0
     assert [name.rpartition("_")[0] for name in threads] == ["plait-meta-writer"]
     assert (await server.meta.call(lambda service: service.allocation("s", "g"))).members == {}
 
 
 @pytest.mark.parametrize("stays", [True, False])
-async def test_what_a_client_says_before_its_leave_is_written_counts_afterwards_and_others_do_not_wait(
+async def test_heartbeats_wait_for_the_clients_own_leave_and_other_decisions_do_not(
     server: MetaServer, monkeypatch: pytest.MonkeyPatch, stays: bool
 ):
     seen = await member(server)
@@ -157,23 +157,23 @@ async def test_what_a_client_says_before_its_leave_is_written_counts_afterwards_
         write(leaving, leaves)
 
     monkeypatch.setattr(LeaveQueue, "_write", late)
-    said = [asyncio.ensure_future(server.meta.beat("c", [], 0, 0.0, leaving=True, affinity=[]))]
+    leaves_sent = [asyncio.ensure_future(server.meta.heartbeat("c", [], 0, 0.0, leaving=True, affinity=[]))]
     await asyncio.to_thread(begun.wait)
-    back = asyncio.ensure_future(beat(server, seen, 0.0))
+    back = asyncio.ensure_future(heartbeat(server, seen, 0.0))
     if not stays:
-        said.append(asyncio.ensure_future(server.meta.beat("c", [], 0, 0.0, leaving=True, affinity=[])))
-    # A decision about somebody else.
+        leaves_sent.append(asyncio.ensure_future(server.meta.heartbeat("c", [], 0, 0.0, leaving=True, affinity=[])))
+    # A decision that is not about the client.
     assert await server.meta.call(lambda service: service.subject("s").name) == "s"
     assert not back.done()
     answered.set()
-    assert {(await each).seen for each in said} == {0}
+    assert {(await each).seen for each in leaves_sent} == {0}
     await back
     assert all(in_time)
     members = (await server.meta.call(lambda service: service.allocation("s", "g"))).members
     assert members.keys() == ({"c"} if stays else set())
 
 
-async def test_a_heartbeat_that_says_nothing_new_does_not_wait_for_decisions(server: MetaServer):
+async def test_a_repeated_heartbeat_does_not_wait_for_decisions(server: MetaServer):
     seen = await member(server)
     begun, answered = threading.Event(), threading.Event()
 
@@ -184,17 +184,17 @@ async def test_a_heartbeat_that_says_nothing_new_does_not_wait_for_decisions(ser
     deciding = asyncio.ensure_future(server.meta.call(decide))
     await asyncio.to_thread(begun.wait)
     for wait in (0.0, 0.01):
-        assert await beat(server, seen, wait) == (seen, [])
+        assert await heartbeat(server, seen, wait) == (seen, [])
     answered.set()
     assert await deciding
 
 
 @pytest.mark.parametrize("wait", [0.0, 30.0])
-async def test_nor_does_one_that_is_told_of_news(server: MetaServer, wait: float):
+async def test_a_repeated_heartbeat_with_a_new_share_does_not_wait_for_decisions(server: MetaServer, wait: float):
     seen = await member(server)
-    await server.meta.beat("c2", [("s", "g", True)], 0, 0.0, leaving=False, affinity=[])
-    # It is allocated when who waits is told of it.
-    assert (await beat(server, seen, 30.0))[0] > seen
+    await server.meta.heartbeat("c2", [("s", "g", True)], 0, 0.0, leaving=False, affinity=[])
+    # The new allocation exists when the waiting heartbeat is answered.
+    assert (await heartbeat(server, seen, 30.0))[0] > seen
     begun, answered = threading.Event(), threading.Event()
 
     def decide(_: MetaService) -> bool:
@@ -205,25 +205,25 @@ async def test_nor_does_one_that_is_told_of_news(server: MetaServer, wait: float
     await asyncio.to_thread(begun.wait)
     async with Raw(server) as raw:
         await raw.hello()
-        told = await raw.ask(m.MemberHeartbeatRequest("c", [("s", "g", True)], seen, wait))
+        reply = await raw.ask(m.MemberHeartbeatRequest("c", [("s", "g", True)], seen, wait))
     answered.set()
     assert await deciding
-    assert isinstance(told, m.MemberHeartbeatReply)
-    assert told.seen > seen
-    assert sum(end - first for _, _, _, runs in told.members for first, end, _ in runs) == LOGICAL_PARTITIONS // 2
+    assert isinstance(reply, m.MemberHeartbeatReply)
+    assert reply.seen > seen
+    assert sum(end - first for _, _, _, runs in reply.members for first, end, _ in runs) == LOGICAL_PARTITIONS // 2
 
 
-async def test_who_waits_with_nothing_new_to_say_hears_what_changes(server: MetaServer):
+async def test_a_waiting_heartbeat_is_answered_when_the_share_changes(server: MetaServer):
     seen = await member(server)
-    waiting = asyncio.ensure_future(beat(server, seen, 30.0))
+    waiting = asyncio.ensure_future(heartbeat(server, seen, 30.0))
     await until(lambda: "c" in server.meta._waiting)
-    await server.meta.beat("c2", [("s", "g", True)], 0, 0.0, leaving=False, affinity=[])
+    await server.meta.heartbeat("c2", [("s", "g", True)], 0, 0.0, leaving=False, affinity=[])
     newer, shares = await waiting
     assert newer > seen
     assert sum(end - first for first, end, _ in shares) == LOGICAL_PARTITIONS // 2
 
 
-async def test_a_broker_groups_name_may_be_as_long_as_any(server: MetaServer, tmp_path: Path):
+async def test_a_broker_group_name_may_have_the_maximum_length(server: MetaServer, tmp_path: Path):
     group = "g" * NAME_LENGTH_MAX
     async with EmbeddedBroker(tmp_path / "1", config=BrokerConfig(group=group), metas=[server.address]):
         assert [view.group for view in await server.meta.call(lambda service: service.brokers())] == [group]
@@ -248,7 +248,7 @@ async def test_a_client_of_one_meta_server_finds_the_others(tmp_path: Path):
     await second.stop()
 
 
-async def test_a_failure_that_nobody_thought_of_does_not_end_the_watch_over_the_cluster(
+async def test_the_tick_loop_continues_after_an_unexpected_error(
     server: MetaServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     await member(server)
@@ -259,41 +259,41 @@ async def test_a_failure_that_nobody_thought_of_does_not_end_the_watch_over_the_
         nonlocal ticks
         ticks += 1
         if ticks == 1:
-            raise RuntimeError("nobody thought of this")
+            raise RuntimeError("unexpected")
         return tick(service)
 
     monkeypatch.setattr(MetaService, "tick", failing)
     await until(lambda: ticks >= 3)
-    assert "looking after the cluster failed" in caplog.text
+    assert "a tick of the meta server failed" in caplog.text
 
 
-async def test_who_waits_is_told_once_of_groups_that_change_together(
+async def test_a_client_is_notified_once_of_groups_that_change_together(
     server: MetaServer, monkeypatch: pytest.MonkeyPatch
 ):
-    """A client that is told asks again at once, with all its groups: not once for each that changed."""
+    """A notified client sends a heartbeat with all its groups, so one notification per changed group is too many."""
     # Long enough that no notification goes out while the allocations are still being written.
-    monkeypatch.setattr(meta_host, "TELL_SECONDS", 60.0)
+    monkeypatch.setattr(meta_host, "NOTIFY_SECONDS", 60.0)
     await server.meta.call(lambda service: service.register_broker("g1", "b", "plait://127.0.0.1:1"))
     await server.meta.call(lambda service: service.create_subject("s"))
     groups = [("s", f"g{number}", True) for number in range(200)]
     seen = 0
 
-    async def told(client: str, wait: float) -> int:
+    async def changed_shares(client: str, wait: float) -> int:
         nonlocal seen
-        beaten = await server.meta.beat(client, groups, seen, wait, leaving=False, affinity=[])
-        seen = beaten.seen
-        return len([share for share in beaten.shares if share.lps])
+        view = await server.meta.heartbeat(client, groups, seen, wait, leaving=False, affinity=[])
+        seen = view.seen
+        return len([share for share in view.shares if share.lps])
 
-    heard = 0
-    while heard < len(groups):
-        heard += await told("c", 10.0)
-    waiting = asyncio.ensure_future(told("c", 10.0))
+    received = 0
+    while received < len(groups):
+        received += await changed_shares("c", 10.0)
+    waiting = asyncio.ensure_future(changed_shares("c", 10.0))
     await asyncio.sleep(0)
-    await server.meta.beat("d", groups, 0, 0.0, leaving=False, affinity=[])
+    await server.meta.heartbeat("d", groups, 0, 0.0, leaving=False, affinity=[])
     counts = [await waiting]
     while sum(counts) < len(groups):
-        counts.append(await told("c", 10.0))
-    # Written in four parts of 64.
+        counts.append(await changed_shares("c", 10.0))
+    # The allocations are written in four parts of 64 groups.
     assert len(counts) == 1
 
 
@@ -301,34 +301,34 @@ FACTS = {"group": "g1", "broker": "b", "address": "plait://127.0.0.1:1", "state"
 
 
 @pytest.mark.parametrize(
-    ("address", "words"),
+    ("address", "expected"),
     [
-        ("nonsense:::", "is not of this machine"),
+        ("nonsense:::", "is not on this machine"),
         ("plait://127.0.0.1:99999", "is not understood"),
         ("plait://\x1b[31mred", "is not understood"),
-        ("plait://example.com:7450", "is not of this machine"),
+        ("plait://example.com:7450", "is not on this machine"),
     ],
 )
-async def test_a_broker_is_only_where_clients_may_be_sent(server: MetaServer, address: str, words: str):
+async def test_a_broker_address_must_be_on_this_machine(server: MetaServer, address: str, expected: str):
     async with Raw(server) as raw:
         await raw.hello()
-        with pytest.raises(InvalidArgument, match=words):
+        with pytest.raises(InvalidArgument, match=expected):
             await raw.ask(m.AdminRequest("broker.register", {**FACTS, "address": address}))
         reply = await raw.ask(m.AdminRequest("broker.list"))
     assert not msgspec.msgpack.decode(reply.result)
 
 
-async def test_a_broker_that_lives_is_not_moved_by_another_process(server: MetaServer):
+async def test_another_process_cannot_take_the_group_name_of_a_live_broker(server: MetaServer):
     async with Raw(server) as raw:
         await raw.hello()
         await raw.ask(m.AdminRequest("broker.register", FACTS))
         await raw.ask(m.AdminRequest("broker.register", FACTS))
-        with pytest.raises(InvalidArgument, match=r"is at plait://127.0.0.1:1 and lives"):
+        with pytest.raises(InvalidArgument, match=r"is alive at plait://127.0.0.1:1"):
             await raw.ask(m.AdminRequest("broker.register", {**FACTS, "address": "plait://127.0.0.1:2"}))
-        # One that crashed has a higher epoch.
+        # A restart after a crash has a higher epoch.
         await raw.ask(m.AdminRequest("broker.register", {**FACTS, "address": "plait://127.0.0.1:3", "epoch": 4}))
-        # One that stopped in order has said so.
-        await raw.ask(m.AdminRequest("broker.beat", {"group": "g1", "broker": "b", "state": "NRW"}))
+        # A clean stop reports the state NRW.
+        await raw.ask(m.AdminRequest("broker.heartbeat", {"group": "g1", "broker": "b", "state": "NRW"}))
         await raw.ask(m.AdminRequest("broker.register", {**FACTS, "address": "plait://127.0.0.1:4", "epoch": 4}))
 
 

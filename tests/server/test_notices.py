@@ -1,4 +1,4 @@
-"""A state that lasts is logged when it begins and when it ends, not at every look."""
+"""A lasting state is logged when it begins and when it ends, not at every check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait.server.notices import Notice, Notices
 log = logging.getLogger("plait.test")
 
 
-def test_a_state_is_logged_once_and_its_end(caplog: pytest.LogCaptureFixture):
+def test_the_begin_and_the_end_of_a_state_are_logged_once(caplog: pytest.LogCaptureFixture):
     notice = Notice("there is space again", log)
     notice.end()
     for free in (5, 4, 3):
@@ -28,7 +28,7 @@ def test_a_state_is_logged_once_and_its_end(caplog: pytest.LogCaptureFixture):
     ]
 
 
-def test_several_states_are_told_apart_and_few_are_remembered(caplog: pytest.LogCaptureFixture):
+def test_states_are_separate_and_a_bounded_number_is_remembered(caplog: pytest.LogCaptureFixture):
     notices = Notices(log, most=2)
     for _ in range(3):
         notices.begin("a", "a fails: 1", "kind")
@@ -40,7 +40,7 @@ def test_several_states_are_told_apart_and_few_are_remembered(caplog: pytest.Log
     assert caplog.messages == ["a fails: 1", "b fails: 1", "a fails: 2", "c fails", "b fails: 2"]
 
 
-def test_the_end_of_one_of_several_states_is_logged_where_it_had_begun(caplog: pytest.LogCaptureFixture):
+def test_the_end_of_a_state_is_logged_only_if_it_had_begun(caplog: pytest.LogCaptureFixture):
     notices = Notices(log)
     notices.end("a", "a works")
     notices.begin("a", "a fails")

@@ -1,4 +1,4 @@
-"""Requests about parked keys: which there are, going on with them, and refusals that say what is wrong."""
+"""Requests about parked keys: list, resume and skip them; refusals name the mistake."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def send(raw: Raw, *rows: tuple[str, bytes], first: int = 1) -> None:
 
 
 class Member:
-    """The one consumer of the group, which has all locks."""
+    """The only consumer of the group, which owns all locks."""
 
     def __init__(self, raw: Raw, session: int) -> None:
         self.raw = raw
@@ -62,7 +62,7 @@ class Member:
         return self.take(await self.raw.answer(self.raw.request(m.PullRequest(self.session, *PULL, wait))))
 
     def take(self, answer: Any) -> list[bytes]:
-        """The bodies of an answer; what came stays in its hands."""
+        """The bodies of a reply. The member holds the rows until ``ack`` or ``reject``."""
         self.pulled: m.PullReply = answer.message
         return [body for frame in frames_in(answer.payload) for body in frame.binary(Column.BODY).to_pylist()]
 
@@ -71,7 +71,7 @@ class Member:
         await self.raw.ask(m.AckRequest(self.session, ranges, self.pulled.tags))
 
     async def reject(self, sequence: int, text: str) -> None:
-        """One of those that came last."""
+        """Reject a row of the last delivery."""
         tag = next(
             tag for (a, b, _), tag in zip(self.pulled.ranges, self.pulled.tags, strict=True) if a <= sequence < b
         )
@@ -80,7 +80,7 @@ class Member:
 
 
 async def park(raw: Raw) -> Member:
-    """Keys a and b are parked by their first messages, with one more behind each; c is not."""
+    """Park keys a and b by rejecting their first messages. Each has one more message; key c is not parked."""
     await raw.hello()
     await ask(raw, "subject.create", subject="orders", order="strict")
     await send(raw, ("a", b"a1"), ("b", b"b1"), ("c", b"c1"), ("a", b"a2"), ("b", b"b2"))
@@ -126,7 +126,7 @@ async def test_parked_keys_are_listed_with_their_letters(server: Server):
         assert (view["ordered"], view["holding"], view["parked"], view["dead"]) == (True, 2, 2, 2)
 
 
-async def test_pages_follow_each_other(server: Server):
+async def test_each_page_starts_after_the_previous_one(server: Server):
     async with Raw(server) as raw:
         await park(raw)
         low, high = sorted((hash_of("a"), hash_of("b")))
@@ -136,13 +136,13 @@ async def test_pages_follow_each_other(server: Server):
         assert ([each["hash"] for each in second["keys"]], second["next"]) == ([high], None)
 
 
-async def test_resume_goes_on_with_the_message_that_failed_and_wakes_who_waits(server: Server):
+async def test_resume_delivers_the_failed_message_again_and_wakes_a_suspended_pull(server: Server):
     async with Raw(server) as raw, Raw(server) as operator:
         member = await park(raw)
         await operator.hello("operator")
         waiting = raw.request(m.PullRequest(member.session, *PULL, 30.0))
         assert await ask(operator, "group.resume", **OF, keys=[hash_of("a")]) == 1
-        # It is told that there is news, asks what it has, and goes on.
+        # The pull reports news; the member renews its lease and pulls again.
         assert member.take(await raw.answer(waiting)) == []
         news = member.pulled.news
         assert (await member.lease()).parked == [hash_of("b")]
@@ -153,7 +153,7 @@ async def test_resume_goes_on_with_the_message_that_failed_and_wakes_who_waits(s
         assert list(await parked(operator)) == ["b"]
 
 
-async def test_skip_goes_on_behind_the_message_which_stays_a_dead_letter(server: Server):
+async def test_skip_continues_after_the_failed_message_which_stays_a_dead_letter(server: Server):
     async with Raw(server) as raw:
         member = await park(raw)
         assert await ask(raw, "group.skip", **OF, keys=[hash_of("a"), hash_of("b")]) == 2
@@ -162,7 +162,7 @@ async def test_skip_goes_on_behind_the_message_which_stays_a_dead_letter(server:
         assert (await ask(raw, "group.describe", **OF))["dead"] == 2
 
 
-async def test_what_was_answered_outlives_a_crash(serve: Serve):
+async def test_an_answered_resume_survives_a_crash(serve: Serve):
     disk = SimulatedDisk()
     server = await serve(disk)
     async with Raw(server) as raw:
@@ -177,7 +177,7 @@ async def test_what_was_answered_outlives_a_crash(serve: Serve):
         assert (view["parked"], view["dead"]) == (1, 1)
 
 
-async def test_a_key_whose_letter_was_purged_is_listed_and_goes_on_behind_it(server: Server):
+async def test_a_key_whose_letter_was_purged_is_listed_and_continues_after_it(server: Server):
     async with Raw(server) as raw:
         member = await park(raw)
         await ask(raw, "dlq.purge", **OF, select={"sequences": [0]})
@@ -199,53 +199,55 @@ async def test_a_letter_that_was_resent_waits_until_its_key_is_resumed(server: S
 
 
 @pytest.mark.parametrize(
-    ("operation", "arguments", "error", "words"),
+    ("operation", "arguments", "error", "expected"),
     [
-        ("resume", {"keys": [17]}, KeyNotParked, "no such key is parked in group 'g' on 'orders'"),
-        ("skip", {"keys": [hash_of("c")]}, KeyNotParked, "no such key"),
+        ("resume", {"keys": [17]}, KeyNotParked, "none of these keys is parked in group 'g' on 'orders'"),
+        ("skip", {"keys": [hash_of("c")]}, KeyNotParked, "none of these keys"),
         ("resume", {"keys": []}, InvalidArgument, "name 1 to 500 at a time"),
-        ("skip", {"keys": list(range(501))}, InvalidArgument, "501 keys are named"),
+        ("skip", {"keys": list(range(501))}, InvalidArgument, "the request names 501 keys"),
         ("resume", {"keys": ["a"]}, InvalidArgument, "group.resume"),
         ("resume", {}, InvalidArgument, "keys"),
-        ("resume", {"keys": [1], "group": "nobody"}, GroupNotFound, "it has: g"),
+        ("resume", {"keys": [1], "group": "missing"}, GroupNotFound, "it has: g"),
         ("parked", {"subject": "nothing"}, SubjectNotFound, "'nothing' does not exist"),
         ("parked", {"limit": 0}, InvalidArgument, "use 1 to 500"),
         ("parked", {"limit": 501}, InvalidArgument, "use 1 to 500"),
-        ("parked", {"group": "shared"}, InvalidArgument, "is not an ordered one"),
+        ("parked", {"group": "shared"}, InvalidArgument, "is not ordered"),
     ],
 )
-async def test_what_cannot_be_done_is_said(
-    server: Server, operation: str, arguments: dict[str, Any], error: type[PlaitError], words: str
+async def test_an_invalid_request_is_refused_with_the_reason(
+    server: Server, operation: str, arguments: dict[str, Any], error: type[PlaitError], expected: str
 ):
     async with Raw(server) as raw:
         await park(raw)
         await raw.attach("orders", "shared")
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=expected):
             await ask(raw, f"group.{operation}", **{**OF, **arguments})
         assert len(await parked(raw)) == 2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
-        ({"partitions": 2}, "without a meta server a subject has one, on g1"),
-        ({"partitions": 0}, "0 partitions are not possible"),
-        ({"groups": ["g2"]}, "without a meta server there is g1"),
+        ({"partitions": 2}, "without a meta server it has one, on g1"),
+        ({"partitions": 0}, "a subject cannot have 0 partitions"),
+        ({"groups": ["g2"]}, "without a meta server there is only g1"),
         ({"order": "loose"}, "order"),
     ],
 )
-async def test_a_broker_alone_makes_subjects_of_one_partition(server: Server, arguments: dict[str, Any], words: str):
+async def test_without_a_meta_server_subjects_have_one_partition(
+    server: Server, arguments: dict[str, Any], expected: str
+):
     async with Raw(server) as raw:
         await raw.hello()
-        with pytest.raises(InvalidArgument, match=words):
+        with pytest.raises(InvalidArgument, match=expected):
             await ask(raw, "subject.create", subject="s", **arguments)
         await ask(raw, "subject.create", subject="s", partitions=1, groups=["g1"], order="strict")
         assert server.broker.subjects["s"].row.settings.order == "strict"
 
 
 @pytest.mark.parametrize("operation", ["subject.route", "subject.expand", "broker.describe", "group.allocation"])
-async def test_what_only_a_meta_server_does_is_refused_by_a_broker(server: Server, operation: str):
+async def test_a_broker_refuses_operations_of_meta_servers(server: Server, operation: str):
     async with Raw(server) as raw:
         await raw.hello()
-        with pytest.raises(InvalidArgument, match=f"{operation} is asked of a meta server"):
+        with pytest.raises(InvalidArgument, match=f"send {operation} to a meta server"):
             await ask(raw, operation, subject="s")

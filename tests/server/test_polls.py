@@ -1,4 +1,4 @@
-"""Long polls: woken at once, timed out in time, however many wait."""
+"""Long polls: woken at once and timed out in time, however many are suspended."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
 
-#: Virtual minutes pass without a word.
+#: Effectively unlimited: a manual clock advances by minutes without heartbeats.
 PATIENT = {"idle_seconds": 1e6, "consumer_lost_seconds": 1e6}
 
 
 async def test_a_send_wakes_a_pull_at_once(serve: Serve):
-    """Not by a timer: this clock stands still, and no tick is called."""
+    """The clock does not advance and no tick runs, so no timer wakes the pull."""
     server = await serve(clock=ManualClock())
     async with Raw(server) as consumer, Raw(server) as producer:
         await consumer.hello("consumer")
@@ -75,7 +75,7 @@ async def test_one_send_wakes_every_group_once_and_one_consumer_of_each(serve: S
         assert (await consumers.next()).correlation == beating
 
 
-async def test_a_pull_whose_time_is_up_is_answered_empty_on_the_clock_it_was_given(serve: Serve):
+async def test_a_pull_times_out_empty_on_the_servers_clock(serve: Serve):
     clock = ManualClock()
     server = await serve(clock=clock, limits=PATIENT | {"pull_wait_seconds": 1000.0})
     async with Raw(server) as raw:
@@ -111,7 +111,7 @@ async def test_a_pull_may_not_wait_longer_than_the_limit(serve: Serve):
         assert (await raw.answer(waiting)).message == m.PullReply()
 
 
-async def test_on_the_machines_clock_a_pull_ends_by_its_own_timer(serve: Serve):
+async def test_on_the_system_clock_a_pull_times_out_by_its_timer(serve: Serve):
     server = await serve()
     loop = asyncio.get_running_loop()
     async with Raw(server) as raw:
@@ -121,7 +121,7 @@ async def test_on_the_machines_clock_a_pull_ends_by_its_own_timer(serve: Serve):
         slow = raw.request(m.PullRequest(session, 10, 1000, 30.0))
         quick = raw.request(m.PullRequest(session, 10, 1000, 0.05))
         assert (await raw.answer(quick)).message == m.PullReply()
-        # Not at once, and not by the tick of the next second.
+        # Not at once, and not only at the next tick.
         assert 0.04 < loop.time() - began < 0.9
         assert slow
 
@@ -166,7 +166,7 @@ async def test_a_consumer_that_leaves_or_is_lost_wakes_another_at_once(serve: Se
         assert (await staying.answer(waiting)).message.ranges == [(1, 2, 2)]
 
 
-async def test_a_reset_and_a_deletion_answer_who_waits(serve: Serve):
+async def test_a_reset_and_a_deletion_answer_suspended_pulls(serve: Serve):
     server = await serve()
     async with Raw(server) as raw:
         await raw.hello()
@@ -181,7 +181,7 @@ async def test_a_reset_and_a_deletion_answer_who_waits(serve: Serve):
 
 
 async def test_thousands_of_answered_polls_leave_nothing_behind(serve: Serve):
-    """A poll that was answered must not wait for its deadline in memory: a busy consumer makes thousands a second."""
+    """An answered poll must not stay in memory until its deadline: a busy consumer makes thousands per second."""
     server = await serve(message_segment_size=64 * MIB)
     async with Raw(server) as idle, Raw(server) as busy:
         await idle.hello("idle")

@@ -1,4 +1,4 @@
-"""One request names a bounded number of ranges: the server handles it in one go, and other clients wait meanwhile."""
+"""The number of ranges in a request is limited: the server handles them in one turn, and other clients wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Request = Callable[[int, list[tuple[int, int, int]]], m.PacketHead]
 
 
 def scattered(count: int) -> list[tuple[int, int, int]]:
-    """Every other row."""
+    """Ranges of one row each: every other row."""
     return [(2 * n, 2 * n + 1, 1) for n in range(count)]
 
 
@@ -40,7 +40,7 @@ def scattered(count: int) -> list[tuple[int, int, int]]:
         (lambda session, ranges: m.NackRequest(session, ranges, reject=True), FAILED_RANGES_MAX, "FAILED_RANGES_MAX"),
         (lambda _, ranges: m.AttachRequest("s", "h", "raw", holds=ranges), REQUEST_RANGES_MAX, "REQUEST_RANGES_MAX"),
     ],
-    ids=["ack", "give back", "give back by logical partitions", "nack", "reject", "attach"],
+    ids=["ack", "return", "return by logical partitions", "nack", "reject", "attach"],
 )
 async def test_a_request_with_more_ranges_than_the_limit_is_refused(
     serve: Serve, request_of: Request, most: int, limit: str
@@ -54,6 +54,6 @@ async def test_a_request_with_more_ranges_than_the_limit_is_refused(
         with pytest.raises(LimitExceeded, match=f"{most + 1} ranges .* {most} \\({limit}\\); send several") as refused:
             await raw.ask(request_of(session, scattered(most + 1)))
         assert refused.value.details == {"limit": limit, "value": most}
-        # Nothing of it was carried out, and the connection is as it was.
+        # The request has no effect, and the connection stays open.
         assert server.membership.group("s", "g").pull_log.held_count == 3
         await raw.ask(request_of(session, scattered(2)))

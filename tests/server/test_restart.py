@@ -1,4 +1,4 @@
-"""A restart is a pause: consumers keep what they hold, senders and readers notice nothing, a stop loses no answer."""
+"""A restart only delays clients: consumers keep the rows they hold, sends are stored once, a stop loses no reply."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def broker() -> AsyncIterator[EmbeddedBroker]:
 
 
 async def restart(broker: EmbeddedBroker, how: str) -> None:
-    """In order or not."""
+    """Restart after a clean stop or a crash."""
     if how == "killed":
         await broker.kill()
     await broker.restart()
@@ -44,7 +44,7 @@ HOW = pytest.mark.parametrize("how", ["stopped", "killed"])
 
 
 @HOW
-async def test_consumers_keep_what_they_hold_and_can_ack_it(broker: EmbeddedBroker, how: str):
+async def test_consumers_keep_the_rows_they_hold_and_can_ack_them(broker: EmbeddedBroker, how: str):
     async with (
         broker.connect(limits=LIMITS) as client,
         broker.connect(limits=LIMITS) as other,
@@ -55,7 +55,7 @@ async def test_consumers_keep_what_they_hold_and_can_ack_it(broker: EmbeddedBrok
         assert len(held) == 10
         await restart(broker, how)
         async with other.consumer("orders", group="g") as second:
-            # Back before the lost time is up: nothing of it goes to another.
+            # The consumer is back before it counts as lost: its rows are not redelivered.
             await client.send("orders", b"new")
             await holder.flush()
             await until(lambda: len(broker.server.broker.sessions) == 2)
@@ -90,7 +90,7 @@ async def test_acks_before_a_restart_hold_after_it(broker: EmbeddedBroker, how: 
 
 
 @HOW
-async def test_a_waiting_fetch_and_a_waiting_reader_outlive_a_restart(broker: EmbeddedBroker, how: str):
+async def test_a_waiting_fetch_and_a_waiting_reader_survive_a_restart(broker: EmbeddedBroker, how: str):
     async with (
         broker.connect(limits=LIMITS) as client,
         client.consumer("orders", group="g") as consumer,
@@ -105,7 +105,7 @@ async def test_a_waiting_fetch_and_a_waiting_reader_outlive_a_restart(broker: Em
 
 
 @HOW
-async def test_sends_under_way_are_stored_once(broker: EmbeddedBroker, how: str):
+async def test_sends_in_progress_are_stored_once(broker: EmbeddedBroker, how: str):
     async with broker.connect(limits=LIMITS) as client:
         await client.send("orders", b"first")
         sends = [asyncio.create_task(client.send("orders", b"%d" % number)) for number in range(200)]
@@ -124,7 +124,7 @@ async def test_sends_under_way_are_stored_once(broker: EmbeddedBroker, how: str)
         assert receipt.sequence in (None, at[b"%d" % number])
 
 
-async def test_a_stop_answers_what_was_taken(serve: Serve):
+async def test_a_stop_answers_the_accepted_requests(serve: Serve):
     server = await serve(flush="sync", message_segment_size=64 * MIB)
     async with Raw(server) as raw:
         await raw.hello()
@@ -165,7 +165,7 @@ async def test_a_stop_does_not_wait_for_a_client_that_does_not_read(serve: Serve
     assert not server.connections
 
 
-async def test_requests_that_wait_for_a_slow_reader_are_not_served_after_a_stop(
+async def test_requests_delayed_by_a_slow_reader_are_not_served_after_a_stop(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ):
     disk = SimulatedDisk()
@@ -223,7 +223,7 @@ async def test_after_a_stop_nothing_is_committed(serve: Serve):
 # --- time ----------------------------------------------------------------------------------------
 
 
-async def test_retention_runs_by_itself_on_the_servers_clock():
+async def test_retention_runs_periodically_on_the_servers_clock():
     async with EmbeddedBroker(clock=ManualClock()) as broker, broker.connect() as client:
         await client.admin.create_subject("short", retention=60)
         for subject in ("short", "long"):
@@ -240,7 +240,7 @@ async def test_retention_runs_by_itself_on_the_servers_clock():
             assert [message.body for message in await reader.fetch(10, wait=0)] == [b"young"]
 
 
-async def test_a_group_overtaken_by_retention_goes_on_and_shows_its_loss():
+async def test_a_group_overtaken_by_retention_continues_and_shows_its_loss():
     async with EmbeddedBroker(clock=ManualClock()) as broker, broker.connect() as client:
         await client.admin.create_subject("short", retention=60)
         async with client.consumer("short", group="g") as consumer:
@@ -280,8 +280,8 @@ async def test_the_default_retention_is_the_brokers():
 
 
 @pytest.mark.parametrize("turns", range(4))
-async def test_whoever_comes_while_the_server_stops_is_sent_away(serve: Serve, turns: int):
-    """A connection that was accepted, but had not begun, when the server stopped, must not be left open."""
+async def test_a_connection_accepted_while_the_server_stops_is_closed(serve: Serve, turns: int):
+    """A connection that asyncio accepted and had not started when the server stopped must not stay open."""
     server = await serve()
     with socket.create_connection((server.host, server.port)) as late:
         for _ in range(turns):
@@ -291,12 +291,12 @@ async def test_whoever_comes_while_the_server_stops_is_sent_away(serve: Serve, t
         with suppress(ConnectionResetError):
             assert await asyncio.get_running_loop().run_in_executor(None, late.recv, 1) == b""
         await stopping
-    # What asyncio lost sight of warns when it is collected.
+    # A transport that asyncio has forgotten warns when it is collected.
     gc.collect()
 
 
-async def test_an_ordered_consumer_is_told_to_ask_again_while_its_node_stops(broker: EmbeddedBroker):
-    """The meta server ends before the last connection does: what comes between is no word of a broker without one."""
+async def test_requests_to_the_meta_server_of_a_stopping_node_are_unavailable(broker: EmbeddedBroker):
+    """The meta server stops before the last connection closes. The node must not answer like a broker without one."""
     server = broker.server
     async with Raw(server) as raw:
         await raw.hello()

@@ -1,4 +1,4 @@
-"""Delayed messages over the wire: their route, their receipts, and what can be done while they wait."""
+"""Delayed messages over the wire: their partition, their receipts, and the requests about them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECOND = 1_000_000
 
 
 async def delayed(raw: Raw, due: int, *bodies: bytes, first: int = 1, subject: str = "orders") -> int:
-    """Delay a frame; its first number."""
+    """Store a frame of delayed rows. Returns its first number."""
     partition = (await raw.ask(m.PartitionNumberRequest(subject, delayed=True))).partition
     frame = build_frame(bodies, producer=7, first=first, previous=first - 1, deliver_at=due)
     sent: m.SendReply = await raw.ask(m.SendRequest(partition), frame.tobytes())
@@ -39,7 +39,7 @@ async def read(raw: Raw, subject: str = "orders", wait: float = 0) -> list[bytes
     return [body for frame in frames_in(answer.payload) for body in frame.binary(Column.BODY).to_pylist()]
 
 
-async def test_the_schedule_has_a_route_of_its_own(serve: Serve) -> None:
+async def test_the_schedule_has_its_own_partition(serve: Serve) -> None:
     async with Raw(await serve()) as raw:
         await raw.hello()
         later = await raw.ask(m.PartitionNumberRequest("orders", delayed=True))
@@ -51,7 +51,7 @@ async def test_the_schedule_has_a_route_of_its_own(serve: Serve) -> None:
 
 
 async def test_a_message_arrives_when_it_is_due(serve: Serve) -> None:
-    """On real time: the server's own timer delivers it and wakes who waits."""
+    """On the system clock: the server's timer delivers the message and wakes a waiting reader."""
     async with Raw(await serve()) as raw:
         await raw.hello()
         due = SystemClock().now() + 30_000
@@ -61,7 +61,7 @@ async def test_a_message_arrives_when_it_is_due(serve: Serve) -> None:
         assert (await admin(raw, "server.describe"))["scheduled"] == 0
 
 
-async def test_what_waits_can_be_listed_counted_cancelled_and_moved(serve: Serve) -> None:
+async def test_delayed_messages_can_be_listed_counted_cancelled_and_moved(serve: Serve) -> None:
     clock = ManualClock()
     server = await serve(clock=clock)
     async with Raw(server) as raw:
@@ -105,7 +105,7 @@ async def test_what_waits_can_be_listed_counted_cancelled_and_moved(serve: Serve
         assert await read(raw, wait=15) == [b"a", b"ccc"]
 
 
-async def test_what_waits_outlives_the_server(serve: Serve) -> None:
+async def test_delayed_messages_survive_a_restart(serve: Serve) -> None:
     disk, clock = SimulatedDisk(), ManualClock()
     server = await serve(disk, clock=clock)
     async with Raw(server) as raw:
@@ -121,7 +121,7 @@ async def test_what_waits_outlives_the_server(serve: Serve) -> None:
         assert await read(raw, wait=15) == [b"a"]
 
 
-async def test_wrong_requests_are_refused_and_harm_nothing(serve: Serve) -> None:
+async def test_invalid_requests_are_refused_and_change_nothing(serve: Serve) -> None:
     clock = ManualClock()
     async with Raw(await serve(clock=clock)) as raw:
         await raw.hello()
@@ -130,10 +130,10 @@ async def test_wrong_requests_are_refused_and_harm_nothing(serve: Serve) -> None
         frame = build_frame([b"x"], producer=7, first=1, deliver_at=due).tobytes()
         with pytest.raises(FrameError, match="schedule"):
             await raw.ask(m.SendRequest(plain), frame)
-        with pytest.raises(InvalidArgument, match="at most"):
+        with pytest.raises(InvalidArgument, match="over the limit"):
             await delayed(raw, clock.now() + 3 * 366 * 86_400 * SECOND, b"x")
         for operation, arguments, error in [
-            ("schedule.cancel", {"subject": "nobody", "number": 0, "deliver_at": 0}, SubjectNotFound),
+            ("schedule.cancel", {"subject": "missing", "number": 0, "deliver_at": 0}, SubjectNotFound),
             ("schedule.cancel", {"subject": "orders", "number": -1, "deliver_at": 0}, InvalidArgument),
             ("schedule.cancel", {"subject": "orders", "number": 1 << 63, "deliver_at": 0}, InvalidArgument),
             ("schedule.cancel", {"subject": "orders", "number": 0}, InvalidArgument),
@@ -142,7 +142,7 @@ async def test_wrong_requests_are_refused_and_harm_nothing(serve: Serve) -> None
             ("schedule.list", {"subject": "orders", "start": -5}, InvalidArgument),
             ("schedule.list", {"subject": "orders", "after": [0, 1 << 63]}, InvalidArgument),
             ("schedule.count", {"by": "colour"}, InvalidArgument),
-            ("schedule.count", {"subject": "nobody"}, SubjectNotFound),
+            ("schedule.count", {"subject": "missing"}, SubjectNotFound),
             (
                 "schedule.reschedule",
                 {"subject": "orders", "number": 0, "deliver_at": 0, "to": clock.now() + (1 << 50)},

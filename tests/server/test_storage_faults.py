@@ -1,4 +1,4 @@
-"""Full and broken disks: a clear error, nothing acknowledged that is not stored, and what was is found again."""
+"""Full and broken disks: clients get a clear error, and every acknowledged message is stored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("_quiet")
 
 @pytest.fixture
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """What a failing server logs is no news here."""
+    """Hide the log of failing servers."""
     caplog.set_level(logging.CRITICAL + 1, "plait")
 
 
@@ -58,7 +58,7 @@ async def test_a_full_disk_refuses_sends_serves_readers_and_recovers(serve: Serv
         assert refusal.startswith("the disk is full; nothing was stored; delete subjects,")
         stored = sum(isinstance(answer, plait.Receipt) for answer in answers)
         assert 20 < stored < 100
-        # What is stored can be consumed and acked: the action log has its room.
+        # Stored messages can be consumed and acked: the action log has reserved space.
         taken = 0
         while taken < stored:
             batch = await consumer.fetch(1000)
@@ -73,7 +73,7 @@ async def test_a_full_disk_refuses_sends_serves_readers_and_recovers(serve: Serv
         assert [message.body for message in await consumer.fetch(10)] == [b"room again"]
 
 
-async def test_a_watermark_refuses_sends_until_there_is_room_again(serve: Serve):
+async def test_a_watermark_refuses_sends_until_there_is_space_again(serve: Serve):
     disk = SimulatedDisk(capacity=20 * MIB)
     server = await serve(disk, disk_used_max=0.5, disk_free_min=1 * MIB)
     async with plait.connect(server.address) as client:
@@ -86,7 +86,7 @@ async def test_a_watermark_refuses_sends_until_there_is_room_again(serve: Serve)
             await client.send("orders", b"b")
         disk.capacity = used + 1000
         server.tick()
-        with pytest.raises(DiskFull, match=r"MiB of disk are free \(floor 1 MiB\)"):
+        with pytest.raises(DiskFull, match=r"MiB of disk are free \(minimum 1 MiB\)"):
             await client.send("orders", b"b")
         with pytest.raises(DiskFull):
             await client.send("another", b"b")
@@ -98,7 +98,7 @@ async def test_a_watermark_refuses_sends_until_there_is_room_again(serve: Serve)
 
 
 async def test_progress_that_cannot_be_recorded_is_not_acknowledged(serve: Serve):
-    """The action log is full, and so is the disk: an ack waits, and listings and readers do not."""
+    """The action log and the disk are full: an ack waits; listings and readers do not."""
     disk = SimulatedDisk(capacity=64 * MIB)
     server = await serve(disk, message_segment_size=4 * MIB, action_segment_size=20_000, disk_used_max=1.0)
     async with Raw(server) as raw:
@@ -110,7 +110,7 @@ async def test_progress_that_cannot_be_recorded_is_not_acknowledged(serve: Serve
         acked = 0
         while not server.broker._actions_stalled:
             acking = raw.request(m.AckRequest(session, [(n, n + 1, 1) for n in range(acked, acked + 100, 2)]))
-            # The turn that took the ack has ended when the second answer comes.
+            # The loop turn of the ack has ended when the second reply arrives.
             await raw.ask(m.HeartbeatRequest())
             beating = raw.request(m.HeartbeatRequest())
             answers = [(await raw.next()).correlation]
@@ -120,7 +120,7 @@ async def test_progress_that_cannot_be_recorded_is_not_acknowledged(serve: Serve
             acked += 100
         assert (await raw.ask(m.ReadRequest("orders", "earliest", 5, 1000, 0.0))).next == 5
         assert (await raw.ask(m.AdminRequest("subject.list"))).result
-        with pytest.raises(DiskFull, match="progress cannot be recorded"):
+        with pytest.raises(DiskFull, match="cannot record progress"):
             await raw.ask(m.PullRequest(session, 1, 1, 0.0))
         with pytest.raises(DiskFull):
             await raw.ask(m.AckRequest(session, [(1, 2, 1)]))
@@ -130,7 +130,7 @@ async def test_progress_that_cannot_be_recorded_is_not_acknowledged(serve: Serve
         assert (await raw.ask(m.AckRequest(session, [(1, 2, 1)]))) == m.DoneReply()
 
 
-async def test_a_server_that_stops_on_a_full_disk_lets_go_of_everything(tmp_path: Path):
+async def test_a_server_that_stops_on_a_full_disk_releases_all_resources(tmp_path: Path):
     class Full(RealDisk):
         def open(self, path: str, *, create: bool = False):  # type: ignore[no-untyped-def]
             if path.startswith("checkpoints/") and self.full:
@@ -158,7 +158,7 @@ async def test_a_server_that_stops_on_a_full_disk_lets_go_of_everything(tmp_path
 def plait_config(**settings: object) -> plait.broker.BrokerConfig:
     from plait.broker import BrokerConfig
 
-    # However full the machine's own disk is.
+    # The machine's disk may be full.
     sizes = {"message_segment_size": FRAME_SIZE_MAX, "action_segment_size": MIB}
     return BrokerConfig(**sizes, disk_free_min=0, disk_used_max=1.0, **settings)  # type: ignore[arg-type]
 
@@ -171,7 +171,7 @@ def plait_config(**settings: object) -> plait.broker.BrokerConfig:
     ("operation", "path"),
     [("write", "message/*"), ("sync", "message/*"), ("sync", "action/*")],
 )
-async def test_a_log_that_cannot_be_written_or_synced_ends_the_server_and_a_restart_recovers(
+async def test_a_log_that_cannot_be_written_or_synced_stops_the_server_and_a_restart_recovers(
     serve: Serve, flush: str, operation: Operation, path: str
 ):
     disk = SimulatedDisk()
@@ -204,7 +204,7 @@ async def test_a_log_that_cannot_be_written_or_synced_ends_the_server_and_a_rest
         async with plait.connect(server.address, limits=plait.ClientLimits(request_seconds=0.1)) as late:
             await late.send("orders", b"late")
     await server.stop()
-    # What is on the medium: after a failed sync the page cache is not to be trusted.
+    # Read the medium: after a failed sync the page cache may differ from it.
     found = disk.after_crash(keep="none") if flush == "sync" else disk.copy()
     again = await serve(found, flush=flush)
     bodies = await bodies_of(again, "orders")
@@ -223,7 +223,7 @@ async def ack_all(client: plait.Client) -> None:
 @pytest.mark.parametrize(
     "request_", [m.PartitionNumberRequest("new"), m.AdminRequest("subject.create", {"subject": "new"})]
 )
-async def test_a_segment_that_cannot_be_made_for_a_subject_ends_the_server(serve: Serve, request_: m.PacketHead):
+async def test_a_segment_that_cannot_be_created_for_a_subject_stops_the_server(serve: Serve, request_: m.PacketHead):
     disk = SimulatedDisk()
     server = await serve(disk)
     disk.fail("allocate", path="message/*", times=None)
@@ -234,8 +234,8 @@ async def test_a_segment_that_cannot_be_made_for_a_subject_ends_the_server(serve
         assert isinstance(await failure_of(server), StorageFailed)
 
 
-async def test_a_subject_is_named_to_nobody_before_it_is_stored(serve: Serve):
-    """Its number would be given to another subject after the crash, and messages would end up there."""
+async def test_the_number_of_a_subject_is_not_sent_before_it_is_stored(serve: Serve):
+    """After a crash another subject would get the number, and the messages would be stored there."""
     disk = SimulatedDisk()
     server = await serve(disk)
     async with Raw(server) as raw:
@@ -243,12 +243,12 @@ async def test_a_subject_is_named_to_nobody_before_it_is_stored(serve: Serve):
         known = await raw.route("known")
         disk.fail("write", path="message/*", times=None)
         raw.request(m.PartitionNumberRequest("new"))
-        # Asked for twice: it is as new to the second as to the first.
+        # The second request also waits for the commit.
         raw.request(m.PartitionNumberRequest("new"))
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await raw.next()
     again = await serve(disk.copy())
-    # The failed write may have stored the first of the two frames that define it, which is then as good as both.
+    # The failed write may have stored the first of the two frames that define the subject, which is enough.
     assert [name for name in again.broker.subjects if name != "new"] == ["known"]
     async with Raw(again) as raw:
         await raw.hello()
@@ -271,7 +271,7 @@ async def test_a_defect_in_a_background_job_stops_the_server(serve: Serve, monke
         assert not server.connections
 
 
-async def test_an_action_log_that_cannot_be_written_ends_the_server_before_an_ack_counts(serve: Serve):
+async def test_an_action_log_that_cannot_be_written_stops_the_server_before_an_ack_is_acknowledged(serve: Serve):
     disk = SimulatedDisk()
     clock = ManualClock()
     server = await serve(disk, clock=clock)
@@ -285,7 +285,7 @@ async def test_an_action_log_that_cannot_be_written_ends_the_server_before_an_ac
         assert await raw.ending() is None
     assert isinstance(await failure_of(server), StorageFailed)
     again = await serve(disk.copy(), clock=clock)
-    # The consumer has its time to come back; then its message goes to another.
+    # The message is redelivered after the time in which the consumer may come back.
     clock.advance(10.0)
     again.tick()
     async with Raw(again) as raw:
@@ -294,7 +294,7 @@ async def test_an_action_log_that_cannot_be_written_ends_the_server_before_an_ac
         assert (await raw.ask(m.PullRequest(session, 1, 1, 0.0))).ranges == [(0, 1, 2)]
 
 
-async def test_a_checkpoint_that_cannot_be_written_is_no_failure(serve: Serve):
+async def test_a_checkpoint_that_cannot_be_written_does_not_stop_the_server(serve: Serve):
     disk = SimulatedDisk()
     server = await serve(disk, checkpoint_seconds=0.0)
     disk.fail("write", path="checkpoints/*", times=None)
@@ -351,8 +351,8 @@ async def test_a_taken_port_leaves_the_directory_free_for_the_next_start(tmp_pat
     await again.stop()
 
 
-@pytest.mark.parametrize(("change", "advice"), [(1, "use the newer Plait"), (-1, "reads version [0-9]+ alone")])
-async def test_another_format_is_refused_untouched(change: int, advice: str, tmp_path: Path):
+@pytest.mark.parametrize(("change", "advice"), [(1, "use the newer Plait"), (-1, "reads only version [0-9]+")])
+async def test_another_format_version_is_refused_and_left_unchanged(change: int, advice: str, tmp_path: Path):
     server = Server(RealDisk(tmp_path), plait_config(), port=0)
     await server.start()
     async with plait.connect(server.address) as client:
@@ -370,10 +370,10 @@ async def test_another_format_is_refused_untouched(change: int, advice: str, tmp
     assert contents(tmp_path) == before
 
 
-# --- what happens behind the server's back -------------------------------------------------------
+# --- changes of the data directory by other processes --------------------------------------------
 
 
-async def test_sends_are_not_acknowledged_into_a_data_directory_that_was_deleted(serve: Serve, tmp_path: Path):
+async def test_sends_to_a_deleted_data_directory_are_not_acknowledged(serve: Serve, tmp_path: Path):
     data = tmp_path / "data"
     server = await serve(RealDisk(data), flush="sync", message_segment_size=FRAME_SIZE_MAX)
     async with Raw(server) as raw:
@@ -402,7 +402,7 @@ async def test_without_its_lock_file_a_data_directory_takes_no_second_server(ser
         await serve(RealDisk(tmp_path), message_segment_size=FRAME_SIZE_MAX)
 
 
-async def test_checkpoints_that_fail_are_logged_once_and_when_they_work_again(
+async def test_failing_checkpoints_are_logged_once_and_when_they_succeed_again(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO, "plait.server")

@@ -1,4 +1,4 @@
-"""``flush=sync``: quick syncs run on the loop, slow ones beside it."""
+"""``flush=sync``: fast syncs run on the loop, slow ones in a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.server.raw import Raw
 
 
 class Watched:
-    """A disk on which syncs of the message log take as long as they are told, and where each of them ran."""
+    """A disk whose syncs of the message log take ``sync_seconds``; records whether each ran on the loop."""
 
     def __init__(self) -> None:
         self.disk = SimulatedDisk()
@@ -33,14 +33,14 @@ class Watched:
 @pytest.mark.parametrize(
     ("sends", "on_loop"),
     [
-        # After the slow one the next is beside the loop.
+        # The sync after a slow one runs in a thread.
         ([(1, 0.0), (1, 0.0), (1, 0.5), (1, 0.0), (1, 0.0)], [True, True, True, False, True]),
-        # Much at a time never is on it.
+        # A large sync runs in a thread.
         ([(1, 0.0), (300 * KIB, 0.0), (1, 0.0)], [True, False, True]),
     ],
     ids=["slow", "large"],
 )
-async def test_a_sync_is_on_the_loop_only_after_a_quick_one_and_when_it_is_small(
+async def test_a_sync_runs_on_the_loop_only_if_it_is_small_and_the_last_one_was_fast(
     serve: Serve, sends: list[tuple[int, float]], on_loop: list[bool]
 ):
     watched = Watched()

@@ -1,7 +1,7 @@
-"""A broker, producers and shared consumers in a simulation, with faults from a seed and a history of what happened.
+"""A broker, producers and shared consumers in a simulation, with faults from a seed and a recorded history.
 
-All of it is what ships: ``Server``, ``Client``, ``Consumer`` and ``App``. ``Cluster.run`` lets things go wrong for a
-while, mends everything, waits until all that was sent is handled, and judges the history.
+It runs the shipped classes: ``Server``, ``Client``, ``Consumer`` and ``App``. ``Cluster.run`` plays the faults, ends
+them, waits until everything that was sent is handled, and checks the history.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ CONFIG = BrokerConfig(
     copy_partitions=1,
     message_segment_size=32 * KIB,
     action_segment_size=16 * KIB,
-    kept_segment_size=16 * KIB,
+    retained_segment_size=16 * KIB,
     checkpoint_seconds=5.0,
     disk_used_max=1.0,
     disk_free_min=1 * MIB,
 )
-#: How often a client's call is cancelled, at some step.
+#: How often a client's call is cancelled, at a random step.
 CANCELLED = 0.05
-#: A lost consumer's messages count as tried: nobody shall run out of attempts here.
+#: Losing a consumer counts an attempt for its messages: allow so many that no message becomes a dead letter.
 RETRY = plait.Retry(attempts=10_000, first=0.2, longest=2.0)
 WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 2, "cut": 2, "cut_one_way": 1, "jump": 1}
-#: What a fault still causes when it is over: a consumer is given up, connections are made again.
+#: How long the effects of a fault outlast it: a lost consumer, reconnects.
 AFTERMATH_SECONDS = 10.0
-#: The longest pause between two reconnects, the lost time, retries and then some.
+#: More than the longest reconnect pause, the time until a consumer is lost, and retries together.
 DRAIN_SECONDS = 120.0
 
 
 async def serve(process: Process, config: BrokerConfig = CONFIG) -> None:
-    """A broker as a process: its storage never fails for good."""
+    """The main of a broker's process; it ends when storage fails."""
     server = Server(process.disk, config, clock=process.clock)
     await server.start()
     assert server.failed is not None
@@ -57,7 +57,7 @@ async def serve(process: Process, config: BrokerConfig = CONFIG) -> None:
 
 
 class Cluster:
-    """See the module. ``script``: these faults instead of those the seed gives; ``lose``: perhaps one consumer too."""
+    """``run`` runs one seed. ``script``: these faults instead of the seed's; ``lose``: perhaps lose a consumer, too."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Cluster:
         self.sending = True
         self._lose = lose
         self._number = 0
-        #: Sends that are under way, and the life of the process that they are of.
+        #: Sends without an outcome yet → their process, and which of its lives.
         self._sending: dict[Value, tuple[Process, int]] = {}
-        #: Sent for certain and not handled yet.
+        #: Stored and not yet handled.
         self.waiting: set[int] = set()
         self.done: set[int] = set()
         self.broker = sim.process("broker", self._serve)
@@ -88,7 +88,7 @@ class Cluster:
         self.consumers = [sim.process(f"consumer-{n}", self._consume) for n in range(consumers)]
         self.consumers.append(sim.process("app", self._run_app))
         self.once = sim.process("once", self._consume_once)
-        #: What the at-most-once group got.
+        #: How often the at-most-once group received each message.
         self.got_once: Counter[int] = Counter()
         if script is None:
             others = [process.name for process in (*self.producers, *self.consumers, self.once)]
@@ -97,15 +97,15 @@ class Cluster:
                 ["broker", *others],
                 [("broker", other) for other in others],
                 disks=["broker"],
-                # With "async" a machine without power may lose what was acknowledged last.
+                # With "async" a power loss may lose acknowledged messages.
                 weights=WEIGHTS if flush == "async" else WEIGHTS | {"power_loss": 2},
-                # Retries wait by the broker's wall clock: one that is set back further makes them wait longer.
+                # Retries wait on the broker's wall clock: setting it back further makes them wait longer.
                 jump_seconds=20.0,
             ).script(seconds)
         self.script = script
 
     def run(self) -> list[Violation]:
-        """Go through it all; what is wrong at the end."""
+        """Run the cluster; raises if the history has violations."""
         sim = self.simulation
         with sim:
             for process in (self.broker, *self.producers, *self.consumers, self.once):
@@ -113,7 +113,7 @@ class Cluster:
             play(sim, self.script, self._fault)
             sim.run_for(self.seconds)
             if self._lose and self.random.random() < 0.5:
-                self._lose_for_good(self.random.choice(self.consumers))
+                self._lose_permanently(self.random.choice(self.consumers))
             sim.heal()
             self.sending = False
             try:
@@ -121,31 +121,31 @@ class Cluster:
             except SimulationFailed as failure:
                 failure.add_note(f"not handled: {sorted(self.waiting)[:20]}")
                 raise
-            # Whoever still has something in its hands shows it now.
+            # A consumer that still holds a message handles it now, which would show as a duplicate.
             sim.run_for(20.0)
             found = check(self.history, ordered=False, groups=[GROUP])
             assert found == [], "\n".join(map(str, found))
             assert [number for number, count in self.got_once.items() if count > 1] == []
             if not self.script:
-                # Only what dies takes along what it pulled ahead.
+                # Only a consumer that dies loses rows that it pulled ahead.
                 assert sorted(self.done - self.got_once.keys()) == [], "not delivered at most once, without a fault"
         return found
 
     def _drained(self) -> bool:
         return not self.waiting and not any(process.lives == life for process, life in self._sending.values())
 
-    def _lose_for_good(self, consumer: Process) -> None:
-        """Nobody comes back for what it had: the others get it."""
+    def _lose_permanently(self, consumer: Process) -> None:
+        """Kill a consumer that never restarts: the others receive its messages."""
         consumer.main = None
         consumer.kill()
         self.history.broken("gone", self.simulation.now, consumer=consumer.name)
         self.history.gone(consumer.name, self.simulation.now)
 
     def _fault(self, fault: Fault) -> None:
-        """Tell the history what this excuses.
+        """Record in the history what the fault excuses.
 
-        That the broker is killed or stands still excuses nothing: its consumers come back and name what they hold. A
-        crash in the middle of a turn may lose that something was just handed out.
+        A kill or pause of the broker excuses nothing: its consumers reconnect and report the rows they hold. A crash
+        during a turn may lose the record of a delivery.
         """
         now = self.simulation.now
         until = now + fault.seconds + AFTERMATH_SECONDS
@@ -175,11 +175,11 @@ class Cluster:
                         await self._send(process, client, draw)
                         await self.simulation.sleep(draw.expovariate(1.0 / 0.15))
             except PlaitError:
-                # No broker: try again.
+                # The broker is down: try again.
                 await self.simulation.sleep(1.0)
 
     async def _send(self, process: Process, client: plait.Client, draw: random.Random) -> None:
-        """One or several messages, by one of the ways there are."""
+        """Send one or several messages, with one of the client's methods."""
         way = draw.choices(["send", "post", "send_many", "delay"], [6, 1, 1, 1])[0]
         count = draw.randint(2, 10) if way in ("post", "send_many") else 1
         messages = [self._message(client, draw) for _ in range(count)]
@@ -214,7 +214,7 @@ class Cluster:
             receipts = list(await sending)
         except FlowControl as error:
             for record in records:
-                # Of several, only some may have been refused.
+                # Of several messages, only some may have been refused.
                 (record.failed if len(records) == 1 else record.unknown)(error, self.simulation.now)
         except PlaitError as error:
             for record in records:
@@ -231,7 +231,7 @@ class Cluster:
         while True:
             try:
                 async with process.connect(ADDRESS, client_id=process.name) as client:
-                    # Now and then it leaves in order and comes back, with the same client or another one.
+                    # Now and then it closes and attaches again, with the same client or a new one.
                     while draw.random() < 0.9:
                         consumer = client.consumer(SUBJECT, GROUP, retry=RETRY)
                         if await self._at_some_step(consumer.__aenter__(), draw) is not None:
@@ -250,7 +250,7 @@ class Cluster:
             await self._acked(consumer, [each for each in handled if each is not None], draw)
 
     async def _at_some_step(self, call: Coroutine[Any, Any, T], draw: random.Random) -> T | None:
-        """What a call returns; now and then it is cancelled at some step, and there is nothing."""
+        """The result of a call; None if the call was cancelled at a random step, which happens now and then."""
         if draw.random() >= CANCELLED:
             return await call
         task = asyncio.ensure_future(call)
@@ -260,7 +260,7 @@ class Cluster:
         return None if task.cancelled() else task.result()
 
     async def _handle(self, process: Process, message: plait.Message, draw: random.Random) -> Handling | None:
-        """The handling if it succeeded."""
+        """Handle a message; returns the handling if it succeeded."""
         handling = self._begin(process, message)
         if draw.random() < 0.3:
             await self.simulation.sleep(draw.uniform(0.0, 0.3))
@@ -321,7 +321,7 @@ class Cluster:
                     async for message in consumer:
                         self.got_once[_number_of(message)] += 1
                         if draw.random() < 0.03:
-                            # It leaves in order: what it pulled ahead is for the next one.
+                            # After a clean close the next consumer receives what this one pulled ahead.
                             break
             except PlaitError:
                 await self.simulation.sleep(1.0)

@@ -14,5 +14,5 @@ def interrupt_closing(patch: pytest.MonkeyPatch) -> None:
 
 
 def throw_rows_away_at_a_clean_stop(patch: pytest.MonkeyPatch) -> None:
-    """What an at-most-once consumer pulled ahead is lost when it closes."""
+    """Rows that an at-most-once consumer pulled ahead are lost when it closes."""
     patch.setattr(AtMostOnceGroup, "nack", lambda *_: 0)

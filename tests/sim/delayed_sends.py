@@ -1,7 +1,7 @@
-"""Delayed messages among the others that the simulated producers send, some of them cancelled.
+"""Delayed messages of the simulated producers; some of them are cancelled.
 
-A delayed message has a key of its own, or none: its order is that of becoming due, of which no other message knows. It
-waits while partitions come and go, so it becomes due at any moment of a change of the route.
+A delayed message has a unique key, or none, because due times decide its order. It may become due at any moment of a
+change of the route.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import plait
 from plait.errors import PlaitError
 from plait.testing.sim import Fault
 
-#: How many of a run's messages are delayed: none in some runs, half of them in others.
+#: Share of a run's messages that are delayed, drawn per run.
 SHARES = (0.0, 0.3, 0.6)
-#: How many of those are cancelled, sooner or later.
+#: Share of delayed messages that are cancelled.
 CANCELLED = 0.15
-#: How many pairs of brokers are cut off from each other for a while.
+#: How many times two brokers are cut off from each other.
 CUT_OFF = 0.3
 DELAYS = (0.1, 1.0, 2.5, 5.0)
 
@@ -27,12 +27,12 @@ class DelayedSends:
     """Which messages of a run are delayed, and by how much."""
 
     def __init__(self, seed: int, *, share: float | None = None) -> None:
-        """``share``: so many of the messages, instead of what the seed gives."""
+        """``share``: this share of the messages, instead of the seed's."""
         self._draw = random.Random(f"{seed} delayed")
         self.share = self._draw.choice(SHARES) if share is None else share
 
     def faults(self, seconds: float, brokers: Sequence[str]) -> list[Fault]:
-        """Brokers that cannot reach each other for a while: they forward delayed messages."""
+        """Cuts between brokers, which forward delayed messages to each other."""
         found = []
         for one, other in combinations(brokers, 2):
             if self.share and self._draw.random() < CUT_OFF:
@@ -41,7 +41,7 @@ class DelayedSends:
         return found
 
     def delay(self, draw: random.Random) -> float | None:
-        """How long the next message is delayed; None: it is not."""
+        """The delay of the next message; None: it is not delayed."""
         if not self.share or draw.random() >= self.share:
             return None
         return draw.uniform(0.01, draw.choice(DELAYS))
@@ -53,7 +53,7 @@ class DelayedSends:
 
     @staticmethod
     async def cancelled(client: plait.Client, receipt: plait.Receipt, draw: random.Random) -> bool | None:
-        """Whether the message was cancelled, which only some are; None: that is not known."""
+        """Cancel some of the messages: whether this one was cancelled; None: unknown."""
         if draw.random() >= CANCELLED:
             return False
         try:

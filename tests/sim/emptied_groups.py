@@ -1,8 +1,8 @@
-"""Broker groups of the simulated cluster that are emptied as the documentation says, and switched off (R26).
+"""Emptying and switching off a broker group of the simulated cluster, as the documentation says (R26).
 
-After a run has drained, an operator leads every subject to the other broker groups, waits until nothing is taken by or
-draining at one of them, and ends its broker. All consumers are started again, so none of them remembers what it was
-told; what is sent then has to be handled without the broker.
+After a run has drained, the operator routes every subject to the other broker groups, waits until the emptied group
+takes no rows and has nothing to drain, and ends its broker. All consumers restart, so none of them has cached state;
+everything sent from then on must be handled without the broker.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from plait.testing.sim import Fault, Simulation
 if TYPE_CHECKING:
     from tests.sim.ordered_cluster import OrderedCluster
 
-#: How many of the runs end so.
+#: Share of the runs that end with an emptied broker group.
 SHARE = 0.12
 #: The broker group that is emptied, and those that take its messages.
 EMPTIED, OTHERS = "g3", ("g1", "g2")
-#: How long is sent without it.
+#: How long producers send without it.
 SEND_SECONDS = 2.0
 
 
 def is_chosen(seed: int) -> bool:
-    """A run of this seed ends with a broker group that is emptied."""
+    """Whether the run of this seed ends with an emptied broker group."""
     return random.Random(f"{seed} emptied").random() < SHARE
 
 
 def switch_off(cluster: OrderedCluster, subjects: list[str], addresses: list[str]) -> None:
-    """Empty the broker group, end its broker, and send and handle more."""
+    """Empty the broker group, end its broker, and send more messages."""
     sim = cluster.simulation
     test = sim.process("test")
     sim.run(empty(sim, test.connect(addresses), subjects, EMPTIED, OTHERS), seconds=120.0)
@@ -49,7 +49,7 @@ def switch_off(cluster: OrderedCluster, subjects: list[str], addresses: list[str
 async def empty(
     sim: Simulation, client: plait.Client, subjects: Iterable[str], emptied: str, others: Sequence[str]
 ) -> None:
-    """Lead the subjects to other broker groups, and wait until nothing is taken by or draining at the emptied one."""
+    """Route the subjects to other broker groups, and wait until the emptied one takes no rows and has drained."""
     async with client:
         for subject in subjects:
             places = [f"{subject}@{group}" for group in others]

@@ -1,8 +1,8 @@
 """Two meta servers, three brokers, ordered consumers and producers in a simulation, with faults from a seed.
 
-All of it is what ships: ``MetaServer``, ``Server``, ``Client``, ``OrderedConsumer`` and ``App``. Members join and
-leave, partitions become more and fewer, machines and the network fail. ``OrderedCluster.run`` mends everything at the
-end, resumes what was parked, waits until all that was sent is handled, and judges the histories.
+It runs the shipped classes: ``MetaServer``, ``Server``, ``Client``, ``OrderedConsumer`` and ``App``. Members join and
+leave, the number of partitions changes, machines and the network fail. ``OrderedCluster.run`` then ends all faults,
+resumes parked keys, waits until everything that was sent is handled, and checks the histories.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from plait.testing.history import History
 from plait.testing.sim import Fault, FaultKind, Faults, Process, Simulation, SimulationFailed, play
 from tests.sim.delayed_sends import DelayedSends
 from tests.sim.emptied_groups import is_chosen, switch_off
-from tests.sim.ordered_changes import PARTITIONS, Change, changes_of, ways_back
+from tests.sim.ordered_changes import PARTITIONS, Change, changes_of, round_trips
 from tests.sim.ordered_members import GROUP, LOOSE, STRICT, Members
 from tests.sim.ordered_senders import Senders
 
@@ -41,11 +41,11 @@ METAS = {"meta-1": 7461, "meta-2": 7462}
 BROKERS = {"g1": 7451, "g2": 7452, "g3": 7453}
 ADDRESSES = [f"plait://127.0.0.1:{port}" for port in METAS.values()]
 
-#: Short, so that a run of half a minute has many of them.
+#: Short, so that a run of half a minute has many leases.
 LEASE_SECONDS = 3.0
 LIMITS = ServerLimits(lease_seconds=LEASE_SECONDS, lease_margin=0.1, consumer_lost_seconds=3.0)
 META_LIMITS = MetaLimits(
-    member_lost_seconds=LEASE_SECONDS, broker_lost_seconds=3.0, beat_flush_seconds=1.0, gap_seconds=1.0
+    member_lost_seconds=LEASE_SECONDS, broker_lost_seconds=3.0, heartbeat_flush_seconds=1.0, gap_seconds=1.0
 )
 CLIENT_LIMITS = plait.ClientLimits(
     reconnect_max_seconds=1.0, request_seconds=3.0, route_seconds=5.0, pull_wait_seconds=5.0
@@ -54,39 +54,39 @@ CONFIG = BrokerConfig(
     copy_partitions=1,
     message_segment_size=32 * KIB,
     action_segment_size=32 * KIB,
-    kept_segment_size=16 * KIB,
+    retained_segment_size=16 * KIB,
     checkpoint_seconds=4.0,
     disk_used_max=1.0,
     disk_free_min=1 * MIB,
     limits=LIMITS,
 )
 WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 3, "cut": 3, "cut_one_way": 1, "jump": 1}
-#: How many of the runs have ways back.
-WAYS_BACK = 0.25
-#: What a fault still causes when it is over: locks end and pass on, connections are made again.
+#: Share of the runs that have round trips.
+ROUND_TRIPS = 0.25
+#: How long the effects of a fault outlast it: locks change owners, clients reconnect.
 AFTERMATH_SECONDS = 8.0
 DRAIN_SECONDS = 120.0
-#: It is not done either when nothing is handled for so long: leases, retries and reconnects together take less.
+#: A run that handles nothing for this long is stuck: leases, retries and reconnects together take less.
 QUIET_SECONDS = 30.0
 LOOK_SECONDS = 0.5
-#: After the end, at least: a consumer that was held up does at once what it still takes for its own.
+#: Extra time after the end: a consumer that was delayed handles at once what it believes to own.
 SHOW_SECONDS = 0.5
 
 
 class Outage(NamedTuple):
-    """The database of the meta servers does not answer."""
+    """The meta servers' database is unavailable."""
 
     at: float
     seconds: float
 
 
 class OrderedCluster:
-    """See the module. ``script``, ``changes``, ``outages``: these faults, expansions and failures of the database
-    instead of those the seed gives.
+    """``run`` runs one seed. ``script``, ``changes``, ``outages``: these faults, changes of the partition count and
+    outages of the database instead of the seed's.
 
-    ``slow``: a message takes about so long, and more is sent than can be handled at once, so that all consumers have
-    rows that wait. ``affinity``: consumers are members by affinity, and no order is asked of them. ``early``: fail as
-    soon as something is wrong, instead of telling everything at the end.
+    ``slow``: handling a message takes about this long, and producers send faster, so that every consumer has a backlog.
+    ``affinity``: the group distributes by affinity, and order is not checked. ``early``: fail at the first violation
+    instead of at the end.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class OrderedCluster:
         self.histories = {STRICT: History(), LOOSE: History()}
         self.metas = [sim.process(name, self._meta) for name in METAS]
         self.brokers = [sim.process(name, self._serve) for name in BROKERS]
-        #: The newest life of each.
+        #: The server of each broker's current life.
         self.servers: dict[str, Server] = {}
         self._meta_servers: list[MetaServer] = []
-        # Of a run with a script of its own nothing else is asked.
+        # A run with a given script has no other faults.
         self._delayed = DelayedSends(seed, share=None if script is None else 0.0)
         self.senders = Senders(sim, self.histories, ADDRESSES, CLIENT_LIMITS, self._delayed, many=slow > 0)
         self._affinity = affinity
@@ -145,9 +145,9 @@ class OrderedCluster:
         self._emptied = script is None and is_chosen(seed)
         self.script = [*self.script, *self._delayed.faults(seconds, list(BROKERS))]
         if script is None and changes is None:
-            self._add_ways_back()
+            self._add_round_trips()
         if outages is None:
-            # Of a run with a script of its own nothing else is asked.
+            # A run with a given script has no other faults.
             outages = self._outages() if script is None else []
         self.outages = outages
         self._database_is_away = False
@@ -159,7 +159,7 @@ class OrderedCluster:
         pairs += [(meta, other) for meta in metas for other in (*consumers, *producers)]
         return Faults(
             self.random,
-            # Servers as often as all the others.
+            # Servers are hit as often as all other processes together.
             [*2 * brokers, *metas, *consumers, *producers],
             pairs,
             disks=brokers,
@@ -169,11 +169,11 @@ class OrderedCluster:
             jump_seconds=20.0,
         ).script(self.seconds)
 
-    def _add_ways_back(self) -> None:
+    def _add_round_trips(self) -> None:
         draw = random.Random(f"{self.simulation.seed} ways back")
-        if draw.random() < WAYS_BACK:
+        if draw.random() < ROUND_TRIPS:
             consumers, metas = [each.name for each in self.consumers], [each.name for each in self.metas]
-            changes, faults = ways_back(draw, self.seconds, STRICT, consumers, metas, self.changes)
+            changes, faults = round_trips(draw, self.seconds, STRICT, consumers, metas, self.changes)
             self.changes, self.script = [*self.changes, *changes], [*self.script, *faults]
 
     def _outages(self) -> list[Outage]:
@@ -186,8 +186,8 @@ class OrderedCluster:
     # --- the run --------------------------------------------------------------------------------
 
     def run(self) -> list[Violation]:
-        """Go through it all; what is wrong at the end."""
-        # What is alive would be looked at again and again.
+        """Run the cluster; raises if the histories have violations."""
+        # Collections during the run would scan all live objects again and again.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -230,7 +230,7 @@ class OrderedCluster:
             except SimulationFailed as failure:
                 failure.add_note(self._left())
                 raise
-            # Whoever still has something in its hands shows it now.
+            # A consumer that still holds a message handles it now, which would show as a violation.
             end = sim.now + LEASE_SECONDS + 1.0
             sim.run_for(SHOW_SECONDS)
             while sim.now < end and self._open():
@@ -240,11 +240,11 @@ class OrderedCluster:
         return found
 
     def _has_the_lock(self, process: Process, message: plait.Message, lock: int) -> None:
-        """Who begins with a message has the lock that it goes by, as its broker knows."""
+        """A consumer that begins with a message owns its lock, according to the broker."""
         server = self.servers[message.partition.group]
         partition = server.broker.subjects.get(message.partition.name)
         if partition is None:
-            # It has just been started, and does not know yet what it had.
+            # The broker has just started and is still recovering.
             return
         group = partition.groups[GROUP]
         assert isinstance(group, OrderedGroup)
@@ -255,7 +255,7 @@ class OrderedCluster:
             self.simulation.fail(f"{process.name} began with {text}")
 
     def judge(self) -> list[Violation]:
-        """What is wrong with the histories."""
+        """The violations in the histories."""
         ordered = not self._affinity
         strict = check(self.histories[STRICT], ordered=ordered, moves=True, groups=[GROUP])
         loose = check(self.histories[LOOSE], strict=False, ordered=ordered, moves=True, groups=[GROUP])
@@ -263,7 +263,7 @@ class OrderedCluster:
         return strict + [each for each in loose if each.kind not in of_order or each.key not in self.members.moved]
 
     def _drain(self) -> None:
-        """Until everything that was sent is handled; it fails when nothing has been for a while."""
+        """Wait until everything that was sent is handled; fails when nothing was handled for a while."""
         sim, senders = self.simulation, self.senders
         healed, end = sim.now, sim.now + self._drain_seconds
         sim.run_until(
@@ -274,22 +274,22 @@ class OrderedCluster:
             raise SimulationFailed(f"draining is not done, and nothing was handled since {senders.progress:.3f} s")
 
     def _look(self) -> None:
-        """What is wrong already stays so: what was sent in order of the strict subject has to be handled so."""
+        """Fail if the strict subject's history already has a violation: later events cannot undo it."""
         found = check(self.histories[STRICT], moves=True, groups=[GROUP], drained=False)
         if found:
             self.simulation.fail("\n".join(map(str, found[:10])))
         self.simulation.call_later(LOOK_SECONDS, self._look)
 
     def _open(self) -> bool:
-        """Something is in somebody's hands, as far as brokers and handlers know, or is to be handed out again."""
+        """Whether a broker knows rows that are held, returned or waiting, or a handler still runs."""
         groups = [
             group
             for server in self.servers.values()
             for partition in server.broker.partitions.values()
             for group in partition.groups.values()
         ]
-        strands = [strand for group in groups if isinstance(group, OrderedGroup) for strand in group.strands]
-        return any(strand.held or strand.returned or strand.waiting for strand in strands) or any(
+        cursors = [cursor for group in groups if isinstance(group, OrderedGroup) for cursor in group.cursors]
+        return any(cursor.held or cursor.returned or cursor.waiting for cursor in cursors) or any(
             handling.ended is None for history in self.histories.values() for handling in history.handlings
         )
 
@@ -298,19 +298,19 @@ class OrderedCluster:
         for name, server in self.servers.items():
             for partition in server.broker.partitions.values():
                 for group in partition.groups.values():
-                    strands = [strand.dump() for strand in getattr(group, "strands", ())]
-                    lines.append(f"{name} {partition.row.name} visible {partition.visible}: {strands}"[:2000])
+                    cursors = [cursor.dump() for cursor in getattr(group, "cursors", ())]
+                    lines.append(f"{name} {partition.row.name} visible {partition.visible}: {cursors}"[:2000])
         return "\n".join(lines)
 
     def _fault(self, fault: Fault) -> None:
-        """Tell the histories what this excuses."""
+        """Record in the histories what the fault excuses."""
         now = self.simulation.now
         until = now + fault.seconds + AFTERMATH_SECONDS
         if fault.kind == "jump":
             return
         names = {fault.process, fault.other}
         consumers = names & {process.name for process in self.consumers}
-        # Without a meta server or a producer nothing is handed out twice.
+        # A fault of a meta server or a producer excuses no duplicates.
         brokers = set() if consumers else names & BROKERS.keys()
         for history in self.histories.values():
             for broker in brokers:
@@ -341,7 +341,7 @@ class OrderedCluster:
         self._database_is_away = away
 
     def _let_fail(self, database: Database) -> None:
-        """While the database is away everybody is told so."""
+        """Make every call of the database raise during an outage."""
         translated, quick = database._translated, database.quick
 
         @contextmanager
@@ -380,17 +380,17 @@ class OrderedCluster:
             async with self.simulation.process("operator").connect(ADDRESSES, limits=CLIENT_LIMITS) as client:
                 await client.admin._run("subject.expand", dict, subject=change.subject, partitions=change.partitions)
         except PlaitError as error:
-            # As many other changes follow.
+            # Other changes follow.
             self.simulation.log("operator", f"not done: {error}")
 
     async def _resume(self) -> None:
-        """Go on with what is parked or dead, until there is nothing left of it."""
+        """Resume parked keys and resend dead letters until there are none."""
         process = self.simulation.process("operator")
         while not self.senders.drained():
             try:
                 async with process.connect(ADDRESSES, limits=CLIENT_LIMITS) as client:
                     while not self.senders.drained():
-                        # Parked keys are among the strict one's; its rows without keys are dead letters as any.
+                        # Only the strict subject parks keys; its rows without keys become dead letters.
                         await client.admin.resend_dead(LOOSE, GROUP)
                         await client.admin.resend_dead(STRICT, GROUP)
                         if not self._affinity:

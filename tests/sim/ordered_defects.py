@@ -1,4 +1,4 @@
-"""Ways to get ordered messages wrong, each put back into the shipped classes: the simulated cluster must notice."""
+"""Defects of ordered delivery, each patched into the shipped classes: the simulated cluster must find them."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ Defect = Callable[[Patch], None]
 
 
 def take_rows_behind_the_fence(patch: Patch) -> None:
-    """R5: a sealed logical partition still takes rows of producers with an old route."""
+    """R5: a sealed logical partition still takes rows from producers with an old route."""
     patch.setattr(Partition, "takes", lambda self, frame: True)
 
 
 def deliver_behind_the_fence(patch: Patch) -> None:
-    """R25: a delayed row enters the partition that it waited at, whether that still takes its key or not."""
-    patch.setattr(Forwards, "ways", lambda self, target, hashes, numbers: [(target, np.arange(len(numbers)))])
+    """R25: a delayed row enters the partition where it waited, even if that no longer takes its key."""
+    patch.setattr(Forwards, "split", lambda self, target, hashes, numbers: [(target, np.arange(len(numbers)))])
 
 
 def ask_brokers_that_hold_nothing(patch: Patch) -> None:
-    """R26: what a group has finished is known to the broker alone, which may be switched off."""
+    """R26: only the broker, which may be switched off, knows what a group has finished."""
     patch.setattr(ordered_consumer, "with_passed", lambda route, group, reports: list(reports))
 
 
 def report_drained_too_early(patch: Patch) -> None:
-    """R4: a span counts as done before it is."""
+    """R4: a span counts as drained too early."""
 
     def naive(self: OrderedGroup, wants: list[tuple[int, int, int, int]]) -> Any:
         return lp_set([(first, end) for first, end, _, until in wants if until])
@@ -60,7 +60,7 @@ def report_drained_too_early(patch: Patch) -> None:
 
 
 def ask_the_newest_span_first(patch: Patch) -> None:
-    """R4: consumers go where the rows are sent now, whatever is left where they were before."""
+    """R4: consumers pull from the newest span while older spans still have rows."""
 
     def naive(route: Any, mine: Any, _: Any) -> list[WantedLocks]:
         chosen = [WantedLocks(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
@@ -72,7 +72,7 @@ def ask_the_newest_span_first(patch: Patch) -> None:
 
 
 def ask_all_spans_at_once(patch: Patch) -> None:
-    """R4: all that a logical partition has is pulled at once, from wherever it is."""
+    """R4: consumers pull from all spans of a logical partition at once."""
 
     def naive(route: Any, mine: Any, _: Any) -> list[WantedLocks]:
         chosen = [WantedLocks(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
@@ -85,19 +85,19 @@ def ask_all_spans_at_once(patch: Patch) -> None:
 
 
 def overtake_rows_that_are_sent_again(patch: Patch) -> None:
-    """R8: what a changed route takes back is sent again in any order."""
+    """R8: rows that a changed route refused are resent in any order."""
     take_back = PartitionQueue.take_back
     patch.setattr(PartitionQueue, "take_back", lambda self: take_back(self)[::-1])
 
 
-def hand_out_what_came_after_a_way_back(patch: Patch) -> None:
-    """R4: who asked before a route led elsewhere and back is handed what came after that, and what is between later."""
+def deliver_rows_from_after_a_round_trip(patch: Patch) -> None:
+    """R4: a pull from before a round trip of the route is answered with rows from after it."""
     granted = OrderedGroup._granted
 
     def naive(self: OrderedGroup, runs: list[tuple[int, int, int, int]], journal: Any) -> None:
         granted(self, runs, journal)
-        for strand in self.strands.take_out(lp_set([(first, end) for first, end, _, _ in runs])):
-            strand.limit = 0
+        for cursor in self.cursors.take_out(lp_set([(first, end) for first, end, _, _ in runs])):
+            cursor.limit = 0
 
     patch.setattr(OrderedGroup, "reopened", lambda self, lps, sequence: None)
     patch.setattr(OrderedGroup, "_granted", naive)
@@ -107,7 +107,7 @@ def hand_out_what_came_after_a_way_back(patch: Patch) -> None:
 
 
 def use_an_epoch_again(patch: Patch) -> None:
-    """What changes hands keeps its epoch."""
+    """A logical partition keeps its epoch when its owner changes."""
 
     def naive(members: Any, present: allocation.Allocation, *, above: int) -> allocation.Allocation:
         after = allocation.allocate(members, present, above=above)
@@ -117,22 +117,22 @@ def use_an_epoch_again(patch: Patch) -> None:
 
 
 def hand_over_too_early(patch: Patch) -> None:
-    """A lock passes on though its owner has rows in its hands."""
-    pass_on = OrderedGroup.pass_on
+    """A lock gets a new owner while the old one has rows in flight."""
+    transfer_locks = OrderedGroup.transfer_locks
 
     def naive(self: OrderedGroup, journal: Any, now: float) -> None:
-        for strand in self.strands:
-            if strand.leaving:
-                for piece in strand.all_held():
-                    self._give_back(strand, piece, 0, journal, counted=False)
-                strand.held = {}
-        pass_on(self, journal, now)
+        for cursor in self.cursors:
+            if cursor.leaving:
+                for piece in cursor.all_held():
+                    self._return_piece(cursor, piece, 0, journal, counted=False)
+                cursor.held = {}
+        transfer_locks(self, journal, now)
 
-    patch.setattr(OrderedGroup, "pass_on", naive)
+    patch.setattr(OrderedGroup, "transfer_locks", naive)
 
 
 def accept_a_lower_epoch(patch: Patch) -> None:
-    """Whoever asks last gets the lock, however old what it was told."""
+    """The last consumer to request a lock gets it, whatever its epoch."""
     wants = Locks.wants
 
     def naive(self: Locks, consumer: int, epochs: Any) -> bool:
@@ -153,12 +153,12 @@ def accept_a_lower_epoch(patch: Patch) -> None:
 
 
 def ignore_the_lease(patch: Patch) -> None:
-    """R14: a consumer hands out what it has, however long ago the broker was heard."""
+    """R14: a consumer hands out rows after its lease has expired."""
     patch.setattr(LockRights, "valid", lambda self: True)
 
 
-def keep_what_is_not_ours_any_more(patch: Patch) -> None:
-    """What a consumer has got it handles, whoever has the lock by then."""
+def handle_rows_of_lost_locks(patch: Patch) -> None:
+    """A consumer handles the rows it received even after it lost their lock."""
     patch.setattr(OrderedPullClient, "_drop_unstarted", lambda self, link, loop: None)
     patch.setattr(LockRights, "valid", lambda self: True)
     patch.setattr(OrderedBuffer, "take_back", lambda self, partition=None, lps=None: [])
@@ -166,12 +166,12 @@ def keep_what_is_not_ours_any_more(patch: Patch) -> None:
 
 
 def grant_right_after_a_start(patch: Patch) -> None:
-    """R15: a broker that has just started knows of nothing in anybody's hands, and passes on what is asked for."""
+    """R15: a broker grants locks right after a start, before it knows which rows consumers hold."""
     keep = Locks.keep
 
     def naive(self: Locks, known: list[int]) -> None:
         keep(self, known)
-        self.unheard = set()
+        self.unconfirmed = set()
 
     patch.setattr(Locks, "keep", naive)
     patch.setattr(OrderedGroup, "frozen_until", property(lambda self: 0.0, lambda self, _: None))
@@ -181,20 +181,20 @@ def grant_right_after_a_start(patch: Patch) -> None:
 # --- rows ---------------------------------------------------------------------------------------
 
 
-def take_rows_of_a_lost_owner_for_done(patch: Patch) -> None:
-    """What a lost consumer had in its hands is not handed out again."""
+def count_rows_of_a_lost_owner_as_done(patch: Patch) -> None:
+    """Rows that a lost consumer held are not delivered again."""
     offline = OrderedGroup.offline
 
     def naive(self: OrderedGroup, consumer: AttachedConsumer, journal: Any, now: int) -> int:
-        for strand in self._holding(consumer.id):
-            strand.held = {}
+        for cursor in self._holding(consumer.id):
+            cursor.held = {}
         return offline(self, consumer, journal, now)
 
     patch.setattr(OrderedGroup, "offline", naive)
 
 
-def lose_returned_rows_when_a_strand_is_split(patch: Patch) -> None:
-    """Rows that came back are forgotten when their logical partition changes hands."""
+def lose_returned_rows_when_a_cursor_is_split(patch: Patch) -> None:
+    """Returned rows are forgotten when their logical partition changes owners."""
     split = Cursor.split
 
     def naive(self: Cursor, number: int, lps: Any, key: int | None = None) -> Cursor:
@@ -206,17 +206,17 @@ def lose_returned_rows_when_a_strand_is_split(patch: Patch) -> None:
 
 
 def let_a_failed_row_be_overtaken(patch: Patch) -> None:
-    """A failed message of a strict subject does not hold its key."""
+    """A failed message of a strict subject does not hold back its key."""
     patch.setattr(OrderedGroup, "strict", property(lambda self: False))
 
 
 def hand_out_a_key_twice_at_a_time(patch: Patch) -> None:
-    """Two messages of a key are in the user's hands at once."""
+    """Two messages of a key are handed to the user at once."""
     patch.setattr(OrderedBuffer, "_is_busy", lambda self, key: False)
 
 
-def forget_rows_in_hands_at_a_checkpoint(patch: Patch) -> None:
-    """What is in hands when a checkpoint is made counts as done by who starts from it."""
+def forget_held_rows_at_a_checkpoint(patch: Patch) -> None:
+    """Rows in flight at a checkpoint count as done after a start from it."""
     dump = Cursor.dump
 
     def naive(self: Cursor) -> CursorState:
@@ -230,13 +230,13 @@ def forget_rows_in_hands_at_a_checkpoint(patch: Patch) -> None:
 
 
 def settle_rows_of_other_tags(patch: Patch) -> None:
-    """An ack settles all that its consumer has between two rows, whatever it was handed out with."""
+    """An ack settles every row its consumer holds between two rows, including those of other deliveries."""
     ack = OrderedGroup.ack
 
     def naive(
         self: OrderedGroup, consumer: AttachedConsumer, ranges: list[Any], journal: Any, tags: Sequence[int] = ()
     ) -> int:
-        held = {*tags, *(each for strand in self.strands for each in strand.held)}
+        held = {*tags, *(each for cursor in self.cursors for each in cursor.held)}
         return sum(ack(self, consumer, ranges, journal, [tag] * len(ranges)) for tag in sorted(held))
 
     patch.setattr(OrderedGroup, "ack", naive)

@@ -1,8 +1,8 @@
-"""Ordered consumers of the simulated cluster: they come and go, fail now and then, and tell a history.
+"""Ordered consumers of the simulated cluster: they join, leave, fail now and then, and record a history.
 
-There are three kinds. One iterates, with two tasks; one fetches batches; one is an ``App``. The last two may be stopped
-between getting a message and beginning with it, where no lease helps: they do what users are told to do then, and ask
-whether somebody has been there with a higher epoch.
+There are three kinds. One iterates, with two tasks; one fetches batches; one is an ``App``. The last two may be paused
+between receiving a message and beginning with it, where a lease does not help. They do what the documentation tells
+users to do: they check that no consumer has handled the key under a higher epoch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ RETRY = plait.Retry(attempts=5, first=0.1, longest=0.5)
 
 
 class _Fenced(Exception):
-    """Somebody with a higher epoch has been there."""
+    """Another consumer has handled the key under a higher epoch."""
 
 
 class Members:
-    """What all consumers share."""
+    """State that all consumers share."""
 
     def __init__(
         self,
@@ -46,34 +46,34 @@ class Members:
         self.histories = histories
         self._addresses = addresses
         self._limits = limits
-        #: Told of what a consumer begins with that asks nobody about epochs, and of the lock that it goes by.
+        #: Called with each message that a consumer begins with without checking epochs, and with its lock.
         self._on_begin = on_begin
         self._on_done = on_done
-        #: Every message takes about so long, so that others wait behind it.
+        #: Handling a message takes about this long, so that a backlog forms.
         self._slow = slow
-        #: Members by affinity, of which no order is asked.
+        #: False for a group by affinity, whose order is not checked.
         self._ordered = not affinity
         self._affinity: Literal["key"] | None = "key" if affinity else None
-        #: Everything is mended: nobody leaves any more, and nothing fails.
+        #: All faults have ended: members stay, and handlers succeed.
         self.settled = False
-        #: The highest epoch of each key of a subject that goes by its own lock, and of each lock of a partition under
-        #: which rows without keys were handled.
+        #: The highest epoch seen, by (subject, key) for keys under their own lock, and by (partition, lock) for rows
+        #: without keys.
         self._epochs: dict[tuple[str, str | int], int] = {}
-        #: Keys of the other one some of whose messages went to another partition, as theirs could not be reached: they
-        #: stand under other locks there, and nothing is promised of their order.
+        #: Keys of the best-tried subject with messages in another partition, because theirs could not be reached: those
+        #: are under other locks, and their order is not promised.
         self.moved: set[str] = set()
 
     def settle(self) -> None:
-        """Stay, and fail no more."""
+        """From now on members stay and handlers succeed."""
         self.settled = True
 
     def killed(self, name: str) -> None:
-        """A consumer's process was: what it was handling ended there."""
+        """A consumer's process was killed: its handlings end."""
         for history in self.histories.values():
             history.gone(name, self.simulation.now)
 
     def main(self, number: int, subjects: Sequence[str]) -> Main:
-        """What the ``number``-th consumer does."""
+        """The main of the consumer with this number."""
 
         async def run(process: Process) -> None:
             draw = random.Random(f"{self.simulation.seed} {process.name}.{process.lives}")
@@ -95,7 +95,7 @@ class Members:
     async def _members(
         self, process: Process, client: plait.Client, number: int, subject: str, draw: random.Random
     ) -> None:
-        """Be a member until it leaves by itself: an error of one subject's does not end the other's."""
+        """Be a member of each subject's group until it leaves; an error of one subject does not end the others."""
         while True:
             try:
                 return await self._member(process, client, number, subject, draw)
@@ -149,7 +149,7 @@ class Members:
             done = []
             for message in batch:
                 if message.key is not None and message.key in failed and self._in_order(message):
-                    # It comes again, after the one that failed.
+                    # It is delivered again, after the one that failed.
                     continue
                 handling = await self._handle(process, message, draw, fenced=True)
                 if handling is None:
@@ -192,7 +192,7 @@ class Members:
         key, lp = message.key, None
         lock = int(message._delivered.lps[message._row])
         if key is None:
-            # Any lock will do that is the consumer's, on that partition.
+            # A row without a key is under any lock of the consumer on that partition.
             self._fence((str(message.partition), lock), message.epoch, fenced=fenced)
         else:
             lp = lp_of_key(key)
@@ -221,7 +221,7 @@ class Members:
         self._epochs[what] = max(highest, epoch)
 
     async def _work(self, handling: Handling, draw: random.Random) -> bool:
-        """Whether it succeeded."""
+        """Do the handler's work; returns whether it succeeded."""
         if self._slow and not self.settled:
             await self.simulation.sleep(self._slow * draw.uniform(0.8, 1.2))
         elif draw.random() < 0.4:
@@ -236,7 +236,7 @@ class Members:
     async def _handle(
         self, process: Process, message: plait.Message, draw: random.Random, *, fenced: bool
     ) -> Handling | None:
-        """The handling if it succeeded."""
+        """Handle a message; returns the handling if it succeeded."""
         try:
             handling = self._begin(process, message, fenced=fenced)
         except _Fenced:
@@ -246,7 +246,7 @@ class Members:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            # Who leaves finishes what it has begun with.
+            # A member that leaves finishes its current message.
             await work
             raise
 

@@ -15,7 +15,7 @@ KEYS: list[str | None] = [*(f"k{n}" for n in range(10)), None]
 
 
 class Senders:
-    """What all producers share: whether to go on, and what is not handled yet."""
+    """State that all producers share: whether they continue, and which messages are not handled yet."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class Senders:
         self.sending = True
         self._bursts = (4, 8) if many else (1, 1, 2, 6)
         self._number = 0
-        #: Sends that are under way, and the life of the process that they are of.
+        #: Sends without an outcome yet → their process, and which of its lives.
         self._under_way: dict[int, tuple[Process, int]] = {}
-        #: Sent for certain and not handled yet.
+        #: Stored and not yet handled.
         self.waiting: set[int] = set()
         self.done: set[int] = set()
-        #: When something was handled last.
+        #: When a message was handled last.
         self.progress = 0.0
 
     def handled(self, handling: Handling) -> None:
@@ -51,11 +51,11 @@ class Senders:
         self.waiting.discard(number)
 
     def drained(self) -> bool:
-        """Everything that was sent is handled."""
+        """Whether everything that was sent is handled."""
         return not self.waiting and not any(process.lives == life for process, life in self._under_way.values())
 
     async def run(self, process: Process) -> None:
-        """What a producer does."""
+        """The main of a producer."""
         name = f"{process.name}.{process.lives}"
         draw = random.Random(f"{self.simulation.seed} {name}")
         while self.sending:
@@ -69,7 +69,7 @@ class Senders:
                 await self.simulation.sleep(0.5)
 
     def _burst(self, process: Process, client: plait.Client, draw: random.Random) -> None:
-        """A few messages at once, whose order is that of the calls."""
+        """Post a few messages at once, in the order of the calls."""
         subject = draw.choice(list(self.histories))
         for _ in range(draw.choice(self._bursts)):
             number = self._number = self._number + 1
@@ -103,7 +103,7 @@ class Senders:
             elif cancelled:
                 record.failed("it is cancelled", self.simulation.now)
             else:
-                # A delayed message gets its place when it is due.
+                # A delayed message gets its sequence when it is due.
                 place = None if receipt.sequence is None else (str(receipt.partition), receipt.sequence)
                 record.ok(place, self.simulation.now)
                 if number not in self.done:

@@ -1,10 +1,10 @@
-"""Drivers that write batches into a simulated cluster: two meta servers, three brokers, faults from a seed.
+"""Spark drivers that write batches into a simulated cluster: two meta servers, three brokers, faults from a seed.
 
-What runs is what Spark's sink runs: stages, commits and aborts over shipped clients and servers. A driver notes a batch
-as committed in memory that outlives it, as Spark does in its checkpoint. One that dies before writes the batch again,
-with other rows. Machines and the network fail, with loss of power in any flush mode, and partitions become more and
-fewer. The wall clocks of meta servers differ, and jump by weeks or to 1970. At the end each batch has to be there once,
-as one attempt wrote it, and each key in order.
+It runs the code of Spark's sink: stages, commits and aborts over shipped clients and servers. A driver notes committed
+batches in memory that outlives it, as Spark does in its checkpoint. A driver that dies before that writes the batch
+again, with other rows. Machines and the network fail, with power loss in any flush mode, and the number of partitions
+changes. The wall clocks of meta servers differ, and jump by weeks or to 1970. At the end each batch must be stored
+once, as one attempt wrote it, and each key in order.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from tests.sim.ordered_cluster import (
     Outage,
 )
 
-#: Tasks of a batch, and how often each writes its keys.
+#: Tasks of a batch, and how many times each writes its keys.
 TASKS, TIMES = 2, 3
 KEYS = 3
-#: Everything that is under way ends within this, once all is mended.
+#: Running batches end within this time once all faults have ended.
 FINISH_SECONDS = 300.0
 
 
 class Row(NamedTuple):
-    """A message, as its body says."""
+    """The contents of a message's body."""
 
     query: str
     batch: int
@@ -55,8 +55,8 @@ class Row(NamedTuple):
 
 
 class SinkCluster(OrderedCluster):
-    """See the module. ``pause_seconds`` lie between two batches of a driver, about; ``forgetful`` is the share of its
-    batches that it does not note as committed."""
+    """``run`` runs one seed. ``pause_seconds``: the average pause between two batches of a driver. ``forgetful``: the
+    share of batches that a driver does not note as committed."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class SinkCluster(OrderedCluster):
             seed, seconds=seconds, producers=0, consumers=0, script=script, changes=changes, outages=outages
         )
         self.drivers = [self.simulation.process(name, self._drive) for name in self._names]
-        #: What outlives a driver: the batches of each that were committed, as far as it has noted.
+        #: The last batch that each driver noted as committed; survives the driver.
         self.noted: dict[str, int] = dict.fromkeys(self._names, -1)
         self.attempts = 0
         self.refused = 0
@@ -99,7 +99,7 @@ class SinkCluster(OrderedCluster):
             [*brokers, *metas, *3 * self._names],
             pairs,
             disks=brokers,
-            # What a commit rests on is on the disk, whatever the flush mode.
+            # A commit syncs in every flush mode.
             weights=WEIGHTS | {"power_loss": 2},
             every_seconds=self.random.choice([0.7, 1.5, 3.0]),
             long_seconds=2.5 * LEASE_SECONDS,
@@ -110,7 +110,7 @@ class SinkCluster(OrderedCluster):
         return [Change(change.at, STRICT, change.partitions) for change in super()._changes()]
 
     def _fault(self, fault: Fault) -> None:
-        """Nothing is excused here."""
+        """Does nothing: faults excuse nothing here."""
 
     def _run(self) -> list[Any]:
         from plait.testing.embedded_broker import empty_database
@@ -146,7 +146,7 @@ class SinkCluster(OrderedCluster):
             try:
                 async with process.connect(ADDRESSES, limits=CLIENT_LIMITS) as client:
                     while name not in self._ended:
-                        # The last one counts too: all others are finished with it, if they were decided.
+                        # Committing the last batch finishes every earlier batch that was decided.
                         last = self._ending
                         await self._write_batch(client, name, self.noted[name] + 1, draw, calm=last)
                         if last:
@@ -162,7 +162,7 @@ class SinkCluster(OrderedCluster):
         self.attempts += 1
         attempt = self.attempts
         if not calm and draw.random() < 0.2:
-            # A task that ends without a word, or a twin that was too slow.
+            # A task that dies, or a speculative copy that is too slow.
             await self._write_task(client, Row(query, batch, attempt, 90, 0), whole=draw.random() < 0.5)
         tasks = [self._write_task(client, Row(query, batch, attempt, task, 0)) for task in range(TASKS)]
         found = [staged for stages in await asyncio.gather(*tasks) for staged in stages]
@@ -172,7 +172,7 @@ class SinkCluster(OrderedCluster):
         if not await commit(client, query, batch, found):
             self.refused += 1
         if not calm and draw.random() < self._forgetful:
-            # It dies before it has noted that.
+            # The driver dies before it notes the commit.
             return
         self.noted[query] = batch
 
@@ -185,10 +185,10 @@ class SinkCluster(OrderedCluster):
             await writer.write(StagedRows(bodies, pa.array(keys), hash_keys(keys, KEYS)))
         return await writer.complete() if whole else []
 
-    # --- what is there --------------------------------------------------------------------------
+    # --- checks ---------------------------------------------------------------------------------
 
     async def _stored(self) -> dict[str, list[Row]]:
-        """What is visible of each key, along the places where its rows were one after another."""
+        """The visible rows of each key, in order along the spans of its logical partition."""
         async with self.simulation.process("test").connect(ADDRESSES, limits=CLIENT_LIMITS) as client:
             route = await client._router.refresh(STRICT)
         stored = [self._rows_at(name.name, name.group) for name in route.partitions]
@@ -202,7 +202,7 @@ class SinkCluster(OrderedCluster):
                         found[key].append(row)
                 starts[where] = fence or 0
         count = sum(len(rows) for rows in stored)
-        assert count == sum(map(len, found.values())), "rows lie where no route leads to"
+        assert count == sum(map(len, found.values())), "rows are in partitions that are in no route"
         return found
 
     def _rows_at(self, name: str, group: str) -> list[tuple[int, str, Row]]:
@@ -225,12 +225,10 @@ class SinkCluster(OrderedCluster):
             )
             for row in rows:
                 attempts[row.query, row.batch].add(row.attempt)
-        mixed = {batch: who for batch, who in attempts.items() if len(who) > 1}
+        mixed = {batch: several for batch, several in attempts.items() if len(several) > 1}
         assert not mixed, f"batches of several attempts: {mixed}"
         wanted = {(query, batch) for query, last in self.noted.items() for batch in range(last + 1)}
-        assert set(attempts) == wanted, (
-            f"batches {sorted(set(attempts) ^ wanted)} are missing, or nobody committed them"
-        )
+        assert set(attempts) == wanted, f"batches {sorted(set(attempts) ^ wanted)} are missing, or were not committed"
         for query, last in self.noted.items():
             keys = {f"{query}-{task}-{n}" for task in range(TASKS) for n in range(KEYS)}
             assert {key for key in found if key.startswith(f"{query}-")} == keys

@@ -1,4 +1,4 @@
-"""A defect of the sink's exactly-once writes, to be put back into the shipped classes."""
+"""A defect of the sink's exactly-once writes, to be patched into the shipped classes."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from plait.meta.cluster_age import ClusterAge
 
 
 def forget_decisions_by_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
-    """How old a decision is, is read from the meta server's wall clock."""
+    """The age of a decision is computed from the meta server's wall clock."""
     patch.setattr(ClusterAge, "advance", lambda age, connection: age._clock.now() // 1_000_000)

@@ -1,4 +1,4 @@
-"""Scripts of faults: drawn from a seed, played on virtual time, over at their end."""
+"""Fault scripts: drawn from a seed, played on virtual time; no fault outlasts its script."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def test_a_script_follows_from_its_seed():
 
 
 @pytest.mark.parametrize("number", range(10))
-def test_a_script_is_in_order_and_over_in_time(number: int):
+def test_a_script_is_in_order_of_time_and_no_fault_outlasts_it(number: int):
     script = faults(number).script(60.0)
     assert [fault.at for fault in script] == sorted(fault.at for fault in script)
     assert all(fault.end <= 60.0 for fault in script)
     assert all(fault.process == "broker" for fault in script if fault.kind == "crash_at")
 
 
-def test_every_kind_comes_short_and_long():
+def test_every_kind_of_fault_is_drawn_short_and_long():
     script = faults(1).script(5000.0)
     assert {fault.kind for fault in script} == {"kill", "crash_at", "pause", "cut", "cut_one_way", "jump"}
     lasting = [fault.seconds for fault in script if fault.kind == "pause"]
     assert min(lasting) < 1.0 < 8.0 < max(lasting) <= 12.0
 
 
-def test_only_what_is_possible_comes():
+def test_only_possible_faults_are_drawn():
     script = Faults(random.Random(1), NAMES).script(1000.0)
     assert {fault.kind for fault in script} == {"kill", "pause", "jump"}
     script = Faults(random.Random(1), NAMES, weights={"power_loss": 1}).script(100.0)
     assert {fault.kind for fault in script} == {"power_loss"}
 
 
-def test_a_fault_says_what_it_is():
+def test_a_fault_prints_its_time_kind_and_processes():
     assert str(Fault("cut", 1.5, 2.0, "a", "b")) == "1.500 s: cut a from b for 2.000 s"
     assert str(Fault("jump", 1.0, 0.0, "a", amount=-5.0)) == "1.000 s: jump a by -5 for 0.000 s"
 
@@ -56,7 +56,7 @@ def test_faults_happen_at_their_times_and_end():
         a, b = sim.process("a", live), sim.process("b", live)
         a.start()
         b.start()
-        told: list[tuple[float, str]] = []
+        begun: list[tuple[float, str]] = []
         script = [
             Fault("kill", 1.0, 2.0, "a"),
             Fault("pause", 4.0, 2.0, "a"),
@@ -64,7 +64,7 @@ def test_faults_happen_at_their_times_and_end():
             Fault("cut", 10.0, 2.0, "a", "b"),
             Fault("power_loss", 13.0, 2.0, "a"),
         ]
-        end = play(sim, script, lambda fault: told.append((sim.now, fault.kind)))
+        end = play(sim, script, lambda fault: begun.append((sim.now, fault.kind)))
         assert end == 15.0
         states = []
         for _ in script:
@@ -81,10 +81,10 @@ def test_faults_happen_at_their_times_and_end():
             (True, False, True, True, True),
             (False, False, False, False, False),
         ]
-        assert told == [(fault.at, fault.kind) for fault in script]
+        assert begun == [(fault.at, fault.kind) for fault in script]
 
 
-def test_a_crash_that_does_not_come_in_time_does_not_come():
+def test_a_planned_crash_without_enough_operations_does_not_happen():
     with Simulation(1) as sim:
         process = sim.process("a", live)
         process.start()

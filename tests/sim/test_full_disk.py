@@ -18,14 +18,14 @@ CAPACITY = 24 * MIB
 CONFIG = BrokerConfig(
     message_segment_size=4 * MIB,
     action_segment_size=1 * MIB,
-    kept_segment_size=1 * MIB,
+    retained_segment_size=1 * MIB,
     disk_used_max=0.9,
     disk_free_min=2 * MIB,
 )
 
 
 async def fill(client: plait.Client, subject: str) -> plait.DiskFull:
-    """Send until the disk is full; why it takes no more."""
+    """Send until the disk is full; returns the error."""
     for _ in range(1000):
         try:
             await client.send(subject, bytes(100_000))
@@ -59,7 +59,7 @@ def test_deleting_the_subject_that_filled_the_disk_frees_it_within_a_minute(capl
             async with plait.connect(ADDRESS, client_id="c") as client:
                 error = await fill(client, "big")
                 assert "% full (watermark 90%)" in str(error)
-                assert "plait subject set" in str(error), "what to do is said"
+                assert "plait subject set" in str(error), "the error names the command that frees space"
                 with pytest.raises(plait.DiskFull):
                     await client.send("another", b"x")
                 await sim.sleep(20.0)
@@ -73,8 +73,8 @@ def test_deleting_the_subject_that_filled_the_disk_frees_it_within_a_minute(capl
                 await client.send("another", b"room again")
 
         sim.run(main())
-    told = [record.message for record in caplog.records if "full" in record.message or "space" in record.message]
-    assert len(told) == 2, "the disk is full, and there is space again: once each"
+    logged = [record.message for record in caplog.records if "full" in record.message or "space" in record.message]
+    assert len(logged) == 2, "the disk is full, and there is space again: once each"
 
 
 def test_a_shorter_retention_frees_the_disk_within_a_minute():
@@ -95,7 +95,7 @@ def test_a_shorter_retention_frees_the_disk_within_a_minute():
         sim.run(main())
 
 
-def test_less_is_kept_by_size_within_a_minute_and_the_newest_stay():
+def test_a_smaller_retention_size_frees_the_disk_within_a_minute_and_keeps_the_newest():
     with Simulation(3) as sim:
         full = Full(sim)
 

@@ -1,4 +1,4 @@
-"""What a killed owner had goes on as soon as its lease is over and the meta server has missed it, whenever that is."""
+"""The keys of a killed owner resume as soon as its lease has ended and the meta server has noticed the loss."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from tests.sim.cluster import ADDRESS
 from tests.sim.ordered_cluster import CONFIG
 
 LEASE_SECONDS = 2.0
-#: For whoever takes over: being told, asking for locks, and the first message, which comes every so often.
+#: Time for the new owner to learn its share, request the locks and receive the next message.
 HANDOVER_SECONDS = 0.15
 KEYS = [f"k{n}" for n in range(40)]
 EVERY_SECONDS = 0.05
-#: The one that is killed has messages of all its keys in its hands by then.
+#: The victim stops acking this long before it is killed, so that it holds messages of all its keys.
 HELD_SECONDS = 0.5
 
 
 class Standstill(NamedTuple):
-    """Of one key that a killed owner had, in seconds after it was killed."""
+    """Times of one key of a killed owner, in seconds after the kill."""
 
     lease_end: float
     missed: float
-    gone_on: float
+    resumed: float
 
 
 def standstills(database: Path, seed: int, killed_after: float) -> list[Standstill]:
-    """When the owner's lease ends, when the meta server is to miss it, and when each key goes on."""
+    """When the owner's lease ends, when the meta server notices the loss, and when each key resumes."""
     limits = ServerLimits(lease_seconds=LEASE_SECONDS)
     config = msgspec.structs.replace(CONFIG, limits=limits)
     database.write_bytes(empty_database())
     with Simulation(seed) as sim:
         servers: list[Server] = []
         killed_at = math.inf
-        #: Key → its partition, who handled a message of it, and when.
+        #: Key → (partition, consumer, time) of each handled message.
         handled: dict[str, list[tuple[str, str, float]]] = {key: [] for key in KEYS}
 
         async def serve(process: Process) -> None:
@@ -67,7 +67,7 @@ def standstills(database: Path, seed: int, killed_after: float) -> list[Standsti
                 async for message in consumer:
                     assert message.key is not None
                     handled[message.key].append((message.partition.name, process.name, sim.now))
-                    # What is in nobody's hands may go on sooner.
+                    # A key without messages in flight may resume sooner.
                     if process.name == "other" or sim.now < killed_at - HELD_SECONDS:
                         message.ack()
 
@@ -79,7 +79,7 @@ def standstills(database: Path, seed: int, killed_after: float) -> list[Standsti
         killed_at = sim.now + 6.0 + killed_after
         sim.run_for(killed_at - sim.now)
         sim.process("victim").kill()
-        # What is on its way still counts.
+        # Requests in flight still count.
         sim.run_for(0.1)
         broker, host = servers[0].broker, servers[0].cluster._host
         assert host is not None
@@ -100,19 +100,19 @@ def standstills(database: Path, seed: int, killed_after: float) -> list[Standsti
     for events in handled.values():
         last = max((time for _, name, time in events if name == "victim"), default=0.0)
         if last > killed_at - 1.0:
-            partition, gone_on = min(
+            partition, resumed = min(
                 ((where, time) for where, name, time in events if name == "other" and time > last),
                 key=lambda event: event[1],
             )
-            found.append(Standstill(ends[partition], missed, gone_on - killed_at))
+            found.append(Standstill(ends[partition], missed, resumed - killed_at))
     return found
 
 
 @pytest.mark.parametrize("phase", range(4))
-def test_the_keys_of_a_killed_owner_go_on_when_its_lease_is_over(tmp_path: Path, phase: int):
+def test_the_keys_of_a_killed_owner_resume_when_its_lease_has_ended(tmp_path: Path, phase: int):
     found = standstills(tmp_path / "meta.db", phase, phase * 0.19)
     assert len(found) > 5
     for each in found:
-        # Not before: it might be alive.
-        assert each.gone_on >= each.lease_end
-        assert each.gone_on <= max(each.lease_end, each.missed) + HANDOVER_SECONDS
+        # Not before the lease ends: the owner might be alive.
+        assert each.resumed >= each.lease_end
+        assert each.resumed <= max(each.lease_end, each.missed) + HANDOVER_SECONDS

@@ -1,4 +1,4 @@
-"""The simulated network: connections as asyncio's, flow control, refusals, cuts, kills and pauses."""
+"""The simulated network: asyncio connections, flow control, refusals, cuts, kills and pauses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ HOST, PORT = "127.0.0.1", 9000
 @pytest.fixture
 def sim() -> Iterator[Simulation]:
     with Simulation(1) as simulation:
-        # What has a bearing on a test is said in it.
+        # Each test sets the odds that matter to it.
         simulation.network.spike_odds = simulation.network.reset_odds = 0.0
         yield simulation
 
 
 class Taker(asyncio.Protocol):
-    """Notes what happens to it."""
+    """Records every callback."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -55,7 +55,7 @@ class Taker(asyncio.Protocol):
 
 
 class BufferedTaker(asyncio.BufferedProtocol):
-    """Into a small buffer of its own."""
+    """Reads into its own small buffer."""
 
     def __init__(self) -> None:
         self.buffer = bytearray(1000)
@@ -110,7 +110,7 @@ def test_bytes_come_in_order_and_whole(sim: Simulation, pair: tuple[Taker, Taker
     assert server.pieces > 20
 
 
-def test_bytes_take_their_time(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_bytes_arrive_after_the_latency(sim: Simulation, pair: tuple[Taker, Taker]):
     sim.network.latency_seconds = (0.5, 0.6)
     client, server = pair
     client.transport.write(b"x")
@@ -120,7 +120,7 @@ def test_bytes_take_their_time(sim: Simulation, pair: tuple[Taker, Taker]):
     assert server.data == b"x"
 
 
-def test_a_buffered_protocol_gets_no_more_than_its_buffer_takes(sim: Simulation):
+def test_a_buffered_protocol_gets_no_more_than_its_buffer_holds(sim: Simulation):
     got: list[BufferedTaker] = []
 
     def factory() -> BufferedTaker:
@@ -136,7 +136,7 @@ def test_a_buffered_protocol_gets_no_more_than_its_buffer_takes(sim: Simulation)
     assert got[0].data == body
 
 
-def test_a_reader_that_does_not_read_stops_the_writer(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_a_paused_reader_pauses_the_writer(sim: Simulation, pair: tuple[Taker, Taker]):
     client, server = pair
     server.transport.pause_reading()
     client.transport.set_write_buffer_limits(high=100_000, low=50_000)
@@ -155,7 +155,7 @@ def test_a_reader_that_does_not_read_stops_the_writer(sim: Simulation, pair: tup
     assert len(server.data) == written
 
 
-def test_close_sends_what_was_written_and_ends_both(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_close_sends_buffered_bytes_and_ends_both_sides(sim: Simulation, pair: tuple[Taker, Taker]):
     client, server = pair
     client.transport.write(bytes(3_000_000))
     client.transport.close()
@@ -167,7 +167,7 @@ def test_close_sends_what_was_written_and_ends_both(sim: Simulation, pair: tuple
     assert client.lost == server.lost == [None]
 
 
-def test_abort_sends_no_more(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_abort_drops_buffered_bytes(sim: Simulation, pair: tuple[Taker, Taker]):
     client, server = pair
     server.transport.pause_reading()
     client.transport.write(bytes(3_000_000))
@@ -178,7 +178,7 @@ def test_abort_sends_no_more(sim: Simulation, pair: tuple[Taker, Taker]):
     assert len(server.data) < 3_000_000
 
 
-def test_a_half_closed_connection_still_brings_answers(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_a_half_closed_connection_still_receives(sim: Simulation, pair: tuple[Taker, Taker]):
     client, server = pair
     server.eof_received = lambda: True  # type: ignore[method-assign]
     client.transport.write(b"question")
@@ -191,7 +191,7 @@ def test_a_half_closed_connection_still_brings_answers(sim: Simulation, pair: tu
         client.transport.write(b"more")
 
 
-def test_closing_with_something_unread_is_a_reset_to_the_other_side(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_closing_with_unread_bytes_resets_the_other_side(sim: Simulation, pair: tuple[Taker, Taker]):
     client, server = pair
     server.transport.pause_reading()
     client.transport.write(b"unread")
@@ -202,7 +202,7 @@ def test_closing_with_something_unread_is_a_reset_to_the_other_side(sim: Simulat
     assert isinstance(error, ConnectionResetError)
 
 
-def test_a_write_to_a_connection_that_is_gone_is_a_reset(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_a_write_to_a_closed_connection_is_reset(sim: Simulation, pair: tuple[Taker, Taker]):
     client, server = pair
     client.transport.pause_reading()
     server.transport.abort()
@@ -226,7 +226,7 @@ def refused(process: Process) -> OSError:
     return error
 
 
-def test_nobody_listening_refuses(sim: Simulation):
+def test_an_address_without_a_listener_refuses(sim: Simulation):
     assert refused(sim.process("client")).errno == errno.ECONNREFUSED
 
 
@@ -249,7 +249,7 @@ def test_port_0_is_any_free_port(sim: Simulation):
     assert first != second
 
 
-def test_a_dial_that_is_cut_off_waits_and_comes_through_afterwards(sim: Simulation):
+def test_a_connect_during_a_cut_succeeds_after_it(sim: Simulation):
     client, server = sim.process("client"), sim.process("server")
     accepted: list[Taker] = []
     listen(server, accepted)
@@ -263,7 +263,7 @@ def test_a_dial_that_is_cut_off_waits_and_comes_through_afterwards(sim: Simulati
     assert len(accepted) == 1
 
 
-def test_a_dial_that_is_given_up_leaves_nothing_behind(sim: Simulation):
+def test_a_cancelled_connect_leaves_no_connection(sim: Simulation):
     client, server = sim.process("client"), sim.process("server")
     accepted: list[Taker] = []
     listen(server, accepted)
@@ -283,7 +283,7 @@ def test_a_dial_that_is_given_up_leaves_nothing_behind(sim: Simulation):
 # --- cuts ---------------------------------------------------------------------------------------
 
 
-def test_bytes_across_a_short_cut_come_when_it_is_mended(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_bytes_sent_during_a_short_cut_arrive_after_it(sim: Simulation, pair: tuple[Taker, Taker]):
     client, server = pair
     sim.network.cut(sim.process("client"), sim.process("server"))
     client.transport.write(b"one")
@@ -297,7 +297,7 @@ def test_bytes_across_a_short_cut_come_when_it_is_mended(sim: Simulation, pair: 
     assert client.lost == []
 
 
-def test_a_one_way_cut_lets_the_other_way_pass(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_a_one_way_cut_leaves_the_other_direction_open(sim: Simulation, pair: tuple[Taker, Taker]):
     client, server = pair
     sim.network.cut(sim.process("client"), sim.process("server"), both=False)
     client.transport.write(b"up")
@@ -307,7 +307,7 @@ def test_a_one_way_cut_lets_the_other_way_pass(sim: Simulation, pair: tuple[Take
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_a_long_cut_is_a_time_out_for_who_sends_and_silence_for_who_does_not(
+def test_a_long_cut_times_out_the_sender_and_is_silent_for_the_receiver(
     sim: Simulation, pair: tuple[Taker, Taker], both: bool
 ):
     client, server = pair
@@ -325,7 +325,7 @@ def test_a_long_cut_is_a_time_out_for_who_sends_and_silence_for_who_does_not(
     assert isinstance(server.lost[0], ConnectionResetError)
 
 
-def test_what_is_not_confirmed_times_out_too(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_bytes_without_a_confirmation_time_out_too(sim: Simulation, pair: tuple[Taker, Taker]):
     client, server = pair
     sim.network.cut(sim.process("server"), sim.process("client"), both=False)
     client.transport.write(b"x")
@@ -348,7 +348,7 @@ def test_a_cut_without_traffic_is_not_noticed(sim: Simulation, pair: tuple[Taker
 # --- processes ----------------------------------------------------------------------------------
 
 
-def test_a_killed_process_ends_its_connections_after_what_it_sent(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_the_connections_of_a_killed_process_end_after_its_sent_bytes(sim: Simulation, pair: tuple[Taker, Taker]):
     client, server = pair
     server.transport.write(b"last words")
     sim.process("server").kill()
@@ -359,7 +359,7 @@ def test_a_killed_process_ends_its_connections_after_what_it_sent(sim: Simulatio
     assert refused(sim.process("client")).errno == errno.ECONNREFUSED
 
 
-def test_a_process_that_is_killed_with_something_unread_resets(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_the_connections_of_a_process_killed_with_unread_bytes_are_reset(sim: Simulation, pair: tuple[Taker, Taker]):
     client, _ = pair
     sim.process("server").pause()
     client.transport.write(b"unread")
@@ -369,7 +369,7 @@ def test_a_process_that_is_killed_with_something_unread_resets(sim: Simulation, 
     assert isinstance(client.lost[0], ConnectionResetError)
 
 
-def test_a_kill_behind_a_cut_is_heard_of_when_it_is_mended(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_a_kill_during_a_cut_is_noticed_after_the_cut(sim: Simulation, pair: tuple[Taker, Taker]):
     client, _ = pair
     sim.network.cut(sim.process("client"), sim.process("server"))
     sim.process("server").kill()
@@ -380,7 +380,7 @@ def test_a_kill_behind_a_cut_is_heard_of_when_it_is_mended(sim: Simulation, pair
     assert client.lost == [None]
 
 
-def test_a_kill_behind_a_long_cut_is_never_heard_of(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_a_kill_during_a_long_cut_is_never_noticed(sim: Simulation, pair: tuple[Taker, Taker]):
     client, _ = pair
     sim.network.cut(sim.process("client"), sim.process("server"))
     sim.process("server").kill()
@@ -393,7 +393,7 @@ def test_a_kill_behind_a_long_cut_is_never_heard_of(sim: Simulation, pair: tuple
     assert isinstance(client.lost[0], ConnectionResetError)
 
 
-def test_a_machine_without_power_says_nothing_until_it_is_back(sim: Simulation, pair: tuple[Taker, Taker]):
+def test_a_machine_without_power_is_silent_until_it_restarts(sim: Simulation, pair: tuple[Taker, Taker]):
     client, _ = pair
     server = sim.process("server")
     server.kill(power_loss=True)
@@ -406,21 +406,21 @@ def test_a_machine_without_power_says_nothing_until_it_is_back(sim: Simulation, 
     assert isinstance(client.lost[0], ConnectionResetError)
 
 
-def test_a_paused_process_still_takes_connections_and_bytes(sim: Simulation):
+def test_the_kernel_of_a_paused_process_accepts_connections_and_bytes(sim: Simulation):
     server = sim.process("server")
     accepted: list[Taker] = []
     listen(server, accepted)
     server.pause()
     client = dial(sim.process("client"))
-    client.transport.write(b"while you slept")
+    client.transport.write(b"during the pause")
     sim.run_for(10.0)
     assert accepted == []
     server.resume()
     sim.run_for(1.0)
-    assert accepted[0].data == b"while you slept"
+    assert accepted[0].data == b"during the pause"
 
 
-def test_what_a_killed_process_had_not_accepted_is_ended(sim: Simulation):
+def test_connections_that_a_killed_process_had_not_accepted_end(sim: Simulation):
     server = sim.process("server")
     listen(server, [])
     server.pause()
@@ -431,7 +431,7 @@ def test_what_a_killed_process_had_not_accepted_is_ended(sim: Simulation):
     assert client.lost == [None]
 
 
-def test_asyncio_streams_work_as_ever(sim: Simulation):
+def test_asyncio_streams_work(sim: Simulation):
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
             writer.write(line.upper())

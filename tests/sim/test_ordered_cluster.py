@@ -1,6 +1,6 @@
-"""Meta servers, brokers, ordered consumers and producers, all as shipped, through faults of every kind, members that
-come and go, and changes of the partition count: each key of a strict subject in order, one owner of each logical
-partition and epoch, nothing lost, nothing invented. ``OrderedCluster(seed)`` repeats a failure.
+"""Shipped meta servers, brokers, ordered consumers and producers under faults of every kind, members that join and
+leave, and changes of the partition count: each key of a strict subject is handled in order, each logical partition has
+one owner per epoch, nothing is lost or invented. ``OrderedCluster(seed)`` repeats a failure.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from plait.testing.sim import Fault
 from tests.sim.ordered_changes import Change
 from tests.sim.ordered_cluster import STRICT, OrderedCluster, Outage
 
-#: Seeds that one test runs: two in all, and one with affinity. ``test_world.py`` runs a hundred worlds, and
-#: ``make test-deep SUITE=sim`` 2,000 seeds of this.
+#: Seeds that one test runs: two in total, and one with affinity. ``test_world.py`` runs a hundred worlds, and
+#: ``make test-deep SUITE=sim`` 2,000 seeds of this cluster.
 SEEDS = 1
 
 
@@ -43,21 +43,21 @@ def test_without_faults_everything_is_handled_once_while_partitions_and_members_
     history = cluster.histories[STRICT]
     successes = [handling.value for handling in history.handlings if handling.outcome == "ok"]
     assert len(successes) == len(set(successes)) == len(history.sends) > 50
-    # They came from everywhere.
+    # Many partitions delivered messages.
     assert len({handling.place[0] for handling in history.handlings if handling.place is not None}) > 4
 
 
 def test_without_their_database_meta_servers_decide_nothing_and_messages_are_handled_as_before():
-    """R16, for longer than a lease; then everything goes on."""
+    """R16: the outage is longer than a lease; afterwards everything resumes."""
     outage = Outage(2.0, 5.0)
     cluster = OrderedCluster(4, script=[], changes=[Change(1.0, STRICT, 4), Change(3.0, STRICT, 1)], outages=[outage])
     cluster.run()
     begun = [handling.begun for handling in cluster.histories[STRICT].handlings]
-    # Who left meanwhile cannot come back before.
+    # Members that left during the outage cannot join again before its end.
     assert sum(3.0 < time < 7.0 for time in begun) > 10
 
 
-def test_the_same_seed_goes_the_same_way():
+def test_the_same_seed_gives_the_same_run():
     runs = [OrderedCluster(3, seconds=3.0) for _ in range(2)]
     for cluster in runs:
         cluster.run()

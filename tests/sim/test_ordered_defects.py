@@ -1,5 +1,5 @@
-"""Does the simulated cluster find what is wrong? Each defect is put into the shipped classes, and has to be noticed, by
-the checker as it goes or by the wait for the end, within a few seeds that are fine without it.
+"""The simulated cluster finds planted defects: each is patched into the shipped classes, and the checker or the wait
+for the end finds it within a few seeds, which pass without it.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import pytest
 
 from plait.testing.sim import Fault
 from tests.sim import ordered_defects as defects
-from tests.sim.ordered_changes import Change, ways_back
+from tests.sim.ordered_changes import Change, round_trips
 from tests.sim.ordered_cluster import BROKERS, METAS, STRICT, OrderedCluster
 from tests.sim.ordered_defects import Defect
 
-#: Long enough for everything that is not wrong to be handled.
+#: Long enough for everything to be handled where nothing is wrong.
 QUIET_SECONDS = 10.0
 HELD_UP = ("consumer-0", "consumer-3")
-#: Consumers that hear no meta server, so that others are to have what they have...
-UNHEARD = [Fault("cut", 1.0, 6.5, consumer, meta) for consumer in HELD_UP for meta in METAS]
-#: ...one of which hears nobody.
-CUT_OFF = [*UNHEARD, *(Fault("cut", 2.0, 5.0, HELD_UP[0], broker) for broker in BROKERS)]
-#: Both hear nobody when the brokers start anew, which therefore cannot know what they have in their hands.
+#: Two consumers are cut off from the meta servers, so that others are allocated their shares...
+CUT_FROM_METAS = [Fault("cut", 1.0, 6.5, consumer, meta) for consumer in HELD_UP for meta in METAS]
+#: ...and one of them also from the brokers.
+CUT_OFF = [*CUT_FROM_METAS, *(Fault("cut", 2.0, 5.0, HELD_UP[0], broker) for broker in BROKERS)]
+#: Both are cut off from all servers while the brokers restart, so the brokers cannot know which rows they hold.
 RESTARTED = [
-    *UNHEARD,
+    *CUT_FROM_METAS,
     *(Fault("cut", 3.8, 4.0, consumer, broker) for consumer in HELD_UP for broker in BROKERS),
     *(Fault("kill", 4.0, 0.1, broker) for broker in BROKERS),
 ]
-#: Brokers made a checkpoint while much was in hands; then nobody has it any more.
+#: Brokers made a checkpoint while many rows were in flight; then all holders die.
 ALL_KILLED = [Fault("kill", 4.6, 0.1, name) for name in (*BROKERS, *(f"consumer-{n}" for n in range(8)))]
-#: One consumer after another: what each had goes to the others.
+#: One consumer after another: its rows go to the others.
 KILLED = [Fault("kill", 2.0 + 0.6 * n, 0.3, f"consumer-{n}") for n in range(8)]
 
 
@@ -39,25 +39,25 @@ def common(seed: int) -> OrderedCluster:
 
 
 def busy(script: list[Fault], slow: float) -> Callable[[int], OrderedCluster]:
-    """More to do than anybody can at once, and these faults."""
+    """A cluster whose consumers all have a backlog, with these faults."""
     return lambda seed: OrderedCluster(
         seed, slow=slow, script=script, changes=[Change(1.5, STRICT, 1)], quiet_seconds=QUIET_SECONDS, early=True
     )
 
 
-def coming_back(seed: int) -> OrderedCluster:
-    """Partitions become more and soon as few as before, again and again, and much is sent meanwhile."""
+def round_trip(seed: int) -> OrderedCluster:
+    """Partitions are added and soon removed, again and again, under load."""
     consumers = [f"consumer-{n}" for n in range(8)]
-    changes, script = ways_back(random.Random(seed), 8.0, STRICT, consumers, list(METAS))
+    changes, script = round_trips(random.Random(seed), 8.0, STRICT, consumers, list(METAS))
     return OrderedCluster(seed, slow=0.1, script=script, changes=changes, quiet_seconds=QUIET_SECONDS, early=True)
 
 
-#: What a defect that does not fit the shipped classes any more comes to.
+#: Errors of a defect that does not fit the shipped classes any more.
 BROKEN_CODE = (TypeError, AttributeError, NameError)
 
-#: Seeds for a defect that the listed ones do not show any more: whatever takes another turn changes what they show.
+#: More seeds, for a defect that its listed seeds no longer show: any change of the code may change what a seed shows.
 MORE = range(300, 320)
-#: What each defect is shown by, and by which seeds: the first that does makes the test a short one.
+#: Which cluster and seeds show each defect. A seed that shows it comes first, which keeps the test short.
 COMMON = (common, (208, 202, 205, 209))
 ONE_BY_ONE = (busy(KILLED, 0.25), (1, 3))
 LONG_HANDLING = (busy(CUT_OFF, 1.5), (3,))
@@ -69,24 +69,24 @@ SHOWN_BY: dict[Defect, tuple[Callable[[int], OrderedCluster], tuple[int, ...]]] 
     defects.ask_the_newest_span_first: COMMON,
     defects.ask_all_spans_at_once: (common, (203,)),
     defects.overtake_rows_that_are_sent_again: COMMON,
-    defects.hand_out_what_came_after_a_way_back: (coming_back, (2, 8)),
+    defects.deliver_rows_from_after_a_round_trip: (round_trip, (2, 8)),
     defects.use_an_epoch_again: COMMON,
     defects.hand_over_too_early: ONE_BY_ONE,
-    defects.take_rows_of_a_lost_owner_for_done: ONE_BY_ONE,
-    defects.lose_returned_rows_when_a_strand_is_split: (common, (1,)),
+    defects.count_rows_of_a_lost_owner_as_done: ONE_BY_ONE,
+    defects.lose_returned_rows_when_a_cursor_is_split: (common, (1,)),
     defects.let_a_failed_row_be_overtaken: COMMON,
     defects.hand_out_a_key_twice_at_a_time: COMMON,
     defects.accept_a_lower_epoch: (busy(CUT_OFF, 0.25), (3, 4)),
     defects.ignore_the_lease: LONG_HANDLING,
-    defects.keep_what_is_not_ours_any_more: LONG_HANDLING,
+    defects.handle_rows_of_lost_locks: LONG_HANDLING,
     defects.grant_right_after_a_start: (busy(RESTARTED, 0.25), (3, 2)),
-    defects.forget_rows_in_hands_at_a_checkpoint: (busy(ALL_KILLED, 0.25), (1, 2)),
+    defects.forget_held_rows_at_a_checkpoint: (busy(ALL_KILLED, 0.25), (1, 2)),
     defects.settle_rows_of_other_tags: (busy(KILLED, 0.25), (206,)),
 }
 
 
 def fails(cluster: OrderedCluster) -> bool:
-    """The cluster notices that something is wrong; an error in the code, as of a wrong argument, is not that."""
+    """Whether the cluster finds a violation. An error in the defect's own code does not count."""
     try:
         cluster.run()
     except AssertionError as failure:
@@ -96,7 +96,7 @@ def fails(cluster: OrderedCluster) -> bool:
     return False
 
 
-#: These take longest.
+#: The slowest ones.
 SLOW = (
     defects.overtake_rows_that_are_sent_again,
     defects.ask_all_spans_at_once,
@@ -122,7 +122,7 @@ def test_a_defect_is_found(defect: Defect, monkeypatch: pytest.MonkeyPatch):
         make(found).run()
 
 
-#: Without a defect all of them are fine. So are those that the ordinary tests of the same cluster run.
+#: All of these pass without a defect.
 FINE = dict.fromkeys((make, seed) for make, seeds in SHOWN_BY.values() for seed in seeds)
 
 

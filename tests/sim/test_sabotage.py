@@ -1,4 +1,4 @@
-"""The simulated cluster is no use if it cannot fail: defects that are put into shipped code are found."""
+"""The simulated cluster finds defects that are patched into shipped code."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from plait.testing.simulated_disk import SimulatedDisk
 from tests.sim import cluster_defects as defects
 from tests.sim.cluster import Cluster
 
-#: The broker goes away and comes back again and again, in the middle of what it does.
+#: The broker crashes again and again, during its disk operations.
 CRASHES = [Fault("crash_at", 0.5 + number / 2, 0.1, "broker", amount=number % 5) for number in range(28)]
 KILLS = [Fault("kill", 0.5 + 2 * number, 0.1, "broker") for number in range(6)]
-#: Seeds until one finds it; each does more often than not.
+#: The most seeds to try; each finds a defect more often than not.
 TRIES = 8
 
 
 def found(script: list[Fault]) -> str:
-    """What the first failing seed says; nothing if none fails."""
+    """The error of the first failing seed; "" if none fails."""
     for seed in range(TRIES):
         try:
             Cluster(seed, script=script).run()
@@ -44,7 +44,7 @@ def test_messages_that_stay_with_a_lost_consumer_are_found(monkeypatch: pytest.M
     assert "draining is not done" in found([Fault("pause", 12.0, 3.0, "consumer-0")])
 
 
-def test_a_broker_that_does_not_hear_what_its_consumers_hold_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_a_broker_that_ignores_the_rows_its_consumers_hold_is_found(monkeypatch: pytest.MonkeyPatch):
     reclaim = Group.reclaim
     monkeypatch.setattr(Group, "reclaim", lambda self, consumer, holds, *rest: reclaim(self, consumer, [], *rest))
     assert "duplicate" in found(KILLS)
@@ -60,7 +60,7 @@ def test_rows_that_are_thrown_away_at_a_clean_stop_are_found(monkeypatch: pytest
     assert "not delivered at most once" in found([])
 
 
-def test_a_disk_that_loses_what_was_acknowledged_is_found(monkeypatch: pytest.MonkeyPatch):
-    """As if a kill took the page cache along."""
+def test_a_disk_that_loses_acknowledged_rows_is_found(monkeypatch: pytest.MonkeyPatch):
+    """As if a kill lost the page cache."""
     monkeypatch.setattr(SimulatedDisk, "copy", lambda self: self.after_crash(keep="none"))
     assert found(KILLS)

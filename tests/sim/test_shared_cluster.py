@@ -1,5 +1,5 @@
-"""A broker with producers and shared consumers, all as shipped, through faults of every kind: nothing is lost, invented
-or stored twice, and nothing comes twice without a fault. ``Cluster(seed)`` repeats a failure.
+"""A shipped broker, producers and shared consumers under faults of every kind: nothing is lost, invented or stored
+twice, and nothing is delivered twice without a fault. ``Cluster(seed)`` repeats a failure.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def test_without_faults_everything_is_handled_once():
     ids=str,
 )
 def test_one_long_fault_alone_does_no_harm(fault: Fault):
-    """Each lasts longer than the time after which a silent consumer is lost."""
+    """Each fault lasts longer than the time after which a silent consumer is lost."""
     cluster = Cluster(2, script=[fault])
     cluster.run()
     assert len(cluster.done) > 50
 
 
-def test_a_short_restart_of_the_broker_is_not_noticed_by_who_sends():
+def test_producers_do_not_notice_a_short_restart_of_the_broker():
     cluster = Cluster(5, script=[Fault("kill", at, 0.3, "broker") for at in (2.0, 5.0, 8.0)], lose=False)
     cluster.run()
     assert cluster.broker.lives == 4
@@ -61,7 +61,7 @@ def test_a_short_restart_of_the_broker_is_not_noticed_by_who_sends():
 
 
 def test_large_batches_pass_small_windows_in_pieces(seed: int):
-    """Answers are larger than what fits on the way, and arrive in any pieces."""
+    """Replies are larger than the TCP window and arrive in pieces."""
     with Simulation(seed) as sim:
         sim.network.cut_odds = 0.5
         sim.process("broker", serve).start()
@@ -81,7 +81,7 @@ def test_large_batches_pass_small_windows_in_pieces(seed: int):
         assert sim.run(main(sim.process("client"))) == bodies
 
 
-def test_an_orderly_stop_and_start_of_the_server_runs_in_a_simulation():
+def test_a_clean_stop_and_start_of_the_server_runs_in_a_simulation():
     with Simulation(3) as sim:
         broker = sim.process("broker")
         servers: list[Server] = []

@@ -1,4 +1,4 @@
-"""The simulation itself: time, turns, processes, and that a seed repeats everything."""
+"""The simulation itself: time, turns, processes, and exact repetition from a seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait.testing.simulated_disk import SimulatedCrash
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def test_time_passes_at_once():
+def test_virtual_time_takes_no_real_time():
     with Simulation(1) as sim:
 
         async def main() -> float:
@@ -30,7 +30,7 @@ def test_time_passes_at_once():
         assert sim.now == pytest.approx(3000.0, abs=1.0)
 
 
-def test_what_was_called_soon_runs_in_order_and_in_the_next_turn():
+def test_call_soon_runs_callbacks_in_order_and_in_the_next_turn():
     with Simulation(1) as sim:
         seen: list[Any] = []
 
@@ -64,7 +64,7 @@ def test_timers_fire_in_order_and_cancelled_ones_never():
         assert seen == [9, 8, 7, 6, 5, 3, 2, 1, 0]
 
 
-def test_timeouts_cancellation_and_tasks_work_as_ever():
+def test_timeouts_cancellation_and_tasks_work():
     with Simulation(1) as sim:
 
         async def main() -> None:
@@ -81,7 +81,7 @@ def test_timeouts_cancellation_and_tasks_work_as_ever():
         sim.run(main())
 
 
-def test_work_for_threads_is_done_in_order_and_takes_time():
+def test_executor_functions_run_in_order_and_take_time():
     with Simulation(1) as sim:
         seen: list[int] = []
 
@@ -106,7 +106,7 @@ def test_a_busy_process_does_not_stop_the_clock():
     with Simulation(1) as sim:
 
         async def spin() -> None:
-            while True:  # noqa: ASYNC110 - to be busy is the point
+            while True:  # noqa: ASYNC110 - busy on purpose
                 await asyncio.sleep(0)
 
         sim.process("busy").start(spin())
@@ -123,11 +123,11 @@ def test_a_process_can_have_several_loops_that_wake_each_other():
             other = process.loop("renewals")
             woken = asyncio.get_running_loop().create_future()
 
-            def over_there() -> None:
+            def on_other_loop() -> None:
                 seen.append(asyncio.get_running_loop())  # type: ignore[arg-type]
                 process.loop().call_soon_threadsafe(woken.set_result, None)
 
-            other.call_soon_threadsafe(over_there)
+            other.call_soon_threadsafe(on_other_loop)
             await woken
 
         task = process.start(main())
@@ -142,7 +142,7 @@ async def fails() -> None:
     raise ValueError("broken")
 
 
-def test_what_happens_outside_of_all_processes_has_no_loop():
+def test_calls_outside_of_all_processes_have_no_running_loop():
     with Simulation(1) as sim:
         seen: list[object] = []
 
@@ -186,24 +186,24 @@ def test_an_expected_error_is_only_an_event():
 
 def test_an_error_that_plait_logs_fails_the_simulation_unless_it_is_allowed():
     async def complain() -> None:
-        logging.getLogger("plait.server").error("the disk smells")
+        logging.getLogger("plait.server").error("the disk is slow")
 
-    with pytest.raises(SimulationFailed, match="smells"), Simulation(1) as sim:
+    with pytest.raises(SimulationFailed, match="the disk is slow"), Simulation(1) as sim:
         sim.run(complain())
     with Simulation(1, allow_logs=["the disk *"]) as sim:
         sim.run(complain())
 
 
-def test_what_is_not_done_in_time_fails():
+def test_a_run_that_takes_too_long_fails():
     with pytest.raises(SimulationFailed, match="sleep is not done and 10 s have passed"), Simulation(1) as sim:
         sim.run(sim.sleep(11.0), seconds=10.0)
 
 
-def test_what_can_never_be_done_fails_at_once():
+def test_a_run_that_cannot_end_fails_at_once():
     async def wait_for_nothing() -> None:
         await asyncio.get_running_loop().create_future()
 
-    with pytest.raises(SimulationFailed, match="nothing is left to happen"), Simulation(1) as sim:
+    with pytest.raises(SimulationFailed, match="no event is left"), Simulation(1) as sim:
         sim.run(wait_for_nothing())
 
 
@@ -216,14 +216,14 @@ def test_a_failed_assertion_of_the_test_names_the_seed():
 # --- killing and pausing ------------------------------------------------------------------------
 
 
-def test_a_killed_process_does_nothing_more_and_cleans_nothing_up():
+def test_a_killed_process_stops_without_clean_up():
     seen: list[str] = []
 
     async def main(process: Process) -> None:
         try:
             seen.append("begun")
             await sim.sleep(10.0)
-            seen.append("went on")
+            seen.append("continued")
         finally:
             if not over:
                 seen.append("cleaned up")
@@ -239,7 +239,7 @@ def test_a_killed_process_does_nothing_more_and_cleans_nothing_up():
         assert seen == ["begun"]
         process.start()
         sim.run_for(20.0)
-        assert seen == ["begun", "begun", "went on", "cleaned up"]
+        assert seen == ["begun", "begun", "continued", "cleaned up"]
         assert process.lives == 2
         over = True
 
@@ -247,22 +247,22 @@ def test_a_killed_process_does_nothing_more_and_cleans_nothing_up():
 def test_a_kill_hits_all_loops_of_a_process():
     with Simulation(1) as sim:
         process = sim.process("p")
-        beats: list[str] = []
+        ticks: list[str] = []
 
-        def beat(loop: SimLoop) -> None:
-            beats.append(loop.name)
-            loop.call_later(1.0, beat, loop)
+        def tick(loop: SimLoop) -> None:
+            ticks.append(loop.name)
+            loop.call_later(1.0, tick, loop)
 
         for name in ("main", "renewals"):
-            process.loop(name).call_soon(beat, process.loop(name))
+            process.loop(name).call_soon(tick, process.loop(name))
         sim.run_for(5.5)
-        assert beats.count("main") == beats.count("renewals") == 6
+        assert ticks.count("main") == ticks.count("renewals") == 6
         process.kill()
         sim.run_for(5.0)
-        assert len(beats) == 12
+        assert len(ticks) == 12
 
 
-def test_a_paused_process_misses_time_and_then_finds_what_is_due():
+def test_a_resumed_process_runs_the_timers_that_came_due_during_the_pause():
     with Simulation(1) as sim:
         process = sim.process("p")
         at: list[float] = []
@@ -283,7 +283,7 @@ def test_a_paused_process_misses_time_and_then_finds_what_is_due():
         assert at == [pytest.approx(11.0, abs=0.1)]
 
 
-def test_a_coroutine_that_will_not_end_does_not_hold_up_the_end():
+def test_a_coroutine_that_does_not_end_does_not_block_close():
     async def clings() -> None:
         while True:
             try:
@@ -300,7 +300,7 @@ def test_a_coroutine_that_will_not_end_does_not_hold_up_the_end():
 # --- disks --------------------------------------------------------------------------------------
 
 
-def test_a_killed_process_leaves_what_it_wrote():
+def test_writes_survive_a_kill_of_the_process():
     with Simulation(1) as sim:
         process = sim.process("p")
         process.start(sim.sleep(100.0))
@@ -312,7 +312,7 @@ def test_a_killed_process_leaves_what_it_wrote():
             before.read("f")
 
 
-def test_a_power_loss_takes_what_was_not_synced():
+def test_a_power_loss_loses_unsynced_writes():
     lost = 0
     for seed in range(20):
         with Simulation(seed) as sim:
@@ -343,7 +343,7 @@ def test_a_process_can_be_killed_in_the_middle_of_a_write():
                 process.crash_at(1)
                 file.write([b"first"], 0)
                 file.write([b"second"], 5)
-                seen.append("went on")
+                seen.append("continued")
 
             process.start(main())
             sim.run_for(1.0)
@@ -358,7 +358,7 @@ def test_a_process_can_be_killed_in_the_middle_of_a_write():
 # --- clocks and chance --------------------------------------------------------------------------
 
 
-def test_every_machine_counts_from_a_start_of_its_own():
+def test_every_machine_has_its_own_monotonic_clock():
     with Simulation(1) as sim:
         clocks = [sim.process(name).clock for name in "abc"]
         begun = [each.monotonic() for each in clocks]
@@ -378,7 +378,7 @@ def test_only_the_wall_clock_jumps():
         assert process.clock.monotonic() == monotonic
 
 
-def test_what_shipped_code_draws_comes_from_the_seed():
+def test_random_choices_of_shipped_code_follow_from_the_seed():
     async def draw() -> int:
         return chance.bits(63)
 
@@ -402,7 +402,7 @@ print(cluster.simulation.trace.digest)
 """
 
 
-def test_a_seed_repeats_everything_in_one_process_and_in_two():
+def test_a_seed_repeats_a_run_exactly_in_one_process_and_in_two():
     from tests.sim.cluster import Cluster
 
     def digest(seed: int) -> str:

@@ -1,5 +1,5 @@
-"""Drivers of Spark's sink, brokers and meta servers, as shipped, through faults of every kind: each batch is there
-once, whole, as one attempt wrote it, and each key in order. ``SinkCluster(seed)`` repeats a failure.
+"""Shipped drivers of Spark's sink, brokers and meta servers under faults of every kind: each batch is stored once,
+complete, as one attempt wrote it, and each key in order. ``SinkCluster(seed)`` repeats a failure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.sim.ordered_cluster import STRICT, Change
 from tests.sim.sink_cluster import SinkCluster
 from tests.sim.sink_defects import forget_decisions_by_the_wall_clock
 
-#: Seeds among which one meets a planted defect.
+#: Seeds of which at least one shows a planted defect.
 SEEDS = 10
 
 
@@ -32,23 +32,23 @@ def test_without_faults_partitions_may_change_at_any_moment():
     cluster = SinkCluster(1, script=[], changes=changes, forgetful=0.0)
     cluster.run()
     assert min(cluster.noted.values()) > 20
-    # Only what a driver gave up itself was written again.
+    # Only batches that a driver aborted were written again.
     assert cluster.refused == 0
 
 
 def dying_driver() -> SinkCluster:
-    """It is killed every few batches, at any moment of them."""
+    """A cluster whose driver is killed every few batches, at any moment."""
     script = [Fault("kill", 0.5 + 0.037 * n, 0.001, "driver-0") for n in range(60)]
     return SinkCluster(2, script=script, changes=[], drivers=1, pause_seconds=0.001, forgetful=0.0, seconds=4.0)
 
 
-def test_a_driver_that_dies_again_and_again_finds_what_it_had_decided():
+def test_a_driver_that_dies_again_and_again_finds_its_decided_batches():
     cluster = dying_driver()
     cluster.run()
     assert cluster.refused > 0
 
 
-def test_publishing_without_a_decision_is_found_out(monkeypatch: pytest.MonkeyPatch):
+def test_publishing_without_a_decision_is_found(monkeypatch: pytest.MonkeyPatch):
     async def publish(client: plait.Client, query: str, batch: int, stages: list[Staged]) -> bool:
         await committing._publish(client, stages)
         return True
@@ -58,12 +58,12 @@ def test_publishing_without_a_decision_is_found_out(monkeypatch: pytest.MonkeyPa
         dying_driver().run()
 
 
-def test_dropping_what_may_be_decided_is_found_out(monkeypatch: pytest.MonkeyPatch):
+def test_dropping_a_batch_that_may_be_decided_is_found(monkeypatch: pytest.MonkeyPatch):
     async def drop(client: plait.Client, query: str, batch: int, stages: list[Staged]) -> None:
         await committing._drop(client, stages)
 
     async def give_up(client: plait.Client, query: str, batch: int, stages: list[Staged]) -> bool:
-        """As Spark does: what could not be committed is aborted."""
+        """As Spark does: abort a batch whose commit failed."""
         await committing._decide(client, query, batch, stages)
         await drop(client, query, batch, stages)
         return await committing.commit(client, query, batch, stages)

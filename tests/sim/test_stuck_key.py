@@ -1,4 +1,4 @@
-"""A key of a strict subject that is stuck costs nothing but itself: the others of its partition go on as before."""
+"""A stuck key of a strict subject does not slow down the other keys of its partition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.sim.cluster import ADDRESS
 from tests.sim.ordered_cluster import CONFIG
 
 MINUTES = 3
-#: Messages of each key in a second: 32 in all.
+#: Messages of each key per second: 32 in total.
 BATCHES = 2
 KEYS = [f"k{n}" for n in range(16)]
 STUCK = KEYS[0]
@@ -26,9 +26,9 @@ STUCK = KEYS[0]
 def handled_others(
     database: Path, *, stuck: bool, seconds: float = 0.0, minutes: int = MINUTES
 ) -> tuple[int, list[int]]:
-    """How many messages of the other keys were handled in so many minutes, and what is remembered minute by minute.
+    """How many messages of the other keys were handled, and how much the broker remembers after each minute.
 
-    A message takes the consumer so many ``seconds``.
+    The consumer takes ``seconds`` for a message.
     """
     database.write_bytes(empty_database())
     config = msgspec.structs.replace(CONFIG, checkpoint_seconds=60.0, message_segment_size=MIB, action_segment_size=MIB)
@@ -76,9 +76,9 @@ def handled_others(
             [group] = servers[0].broker.subjects["s"].groups.values()
             assert isinstance(group, OrderedGroup)
             ranges = sum(
-                len(strand.returned) + len(strand.waiting) + len(strand.all_held()) for strand in group.strands
+                len(cursor.returned) + len(cursor.waiting) + len(cursor.all_held()) for cursor in group.cursors
             )
-            sizes.append(len(list(group.strands)) + ranges)
+            sizes.append(len(list(group.cursors)) + ranges)
         host = servers[0].cluster._host
         assert host is not None
         assert host._store is not None
@@ -86,7 +86,7 @@ def handled_others(
         return count, sizes
 
 
-def test_other_keys_keep_their_pace_and_memory_stays_flat_beside_a_stuck_one(tmp_path: Path):
+def test_a_stuck_key_slows_down_no_other_key_and_memory_stays_flat(tmp_path: Path):
     usual, _ = handled_others(tmp_path / "usual.db", stuck=False)
     beside, sizes = handled_others(tmp_path / "beside.db", stuck=True)
     assert beside >= 0.95 * usual
@@ -94,7 +94,7 @@ def test_other_keys_keep_their_pace_and_memory_stays_flat_beside_a_stuck_one(tmp
     assert sizes[-1] <= sizes[1] + 5
 
 
-def test_a_consumer_that_has_more_to_do_than_it_can_does_as_much_beside_a_stuck_key(tmp_path: Path):
+def test_an_overloaded_consumer_handles_as_much_with_a_stuck_key_as_without(tmp_path: Path):
     busy, minutes = 1.25 / (BATCHES * len(KEYS)), 2
     usual, _ = handled_others(tmp_path / "usual.db", stuck=False, seconds=busy, minutes=minutes)
     beside, _ = handled_others(tmp_path / "beside.db", stuck=True, seconds=busy, minutes=minutes)

@@ -1,4 +1,4 @@
-"""Worlds in which all features meet (``tests/sim/world``): whatever happens, what is promised holds.
+"""Worlds in which all features meet (``tests/sim/world``): the promises hold under every plan.
 
 ``World(seed)`` repeats a failure; ``World(seed, plan=draw_plan(seed)._replace(script=()))`` leaves parts of it out.
 """
@@ -12,10 +12,10 @@ from tests.sim.world.plan import Plan, draw_plan
 from tests.sim.world.world import World
 from tests.sim.world_defects import Defect, delete_what_is_not_archived, leave_out_where_failed_messages_are
 
-#: Worlds that one test runs: a hundred in all.
+#: Worlds that one test runs: a hundred in total.
 SEEDS = 5
 SECONDS = 3.0
-#: Nothing is handled for so long: a world that a defect has brought to a stop.
+#: A world that handles nothing for this long is stuck.
 QUIET_SECONDS = 12.0
 
 
@@ -26,15 +26,14 @@ def test_nothing_is_lost_stuck_or_out_of_order_whatever_meets(seed: int, number:
         World(each, seconds=SECONDS).run()
 
 
-def test_the_same_seed_goes_the_same_way():
+def test_the_same_seed_gives_the_same_run():
     worlds = [World(11, seconds=2.0) for _ in range(2)]
     for world in worlds:
         world.run()
     assert worlds[0].simulation.trace.digest == worlds[1].simulation.trace.digest
 
 
-def test_plans_have_everything_somewhere():
-    """What is drawn together is drawn at all: a hundred plans have every feature and every fault."""
+def test_a_hundred_plans_have_every_feature_and_every_fault():
     plans = [draw_plan(seed) for seed in range(100)]
     assert {subject.partitions for plan in plans for subject in plan.subjects} >= {1, 2, 16, 64}
     modes = {(group.mode, group.start) for plan in plans for group in plan.groups}

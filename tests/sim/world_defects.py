@@ -1,7 +1,6 @@
-"""Defects that the shipped classes once had, to be put back one at a time into a simulated world.
+"""Defects that the shipped classes once had, to be patched into a simulated world one at a time.
 
-Each restores what was wrong by patching one method, so that ``tests/plants`` can ask whether the generator
-finds it by itself.
+Each patches one method, so that ``tests/plants`` can check that the generator finds the defect.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ Defect = Callable[[Patch], None]
 
 
 def deliver_behind_the_fence(patch: Patch) -> None:
-    """Delayed rows enter the partition that they were sent to, whether or not it still takes their keys."""
-    patch.setattr(Forwards, "ways", lambda self, target, hashes, numbers: [(target, np.arange(len(numbers)))])
+    """Delayed rows enter the partition that they were sent to, even if it no longer takes their keys."""
+    patch.setattr(Forwards, "split", lambda self, target, hashes, numbers: [(target, np.arange(len(numbers)))])
 
 
 def delete_what_is_not_archived(patch: Patch) -> None:
@@ -38,8 +37,8 @@ def delete_what_is_not_archived(patch: Patch) -> None:
 
 
 def leave_out_where_failed_messages_are(patch: Patch) -> None:
-    """A route forgets that a key was where its failed message is kept beyond retention."""
-    patch.setattr(passed, "_kept_from", lambda partition: partition.next)
+    """A route forgets the partition that retains a key's failed message."""
+    patch.setattr(passed, "_retained_from", lambda partition: partition.next)
 
 
 def interrupt_closing(patch: Patch) -> None:
@@ -52,16 +51,16 @@ def interrupt_closing(patch: Patch) -> None:
 
 
 def start_a_known_group_again_on_new_partitions(patch: Patch) -> None:
-    """``start="latest"`` counts for every partition that is new to the group."""
+    """``start="latest"`` also applies to partitions that are new to a known group."""
 
     async def naive(router: Any, route: Any, terms: Any, limits: Any, deadline: float) -> int:
         return int(route.version)
 
-    patch.setattr(client_consumer, "began", naive)
+    patch.setattr(client_consumer, "find_start_version", naive)
 
 
 def end_the_app_with_a_body_that_does_not_decode(patch: Patch) -> None:
-    """Whatever a decoder raises besides a refusal ends the app."""
+    """An unexpected error of a decoder ends the app."""
     refuse = Subscription._refuse
 
     def naive(self: Subscription, message: Any, error: BaseException) -> BaseException:
@@ -73,12 +72,12 @@ def end_the_app_with_a_body_that_does_not_decode(patch: Patch) -> None:
 
 
 def return_a_message_while_its_thread_runs(patch: Patch) -> None:
-    """A ``def`` handler past its time-out: the message goes back, and its key on, while the thread still runs."""
+    """A message whose ``def`` handler timed out is returned while the thread still runs."""
     patch.setattr(Subscription, "_one_at_a_time", property(lambda self: False))
 
 
 def overtake_sends_that_wait_for_room(patch: Patch) -> None:
-    """A send goes as soon as the buffer has room, also before others that wait for it."""
+    """A send takes free room of the buffer before sends that have waited longer."""
 
     async def naive(self: Producer) -> None:
         while self.buffered >= self.limits.buffer_bytes:

@@ -1,4 +1,4 @@
-"""Wrong ways to commit a manifest, each of which ``slow_archivers`` has to find."""
+"""Defective ways to commit a manifest; ``slow_archivers`` has to find each of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.spark.slow_archivers import Archivers
 Plant = Callable[[pytest.MonkeyPatch, Archivers], None]
 
 
-def asks_only_for_its_own_number(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
-    """A file that must not exist is created at once; that later numbers exist is not looked at."""
+def checks_only_its_own_number(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
+    """Creates a file that must not exist, but does not check whether later numbers exist."""
 
     def commit(directory: Directory, number: int, writer: str, previous: str, data: bytes) -> None:
         directory.put(manifest_name(number, writer), data)
@@ -33,7 +33,7 @@ def asks_only_for_its_own_number(patch: pytest.MonkeyPatch, archivers: Archivers
 
 
 def prune_all(directory: Directory) -> None:
-    """All but the last five, number 1 too."""
+    """Remove all but the last five manifests, number 1 too."""
     votes = look(directory)
     for number, writer in sorted(votes.committed.items())[:-5]:
         directory.discard(manifest_name(number, writer))
@@ -41,7 +41,7 @@ def prune_all(directory: Directory) -> None:
 
 
 def claims_that_expire_by_the_clock(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
-    """An archiver puts a claim and looks for others'; one whose time lies ten minutes back counts as abandoned."""
+    """Puts a claim and looks for other claims; a claim that is ten minutes old by the clock counts as abandoned."""
     claims = re.compile(r"claim-(\d{20})-([0-9a-f]+)")
 
     def commit(directory: Directory, number: int, writer: str, previous: str, data: bytes) -> None:
@@ -69,8 +69,8 @@ def claims_that_expire_by_the_clock(patch: pytest.MonkeyPatch, archivers: Archiv
     patch.setattr(commits, "commit", commit)
 
 
-def never_looks_again(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
-    """After its accept an archiver takes its manifest for chosen, whatever ballots there are."""
+def never_checks_again(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
+    """After its accept, takes its manifest as chosen, whatever other ballots there are."""
     found = Votes.highest
     asked: dict[int, int] = {}
 
@@ -84,28 +84,28 @@ def never_looks_again(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
     patch.setattr(Votes, "highest", highest)
 
 
-def prefers_its_own(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
-    """What another archiver has accepted is not looked at."""
+def prefers_its_own_manifest(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
+    """Ignores the manifests that another archiver has accepted."""
     patch.setattr(Votes, "accepted", lambda votes, number: None)
 
 
 def removes_votes_too_soon(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
-    """The votes on a number go with its commit."""
+    """Removes the votes on a number with its commit."""
     history = Votes.history
     patch.setattr(Votes, "history", lambda votes, number: history(votes, number + commits.KEEP + 1)[::-1][:1])
 
 
-def sees_no_later_manifest(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
-    """Neither later manifests nor its own predecessor are looked at."""
+def ignores_later_manifests(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
+    """Checks neither later manifests nor its own predecessor."""
     patch.setattr(commits, "_is_late", lambda directory, votes, number, base: number in votes.committed)
     patch.setattr(Votes, "newest", property(lambda votes: max(votes.committed, default=0)))
 
 
 DEFECTS: list[Plant] = [
-    asks_only_for_its_own_number,
+    checks_only_its_own_number,
     claims_that_expire_by_the_clock,
-    never_looks_again,
-    prefers_its_own,
+    never_checks_again,
+    prefers_its_own_manifest,
     removes_votes_too_soon,
-    sees_no_later_manifest,
+    ignores_later_manifests,
 ]

@@ -1,4 +1,4 @@
-"""What tests of archives share: data directories with something in them, and an archive's rows."""
+"""Helpers for tests of archives: filled data directories, and the rows of an archive."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from plait.spark.source.spark_columns import STORED_COLUMNS, record_batches
 from plait.storage.disk import RealDisk
 from plait.storage.logs.recovery import LogScan
 from plait.storage.logs.retained_log import DIRECTORY as KEPT
-from plait.storage.logs.retained_log import is_head, note_of
+from plait.storage.logs.retained_log import is_header, note_of
 from plait.storage.reading.log_chunks import WantedRows, plan, read_chunk
 from plait.storage.reading.log_reader import LogReader, MappedLog, open_log
 from tests.support.broker_node import Node, Producer
 
 SCHEMA = pa.schema([pa.field(name, column.type, column.nullable) for name, column in STORED_COLUMNS.items()])
 DAY = 86_400.0
-#: Who sends what a ``Filler`` does.
+#: The producer id of a ``Filler``.
 FILLER = 5
 
 
 class Filler:
-    """Sends to a node and has a group consume, round after round."""
+    """Sends to a node and lets a group consume, round after round."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.node = Node(RealDisk(root), **settings)
@@ -61,11 +61,11 @@ class Filler:
             self.node.clock.advance(seconds)
 
     def failing(self, group: str = "failing", attempts: int = 1) -> AttachedConsumer:
-        """A consumer of "orders" whose messages die after so many attempts."""
+        """A consumer of "orders" whose messages become dead letters after ``attempts`` attempts."""
         return self.node.attach("orders", group, f"{group}-worker", retry=Retry(attempts=attempts))
 
     def fail(self, consumer: AttachedConsumer, reason: Reason, count: int = 1000) -> int:
-        """All that it is handed, or so many messages, fail; how many it were."""
+        """Nack up to ``count`` messages; returns how many."""
         ranges = self.node.pull(consumer, count).ranges
         self.node.nack(consumer, *[(start, end) for start, end, _ in ranges], reason=reason)
         return sum(end - start for start, end, _ in ranges)
@@ -84,7 +84,7 @@ def three_days(root: Path) -> Path:
 
 
 def damage(path: Path, after: int = 2000) -> int:
-    """Change a frame of a segment; where it is."""
+    """Damage a frame of a segment; returns its offset."""
     content = bytearray(path.read_bytes())
     offset = content.index(b"PL", after)
     content[offset + 90] ^= 0xFF
@@ -93,7 +93,7 @@ def damage(path: Path, after: int = 2000) -> int:
 
 
 def damage_frames(data: Path, *sequences: int) -> None:
-    """Change messages of a filler's frames that begin with these sequences, in place; their headers stay whole."""
+    """Damage messages in frames of a filler that begin with these sequences; the headers stay valid."""
     for path in (data / "message").iterdir():
         with path.open("r+b") as file:
             content = file.read()
@@ -107,7 +107,7 @@ def damage_frames(data: Path, *sequences: int) -> None:
 
 
 def log_rows(root: Path) -> list[dict[str, Any]]:
-    """Every message of a data directory, as the log has it."""
+    """Every message of a data directory, from the log."""
     reader = open_log(str(root))
     wanted = WantedRows(prefixes=("",))
     planned = plan(reader, wanted, expired=True)
@@ -129,7 +129,7 @@ def commit_next(archive: Archive, **changes: Any) -> ArchiveManifest:
 
 
 def archived_rows(to: Path | str, manifest: ArchiveManifest | None = None) -> list[dict[str, Any]]:
-    """Every message of an archive, as its manifest has it."""
+    """Every message that the manifest of an archive names."""
     archive = Archive.at(to)
     rows: list[dict[str, Any]] = []
     for file in (manifest or archive.open()).find("messages"):
@@ -146,12 +146,12 @@ def archived_events(to: Path | str) -> list[dict[str, Any]]:
 
 
 def log_deaths(data: Path) -> list[tuple[Any, ...]]:
-    """Every death that a kept log tells of, in its order."""
+    """Every death in the retained log of a data directory, in log order."""
     reader = LogReader(RealDisk(data, read_only=True), KEPT)
     segments = [segment for n in range(len(reader.files)) if (segment := reader.map(n)) and not segment.blank]
     found = []
     for offset, frame in LogScan(MappedLog("", segments), reader.files[0][0], stamps_durable=False):
-        death = None if is_head(frame) else note_of(frame).death
+        death = None if is_header(frame) else note_of(frame).death
         if death is not None:
             reason = death.reason
             words = (reason.type or None, reason.text or None, reason.handler or None)
@@ -161,7 +161,7 @@ def log_deaths(data: Path) -> list[tuple[Any, ...]]:
 
 
 def archived_deaths(to: Path | str) -> list[tuple[Any, ...]]:
-    """The same of an archive."""
+    """Every death in an archive, in log order."""
     return [
         tuple(row[name] for name in ("log_offset", "sequence", "type", "text", "handler"))
         + tuple(int(row[name].timestamp() * 1_000_000) for name in ("first_failure", "time"))
@@ -181,7 +181,7 @@ def place(row: dict[str, Any]) -> tuple[str, int, int]:
 
 
 def run_here(spark: object, job: Job, step: str, progress: object = None) -> list[TaskFacts]:
-    """As ``run_job``, one task after another in this process: most of an archiver has nothing to do with Spark."""
+    """Like ``run_job``, but runs the tasks one after another in this process."""
     facts = [job.run(task) for task in job.tasks]
     for fact in facts:
         if fact.error is not None:
@@ -190,12 +190,12 @@ def run_here(spark: object, job: Job, step: str, progress: object = None) -> lis
 
 
 def archive_here(data: Path | None, to: Path | str, **options: Any) -> ArchiveReport:
-    """``plait.spark.archive`` without Spark; `here` has to be in use."""
+    """``plait.spark.archive`` without Spark; needs the fixture `here`."""
     return archiving.archive(None if data is None else str(data), to, spark=object(), **options)  # type: ignore[arg-type]
 
 
 def files_below(to: Path) -> Iterator[str]:
-    """All Parquet files and copies there are, named or not."""
+    """All Parquet files and copied segments in the directory, whether a manifest names them or not."""
     for path in sorted(to.rglob("*")):
         if path.is_file() and "_plait" not in path.parts:
             yield str(path.relative_to(to))

@@ -1,4 +1,4 @@
-"""One Spark session for all tests: starting one takes seconds, using one does not."""
+"""One Spark session for all tests, because starting one takes seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.spark_session import spark_session
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: Tests are many small jobs: compiling quickly matters more than compiling well.
+#: Tests are many small jobs: fast compilation matters more than fast code.
 TEST_CONFIG = {
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "spark.sql.shuffle.partitions": 2,
@@ -21,6 +21,6 @@ TEST_CONFIG = {
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """A real local session, as ``plait.spark.runtime.session`` makes it."""
+    """A real local session, made by ``plait.spark.session``."""
     with spark_session("local[2]", TEST_CONFIG) as session:
         yield session

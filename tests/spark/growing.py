@@ -1,4 +1,4 @@
-"""An archive that grows beside its broker, in a test's hands."""
+"""An archive that grows beside its broker, one step at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.spark.archives import archive_here
 
 
 class Growing:
-    """A broker on virtual time, and what was archived of it; ``run_job`` has to run here."""
+    """A broker on virtual time and its archive; ``run_job`` has to be replaced by ``run_here``."""
 
     def __init__(self, broker: BlockingBroker, to: Path) -> None:
         self.broker = broker
@@ -21,34 +21,34 @@ class Growing:
 
     @property
     def place(self) -> dict[str, Any]:
-        """How a reader is told of the archive."""
+        """The options with which a reader opens the archive."""
         return {"path": self.to}
 
     def send(self, *sent: bytes, subject: str = "orders") -> None:
-        """One message a second; their keys descend, so that a file, which is sorted by them, has them the other way."""
+        """Send one message per second. Keys descend, so a file, which is sorted by key, has them in reverse order."""
         with plait.sync.connect(self.broker.address) as client:
             for body in sent:
                 self._sent += 1
                 client.send(subject, body, key=f"key-{9999 - self._sent}")
                 self.broker.advance(1.0)
 
-    def make_anew(self, subject: str = "orders") -> None:
-        """Delete a subject; what is sent to it next is of another life."""
+    def recreate(self, subject: str = "orders") -> None:
+        """Delete a subject; messages sent to it later belong to its next life."""
         with plait.sync.connect(self.broker.address) as client:
             client.admin.delete_subject(subject)
 
     def archive(self, **options: Any) -> None:
-        """Everything up to now."""
+        """Archive everything up to now."""
         archive_here(self.broker.data, self.to, now=True, **options)
 
     def grow(self, *runs: Sequence[bytes]) -> None:
-        """Send and archive, a file for each run."""
+        """Send and archive; each run makes a file."""
         for bodies in runs:
             self.send(*bodies)
             self.archive()
 
     def compact(self) -> None:
-        """Merge files, and remove those that were merged: two commits later nobody has a right to them."""
+        """Merge files and remove the originals: two commits later no reader may use them any more."""
         archive_here(None, self.to, compact=True)
         self.send(b"later", subject="others")
         self.archive()

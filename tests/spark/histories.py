@@ -35,7 +35,7 @@ async def serving(root: Path, **settings: Any) -> AsyncIterator[plait.Client]:
 
 
 async def sent(root: Path, count: int, *, start: int = 0, keys: int = 3) -> None:
-    """Messages n = start, start + 1, ... in frames of a few rows, with everything a message can have."""
+    """Send messages n = start, start + 1, ... in frames of a few rows, with every kind of attribute."""
     async with serving(root) as client:
         for number in range(start, start + count):
             await client.send(
@@ -50,7 +50,7 @@ async def sent(root: Path, count: int, *, start: int = 0, keys: int = 3) -> None
 
 
 def thirty_messages(root: Path) -> None:
-    """In ``root``: ``archive`` with 20 messages, archived in two runs, and ``data`` with these and 10 more."""
+    """Fill ``root``: ``archive`` with 20 messages, archived in two runs, and ``data`` with these and 10 more."""
     data, place = root / "data", root / "archive"
     asyncio.run(sent(data, 12))
     archive(data, place)
@@ -60,7 +60,7 @@ def thirty_messages(root: Path) -> None:
 
 
 def archive(data: Path, place: Path) -> None:
-    """Add everything up to the log's end, by the archiver itself, in this process and with tiny row groups."""
+    """Archive everything up to the end of the log, in this process and with tiny row groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(archiving, "run_job", run_here)
         patch.setattr(files, "ROW_GROUP_COUNT", 4)
@@ -68,14 +68,14 @@ def archive(data: Path, place: Path) -> None:
 
 
 def copy_segments(data: Path, place: Path) -> None:
-    """Add full segments as they are, in this process."""
+    """Copy full segments to the archive, in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(archiving, "run_job", run_here)
         archive_here(data, place, raw=True)
 
 
 def replaced_once(history: History, patch: pytest.MonkeyPatch) -> None:
-    """As when an archive is compacted between planning and reading."""
+    """Compact the archive between planning and reading, once."""
     plan_archived = history_module.plan_archived
     planned = []
 
@@ -83,7 +83,7 @@ def replaced_once(history: History, patch: pytest.MonkeyPatch) -> None:
         pieces = plan_archived(*arguments)
         if not planned:
             planned.extend(pieces)
-            place = Path(history.place)
+            place = Path(history.location)
             renamed = []
             for file in history._manifest.files:
                 moved = file.path.replace(".parquet", "-new.parquet")

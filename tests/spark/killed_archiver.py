@@ -1,8 +1,8 @@
-"""An archiver that is killed: run as a program, it ends itself by SIGKILL at one of its steps.
+"""An archiver that kills itself: run as a program, it ends by SIGKILL at one of its steps.
 
-``python -m tests.spark.killed_archiver DATA ARCHIVE STEP [spark]``: a step is a call of a function of Plait's own in
-the driver. With step 0 it runs to its end and prints how many there were. Without ``spark`` the tasks run in the
-driver, so that their steps count as well.
+``python -m tests.spark.killed_archiver DATA ARCHIVE STEP [spark]``: a step is a call of a function of Plait in the
+driver. With step 0 it runs to its end and prints the number of steps. Without ``spark`` the tasks run in the driver, so
+that their steps count as well.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from plait.spark.archiving import archiver as archiving
 from tests.spark.archives import run_here
 
-#: Where steps are counted.
+#: The modules whose calls are counted.
 PLACES = tuple(os.sep + place for place in ("spark" + os.sep, "storage" + os.sep + "archived.py"))
 
 
 class Steps:
-    """Counts, and ends the process at one of them."""
+    """Counts steps, and ends the process at one of them."""
 
     def __init__(self, last: int) -> None:
         self.count = 0
@@ -38,9 +38,9 @@ class Steps:
 def main(data: str, to: str, last: str, how: str = "") -> None:
     spark: Any = object()
     if how == "spark":
-        from plait.spark.runtime import session
+        from plait.spark import session
 
-        # What is of interest is what comes after the start.
+        # Started before steps are counted.
         spark = session("plait-killed", master="local[2]", config={"spark.driver.extraJavaOptions": "-XX:+UseSerialGC"})
     else:
         archiving.run_job = run_here

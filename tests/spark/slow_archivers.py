@@ -1,10 +1,10 @@
 """Several archivers of different speed on one store, one step at a time, from a seed.
 
-The archivers are the shipped ones, with small texts in the place of Parquet files and a count in the place of a log.
-Each runs in a thread of its own, but only one at a time: before each operation of the store it stops, and the seed says
-who continues, and who stays for hundreds of operations of the others. The store can put, list, read and remove: a
-listing is no moment, an archiver may be killed at any step, a put that fails may take effect now, later or never. The
-clocks of the archivers and the store differ by days.
+The archivers are the real ones, with small texts instead of Parquet files and a counter instead of a log. Each runs in
+its own thread, but only one at a time: an archiver stops before each operation of the store, and the seed decides which
+one continues, and which one pauses for hundreds of operations of the others. The store can put, list, read and remove.
+A listing is not atomic, an archiver may be killed at any step, and a failed put may take effect now, later or never.
+The clocks of the archivers and of the store differ by days.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from plait.spark.archiving.manifest import Archive, ArchivedFile, ArchiveManifes
 from plait.storage.archive_mark import ArchiveMark
 from tests.spark.archives import run_here
 
-#: Operations of the store while archivers are started; some ten to forty commits.
+#: Operations of the store during which archivers are started; this gives some ten to forty commits.
 TURNS = 2500
 
 
 class Broken(AssertionError):
-    """What the archivers promise does not hold."""
+    """A promise of the archivers does not hold."""
 
 
 class Killed(BaseException):
@@ -49,7 +49,7 @@ class Killed(BaseException):
 
 
 class Turns:
-    """Threads of which one runs at a time; ``step`` is where another one may continue."""
+    """Threads of which one runs at a time; at ``step`` another one may continue."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -58,10 +58,10 @@ class Turns:
         self._main = threading.Semaphore(0)
         self._gates: dict[str, threading.Semaphore] = {}
         self._asleep: dict[str, int] = {}
-        #: The share of its steps at which each stops, for a while or for long.
+        #: Each archiver's probability to pause at a step, shortly or for long.
         self._paces: dict[str, float] = {}
         self._killed: set[str] = set()
-        #: (turn, what happens then): puts that take effect late.
+        #: (turn, effect): puts that take effect late.
         self.later: list[tuple[int, Callable[[], None]]] = []
         self.failure: BaseException | None = None
 
@@ -102,7 +102,7 @@ class Turns:
         threading.Thread(target=whole, name=name, daemon=True).start()
 
     def go(self) -> None:
-        """Until all have ended."""
+        """Run until all archivers have ended."""
         while self._gates:
             self.count += 1
             for due in [each for each in self.later if each[0] <= self.count]:
@@ -122,13 +122,13 @@ class Turns:
 
 
 class Store(fs.FileSystemHandler):  # type: ignore[misc]
-    """Files in memory: what every object store can do, and no more."""
+    """Files in memory, with only the operations that every object store has."""
 
     def __init__(self, turns: Turns, judge: Judge) -> None:
         self._turns = turns
         self._judge = judge
         self.files: dict[str, tuple[bytes, int]] = {}
-        #: Days that the store's clock is ahead.
+        #: The days by which the store's clock is ahead.
         self.days = turns.rng.choice((-400, -1, 0, 1, 40))
 
     def get_type_name(self) -> str:
@@ -149,7 +149,7 @@ class Store(fs.FileSystemHandler):  # type: ignore[misc]
         return [self._info(path) for path in paths]
 
     def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
-        """Page by page: what is put or removed meanwhile is in it or not."""
+        """List page by page: files that are put or removed meanwhile may be in the listing or not."""
         pages, size = [], self._turns.rng.choice((5, 1000, 1000))
         last = ""
         while True:
@@ -161,7 +161,7 @@ class Store(fs.FileSystemHandler):  # type: ignore[misc]
             last = there[size - 1]
 
     def create_dir(self, path: str, recursive: bool) -> None:
-        """Object stores have no directories."""
+        """Nothing to do: object stores have no directories."""
 
     def open_input_stream(self, path: str) -> pa.NativeFile:
         self._turns.step()
@@ -199,7 +199,7 @@ class Store(fs.FileSystemHandler):  # type: ignore[misc]
         del self.files[path]
 
     def _refuse(self, *_: object) -> Any:
-        raise AssertionError("no archiver needs this of a store")
+        raise AssertionError("an archiver must not use this operation")
 
     delete_dir = delete_dir_contents = delete_root_dir_contents = move = copy_file = open_append_stream = _refuse
 
@@ -219,13 +219,13 @@ class _Upload(io.BytesIO):
 
 
 class Judge:
-    """Looks at every change of the store."""
+    """Checks every change of the store."""
 
     def __init__(self) -> None:
         self.store: Store
-        #: The first thing that did not hold: an archiver may swallow its error.
+        #: The first failure; kept, because an archiver may swallow the error.
         self.broken: Broken | None = None
-        #: Number → (writer, manifest) as they were committed.
+        #: Number → (writer, manifest) of each commit.
         self.history: dict[int, tuple[str, ArchiveManifest]] = {}
         self.newest = ArchiveManifest()
         self.reported = 0
@@ -242,13 +242,13 @@ class Judge:
         raw = self.store.files[f"archive/_plait/manifest-{number:020d}-{writer}.json"][0] if self._new(number) else b""
         if not raw:
             if self.history[number][0] != writer:
-                raise self.fail(f"manifest {number} was {self.history[number][0]}'s, and is {writer}'s now")
+                raise self.fail(f"manifest {number} of {self.history[number][0]} was replaced by one of {writer}")
             return
         manifest = msgspec.json.decode(
             bytes(msgspec.json.decode(raw, type=dict[str, msgspec.Raw])["manifest"]), type=ArchiveManifest
         )
         if (manifest.number, manifest.previous) != (self.newest.number + 1, self.newest.writer):
-            raise self.fail(f"manifest {number} of {writer} does not follow on {self.newest.number}")
+            raise self.fail(f"manifest {number} of {writer} does not follow manifest {self.newest.number}")
         self.history[number] = (writer, manifest)
         self.newest = manifest
         self.check()
@@ -257,18 +257,18 @@ class Judge:
         return number not in self.history
 
     def check(self) -> None:
-        """Each message is in one file, and the file is there."""
+        """Each message is in one file, and the file exists."""
         end = 0
         for file in sorted(self.newest.files, key=lambda file: file.start):
             if file.start != end:
                 raise self.fail(
-                    f"messages from {min(end, file.start)} to {max(end, file.start)} are there twice or not at all"
+                    f"messages from {min(end, file.start)} to {max(end, file.start)} are archived twice or not at all"
                 )
             if f"archive/{file.path}" not in self.store.files:
-                raise self.fail(f"{file.path} is gone, which manifest {self.newest.number} names")
+                raise self.fail(f"{file.path} is missing, and manifest {self.newest.number} names it")
             end = file.end
         if end != self.offset:
-            raise self.fail(f"the archive has messages up to {end}, and says {self.offset}")
+            raise self.fail(f"the archive has messages up to {end}, and its manifest says {self.offset}")
 
     @property
     def offset(self) -> int:
@@ -283,12 +283,12 @@ class Judge:
     def report(self, offset: int) -> None:
         """Retention may remove the log up to here."""
         if offset > self.offset:
-            raise self.fail(f"{offset} are reported to retention, and the archive has {self.offset}")
+            raise self.fail(f"{offset} is reported to retention, and the archive has {self.offset}")
         self.reported = max(self.reported, offset)
 
 
 class _Text:
-    """A task: a few messages as a file."""
+    """A task that archives a few messages as a text file."""
 
     weight = 1
 
@@ -335,7 +335,7 @@ class Archivers:
         self.store = self.judge.store = Store(self.turns, self.judge)
         self.archive = Archive(fs.PyFileSystem(self.store), "archive", "sim://archive")
         self.conflicts = self.commits = 0
-        #: How far the log has come.
+        #: The number of messages in the log.
         self.log = 0
         self._data = data
         (data / "message").mkdir(parents=True, exist_ok=True)
@@ -381,7 +381,7 @@ class Archivers:
         self.commits += 1
 
     def run(self) -> None:
-        """Everything happens, and then one archiver alone brings the archive up to date."""
+        """Run all archivers; then a single archiver brings the archive up to date."""
         before = chance.use(random.Random(self.rng.random()))
         try:
             for number in range(self.rng.randrange(2, 5)):
@@ -392,14 +392,14 @@ class Archivers:
                 raise self.judge.broken
             self.turns.calm = True
             for _ in range(3):
-                # The first one may complete what an archiver left that was killed.
+                # The first run may only complete the commit of a killed archiver.
                 try:
                     self.once(ManualClock())
                     break
                 except ArchiveConflict:
                     continue
             else:
-                raise self.judge.fail("an archiver alone does not succeed")
+                raise self.judge.fail("a single archiver does not succeed")
         finally:
             chance.use(before)
         self.judge.check()

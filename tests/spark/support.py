@@ -1,4 +1,4 @@
-"""What tests of the source share: readers as plain Python objects, and what they read."""
+"""Helpers for tests of the source: readers as plain Python objects, and the rows they read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.spark.source.stream_reader import Offset, PlaitStreamReader
 
 
 def batch_reader(**options: Any) -> PlaitReader:
-    """A reader as Spark makes it."""
+    """A reader, made as Spark makes it."""
     source = PlaitDataSource({name: str(value) for name, value in {"subject": "orders", **options}.items()})
     reader = source.reader(source.schema())
     assert isinstance(reader, PlaitReader)
@@ -22,7 +22,7 @@ def batch_reader(**options: Any) -> PlaitReader:
 
 
 def rows_of(reader: PlaitReader) -> list[dict[str, Any]]:
-    """What all its tasks read, one after another."""
+    """The rows of all its tasks, one task after another."""
     batches = [batch for partition in reader.partitions() for batch in reader.read(partition)]
     for batch in batches:
         batch.validate(full=True)
@@ -36,16 +36,16 @@ def bodies(**options: Any) -> list[bytes]:
 
 
 class Stream:
-    """A stream in a test's hands: each ``step`` is a micro-batch."""
+    """A stream that a test drives: each ``step`` is a micro-batch."""
 
     def __init__(self, start: Offset | None = None, **options: Any) -> None:
         source = PlaitDataSource({name: str(value) for name, value in {"subject": "orders", **options}.items()})
         reader = source.streamReader(source.schema())
         assert isinstance(reader, PlaitStreamReader)
         self.reader = reader
-        # As Spark does with a query that ends: a reader has a connection.
+        # Closed like the reader of a query that ends, because it has a connection.
         weakref.finalize(self, reader.stop).atexit = False
-        #: How far it is.
+        #: The offset up to which batches were read.
         self.offset = reader.initialOffset() if start is None else start
 
     def step(self, limit: ReadLimit | None = None) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ class Stream:
         return rows
 
     def read(self, start: Offset, end: Offset) -> list[dict[str, Any]]:
-        """What lies between two offsets."""
+        """The rows between two offsets."""
         batches = [b for partition in self.reader.partitions(start, end) for b in self.reader.read(partition)]
         rows: list[dict[str, Any]] = pa.Table.from_batches(batches, self.reader.arrow_schema).to_pylist()
         return rows
@@ -65,12 +65,12 @@ class Stream:
         return [row["body"] for row in self.step(limit)]
 
     def all_bodies(self) -> list[bytes]:
-        """Of one batch without a limit."""
+        """The bodies of one batch without a limit."""
         return self.bodies(ReadAllAvailable())
 
 
 def lose_tail(data: Path, frames: int) -> None:
-    """As after a power failure: the last frames were never written."""
+    """Remove the last frames, which a power failure lost before they were written."""
     (segment,) = [path for path in (data / "message").iterdir() if path.stat().st_blocks]
     content = bytearray(segment.read_bytes())
     places = []

@@ -1,4 +1,4 @@
-"""Events as rows: what the log has, with names, in log order."""
+"""Events as rows: all events of the log, with names, in log order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = {7: PartitionRow(7, "orders", "orders", 0), 8: PartitionRow(8, "orders",
 
 
 def rows_of(path: Path, part_size: int = 1 << 20) -> list[dict[str, Any]]:
-    """As an archiver reads it: part by part, each with names of its own."""
+    """The rows as an archiver reads them: part by part, each part with its own names."""
     walk = open_log(str(path)).walk()
     for _ in walk:
         pass
@@ -41,7 +41,7 @@ def rows_of(path: Path, part_size: int = 1 << 20) -> list[dict[str, Any]]:
 
 def frames_of(buffer: ActionBuffer, offset: int = 0, time: int = 50) -> list[tuple[int, FrameView]]:
     frames = []
-    buffer.seal(0, (0, 0), 3, time)
+    buffer.build_frames(0, (0, 0), 3, time)
     for parts in buffer.drain():
         view = FrameView(parts.tobytes()).verify()
         frames.append((offset, view))
@@ -98,7 +98,7 @@ def test_parts_read_one_by_one_give_every_row_once(tmp_path: Path, part_size: in
     assert [row["action"] for row in rows if row["consumer_group"] == "late"] == ["group", "consumer"]
 
 
-def test_names_that_a_first_segment_begins_with_are_news_to_whoever_starts_there():
+def test_definitions_at_the_start_of_the_first_segment_are_rows():
     buffer = ActionBuffer()
     buffer.event(Action.ACK, 1, 2, 5, 6, 1, 3, 10)
     event = frames_of(buffer, 1000)
@@ -117,7 +117,7 @@ def test_names_that_a_first_segment_begins_with_are_news_to_whoever_starts_there
         assert rows[-1]["consumer_group"] == "billing"
 
 
-def test_an_ordered_groups_events_name_strands_where_others_name_consumers():
+def test_an_ordered_groups_events_name_cursors_where_others_name_consumers():
     buffer = ActionBuffer()
     buffer.define(GroupDefinition(1, 7, "billing", 0, False, "at_least_once", 0, ordered=True))
     buffer.define(ConsumerDefinition(2, 1, "worker"))
@@ -130,7 +130,7 @@ def test_an_ordered_groups_events_name_strands_where_others_name_consumers():
     assert lock["time"].microsecond == 50
 
 
-def test_a_called_off_message_is_of_its_schedule_partition():
+def test_the_cancellation_of_a_delayed_message_belongs_to_its_schedule_partition():
     buffer = ActionBuffer()
     buffer.define(GroupDefinition(1, 7, "billing", 0, False, "at_least_once", 0))
     buffer.define(ConsumerDefinition(8, 1, "worker"))
@@ -142,14 +142,14 @@ def test_a_called_off_message_is_of_its_schedule_partition():
     assert (cancel["consumer_group"], cancel["consumer"], cancel["due"].microsecond) == (None, None, 70)
 
 
-def test_numbers_without_names_and_unknown_actions_are_rows_all_the_same():
+def test_numbers_without_names_and_unknown_actions_become_rows_too():
     buffer = ActionBuffer()
     buffer.event(200, 5, 6, 0, 1, 0, 3, 10)  # type: ignore[arg-type]
     (row,) = pa.Table.from_batches(action_batches(frames_of(buffer), Names({}, "g1"))).to_pylist()
     assert (row["action"], row["subject"], row["consumer_group"], row["number"]) == ("action_200", None, None, 6)
 
 
-def test_many_events_become_bounded_batches():
+def test_many_events_become_batches_of_limited_size():
     buffer = ActionBuffer()
     for number in range(150_000):
         buffer.event(Action.ACK, 1, 1, number, number + 1, 1, 3, 10)

@@ -1,6 +1,6 @@
-"""An archive holds what the logs do, each row once, whatever happens to those who make it.
+"""An archive holds every row of the logs once, whatever happens to the archivers.
 
-Spark only decides where tasks run: all but a few of these tests run them in their own process.
+Spark only decides where tasks run, so most of these tests run the tasks in their own process.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def data(tmp_path: Path) -> Path:
 # --- what is archived ---------------------------------------------------------------------------
 
 
-def test_everything_of_both_logs_is_archived_once(here: None, data: Path, tmp_path: Path):
+def test_every_row_of_both_logs_is_archived_once(here: None, data: Path, tmp_path: Path):
     to = tmp_path / "archive"
     report = archive_here(data, to, now=True)
     rows = log_rows(data)
@@ -96,7 +96,7 @@ def order_of(rows: list[dict[str, Any]]) -> list[int]:
     return sorted(row["sequence"] for row in rows)
 
 
-def test_full_segments_by_default_and_the_rest_on_request(here: None, data: Path, tmp_path: Path):
+def test_full_segments_are_archived_by_default_and_the_rest_on_request(here: None, data: Path, tmp_path: Path):
     to = tmp_path / "archive"
     report = archive_here(data, to)
     (source,) = Archive.at(to).open().sources.values()
@@ -111,7 +111,7 @@ def test_full_segments_by_default_and_the_rest_on_request(here: None, data: Path
     assert archived_rows(to) == log_rows(data)
 
 
-def test_run_after_run_beside_a_writer_each_message_comes_once(here: None, tmp_path: Path):
+def test_each_message_is_archived_once_by_repeated_runs_beside_a_writer(here: None, tmp_path: Path):
     filler = Filler(tmp_path / "data")
     to = tmp_path / "archive"
     for number in range(8):
@@ -160,7 +160,7 @@ def test_an_empty_directory_gives_no_archive(here: None, tmp_path: Path):
     assert (report.messages, report.files) == (0, 0)
 
 
-def test_what_has_expired_is_archived_as_long_as_it_is_there(here: None, tmp_path: Path):
+def test_expired_messages_are_archived_while_they_are_in_the_log(here: None, tmp_path: Path):
     filler = Filler(tmp_path / "data", retention_seconds=5.0)
     filler.rounds(30)
     filler.node.retention.run()
@@ -171,20 +171,20 @@ def test_what_has_expired_is_archived_as_long_as_it_is_there(here: None, tmp_pat
     assert [row["sequence"] for row in archived_rows(tmp_path / "archive")] == list(range(90))
 
 
-# --- which subjects, which source ---------------------------------------------------------------
+# --- which subjects, which data directory -------------------------------------------------------
 
 
-def test_only_some_subjects_are_archived_on_request_and_those_for_good(here: None, data: Path, tmp_path: Path):
+def test_a_selection_of_subjects_is_part_of_the_archive(here: None, data: Path, tmp_path: Path):
     to = tmp_path / "archive"
     archive_here(data, to, now=True, subjects=["orders", "rar*"])
     assert {row["subject"] for row in archived_rows(to)} == {"orders", "rare"}
     assert read_archived(RealDisk(data)).message_offset == 0, "retention must not rely on it"
-    with pytest.raises(InvalidArgument, match=r"holds the subjects orders, rar\* of .*, and all are asked for"):
+    with pytest.raises(InvalidArgument, match=r"has the subjects orders, rar\* of .*, and this run asks for all"):
         archive_here(data, to, now=True)
     assert archive_here(data, to, now=True, subjects=["rar*", "orders"]).messages == 0
 
 
-def test_unknown_subjects_and_wrong_names_are_told(here: None, data: Path, tmp_path: Path):
+def test_unknown_subjects_and_invalid_names_are_reported(here: None, data: Path, tmp_path: Path):
     to = tmp_path / "archive"
     with pytest.raises(SubjectNotFound, match="'nothing' is not in"):
         archive_here(data, to, subjects=["nothing"])
@@ -240,7 +240,7 @@ def test_damage_fails_the_run_and_nothing_is_committed(here: None, data: Path, t
     assert source.left_out[0].log == "message"
 
 
-def test_damage_of_the_action_log_is_told_and_left_out_on_request(here: None, data: Path, tmp_path: Path):
+def test_damage_of_the_action_log_is_reported_and_left_out_on_request(here: None, data: Path, tmp_path: Path):
     to = tmp_path / "archive"
     path = sorted((data / "action").iterdir())[0]
     damage(path)
@@ -250,11 +250,11 @@ def test_damage_of_the_action_log_is_told_and_left_out_on_request(here: None, da
     assert archived_rows(to) == log_rows(data)
 
 
-def test_sequences_that_the_log_does_not_have_are_noted(here: None, data: Path, tmp_path: Path):
+def test_sequences_that_are_missing_in_the_log_are_recorded(here: None, data: Path, tmp_path: Path):
     to = tmp_path / "archive"
     segments = sorted((data / "message").iterdir())
     archive_here(data, to)
-    # As if retention had been faster than the archiver.
+    # Retention removed a segment before the archiver read it.
     filler = Node(RealDisk(data))
     for _ in range(60):
         filler.send("orders", b"x" * 400)
@@ -273,7 +273,7 @@ def test_sequences_that_the_log_does_not_have_are_noted(here: None, data: Path, 
     assert "retention removed it" in source.left_out[0].reason
 
 
-def test_what_retention_takes_after_it_was_archived_is_no_loss(here: None, tmp_path: Path):
+def test_messages_that_retention_removes_after_they_were_archived_are_not_lost(here: None, tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, retention_seconds=5.0, archive_before_delete=True)
     for _ in range(5):
@@ -326,13 +326,13 @@ def test_a_file_that_does_not_read_back_is_not_committed(
     assert Archive.at(to).load() == ArchiveManifest()
 
 
-def test_rows_that_a_sort_loses_are_noticed(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_that_a_sort_loses_are_detected(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("plait.spark.archiving.row_order.moved", lambda rows, order: moved(rows, order).slice(1))
-    with pytest.raises(ArchiveError, match="sorted rows are not those that were read"):
+    with pytest.raises(ArchiveError, match="sorted rows differ from the rows that were read"):
         archive_here(data, tmp_path / "archive", now=True)
 
 
-def test_rows_that_are_missing_by_the_headers_are_noticed(
+def test_rows_that_are_missing_by_the_frame_headers_are_detected(
     here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     real = tasks.read_chunk
@@ -343,11 +343,13 @@ def test_rows_that_are_missing_by_the_headers_are_noticed(
         yield from frames
 
     monkeypatch.setattr(tasks, "read_chunk", forgetful)
-    with pytest.raises(ArchiveError, match=r"has \d+ messages of orders@g1 by its headers, and \d+ were archived"):
+    with pytest.raises(
+        ArchiveError, match=r"has \d+ messages of orders@g1 by its frame headers, and \d+ were archived"
+    ):
         archive_here(data, tmp_path / "archive", now=True)
 
 
-# --- others, crashes, leftovers -----------------------------------------------------------------
+# --- other archivers, crashes, left files ------------------------------------------------------
 
 
 def test_of_two_archivers_at_once_the_second_loses_nothing(here: None, data: Path, tmp_path: Path):
@@ -362,7 +364,7 @@ def test_of_two_archivers_at_once_the_second_loses_nothing(here: None, data: Pat
     assert archived_rows(to) == log_rows(data)
 
 
-def test_what_a_run_left_that_ended_early_goes_and_what_others_put_there_stays(here: None, data: Path, tmp_path: Path):
+def test_files_of_an_aborted_run_are_removed_and_foreign_files_stay(here: None, data: Path, tmp_path: Path):
     to = tmp_path / "archive"
     archive_here(data, to)
     place = to / "messages" / "subject=orders" / "date=2023-11-14"
@@ -377,22 +379,20 @@ def test_what_a_run_left_that_ended_early_goes_and_what_others_put_there_stays(h
     assert [path.exists() for path in paths] == [False, False, True, True]
 
 
-def test_the_directory_is_told_how_far_it_is_archived(here: None, data: Path, tmp_path: Path):
+def test_the_archive_mark_records_how_far_the_directory_is_archived(here: None, data: Path, tmp_path: Path):
     to = tmp_path / "archive"
     archive_here(data, to, now=True)
     (source,) = Archive.at(to).open().sources.values()
-    told = read_archived(RealDisk(data))
-    assert (told.message_offset, told.action_offset) == (source.message_offset, source.action_offset)
-    assert (told.archive, told.manifest) == (str(to), 1)
+    mark = read_archived(RealDisk(data))
+    assert (mark.message_offset, mark.action_offset) == (source.message_offset, source.action_offset)
+    assert (mark.archive, mark.manifest) == (str(to), 1)
     (data / "archived.json").unlink()
     archive_here(data, to, now=True)
-    assert read_archived(RealDisk(data)) == told, "also where the run before ended too early to tell"
+    assert read_archived(RealDisk(data)) == mark, "also if the run before ended before it wrote the mark"
 
 
-def test_the_directory_is_told_after_each_round(
-    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Retention need not wait for the last one, and a run that ends before it has told of the others."""
+def test_each_round_writes_the_archive_mark(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Retention need not wait for the last round, and a run that fails has recorded the rounds before."""
     to = tmp_path / "archive"
     monkeypatch.setattr(intake.Intake.rounds, "__kwdefaults__", {"round_size": 10_000})
     rounds: list[int] = []
@@ -407,11 +407,11 @@ def test_the_directory_is_told_after_each_round(
     with pytest.raises(ArchiveError, match="ends here"):
         archive_here(data, to, now=True)
     (source,) = Archive.at(to).open().sources.values()
-    told = read_archived(RealDisk(data))
-    assert (told.manifest, told.message_offset) == (2, source.message_offset)
+    mark = read_archived(RealDisk(data))
+    assert (mark.manifest, mark.message_offset) == (2, source.message_offset)
 
 
-def test_a_directory_that_cannot_be_told_is_archived_all_the_same(
+def test_a_directory_whose_archive_mark_cannot_be_written_is_archived(
     here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def refuse(*_: Any) -> None:
@@ -419,31 +419,31 @@ def test_a_directory_that_cannot_be_told_is_archived_all_the_same(
 
     monkeypatch.setattr(archiving, "write_archived", refuse)
     assert archive_here(data, tmp_path / "archive", now=True).messages == 246
-    assert "cannot be told so" in caplog.text
+    assert "its archive mark cannot be written" in caplog.text
     monkeypatch.setattr(archiving, "identity", refuse)
-    with pytest.raises(DataDirError, match=r"has no name yet.*Permission denied"):
+    with pytest.raises(DataDirError, match=r"has no directory id yet.*Permission denied"):
         archive_here(data, tmp_path / "archive", now=True)
 
 
-def test_an_archive_that_cannot_be_written_is_told_in_one_line(
+def test_an_archive_that_cannot_be_written_is_reported_in_one_line(
     here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("plait.spark.archiving.file_writer.pq.write_table", full)
-    with pytest.raises(ArchiveError, match=r"cannot be written: .*No space left.*nothing was committed"):
+    with pytest.raises(ArchiveError, match=r"cannot write to .*No space left.*nothing was committed"):
         archive_here(data, tmp_path / "archive", now=True)
 
 
-def test_tasks_find_the_archive_wherever_they_run(
+def test_tasks_find_the_archive_from_any_working_directory(
     here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
     seen: list[str] = []
 
     def elsewhere(spark: object, job: Any, *rest: Any) -> Any:
-        seen.append(job.place)
+        seen.append(job.archive)
         return run_here(spark, job, *rest)
 
     monkeypatch.setattr(archiving, "run_job", elsewhere)
@@ -454,7 +454,7 @@ def test_tasks_find_the_archive_wherever_they_run(
 # --- merging, reading back, whole segments ------------------------------------------------------
 
 
-def test_small_files_are_merged_and_the_old_ones_go_with_the_next_commit(here: None, tmp_path: Path):
+def test_small_files_are_merged_and_the_originals_are_removed_with_the_next_commit(here: None, tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     for _ in range(5):
@@ -477,7 +477,7 @@ def test_small_files_are_merged_and_the_old_ones_go_with_the_next_commit(here: N
     assert archive_here(None, to, compact=True).merged == 0
 
 
-def test_a_subject_that_was_made_anew_is_not_merged_with_the_one_of_its_name(here: None, tmp_path: Path):
+def test_a_recreated_subject_is_not_merged_with_its_earlier_life(here: None, tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     node = Node(RealDisk(data))
     for number in range(3):
@@ -496,7 +496,7 @@ def test_a_subject_that_was_made_anew_is_not_merged_with_the_one_of_its_name(her
     node.broker.stop()
 
 
-def test_large_files_stay_as_they_are(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_large_files_are_not_merged(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     to = tmp_path / "archive"
     for _ in range(2):
         archive_here(data, to, now=True)
@@ -504,7 +504,7 @@ def test_large_files_stay_as_they_are(here: None, data: Path, tmp_path: Path, mo
     assert archive_here(None, to, compact=True).merged == 0
 
 
-def test_reading_back_finds_what_is_damaged_or_gone(here: None, data: Path, tmp_path: Path):
+def test_reading_back_finds_damaged_and_missing_files(here: None, data: Path, tmp_path: Path):
     to = tmp_path / "archive"
     archive_here(data, to, now=True)
     files = Archive.at(to).open().find("messages")
@@ -528,8 +528,8 @@ def test_segments_are_copied_whole_and_read_as_a_log(here: None, data: Path, tmp
     rows = log_rows(copies[0].parent)
     assert rows == log_rows(data)[: len(rows)] or [row for row in log_rows(data) if row in rows] == rows
     assert len(rows) > 200
-    told = read_archived(RealDisk(data))
-    assert told.message_offset > 0
+    mark = read_archived(RealDisk(data))
+    assert mark.message_offset > 0
     assert archive_here(data, to, raw=True).segments == 0
     assert archive_here(None, to, verify=True).verified == report.segments
     damage(copies[0])
@@ -546,7 +546,7 @@ def test_segments_are_copied_whole_and_read_as_a_log(here: None, data: Path, tmp
 # --- other file systems, live servers -----------------------------------------------------------
 
 
-def test_a_file_system_that_can_only_put_files_will_do(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_that_can_only_put_files_is_sufficient(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     other = Archive(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "archive", "other://archive")
     monkeypatch.setattr(Archive, "at", lambda place: other)
     filler = Filler(tmp_path / "data")
@@ -565,7 +565,7 @@ def test_an_archive_may_be_named_by_a_uri(here: None, data: Path, tmp_path: Path
     assert archived_rows(tmp_path / "archive") == log_rows(data)
 
 
-async def test_a_live_servers_messages_and_what_was_done_with_them_are_archived(here: None, tmp_path: Path):
+async def test_messages_and_events_of_a_live_server_are_archived(here: None, tmp_path: Path):
     settings = BrokerConfig(disk_free_min=0, disk_used_max=1.0)
     server = Server(RealDisk(tmp_path / "data"), settings, port=0, meta=database_in(tmp_path / "data"))
     await server.start()

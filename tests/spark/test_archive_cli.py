@@ -1,4 +1,4 @@
-"""``plait spark archive``: what it prints, and how it ends."""
+"""``plait spark archive``: its output and its exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Call = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """The command in this process, its tasks too."""
+    """Run the command and its tasks in this process."""
     monkeypatch.setattr(archiving, "run_job", run_here)
     monkeypatch.setattr(sys.modules["plait.spark.runtime.session"], "session", lambda *_, **__: object())
 
@@ -43,7 +43,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_it_says_what_it_has_archived(call: Call, data: Path, tmp_path: Path):
+def test_it_prints_what_it_has_archived(call: Call, data: Path, tmp_path: Path):
     to = tmp_path / "archive"
     first = call("--data", str(data), "--to", str(to))
     assert first.returncode == 0
@@ -59,18 +59,18 @@ def test_it_says_what_it_has_archived(call: Call, data: Path, tmp_path: Path):
     assert "segments copied" in raw.stdout
 
 
-def test_it_says_of_how_many_deaths_it_has_archived_the_reasons(call: Call, tmp_path: Path):
+def test_it_prints_how_many_deaths_it_has_archived(call: Call, tmp_path: Path):
     filler = Filler(tmp_path / "data")
     failing = filler.failing()
     filler.rounds(2)
     filler.fail(failing, Reason("ValueError"))
     filler.stop()
-    said = call("--data", str(tmp_path / "data"), "--to", str(tmp_path / "archive"), "--now").stdout
-    assert said.startswith("6 messages, ")
-    assert " events and 6 deaths archived in 3 files" in said
+    output = call("--data", str(tmp_path / "data"), "--to", str(tmp_path / "archive"), "--now").stdout
+    assert output.startswith("6 messages, ")
+    assert " events and 6 deaths archived in 3 files" in output
 
 
-def test_only_some_subjects(call: Call, data: Path, tmp_path: Path):
+def test_a_selection_of_subjects_is_archived(call: Call, data: Path, tmp_path: Path):
     to = tmp_path / "archive"
     call("--data", str(data), "--to", str(to), "--now", "--subject", "ref*", "--subject", "orders")
     assert len(archived_rows(to)) == 360
@@ -79,7 +79,7 @@ def test_only_some_subjects(call: Call, data: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--to", "x"), 2, "there is nothing to do: name a data directory"),
+        (("--to", "x"), 2, "nothing to do: give a data directory"),
         (("--to", "x", "--follow", "--verify"), 2, "--follow needs --data"),
         (("--to", "x", "--data", "x", "--follow", "--every", "10ms"), 2, "is too short"),
         (("--to", "x", "--data", "/nowhere"), 8, "is not a Plait data directory"),
@@ -87,14 +87,14 @@ def test_only_some_subjects(call: Call, data: Path, tmp_path: Path):
         (("--data", "x"), 2, "--to"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_an_exit_code(call: Call, arguments: tuple[str, ...], code: int, message: str):
+def test_an_error_is_one_line_and_an_exit_code(call: Call, arguments: tuple[str, ...], code: int, message: str):
     ended = call(*arguments)
     assert (ended.returncode, ended.stdout) == (code, "")
     assert message in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 
-def test_damage_that_is_left_out_is_told(call: Call, data: Path, tmp_path: Path):
+def test_damage_that_is_left_out_is_reported(call: Call, data: Path, tmp_path: Path):
     path = sorted((data / "message").iterdir())[0]
     content = bytearray(path.read_bytes())
     content[content.index(b"PL", 2000) + 90] ^= 0xFF
@@ -105,10 +105,10 @@ def test_damage_that_is_left_out_is_told(call: Call, data: Path, tmp_path: Path)
     assert "--skip-damage" in failed.stderr
     done = call("--data", str(data), "--to", str(to), "--now", "--skip-damage")
     assert done.returncode == 0
-    assert "warning: 1 gap in sequences, damaged or lost stretches: 1" in done.stderr
+    assert "warning: 1 gap in sequences, damaged or lost ranges: 1" in done.stderr
 
 
-def test_following_goes_on_after_another_archiver_was_faster(
+def test_following_continues_after_another_archiver_was_faster(
     call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     to = tmp_path / "archive"
@@ -127,10 +127,10 @@ def test_following_goes_on_after_another_archiver_was_faster(
     monkeypatch.setattr(spark_archive, "pause", pause)
     ended = call("--data", str(data), "--to", str(to), "--now", "--follow", "-o", "json")
     assert json.loads(ended.stdout)["messages"] == 360
-    assert ended.stderr == "warning: another archiver was faster; the next run comes in 60 s\n"
+    assert ended.stderr == "warning: another archiver was faster; the next run starts in 60 s\n"
 
 
-def test_following_goes_on_after_failures_with_longer_pauses(
+def test_following_continues_after_failures_with_longer_pauses(
     call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     to = tmp_path / "archive"
@@ -152,12 +152,10 @@ def test_following_goes_on_after_failures_with_longer_pauses(
     ended = call("--data", str(data), "--to", str(to), "--now", "--follow", "--every", "150s", "-o", "json")
     assert ended.returncode == 130
     assert waits == [150.0, 150.0, 300.0, 600.0, 600.0, 150.0, 150.0]
-    assert ended.stderr.startswith("warning: it cannot be written; the next run comes in 150 s\n")
+    assert ended.stderr.startswith("warning: it cannot be written; the next run starts in 150 s\n")
 
 
-def test_following_ends_where_the_first_run_fails(
-    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_following_ends_if_the_first_run_fails(call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def failing(*_: Any, **__: Any) -> Any:
         raise ArchiveError("it is not an archive")
 

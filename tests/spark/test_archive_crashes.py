@@ -1,4 +1,4 @@
-"""An archiver that is killed at any moment: nothing is lost, nothing comes twice, nothing is left behind."""
+"""An archiver that is killed at any moment: no row is lost or archived twice, and no file is left."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(data: Path, to: Path, step: int, how: str = "") -> subprocess.CompletedP
 
 
 def count_steps(data: Path, to: Path, how: str = "") -> int:
-    """How many steps the next run takes; found on a copy."""
+    """The number of steps of the next run, counted on a copy."""
     copies = [path.with_name(f"{path.name}-copy") for path in (data, to)]
     for path, copy in zip((data, to), copies, strict=True):
         if path.exists():
@@ -50,7 +50,7 @@ def count_steps(data: Path, to: Path, how: str = "") -> int:
 
 
 class Killing:
-    """A directory that is written to, and an archiver that is killed again and again."""
+    """A directory that is written to, and an archiver that is killed repeatedly."""
 
     def __init__(self, directory: Path, seed: int, how: str = "") -> None:
         self._rng = random.Random(seed)
@@ -58,7 +58,7 @@ class Killing:
         self.data, self.to = directory / "data", directory / "archive"
         self._filler = Filler(self.data)
         self._failing = self._filler.failing()
-        #: Of the longest run so far: the first ones have nothing to merge.
+        #: Steps of the longest run so far: the first runs have nothing to merge.
         self._steps = self._counted = 0
 
     def kill(self) -> None:
@@ -88,7 +88,7 @@ class Killing:
         manifest = Archive.at(self.to).open()
         (source,) = manifest.sources.values()
         assert read_archived(RealDisk(self.data)).message_offset == source.message_offset
-        # What the manifest before this one names may still be read by somebody.
+        # Readers may still use the files of the manifest before the newest.
         last_two = Archive.at(self.to).numbers()[-2:]
         named = {file.path for number in last_two for file in Archive.at(self.to).read(number).files}
         assert set(files_below(self.to)) <= named

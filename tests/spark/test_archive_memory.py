@@ -1,4 +1,4 @@
-"""An archiver's tasks hold a bounded part of a log, whatever its messages are like."""
+"""An archiver's tasks hold a limited part of a log in memory, for any messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("bound", "value"), [("HELD_SIZE_MAX", 2000), ("HELD_COUNT_MAX", 6)])
-def test_a_task_holds_no_more_bytes_and_rows_than_it_may(
+def test_a_task_holds_a_limited_number_of_bytes_and_rows(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
 ):
     monkeypatch.setattr(tasks, bound, value)
@@ -30,7 +30,7 @@ def test_a_task_holds_no_more_bytes_and_rows_than_it_may(
     assert archived_rows(to) == log_rows(data)
 
 
-def test_columns_as_large_as_a_file_are_not_kept_for_the_next_one(
+def test_columns_as_large_as_a_file_are_not_held_for_the_next_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     columns._shared_texts.cache_clear()

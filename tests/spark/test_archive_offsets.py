@@ -1,4 +1,4 @@
-"""An archive from offset to offset: what its log would give, found by the manifest; what is not in it is said."""
+"""Reading an archive from offset to offset: the rows of its log, found by the manifest; missing rows are reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SENT = [b"%d" % number for number in range(10)]
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers' tasks run in this process."""
+    """Archivers run their tasks in this process."""
     monkeypatch.setattr(archiving, "run_job", run_here)
 
 
@@ -53,7 +53,7 @@ def read(**options: Any) -> list[dict[str, Any]]:
 
 
 def bodies(**options: Any) -> list[bytes]:
-    """In the order of the partition: an archive's files have another one."""
+    """The bodies in the order of the partition; files of an archive have another order."""
     return [row["body"] for row in read(**options)]
 
 
@@ -62,7 +62,7 @@ def at(seconds: float) -> str:
 
 
 @pytest.mark.parametrize("compacted", [False, True])
-def test_a_batch_is_what_lies_between_its_offsets(growing: Growing, compacted: bool):
+def test_a_batch_has_the_rows_between_its_offsets(growing: Growing, compacted: bool):
     growing.grow(SENT[:4], SENT[4:6], SENT[6:])
     if compacted:
         growing.compact()
@@ -86,12 +86,12 @@ def test_a_batch_is_what_lies_between_its_offsets(growing: Growing, compacted: b
         assert bodies(**options) == expected, (start, end)
 
 
-def test_offsets_lead_to_what_they_lead_to_in_the_log(tmp_path: Path):
+def test_offsets_select_the_same_rows_as_in_the_log(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     for _ in range(4):
         filler.rounds(10, ("orders", "refunds"), seconds=DAY / 15)
-        # An administrator sets the clock: times and days come twice, and files of two days reach around each other.
+        # The clock is set back: times and days repeat, and the files of two days overlap in the log.
         filler.node.clock.jump(-DAY / 3)
         archive_here(data, to, now=True)
     filler.stop()
@@ -126,14 +126,14 @@ def test_offsets_may_name_partitions_that_a_filter_leaves_out(growing: Growing):
         assert sorted(row["body"] for row in rows_of(reader)) == expected
 
 
-def test_files_that_have_nothing_of_a_range_are_not_needed(growing: Growing):
+def test_files_outside_a_range_are_not_opened(growing: Growing):
     growing.grow(SENT[:3], SENT[3:6], SENT[6:])
     files = sorted(Archive.at(growing.to).open().find("messages"), key=lambda file: file.start)
     (growing.to / files[0].path).unlink()
     (growing.to / files[2].path).unlink()
     between = {"startingOffsets": '{"orders@g1": 4}', "endingOffsets": '{"orders@g1": 6}'}
     assert bodies(**between, **growing.place) == SENT[4:6]
-    # The times of a file that lies on one side of a time are known.
+    # The manifest has the times of a file, so that a file on one side of a time is not opened.
     assert bodies(startingOffsets=at(3), endingOffsets=at(6), **growing.place) == SENT[3:6]
     with pytest.raises(ArchiveError, match=r"is gone, and no other file has its 3 messages"):
         bodies(startingOffsets='{"orders@g1": 2}', endingOffsets='{"orders@g1": 6}', **growing.place)
@@ -141,22 +141,27 @@ def test_files_that_have_nothing_of_a_range_are_not_needed(growing: Growing):
         bodies(startingOffsets=at(1.5), **growing.place)
 
 
-def test_what_is_not_understood_is_said_as_for_logs(growing: Growing):
+def test_invalid_offsets_are_reported_as_for_logs(growing: Growing):
     growing.grow(SENT)
-    for given, said in [
-        ('{"orders@g2": 0}', "startingOffsets names orders@g2; the subject's partitions are orders@g1"),
-        ('{"orders": 0}', "a partition is named as in"),
-        ('{"orders@g1": -1}', "is not a number of 0 or more"),
-        ("soon", "startingOffsets 'soon' is not understood"),
+    for given, message in [
+        (
+            '{"orders@g2": 0}',
+            "startingOffsets names unknown partitions orders@g2; the partitions of the subject are orders@g1",
+        ),
+        ('{"orders": 0}', "give the name of a partition, as in"),
+        ('{"orders@g1": -1}', "is not a whole number of 0 or more"),
+        ("soon", "invalid startingOffsets 'soon'"),
     ]:
-        with pytest.raises(InvalidArgument, match=said):
+        with pytest.raises(InvalidArgument, match=message):
             bodies(startingOffsets=given, **growing.place)
 
 
-# --- what is not in it --------------------------------------------------------------------------
+# --- missing rows -------------------------------------------------------------------------------
 
 
-def test_what_was_never_archived_fails_the_query_or_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_messages_that_were_never_archived_fail_the_query_or_cause_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, retention_seconds=5.0)
     filler.rounds(10)
@@ -169,26 +174,26 @@ def test_what_was_never_archived_fails_the_query_or_is_warned_of(tmp_path: Path,
     archive_here(data, to, now=True)
     filler.stop()
     assert len(bodies(path=to)) == 60
-    for start, end, said in [
+    for start, end, message in [
         (10, 50, "orders@g1 starts at 30: sequences 10 to 29 are expired"),
         (50, 70, "sequences 60 to 69 of orders@g1 are not in the archive"),
         (70, 100, "sequences 70 to 89 of orders@g1 are not in the archive"),
-        (90, 130, "orders@g1 ends at 120: sequences 120 to 129 are not there"),
+        (90, 130, "orders@g1 ends at 120: sequences 120 to 129 are missing"),
     ]:
         bounds = {"startingOffsets": f'{{"orders@g1": {start}}}', "endingOffsets": f'{{"orders@g1": {end}}}'}
-        with pytest.raises(DataLost, match=rf"{said}.*failOnDataLoss=false"):
+        with pytest.raises(DataLost, match=rf"{message}.*failOnDataLoss=false"):
             read(path=to, **bounds)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "plait.spark"):
             rows = read(path=to, failOnDataLoss=False, **bounds)
         there = [*range(30, 60), *range(90, 120)]
         assert [row["sequence"] for row in rows] == [number for number in there if start <= number < end]
-        assert said in caplog.text
+        assert message in caplog.text
     kept = read(path=to, startingOffsets='{"orders@g1": 90}')
     assert [row["sequence"] for row in kept] == list(range(90, 120))
 
 
-def test_what_damage_took_before_it_was_archived_fails_the_query_or_is_warned_of(
+def test_messages_that_were_damaged_before_archiving_fail_the_query_or_cause_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     data, to = tmp_path / "data", tmp_path / "archive"
@@ -196,21 +201,21 @@ def test_what_damage_took_before_it_was_archived_fails_the_query_or_is_warned_of
     for begun in (0, 30):
         filler.rounds(10)
         filler.node.send("others", b"behind it")
-        # The first frame of a run, one in the middle, two that follow each other, the last one.
+        # The first frame of a run, one in the middle, two consecutive ones, the last one.
         damage_frames(data, *(begun + base for base in (0, 9, 15, 18, 27)))
         archive_here(data, to, now=True, skip_damage=True)
     filler.stop()
     lost = [(0, 3), (9, 12), (15, 21), (27, 33), (39, 42), (45, 51), (57, 60)]
     there = [number for number in range(60) if not any(first <= number < end for first, end in lost)]
     assert [row["sequence"] for row in read(path=to)] == there
-    for start, end, said in [
+    for start, end, message in [
         (0, 9, "sequences 0 to 2 of orders@g1 are not in the archive"),
         (10, 20, "sequences 10 to 11 of orders@g1 are not .*; sequences 15 to 19 of"),
         (30, 39, "sequences 30 to 32 of orders@g1 are not in the archive"),
         (51, 60, "sequences 57 to 59 of orders@g1 are not in the archive"),
     ]:
         bounds = {"startingOffsets": f'{{"orders@g1": {start}}}', "endingOffsets": f'{{"orders@g1": {end}}}'}
-        with pytest.raises(DataLost, match=rf"{said}.*failOnDataLoss=false"):
+        with pytest.raises(DataLost, match=rf"{message}.*failOnDataLoss=false"):
             read(path=to, **bounds)
         rows = read(path=to, failOnDataLoss=False, **bounds)
         assert [row["sequence"] for row in rows] == [number for number in there if start <= number < end]
@@ -226,7 +231,7 @@ def test_what_damage_took_before_it_was_archived_fails_the_query_or_is_warned_of
     assert sum(gap.end - gap.start for gap in source.gaps) == 60 - len(there)
 
 
-def test_offsets_of_another_epoch_or_life_are_found_out(growing: Growing):
+def test_offsets_of_another_epoch_or_life_are_detected(growing: Growing):
     growing.grow(SENT[:4])
     growing.broker.kill()
     growing.broker.start()
@@ -239,13 +244,13 @@ def test_offsets_of_another_epoch_or_life_are_found_out(growing: Growing):
     assert starting(sequence=5, epoch=2, id=1) == SENT[5:]
     with pytest.raises(DataLost, match="other messages from sequence 4 on: those up to 5 were read in epoch 1"):
         starting(sequence=6, epoch=1)
-    with pytest.raises(DataLost, match="orders@g1 was deleted and made anew"):
+    with pytest.raises(DataLost, match="orders@g1 was deleted and created again"):
         starting(sequence=5, id=9)
 
 
-def test_a_subject_that_was_made_anew_is_read_life_after_life(growing: Growing):
+def test_a_recreated_subject_is_read_life_after_life(growing: Growing):
     growing.grow(SENT[:3], SENT[3:5])
-    growing.make_anew()
+    growing.recreate()
     growing.grow([b"a", b"b"], [b"c", b"d"])
     for compact in (False, True):
         if compact:
@@ -257,7 +262,7 @@ def test_a_subject_that_was_made_anew_is_read_life_after_life(growing: Growing):
             return sorted(bodies(startingOffsets=texts[0], endingOffsets=texts[1], **growing.place))
 
         old, new = (life.number for life in Archive.at(growing.to).open().sources.popitem()[1].lives["orders@g1"])
-        # A sequence alone is of the newest life.
+        # A sequence without an epoch belongs to the newest life.
         assert between(1) == [b"b", b"c", b"d"]
         assert between({"sequence": 3, "id": old}) == [*SENT[3:5], b"a", b"b", b"c", b"d"]
         assert between({"sequence": 3, "id": old}, {"sequence": 1, "id": new}) == [*SENT[3:5], b"a"]
@@ -268,7 +273,7 @@ def test_a_subject_that_was_made_anew_is_read_life_after_life(growing: Growing):
             between({"sequence": 5, "id": new})
 
 
-def test_partitions_of_one_name_in_two_directories_are_not_taken_for_one(tmp_path: Path):
+def test_partitions_of_the_same_name_in_two_directories_are_refused(tmp_path: Path):
     to = tmp_path / "archive"
     for name in ("one", "two"):
         filler = Filler(tmp_path / name)
@@ -280,18 +285,18 @@ def test_partitions_of_one_name_in_two_directories_are_not_taken_for_one(tmp_pat
         bodies(path=to, startingOffsets='{"orders@g1": 3}')
 
 
-def test_an_archive_that_does_not_tell_lives_apart_is_read_whole_alone(growing: Growing):
+def test_an_archive_that_does_not_record_lives_can_only_be_read_whole(growing: Growing):
     growing.grow(SENT)
     archive = Archive.at(growing.to)
     manifest = archive.open()
     sources = {name: msgspec.structs.replace(source, lives={}) for name, source in manifest.sources.items()}
     commit_next(archive, sources=sources)
     assert bodies(**growing.place) == SENT
-    with pytest.raises(ArchiveError, match="does not say which sequences of orders@g1 it has: an earlier Plait"):
+    with pytest.raises(ArchiveError, match="does not record which sequences of orders@g1 it has: an earlier Plait"):
         bodies(startingOffsets=at(3), **growing.place)
 
 
-# --- what the archiver notes --------------------------------------------------------------------
+# --- what the archiver records -----------------------------------------------------------------
 
 
 def test_the_manifest_has_the_lives_of_each_partition_with_their_epochs(growing: Growing):
@@ -302,7 +307,7 @@ def test_the_manifest_has_the_lives_of_each_partition_with_their_epochs(growing:
     (before,) = Archive.at(growing.to).open().sources.values()
     (life,) = before.lives["orders@g1"]
     assert (life.number, life.offset, life.ranges, life.epochs) == (1, 0, [(0, 10)], [(0, 1), (4, 2)])
-    growing.make_anew()
+    growing.recreate()
     growing.grow([b"a"])
     (source,) = Archive.at(growing.to).open().sources.values()
     old, new = source.lives["orders@g1"]

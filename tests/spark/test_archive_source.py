@@ -1,4 +1,4 @@
-"""An archive read by the source: the rows of the log it was made of, in the same columns, found by the manifest."""
+"""The source reads an archive: the rows of its log, in the same columns, found by the manifest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DAY = 86_400.0
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Two subjects over two days and more."""
+    """Two subjects over more than two days."""
     filler = Filler(tmp_path / "data")
     filler.rounds(40, ("orders", "refunds"), seconds=DAY / 15)
     filler.stop()
@@ -58,14 +58,14 @@ def test_an_archive_has_the_rows_of_its_log_in_the_same_columns(data: Path, to: 
 
 
 def read_and_files(to: Path, *filters: Filter) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows, and the files that were to be read for them."""
+    """The rows, and the files that were planned for them."""
     reader = batch_reader(path=to, subject="*", minPartitions=1)
     reader.pushFilters(list(filters))
     tasks: list[ArchiveReadTask] = [partition.value for partition in reader.partitions()]
     return rows_of(reader), [part.file.path for task in tasks for part in task.parts]
 
 
-def test_what_filters_exclude_is_not_opened(data: Path, to: Path):
+def test_files_that_filters_exclude_are_not_opened(data: Path, to: Path):
     everything = by_sequence(rows_of(batch_reader(path=data, subject="*")))
     _, files = read_and_files(to)
     assert len(files) >= 6
@@ -82,14 +82,14 @@ def test_what_filters_exclude_is_not_opened(data: Path, to: Path):
     assert read_and_files(to, EqualTo(("partition",), "other@g1")) == ([], [])
 
 
-def test_keys_are_found_by_statistics_and_only_their_rows_are_handed_over(data: Path, to: Path):
+def test_keys_are_found_by_statistics_and_only_matching_rows_are_returned(data: Path, to: Path):
     everything = by_sequence(rows_of(batch_reader(path=data, subject="*")))
     rows, _ = read_and_files(to, EqualTo(("key",), "key-3"))
     assert by_sequence(rows) == [row for row in everything if row["key"] == "key-3"]
     assert read_and_files(to, EqualTo(("key",), "zzz")) == ([], [])
 
 
-def test_a_row_group_without_wanted_rows_is_passed_over(to: Path):
+def test_a_row_group_without_matching_rows_is_skipped(to: Path):
     import pyarrow.parquet as pq
 
     (file, *_) = Archive.at(to).open().find("messages", subjects=["orders"])
@@ -102,13 +102,13 @@ def test_a_row_group_without_wanted_rows_is_passed_over(to: Path):
     assert 0 < len(chosen) < metadata.num_row_groups
 
 
-def test_many_files_are_shared_by_tasks(to: Path):
+def test_many_files_are_distributed_over_tasks(to: Path):
     reader = batch_reader(path=to, subject="*", minPartitions=3)
     assert len(reader.partitions()) == 3
     assert len(rows_of(reader)) == 240
 
 
-def test_whole_segments_in_an_archive_are_read_as_logs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_copied_segments_in_an_archive_are_read_as_logs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(archiving, "run_job", run_here)
     archive_here(data, tmp_path / "raw", raw=True)
     (source,) = (tmp_path / "raw" / "raw").iterdir()
@@ -117,14 +117,14 @@ def test_whole_segments_in_an_archive_are_read_as_logs(data: Path, tmp_path: Pat
     assert rows == rows_of(batch_reader(path=data))[: len(rows)]
 
 
-def test_what_an_archive_cannot_be_asked_for_is_said(to: Path):
+def test_a_request_that_an_archive_cannot_answer_is_refused(to: Path):
     with pytest.raises(SubjectNotFound, match=r"'gone' is not in the archive .*there are orders, refunds"):
         batch_reader(path=to, subject="gone").partitions()
     with pytest.raises(SubjectNotFound, match=r"'gone' is not in the archive"):
         Stream(path=to, subject="gone")
-    with pytest.raises(InvalidArgument, match="'group' has no meaning for the archive"):
+    with pytest.raises(InvalidArgument, match="'group' does not apply to an archive"):
         batch_reader(path=to, group="g2")
-    with pytest.raises(InvalidArgument, match="'failOnDamage' has no meaning for the archive"):
+    with pytest.raises(InvalidArgument, match="'failOnDamage' does not apply to an archive"):
         Stream(path=to, failOnDamage=False)
     shutil.rmtree(to / "_plait")
     (to / "_plait").mkdir()
@@ -132,12 +132,12 @@ def test_what_an_archive_cannot_be_asked_for_is_said(to: Path):
         batch_reader(path=to)
 
 
-def test_a_place_elsewhere_that_is_no_archive_is_said_not_to_be_read_as_a_log():
-    with pytest.raises(ArchiveError, match=r"is not an archive.*segment files are read from local paths alone"):
+def test_a_remote_place_that_is_no_archive_is_not_read_as_a_log():
+    with pytest.raises(ArchiveError, match=r"is not an archive.*segment files can only be read from local paths"):
         batch_reader(path="mock:///archive/raw/g1-572aa25f4c7d511d/message")
 
 
-def test_a_file_that_is_gone_or_damaged_is_named(to: Path):
+def test_a_missing_or_damaged_file_is_named(to: Path):
     reader = batch_reader(path=to)
     (partition, *_) = reader.partitions()
     path = to / partition.value.parts[0].file.path

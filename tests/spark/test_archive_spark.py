@@ -1,4 +1,4 @@
-"""An archive that Spark makes: tasks run in its workers, and what goes wrong there is told as if it were here."""
+"""Spark makes an archive: tasks run in its workers, and their errors are raised in the driver."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 def test_spark_runs_the_tasks_and_reads_the_archive(spark: SparkSession, tmp_path: Path):
     data, to = three_days(tmp_path / "data"), tmp_path / "archive"
-    told: list[tuple[str, int | None]] = []
+    steps: list[tuple[str, int | None]] = []
 
     class Told:
         def step(self, name: str, total: int | None = None, unit: str = "") -> None:
-            told.append((name, total))
+            steps.append((name, total))
 
         def update(self, done: int) -> None:
-            told.append(("", done))
+            steps.append(("", done))
 
     report = archive(data, to, spark=spark, now=True, verify=True, progress=Told())
     assert archived_rows(to) == log_rows(data)
     assert (report.messages, report.verified) == (246, report.files)
-    assert [name for name, _ in told if name] == ["archiving messages and events", "reading the archive back"]
-    assert told[0][1] is not None
+    assert [name for name, _ in steps if name] == ["archiving messages and events", "reading the archive back"]
+    assert steps[0][1] is not None
     rows = spark.read.parquet(str(to / "messages"))
     counts = {row["subject"]: row["count"] for row in rows.groupBy("subject").count().collect()}
     assert counts == {"orders": 120, "refunds": 120, "rare": 6}
@@ -43,7 +43,7 @@ def test_spark_runs_the_tasks_and_reads_the_archive(spark: SparkSession, tmp_pat
         archive(data, tmp_path / "other", spark=spark, now=True)
 
 
-def test_spark_archives_why_messages_died(spark: SparkSession, tmp_path: Path):
+def test_spark_archives_the_reasons_of_deaths(spark: SparkSession, tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     failing = filler.failing()
@@ -56,7 +56,7 @@ def test_spark_archives_why_messages_died(spark: SparkSession, tmp_path: Path):
     assert [tuple(row) for row in found.collect()] == [("ValueError", 7)]
 
 
-def test_spark_that_fails_is_told_in_one_line(spark: SparkSession, tmp_path: Path):
+def test_a_failure_of_spark_is_reported_in_one_line(spark: SparkSession, tmp_path: Path):
     broken = Job(str(tmp_path), 1, "g1", (Broken(),))
     with pytest.raises(ArchiveError, match=r"Spark did not end its tasks; nothing was committed.*ZeroDivisionError"):
         run_job(spark, broken, "failing")

@@ -1,4 +1,4 @@
-"""``readStream`` of an archive that grows: every row once, whatever compaction does to the files meanwhile."""
+"""``readStream`` of a growing archive: every row once, while compaction replaces files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers' tasks run in this process."""
+    """Archivers run their tasks in this process."""
     monkeypatch.setattr(archiving, "run_job", run_here)
 
 
@@ -46,11 +46,11 @@ def rows(count: int, start: int = 0) -> list[bytes]:
 
 
 def step(stream: Stream) -> list[bytes]:
-    """The bodies of the next batch, sorted: files are in the order of their keys."""
+    """The sorted bodies of the next batch; files are in key order."""
     return sorted(stream.bodies())
 
 
-def test_each_batch_has_what_was_archived_since_the_last(growing: Growing):
+def test_each_batch_has_the_rows_that_were_archived_since_the_last(growing: Growing):
     growing.grow(rows(3))
     stream = Stream(**growing.place)
     assert step(stream) == rows(3)
@@ -68,7 +68,7 @@ def test_each_batch_has_what_was_archived_since_the_last(growing: Growing):
     assert wide.bodies() == [b"other"]
 
 
-def test_offsets_are_those_of_the_log_and_a_stream_may_go_on_with_either(growing: Growing):
+def test_offsets_are_those_of_the_log_and_a_stream_may_switch_between_them(growing: Growing):
     growing.grow(rows(4))
     growing.broker.kill()
     growing.broker.start()
@@ -123,7 +123,7 @@ def test_compaction_between_planning_and_reading_changes_nothing(growing: Growin
     assert sorted(row["body"] for row in stream.read(stream.offset, end)) == rows(min(limit, 9))
 
 
-def test_a_batch_is_the_same_when_it_is_read_again_later(growing: Growing):
+def test_a_batch_is_the_same_when_it_is_read_again(growing: Growing):
     growing.grow(rows(4))
     stream = Stream(maxMessagesPerTrigger=3, **growing.place)
     start = stream.offset
@@ -134,7 +134,7 @@ def test_a_batch_is_the_same_when_it_is_read_again_later(growing: Growing):
     assert sorted(row["body"] for row in again) == first == rows(3)
 
 
-def test_a_limit_of_bytes_ends_where_a_file_does_and_lets_one_through(growing: Growing):
+def test_a_limit_of_bytes_ends_at_the_end_of_a_file_and_allows_at_least_one_file(growing: Growing):
     growing.grow(*[[b"%02d" % number + bytes(1000), b"%02d-" % number + bytes(1000)] for number in range(6)])
     stream = Stream(maxBytesPerTrigger=6_000, **growing.place)
     assert [len(stream.step()) for _ in range(4)] == [4, 4, 4, 0]
@@ -150,7 +150,7 @@ def test_a_limit_of_bytes_ends_where_a_file_does_and_lets_one_through(growing: G
     assert len(both.step(ReadAllAvailable())) == 9
 
 
-def test_limits_make_way_where_files_of_two_days_reach_around_each_other(tmp_path: Path):
+def test_limits_are_exceeded_where_files_of_two_days_overlap(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     for _ in range(3):
@@ -173,7 +173,7 @@ def test_limits_make_way_where_files_of_two_days_reach_around_each_other(tmp_pat
             assert sorted(sequences) == list(range(start, 48)), (start, size)
 
 
-def test_a_query_that_is_to_end_ends_with_what_was_there(growing: Growing):
+def test_a_query_for_available_data_ends_with_the_rows_that_existed_at_its_start(growing: Growing):
     growing.grow(rows(3))
     stream = Stream(maxMessagesPerTrigger=2, **growing.place)
     stream.reader.prepareForTriggerAvailableNow()
@@ -182,23 +182,23 @@ def test_a_query_that_is_to_end_ends_with_what_was_there(growing: Growing):
     assert step(Stream(stream.offset, **growing.place)) == rows(2, 3)
 
 
-def test_a_query_that_is_to_end_reads_nothing_of_a_subject_that_is_made_anew_meanwhile(growing: Growing):
+def test_a_query_for_available_data_reads_nothing_of_a_subject_that_is_recreated_meanwhile(growing: Growing):
     growing.grow(rows(3))
     stream = Stream(**growing.place)
     stream.reader.prepareForTriggerAvailableNow()
-    growing.make_anew()
-    growing.grow([b"anew"])
+    growing.recreate()
+    growing.grow([b"second"])
     assert [step(stream) for _ in range(3)] == [rows(3), [], []]
-    assert step(Stream(stream.offset, **growing.place)) == [b"anew"]
+    assert step(Stream(stream.offset, **growing.place)) == [b"second"]
 
 
 @pytest.mark.parametrize("compacted", [False, True])
-def test_a_subject_that_was_made_anew_is_read_to_its_end_and_from_its_start(growing: Growing, compacted: bool):
+def test_a_recreated_subject_is_read_to_its_end_and_then_from_its_start(growing: Growing, compacted: bool):
     growing.grow(rows(5))
     stream = Stream(maxMessagesPerTrigger=2, **growing.place)
     assert step(stream) == rows(2)
     growing.grow(rows(1, 5))
-    growing.make_anew()
+    growing.recreate()
     growing.grow([b"a", b"b"], [b"c"])
     if compacted:
         growing.compact()
@@ -208,12 +208,14 @@ def test_a_subject_that_was_made_anew_is_read_to_its_end_and_from_its_start(grow
     assert late.offset == stream.offset
     latest = Stream(startingOffsets="latest", **growing.place)
     assert latest.offset == stream.offset
-    # A batch that reaches from the end of one life into the next is read again as it was.
+    # A batch that spans two lives is the same when it is read again.
     start = {"orders@g1": {"epoch": 1, "id": 1, "sequence": 4}}
     assert sorted(row["body"] for row in late.read(start, late.offset)) == [*rows(2, 4), b"a", b"b", b"c"]
 
 
-def test_what_was_never_archived_fails_the_stream_or_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_messages_that_were_never_archived_fail_the_stream_or_are_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, retention_seconds=5.0)
     filler.rounds(10)
@@ -233,7 +235,7 @@ def test_what_was_never_archived_fails_the_stream_or_is_passed_over(tmp_path: Pa
     assert lenient.step() == []
 
 
-def test_whole_segments_in_an_archive_are_streamed_as_logs(tmp_path: Path):
+def test_copied_segments_in_an_archive_are_streamed_as_logs(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     filler.rounds(40)
@@ -250,7 +252,7 @@ def test_whole_segments_in_an_archive_are_streamed_as_logs(tmp_path: Path):
     assert sequences == list(range(len(sequences)))
 
 
-def test_an_option_that_is_for_batches_is_refused(growing: Growing):
+def test_an_option_for_batch_reads_is_refused(growing: Growing):
     growing.grow(rows(1))
     with pytest.raises(InvalidArgument, match="endingOffsets"):
         Stream(endingOffsets="latest", **growing.place)
@@ -262,7 +264,7 @@ def test_a_manifest_is_read_once(growing: Growing, monkeypatch: pytest.MonkeyPat
     stream.step()
 
     def read(self: Archive, number: int) -> Any:
-        raise AssertionError(f"manifest {number} is known")
+        raise AssertionError(f"manifest {number} is read again")
 
     with monkeypatch.context() as patch:
         patch.setattr(Archive, "read", read)
@@ -274,7 +276,9 @@ def test_a_manifest_is_read_once(growing: Growing, monkeypatch: pytest.MonkeyPat
 # --- with Spark ---------------------------------------------------------------------------------
 
 
-def test_spark_streams_an_archive_and_goes_on_when_it_has_grown(spark: SparkSession, growing: Growing, tmp_path: Path):
+def test_spark_streams_an_archive_and_continues_when_it_has_grown(
+    spark: SparkSession, growing: Growing, tmp_path: Path
+):
     out, checkpoint = str(tmp_path / "out"), str(tmp_path / "checkpoint")
 
     def run() -> int:

@@ -1,4 +1,4 @@
-"""Rows in another order: sorted as lookups want them, each once, as it was, whether values move or views of them."""
+"""Sorting rows for lookups: each row is kept once and unchanged, whether values move or views of them."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def rows_of(*rows: dict[str, Any]) -> pa.RecordBatch:
 
 
 def changed(column: str, values: list[Any]) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
-    """Other values, in other memory."""
+    """Replace values by others, in other memory."""
     return lambda rows: replaced(rows, column, pa.array(values, rows.schema.field(column).type))
 
 
 def swapped(column: str, order: list[int]) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
-    """The same values, in the same memory, of other rows."""
+    """The same values in the same memory, in other rows."""
     return lambda rows: replaced(rows, column, moved(rows, np.array(order)).column(column))
 
 
@@ -61,7 +61,7 @@ ROWS = rows_of(
 )
 
 
-def test_rows_are_sorted_by_key_and_none_is_another():
+def test_rows_are_sorted_by_key_and_unchanged():
     sorted_rows = arranged(ROWS, lookup_order(ROWS))
     assert sorted_rows.column("sequence").to_pylist() == [2, 3, 0, 1]
     assert sorted_rows.to_pylist() == [ROWS.to_pylist()[place] for place in (2, 3, 0, 1)]
@@ -98,15 +98,15 @@ def test_rows_are_sorted_by_key_and_none_is_another():
         changed("headers", [None, None, [("h", "2")], None]),
     ],
 )
-def test_whatever_sorting_does_to_a_row_is_noticed(
+def test_every_change_of_a_row_by_sorting_is_detected(
     spoil: Callable[[pa.RecordBatch], pa.RecordBatch], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("plait.spark.archiving.row_order.moved", lambda rows, order: spoil(moved(rows, order)))
-    with pytest.raises(ArchiveError, match=r"sorted rows are not those that were read; nothing was committed"):
+    with pytest.raises(ArchiveError, match=r"sorted rows differ from the rows that were read; nothing was committed"):
         arranged(ROWS, lookup_order(ROWS))
 
 
-def test_the_same_values_in_other_memory_are_the_same(monkeypatch: pytest.MonkeyPatch):
+def test_equal_values_in_other_memory_are_accepted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         "plait.spark.archiving.row_order.moved",
         lambda rows, order: changed("body", [LONG + b"2", b"", LONG + b"0", b"short"])(moved(rows, order)),
@@ -114,7 +114,7 @@ def test_the_same_values_in_other_memory_are_the_same(monkeypatch: pytest.Monkey
     assert arranged(ROWS, lookup_order(ROWS)).column("sequence").to_pylist() == [2, 3, 0, 1]
 
 
-def test_an_order_that_names_a_row_twice_is_noticed():
+def test_an_order_that_has_a_row_twice_is_detected():
     order = np.array([2, 3, 0, 0])
     assert not is_moved(ROWS, order, moved(ROWS, order))
     assert not is_moved(ROWS, order[:3], moved(ROWS, order[:3]))
@@ -126,7 +126,7 @@ def test_an_order_that_names_a_row_twice_is_noticed():
     st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([None, "", "k2", "k1"]), st.binary(max_size=20))),
     st.integers(0, 30),
 )
-def test_any_rows_are_sorted_however_they_come(given_rows: list[tuple[str, str | None, bytes]], cut: int):
+def test_rows_are_sorted_for_any_input(given_rows: list[tuple[str, str | None, bytes]], cut: int):
     rows = rows_of(
         *(
             {"partition": f"{partition}@g1", "key": key, "body": body, "headers": [("n", key)] if key else None}
@@ -145,14 +145,12 @@ def test_any_rows_are_sorted_however_they_come(given_rows: list[tuple[str, str |
     assert text_size <= raw_size(rows) <= text_size + 400 * len(given_rows)
 
 
-def test_a_sequence_that_was_given_out_twice_comes_later_in_its_later_epoch():
+def test_a_sequence_that_was_given_out_twice_is_sorted_by_epoch():
     rows = rows_of({"sequence": 5, "epoch": 2}, {"sequence": 6}, {"sequence": 5})
     assert log_order(rows).tolist() == [2, 1, 0]
 
 
-def test_bodies_of_large_frames_stay_where_they_are_until_they_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_bodies_of_large_frames_are_not_copied_before_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(archiving, "run_job", run_here)
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)

@@ -1,4 +1,4 @@
-"""Which files of an archive are merged: small ones that follow on each other in the log."""
+"""Which files of an archive are merged: small ones that are adjacent in the log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plait.limits import MIB
 from plait.spark.archiving.compaction import MERGED_SIZE_MAX, SMALL_SIZE_MAX, compaction_tasks
 from plait.spark.archiving.manifest import ArchivedFile, ArchivedSource, PartitionLife
 
-#: Nothing was ever made anew.
+#: No partition was deleted and created again.
 SOURCES: dict[str, ArchivedSource] = {}
 
 
@@ -25,7 +25,7 @@ def merged(files: Sequence[ArchivedFile]) -> list[list[int]]:
     return sorted([each.start for each in task.files] for task in compaction_tasks(list(files), SOURCES))
 
 
-def test_no_merge_reaches_around_a_file_that_stays():
+def test_no_merge_spans_a_file_that_stays():
     files = [file(number * 100, MIB) for number in range(7)]
     files[3] = file(300, SMALL_SIZE_MAX)
     assert merged(files) == [[0, 100, 200], [400, 500, 600]]
@@ -37,9 +37,9 @@ def test_no_merge_reaches_around_a_file_that_stays():
         assert all(end <= 300 or start >= 400 for start, end in spans)
 
 
-def test_merges_are_of_one_source_kind_subject_and_day():
+def test_a_merge_has_one_source_kind_subject_and_day():
     others = [{"source": "g1-2"}, {"kind": "actions"}, {"subject": "refunds"}, {"date": "2024-05-02"}]
-    # A large file of another place ends nothing.
+    # A large file of another source, kind, subject or day does not end a merge.
     between = [file(100, SMALL_SIZE_MAX, **fields) for fields in others]
     assert merged([file(0, 1), *between, file(200, 1)]) == [[0, 200]]
     assert merged([file(0, 1), *(file(100, 1, **fields) for fields in others)]) == []
@@ -60,6 +60,6 @@ def test_no_merge_has_rows_of_two_lives_of_a_partition():
     ]
 
 
-def test_a_merge_holds_no_more_than_a_task_may():
+def test_a_merge_is_limited_to_the_size_of_a_task():
     files = [file(number * 100, MERGED_SIZE_MAX // 4) for number in range(6)]
     assert merged(files) == [[0, 100, 200, 300], [400, 500]]

@@ -1,4 +1,4 @@
-"""Why messages died, in an archive: each death once, with its reason and without the body, whatever comes between."""
+"""Deaths in an archive: each is archived once, with its reason and without the body."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from plait.spark.archiving.manifest import Archive, ArchivedSettings, ArchivedSo
 from plait.storage.archive_mark import read_archived
 from plait.storage.catalog import PartitionRow
 from plait.storage.disk import RealDisk, RealFile
-from plait.storage.logs.retained_log import DeathRecord, Note, kept_frames
+from plait.storage.logs.retained_log import DeathRecord, Note, retained_frames
 from plait.storage.reading.log_chunks import WantedRows
-from plait.storage.reading.retained_reader import open_kept
+from plait.storage.reading.retained_reader import open_retained
 from tests.spark.archives import (
     DAY,
     Filler,
@@ -89,19 +89,19 @@ def test_each_death_is_archived_with_its_reason_and_without_the_body(tmp_path: P
         assert b"xxxx" not in (to / file.path).read_bytes()
 
 
-def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path):
+def test_a_run_continues_at_the_end_of_the_last_one(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     failing = filler.failing(attempts=2)
-    told = []
+    counts = []
     for number in range(4):
         filler.rounds(6)
         for _ in range(2):
             filler.fail(failing, msgspec.structs.replace(WRONG, text=f"{number} " + "x" * 900))
-        told.append(archive_here(data, to, now=True).deaths)
-    assert told == [18] * 4
+        counts.append(archive_here(data, to, now=True).deaths)
+    assert counts == [18] * 4
     assert archive_here(data, to, now=True).deaths == 0
-    assert len(filler.node.broker.kept_log.segments) > 2
+    assert len(filler.node.broker.retained_log.segments) > 2
     assert archived_deaths(to) == log_deaths(data)
     assert {row["attempts"] for row in death_rows(to)} == {2}
     group = filler.node.group("orders", "failing")
@@ -115,10 +115,10 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path):
     assert archived_deaths(to) == log_deaths(data)
     assert [row["type"] for row in death_rows(to) if row["sequence"] == 3] == ["ValueError", "KeyError"]
     (source,) = Archive.at(to).open().sources.values()
-    assert source.kept_offset == open_kept(str(data)).look().end == read_archived(RealDisk(data)).kept_offset
+    assert source.kept_offset == open_retained(str(data)).look().end == read_archived(RealDisk(data)).kept_offset
 
 
-def test_deaths_that_archived_events_tell_of_are_archived_whether_their_segment_is_full_or_not(tmp_path: Path):
+def test_deaths_of_archived_events_are_archived_even_if_their_segment_is_not_full(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     failing = filler.failing()
@@ -135,7 +135,7 @@ def test_deaths_that_archived_events_tell_of_are_archived_whether_their_segment_
     assert archived_deaths(to) == log_deaths(data)
 
 
-def test_what_is_kept_for_another_attempt_has_not_died(tmp_path: Path):
+def test_a_message_that_is_retained_for_another_attempt_has_not_died(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, retention_seconds=5.0)
     failing = filler.failing(attempts=2)
@@ -144,7 +144,7 @@ def test_what_is_kept_for_another_attempt_has_not_died(tmp_path: Path):
     filler.node.clock.advance(100)
     filler.node.retention.run()
     filler.node.turn()
-    assert len(filler.node.group("orders", "failing").kept) == 15
+    assert len(filler.node.group("orders", "failing").retained) == 15
     filler.rounds(1)
     report = archive_here(data, to, now=True)
     filler.stop()
@@ -152,7 +152,7 @@ def test_what_is_kept_for_another_attempt_has_not_died(tmp_path: Path):
     assert source_of(to).kept_offset > 0
 
 
-def test_of_chosen_subjects_only_their_deaths_are_archived(tmp_path: Path):
+def test_only_deaths_of_selected_subjects_are_archived(tmp_path: Path):
     data = tmp_path / "data"
     filler = Filler(data)
     failing = filler.failing()
@@ -175,7 +175,7 @@ def with_deaths(data: Path, *, rounds: int = 12) -> None:
     filler.stop()
 
 
-def test_damage_in_the_kept_log_fails_the_run_or_is_noted(tmp_path: Path):
+def test_damage_in_the_retained_log_fails_the_run_or_is_recorded(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     with_deaths(data)
     good = log_deaths(data)
@@ -190,22 +190,22 @@ def test_damage_in_the_kept_log_fails_the_run_or_is_noted(tmp_path: Path):
     assert len(archived_deaths(to)) == len(good) - 3
 
 
-def test_a_note_that_does_not_decode_is_damage():
+def test_a_note_that_does_not_decode_is_reported_as_damage():
     original = build_frame([b"x"], producer=5, first=1)
     original.stamp_with(pack_stamp(7, 0, 1, 0, 1))
     frame = FrameView(original.tobytes())
     everything = np.ones(1, bool)
-    ((parts, _),) = kept_frames(frame, everything, Note(3, DeathRecord(1, 2, 3, WRONG)))
+    ((parts, _),) = retained_frames(frame, everything, Note(3, DeathRecord(1, 2, 3, WRONG)))
     broken = keep_mask(frame, everything, b"\xc1")
     names = Names({7: PartitionRow(7, "orders", "orders", 0)}, "g1")
     table = death_table([(40, FrameView(parts.tobytes()))], names, WantedRows(prefixes=("",)))
     (row,) = table.to_pylist()
     assert (row["consumer_group"], row["group_number"], row["partition"]) == (None, 3, "orders@g1")
-    with pytest.raises(FrameError, match="the note of a kept frame does not decode"):
+    with pytest.raises(FrameError, match="the note of a retained frame does not decode"):
         death_table([(40, FrameView(broken.tobytes()))], names, WantedRows(prefixes=("",)))
 
 
-def test_what_retention_took_of_the_kept_log_before_it_was_archived_is_noted(tmp_path: Path):
+def test_segments_of_the_retained_log_that_were_removed_before_archiving_are_recorded(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, dead_seconds=50.0)
     failing = filler.failing()
@@ -219,7 +219,7 @@ def test_what_retention_took_of_the_kept_log_before_it_was_archived_is_noted(tmp
     for _ in range(6):
         filler.node.retention.run()
         filler.node.checkpoint()
-    assert filler.node.broker.kept_log.start > source_of(to).kept_offset
+    assert filler.node.broker.retained_log.start > source_of(to).kept_offset
     archive_here(data, to, now=True)
     filler.stop()
     assert [each.log for each in source_of(to).left_out if each.log != "action"] == ["kept"]
@@ -249,7 +249,7 @@ def test_files_of_deaths_are_merged_and_read_back(tmp_path: Path):
         archive_here(None, to, verify=True)
 
 
-def test_what_a_run_left_that_ended_early_goes(tmp_path: Path):
+def test_files_of_an_aborted_run_are_removed(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     with_deaths(data, rounds=1)
     left = to / "deaths" / "date=2023-11-14" / "00000000000000000001-0123456789abcdef-00001.parquet"
@@ -259,7 +259,7 @@ def test_what_a_run_left_that_ended_early_goes(tmp_path: Path):
     assert sorted(files_below(to)) == sorted(file.path for file in Archive.at(to).open().files)
 
 
-def test_segments_of_the_kept_log_are_copied_whole(tmp_path: Path):
+def test_segments_of_the_retained_log_are_copied(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     with_deaths(data, rounds=30)
     archive_here(data, to, raw=True, verify=True)
@@ -269,14 +269,14 @@ def test_segments_of_the_kept_log_are_copied_whole(tmp_path: Path):
     assert archive_here(data, to, raw=True).segments == 0
 
 
-def test_events_whose_letters_were_lost_with_the_power_are_not_archived(tmp_path: Path):
+def test_events_whose_dead_letters_a_power_failure_lost_are_not_archived(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     failing = filler.failing()
     filler.rounds(4)
     filler.fail(failing, WRONG, 3)
     filler.fail(failing, WRONG, 3)
-    # The last letters never reached the disk, and what tells of them did.
+    # The last dead letters never reached the disk, but their events did.
     *_, (lost, *_) = log_deaths(data)
     (segment,) = (data / "kept").iterdir()
     content = segment.read_bytes()
@@ -291,10 +291,10 @@ def test_events_whose_letters_were_lost_with_the_power_are_not_archived(tmp_path
     assert archived_deaths(to) == log_deaths(data)
 
 
-# --- archives of before -------------------------------------------------------------------------
+# --- archives of earlier versions ---------------------------------------------------------------
 
 
-def test_an_archive_that_knows_nothing_of_deaths_is_gone_on_with(tmp_path: Path):
+def test_an_archive_without_deaths_is_continued(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     failing = filler.failing()
@@ -337,7 +337,7 @@ def test_deaths_that_an_earlier_plait_archived_are_merged_with_later_ones(tmp_pa
 
 
 def forget_deaths(to: Path) -> None:
-    """As an archiver of version 1 left it."""
+    """Change the archive to what an archiver of version 1 wrote."""
     archive = Archive.at(to)
     manifest = archive.open()
     sources = {
@@ -348,7 +348,7 @@ def forget_deaths(to: Path) -> None:
     commit_next(archive, version=1, sources=sources, files=files)
 
 
-def test_a_loss_of_power_takes_no_death_that_is_archived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_power_failure_loses_no_archived_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data, to = tmp_path / "data", tmp_path / "archive"
     with_deaths(data, rounds=2)
     synced: list[str] = []
@@ -358,13 +358,13 @@ def test_a_loss_of_power_takes_no_death_that_is_archived(tmp_path: Path, monkeyp
         file = open_file(disk, path, create=create)
         sync = file.sync
 
-        def told() -> None:
+        def note_sync() -> None:
             synced.append(path.partition("/")[0])
             sync()
 
-        monkeypatch.setattr(file, "sync", told)
+        monkeypatch.setattr(file, "sync", note_sync)
         return file
 
     monkeypatch.setattr(RealDisk, "open", opened)
     archive_here(data, to, now=True)
-    assert synced.index("kept") < synced.index("action"), "as a server does it"
+    assert synced.index("kept") < synced.index("action"), "a server syncs in the same order"

@@ -1,4 +1,4 @@
-"""The checksum of rows: the same however they are cut, another one for any other row."""
+"""The checksum of rows does not depend on how they are divided into batches, and changes with any row."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ THREE = ({"sequence": 0}, {"sequence": 1, "key": None, "tags": None}, {"sequence
         {"epoch": 2},
     ],
 )
-def test_every_value_of_every_column_counts(changed: dict[str, Any]):
+def test_every_value_of_every_column_changes_the_checksum(changed: dict[str, Any]):
     before, after = table_of(*THREE), table_of({**THREE[0], **changed}, *THREE[1:])
     assert checksum(before) != checksum(after)
 
 
-def test_bytes_that_move_from_row_to_row_count():
+def test_bytes_that_move_to_another_row_change_the_checksum():
     before, after = (
         table_of({"body": first}, {"sequence": 1, "body": second}) for first, second in ((b"ab", b"c"), (b"a", b"bc"))
     )
@@ -83,7 +83,7 @@ def test_bytes_that_move_from_row_to_row_count():
 
 
 @given(st.lists(st.tuples(st.sampled_from([None, "k1", "k2"]), st.binary(max_size=5)), max_size=30), st.integers(0, 30))
-def test_how_rows_are_cut_does_not_matter(given_rows: list[tuple[str | None, bytes]], cut: int):
+def test_batch_boundaries_do_not_change_the_checksum(given_rows: list[tuple[str | None, bytes]], cut: int):
     rows = [
         {"sequence": number, "key": key, "body": body, "headers": [("n", str(number))]}
         for number, (key, body) in enumerate(given_rows)
@@ -92,7 +92,7 @@ def test_how_rows_are_cut_does_not_matter(given_rows: list[tuple[str | None, byt
     assert checksum(whole.slice(0, cut), whole.slice(cut)) == checksum(whole)
 
 
-def test_what_stands_where_a_value_is_missing_does_not_count():
+def test_bytes_behind_a_null_do_not_change_the_checksum():
     validity = pa.py_buffer(b"\x05")
     arrays = [
         pa.Array.from_buffers(pa.int32(), 3, [validity, pa.py_buffer(np.array([1, hidden, 3], np.int32))])
@@ -104,6 +104,6 @@ def test_what_stands_where_a_value_is_missing_does_not_count():
     assert digests[0].value == digests[1].value
 
 
-def test_bounds_of_a_column():
+def test_the_bounds_of_a_column_are_found():
     assert bounds(table_of(*THREE).column("sequence")) == (0, 2)
     assert bounds(table_of({"key": None}).column("key")) == (None, None)

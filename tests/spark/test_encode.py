@@ -1,4 +1,4 @@
-"""Rows of a DataFrame as columns of frames: what comes out reads back as it went in, without Spark."""
+"""Rows of a DataFrame become columns of frames that decode to the same values, without Spark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batch(**columns: pa.Array) -> pa.RecordBatch:
 
 
 def one(**columns: pa.Array) -> StagedRows:
-    """The rows of a batch that all go one way."""
+    """Encode a batch whose rows all go to subject "s"."""
     [(subject, rows)] = encode(batch(**columns), "s", NOW)
     assert subject == "s"
     return rows
@@ -54,7 +54,7 @@ def test_keys_are_text_or_whole_numbers_or_none():
     assert texts.hashes[0] == rows.hashes[0]
 
 
-def test_tags_are_encoded_as_by_any_other_sender():
+def test_tags_are_encoded_as_by_a_client():
     tags: list[Any] = [["a", "b"], None, [], ["long " * 20], ["a"]]
     rows = one(body=bodies(*"abcde"), tags=pa.array(tags, TEXTS))
     assert rows.tags is not None
@@ -63,7 +63,7 @@ def test_tags_are_encoded_as_by_any_other_sender():
     assert [decode_tags(each) for each in encoded] == [each or [] for each in tags]
 
 
-def test_headers_are_encoded_as_by_any_other_sender():
+def test_headers_are_encoded_as_by_a_client():
     many = {f"name{n}": "x" * n for n in range(300)}
     headers: list[Any] = [
         {"a": "1"},
@@ -81,7 +81,7 @@ def test_headers_are_encoded_as_by_any_other_sender():
     assert decode_headers(rows.headers[6].as_py()) == many
 
 
-def test_a_part_of_a_batch_is_encoded_as_that_part():
+def test_a_slice_of_a_batch_is_encoded_correctly():
     columns = {
         "body": bodies(*"abcd"),
         "headers": pa.array([[("n", str(n))] for n in range(4)], MAP),
@@ -98,7 +98,7 @@ def test_a_part_of_a_batch_is_encoded_as_that_part():
     assert rows.keys.to_pylist() == ["k1", ""]
 
 
-def test_rows_go_to_the_subjects_they_name_in_order():
+def test_rows_are_grouped_by_subject_in_order():
     found = list(encode(batch(body=bodies(*"abcd"), subject=pa.array(["x", "y", None, "x"])), "s", NOW))
     assert [(subject, rows.bodies.to_pylist()) for subject, rows in found] == [
         ("x", ["a", "d"]),
@@ -117,7 +117,7 @@ def test_rows_go_to_the_subjects_they_name_in_order():
         pa.array([timedelta(minutes=1), None], pa.duration("us")),
     ],
 )
-def test_delays_are_counted_from_now_and_null_is_at_once(delay: pa.Array):
+def test_delays_count_from_now_and_null_means_immediately(delay: pa.Array):
     found = list(encode(batch(body=bodies("late", "now"), delay=delay), "s", NOW))
     assert [rows.bodies.to_pylist() for _, rows in found] == [["now"], ["late"]]
     assert found[0][1].dues is None
@@ -130,13 +130,13 @@ def test_decimal_delays_are_exact_to_the_microsecond():
     assert np.array(rows.dues).tolist() == [NOW + 10_001, NOW + 1_500_000, NOW + 86_400_123_456]
 
 
-def test_delivery_times_are_taken_as_they_are():
+def test_delivery_times_are_not_changed():
     at = datetime.fromtimestamp(NOW / 1e6 + 5, UTC)
     [(_, rows)] = encode(batch(body=bodies("a"), deliver_at=pa.array([at], TIME)), "s", NOW)
     assert np.array(rows.dues).tolist() == [NOW + 5_000_000]
 
 
-def test_no_rows_are_no_rows():
+def test_an_empty_batch_gives_no_rows():
     assert list(encode(batch(body=bodies(), key=pa.array([], pa.string())), "s", NOW)) == []
 
 
@@ -144,7 +144,7 @@ def test_no_rows_are_no_rows():
     ("columns", "error", "text"),
     [
         ({"body": pa.array(["a", None])}, InvalidArgument, "column 'body' has 1 null"),
-        ({"body": bodies("a"), "key": bodies("")}, InvalidArgument, "column 'key' has empty rows"),
+        ({"body": bodies("a"), "key": bodies("")}, InvalidArgument, "column 'key' has empty values"),
         ({"body": bodies("a"), "key": bodies("k" * 1025)}, TooLarge, "'key' has a value of 1025 bytes"),
         ({"body": bodies("a"), "tags": pa.array([["t"] * 17], TEXTS)}, TooLarge, "17 tags"),
         ({"body": bodies("a"), "tags": pa.array([["\n"]], TEXTS)}, InvalidName, "tag"),
@@ -162,7 +162,7 @@ def test_no_rows_are_no_rows():
         ({"body": bodies("a"), "subject": bodies("no spaces")}, InvalidName, "subject name"),
     ],
 )
-def test_what_is_wrong_with_rows_is_said(columns: dict[str, pa.Array], error: type[Exception], text: str):
+def test_an_invalid_value_is_reported(columns: dict[str, pa.Array], error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         list(encode(batch(**columns), "s", NOW))
 
@@ -193,14 +193,14 @@ def test_columns_of_one_name_are_refused():
     [
         ({"body": pa.binary(), "sequence": pa.int64()}, "column 'sequence' cannot be written"),
         ({"key": pa.string()}, "no column 'body'"),
-        ({"body": pa.int64()}, "'body' is int64; it has to be binary or string"),
+        ({"body": pa.int64()}, "'body' is int64; it must be binary or string"),
         ({"body": pa.binary(), "key": pa.float64()}, "'key' is double"),
         ({"body": pa.binary(), "tags": pa.string()}, "array<string>"),
         ({"body": pa.binary(), "headers": pa.map_(pa.string(), pa.int64())}, "map<string,string>"),
         ({"body": pa.binary(), "delay": pa.string()}, "number of seconds"),
         ({"body": pa.binary(), "deliver_at": pa.timestamp("us")}, "timestamp"),
         ({"body": pa.binary(), "subject": pa.binary()}, "'subject' is binary"),
-        ({"body": pa.binary(), "delay": pa.int64(), "deliver_at": TIME}, "not both"),
+        ({"body": pa.binary(), "delay": pa.int64(), "deliver_at": TIME}, "drop one of them"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(columns: dict[str, pa.DataType], text: str):

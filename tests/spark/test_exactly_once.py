@@ -1,4 +1,4 @@
-"""A streaming query from a broker to Parquet files has every message once, whatever is killed while it runs."""
+"""A streaming query from a broker to Parquet files writes every message once, whatever is killed while it runs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_every_message_is_written_once_though_broker_worker_and_driver_are_kille
             stream.kill(what)
         stream.check(spark)
     assert len(stream.sent) > 2000
-    # What the driver could not remove is with the test's files, not with the machine's.
+    # Files that the killed driver could not remove stay in the test's directory.
     assert list((tmp_path / "scratch").glob("blockmgr-*"))
     assert list((tmp_path / "scratch").glob("liblz4-java-*")) or list((tmp_path / "scratch").glob("snappy-*"))

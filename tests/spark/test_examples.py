@@ -1,4 +1,4 @@
-"""The examples that users start from, run on a real session and a real broker."""
+"""The examples for users, run on a real session and a real broker."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_revenue_by_minute_is_stored_and_sent_once(spark: SparkSession, broker: 
             "order.events", [order("BJS", 5, 1), order("BJS", 2.5, 59), order("SHA", 1, 30), order("SHA", 4, 61)]
         )
         run()
-        # What closes the first minute comes while nothing runs; a second run finds it, and does nothing again.
+        # The event that closes the first minute is sent while nothing runs; a second run sends nothing twice.
         client.send("order.events", order("BJS", 9, 200))
         run()
         run()
@@ -73,7 +73,7 @@ def test_revenue_by_minute_is_stored_and_sent_once(spark: SparkSession, broker: 
     ]
 
 
-def test_revenue_is_shown_and_events_without_a_city_stop_nothing(
+def test_revenue_is_shown_and_events_without_a_city_do_not_stop_the_query(
     spark: SparkSession, broker: BlockingBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     revenue = example("revenue")
@@ -105,7 +105,7 @@ def test_dead_letters_are_reported_by_reason(
     found = dead_letters.letters(spark, broker.address, "order.book", "billing")
     source = spark.read.format("plait").option("server", broker.address).option("subject", "order.book")
     rows = dead_letters.report(found, source.option("columns", "store_time").load()).collect()
-    # An hour may end while the test runs; what died together is of one frame, and so of one hour.
+    # An hour may end while the test runs; messages that died together are in one frame, and so in one hour.
     assert [(row.type, row.dead, row.keys, row.messages, row.share) for row in rows] == [
         ("ValueError", 3, ["order-0", "order-1", "order-2"], 10, 0.3),
         ("KeyError", 1, ["order-3"], 10, 0.1),
@@ -114,7 +114,7 @@ def test_dead_letters_are_reported_by_reason(
     shown = capsys.readouterr().out
     assert "|type      |handler|dead|attempts|keys" in shown
     assert "|[order-0, order-1, order-2]|10      |0.3  |" in shown
-    # Letters are kept when their messages have expired.
+    # Dead letters are retained after their messages have expired.
     expired = spark.createDataFrame([], "store_time timestamp")
     rows = dead_letters.report(found, expired).collect()
     assert [(row.type, row.dead, row.messages, row.share) for row in rows] == [

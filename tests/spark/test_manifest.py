@@ -1,4 +1,4 @@
-"""The manifest: what an archive is as of one commit, on any file system, and who may change it."""
+"""The manifest: the content of an archive as of one commit, on any file system, and how archivers commit it."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def file_of(subject: str, day: int = 1, kind: str = "messages") -> ArchivedFile:
 
 @pytest.fixture(params=["local", "other"])
 def archive(request: pytest.FixtureRequest, tmp_path: Path) -> Archive:
-    """A local directory; and one behind a file system that can only put files."""
+    """A local directory, and one behind a file system that can only put files."""
     if request.param == "local":
         return Archive.at(tmp_path / "archive")
     return Archive(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "archive", "other://archive")
 
 
 def chain(archive: Archive, count: int) -> ArchiveManifest:
-    """So many commits, one after another; the last manifest."""
+    """Commit ``count`` manifests, one after another; returns the last."""
     manifest = archive.load()
     for number in range(manifest.number + 1, manifest.number + count + 1):
         manifest = ArchiveManifest(number=number, writer=f"w{number}", previous=manifest.writer)
@@ -62,7 +62,7 @@ def chain(archive: Archive, count: int) -> ArchiveManifest:
     return manifest
 
 
-def test_the_highest_number_is_the_truth_and_reads_back_as_written(archive: Archive):
+def test_the_manifest_with_the_highest_number_is_current_and_reads_back_as_written(archive: Archive):
     assert archive.load() == ArchiveManifest()
     life = PartitionLife(number=7, offset=2, ranges=[(0, 3), (4, 9)], epochs=[(0, 1), (5, 2)])
     source = ArchivedSource(group="g1", message_offset=10, gaps=[ArchivedGap("a@g1", 3, 4)], lives={"a@g1": [life]})
@@ -87,7 +87,7 @@ def test_a_number_is_committed_once(archive: Archive):
 
 
 @pytest.mark.parametrize("others", [1, KEEP, KEEP + 1, 3 * KEEP])
-def test_a_number_is_committed_once_however_late_the_second_comes(archive: Archive, others: int):
+def test_a_number_is_committed_once_however_late_the_second_commit_is(archive: Archive, others: int):
     before = chain(archive, 3)
     late = ArchiveManifest(number=4, writer="late", previous=before.writer)
     newest = chain(archive, others)
@@ -97,8 +97,8 @@ def test_a_number_is_committed_once_however_late_the_second_comes(archive: Archi
     assert not [name for name in archive.names() if "late" in name]
 
 
-def test_an_archiver_that_ended_while_it_committed_blocks_no_other_one(archive: Archive):
-    """Whether its manifest was chosen or not: the next one completes it, or takes its number."""
+def test_an_archiver_that_was_killed_during_its_commit_does_not_block_others(archive: Archive):
+    """Whether its manifest was chosen or not: the next archiver completes it, or takes its number."""
     before = chain(archive, 1)
     chosen = ArchiveManifest(number=2, writer="ended", previous=before.writer)
     with pytest.MonkeyPatch.context() as patch:
@@ -119,8 +119,8 @@ def test_an_archiver_that_ended_while_it_committed_blocks_no_other_one(archive: 
     chain(archive, 1)
 
 
-def test_an_archive_that_was_removed_and_made_again_is_not_gone_on_with(archive: Archive):
-    """The predecessor of what a slow archiver commits has to be there."""
+def test_an_archive_that_was_removed_and_created_again_is_not_continued(archive: Archive):
+    """The predecessor of a committed manifest has to exist."""
     before = chain(archive, 3)
     for name in archive.names():
         archive.discard(name)
@@ -130,22 +130,22 @@ def test_an_archive_that_was_removed_and_made_again_is_not_gone_on_with(archive:
     assert archive.load().number == 2
 
 
-def test_two_manifests_of_one_number_are_damage(archive: Archive):
+def test_two_manifests_of_one_number_are_reported_as_damage(archive: Archive):
     chain(archive, 2)
     archive.put("commit-00000000000000000002-copied")
     with pytest.raises(ArchiveError, match="two manifests of number 2"):
         archive.load()
 
 
-def test_only_the_last_few_manifests_and_votes_are_kept(archive: Archive):
+def test_only_the_newest_manifests_and_votes_are_kept(archive: Archive):
     chain(archive, KEEP + 3)
     assert archive.numbers() == list(range(4, KEEP + 4))
     votes = {int(name.split("-")[1]) for name in archive.names()}
-    # The first ones stay: the first manifest has no predecessor.
+    # Number 1 stays: only the first manifest may have no predecessor.
     assert votes == {1, *range(4, KEEP + 4)}
 
 
-def test_a_place_without_an_archive_is_said_to_be_none(tmp_path: Path):
+def test_a_place_without_an_archive_is_an_error(tmp_path: Path):
     with pytest.raises(ArchiveError, match=r"is not an archive: it has no _plait/commit-\* file"):
         Archive.at(tmp_path).open()
     with pytest.raises(ArchiveError, match="nowhere://x' cannot be reached"):
@@ -153,7 +153,7 @@ def test_a_place_without_an_archive_is_said_to_be_none(tmp_path: Path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "nothing"])
-def test_a_damaged_manifest_is_an_error_and_no_older_one_takes_its_place(tmp_path: Path, damage: str):
+def test_a_damaged_manifest_is_an_error_and_no_older_one_is_used(tmp_path: Path, damage: str):
     archive = Archive.at(tmp_path)
     archive.commit(ArchiveManifest(number=1, writer="w1"))
     archive.commit(ArchiveManifest(number=2, writer="w2", previous="w1", files=[file_of("orders")]))
@@ -180,7 +180,7 @@ def test_files_are_found_by_kind_subject_and_time():
     assert manifest.find("actions") == [files[3]]
 
 
-def test_paths_are_as_hive_and_spark_write_them():
+def test_paths_are_those_of_hive_and_spark():
     assert subject_directory("order.book", "2025-01-31") == "messages/subject=order.book/date=2025-01-31"
     odd = "a/b=c%#:é"
     path = subject_directory(odd, "2025-01-31")
@@ -190,7 +190,7 @@ def test_paths_are_as_hive_and_spark_write_them():
     assert source_id("g1", "abcd") == "g1-abcd"
 
 
-def test_directories_of_a_local_archive_are_closed_to_other_users(tmp_path: Path):
+def test_directories_of_a_local_archive_are_private(tmp_path: Path):
     archive = Archive.at(tmp_path / "made" / "archive")
     archive.make_directory("messages/day")
     made = [tmp_path / "made", tmp_path / "made/archive", tmp_path / "made/archive/messages/day"]

@@ -1,4 +1,4 @@
-"""Where a batch starts and ends, from files and through brokers; and what is said when that is not there any more."""
+"""Where a batch starts and ends, from files and through brokers; and the errors when rows are missing."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ START = ManualClock().now()
 
 @pytest.fixture(params=["server", "path"])
 def timed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[BlockingBroker, dict[str, Any]]]:
-    """A broker on virtual time, and how a reader is told of it: by its address or by its directory."""
+    """A broker on virtual time, and a reader's options for it: its address or its directory."""
     with EmbeddedBroker(tmp_path / "data", clock=ManualClock()) as broker:
         yield broker, {"server": broker.address} if request.param == "server" else {"path": broker.data}
 
 
 def send(broker: BlockingBroker, *sent: bytes) -> None:
-    """One message a second."""
+    """Send one message per second."""
     with plait.sync.connect(broker.address) as client:
         for body in sent:
             client.send("orders", body)
@@ -67,13 +67,13 @@ SENT = [b"%d" % number for number in range(10)]
         ("2001-01-01", "2002-01-01T00:00:00Z", []),
     ],
 )
-def test_a_batch_is_what_lies_between_its_offsets(timed: Timed, start: str, end: str, expected: list[bytes]):
+def test_a_batch_has_the_rows_between_its_offsets(timed: Timed, start: str, end: str, expected: list[bytes]):
     broker, place = timed
     send(broker, *SENT)
     assert bodies(startingOffsets=start, endingOffsets=end, **place) == expected
 
 
-def test_a_time_before_now_is_counted_from_now():
+def test_a_relative_time_counts_back_from_now():
     clock = ManualClock()
     assert parse_bound("startingOffsets", "-5m", clock.now()).time == clock.now() - 300_000_000
     options = ReadOptions.parse({"path": "d", "subject": "s", "startingOffsets": "-1h"}, clock)
@@ -82,7 +82,7 @@ def test_a_time_before_now_is_counted_from_now():
     assert to_datetime(moment) == datetime(2020, 1, 2, 2, 4, 5, tzinfo=UTC)
 
 
-def test_a_frame_that_an_offset_cuts_gives_only_its_part(tmp_path: Path):
+def test_an_offset_within_a_frame_selects_part_of_the_frame(tmp_path: Path):
     node = Node(RealDisk(tmp_path), message_segment_size=1 << 20)
     producer = Producer(7)
     for start in range(0, 40, 10):
@@ -95,16 +95,17 @@ def test_a_frame_that_an_offset_cuts_gives_only_its_part(tmp_path: Path):
     assert bodies(path=tmp_path, **between) == [b"%d" % n for n in range(13, 17)]
 
 
-def test_a_partition_that_is_not_there_is_named_with_those_that_are(timed: Timed):
+def test_an_unknown_partition_is_an_error_that_lists_the_known_ones(timed: Timed):
     broker, place = timed
     send(broker, b"a")
     with pytest.raises(
-        InvalidArgument, match="startingOffsets names orders@g2; the subject's partitions are orders@g1"
+        InvalidArgument,
+        match="startingOffsets names unknown partitions orders@g2; the partitions of the subject are orders@g1",
     ):
         bodies(startingOffsets='{"orders@g2": 0}', **place)
 
 
-def test_sequences_that_expired_fail_the_query_or_are_warned_of(timed: Timed, caplog: pytest.LogCaptureFixture):
+def test_expired_sequences_fail_the_query_or_cause_a_warning(timed: Timed, caplog: pytest.LogCaptureFixture):
     broker, place = timed
     with plait.sync.connect(broker.address) as client:
         client.admin.create_subject("orders", retention=60.0)
@@ -123,16 +124,16 @@ def test_sequences_that_expired_fail_the_query_or_are_warned_of(timed: Timed, ca
     assert bodies(startingOffsets=json.dumps({"orders@g1": first}), **place) == kept
 
 
-def test_an_end_that_is_not_there_yet_fails_the_query_or_is_warned_of(timed: Timed):
+def test_an_end_that_does_not_exist_yet_fails_the_query_or_causes_a_warning(timed: Timed):
     broker, place = timed
     send(broker, *SENT)
     wanted = {"endingOffsets": '{"orders@g1": 12}', **place}
-    with pytest.raises(DataLost, match="orders@g1 ends at 10: sequences 10 to 11 are not there"):
+    with pytest.raises(DataLost, match="orders@g1 ends at 10: sequences 10 to 11 are missing"):
         bodies(**wanted)
     assert bodies(failOnDataLoss=False, **wanted) == SENT
 
 
-def test_a_tail_that_was_lost_and_written_anew_is_known_by_its_epoch(timed: Timed):
+def test_a_tail_that_was_lost_and_rewritten_is_detected_by_its_epoch(timed: Timed):
     broker, place = timed
     send(broker, *SENT)
     broker.kill()
@@ -152,7 +153,7 @@ def test_a_tail_that_was_lost_and_written_anew_is_known_by_its_epoch(timed: Time
     assert bodies(**wanted) == now[6:]
 
 
-def test_a_tail_that_is_written_anew_between_planning_and_reading_is_not_taken_for_the_old_one(timed: Timed):
+def test_a_tail_that_is_rewritten_between_planning_and_reading_is_detected(timed: Timed):
     broker, place = timed
     send(broker, *SENT)
     reader = batch_reader(startingOffsets='{"orders@g1": 3}', **place)
@@ -183,10 +184,10 @@ SPAN = PartitionSpan("orders", "orders", 7, 10, 50, [(0, 1), (20, 2), (40, 5)], 
         (PartitionOffset(45, 2), 40, "other messages from sequence 40 on"),
         (PartitionOffset(30, 1), 20, "other messages from sequence 20 on"),
         (PartitionOffset(30, 3), 40, "other messages from sequence 40 on"),
-        (PartitionOffset(20, 2, 6), 10, "deleted and made anew"),
+        (PartitionOffset(20, 2, 6), 10, "deleted and created again"),
     ],
 )
-def test_a_start_that_leads_elsewhere_goes_on_with_the_first_message_not_seen(
+def test_an_invalid_start_continues_with_the_first_unread_message(
     start: PartitionOffset, expected: int, lost: str | None
 ):
     sequence, loss = check_start(SPAN, start)
@@ -209,7 +210,7 @@ def test_a_start_that_leads_elsewhere_goes_on_with_the_first_message_not_seen(
         (PartitionOffset(45, 5, 8), 10, True),
     ],
 )
-def test_an_end_that_leads_elsewhere_is_known(end: PartitionOffset, expected: int, lost: bool):
+def test_an_invalid_end_is_detected(end: PartitionOffset, expected: int, lost: bool):
     sequence, loss = check_end(SPAN, end)
     assert (sequence, loss is not None) == (expected, lost)
 
@@ -265,11 +266,16 @@ def test_offsets_may_name_partitions_that_a_filter_leaves_out(timed: Timed, opti
         assert len(rows_of(reader)) == expected
     reader = batch_reader(**{**given, option: '{"orders#7@g1": 1}'})
     reader.pushFilters([EqualTo(("subject",), "orders")])
-    with pytest.raises(InvalidArgument, match="names orders#7@g1; the subject's partitions are orders#1@g1, orders@g1"):
+    with pytest.raises(
+        InvalidArgument,
+        match="names unknown partitions orders#7@g1; the partitions of the subject are orders#1@g1, orders@g1",
+    ):
         reader.partitions()
 
 
-def test_segments_that_go_while_a_query_is_planned_are_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_segments_that_are_removed_while_a_query_is_planned_are_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     node = Node(RealDisk(tmp_path))
     for number in range(200):
         node.send("orders", b"%d" % number * 20)

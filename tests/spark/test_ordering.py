@@ -1,4 +1,4 @@
-"""Rows of several partitions in the order they were stored, in memory or by way of a disk."""
+"""Rows of several partitions in the order in which they were stored, sorted in memory or on disk."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def test_partitions_are_interleaved_by_time():
     assert ordered(rows[::-1]) == rows
 
 
-def test_rows_of_the_same_moment_come_by_partition_and_sequence():
+def test_rows_of_the_same_time_are_ordered_by_partition_and_sequence():
     rows = [("a", 1, 10), ("a", 2, 10), ("b", 0, 10), ("b", 1, 10)]
     assert ordered(rows[::-1]) == rows
 
 
-def test_a_partition_keeps_its_order_where_its_clock_was_set_back():
+def test_a_partition_keeps_its_order_when_its_clock_is_set_back():
     rows = [("a", 0, 100), ("a", 1, 40), ("b", 0, 70), ("a", 2, 50), ("a", 3, 110)]
     assert ordered(rows) == [("b", 0, 70), ("a", 0, 100), ("a", 1, 40), ("a", 2, 50), ("a", 3, 110)]
 
 
-def test_nothing_is_nothing():
+def test_no_rows_give_no_rows():
     with Ordering() as ordering:
         ordering.add(table_of([("a", 0, 1)]).slice(1))
         assert list(ordering.tables()) == []
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_goes_by_way_of_a_disk_comes_in_the_same_order(seed: int):
+def test_sorting_on_disk_gives_the_same_order(seed: int):
     rng = random.Random(seed)
     rows: list[Row] = []
     for name in ("a", "b", "c"):
@@ -76,14 +76,14 @@ def test_what_goes_by_way_of_a_disk_comes_in_the_same_order(seed: int):
 
 @pytest.mark.parametrize("run_size", [1, 1000, 1 << 20])
 @pytest.mark.parametrize("limit", [1, 3, 20, 59, 100])
-def test_the_first_few_are_those_of_all(limit: int, run_size: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_limit_returns_the_first_rows_of_the_whole_order(limit: int, run_size: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ordering_module, "CUT_COUNT", 5)
     rows = [(name, sequence, 10 * sequence + place) for sequence in range(20) for place, name in enumerate("abc")]
     shuffled = random.Random(limit).sample(rows, len(rows))
     assert ordered(shuffled, limit=limit, run_size=run_size) == rows[:limit]
 
 
-def test_rows_that_are_later_than_the_first_few_are_known(monkeypatch: pytest.MonkeyPatch):
+def test_rows_beyond_the_limit_are_recognized(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ordering_module, "CUT_COUNT", 4)
     with Ordering(limit=2) as ordering:
         ordering.add(table_of([("a", 0, 10), ("a", 1, 40), ("b", 0, 30)]))
@@ -92,7 +92,7 @@ def test_rows_that_are_later_than_the_first_few_are_known(monkeypatch: pytest.Mo
         assert ordering.bound == 30
 
 
-def test_the_disk_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sorting_on_disk_removes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with Ordering(run_size=1) as ordering:
         ordering.add(table_of([("a", 0, 1)]))

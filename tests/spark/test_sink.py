@@ -1,4 +1,4 @@
-"""``df.write.format("plait")`` and ``writeStream``: every row once, in order, all of a batch or nothing."""
+"""``df.write.format("plait")`` and ``writeStream``: every row once, in order; a batch is all or nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
-#: The same for each of three tasks.
+#: Divisible by three, so that three tasks have the same number of rows.
 ROWS = 2_100
 
 
@@ -30,7 +30,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockingBroker]
 
 
 def orders(spark: SparkSession, rows: int = ROWS, tasks: int = 3) -> DataFrame:
-    """Rows whose keys count up within each task."""
+    """Rows whose bodies count up within each task."""
     numbers = spark.range(0, rows, 1, tasks)
     return numbers.selectExpr("concat('k', id % 7) as key", "cast(id as string) as body")
 
@@ -41,7 +41,7 @@ def save(frame: DataFrame, broker: BlockingBroker, subject: str | None = None, *
 
 
 def messages(broker: BlockingBroker, subject: str) -> list[plait.Message]:
-    """All that are visible."""
+    """All visible messages."""
     found: list[plait.Message] = []
     with (
         plait.sync.connect(broker.address) as client,
@@ -57,7 +57,7 @@ def stages(broker: BlockingBroker) -> int:
 
 
 def check_order(found: list[plait.Message], tasks: int = 3, rows: int = ROWS) -> None:
-    """Within what one task wrote, a key's numbers count up."""
+    """In the rows of one task, the numbers of a key count up."""
     seen: dict[tuple[str | None, int], int] = defaultdict(lambda: -1)
     for message in found:
         number = int(message.body)
@@ -104,7 +104,7 @@ def test_delayed_rows_wait(spark: SparkSession, broker: BlockingBroker):
         assert len(client.admin.scheduled("batch.delayed")) == 1
 
 
-def test_nothing_is_seen_of_a_save_that_fails(spark: SparkSession, broker: BlockingBroker):
+def test_a_failed_save_makes_no_message_visible(spark: SparkSession, broker: BlockingBroker):
     bad = orders(spark).selectExpr("key", f"if(body = '{ROWS - 1}', null, body) as body")
     with pytest.raises(Exception, match="column 'body' has 1 null"):
         save(bad, broker, "batch.failed")
@@ -114,7 +114,7 @@ def test_nothing_is_seen_of_a_save_that_fails(spark: SparkSession, broker: Block
     assert stages(broker) == 0
 
 
-def test_a_save_without_rows_is_a_save(spark: SparkSession, broker: BlockingBroker):
+def test_a_save_without_rows_succeeds(spark: SparkSession, broker: BlockingBroker):
     save(orders(spark).where("false"), broker, "batch.nothing")
     assert stages(broker) == 0
 
@@ -125,12 +125,12 @@ def test_a_save_without_rows_is_a_save(spark: SparkSession, broker: BlockingBrok
         ({}, "option 'server' is missing"),
         ({"server": "plait://127.0.0.1:1"}, "option 'subject' is missing"),
         ({"server": "plait://127.0.0.1:1", "subject": "no spaces"}, "subject name"),
-        ({"server": "plait://127.0.0.1:1", "subject": "s", "topic": "t"}, "option 'topic' is not known"),
+        ({"server": "plait://127.0.0.1:1", "subject": "s", "topic": "t"}, "unknown option 'topic'"),
         ({"server": "plait://127.0.0.1:1", "subject": "s", "compression": "zip"}, "compression 'zip'"),
         ({"server": "plait://127.0.0.1:1", "subject": "s", "path": "/data"}, "not to a path"),
     ],
 )
-def test_options_that_are_wrong_are_said_at_once(options: dict[str, str], text: str):
+def test_invalid_options_are_reported_immediately(options: dict[str, str], text: str):
     pytest.importorskip("pyspark")
     from plait.spark.sink.writer import WriteOptions
 
@@ -139,7 +139,7 @@ def test_options_that_are_wrong_are_said_at_once(options: dict[str, str], text: 
 
 
 def test_overwriting_is_refused(spark: SparkSession, broker: BlockingBroker):
-    with pytest.raises(Exception, match="only ever added"):
+    with pytest.raises(Exception, match="cannot be overwritten"):
         orders(spark).write.format("plait").mode("overwrite").option("server", broker.address).option(
             "subject", "batch.orders"
         ).save()
@@ -149,7 +149,7 @@ def test_overwriting_is_refused(spark: SparkSession, broker: BlockingBroker):
 
 
 def stream(spark: SparkSession, source: Path, broker: BlockingBroker, subject: str, checkpoint: Path) -> StreamingQuery:
-    """Parquet files, two a batch, to a subject."""
+    """Stream Parquet files, two per batch, to a subject."""
     frame = spark.readStream.schema("key string, body string").option("maxFilesPerTrigger", 2).parquet(str(source))
     return (
         frame.writeStream.format("plait")
@@ -174,7 +174,7 @@ def add(spark: SparkSession, source: Path, start: int, stop: int) -> None:
     )
 
 
-def test_a_stream_goes_on_where_it_was(spark: SparkSession, broker: BlockingBroker, tmp_path: Path):
+def test_a_stream_continues_where_it_stopped(spark: SparkSession, broker: BlockingBroker, tmp_path: Path):
     source, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
     for n in range(3):
         add(spark, source, 100 * n, 100 * n + 100)
@@ -186,13 +186,13 @@ def test_a_stream_goes_on_where_it_was(spark: SparkSession, broker: BlockingBrok
     assert stages(broker) == 0
 
 
-def test_a_batch_that_was_committed_is_not_committed_again_whatever_it_holds(
+def test_a_committed_batch_is_not_committed_again_whatever_rows_it_has(
     spark: SparkSession, broker: BlockingBroker, tmp_path: Path
 ):
     source, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
     add(spark, source, 0, 100)
     finish(stream(spark, source, broker, "stream.again", checkpoint))
-    # As if the driver had died before it noted that batch 0 is committed, and the file had changed since.
+    # The driver dies before it records that batch 0 is committed, and the file changes.
     for name in ("0", ".0.crc"):
         (checkpoint / "commits" / name).unlink(missing_ok=True)
     for part in source.glob("*.parquet"):
@@ -205,10 +205,10 @@ def test_a_batch_that_was_committed_is_not_committed_again_whatever_it_holds(
     assert stages(broker) == 0
 
 
-def test_a_decision_that_was_not_carried_out_is(spark: SparkSession, broker: BlockingBroker, tmp_path: Path):
+def test_a_decided_commit_is_carried_out_after_a_failure(spark: SparkSession, broker: BlockingBroker, tmp_path: Path):
     source, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
     add(spark, source, 0, 100)
-    # Brokers refuse to publish: the driver fails after the decision.
+    # Brokers refuse to publish, so the driver fails after the decision.
     stages_of = broker._broker.server.broker.stages
     publish = stages_of.publish
 

@@ -1,4 +1,4 @@
-"""Drivers and brokers that are killed while a stream is written: every message once, every key in order."""
+"""Drivers and brokers are killed while a stream is written: every message is stored once, every key in order."""
 
 from __future__ import annotations
 

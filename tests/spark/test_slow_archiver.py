@@ -1,4 +1,4 @@
-"""An archiver that others overtake: it changes nothing, removes nothing and reports nothing to retention."""
+"""An archiver that others overtake changes nothing, removes nothing and reports nothing to retention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.spark.archives import Filler, archive_here, archived_rows, files_belo
 
 
 def put_only(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archives are reached as on a store that can only put files."""
+    """Open archives as on a store that can only put files."""
 
     def at(place: str | Path) -> Archive:
         name = Path(place).name
@@ -29,7 +29,7 @@ def put_only(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stopped_at(moment: str, others: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next run stops there, once, while ``others`` works."""
+    """Stop the next run at ``moment``, once, while ``others`` runs."""
     if moment == "before its tasks":
 
         def run(*arguments: Any) -> Any:
@@ -82,7 +82,7 @@ def test_an_archiver_that_others_overtake_loses_nothing(
 
     stopped_at(moment, others, monkeypatch)
     if moment == "after its commit":
-        # It has nothing else to do: what it removes and reports is true of the newest manifest.
+        # Its commit is done; it removes and reports only what is right for the newest manifest.
         archive_here(data, to, now=True)
     else:
         with pytest.raises(ArchiveConflict, match="another archiver has changed"):

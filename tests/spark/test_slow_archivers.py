@@ -1,4 +1,4 @@
-"""Archivers of different speed, killed at any step, on a store that can only put, from a seed."""
+"""Archivers of different speed, killed at any step, on a store that can only put files, from a seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.deep import Cycles
 
 
 def explore(seeds: range, data: Path) -> int:
-    """Commits of all seeds."""
+    """Run all seeds; returns the number of commits."""
     commits = 0
     for seed in seeds:
         with pytest.MonkeyPatch.context() as patch:
@@ -38,8 +38,8 @@ def test_archivers_of_any_speed_lose_nothing_and_repeat_nothing_with_many_seeds(
 
 
 @pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
-def test_a_wrong_way_to_commit_is_found(tmp_path: Path, plant: Plant):
-    # The first few find most of them.
+def test_a_defective_commit_is_found(tmp_path: Path, plant: Plant):
+    # The first few seeds find most defects.
     for seed in (10, 2, 0, 4, *range(30)):
         with pytest.MonkeyPatch.context() as patch:
             archivers = Archivers(seed, tmp_path / "data", patch)
@@ -48,4 +48,4 @@ def test_a_wrong_way_to_commit_is_found(tmp_path: Path, plant: Plant):
                 archivers.run()
             except AssertionError:
                 return
-    pytest.fail("30 seeds did not find it")
+    pytest.fail("30 seeds did not find the defect")

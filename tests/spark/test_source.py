@@ -1,7 +1,6 @@
-"""``format("plait")``: messages as clients sent them, as rows of a DataFrame.
+"""``format("plait")``: messages as rows of a DataFrame.
 
-Most of it is tried on the reader's classes alone; what Spark adds (types, filters, errors, tasks) in few tests with a
-real session.
+Most tests use the reader's classes alone; a few use a real session, for what Spark adds: types, filters, errors, tasks.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def rows_of(root: Path, **options: str) -> list[dict[str, Any]]:
 # --- columns ------------------------------------------------------------------------------------
 
 
-async def test_every_column_is_what_the_client_sent_and_its_receipt_says(tmp_path: Path):
+async def test_every_column_has_what_the_client_sent_and_its_receipt(tmp_path: Path):
     before = datetime.now(UTC)
     async with serving(tmp_path) as client:
         receipts = [
@@ -144,7 +143,7 @@ COLUMN_SETS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_frames_with_different_columns_become_the_same_rows_whether_joined_or_not(
+def test_frames_with_different_columns_give_the_same_rows_whether_joined_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
 ):
     if not together:
@@ -175,7 +174,7 @@ def test_frames_with_different_columns_become_the_same_rows_whether_joined_or_no
     assert columns["logical_partition"] == [*none * 2, slots[0], None, slots[1], *none * 2]
 
 
-def test_message_ids_of_a_frame_with_many_producers_are_right(tmp_path: Path):
+def test_message_ids_of_a_frame_with_many_producers_are_correct(tmp_path: Path):
     node = Node(RealDisk(tmp_path))
     ids = []
     producers = [Producer(number) for number in (1, 0xFFFFFFFFFFFFFFFF, 0x0123456789ABCDEF)]
@@ -200,7 +199,7 @@ def test_compressed_messages_are_read(tmp_path: Path, compression: Any):
     assert table_of(tmp_path).column("body").to_pylist() == bodies
 
 
-def test_small_frames_are_joined_and_large_ones_are_not_where_few_columns_are_wanted(tmp_path: Path):
+def test_small_frames_are_joined_and_large_ones_are_not_when_few_columns_are_read(tmp_path: Path):
     node = Node(RealDisk(tmp_path), message_segment_size=1 << 24)
     producer = Producer(5)
     for count in [100] * 82 + [2500, 2500, 100]:
@@ -215,7 +214,7 @@ def test_small_frames_are_joined_and_large_ones_are_not_where_few_columns_are_wa
     assert counts() == [8200, 5100]
 
 
-def test_a_frame_of_very_many_rows_is_handed_over_in_parts(tmp_path: Path):
+def test_a_frame_of_very_many_rows_is_returned_in_parts(tmp_path: Path):
     node = Node(RealDisk(tmp_path), message_segment_size=1 << 24)
     node.submit(Producer(5).frame("orders", *[b"x"] * 150_000))
     node.turn()
@@ -225,7 +224,7 @@ def test_a_frame_of_very_many_rows_is_handed_over_in_parts(tmp_path: Path):
     assert pa.Table.from_batches(batches).column("sequence").to_pylist() == list(range(150_000))
 
 
-def test_rows_that_do_not_fit_their_column_are_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_that_do_not_decode_are_reported_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     node = Node(RealDisk(tmp_path))
     node.send("orders", b"a")
     node.broker.stop()
@@ -239,7 +238,7 @@ def test_rows_that_do_not_fit_their_column_are_damage(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("malformed", [b"\xc1", b"hello", b"\x81\xa1\xff\x01", b"\x81\xa1a\xc0", b"\x81\xa0\x01"])
-def test_headers_that_do_not_decode_are_shown_as_such_and_harm_no_other_row(tmp_path: Path, malformed: bytes):
+def test_malformed_headers_are_shown_as_such_and_do_not_affect_other_rows(tmp_path: Path, malformed: bytes):
     node = Node(RealDisk(tmp_path))
     node.submit(Producer(5).frame("orders", b"a", b"b", b"c", headers=[b"\x81\xa1n\x01", malformed, b"\x80"]))
     node.turn()
@@ -254,7 +253,7 @@ def test_headers_that_do_not_decode_are_shown_as_such_and_harm_no_other_row(tmp_
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    """Three subjects by turns, in several segments."""
+    """Three subjects in turns, in several segments."""
     node = Node(RealDisk(tmp_path))
     for number in range(150):
         node.clock.advance(1.0)
@@ -276,7 +275,7 @@ def stored(tmp_path: Path) -> Path:
         ("*", {"orders", "orders.eu", "refunds"}),
     ],
 )
-def test_subjects_are_named_exactly_or_in_a_list_or_by_prefix(stored: Path, subject: str, subjects: set[str]):
+def test_subjects_are_selected_by_name_list_or_prefix(stored: Path, subject: str, subjects: set[str]):
     table = table_of(stored, subject=subject, columns="subject")
     assert set(table.column("subject").to_pylist()) == subjects
     assert len(table) == 50 * len(subjects)
@@ -287,16 +286,16 @@ def test_the_group_is_part_of_the_partitions_name(stored: Path):
     assert rows_of(stored, columns="partition", group="east")[0] == {"partition": "orders@east"}
 
 
-def test_only_the_columns_asked_for_are_made_in_the_order_asked_for(stored: Path):
+def test_only_requested_columns_are_read_in_the_requested_order(stored: Path):
     assert rows_of(stored, columns="body, sequence")[0] == {"body": b"0", "sequence": 0}
 
 
-def test_option_names_know_no_case(stored: Path):
+def test_option_names_are_case_insensitive(stored: Path):
     source = PlaitDataSource({"PATH": str(stored), "Subject": "orders", "COLUMNS": "body"})
     assert source.schema().names == ["body"]
 
 
-def test_more_partitions_are_planned_where_asked_for(tmp_path: Path):
+def test_more_partitions_are_planned_on_request(tmp_path: Path):
     node = Node(RealDisk(tmp_path), message_segment_size=1 << 24)
     producer = Producer(5)
     for _ in range(12):
@@ -324,22 +323,22 @@ def test_a_subject_without_messages_has_no_rows(stored: Path):
         ({"path": "file://data"}, "path 'file://data' names a host; a local path is file:///data"),
         ({"subject": " "}, "option 'subject' is missing"),
         ({"subject": "no spaces"}, "'no spaces' is not allowed"),
-        ({"columns": "body,nothing"}, "column 'nothing' is not known; there are subject, partition"),
-        ({"columns": "body,body"}, "name one twice"),
+        ({"columns": "body,nothing"}, "unknown column 'nothing'; the columns are subject, partition"),
+        ({"columns": "body,body"}, "name a column twice"),
         ({"minPartitions": "0"}, "minPartitions '0'"),
         ({"minPartitions": "many"}, "minPartitions 'many'"),
         ({"failOnDamage": "perhaps"}, "failOnDamage 'perhaps' is neither"),
         ({"group": "a b"}, "group name 'a b'"),
-        ({"subjects": "orders"}, "option 'subjects' is not known; there are path, server, subject"),
+        ({"subjects": "orders"}, "unknown option 'subjects'; the options are path, server, subject"),
     ],
 )
-def test_a_wrong_option_is_named_with_what_is_right(stored: Path, options: dict[str, str], message: str):
+def test_an_invalid_option_is_an_error_that_says_what_is_valid(stored: Path, options: dict[str, str], message: str):
     source = PlaitDataSource({"path": str(stored), "subject": "orders", **options})
     with pytest.raises(InvalidArgument, match=message):
         source.schema()
 
 
-def test_a_path_may_be_the_uri_of_a_local_one(stored: Path):
+def test_a_path_may_be_a_file_uri(stored: Path):
     expected = rows_of(stored)
     place = stored / "a b#c"
     place.symlink_to(stored)
@@ -349,13 +348,13 @@ def test_a_path_may_be_the_uri_of_a_local_one(stored: Path):
         reader_of(stored, path=f"{place.as_uri()}/nowhere")
 
 
-def test_what_cannot_be_read_is_said_before_anything_is_planned(tmp_path: Path):
+def test_an_unreadable_path_is_reported_before_planning(tmp_path: Path):
     for path, message in ((tmp_path / "nowhere", "there is no directory"), (tmp_path, "not a Plait data directory")):
         with pytest.raises(DataDirError, match=message):
             PlaitDataSource({"path": str(path), "subject": "orders"}).schema()
 
 
-def test_an_unknown_subject_is_named_with_those_there_are(stored: Path):
+def test_an_unknown_subject_is_an_error_that_lists_the_known_ones(stored: Path):
     with pytest.raises(SubjectNotFound, match=r"'order' is not in .*there are empty, orders, orders.eu, refunds"):
         reader_of(stored, subject="order").partitions()
 
@@ -363,9 +362,9 @@ def test_an_unknown_subject_is_named_with_those_there_are(stored: Path):
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        (StructType().add("nothing", "string"), "column 'nothing' is not known"),
+        (StructType().add("nothing", "string"), "unknown column 'nothing'"),
         (StructType().add("body", "string"), "column 'body' is binary, not string"),
-        (StructType().add("key", "string", nullable=False), "column 'key' may be null"),
+        (StructType().add("key", "string", nullable=False), "column 'key' can be null"),
     ],
 )
 def test_a_schema_that_does_not_fit_is_refused(stored: Path, schema: StructType, message: str):
@@ -405,7 +404,7 @@ MICROS = 1_700_000_040_123_456
         (GreaterThan(("store_time",), TIME.replace(tzinfo=None)), {}),
     ],
 )
-def test_a_filter_becomes_bounds_on_what_is_read(condition: Filter, expected: dict[str, Any]):
+def test_a_filter_becomes_bounds_for_reading(condition: Filter, expected: dict[str, Any]):
     narrowed = narrow(WantedRows(), condition, "g1")
     assert narrowed == WantedRows(**expected)
 
@@ -424,9 +423,9 @@ def test_filters_narrow_each_other_and_never_widen():
     assert (wanted.sequence_min, wanted.sequence_max, wanted.subjects_only) == (6, 8, frozenset({"b"}))
 
 
-def test_what_filters_exclude_is_not_read_and_spark_still_applies_them(stored: Path):
+def test_filtered_rows_are_not_read_and_spark_still_applies_the_filters(stored: Path):
     reader = reader_of(stored, columns="sequence", minPartitions="1")
-    # In the middle of the first segment: a chunk lies in one.
+    # In the middle of the first segment, because a chunk is in one segment.
     filters: list[Filter] = [GreaterThanOrEqual(("sequence",), 10), LessThan(("sequence",), 12)]
     assert list(reader.pushFilters(filters)) == filters
     travelled = pickle.loads(pickle.dumps(reader))
@@ -497,7 +496,7 @@ def test_spark_counts_per_subject_and_takes_a_schema_for_columns(spark: SparkSes
     assert load(spark, stored, subject="empty").count() == 0
 
 
-def test_spark_shows_what_is_wrong(spark: SparkSession, stored: Path):
+def test_spark_shows_errors(spark: SparkSession, stored: Path):
     with pytest.raises(AnalysisException, match="option 'subject' is missing"):
         spark.read.format("plait").load(str(stored))
     with pytest.raises(AnalysisException, match="there is no directory"):
@@ -506,10 +505,10 @@ def test_spark_shows_what_is_wrong(spark: SparkSession, stored: Path):
         load(spark, stored, subject="gone").count()
 
 
-def test_spark_fails_on_damage_or_reads_around_it(spark: SparkSession, stored: Path):
+def test_spark_fails_on_damage_or_skips_it(spark: SparkSession, stored: Path):
     path = sorted((stored / "message").iterdir())[0]
     data = bytearray(path.read_bytes())
-    # A frame of messages in the middle of those that were written.
+    # A frame in the middle of the written part of the segment.
     place = data.index(b"PL", len(data.rstrip(b"\0")) // 2)
     data[place + 90] ^= 0xFF
     path.write_bytes(data)

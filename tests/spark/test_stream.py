@@ -1,4 +1,4 @@
-"""``readStream``: offsets that Spark can keep, batches that are the same whenever they are read."""
+"""``readStream``: offsets that Spark can store, and batches that are the same whenever they are read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(plait_broker: BlockingBroker) -> Iterator[Client]:
 
 @pytest.fixture(params=["server", "path"])
 def place(request: pytest.FixtureRequest, plait_broker: BlockingBroker) -> dict[str, Any]:
-    """How a reader is told of the broker: by its address or by its directory."""
+    """A reader's options for the broker: its address or its directory."""
     return {"server": plait_broker.address} if request.param == "server" else {"path": plait_broker.data}
 
 
@@ -45,7 +45,7 @@ def send(client: Client, *sent: bytes) -> None:
     client.send_many("orders", list(sent))
 
 
-def test_each_batch_has_what_came_since_the_last(place: dict[str, Any], client: Client):
+def test_each_batch_has_the_messages_since_the_last(place: dict[str, Any], client: Client):
     send(client, b"a", b"b")
     stream = Stream(**place)
     assert stream.bodies() == [b"a", b"b"]
@@ -59,19 +59,19 @@ def test_each_batch_has_what_came_since_the_last(place: dict[str, Any], client: 
     assert json.dumps(stream.offset) == json.dumps(stream.offset, sort_keys=True)
 
 
-def test_a_batch_is_the_same_when_it_is_read_again_later(place: dict[str, Any], client: Client):
+def test_a_batch_is_the_same_when_it_is_read_again(place: dict[str, Any], client: Client):
     send(client, b"a", b"b")
     stream = Stream(**place)
     start = stream.offset
     first = stream.step()
     send(client, b"c", b"d")
     assert Stream(start, **place).read(start, stream.offset) == first
-    # As another process would, from a checkpoint.
+    # A new reader, like one that starts from a checkpoint.
     offset = json.loads(json.dumps(stream.offset))
     assert Stream(offset, **place).bodies() == [b"c", b"d"]
 
 
-def test_a_stream_starts_where_it_is_told_to(place: dict[str, Any], client: Client):
+def test_a_stream_starts_at_the_given_offsets(place: dict[str, Any], client: Client):
     send(client, b"a", b"b", b"c")
     assert Stream(startingOffsets='{"orders@g1": 1}', **place).bodies() == [b"b", b"c"]
     latest = Stream(startingOffsets="latest", **place)
@@ -102,7 +102,9 @@ def test_a_limit_of_messages_is_exact_and_shared_by_partitions(place: dict[str, 
     assert [len(one.step()) for _ in range(5)] == [1] * 5
 
 
-def test_a_limit_of_bytes_ends_where_a_frame_does_and_lets_one_through(place: dict[str, Any], client: Client):
+def test_a_limit_of_bytes_ends_at_the_end_of_a_frame_and_allows_at_least_one_frame(
+    place: dict[str, Any], client: Client
+):
     for number in range(20):
         send(client, *[b"%d" % number + bytes(1000)] * 10)
     stream = Stream(maxBytesPerTrigger=30_000, **place)
@@ -115,7 +117,9 @@ def test_a_limit_of_bytes_ends_where_a_frame_does_and_lets_one_through(place: di
     assert len(both.step(ReadAllAvailable())) == 193
 
 
-def test_a_query_that_is_to_end_ends_with_what_was_there(place: dict[str, Any], client: Client):
+def test_a_query_for_available_data_ends_with_the_messages_that_existed_at_its_start(
+    place: dict[str, Any], client: Client
+):
     send(client, b"a", b"b", b"c")
     stream = Stream(maxMessagesPerTrigger=2, **place)
     stream.reader.prepareForTriggerAvailableNow()
@@ -123,7 +127,7 @@ def test_a_query_that_is_to_end_ends_with_what_was_there(place: dict[str, Any], 
     assert [stream.bodies() for _ in range(3)] == [[b"a", b"b"], [b"c"], []]
 
 
-def test_partitions_that_come_later_are_read_from_their_start(place: dict[str, Any], client: Client):
+def test_partitions_that_are_added_later_are_read_from_their_start(place: dict[str, Any], client: Client):
     client.admin.create_subject("orders", partitions=1)
     keys = [f"k{number}" for number in range(40)]
     client.send_many("orders", [b"first"] * 40, keys=keys)
@@ -141,7 +145,7 @@ def test_partitions_that_come_later_are_read_from_their_start(place: dict[str, A
     assert stream.step() == []
 
 
-def test_each_partition_is_one_task_unless_more_are_asked_for(plait_broker: BlockingBroker, client: Client):
+def test_each_partition_is_one_task_unless_more_are_requested(plait_broker: BlockingBroker, client: Client):
     client.admin.create_subject("orders", partitions=2)
     keys = [f"k{number}" for number in range(4000)]
     client.send_many("orders", [bytes(1000)] * 4000, keys=keys)
@@ -152,7 +156,7 @@ def test_each_partition_is_one_task_unless_more_are_asked_for(plait_broker: Bloc
     assert len(many.reader.partitions(stream.offset, end)) == 4
 
 
-def test_a_reader_travels_to_its_tasks_without_its_links(place: dict[str, Any], client: Client):
+def test_a_reader_is_pickled_without_its_connections(place: dict[str, Any], client: Client):
     send(client, b"a")
     stream = Stream(**place)
     end = stream.reader.latestOffset(stream.offset, ReadAllAvailable())
@@ -163,22 +167,22 @@ def test_a_reader_travels_to_its_tasks_without_its_links(place: dict[str, Any], 
     stream.reader.stop()
 
 
-# --- what is lost -------------------------------------------------------------------------------
+# --- lost messages ------------------------------------------------------------------------------
 
 
-def test_a_subject_made_anew_is_not_taken_for_the_old_one(place: dict[str, Any], client: Client):
+def test_a_recreated_subject_is_detected(place: dict[str, Any], client: Client):
     send(client, b"a", b"b")
     stream, lenient = Stream(**place), Stream(failOnDataLoss=False, **place)
     stream.step()
     lenient.step()
     client.admin.delete_subject("orders")
     send(client, b"c", b"d", b"e")
-    with pytest.raises(DataLost, match="deleted and made anew"):
+    with pytest.raises(DataLost, match="deleted and created again"):
         stream.step()
     assert lenient.bodies() == [b"c", b"d", b"e"]
 
 
-def test_a_loss_is_said_once_and_nothing_that_follows_it_is_missed(
+def test_a_loss_is_reported_once_and_no_later_message_is_missed(
     plait_broker: BlockingBroker, client: Client, place: dict[str, Any], caplog: pytest.LogCaptureFixture
 ):
     for body in (b"a", b"b", b"c"):
@@ -196,7 +200,7 @@ def test_a_loss_is_said_once_and_nothing_that_follows_it_is_missed(
     assert stream.bodies() == [b"d", b"e", b"f"]
 
 
-def test_a_batch_that_is_read_again_leaves_what_replaced_its_messages_to_the_next(
+def test_a_batch_that_is_read_again_leaves_rewritten_sequences_to_the_next(
     plait_broker: BlockingBroker, client: Client, place: dict[str, Any]
 ):
     for body in (b"a", b"b", b"c"):
@@ -213,7 +217,7 @@ def test_a_batch_that_is_read_again_leaves_what_replaced_its_messages_to_the_nex
     assert again + stream.all_bodies() == [b"a", b"d", b"e", b"f"]
 
 
-def test_a_batch_that_is_read_again_has_nothing_of_a_subject_made_anew(place: dict[str, Any], client: Client):
+def test_a_batch_that_is_read_again_has_no_rows_of_a_recreated_subject(place: dict[str, Any], client: Client):
     send(client, b"a", b"b")
     stream = Stream(failOnDataLoss=False, **place)
     planned = stream.reader.latestOffset(stream.offset, ReadAllAvailable())
@@ -224,7 +228,7 @@ def test_a_batch_that_is_read_again_has_nothing_of_a_subject_made_anew(place: di
     assert again + stream.all_bodies() == [b"c", b"d", b"e"]
 
 
-def test_a_partition_that_is_gone_fails_the_query_or_is_warned_of_once(
+def test_a_removed_partition_fails_the_query_or_causes_one_warning(
     plait_broker: BlockingBroker, client: Client, caplog: pytest.LogCaptureFixture
 ):
     client.send("orders", b"a")
@@ -234,7 +238,7 @@ def test_a_partition_that_is_gone_fails_the_query_or_is_warned_of_once(
     stream.step()
     lenient.step()
     client.admin.delete_subject("orders.eu")
-    with pytest.raises(DataLost, match=r"orders\.eu@g1 is gone, with what it had from sequence 1 on"):
+    with pytest.raises(DataLost, match=r"orders\.eu@g1 is gone, with its messages from sequence 1 on"):
         stream.step()
     with caplog.at_level(logging.WARNING, "plait.spark"):
         assert [lenient.bodies() for _ in range(3)] == [[], [], []]
@@ -243,7 +247,7 @@ def test_a_partition_that_is_gone_fails_the_query_or_is_warned_of_once(
     assert lenient.bodies() == [b"c"]
 
 
-def test_what_expired_before_it_was_read_fails_the_query_or_is_passed_over(tmp_path: Path):
+def test_messages_that_expired_unread_fail_the_query_or_are_skipped(tmp_path: Path):
     with EmbeddedBroker(tmp_path, clock=ManualClock()) as broker, plait.sync.connect(broker.address) as client:
         client.admin.create_subject("orders", retention=60.0)
         client.send("orders", b"a")
@@ -259,16 +263,16 @@ def test_what_expired_before_it_was_read_fails_the_query_or_is_passed_over(tmp_p
 
 
 def send_to_new_partitions(client: Client, count: int) -> None:
-    """Messages with keys, of which some go to partitions other than the first."""
+    """Send messages with keys, some of which go to other partitions than the first."""
     keys = [f"k{number}" for number in range(count)]
     while {str(r.partition) for r in client.send_many("orders", [b"new"] * count, keys=keys)} == {"orders@g1"}:
         pass
 
 
-def test_what_expired_of_a_partition_that_the_offset_does_not_know_is_lost(
+def test_expired_messages_of_a_partition_that_the_offset_does_not_name_are_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """It was made while the query was stopped: all of it was to be read."""
+    """The partition was made while the query was stopped, so all of its messages were to be read."""
     with EmbeddedBroker(tmp_path, clock=ManualClock()) as broker, plait.sync.connect(broker.address) as client:
         client.admin.create_subject("orders", retention=60.0)
         client.send("orders", b"a")
@@ -283,13 +287,13 @@ def test_what_expired_of_a_partition_that_the_offset_does_not_know_is_lost(
             Stream(stream.offset, server=broker.address).step()
         assert {*lenient.bodies()} == {b"later"}
         assert lenient.bodies() == []
-        # Once for each partition, by the look and by the batch.
+        # Once per partition, by planning and by reading.
         assert caplog.text.count("sequences 0 to") == 2
 
 
 @pytest.mark.parametrize("begun", ["with the query", "later"])
-def test_a_batch_that_was_planned_is_read_again_or_lost_never_empty(tmp_path: Path, begun: str):
-    """Spark keeps where a batch ends; where the first one begins it asks for again."""
+def test_a_planned_batch_is_read_again_or_lost_but_never_empty(tmp_path: Path, begun: str):
+    """Spark stores where a batch ends; it asks again where the first batch starts."""
     with EmbeddedBroker(tmp_path, clock=ManualClock()) as broker, plait.sync.connect(broker.address) as client:
         client.admin.create_subject("orders", retention=60.0)
         if begun == "later":
@@ -316,7 +320,7 @@ def test_a_batch_that_was_planned_is_read_again_or_lost_never_empty(tmp_path: Pa
 
 
 @pytest.mark.parametrize("option", [{"endingOffsets": "latest"}, {"maxMessagesPerTrigger": "0"}])
-def test_an_option_that_is_for_batches_or_wrong_is_refused(place: dict[str, Any], option: dict[str, str]):
+def test_an_option_for_batch_reads_or_an_invalid_one_is_refused(place: dict[str, Any], option: dict[str, str]):
     with pytest.raises(InvalidArgument, match=f"{next(iter(option))}"):
         Stream(**place, **option)
     with pytest.raises(InvalidArgument, match="maxMessagesPerTrigger"):
@@ -331,7 +335,7 @@ def stream_of(spark: SparkSession, **options: Any) -> DataFrame:
 
 
 @pytest.mark.parametrize("kind", ["server", "path"])
-def test_spark_streams_what_is_there_in_batches_and_goes_on_later(
+def test_spark_streams_available_messages_in_batches_and_continues_later(
     spark: SparkSession, plait_broker: BlockingBroker, client: Client, tmp_path: Path, kind: str
 ):
     place: dict[str, Any] = {"server": plait_broker.address}
@@ -356,7 +360,7 @@ def test_spark_streams_what_is_there_in_batches_and_goes_on_later(
     assert [(row.sequence, bytes(row.body)) for row in rows] == [(n, b"%d" % n) for n in range(2000)]
 
 
-def test_a_partition_that_was_read_to_its_end_and_emptied_by_retention_leaves_the_query(tmp_path: Path):
+def test_a_partition_that_was_read_completely_and_emptied_by_retention_leaves_the_query(tmp_path: Path):
     with EmbeddedBroker(tmp_path, clock=ManualClock()) as broker, plait.sync.connect(broker.address) as client:
         client.admin.create_subject("orders", retention=60.0)
         client.send("orders", b"a")
@@ -371,9 +375,9 @@ def test_a_partition_that_was_read_to_its_end_and_emptied_by_retention_leaves_th
         while len(client.admin.route("orders").partitions) > 1:
             broker.advance(1.0)
         client.send("orders", b"c")
-        # A query that was stopped meanwhile goes by its checkpoint.
+        # A query that was stopped meanwhile continues from its checkpoint.
         again = Stream(stream.offset, server=broker.address)
         assert stream.bodies() == again.bodies() == [b"c"]
         assert stream.offset.keys() == {"orders#1@g1"}
-        with pytest.raises(DataLost, match=r"orders@g1 is gone, with what it had from sequence 0 on"):
+        with pytest.raises(DataLost, match=r"orders@g1 is gone, with its messages from sequence 0 on"):
             behind.step()

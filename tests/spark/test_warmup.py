@@ -1,4 +1,4 @@
-"""The class-data archive: prepared once, used by every session after it, removed when nobody uses it."""
+"""The class-data archive: prepared once, used by every later session, removed when no session uses it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import plait.spark
 archive = plait.spark.prepare()
 written = archive.stat()
 assert plait.spark.prepare() == archive and archive.stat() == written
-spark = plait.spark.runtime.session(master="local[2]")
+spark = plait.spark.session(master="local[2]")
 assert spark.range(10).count() == 10
 with open(f"/proc/{spark._jvm.java.lang.ProcessHandle.current().pid()}/maps") as maps:
     print(any(str(archive) in line for line in maps), sorted(path.name for path in archive.parent.iterdir()))
@@ -28,14 +28,14 @@ with open(f"/proc/{spark._jvm.java.lang.ProcessHandle.current().pid()}/maps") as
 def test_a_prepared_archive_is_used_by_the_next_session(tmp_path: Path):
     environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM]
-    told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
-    used, names = told.strip().split(" ", 1)
+    output = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    used, names = output.strip().split(" ", 1)
     assert used == "True"
     assert "spark.jsa" in names
     assert ".archive" not in names
 
 
-def test_archives_that_no_session_has_used_for_long_are_removed(tmp_path: Path):
+def test_archives_that_no_session_has_used_for_a_long_time_are_removed(tmp_path: Path):
     used, unused = tmp_path / "spark-used", tmp_path / "spark-unused"
     for runtime in (used, unused):
         runtime.mkdir()
@@ -45,5 +45,5 @@ def test_archives_that_no_session_has_used_for_long_are_removed(tmp_path: Path):
     os.utime(unused, (long_ago, long_ago))
     _remove_unused(tmp_path)
     assert (used / "spark.jsa").exists()
-    # A session may still run from the rest.
+    # A session may still use the other files.
     assert [path.name for path in unused.iterdir()] == ["log4j2.properties"]

@@ -1,4 +1,4 @@
-"""The same selection on Spark: the same messages."""
+"""A selection on Spark returns the same messages as a lookup."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def test_spark_finds_what_a_lookup_finds(spark: SparkSession, history: History):
     assert frame.where("sequence >= 20").count() == 5
 
 
-def test_the_driver_never_has_all_rows_at_once(spark: SparkSession, history: History, monkeypatch: pytest.MonkeyPatch):
+def test_the_driver_never_holds_all_rows_at_once(
+    spark: SparkSession, history: History, monkeypatch: pytest.MonkeyPatch
+):
     added: list[int] = []
     add = wide.Ordering.add
 
@@ -67,7 +69,7 @@ def test_the_driver_never_has_all_rows_at_once(spark: SparkSession, history: His
     assert not spark.sparkContext._jsc.getPersistentRDDs()
 
 
-def test_a_task_keeps_the_first_of_each_partition(monkeypatch: pytest.MonkeyPatch):
+def test_a_task_returns_the_first_rows_of_each_partition(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(wide, "CUT_COUNT", 10)
     given = [
         pa.table({"partition": [f"p{n % 3}" for n in numbers], "sequence": list(numbers)})
@@ -78,7 +80,7 @@ def test_a_task_keeps_the_first_of_each_partition(monkeypatch: pytest.MonkeyPatc
     assert list(wide.first_of_each(iter([]), 4)) == []
 
 
-def test_nothing_is_an_empty_frame(spark: SparkSession, history: History):
+def test_an_empty_selection_gives_an_empty_frame(spark: SparkSession, history: History):
     assert dataframe(spark, history, history.selection("orders", until="2020-01-01")).count() == 0
 
 
@@ -92,25 +94,25 @@ def written_whole(spark: SparkSession, history: History, path: Path) -> list[int
 
 
 @pytest.mark.parametrize("read", [read_whole, written_whole])
-def test_a_file_that_was_replaced_is_looked_for_again_and_one_that_is_missing_is_named(
+def test_a_replaced_file_is_found_again_and_a_missing_one_is_named(
     spark: SparkSession,
     history: History,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     read: Callable[[SparkSession, History, Path], list[int]],
 ):
-    shutil.copytree(Path(history.place).parent, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(Path(history.location).parent, tmp_path, dirs_exist_ok=True)
     moved = History(tmp_path / "archive", data=tmp_path / "data")
     with monkeypatch.context() as patch:
         replaced_once(moved, patch)
         assert read(spark, moved, tmp_path) == list(range(30))
     shutil.rmtree(tmp_path / "found", ignore_errors=True)
     next((tmp_path / "archive").rglob("subject=orders/**/*.parquet")).unlink()
-    with pytest.raises(ArchiveError, match=r"\A\S*subject=orders\S* is not there.*messages are missing[^\n]*\Z"):
+    with pytest.raises(ArchiveError, match=r"\A\S*subject=orders\S* does not exist.*messages are missing[^\n]*\Z"):
         read(spark, moved, tmp_path)
 
 
-def test_what_spark_says_is_told_in_one_line(
+def test_an_error_of_spark_is_reported_in_one_line(
     spark: SparkSession, history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "found").mkdir()
@@ -125,11 +127,11 @@ def test_what_spark_says_is_told_in_one_line(
         list(tables(spark, history, history.selection("orders")))
 
 
-def test_the_command_reads_on_spark_where_it_is_asked_to(
+def test_the_command_reads_on_spark_on_request(
     spark: SparkSession, history: History, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    data = Path(history.place).parent / "data"
-    where = Where(history.place, "orders", data=[data], key="order-1")
+    data = Path(history.location).parent / "data"
+    where = Where(history.location, "orders", data=[data], key="order-1")
     spark_history.history(where, spark=True, limit=3, output="json")
     assert [json.loads(line)["sequence"] for line in capsys.readouterr().out.splitlines()] == [1, 4, 7]
     spark_history.history(where, spark=True, parquet=str(tmp_path / "found"))

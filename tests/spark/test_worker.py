@@ -1,4 +1,4 @@
-"""What a worker of Spark does once: seen in a worker, and not seen anywhere else."""
+"""What a Spark worker does once at its start, and no other process does."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-def test_a_process_that_is_no_worker_is_left_alone():
+def test_a_process_that_is_no_worker_is_not_changed():
     before = gc.get_freeze_count()
     prepare_worker()
     assert gc.get_freeze_count() == before
 
 
-def test_a_worker_spares_its_modules_from_garbage_collection(spark: SparkSession):
+def test_a_worker_excludes_its_modules_from_garbage_collection(spark: SparkSession):
     def frozen(_: Iterator[Any]) -> Iterator[pa.RecordBatch]:
         import gc as collector
 
@@ -39,7 +39,7 @@ def test_a_worker_spares_its_modules_from_garbage_collection(spark: SparkSession
     assert min(row["count"] for row in rows) > 10_000
 
 
-#: Stands in for Spark's daemon: a module of its name that runs as the main program, with a worker that loses its Java.
+#: Replaces Spark's daemon: a module of its name that runs as the main program, with a worker that loses its Java.
 DAEMON = """
 import sys
 import types
@@ -56,6 +56,6 @@ worker(None, True)
 """
 
 
-def test_a_worker_that_java_has_hung_up_on_ends_without_a_word():
+def test_a_worker_that_loses_its_java_ends_without_output():
     ended = subprocess.run([sys.executable, "-c", DAEMON], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")

@@ -1,4 +1,4 @@
-"""Stamped frames for logs, and logs that are written and found again."""
+"""Helpers for log tests: stamped frames, logs that are written, and logs that are read back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEGMENT_SIZE = 4096
 def frame(
     body: bytes, *, base: int = 0, durable: int = 0, epoch: int = 1, partition: int = 1, previous_end: int | None = None
 ) -> FrameParts:
-    """One row; the head of a segment where ``previous_end`` is given."""
+    """A frame with one row; a segment header if ``previous_end`` is given."""
     producer = 7 if previous_end is None else 0
     built = build_frame([body], producer=producer, first=base + 1, previous=previous_end or 0)
     built.stamp_with(pack_stamp(partition, base, 1_700_000_000_000_000, durable, epoch))
@@ -37,7 +37,7 @@ def open_log(disk: SimulatedDisk, segment_size: int = SEGMENT_SIZE) -> Log:
 
 
 def append(log: Log, *bodies: bytes, durable: int | None = None) -> list[int]:
-    """Append a frame a body, stamped with what the log knows to be durable; their offsets."""
+    """Append a frame for each body, stamped with the durable offset of the log. Returns their offsets."""
     offsets = []
     for body in bodies:
         built = frame(body, durable=log.durable if durable is None else durable)
@@ -46,7 +46,7 @@ def append(log: Log, *bodies: bytes, durable: int | None = None) -> list[int]:
 
 
 def written(bodies: Sequence[bytes], segment_size: int = SEGMENT_SIZE) -> tuple[SimulatedDisk, Log, list[int]]:
-    """A log with these frames, written and synced; none of them names a durable offset."""
+    """A log with a frame for each body, written and synced. No frame names a durable offset."""
     disk = SimulatedDisk()
     log = open_log(disk, segment_size)
     offsets = append(log, *bodies, durable=0)
@@ -55,7 +55,7 @@ def written(bodies: Sequence[bytes], segment_size: int = SEGMENT_SIZE) -> tuple[
 
 
 def scan(disk: SimulatedDisk, durable: int = 0, start: int = 0) -> tuple[Log, LogScan, list[bytes]]:
-    """Read a log back and settle it; the bodies of what stands."""
+    """Read a log back and settle it. Returns the log, the scan and the bodies of the valid frames."""
     log = open_log(disk)
     found = LogScan(log, max(start, log.start), durable)
     bodies = [body_of(view) for _, view in found]
@@ -72,6 +72,6 @@ def overwrite(disk: SimulatedDisk, offset: int, data: bytes, segment_size: int =
 
 
 def some_bodies(count: int, size: int = 100, seed: int = 1) -> list[bytes]:
-    """Bodies that differ and hold no zero bytes."""
+    """Different bodies without zero bytes."""
     rng = random.Random(seed)
     return [f"{n:04d}".encode() + bytes(rng.choices(range(1, 256), k=size - 4)) for n in range(count)]

@@ -37,7 +37,7 @@ def view(frame: FrameParts) -> FrameView:
 
 def drain(buffer: ActionBuffer) -> list[FrameView]:
     bound = buffer.size_bound
-    buffer.seal(40, (12345, 0), 6, 99)
+    buffer.build_frames(40, (12345, 0), 6, 99)
     frames = buffer.drain()
     assert sum(frame.size for frame in frames) <= bound
     assert not buffer
@@ -45,7 +45,7 @@ def drain(buffer: ActionBuffer) -> list[FrameView]:
 
 
 @given(st.lists(EVENT_VALUES, min_size=1, max_size=30))
-def test_events_come_back_as_they_were(events: list[tuple[Action, int, int, int, int, int, int, int]]):
+def test_events_read_back_unchanged(events: list[tuple[Action, int, int, int, int, int, int, int]]):
     buffer = ActionBuffer()
     for event in events:
         buffer.event(*event)
@@ -58,7 +58,7 @@ def test_events_come_back_as_they_were(events: list[tuple[Action, int, int, int,
     assert read_events(frame).tolist() == expected
 
 
-def test_definitions_stand_before_the_events_that_use_them():
+def test_definitions_precede_the_events_that_use_them():
     buffer = ActionBuffer()
     buffer.event(Action.PULL, 3, 9, 17, 20, 1, 6, 5)
     buffer.define(GROUP)
@@ -69,13 +69,13 @@ def test_definitions_stand_before_the_events_that_use_them():
     assert read_definitions(definitions) == [GROUP, CONSUMER]
 
 
-def test_nothing_buffered_gives_no_frame():
+def test_an_empty_buffer_makes_no_frame():
     buffer = ActionBuffer()
     assert not buffer
     assert drain(buffer) == []
 
 
-def test_a_turn_with_very_many_events_is_several_frames():
+def test_very_many_events_of_a_turn_make_several_frames():
     buffer = ActionBuffer()
     count = EVENTS_MAX + 7
     for number in range(count):
@@ -87,7 +87,7 @@ def test_a_turn_with_very_many_events_is_several_frames():
     assert read_events(frames[-1])["start"].tolist() == list(range(EVENTS_MAX, count))
 
 
-def test_the_head_of_a_segment_holds_all_names_and_where_the_one_before_ended():
+def test_a_segment_header_has_all_definitions_and_the_end_of_the_segment_before():
     definitions = [ConsumerDefinition(number, 3, f"client-{number}") for number in range(12_000)]
     pages = encode_definitions(definitions)
     stamps = [pack_stamp(DEFINITIONS, number, 3, 1, 2) for number in (7, 8, 9)]

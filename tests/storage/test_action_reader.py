@@ -1,4 +1,4 @@
-"""Reading an action log beside its server: what stands, what is sealed, what is damage."""
+"""Reading an action log while its server runs: valid frames, closed segments, damage."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from plait.errors import DamageError, DataDirError
 from plait.model.retry_policy import Retry
 from plait.storage.disk import RealDisk
-from plait.storage.logs.action_log import EVENTS, presumed_kept
+from plait.storage.logs.action_log import EVENTS, presumed_retained
 from plait.storage.reading.action_reader import ActionPart, ActionReader, open_actions, read_actions
-from plait.storage.reading.retained_reader import open_kept
+from plait.storage.reading.retained_reader import open_retained
 from tests.support.broker_node import Node
 
 
@@ -29,12 +29,12 @@ def busy(path: Path, rounds: int = 120) -> Node:
 
 
 def offsets(path: Path, parts: list[ActionPart]) -> list[int]:
-    """Of the frames that the parts hold, without those that are read for their names alone."""
+    """The offsets of the frames in the parts, without frames that are read only for their definitions."""
     disk = RealDisk(path, read_only=True)
     return [offset for part in parts for offset, _ in read_actions(disk, str(path), part) if offset >= part.start]
 
 
-def test_parts_hold_every_frame_once_whatever_their_size(tmp_path: Path):
+def test_parts_contain_every_frame_once_whatever_their_size(tmp_path: Path):
     node = busy(tmp_path)
     reader = open_actions(str(tmp_path))
     whole = reader.look()
@@ -50,12 +50,12 @@ def test_parts_hold_every_frame_once_whatever_their_size(tmp_path: Path):
     node.broker.stop()
 
 
-def test_what_is_sealed_ends_where_the_last_segment_starts(tmp_path: Path):
+def test_closed_segments_end_where_the_last_segment_starts(tmp_path: Path):
     node = busy(tmp_path)
     last = node.broker.action_log.segments[-1].base
-    plan = open_actions(str(tmp_path)).look(sealed=True)
+    plan = open_actions(str(tmp_path)).look(closed_only=True)
     assert (plan.end, plan.parts[-1].end) == (last, last)
-    again = open_actions(str(tmp_path)).look(plan.end, sealed=True)
+    again = open_actions(str(tmp_path)).look(plan.end, closed_only=True)
     assert (again.parts, again.start, again.end) == ([], last, last)
     node.broker.stop()
 
@@ -68,7 +68,7 @@ def test_a_directory_without_events_has_no_parts(tmp_path: Path):
     node.broker.stop()
 
 
-def test_what_rests_on_messages_that_are_not_there_does_not_count(tmp_path: Path):
+def test_frames_that_depend_on_missing_messages_are_left_out(tmp_path: Path):
     node = busy(tmp_path)
     node.broker.stop()
     reader = open_actions(str(tmp_path))
@@ -77,31 +77,33 @@ def test_what_rests_on_messages_that_are_not_there_does_not_count(tmp_path: Path
     assert reader.look(message_end=5000).end == cut
 
 
-def test_what_rests_on_copies_that_are_not_there_does_not_count(tmp_path: Path):
+def test_frames_that_depend_on_missing_retained_rows_are_left_out(tmp_path: Path):
     node = Node(RealDisk(tmp_path))
     consumer = node.attach("orders", "billing", retry=Retry(attempts=1))
     for _ in range(20):
         node.send("orders", b"x")
         node.nack(consumer, *[(start, end) for start, end, _ in node.pull(consumer).ranges])
     node.broker.stop()
-    kept = open_kept(str(tmp_path))
-    whole = kept.look()
+    retained = open_retained(str(tmp_path))
+    whole = retained.look()
     actions = open_actions(str(tmp_path))
-    assert actions.look().kept == whole.end
+    assert actions.look().retained_end == whole.end
     assert {number: group.name for number, group in actions.groups.items()} == {consumer.group.id: "billing"}
     middle = offsets(tmp_path, whole.parts)[10]
-    every = [(offset, frame) for part in actions.look().parts for offset, frame in read_actions(kept.disk, "", part)]
-    cut = next(offset for offset, frame in every if frame.partition == EVENTS and presumed_kept(frame) > middle)
-    short = actions.look(kept_end=middle)
-    assert (short.end, short.kept) == (cut, middle)
-    sealed = kept.look(sealed=True)
-    assert sealed.end == kept.files[-1][0]
-    assert offsets(tmp_path, sealed.parts) == [each for each in offsets(tmp_path, whole.parts) if each < sealed.end]
-    with pytest.raises(DataDirError, match=r"the kept log of .* is not the log that was read before"):
-        kept.look(10**9)
+    every = [
+        (offset, frame) for part in actions.look().parts for offset, frame in read_actions(retained.disk, "", part)
+    ]
+    cut = next(offset for offset, frame in every if frame.partition == EVENTS and presumed_retained(frame) > middle)
+    short = actions.look(retained_end=middle)
+    assert (short.end, short.retained_end) == (cut, middle)
+    closed = retained.look(closed_only=True)
+    assert closed.end == retained.files[-1][0]
+    assert offsets(tmp_path, closed.parts) == [each for each in offsets(tmp_path, whole.parts) if each < closed.end]
+    with pytest.raises(DataDirError, match=r"/kept ends at .* is not the log that was read before"):
+        retained.look(10**9)
 
 
-def test_damage_before_the_end_fails_or_is_left_out(tmp_path: Path):
+def test_damage_before_the_end_raises_or_is_skipped(tmp_path: Path):
     node = busy(tmp_path)
     node.broker.stop()
     reader = open_actions(str(tmp_path))
@@ -120,13 +122,13 @@ def test_damage_before_the_end_fails_or_is_left_out(tmp_path: Path):
     assert offsets(tmp_path, around.parts) == [offset for offset in every if offset != victim]
 
 
-def test_a_log_that_is_shorter_than_it_was_is_refused(tmp_path: Path):
+def test_a_log_that_became_shorter_is_refused(tmp_path: Path):
     busy(tmp_path).broker.stop()
     with pytest.raises(DataDirError, match="not the log that was read before"):
         open_actions(str(tmp_path)).look(10**9)
 
 
-def test_a_frame_that_changes_after_the_look_is_told(tmp_path: Path):
+def test_a_frame_that_changes_after_planning_raises(tmp_path: Path):
     busy(tmp_path).broker.stop()
     reader: ActionReader = open_actions(str(tmp_path))
     part = reader.look().parts[0]

@@ -1,4 +1,4 @@
-"""Every single bit of a 4 KiB log, flipped: found, or in unused space."""
+"""Every single flipped bit of a 4 KiB log is detected, or is in unused space."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_flipped_bit_is_detected_or_in_unused_space():
     undetected = []
     for position in range(SEGMENT_SIZE):
         hit = next((start for start, end in zip(offsets, ends, strict=True) if start <= position < end), None)
-        # What stands before the bit is read as if there were none.
+        # Frames before the flipped bit are read as usual.
         begin = log.end if hit is None else hit
         expected = {start: data for start, data in frames.items() if start > begin}
         for bit in range(8):

@@ -1,4 +1,4 @@
-"""Partitions in the message log."""
+"""The catalog: partitions as rows of the message log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = [
 ]
 
 
-def test_rows_come_back_as_they_were():
+def test_rows_read_back_unchanged():
     frame = FrameView(catalog_frame(ROWS, time=11, durable=22, epoch=33, previous_end=44).tobytes()).verify()
     assert read_rows(frame) == ROWS
     assert (frame.partition, frame.producer, frame.previous) == (CATALOG, 0, 44)
@@ -43,7 +43,7 @@ def test_a_row_of_a_later_version_with_more_fields_can_be_read():
     assert msgspec.msgpack.decode(data, type=PartitionRow) == PartitionRow(1, "orders", "orders", 5)
 
 
-def test_who_reads_files_does_not_see_what_waits_or_is_staged():
+def test_file_readers_do_not_see_delayed_or_staged_rows():
     wanted = WantedRows(frozenset({"orders"}))
     assert wanted.covers(ROWS[0])
     for kind in (SCHEDULE, STAGE):

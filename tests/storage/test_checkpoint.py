@@ -1,4 +1,4 @@
-"""Checkpoints are there whole or not at all, and a bad one falls back to the one before."""
+"""A checkpoint is written in full or not at all, and recovery skips a damaged one."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def contents(disk: SimulatedDisk) -> dict[str, bytes]:
     return {name: disk.read(f"{DIRECTORY}/{name}") for name in disk.list(DIRECTORY)}
 
 
-def test_there_is_none_at_first():
+def test_a_new_directory_has_no_checkpoint():
     checkpoints, found = loaded(SimulatedDisk())
     assert found is None
     assert checkpoints.last is None
     assert checkpoints.oldest is None
 
 
-def test_a_checkpoint_is_the_last_one_with_what_changed():
+def test_a_checkpoint_has_the_unchanged_shards_of_the_one_before():
     disk = SimulatedDisk()
     checkpoints = Checkpoints(disk)
     write(checkpoints, 1, "a", "b")
@@ -70,7 +70,7 @@ def test_a_checkpoint_is_the_last_one_with_what_changed():
     assert again.rejected == []
 
 
-def test_r1_only_what_changed_is_written():
+def test_r1_only_changed_shards_are_written():
     disk = SimulatedDisk()
     checkpoints = Checkpoints(disk)
     write(checkpoints, 1, *(f"shard{n}" for n in range(50)))
@@ -120,7 +120,7 @@ def test_a_crash_at_any_point_leaves_the_last_checkpoint_or_the_one_being_made()
             if found:
                 assert found.shards["a"] == shard("a", number)
                 assert all(data.endswith(b" ") for data in found.shards.values())
-            # And goes on from there.
+            # Later checkpoints can be written.
             write(again, number + 1, "a")
             _, after = loaded(left.after_crash(keep="none"))
             assert after is not None
@@ -155,7 +155,7 @@ def test_the_last_five_are_kept_with_all_their_shards():
 
 
 @pytest.mark.parametrize("name", ["manifest-000000000007", "shard-a-000000000007", "shard-own7-000000000007"])
-def test_any_flipped_bit_of_a_checkpoint_makes_it_fall_back(name: str):
+def test_after_any_flipped_bit_the_checkpoint_before_is_used(name: str):
     disk = five_and_more()
     size = len(disk.read(f"{DIRECTORY}/{name}"))
     for offset in range(0, size, max(1, size // 60)):
@@ -169,7 +169,7 @@ def test_any_flipped_bit_of_a_checkpoint_makes_it_fall_back(name: str):
 
 
 @pytest.mark.parametrize("name", ["shard-a-000000000007", "shard-own7-000000000007"])
-def test_a_missing_or_cut_shard_makes_it_fall_back(name: str):
+def test_with_a_missing_or_cut_shard_the_checkpoint_before_is_used(name: str):
     disk = five_and_more()
     disk.open(f"{DIRECTORY}/{name}").truncate(10)
     _checkpoints, found = loaded(disk)
@@ -179,7 +179,7 @@ def test_a_missing_or_cut_shard_makes_it_fall_back(name: str):
     assert loaded(disk)[1] == found
 
 
-def test_after_a_fall_back_the_bad_one_is_replaced():
+def test_a_damaged_checkpoint_is_replaced_by_the_next_one():
     disk = five_and_more()
     disk.flip_bit(f"{DIRECTORY}/shard-own7-000000000007", 3, 3)
     checkpoints, _ = loaded(disk)
@@ -191,7 +191,7 @@ def test_after_a_fall_back_the_bad_one_is_replaced():
     assert "own7" not in found.shards
 
 
-def test_a_newer_format_is_refused_and_nothing_is_touched():
+def test_a_newer_format_is_refused_and_nothing_is_changed():
     disk = five_and_more()
     body = msgspec.msgpack.encode({"version": FORMAT_VERSION + 1, "number": 8, "surprise": True})
     file = disk.open(f"{DIRECTORY}/manifest-000000000008", create=True)
@@ -206,7 +206,7 @@ def test_a_newer_format_is_refused_and_nothing_is_touched():
     assert disk.operations == operations
 
 
-def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before():
+def test_a_failed_checkpoint_leaves_the_one_before():
     disk = five_and_more()
     for operation in ("create", "write", "sync", "rename", "sync_directory"):
         checkpoints, _found = loaded(disk)
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before():
         disk = five_and_more()
 
 
-def test_files_that_nobody_names_are_removed():
+def test_files_that_no_manifest_names_are_removed():
     disk = SimulatedDisk()
     checkpoints = Checkpoints(disk)
     disk.open(f"{DIRECTORY}/manifest-000000000001.new", create=True)

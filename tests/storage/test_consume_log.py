@@ -23,7 +23,7 @@ def flush(log: ConsumeLog) -> None:
 
 
 class ConsumeLogMachine(RuleBasedStateMachine):
-    """The records are in memory, in the file, or in both; finding them is the same."""
+    """Records in memory, in the file, or in both are found the same way."""
 
     @initialize()
     def start(self) -> None:
@@ -35,7 +35,7 @@ class ConsumeLogMachine(RuleBasedStateMachine):
 
     @rule(gap=st.integers(0, 3), count=st.integers(1, 5), size=st.integers(1, 9), step=st.integers(-3, 5))
     def append(self, gap: int, count: int, size: int, step: int) -> None:
-        """Gaps are rows lost to damage; store times may step back."""
+        """Gaps are rows lost to damage. Store times may step back."""
         last = self.model[-1] if self.model else Record(0, 0, 100, 0, 0)
         record = Record(last.end + gap, last.offset + last.size + gap, last.time + step, size * 8, count)
         self.log.append(*record)
@@ -57,13 +57,13 @@ class ConsumeLogMachine(RuleBasedStateMachine):
 
     @rule()
     def flush_that_does_not_finish(self) -> None:
-        """The file has more than the checkpoint names; the log does not know."""
+        """The file has more records than the checkpoint names, and the log does not know it."""
         at, data = self.log.flush()
         self.log.write_records(at, data)
 
     @rule()
     def crash(self) -> None:
-        """Back to the checkpoint; the rest comes again from the message log."""
+        """Return to the checkpoint; later records are rebuilt from the message log."""
         self.disk = self.disk.after_crash()
         generation, count = self.checkpoint
         kept, rest = self.model[:count], self.model[count:]
@@ -130,19 +130,19 @@ def three_records() -> tuple[SimulatedDisk, ConsumeLog]:
     return disk, log
 
 
-def test_a_file_that_is_not_what_the_checkpoint_means_has_to_be_built_anew():
+def test_a_file_that_does_not_match_the_checkpoint_must_be_rebuilt():
     disk, log = three_records()
     again = ConsumeLog(disk, 7)
     assert again.load(0, 3, 30)
-    assert not again.load(0, 3, 40), "its last record ends elsewhere"
+    assert not again.load(0, 3, 40), "its last record has another end"
     assert not again.load(0, 4, 40), "it is too short"
-    assert not again.load(1, 3, 30), "it is not there"
-    assert again.load(1, 0, 0), "nothing is expected of it"
+    assert not again.load(1, 3, 30), "it does not exist"
+    assert again.load(1, 0, 0), "the checkpoint names no records"
     disk.open(log.path).truncate(50)
     assert not again.load(0, 3, 30), "it was cut"
 
 
-def test_records_after_those_the_checkpoint_names_are_overwritten():
+def test_records_after_those_of_the_checkpoint_are_overwritten():
     disk, log = three_records()
     again = ConsumeLog(disk, 7)
     assert again.load(0, 2, 20)

@@ -1,4 +1,4 @@
-"""What every disk does, real or simulated: storage is tested on the one and runs on the other."""
+"""The contract of both disks: storage is tested on the simulated one and runs on the real one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def store(disk: Disk, path: str, data: bytes) -> None:
     file.close()
 
 
-def test_what_was_written_is_read(disk: Disk):
+def test_written_bytes_are_read(disk: Disk):
     file = disk.open("a", create=True)
     assert file.write([b"hello ", bytearray(b"big "), memoryview(b"world")], 0) == 15
     assert file.size == 15
@@ -104,7 +104,7 @@ def test_a_reopened_file_knows_its_size(disk: Disk):
     file.close()
 
 
-def test_opening_with_create_keeps_what_is_there(disk: Disk):
+def test_opening_with_create_keeps_an_existing_file(disk: Disk):
     store(disk, "a", b"12345")
     file = disk.open("a", create=True)
     assert (file.size, disk.read("a")) == (5, b"12345")
@@ -146,7 +146,7 @@ def test_a_view_shows_later_writes_inside_its_size(disk: Disk):
     file.close()
 
 
-def test_an_old_view_of_a_grown_file_goes_on_showing_writes(disk: Disk):
+def test_an_old_view_of_a_grown_file_still_shows_writes(disk: Disk):
     file = disk.open("a", create=True)
     file.write([b"0123456789"], 0)
     views = []
@@ -214,7 +214,7 @@ def test_a_closed_file_refuses_every_call(disk: Disk, call: Callable[[Any], obje
 
 
 @pytest.mark.parametrize("synced", [True, False])
-def test_what_is_to_be_forgotten_reads_as_before(disk: Disk, synced: bool):
+def test_forgotten_bytes_read_as_before(disk: Disk, synced: bool):
     data = bytes(range(256)) * 256
     file = disk.open("a", create=True)
     file.write([data], 0)
@@ -320,7 +320,7 @@ def test_an_open_file_is_written_through_its_new_name(disk: Disk):
     file.close()
 
 
-def test_remove_takes_the_name_away_and_may_be_repeated(disk: Disk):
+def test_remove_deletes_the_name_and_may_be_repeated(disk: Disk):
     store(disk, "a", b"abc")
     disk.remove("a")
     disk.remove("a")
@@ -339,7 +339,7 @@ def test_a_name_used_again_is_a_new_file(disk: Disk):
     old.close()
 
 
-def test_a_directory_is_no_file(disk: Disk):
+def test_a_directory_is_not_a_file(disk: Disk):
     disk.make_directory("d")
     for attempt in (lambda: disk.open("d"), lambda: disk.read("d"), lambda: disk.remove("d")):
         with pytest.raises(IsADirectoryError):
@@ -369,7 +369,7 @@ ACTIONS = st.one_of(
 
 
 def act(disk: Disk, action: tuple[Any, ...]) -> object:
-    """One action through a handle of its own; what it gave or raised, and all that can be seen after it."""
+    """One action through its own handle. Returns its result or error, and the visible state after it."""
     kind, path, *rest = action
     outcome: object = None
     try:
@@ -391,7 +391,7 @@ def act(disk: Disk, action: tuple[Any, ...]) -> object:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(ACTIONS, max_size=25))
-def test_both_disks_behave_the_same_whatever_is_done(actions: list[tuple[Any, ...]]):
+def test_both_disks_behave_the_same_for_any_actions(actions: list[tuple[Any, ...]]):
     with tempfile.TemporaryDirectory() as directory:
         real, simulated = RealDisk(directory), SimulatedDisk()
         for disk in (real, simulated):

@@ -1,4 +1,4 @@
-"""The name of a data directory stays with its files."""
+"""The identity of a data directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.storage.directory_id import PATH, identity
 from plait.testing.simulated_disk import SimulatedCrash, SimulatedDisk
 
 
-def test_it_is_drawn_once():
+def test_the_identity_is_generated_once():
     disk = SimulatedDisk()
     name = identity(disk)
     assert re.fullmatch("[0-9a-f]{16}", name)
@@ -21,7 +21,7 @@ def test_it_is_drawn_once():
     assert identity(SimulatedDisk()) != name
 
 
-def test_a_crash_while_it_is_made_leaves_one_or_none():
+def test_a_crash_while_it_is_generated_leaves_one_identity_or_none():
     operation = 0
     while True:
         disk = SimulatedDisk()
@@ -38,7 +38,7 @@ def test_a_crash_while_it_is_made_leaves_one_or_none():
     assert operation > 3
 
 
-def test_a_damaged_one_is_refused():
+def test_a_damaged_identity_is_refused():
     disk = SimulatedDisk()
     identity(disk)
     disk.flip_bit(PATH, 3, 7)

@@ -48,10 +48,10 @@ def test_blocks_are_zeroed_ahead_of_small_writes_and_only_there():
     for body in some_bodies(3, 1000):
         append(log, body)
         log.write()
-    assert sizes[0] > 64 * 1024 > sizes[1] + sizes[2], "the first write zeroes for those after it"
+    assert sizes[0] > 64 * 1024 > sizes[1] + sizes[2], "the first write zeroes blocks for later ones"
     append(log, b"x" * 100_000)
     log.write()
-    assert sizes[3] < 64 * 1024 * 2, "a large one has no use for it"
+    assert sizes[3] < 64 * 1024 * 2, "a large write does not zero ahead"
     log.sync()
     assert scan(disk)[2] == [*some_bodies(3, 1000), b"x" * 100_000]
 
@@ -86,7 +86,7 @@ def test_a_frame_larger_than_a_segment_gets_one_of_its_size():
     assert len(disk.list(DIRECTORY)) == 3
 
 
-def test_a_segment_has_room_for_its_head_and_the_frame_that_asked_for_it():
+def test_a_new_segment_has_room_for_its_header_and_the_next_frame():
     disk = SimulatedDisk()
     log = open_log(disk)
     log.on_segment = lambda previous_end: [frame(b"h" * 2000, previous_end=previous_end)]
@@ -99,7 +99,7 @@ def test_a_segment_has_room_for_its_head_and_the_frame_that_asked_for_it():
         assert segment.file.size == segment.size
 
 
-def test_the_head_is_told_where_the_segment_before_ended():
+def test_a_segment_header_gets_the_end_of_the_segment_before():
     disk = SimulatedDisk()
     log = open_log(disk)
     ends: list[int] = []
@@ -126,14 +126,14 @@ def test_a_view_is_not_copied_and_shows_later_writes():
     assert b"hello" in bytes(view)
 
 
-def test_what_no_segment_holds_cannot_be_viewed():
+def test_an_offset_outside_all_segments_cannot_be_viewed():
     log = open_log(SimulatedDisk())
     append(log, *some_bodies(5, 1000))
     log.write()
     for offset in (-1, 2 * SEGMENT_SIZE):
-        with pytest.raises(DamageError, match=f"no segment holds offset {offset}"):
+        with pytest.raises(DamageError, match=f"no segment contains offset {offset}"):
             log.view(offset, 8)
-    with pytest.raises(DamageError, match="pass the end of their segment"):
+    with pytest.raises(DamageError, match="exceed the end of their segment"):
         log.view(SEGMENT_SIZE - 8, 16)
 
 
@@ -154,7 +154,7 @@ def test_durable_follows_the_end_of_a_sync_not_its_beginning():
     assert log.durable == first_end < log.end
 
 
-def test_overlapping_syncs_count_for_what_each_began_with():
+def test_overlapping_syncs_each_cover_what_was_written_before_them():
     log = open_log(SimulatedDisk())
     append(log, b"one")
     log.write()
@@ -179,7 +179,7 @@ def test_a_sync_covers_every_segment_written_since_the_last():
     assert scan(disk.after_crash(keep="none"))[2] == bodies
 
 
-def test_after_a_failed_sync_no_sync_succeeds_any_more():
+def test_after_a_failed_sync_every_sync_fails():
     disk = SimulatedDisk()
     log = open_log(disk)
     append(log, b"one")
@@ -188,7 +188,7 @@ def test_after_a_failed_sync_no_sync_succeeds_any_more():
     with pytest.raises(OSError, match=r"\[Errno 5\]"):
         log.sync()
     assert log.durable == 0
-    # The system would report success now, although the pages it gave up are gone.
+    # The system would report success now, although it dropped the dirty pages.
     with pytest.raises(OSError, match=r"\[Errno 5\]"):
         log.sync()
     assert log.durable == 0
@@ -230,7 +230,7 @@ def test_a_sync_that_waited_for_a_failing_one_fails_too():
     assert len(calls) == 1
 
 
-def test_what_a_killed_process_left_in_the_page_cache_is_durable_once_the_log_resumes():
+def test_bytes_that_a_killed_process_left_in_the_page_cache_are_durable_once_the_log_resumes():
     disk = SimulatedDisk()
     log = open_log(disk)
     bodies = some_bodies(6, 1000)
@@ -254,10 +254,10 @@ def test_space_is_reserved_as_it_is_needed():
         used.append(disk.capacity - disk.space()[0])
         assert log.end <= used[-1] <= min(2 * log.end + SEGMENT_SIZE // 8, SEGMENT_SIZE)
     assert used[0] < used[-1] == SEGMENT_SIZE
-    assert len(disk.read(f"{DIRECTORY}/{segment_name(0)}")) == SEGMENT_SIZE, "it has its length from the beginning"
+    assert len(disk.read(f"{DIRECTORY}/{segment_name(0)}")) == SEGMENT_SIZE, "the file has its full length"
 
 
-def test_less_than_what_is_to_stay_free_is_reserved_for_own_frames_only():
+def test_only_own_frames_may_use_the_space_that_is_to_stay_free():
     disk = SimulatedDisk(capacity=3 * SEGMENT_SIZE)
     log = open_log(disk)
     append(log, b"first")
@@ -271,7 +271,7 @@ def test_less_than_what_is_to_stay_free_is_reserved_for_own_frames_only():
     assert log.lacking == 0
 
 
-def test_a_segment_that_finds_no_room_leaves_the_log_as_it_was():
+def test_a_segment_without_space_on_the_disk_leaves_the_log_unchanged():
     disk = SimulatedDisk(capacity=4900)
     log = open_log(disk)
     bodies = some_bodies(4, 1000)
@@ -290,7 +290,7 @@ def test_a_segment_that_finds_no_room_leaves_the_log_as_it_was():
     assert scan(disk)[2] == [*bodies[:3], b"fits", bodies[3]]
 
 
-def test_segments_before_an_offset_go_and_the_active_one_stays():
+def test_segments_before_an_offset_are_removed_except_the_active_one():
     disk = SimulatedDisk()
     log = open_log(disk)
     append(log, *some_bodies(9, 1000))
@@ -304,7 +304,7 @@ def test_segments_before_an_offset_go_and_the_active_one_stays():
         log.view(0, 8)
 
 
-def test_the_next_segment_is_made_ahead_once_the_active_one_is_half_full():
+def test_the_next_segment_is_made_in_advance_once_the_active_one_is_half_full():
     disk = SimulatedDisk()
     log = open_log(disk)
     log.prepare_next()
@@ -319,12 +319,12 @@ def test_the_next_segment_is_made_ahead_once_the_active_one_is_half_full():
     done: list[str] = []
     disk.on_operation = lambda operation, path, size: done.append(operation)
     append(log, *some_bodies(2, 1000))
-    assert set(done) <= {"write", "allocate"}, "the segment was there"
+    assert set(done) <= {"write", "allocate"}, "the segment already exists"
     log.sync()
     assert len(scan(disk)[2]) == 5
 
 
-def test_a_segment_made_ahead_that_is_too_small_is_made_larger():
+def test_a_segment_made_in_advance_that_is_too_small_is_replaced_by_a_larger_one():
     disk = SimulatedDisk()
     log = open_log(disk)
     append(log, *some_bodies(2, 1500))
@@ -335,7 +335,7 @@ def test_a_segment_made_ahead_that_is_too_small_is_made_larger():
     assert disk.list(DIRECTORY) == [segment_name(0), segment_name(SEGMENT_SIZE)]
 
 
-def test_a_segment_made_ahead_and_never_used_is_no_obstacle_to_the_next_start():
+def test_an_unused_segment_made_in_advance_does_not_prevent_the_next_start():
     disk = SimulatedDisk()
     log = open_log(disk)
     append(log, *some_bodies(2, 1500))
@@ -349,7 +349,7 @@ def test_a_segment_made_ahead_and_never_used_is_no_obstacle_to_the_next_start():
     assert len(scan(disk)[2]) == 4
 
 
-def test_a_segment_that_starts_where_the_log_ended_gets_its_head_all_the_same():
+def test_an_empty_segment_at_the_end_of_the_log_gets_its_header_after_a_restart():
     disk = SimulatedDisk()
     log = open_log(disk)
     fill = frame(b"x" * (SEGMENT_SIZE - frame(b"").size))
@@ -380,7 +380,7 @@ def test_a_file_that_was_never_allocated_is_ignored_and_removed_only_when_the_lo
     assert disk.list(DIRECTORY) == ["notes.txt"]
 
 
-def test_a_log_whose_end_was_lost_goes_on_behind_it():
+def test_a_log_whose_end_was_lost_continues_after_it():
     disk = SimulatedDisk()
     log = open_log(disk)
     append(log, *some_bodies(9, 1000))
@@ -396,7 +396,7 @@ def test_a_log_whose_end_was_lost_goes_on_behind_it():
     assert scan(disk, durable)[2] == [*some_bodies(9, 1000)[:6], b"new"]
 
 
-def test_only_what_is_used_counts_as_used():
+def test_used_size_excludes_trailing_zeros():
     assert used_size(memoryview(bytes(1 << 20)), 0) == 0
     data = bytearray(1 << 20)
     data[600_000] = 1
@@ -407,7 +407,7 @@ def test_only_what_is_used_counts_as_used():
     assert used_size(memoryview(data), 16) == (1 << 20) - 16
 
 
-def test_closing_lets_every_file_go():
+def test_close_closes_every_file():
     log = open_log(SimulatedDisk())
     append(log, *some_bodies(2, 1500))
     log.prepare_next()
@@ -418,8 +418,8 @@ def test_closing_lets_every_file_go():
     assert log.segments == []
 
 
-def test_a_closed_log_takes_nothing_and_makes_no_segment():
-    """It knows its segments no more: a new one would lie inside one that is there."""
+def test_a_closed_log_refuses_appends_and_makes_no_segment():
+    """A closed log has no list of segments: a new segment would overlap an existing one."""
     disk = SimulatedDisk()
     log = open_log(disk)
     append(log, b"kept")
@@ -431,7 +431,7 @@ def test_a_closed_log_takes_nothing_and_makes_no_segment():
     assert scan(disk)[2] == [b"kept"]
 
 
-def test_frames_come_back_as_they_were_appended():
+def test_frames_read_back_as_appended():
     disk = SimulatedDisk()
     log = Log(disk, DIRECTORY, SEGMENT_SIZE)
     offsets = append(log, *some_bodies(20, 300))

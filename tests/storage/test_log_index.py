@@ -1,4 +1,4 @@
-"""What partitions have, made from segment files: the same that the server's consume logs say."""
+"""The log index, built from segment files, has the records of the server's consume logs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fill(node: Node, count: int, producer: Producer | None = None) -> None:
 
 
 def assert_same(index: LogIndex, node: Node) -> None:
-    """As the broker has it."""
+    """The index has the partitions and records of the broker."""
     (partition,) = index.partitions.values()
     here = node.partition("orders")
     assert np.array_equal(partition.records, here.consume_log.slice(0, len(here.consume_log)))
@@ -45,7 +45,7 @@ def test_the_records_are_those_of_the_consume_log(tmp_path: Path):
     fill(node, 100)
     assert len(list((tmp_path / "message").iterdir())) > 3
     assert_same(index_of(tmp_path), node)
-    # The first one was not stopped: this start follows a crash.
+    # The first node was not stopped: this start follows a crash.
     node = Node(RealDisk(tmp_path))
     fill(node, 50, Producer(2))
     assert [epoch for _, epoch in node.partition("orders").epochs] == [1, 2]
@@ -53,7 +53,7 @@ def test_the_records_are_those_of_the_consume_log(tmp_path: Path):
     node.broker.stop()
 
 
-def test_looking_again_reads_the_newest_segments_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_refresh_reads_only_the_newest_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     node = Node(RealDisk(tmp_path))
     fill(node, 200)
     index = index_of(tmp_path)
@@ -88,13 +88,13 @@ def test_a_range_finds_its_records(tmp_path: Path):
     node.broker.stop()
 
 
-def test_damage_is_said_or_left_out(tmp_path: Path):
+def test_damage_raises_or_is_skipped(tmp_path: Path):
     node = Node(RealDisk(tmp_path))
     fill(node, 100)
     node.broker.stop()
     path = sorted((tmp_path / "message").iterdir())[0]
     data = bytearray(path.read_bytes())
-    # A size that leads nowhere.
+    # A wrong size: no header follows.
     data[data.index(b"PL", 2000) + 4] ^= 0xFF
     path.write_bytes(data)
     with pytest.raises(DamageError):
@@ -104,14 +104,14 @@ def test_damage_is_said_or_left_out(tmp_path: Path):
     assert len(partition.records) in (99, 100)
 
 
-def test_a_partition_whose_messages_are_all_gone_ends_where_it_had_come_to(tmp_path: Path):
+def test_a_partition_whose_messages_were_all_removed_keeps_its_end(tmp_path: Path):
     node = Node(RealDisk(tmp_path), retention_seconds=5.0)
     fill(node, 100)
     for _ in range(6):
         node.clock.advance(100.0)
         node.send("others", b"x" * 4000)
         node.checkpoint()
-    # The checkpoints are older than this: they know nothing of what it expires.
+    # The checkpoints are older than this retention run and do not contain its changes.
     node.retention.run()
     assert node.broker.message_log.start > 0
     (partition,) = index_of(tmp_path).partitions.values()
@@ -121,7 +121,7 @@ def test_a_partition_whose_messages_are_all_gone_ends_where_it_had_come_to(tmp_p
     node.broker.stop()
 
 
-def test_a_subject_that_is_not_there_is_named(tmp_path: Path):
+def test_a_missing_subject_is_named(tmp_path: Path):
     node = Node(RealDisk(tmp_path))
     fill(node, 1)
     node.broker.create_subject("empty")
@@ -133,7 +133,7 @@ def test_a_subject_that_is_not_there_is_named(tmp_path: Path):
     assert (empty.start, empty.end, empty.epochs) == (0, 0, [])
 
 
-def test_damage_is_listed_once_however_often_it_is_looked_at(tmp_path: Path):
+def test_damage_is_listed_once_after_several_verifications(tmp_path: Path):
     node = Node(RealDisk(tmp_path))
     fill(node, 200)
     for path in sorted((tmp_path / "message").iterdir())[:3]:

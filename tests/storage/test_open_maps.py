@@ -1,4 +1,4 @@
-"""Only so many consume logs hold their file open."""
+"""The number of mapped consume logs is bounded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def flushed_log(disk: RealDisk, partition: int, maps: OpenMaps) -> ConsumeLog:
     return log
 
 
-def test_the_least_recently_mapped_log_lets_go_and_reads_again_when_needed(tmp_path: Path) -> None:
+def test_the_least_recently_used_log_is_unmapped_and_mapped_again_when_needed(tmp_path: Path) -> None:
     disk = RealDisk(tmp_path)
     disk.make_directory(DIRECTORY)
     maps = OpenMaps(limit=3)

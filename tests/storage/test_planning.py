@@ -1,4 +1,4 @@
-"""What a plan says of a log beside its chunks, and which part of a log it is asked for."""
+"""Plans of part of a log, and the facts in a plan other than its chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.broker_node import Node
 ALL = WantedRows(prefixes=("",))
 
 
-def test_a_chunk_knows_the_sequences_that_its_headers_tell_of(tmp_path: Path):
+def test_a_chunk_has_the_sequences_of_its_frame_headers(tmp_path: Path):
     node = Node(RealDisk(tmp_path))
     for number in range(60):
         node.send(("orders", "refunds")[number % 2], b"x", b"y" * 300)
@@ -58,7 +58,7 @@ def test_expired_rows_are_planned_on_request(tmp_path: Path):
         assert next(iter(chunk.ranges.values()))[0] == (first, 20)
 
 
-def test_a_log_may_be_without_what_is_asked_for_on_request(tmp_path: Path):
+def test_wanted_subjects_may_be_missing_on_request(tmp_path: Path):
     Node(RealDisk(tmp_path)).broker.stop()
     with pytest.raises(SubjectNotFound):
         plan(open_log(str(tmp_path)), ALL)

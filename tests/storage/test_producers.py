@@ -1,4 +1,4 @@
-"""Idempotent sends: what is new, what was stored before, what comes too early (R7), and forgetting (R9)."""
+"""Idempotent sends: new frames, duplicates and gaps (R7), and forgetting producers (R9)."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def test_r7_only_the_exact_successor_is_stored():
     assert judge(known, 4, 2, 3) is FrameVerdict.NEW
     assert judge(known, 6, 1, 5) is FrameVerdict.GAP
     assert judge(known, 4, 2, 2) is FrameVerdict.GAP
-    # 4 to 8 went to other partitions: numbers count over all of them, the chain is this partition's.
+    # 4 to 8 went to other partitions: producer sequences count over all partitions, ``previous`` within one.
     assert judge(known, 9, 1, 3) is FrameVerdict.NEW
 
 
 def test_r7_a_refused_frame_is_never_overtaken_and_then_dropped_as_a_duplicate():
     known = table()
     store(known, 1, 3, 0)
-    # [4, 6] was refused; [7, 9] says it follows it.
+    # [4, 6] was refused; [7, 9] names it as predecessor.
     assert judge(known, 7, 3, 6) is FrameVerdict.GAP
-    # The client gives [4, 6] up and lets [7, 9] follow 3.
+    # The client gives up [4, 6] and sends [7, 9] as successor of 3.
     assert judge(known, 7, 3, 3) is FrameVerdict.NEW
     store(known, 7, 3, 3)
-    # [4, 6] after all: it was never stored, so it must not be called a duplicate.
+    # The client sends [4, 6] again: it was never stored, so it must not count as a duplicate.
     assert judge(known, 4, 3, 3) is FrameVerdict.GAP
 
 
@@ -72,7 +72,7 @@ def test_a_resend_is_a_duplicate_and_gets_its_first_receipt():
     assert judge(known, 4, 2, 3) is FrameVerdict.DUPLICATE
     assert receipt(known, 1, 3) == 100
     assert receipt(known, 4, 2) == 250
-    assert known.find(P, PARTITION, 4, 2) == StoredRun(4, 5, 250, 3, 0xC0FFEE + 4), "what a resend is compared with"
+    assert known.find(P, PARTITION, 4, 2) == StoredRun(4, 5, 250, 3, 0xC0FFEE + 4), "a resend is compared with this"
 
 
 def test_a_resend_cut_into_other_frames_is_a_duplicate_without_a_receipt():
@@ -93,7 +93,7 @@ def test_a_resend_from_before_the_window_is_a_duplicate_without_a_receipt():
     assert receipt(known, 4) == 40
 
 
-def test_partitions_are_told_apart():
+def test_partitions_have_separate_windows():
     known = table()
     store(known, 1, 3, 0)
     assert known.judge(P, PARTITION + 1, 4, 1, 0) is FrameVerdict.NEW
@@ -104,14 +104,14 @@ def test_partitions_are_told_apart():
 
 
 def with_hole() -> ProducerTable:
-    """1 to 2 and 7 to 8 are stored, 3 to 6 were lost to damage."""
+    """Sequences 1 to 2 and 7 to 8 are stored; 3 to 6 were lost to damage."""
     known = table()
     store(known, 1, 2, 0)
     store(known, 7, 2, 6)
     return known
 
 
-def test_what_was_lost_to_damage_is_new_when_it_comes_again():
+def test_a_resend_of_rows_lost_to_damage_is_new():
     known = with_hole()
     assert judge(known, 3, 2, 2) is FrameVerdict.NEW
     store(known, 3, 2, 2, base=50)
@@ -133,7 +133,7 @@ def test_a_hole_is_filled_in_order_and_not_beyond_its_end():
     assert judge(known, 7, 2, 6) is FrameVerdict.DUPLICATE
 
 
-def test_the_very_first_frames_of_a_producer_can_be_lost_too():
+def test_the_first_frames_of_a_producer_can_be_lost_too():
     known = table()
     store(known, 4, 2, 3)
     assert judge(known, 1, 3, 0) is FrameVerdict.NEW
@@ -145,11 +145,11 @@ def test_the_very_first_frames_of_a_producer_can_be_lost_too():
 # --- R9 -----------------------------------------------------------------------------------------
 
 
-def test_r9_an_unknown_producer_in_the_middle_of_its_sequence_gets_a_distinct_answer():
+def test_r9_an_unknown_producer_in_the_middle_of_its_sequence_gets_a_distinct_verdict():
     assert judge(table(), 5, 1, 4) is FrameVerdict.UNKNOWN
 
 
-def test_r9_silent_producers_are_forgotten_after_their_time():
+def test_r9_producers_are_forgotten_after_a_time_of_silence():
     known = table(keep_seconds=7 * 86400)
     store(known, 1, 1, 0, time=0)
     store(known, 1, 1, 0, producer=2, time=DAY)
@@ -159,7 +159,7 @@ def test_r9_silent_producers_are_forgotten_after_their_time():
     assert known.judge(2, PARTITION, 2, 1, 1) is FrameVerdict.NEW
 
 
-def test_r9_the_longest_silent_goes_first_when_there_are_too_many():
+def test_r9_the_longest_silent_producer_is_forgotten_first_when_there_are_too_many():
     known = table(producers_max=2)
     for producer in (1, 2, 3):
         store(known, 1, 1, 0, producer=producer, time=producer)
@@ -169,7 +169,7 @@ def test_r9_the_longest_silent_goes_first_when_there_are_too_many():
     assert set(known.ids()) == {1, 3}
 
 
-def test_r9_the_longest_silent_goes_first_when_they_sent_to_too_many_partitions():
+def test_r9_the_longest_silent_producer_is_forgotten_first_when_there_are_too_many_windows():
     known = table(windows_max=10)
     for producer, partitions in ((1, 4), (2, 3), (3, 3)):
         for partition in range(partitions):
@@ -177,7 +177,7 @@ def test_r9_the_longest_silent_goes_first_when_they_sent_to_too_many_partitions(
     assert known.forget(10) == []
     store(known, 1, 1, 0, producer=1, time=4)
     assert known.window_count == 11
-    assert known.forget(10) == [2], "1 was heard from since"
+    assert known.forget(10) == [2], "producer 1 has sent since"
     assert known.window_count == 8
     assert known.judge(2, 0, 2, 1, 1) is FrameVerdict.UNKNOWN
     assert known.judge(1, 3, 2, 1, 1) is FrameVerdict.NEW
@@ -224,7 +224,7 @@ def test_a_deleted_partition_is_forgotten():
 
 
 def saved(known: ProducerTable, *producers: int) -> Any:
-    """Through the encoding, as a checkpoint does."""
+    """The dump of some producers, encoded and decoded like a checkpoint."""
     entry = tuple[int, int, list[tuple[int, int, list[list[int]], list[list[int]]]]]
     return msgspec.msgpack.decode(msgspec.msgpack.encode(known.dump(producers)), type=list[entry])
 
@@ -240,7 +240,7 @@ def test_changes_are_marked_for_the_next_checkpoint():
     assert known.dirty == {shard_of(P)}
 
 
-def test_every_producer_is_in_one_shard_as_long_as_it_is_known():
+def test_every_known_producer_is_in_one_shard():
     known = table(producers_max=1000)
     ids = {5, 69, 133, 6, 2**63 + 5, 2**64 - 1}
     for producer in ids:
@@ -256,7 +256,7 @@ def test_every_producer_is_in_one_shard_as_long_as_it_is_known():
         assert not any(list(one.in_shard(index)) for index in range(SHARDS))
 
 
-def test_new_producers_do_not_drive_out_those_that_have_sent_for_a_while():
+def test_new_producers_do_not_displace_proven_ones():
     known = table(producers_max=100)
     for number in range(1, 51):
         for minute in (0, 1):
@@ -266,14 +266,14 @@ def test_new_producers_do_not_drive_out_those_that_have_sent_for_a_while():
         known.forget(120_000_000)
     assert len(known) == 100
     assert all(known.window(number, PARTITION) is not None for number in range(1, 51))
-    # Of the new ones the last are left, and those that have proved themselves count as the others do.
+    # The last of the new producers are left, and those that are proven now count like the others.
     assert known.window(2999, PARTITION) is not None
     assert known.window(1000, PARTITION) is None
     assert known.forget(120_000_000 + 8 * DAY) != []
     assert len(known) == 0
 
 
-def test_a_dump_has_only_who_was_asked_for_and_is_known():
+def test_a_dump_has_only_the_given_producers_that_are_known():
     known = table()
     for producer in (1, 2, 3):
         store(known, 1, 2, 0, base=7, producer=producer, time=producer)
@@ -284,7 +284,7 @@ def test_a_dump_has_only_who_was_asked_for_and_is_known():
 
 
 def test_a_full_window_takes_little_more_than_its_numbers():
-    """What bounds the table is their number, so each one has to be small."""
+    """The table is bounded by the number of windows, so each window must be small."""
     windows, frames = 100, 64
     tracemalloc.start()
     try:
@@ -303,10 +303,10 @@ FRAMES = st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), mi
 
 @given(FRAMES, st.integers(0, 20))
 @settings(max_examples=200, deadline=None)
-def test_a_client_that_resends_until_it_hears_stores_everything_once_and_in_order(
+def test_a_client_that_resends_until_it_gets_a_receipt_stores_every_row_once_and_in_order(
     frames: list[tuple[int, bool, bool]], checkpoint_after: int
 ):
-    """(rows, the answer is lost, some go elsewhere) of each frame, a checkpoint somewhere."""
+    """Each frame: (rows, the receipt is lost, rows go to another partition). A checkpoint is made at some point."""
     known = table(window_frames=64)
     stored: list[int] = []
     number, previous = 1, 0

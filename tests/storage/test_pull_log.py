@@ -1,4 +1,4 @@
-"""A group's position against a model that knows every sequence by itself."""
+"""The pull log against a model with the state of every single sequence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DUES = st.integers(1, 5)
 
 
 class PullLogMachine(RuleBasedStateMachine):
-    """Each sequence is ahead, held by somebody, returned, or done."""
+    """Each sequence is not yet delivered, held by a consumer, returned, waiting, dead, or done."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,11 +25,11 @@ class PullLogMachine(RuleBasedStateMachine):
         self.next = START
         self.held: dict[int, tuple[int, int]] = {}
         self.returned: dict[int, int] = {}
-        #: Sequence → attempt, and sequence → since when it fails, in seconds.
+        #: Sequence → attempt, and sequence → the time of its first failure in seconds.
         self.dead: dict[int, int] = {}
         self.failing: dict[int, int] = {}
         self.resent: dict[int, int] = {}
-        #: Sequence → (when it is due, attempt).
+        #: Sequence → (due time, attempt).
         self.waiting: dict[int, tuple[int, int]] = {}
         self.now = 0
 
@@ -57,7 +57,7 @@ class PullLogMachine(RuleBasedStateMachine):
         self.next += count
         for sequence in range(start, start + count):
             self.held[sequence] = (consumer, 1)
-            # Dead letters from before a reset are alive again.
+            # After a reset to an earlier sequence, dead letters are delivered as new rows.
             self.dead.pop(sequence, None)
 
     @rule(consumer=CONSUMERS)
@@ -73,7 +73,7 @@ class PullLogMachine(RuleBasedStateMachine):
 
     @rule(consumer=CONSUMERS, ahead=st.integers(1, 5), count=SIZES)
     def pull_ahead(self, consumer: int, ahead: int, count: int) -> None:
-        """An event whose predecessors were lost: what it jumps over is handed out again."""
+        """A pull event whose predecessors were lost: the rows that it jumps over are delivered again."""
         start = self.next + ahead
         self._pass(start, start + count)
         self.log.pulled(consumer, start, start + count, 1)
@@ -110,7 +110,7 @@ class PullLogMachine(RuleBasedStateMachine):
 
     @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES)
     def give_back(self, consumer: int, start: int, count: int) -> None:
-        """Nobody had begun with it."""
+        """The consumer returns rows that it had not begun to handle."""
         self.log.nacked(consumer, start, start + count, 0, self.time, counted=False)
         for sequence, (holder, attempt) in list(self.held.items()):
             if holder == consumer and start <= sequence < start + count:
@@ -164,7 +164,7 @@ class PullLogMachine(RuleBasedStateMachine):
 
     @rule()
     def look(self) -> None:
-        """What is due comes back moment by moment, the next one when the last is handed out."""
+        """Due ranges are returned one due time at a time, the next one when the last was delivered."""
         due = [at for at, _ in self.waiting.values() if at <= self.now]
         if not self.returned and due:
             for sequence, (at, attempt) in list(self.waiting.items()):
@@ -174,7 +174,7 @@ class PullLogMachine(RuleBasedStateMachine):
         assert self.log.ready == bool(self.returned)
 
     @rule(consumer=CONSUMERS, end=SEQUENCES, count=SIZES)
-    def pull_what_lies_apart(self, consumer: int, end: int, count: int) -> None:
+    def pull_separate_ranges(self, consumer: int, end: int, count: int) -> None:
         heads = self.log.returned.heads(end, count)
         assert len(heads) <= count
         if not heads:
@@ -189,7 +189,7 @@ class PullLogMachine(RuleBasedStateMachine):
                 self.held[sequence] = (consumer, attempt + 1)
 
     @rule(consumer=CONSUMERS)
-    def replay_a_pull_of_what_was_due(self, consumer: int) -> None:
+    def replay_a_pull_of_due_rows(self, consumer: int) -> None:
         if not self.waiting:
             return
         sequence = min(self.waiting)
@@ -273,7 +273,7 @@ class PullLogMachine(RuleBasedStateMachine):
             assert self.log.ranges_of(consumer) == len(list(self.log.held.get(consumer, [])))
 
     @invariant()
-    def nobody_is_remembered_for_nothing(self) -> None:
+    def consumers_without_held_ranges_have_no_entry(self) -> None:
         assert all(self.log.held.values())
 
 

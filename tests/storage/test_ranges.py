@@ -1,4 +1,4 @@
-"""Ranges against the plainest model there is: a dictionary of single sequences."""
+"""Ranges against a simple model: a dictionary of single sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def spelled_out(ranges: list[Range]) -> dict[int, int]:
 
 
 class RangesMachine(RuleBasedStateMachine):
-    """Every operation on both, then they must agree."""
+    """Every operation is done on both, and both must agree."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_a_million_sequences_cost_as_much_as_ten():
 
 
 @pytest.mark.parametrize("size", [1, 31, 33, 34, 100, 1000])
-def test_taking_the_lowest_one_after_another_leaves_the_rest(size: int):
+def test_removing_the_lowest_ranges_one_by_one_leaves_the_rest(size: int):
     ranges = Ranges((3 * n, 3 * n + 2, 1) for n in range(size))
     for n in range(size):
         assert (len(ranges), ranges.first, ranges.count) == (size - n, 3 * n, 2 * (size - n))
@@ -102,7 +102,7 @@ def test_taking_the_lowest_one_after_another_leaves_the_rest(size: int):
         assert ranges.remove(0, 3 * n) == []
         assert ranges.remove(3 * n, 3 * n + 2) == [(3 * n, 3 * n + 2, 1)]
         if n % 7 == 0 and n + 1 < size:
-            # What comes back stands before the others again.
+            # A returned range is the lowest again.
             ranges.add(3 * n, 3 * n + 1, 5)
             assert list(ranges)[:1] == [(3 * n, 3 * n + 1, 5)]
             ranges.remove(3 * n, 3 * n + 1)

@@ -1,4 +1,4 @@
-"""What only the machine's own disk can show: short writes, limits of the system, the lock."""
+"""Behaviour of the real disk only: short writes, system limits, the lock."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_short_writes_are_continued_where_they_stopped(tmp_path: Path, monkeypat
     st.integers(0, 2 * WRITE_SIZE),
     st.booleans(),
 )
-def test_whatever_is_written_is_what_was_given(sizes: list[int], offset: int, many: bool):
+def test_any_buffers_are_written_in_full(sizes: list[int], offset: int, many: bool):
     buffers = [bytes([number % 251]) * size for number, size in enumerate([*sizes, *[1, 0] * (many * IOV_MAX)])]
     with tempfile.TemporaryDirectory() as directory:
         file = RealDisk(directory).open("a", create=True)
@@ -69,7 +69,7 @@ def test_whatever_is_written_is_what_was_given(sizes: list[int], offset: int, ma
 
 
 @pytest.mark.parametrize("offset", [0, 1, WRITE_SIZE - 1, WRITE_SIZE])
-def test_large_writes_are_made_in_pieces_that_end_at_multiples_of_their_size(
+def test_large_writes_are_cut_at_multiples_of_the_write_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int
 ):
     calls: list[tuple[int, int]] = []
@@ -99,7 +99,7 @@ def test_a_disk_that_accepts_no_bytes_is_an_error(tmp_path: Path, monkeypatch: p
     file.close()
 
 
-def test_after_a_write_that_failed_half_way_the_size_is_the_files(tmp_path: Path):
+def test_after_a_partly_failed_write_the_size_is_that_of_the_file(tmp_path: Path):
     file = RealDisk(tmp_path).open("a", create=True)
     with file_size_limit(1000), pytest.raises(OSError, match="large"):
         file.write([b"x" * 600, b"y" * 600], 0)
@@ -108,7 +108,7 @@ def test_after_a_write_that_failed_half_way_the_size_is_the_files(tmp_path: Path
     file.close()
 
 
-def test_after_an_allocation_that_failed_the_size_is_the_files(tmp_path: Path):
+def test_after_a_failed_allocation_the_size_is_that_of_the_file(tmp_path: Path):
     file = RealDisk(tmp_path).open("a", create=True)
     file.write([b"abc"], 0)
     with file_size_limit(4096), pytest.raises(OSError, match="large"):
@@ -144,7 +144,7 @@ def test_a_directory_left_by_a_killed_process_is_synced_too(tmp_path: Path, monk
     assert synced == [tmp_path, tmp_path / "d"]
 
 
-def test_a_directory_that_somebody_removed_is_made_again(tmp_path: Path):
+def test_a_removed_directory_is_made_again(tmp_path: Path):
     disk = RealDisk(tmp_path)
     disk.make_directory("d")
     (tmp_path / "d").rmdir()
@@ -164,7 +164,7 @@ def test_one_process_at_a_time_holds_the_lock(tmp_path: Path):
 
 
 def in_memory(path: Path, offset: int) -> bool:
-    """Whether a byte of a file can be had without asking the disk for it."""
+    """True if a byte of a file is in the page cache."""
     fd = os.open(path, os.O_RDONLY)
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
@@ -175,7 +175,7 @@ def in_memory(path: Path, offset: int) -> bool:
 
 
 def left_memory(file: RealFile, path: Path, size: int) -> bool:
-    """Whether the beginning of a file leaves the memory; the kernel keeps a page that another CPU has just used."""
+    """True if ``forget`` drops the first bytes from the page cache; the kernel may keep recently used pages."""
     for _ in range(20):
         file.forget(0, size)
         if not in_memory(path, size // 2):
@@ -185,22 +185,22 @@ def left_memory(file: RealFile, path: Path, size: int) -> bool:
 
 @pytest.fixture
 def on_disk() -> Iterator[Path]:
-    """A directory beside the sources: temporary files may be in memory alone."""
+    """A directory next to the sources: the directory for temporary files may be in memory."""
     state = Path(__file__).parents[2] / ".plait"
     state.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=state) as directory:
         yield Path(directory)
 
 
-def test_what_is_forgotten_leaves_the_memory_though_it_was_read_through_a_view(on_disk: Path):
+def test_forgotten_bytes_leave_the_page_cache_even_if_they_were_read_through_a_view(on_disk: Path):
     size = 1 << 20
     plain = RealDisk(on_disk).open("plain", create=True)
     plain.write([b"x" * size], 0)
     plain.sync()
     if not left_memory(plain, on_disk / "plain", size):
-        pytest.skip("this file system keeps everything in memory")
+        pytest.skip("this file system keeps all files in memory")
     file = RealDisk(on_disk).open("a", create=True)
-    # Two writes: what is let go of whole was written whole.
+    # Two writes: the kernel may cache one write as one block, and it drops only whole blocks.
     file.write([b"a" * size], 0)
     file.write([b"b" * size], size)
     file.sync()

@@ -1,4 +1,4 @@
-"""What is read back of a log after a stop: frames, damage, torn tails (R18)."""
+"""Recovery of a log after a stop: valid frames, damage, torn tails (R18)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.storage.frames import (
 )
 
 
-def kept_aside(disk: SimulatedDisk) -> dict[str, bytes]:
+def quarantined(disk: SimulatedDisk) -> dict[str, bytes]:
     return {name: disk.read(f"{QUARANTINE}/{name}") for name in disk.list(QUARANTINE)}
 
 
@@ -44,7 +44,7 @@ def log_bytes(disk: SimulatedDisk, offset: int, size: int) -> bytes:
 # --- torn tails ---------------------------------------------------------------------------------
 
 
-def test_a_log_that_was_synced_comes_back_whole():
+def test_a_synced_log_is_recovered_in_full():
     bodies = some_bodies(20, 700)
     disk, log, _ = written(bodies)
     again, found, read = scan(disk.after_crash())
@@ -54,7 +54,7 @@ def test_a_log_that_was_synced_comes_back_whole():
 
 
 @pytest.mark.parametrize("size", [1, 8, 79, 80, 100, 180])
-def test_a_frame_that_was_written_in_part_is_cut_and_kept_aside(size: int):
+def test_a_partly_written_frame_is_cut_and_copied_to_quarantine(size: int):
     disk, log, offsets = written(some_bodies(3))
     torn = log_bytes(disk, offsets[2], size)
     overwrite(disk, offsets[2] + size, bytes(log.end - offsets[2] - size))
@@ -63,12 +63,12 @@ def test_a_frame_that_was_written_in_part_is_cut_and_kept_aside(size: int):
     assert kinds(found) == [(offsets[2], "torn")]
     assert again.end == offsets[2]
     assert not any(log_bytes(disk, offsets[2], SEGMENT_SIZE))
-    ((name, kept),) = kept_aside(disk).items()
+    ((name, kept),) = quarantined(disk).items()
     assert name == f"message-{offsets[2]:020d}-torn"
     assert kept.rstrip(b"\0") == torn.rstrip(b"\0")
 
 
-def test_after_a_cut_the_log_goes_on_and_stays_readable():
+def test_after_a_cut_the_log_continues_and_stays_readable():
     disk, _log, offsets = written(some_bodies(3))
     overwrite(disk, offsets[2] + 90, bytes(60))
     again, _, _ = scan(disk)
@@ -103,7 +103,7 @@ def test_a_bad_frame_before_a_valid_one_is_damage_and_stays_in_place(position: i
     size = offsets[2] - offsets[1]
     assert [(d.offset, d.size, d.kind) for d in found.damages] == [(offsets[1], size, "damaged")]
     assert disk.read(f"{DIRECTORY}/{segment_name(0)}") == rotten
-    assert kept_aside(disk) == {f"message-{offsets[1]:020d}-damaged": rotten[offsets[1] : offsets[2]]}
+    assert quarantined(disk) == {f"message-{offsets[1]:020d}-damaged": rotten[offsets[1] : offsets[2]]}
     assert again.end == log.end
 
 
@@ -175,10 +175,10 @@ def test_durable_bytes_that_are_gone_are_reported_and_their_offsets_not_used_aga
     assert append(again, b"new") == [log.end]
 
 
-# --- a power loss is no damage -------------------------------------------------------------------
+# --- a power loss is not damage ------------------------------------------------------------------
 
 
-def test_valid_frames_behind_a_sector_that_never_arrived_belong_to_the_torn_tail():
+def test_valid_frames_after_a_missing_sector_belong_to_the_torn_tail():
     bodies = some_bodies(5, 700)
     disk, _, offsets = written(bodies)
     lost = offsets[2] - offsets[2] % SECTOR_SIZE + SECTOR_SIZE
@@ -187,11 +187,11 @@ def test_valid_frames_behind_a_sector_that_never_arrived_belong_to_the_torn_tail
     assert read == bodies[:2]
     assert again.end == offsets[2]
     assert {kind for _, kind in kinds(found)} == {"torn"}
-    assert any(bodies[4] in kept for kept in kept_aside(disk).values())
+    assert any(bodies[4] in kept for kept in quarantined(disk).values())
 
 
 def half_zeroed() -> tuple[SimulatedDisk, list[int], list[bytes]]:
-    """A bad frame, and behind it one of which a sector never arrived: a cut at the former was interrupted."""
+    """A bad frame, then a frame with a missing sector: a cut at the bad frame was interrupted."""
     bodies = [b"stays", b"x" * 200, b"y" * 700]
     disk, _, offsets = written(bodies)
     overwrite(disk, offsets[1] + 150, bytes(40))
@@ -209,7 +209,7 @@ def test_a_bad_frame_right_before_a_torn_tail_is_part_of_it():
     assert found.damages == []
 
 
-def test_a_bad_frame_right_before_a_torn_tail_is_damage_where_it_was_durable():
+def test_a_durable_bad_frame_right_before_a_torn_tail_is_damage():
     disk, offsets, bodies = half_zeroed()
     again, found, read = scan(disk, durable=offsets[2])
     assert read == bodies[:1]
@@ -217,7 +217,7 @@ def test_a_bad_frame_right_before_a_torn_tail_is_damage_where_it_was_durable():
     assert again.end == offsets[2]
 
 
-def test_a_sector_that_never_arrived_below_a_durable_offset_is_damage():
+def test_a_missing_sector_below_a_durable_offset_is_damage():
     disk = SimulatedDisk()
     log = open_log(disk)
     bodies = some_bodies(4, 700)
@@ -232,7 +232,7 @@ def test_a_sector_that_never_arrived_below_a_durable_offset_is_damage():
 
 
 def two_segments() -> tuple[SimulatedDisk, Log, list[int], list[bytes]]:
-    """Frames in two segments, written by one turn, the second with a head that names the end of the first."""
+    """Frames in two segments, written in one turn; the header of the second names the end of the first."""
     disk = SimulatedDisk()
     log = open_log(disk)
     log.on_segment = lambda previous_end: [frame(b"head", previous_end=previous_end)]
@@ -267,7 +267,7 @@ def test_a_predecessor_that_lost_durable_bytes_is_damaged():
     ]
 
 
-def test_a_rotten_frame_at_the_end_of_a_segment_is_damage_whatever_the_next_head_says():
+def test_a_bad_frame_at_the_end_of_a_segment_is_damage_whatever_the_next_header_names():
     disk, _, offsets, bodies = two_segments()
     disk.flip_bit(f"{DIRECTORY}/{segment_name(0)}", offsets[2] + 500, 1)
     _, found, read = scan(disk)
@@ -280,7 +280,7 @@ def test_a_rotten_frame_at_the_end_of_a_segment_is_damage_whatever_the_next_head
     st.integers(0, 2**32),
 )
 @settings(max_examples=150, deadline=None)
-def test_a_power_loss_leaves_a_beginning_and_everything_durable(steps: list[tuple[int, str]], seed: int):
+def test_a_power_loss_leaves_a_prefix_with_everything_durable(steps: list[tuple[int, str]], seed: int):
     disk = SimulatedDisk()
     log = open_log(disk)
     log.on_segment = lambda previous_end: [frame(b"head", durable=log.durable, previous_end=previous_end)]
@@ -308,7 +308,7 @@ def test_a_power_loss_leaves_a_beginning_and_everything_durable(steps: list[tupl
 
 @given(st.integers(0, 2**32), st.integers(0, 25), st.integers(0, 4000))
 @settings(max_examples=100, deadline=None)
-def test_a_recovery_that_is_interrupted_is_done_again(seed: int, operation: int, byte: int):
+def test_an_interrupted_recovery_is_repeated(seed: int, operation: int, byte: int):
     rng = random.Random(seed)
     disk, log, _offsets = written(some_bodies(2, 700))
     expected = some_bodies(2, 700)
@@ -328,8 +328,8 @@ def test_a_recovery_that_is_interrupted_is_done_again(seed: int, operation: int,
 
 
 @pytest.mark.parametrize("byte", range(0, 1000, 72))
-def test_a_cut_that_is_interrupted_keeps_its_reason_until_all_behind_it_is_gone(byte: int):
-    """The first frame of a segment is the reason: it says that bytes before it are missing."""
+def test_an_interrupted_cut_zeroes_the_bad_frame_last(byte: int):
+    """The bad frame is the first frame of a segment, which names missing bytes before it."""
     bodies = [b"x" * 700, b"y" * 100, b"z" * 100]
     for operation in range(10):
         disk, log, offsets = written(bodies)
@@ -347,10 +347,10 @@ def intact(data: bytes, offset: int) -> bool:
         return False
 
 
-# --- frames inside of frames ---------------------------------------------------------------------
+# --- frames inside frames ------------------------------------------------------------------------
 
 
-def test_a_frame_in_the_body_of_a_damaged_one_is_not_taken_for_the_logs_own():
+def test_a_frame_in_the_body_of_a_damaged_frame_is_not_read_as_a_frame_of_the_log():
     inner = frame(b"inner", epoch=9).tobytes()
     disk, _, offsets = written([b"first", inner + b"end", b"last"])
     start = log_bytes(disk, 0, SEGMENT_SIZE).find(inner)
@@ -377,25 +377,25 @@ def test_a_frame_found_by_search_has_to_be_plausible():
     assert len(asked) == 2
 
 
-# --- what is kept aside --------------------------------------------------------------------------
+# --- quarantine ----------------------------------------------------------------------------------
 
 
-def test_a_copy_that_was_not_finished_is_made_again():
+def test_an_unfinished_copy_is_made_again():
     disk, _log, offsets = written(some_bodies(3))
     disk.flip_bit(f"{DIRECTORY}/{segment_name(0)}", offsets[1] + 100, 0)
     disk.make_directory(QUARANTINE)
     disk.open(f"{QUARANTINE}/new", create=True).write([b"half of anoth"], 0)
     scan(disk)
     rotten = log_bytes(disk, offsets[1], offsets[2] - offsets[1])
-    assert kept_aside(disk) == {f"message-{offsets[1]:020d}-damaged": rotten}
+    assert quarantined(disk) == {f"message-{offsets[1]:020d}-damaged": rotten}
     before = disk.operations
     scan(disk)
-    assert kept_aside(disk) == {f"message-{offsets[1]:020d}-damaged": rotten}
-    # The frames are written again, as nothing proves them durable; then a sync of the segment and one of its directory.
+    assert quarantined(disk) == {f"message-{offsets[1]:020d}-damaged": rotten}
+    # The frames are written again, because nothing proves them durable; then the segment and its directory are synced.
     assert disk.operations == before + 3
 
 
-def test_two_tails_cut_at_the_same_place_are_both_kept():
+def test_two_tails_cut_at_the_same_offset_are_both_in_quarantine():
     disk, _log, offsets = written(some_bodies(3))
     overwrite(disk, offsets[2] + 90, bytes(100))
     again, _, _ = scan(disk)
@@ -404,24 +404,24 @@ def test_two_tails_cut_at_the_same_place_are_both_kept():
     overwrite(disk, offsets[2] + 88, bytes(100))
     scan(disk)
     name = f"message-{offsets[2]:020d}-torn"
-    assert sorted(kept_aside(disk)) == [name, f"{name}.1"]
+    assert sorted(quarantined(disk)) == [name, f"{name}.1"]
 
 
-def test_a_tail_over_several_segments_is_kept_aside_whole():
+def test_a_tail_over_several_segments_is_copied_to_quarantine_in_full():
     bodies = some_bodies(12, 1000)
     disk, _, offsets = written(bodies)
     overwrite(disk, offsets[1], bytes(SECTOR_SIZE))
     _, _found, read = scan(disk)
     assert read == bodies[:1]
-    kept = b"".join(data for _, data in sorted(kept_aside(disk).items()))
+    kept = b"".join(data for _, data in sorted(quarantined(disk).items()))
     assert all(body in kept for body in bodies[2:])
     assert disk.list(DIRECTORY) == [segment_name(0)]
 
 
-# --- reading a log that rests on another ----------------------------------------------------------
+# --- reading a log that depends on another --------------------------------------------------------
 
 
-def test_the_reader_may_refuse_a_frame_and_all_that_follows():
+def test_the_reader_may_refuse_a_frame_and_all_later_ones():
     bodies = some_bodies(9, 1000)
     disk, _, offsets = written(bodies)
     log = open_log(disk)
@@ -429,17 +429,17 @@ def test_the_reader_may_refuse_a_frame_and_all_that_follows():
     read = []
     for offset, view in found:
         if offset == offsets[4]:
-            found.stop_before(offset, "rests on nothing")
+            found.stop_before(offset, "depends on lost messages")
             break
         read.append(body_of(view))
     settle(disk, log, found)
     assert read == bodies[:4]
     assert log.end == offsets[4]
-    assert {(d.kind, d.reason) for d in found.damages} == {("torn", "rests on nothing")}
+    assert {(d.kind, d.reason) for d in found.damages} == {("torn", "depends on lost messages")}
     assert scan(disk)[2] == bodies[:4]
 
 
-def test_a_scan_starts_where_it_is_told():
+def test_a_scan_starts_at_the_given_offset():
     bodies = some_bodies(9, 1000)
     disk, log, offsets = written(bodies)
     assert scan(disk, start=offsets[2])[2] == bodies[2:]

@@ -1,4 +1,4 @@
-"""Ranges of sequences measured and cut by what the consume log says of their frames."""
+"""Measuring and cutting ranges of sequences by their consume-log records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plait.storage.logs.consume_log import RECORD, Records
 
 
 def records(*frames: tuple[int, int, int], time: int = 0) -> Records:
-    """(base, count, size) of each; a second apart."""
+    """Records of frames (base, count, size), stored one second apart."""
     found = np.zeros(len(frames), RECORD)
     for index, (base, count, size) in enumerate(frames):
         found[index] = (base, index * 1000, time + index * 1_000_000, size, count)
@@ -38,11 +38,11 @@ def test_a_range_has_the_size_of_its_rows():
         (3, 7, 1, [7]),
     ],
 )
-def test_pieces_are_about_equal_and_end_where_frames_do(start: int, end: int, size: int, expected: list[int]):
+def test_pieces_are_about_equal_and_end_at_frame_ends(start: int, end: int, size: int, expected: list[int]):
     assert spans.cut(TEN, start, end, size) == expected
 
 
-def test_what_lies_in_a_gap_is_in_some_piece():
+def test_a_gap_between_frames_is_in_a_piece():
     holed = records((0, 10, 1000), (30, 10, 1000), (40, 10, 1000))
     assert spans.cut(holed, 0, 50, 1000) == [10, 40, 50]
     assert spans.cut(records(), 5, 9, 10) == [9]
@@ -52,7 +52,7 @@ def test_what_lies_in_a_gap_is_in_some_piece():
     ("start", "size", "expected"),
     [(0, 3_000, 30), (0, 3_999, 30), (0, 10, 10), (0, 0, 10), (15, 0, 20), (15, 1_500, 30), (0, 10_000, 100)],
 )
-def test_a_size_reaches_to_the_end_of_a_frame_and_over_one_at_least(start: int, size: int, expected: int):
+def test_a_reach_ends_at_a_frame_end_after_at_least_one_frame(start: int, size: int, expected: int):
     assert spans.reach(TEN, start, 100, size) == expected
 
 
@@ -61,7 +61,7 @@ def test_a_reach_stays_in_its_range():
     assert spans.reach(TEN[:1], 0, 5, 1) == 5
 
 
-def test_times_are_found_also_where_the_clock_was_set_back():
+def test_times_are_found_even_if_the_clock_was_set_back():
     times = records(*[(number * 10, 10, 1000) for number in range(5)])
     times["time"] = [10, 20, 15, 30, 40]
     assert spans.first_at(times, [16, 41, 10], 50).tolist() == [10, 50, 0]

@@ -1,1 +1,1 @@
-"""What the tests share: what a machine must offer, the leak check, and the state of long runs."""
+"""Shared helpers of the tests: requirements on the machine, the leak check, the state of long runs, and harnesses."""

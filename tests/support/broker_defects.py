@@ -1,4 +1,4 @@
-"""The naive behaviours that the design's rules replace: put one back, and a test must notice."""
+"""Defects that the design's rules prevent: patch one in, and a test must fail."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def remember_every_sequence(patch: Patch) -> None:
 
 
 def finish_before_the_sync(patch: Patch) -> None:
-    """R2: what is written counts, with ``flush="sync"`` too."""
+    """R2: written rows are acknowledged before their sync, even with ``flush="sync"``."""
     commit = Broker.commit
 
     def naive(self: Broker) -> None:
@@ -63,27 +63,27 @@ def finish_before_the_sync(patch: Patch) -> None:
 
 def presume_nothing(patch: Patch) -> None:
     """R3: an event is replayed whether or not its messages were recovered."""
-    seal = ActionBuffer.seal
+    build_frames = ActionBuffer.build_frames
 
     def naive(self: ActionBuffer, index: int, ends: tuple[int, int], epoch: int, time: int) -> int:
-        return seal(self, index, (0, ends[1]), epoch, time)
+        return build_frames(self, index, (0, ends[1]), epoch, time)
 
-    patch.setattr(ActionBuffer, "seal", naive)
+    patch.setattr(ActionBuffer, "build_frames", naive)
     patch.setattr(Partition, "stored_until", lambda self, epoch: 1 << 60)
 
 
 def presume_nothing_kept(patch: Patch) -> None:
-    """R3: an event is replayed whether or not what it says was kept was recovered."""
-    patch.setattr("plait.broker.recovery.start_up.presumed_kept", lambda frame: 0)
+    """R3: an event is replayed whether or not its rows in the retained log were recovered."""
+    patch.setattr("plait.broker.recovery.start_up.presumed_retained", lambda frame: 0)
 
 
 def take_a_lost_life_for_a_clean_stop(patch: Patch) -> None:
-    """R3: a start after a clean stop leaves no trace of itself."""
+    """R3: a start after a clean stop leaves no mark, so a crash after it looks like the clean stop."""
 
     def naive(self: Broker) -> Any:
         report = recover.Recovery(self).run()
-        self.message_log.on_segment = self.heads.of_message_segment
-        self.action_log.on_segment = self.heads.of_action_segment
+        self.message_log.on_segment = self.segment_headers.of_message_segment
+        self.action_log.on_segment = self.segment_headers.of_action_segment
         if not report.clean:
             self.checkpoint(clean=False)
         return report
@@ -95,7 +95,7 @@ def take_a_lost_life_for_a_clean_stop(patch: Patch) -> None:
 
 
 def store_whatever_is_newer(patch: Patch) -> None:
-    """R7: a frame is new when its number is higher than the last."""
+    """R7: a frame is new when its producer sequence is higher than the last."""
 
     def naive(
         self: ProducerTable, producer: int, partition: int, first: int, count: int, previous: int
@@ -107,12 +107,12 @@ def store_whatever_is_newer(patch: Patch) -> None:
 
 
 def believe_numbers_alone(patch: Patch) -> None:
-    """R7: rows under numbers that are stored are duplicates, whatever is in them."""
+    """R7: rows with stored producer sequences are duplicates, even with other contents."""
     patch.setattr(Appender, "_same", staticmethod(lambda run, frame: True))
 
 
 def forget_runs(patch: Patch) -> None:
-    """R7: of a joined frame only the first producer is known again after a start."""
+    """R7: after a start, only the first producer of a joined frame is known."""
 
     def naive(partition: Partition, producers: ProducerTable, offset: int, frame: Any) -> None:
         producers.stored(
@@ -130,12 +130,12 @@ def forget_runs(patch: Patch) -> None:
 
 
 def forget_producers_with_the_process(patch: Patch) -> None:
-    """R9: producer state is not in the checkpoints."""
+    """R9: checkpoints do not include producer state."""
     patch.setattr(snapshot.state, "encode_producers", lambda table, shard, message: b"\x93\x00\x00\x90")
 
 
 def take_unknown_producers_for_new(patch: Patch) -> None:
-    """R9: whoever is not known is believed."""
+    """R9: an unknown producer counts as new."""
     judge = ProducerTable.judge
 
     def naive(self: ProducerTable, *frame: int) -> FrameVerdict:
@@ -149,7 +149,7 @@ def take_unknown_producers_for_new(patch: Patch) -> None:
 
 
 def believe_any_epoch(patch: Patch) -> None:
-    """R10: a sequence is a sequence, whatever the epoch."""
+    """R10: sequences are accepted whatever their epoch."""
     patch.setattr(Partition, "clip_to_epoch", lambda self, start, end, epoch: (start, end))
 
 
@@ -159,7 +159,7 @@ def hand_out_at_once(patch: Patch) -> None:
 
 
 def ignore_holds(patch: Patch) -> None:
-    """R13: what a client says it holds is sent to it again."""
+    """R13: rows that a reconnecting client reports as held are delivered to it again."""
     patch.setattr(Group, "reclaim", lambda self, consumer, holds, journal, now: self.offline(consumer, journal, now))
 
 
@@ -169,22 +169,22 @@ def answer_acks_at_once(patch: Patch) -> None:
 
 
 def forget_events(patch: Patch) -> None:
-    """What the action log holds after the checkpoint is not replayed."""
+    """Events in the action log after the checkpoint are not replayed."""
     patch.setattr(recover.Recovery, "_event", lambda self, event, frame: None)
 
 
 def seal_after_the_checkpoint(patch: Patch) -> None:
-    """A checkpoint on a full disk says nothing of the events that wait: they are replayed over their own effect."""
+    """A checkpoint on a full disk includes effects of buffered events, which are then replayed on top of them."""
     patch.setattr(Broker, "settled_position", _position_without_sealing)
 
 
 def _position_without_sealing(self: Broker) -> LogPositions:
     self.commit()
-    return LogPositions(self.message_log.written, self.kept_log.written, self.action_index)
+    return LogPositions(self.message_log.written, self.retained_log.written, self.action_index)
 
 
 def remember_who_left(patch: Patch) -> None:
-    """Every consumer id that a group ever saw is written into each segment's head."""
+    """Every segment header defines every consumer id that a group ever had."""
     patch.setattr(Attachments, "_forget", lambda self, consumer: None)
 
 
@@ -192,32 +192,32 @@ def remember_who_left(patch: Patch) -> None:
 
 
 def cut_at_the_first_bad_frame(patch: Patch) -> None:
-    """R18: everything behind a bad frame goes."""
+    """R18: everything after a bad frame is cut."""
     patch.setattr(LogScan, "_never_durable", lambda self, *region: True)
 
 
 def keep_nothing_aside(patch: Patch) -> None:
-    """R18: what is cut is gone."""
+    """R18: cut bytes are not saved."""
     patch.setattr(recovery, "keep_aside", lambda disk, log, damage: None)
 
 
 def leave_the_torn_tail(patch: Patch) -> None:
-    """R18: a torn tail stays where it is."""
+    """R18: a torn tail is not cut."""
     patch.setattr(Log, "zero_from", lambda self, offset: None)
 
 
 def believe_frames_behind_missing_ones(patch: Patch) -> None:
-    """R18: what a power loss left of a turn is taken for damage."""
+    """R18: the remains of a turn that a power loss interrupted count as damage."""
     patch.setattr(LogScan, "_never_durable", lambda self, *region: False)
 
 
 def believe_segments_behind_missing_ends(patch: Patch) -> None:
-    """R18: a segment is read whether or not the one before is whole."""
+    """R18: a segment is read even if the one before is incomplete."""
     patch.setattr(LogScan, "_follows_missing", lambda self, segment, frame: False)
 
 
 def define_partitions_once(patch: Patch) -> None:
-    """R18: one frame defines a partition, until a checkpoint has it."""
+    """R18: until a checkpoint, a partition is defined by a single frame."""
     patch.setattr(SegmentHeaders, "define", lambda self, rows: self._broker.append_own(self.catalog(rows)))
 
 
@@ -225,7 +225,7 @@ def define_partitions_once(patch: Patch) -> None:
 
 
 def sync_nothing(patch: Patch) -> None:
-    """A sync is believed without being made."""
+    """A sync reports success without syncing."""
     patch.setattr(SyncWork, "run", lambda self: None)
 
 
@@ -254,7 +254,7 @@ def leave_segment_names_unsynced(patch: Patch) -> None:
 
 
 def trust_the_page_cache(patch: Patch) -> None:
-    """R24: what a start reads back is durable once it is synced, though a failed sync left its pages clean."""
+    """R24: a start believes a sync of bytes it read back, although a failed sync left their pages clean."""
     patch.setattr(Log, "_write_again", lambda self, segment, start: None)
 
 
@@ -262,23 +262,23 @@ def trust_the_page_cache(patch: Patch) -> None:
 
 
 def keep_nothing(patch: Patch) -> None:
-    """R21: what expires is gone, whoever has begun with it."""
-    patch.setattr(DeadLetters, "keep", lambda self, group, pieces: [])
+    """R21: expired rows are removed even if a group still needs them."""
+    patch.setattr(DeadLetters, "retain", lambda self, group, pieces: [])
 
 
 def expire_silently(patch: Patch) -> None:
-    """R21: nobody is told what retention took."""
+    """R21: rows that retention removed are not counted as skipped."""
     patch.setattr(PullLog, "skipped", lambda self, start, end: 0)
 
 
 def delete_what_checkpoints_need(patch: Patch) -> None:
-    """R21: logs are kept from the newest state on."""
+    """R21: retention deletes log segments that a checkpoint still needs."""
     remove_before = Log.remove_before
     patch.setattr(Log, "remove_before", lambda self, offset: remove_before(self, self.end))
 
 
 def ask_only_the_shortest_subject(patch: Patch) -> None:
-    """R21: a segment goes when one of its partitions allows."""
+    """R21: a segment is deleted when the retention of one of its partitions has passed."""
     run = Retention.run
 
     def naive(self: Retention) -> list[int]:
@@ -290,12 +290,12 @@ def ask_only_the_shortest_subject(patch: Patch) -> None:
 
 
 def skip_copies_behind_a_stale_start(patch: Patch) -> None:
-    """R21: what a start does not know to be expired is looked for in the message log alone."""
+    """R21: after a start from an old checkpoint, expired rows are looked up in the message log only."""
     patch.setattr(Partition, "expire_deleted", lambda self, log: None)
 
 
-def forget_what_is_filed(patch: Patch) -> None:
-    """R21: a schedule partition starts where a checkpoint says, which was made before its rows were filed."""
+def forget_bucketed_rows(patch: Patch) -> None:
+    """R21: a schedule partition starts at a checkpoint's position from before its rows were bucketed."""
     recovered = BucketedRows.recovered
 
     def naive(self: BucketedRows) -> None:
@@ -308,10 +308,10 @@ def forget_what_is_filed(patch: Patch) -> None:
 
 
 def delete_letters_before_it_is_known(patch: Patch) -> None:
-    """R21: the copies of dead letters that expire go at once, though a crash may bring the letters back."""
+    """R21: copies of expired dead letters are removed before the expiry is durable; a crash restores the letters."""
     patch.setattr(Retention, "_let_go_of_kept", Retention._kept_certain)
 
 
 def leave_consume_files_of_the_dead(patch: Patch) -> None:
-    """Which files are to be removed is known to the process that replaced them alone."""
+    """Only the process that replaced consume logs knows which files to remove."""
     patch.setattr(snapshot.Snapshots, "drop_unknown_consume_logs", lambda self: None)

@@ -1,10 +1,10 @@
-"""Crashes a running broker everywhere: at every disk operation, and inside every write.
+"""Crashes a running broker at every disk operation and inside every write.
 
-The trace runs once. At each crash point its disk is copied, the copy crashes, and what it leaves is recovered and
-checked while the trace waits; then the trace goes on as if nothing had happened.
+The trace runs once. At each crash point its disk is copied, the copy crashes, and a broker recovers from it and is
+checked; then the trace continues on the original disk.
 
 At some points a bit flips in a frame of the catalog. At some points the process ends because syncs failed: the next
-process starts in the same page cache, serves senders and consumers, and then the power is lost.
+process starts on the same page cache, serves senders and consumers, and then the power fails.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from tests.support.broker_trace import Trace
 
 LOGS = (MESSAGE_DIRECTORY, KEPT_DIRECTORY, ACTION_DIRECTORY)
 
-#: How a crash point is turned into what the next start finds.
+#: Makes the disk that the next start finds from the disk at a crash point.
 Survive = Callable[[SimulatedDisk, random.Random], SimulatedDisk]
 
 
 def kill(disk: SimulatedDisk, rng: random.Random) -> SimulatedDisk:
-    """The process dies, the machine lives on."""
+    """The process dies; the page cache survives."""
     return disk.copy()
 
 
 def power_loss(disk: SimulatedDisk, rng: random.Random) -> SimulatedDisk:
-    """Of what was not synced anything may survive."""
+    """The machine stops; any subset of the unsynced changes survives."""
     return disk.after_crash(rng)
 
 
 def either(disk: SimulatedDisk, rng: random.Random) -> SimulatedDisk:
-    """Mostly the machine, sometimes only the process."""
+    """Mostly a power loss, sometimes a kill."""
     return kill(disk, rng) if rng.random() < 0.25 else power_loss(disk, rng)
 
 
@@ -55,11 +55,11 @@ def every_byte(offset: int, size: int) -> list[int]:
 
 
 class ExploredDisk(SimulatedDisk):
-    """Calls ``on_point`` before every operation and in every write, with a way to a copy of that moment."""
+    """Calls ``on_point`` before every operation and inside every write, with a function that copies the disk."""
 
     def __init__(self, bytes_of: Callable[[int, int], list[int]]) -> None:
         super().__init__(on_operation=self._before)
-        #: (offset, size) of a write → how many bytes of it are there at its crash points.
+        #: (offset, size) of a write → how many of its bytes are written at each crash point.
         self._bytes_of = bytes_of
         self.on_point: Callable[[Callable[[], SimulatedDisk], str], None] | None = None
 
@@ -69,7 +69,7 @@ class ExploredDisk(SimulatedDisk):
 
     def _write(self, cached: CachedFile, path: str, data: bytes, offset: int) -> None:
         if self.on_point is not None:
-            # Zeros at its end say nothing: it does not matter where in them it ends.
+            # Crash points inside trailing zeros are all equal.
             for size in self._bytes_of(offset, len(data.rstrip(b"\0")) + 1):
                 self.on_point(
                     functools.partial(self._written_in_part, path, data[:size], offset),
@@ -105,11 +105,11 @@ class Explorer:
         self._first = first
         self._disk = ExploredDisk(bytes_of or self._some_bytes)
         self.trace = Trace(seed, flush, self._disk, operations=operations)
-        #: Crash points passed, and those that were crashed at.
+        #: Crash points passed, and those at which it crashed.
         self.points = 0
         self.crashes = 0
         self.double_crashes = 0
-        #: Points at which syncs failed, and the next start was in the same page cache.
+        #: Points at which syncs failed and the next start used the same page cache.
         self.failed_syncs = 0
 
     def run(self) -> None:
@@ -117,7 +117,7 @@ class Explorer:
         self.trace.run()
 
     def _some_bytes(self, offset: int, size: int) -> list[int]:
-        """The sector boundaries inside a write, and some places between."""
+        """The sector boundaries inside a write, and some offsets between."""
         chosen = set(range(-offset % SECTOR_SIZE, size, SECTOR_SIZE))
         chosen.update(self._rng.sample(range(size), min(size, 3)))
         return sorted(chosen - {0})
@@ -165,16 +165,16 @@ class Explorer:
             check(found, self.trace, drained=number, all_written=True)
 
     def _fail_recovery(self, disk: SimulatedDisk) -> SimulatedDisk:
-        """A sync of a start fails, too."""
+        """A sync during a start fails, too."""
         disk.fail("sync", path=f"{self._rng.choice(LOGS)}/*", after=self._rng.randrange(2))
         with contextlib.suppress(StorageFailed, OSError):
             Node(disk, self.trace.clock, self.trace.config)
         return disk
 
     def _flip_catalog_bit(self, disk: SimulatedDisk) -> bool:
-        """One bit of a frame that defines partitions flips, most often after the newest checkpoint.
+        """Flip one bit of a frame that defines partitions, most often after the newest checkpoint.
 
-        Not of the last frame: nothing tells it from one whose write the crash interrupted, so it is cut.
+        Not of the last frame: it looks like one whose write the crash interrupted, so recovery cuts it.
         """
         log = Log(disk.copy(), MESSAGE_DIRECTORY, 8192)
         scanned = list(LogScan(log, log.start))[:-1]
@@ -189,13 +189,13 @@ class Explorer:
 
     @staticmethod
     def _spoil_checkpoint(disk: SimulatedDisk) -> None:
-        """The newest checkpoint does not read back: the one before has to do."""
+        """Damage the newest checkpoint, so that a start uses the one before."""
         manifests = [name for name in disk.list(CHECKPOINTS) if name.startswith("manifest") and "." not in name]
         if len(manifests) > 1 and len(disk.read(f"{CHECKPOINTS}/{manifests[-1]}")) > 20:
             disk.flip_bit(f"{CHECKPOINTS}/{manifests[-1]}", 20, 2)
 
     def _crash_recovery(self, disk: SimulatedDisk) -> SimulatedDisk:
-        """Recovery itself is interrupted, up to three times."""
+        """Crash recovery itself, up to three times."""
         for _ in range(3):
             disk.crash_at(disk.operations + self._rng.randrange(30), self._rng.randrange(600))
             try:

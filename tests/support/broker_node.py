@@ -1,7 +1,7 @@
-"""A broker in a test's hands: the shipped classes on a simulated disk and clock, every step explicit.
+"""A broker driven by a test: the shipped classes on a simulated disk and clock, every step explicit.
 
-Nothing happens in the background. ``turn`` is what a server does at the end of a loop turn: commit, and sync when
-somebody waits for it. A stopped, killed or powerless node is replaced by ``restart``, ``killed`` and ``power_lost``.
+Nothing happens in the background. ``turn`` does what a server does at the end of a loop turn: commit, and sync if a
+request waits for it. ``restart``, ``killed`` and ``power_lost`` end a node and return the next one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from plait.testing.cached_file import Keep
 from plait.testing.simulated_disk import SimulatedDisk
 
 #: Small enough that a few dozen messages fill several segments.
-SMALL_SEGMENTS = {"message_segment_size": 8192, "action_segment_size": 4096, "kept_segment_size": 4096}
+SMALL_SEGMENTS = {"message_segment_size": 8192, "action_segment_size": 4096, "retained_segment_size": 4096}
 NO_WATERMARKS = {"disk_free_min": 0, "disk_used_max": 1.0}
 
 
@@ -40,11 +40,11 @@ class Row(NamedTuple):
 
 
 def rows_of(parts: Sequence[Buffer]) -> list[Row]:
-    """All messages of frames that stand one after another; every frame is verified."""
+    """All messages of consecutive frames; every frame is verified."""
     return [row for frame in frames_in(b"".join(parts)) for row in _rows_of_frame(bytes(frame.buffer))]
 
 
-# The same frames are read again after every crash of an exploration.
+# An exploration reads the same frames after every crash.
 @functools.lru_cache(maxsize=10_000)
 def _rows_of_frame(data: bytes) -> list[Row]:
     frame = FrameView(data).verify()
@@ -55,7 +55,7 @@ def _rows_of_frame(data: bytes) -> list[Row]:
 
 
 def retention_steps(retention: Retention) -> Iterator[list[int]]:
-    """A pass of retention step by step; the bases of the segments that each step deleted."""
+    """Run a pass of retention step by step; yields the bases of the segments that each step deleted."""
     steps = retention.steps()
     while True:
         try:
@@ -67,7 +67,7 @@ def retention_steps(retention: Retention) -> Iterator[list[int]]:
 
 
 class Sent:
-    """A frame on its way and what became of it."""
+    """A submitted frame and its outcome."""
 
     def __init__(self, subject: str, data: bytes, bodies: Sequence[bytes]) -> None:
         self.subject = subject
@@ -129,7 +129,7 @@ class Pulled:
         self.answers: list[Delivery | None] = []
 
     def answer(self, delivery: Delivery | None) -> None:
-        # The parts show the log: what is compared later is what was there when the answer left.
+        # Copied now, because the parts are views of the log.
         if delivery is not None:
             delivery.parts = [bytes(part) for part in delivery.parts]
         self.answers.append(delivery)
@@ -160,7 +160,7 @@ class Pulled:
 
 
 class ReadAnswer:
-    """A read without a group and its answers."""
+    """A read without a group, and its answers."""
 
     def __init__(self) -> None:
         self.answers: list[ReadBatch | None] = []
@@ -185,7 +185,7 @@ class Node:
         self.broker = Broker(self.disk, self.clock, self.config)
         self.report = self.broker.start()
         self.membership = Attachments(self.broker)
-        # A step for each partition: there are few.
+        # One step for each partition: there are few.
         self.retention = Retention(self.broker, step_cost=1)
         self._own = Producer(1)
 
@@ -205,14 +205,14 @@ class Node:
             self.broker.end_sync(work)
 
     def turn(self) -> None:
-        """The end of a loop turn, and of those that follow from it."""
+        """End the loop turn, and the turns that it causes."""
         self.broker.commit()
         while self.broker.sync_wanted and self.broker.failed is None:
             self.sync()
             self.broker.commit()
 
     def later(self, seconds: float) -> None:
-        """Time passes, and what is due then is seen to."""
+        """Let time pass, and process everything that is due."""
         self.clock.advance(seconds)
         self.broker.run_timers()
         self.turn()
@@ -220,7 +220,7 @@ class Node:
     # --- sending --------------------------------------------------------------------------------
 
     def submit(self, sent: Sent) -> Sent:
-        """Give a frame to the broker; a refusal at the door is an answer too."""
+        """Submit a frame to the broker; an immediate refusal counts as an answer."""
         try:
             self.broker.submit(self.partition(sent.subject), sent.view, sent.answer)
         except PlaitError as error:
@@ -241,14 +241,14 @@ class Node:
         return consumer
 
     def pull(self, consumer: AttachedConsumer, count: int = 1000, size: int = 1 << 20, wait: float = 0) -> Pulled:
-        """Ask, and finish the turn."""
+        """Pull, and finish the turn."""
         pulled = Pulled()
         self.broker.pull(consumer, count, size, wait, pulled.answer)
         self.turn()
         return pulled
 
     def ack(self, consumer: AttachedConsumer, *ranges: tuple[int, ...]) -> list[bool]:
-        """(start, end) or (start, end, epoch) ranges are done; the list has an item once that is acknowledged."""
+        """Ack (start, end) or (start, end, epoch) ranges; the list has an item once the ack is acknowledged."""
         answered: list[bool] = []
         self.broker.ack(consumer, self._with_epochs(consumer, ranges), lambda: answered.append(True))
         self.turn()
@@ -257,10 +257,10 @@ class Node:
     def nack(
         self, consumer: AttachedConsumer, *ranges: tuple[int, ...], delay: float | None = 0.0, **failure: Any
     ) -> list[bool]:
-        """The same for failures, which come back at once unless ``delay`` says otherwise (None: by the policy)."""
+        """Nack ranges like ``ack``; the rows are retried after ``delay`` seconds (None: by the retry policy)."""
         answered: list[bool] = []
-        said = NackOutcome(delay, **failure)
-        self.broker.nack(consumer, self._with_epochs(consumer, ranges), lambda: answered.append(True), said)
+        outcome = NackOutcome(delay, **failure)
+        self.broker.nack(consumer, self._with_epochs(consumer, ranges), lambda: answered.append(True), outcome)
         self.turn()
         return answered
 
@@ -292,14 +292,14 @@ class Node:
     def checkpoint(self) -> None:
         work = self.broker.snapshots.work
         if work is not None and work.sync is not None:
-            # A thread is at it, and comes back.
+            # In a server a thread does this.
             self.checkpoint_step()
         self.broker.checkpoint()
 
     def checkpoint_step(self) -> None:
-        """Go on with a checkpoint that is made slowly: begin it, copy one shard, or write it.
+        """Take one step of a slow checkpoint: begin it, copy one shard, or write it.
 
-        No time passes between the beginning of its sync and the end: the broker would refuse sends meanwhile.
+        No time passes during its sync, because the broker would refuse sends.
         """
         work = self.broker.snapshots.work
         if work is None:
@@ -311,16 +311,16 @@ class Node:
     # --- ends -----------------------------------------------------------------------------------
 
     def restart(self, **settings: Any) -> Node:
-        """An orderly stop and the next start."""
+        """Stop cleanly and start again."""
         self.broker.stop()
         return self._again(self.disk, settings)
 
     def killed(self, **settings: Any) -> Node:
-        """The process is gone, the machine lives on."""
+        """Kill the process and start again; the page cache survives."""
         return self._again(self.disk.copy(), settings)
 
     def power_lost(self, keep: Keep = "none", rng: random.Random | None = None, **settings: Any) -> Node:
-        """The machine is gone; of what was not synced, ``keep`` survives."""
+        """Lose power and start again; ``keep`` says which unsynced changes survive."""
         return self._again(self.disk.after_crash(rng, keep), settings)
 
     def _again(self, disk: Disk, settings: dict[str, Any]) -> Node:

@@ -1,8 +1,8 @@
-"""A random but repeatable life of one broker, and what it was told meanwhile.
+"""A random but repeatable run of one broker, and what its clients observe.
 
-``Trace.run`` performs operations drawn from a seed: sends from several producers, pulls, acks, nacks, coming and going
-consumers, checkpoints, retention, a clean restart. ``Trace.told`` is what an outsider knows at any moment: what was
-asked for and what was acknowledged. A checker compares it with what a crash left (``broker_checker``).
+``Trace.run`` performs operations drawn from a seed: sends from several producers, pulls, acks, nacks, consumers that
+attach and detach, checkpoints, retention, a clean restart. ``Trace.observed`` is what the clients know at any moment:
+what they requested and what was acknowledged. ``broker_checker`` compares it with the disk that a crash left.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tests.support.broker_node import (
 )
 
 SUBJECTS = ("orders", "audit", "short")
-#: Subject of which little is kept, so that retention has something to do.
+#: A subject with a short retention, so that rows expire.
 SHORT_SUBJECT = "short"
-#: Dead letters are gone by then; their copies fill several small segments.
+#: Dead letters expire after this; their copies fill several small segments.
 DEAD_SECONDS = 50.0
 GROUPS: dict[str, dict[str, Any]] = {
     "billing": {},
@@ -45,8 +45,8 @@ GROUPS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class GroupTold:
-    """What was asked and acknowledged about one group of one subject."""
+class GroupObserved:
+    """What was requested and acknowledged for one group of one subject."""
 
     start: int
     delivery: str
@@ -56,43 +56,43 @@ class GroupTold:
     ack_acknowledged: set[int] = field(default_factory=set)
     #: Rows that may be dead letters.
     rejected: set[int] = field(default_factory=set)
-    #: Dead letters that may be gone by their age.
+    #: Dead letters that may have expired.
     forgotten: set[int] = field(default_factory=set)
-    #: Rows that left the broker.
+    #: Rows that were delivered.
     handed: set[int] = field(default_factory=set)
-    #: Rows below this may count as handed out.
+    #: Rows below this may count as delivered.
     taken_until: int = 0
 
     @property
     def done(self) -> set[int]:
-        """What must not be handed out any more."""
+        """Rows that must not be delivered any more."""
         return self.handed if self.delivery == "at_most_once" else self.ack_acknowledged
 
     @property
     def doubtful(self) -> set[int]:
-        """What may count as done."""
+        """Rows that may count as done."""
         return set(range(self.taken_until)) if self.delivery == "at_most_once" else self.ack_asked
 
 
 @dataclass
-class Told:
-    """What an outsider knows."""
+class Observed:
+    """What the clients of a trace know."""
 
     #: (producer, number) → (subject, body) of everything ever submitted.
     rows: dict[tuple[int, int], tuple[str, bytes]] = field(default_factory=dict)
     #: Every frame submitted, in order.
     frames: list[Sent] = field(default_factory=list)
-    #: Frames under numbers of rows that were acknowledged, with other contents.
+    #: Frames with the producer sequences of acknowledged rows, but other contents.
     forged: list[Sent] = field(default_factory=list)
-    groups: dict[tuple[str, str], GroupTold] = field(default_factory=dict)
-    #: Rows below these may be gone by retention.
+    groups: dict[tuple[str, str], GroupObserved] = field(default_factory=dict)
+    #: Retention may have removed rows below these.
     expired: dict[str, int] = field(default_factory=dict)
-    #: Subjects that were made, and that were deleted: whether they must be there, or None while that is open.
+    #: Created and deleted subjects: whether each must exist; None while that is undecided.
     subjects: dict[str, bool | None] = field(default_factory=dict)
     #: The epoch in which the broker serves, 0 while it stops or starts.
     epoch: int = 0
 
-    #: Frames that were acknowledged when a sync began that succeeded.
+    #: Frames that were acknowledged before a successful sync began.
     durable_frames: set[Sent] = field(default_factory=set)
 
     @property
@@ -101,27 +101,27 @@ class Told:
 
 
 class Trace:
-    """Performs the operations; see the module."""
+    """Performs the operations, and records what clients observe."""
 
     def __init__(self, seed: int, flush: str, disk: SimulatedDisk, *, operations: int = 200) -> None:
         self._rng = random.Random(seed)
         self._settings = random.Random(f"{seed} settings")
         self._operations = operations
-        self.told = Told()
+        self.observed = Observed()
         self.clock = ManualClock()
         self.config = BrokerConfig(
             flush=flush,  # type: ignore[arg-type]
             retention_seconds=150.0,
             dead_seconds=DEAD_SECONDS,
-            **{**SMALL_SEGMENTS, **NO_WATERMARKS, "kept_segment_size": 1024},
+            **{**SMALL_SEGMENTS, **NO_WATERMARKS, "retained_segment_size": 1024},
         )
         self.disk = disk
         self._producers = [Producer(number) for number in (101, 102, 103)]
-        #: Sends to subjects that are deleted.
+        #: Sends to subjects that are deleted later.
         self._passing = Producer(104)
         self._consumers: list[AttachedConsumer] = []
-        #: (consumer, sequences) in somebody's hands.
-        self._hands: list[tuple[AttachedConsumer, list[tuple[int, int, int]]]] = []
+        #: (consumer, ranges) of rows in flight.
+        self._held: list[tuple[AttachedConsumer, list[tuple[int, int, int]]]] = []
         self._clients = 0
         self.performed: dict[str, int] = {}
         #: Segments of the message log that retention deleted.
@@ -170,32 +170,32 @@ class Trace:
     # --- turns ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self.told.epoch = 0
+        self.observed.epoch = 0
         self.node = Node(self.disk, self.clock, self.config)
-        self.told.epoch = self.node.broker.epoch
-        self._consumers, self._hands = [], []
+        self.observed.epoch = self.node.broker.epoch
+        self._consumers, self._held = [], []
 
     def _turn(self) -> None:
         self.node.turn()
         if self.config.flush == "async" and self._rng.random() < 0.3:
-            acknowledged = [frame for frame in self.told.frames if frame.acknowledged]
+            acknowledged = [frame for frame in self.observed.frames if frame.acknowledged]
             self.node.sync()
-            self.told.durable_frames.update(acknowledged)
+            self.observed.durable_frames.update(acknowledged)
         log = self.node.broker.action_log
         if log.durable == log.end:
-            for group in self.told.groups.values():
+            for group in self.observed.groups.values():
                 group.durable = True
         if self.node.broker.message_log.durable == self.node.broker.message_log.end:
-            for subject in self.told.subjects:
-                self.told.subjects[subject] = subject in self.node.broker.subjects
+            for subject in self.observed.subjects:
+                self.observed.subjects[subject] = subject in self.node.broker.subjects
 
-    def look(self) -> Told:
-        """What is told at this moment, in the middle of whatever happens."""
-        for (subject, name), told in self.told.groups.items():
+    def look(self) -> Observed:
+        """What clients have observed at this moment, possibly during an operation."""
+        for (subject, name), group_seen in self.observed.groups.items():
             group = self.node.broker.subjects[subject].groups.get(name)
             if group is not None:
-                told.taken_until = max(told.taken_until, group.pull_log.next)
-        return self.told
+                group_seen.taken_until = max(group_seen.taken_until, group.pull_log.next)
+        return self.observed
 
     def _commit_only(self) -> None:
         self.node.commit()
@@ -204,7 +204,7 @@ class Trace:
         self.node.checkpoint()
 
     def _slow_checkpoint(self) -> None:
-        """What happens while a checkpoint is copied is in some of its shards; while it is written, in none."""
+        """Changes during the copying of a checkpoint are in some of its shards; changes during its writing in none."""
         work = self.node.broker.begin_checkpoint()
         while work.copy_some(1):
             self._send_one()
@@ -224,14 +224,14 @@ class Trace:
         self.node.broker.action_log.prepare_next()
 
     def _note(self) -> None:
-        """What a server does every second."""
+        """Do what a server does every second."""
         for log in self.node.broker.logs:
             log.note_durable()
-        self.node.broker.heads.refresh()
+        self.node.broker.segment_headers.refresh()
 
     def _restart(self) -> None:
         self._turn()
-        self.told.epoch = 0
+        self.observed.epoch = 0
         self.node.broker.stop()
         self._start()
 
@@ -246,8 +246,8 @@ class Trace:
         first = producer.next
         frame = producer.frame(subject, *bodies, **columns)
         for row, body in enumerate(bodies):
-            self.told.rows[producer.id, first + row] = (subject, body)
-        self.told.frames.append(frame)
+            self.observed.rows[producer.id, first + row] = (subject, body)
+        self.observed.frames.append(frame)
         self.node.submit(frame)
 
     def _subject(self) -> str:
@@ -260,7 +260,7 @@ class Trace:
         self._submit(self._rng.choice(self._producers), self._subject(), self._rng.randint(2, 8))
 
     def _send_burst(self) -> None:
-        """Several producers and several frames of each in one turn: some join, some cannot."""
+        """Several producers send several frames each in one turn: some are joined, some cannot be."""
         for _ in range(self._rng.randint(2, 6)):
             timed = {"send_time": self.clock.now()} if self._rng.random() < 0.4 else {}
             self._submit(self._rng.choice(self._producers), self._subject(), self._rng.randint(1, 3), **timed)
@@ -269,15 +269,15 @@ class Trace:
         self._submit(self._rng.choice(self._producers), "orders", 2, 2500)
 
     def _forge(self) -> None:
-        """Another process sends under a producer id that it read from a message."""
-        stored = [frame for frame in self.told.frames[-40:] if frame.acknowledged]
+        """Send under a producer id that another process read from a message."""
+        stored = [frame for frame in self.observed.frames[-40:] if frame.acknowledged]
         if stored:
             real = self._rng.choice(stored)
             view = real.view
             bodies = [body[:-1] + b"!" for body in real.bodies]
             parts = build_frame(bodies, producer=view.producer, first=view.first, previous=view.previous)
             forged = Sent(real.subject, parts.tobytes(), bodies)
-            self.told.forged.append(forged)
+            self.observed.forged.append(forged)
             self.node.submit(forged)
 
     # --- consumers ------------------------------------------------------------------------------
@@ -296,8 +296,8 @@ class Trace:
             return
         group = consumer.group
         known = (subject, group.name)
-        if known not in self.told.groups:
-            self.told.groups[known] = GroupTold(group.definition.start, group.definition.delivery)
+        if known not in self.observed.groups:
+            self.observed.groups[known] = GroupObserved(group.definition.start, group.definition.delivery)
         self._consumers.append(consumer)
 
     def _pull(self) -> None:
@@ -306,16 +306,16 @@ class Trace:
             return
         consumer = self._rng.choice(self._consumers)
         group = consumer.group
-        told = self.told.groups[group.partition.row.subject, group.name]
+        group_seen = self.observed.groups[group.partition.row.subject, group.name]
         pulled = Pulled()
 
         def answer(delivery: Any) -> None:
             pulled.answer(delivery)
             if delivery is not None:
                 for start, end, _ in delivery.ranges:
-                    told.handed.update(range(start, end))
+                    group_seen.handed.update(range(start, end))
                 if group.definition.delivery == "at_least_once":
-                    self._hands.append((consumer, self._epoch_ranges(consumer, pulled)))
+                    self._held.append((consumer, self._epoch_ranges(consumer, pulled)))
 
         wait = 5.0 if self._rng.random() < 0.2 else 0.0
         self.node.broker.pull(consumer, self._rng.randint(1, 12), 4096, wait, answer)
@@ -325,30 +325,30 @@ class Trace:
         return [(row.sequence, row.sequence + 1, row.epoch) for row in pulled.rows]
 
     def _ack(self) -> None:
-        if not self._hands:
+        if not self._held:
             self._pull()
             return
-        consumer, rows = self._hands.pop(self._rng.randrange(len(self._hands)))
+        consumer, rows = self._held.pop(self._rng.randrange(len(self._held)))
         if consumer not in self._consumers:
             return
         rows = [row for row in rows if self._rng.random() < 0.9]
-        told = self.told.groups[consumer.group.partition.row.subject, consumer.group.name]
+        group_seen = self.observed.groups[consumer.group.partition.row.subject, consumer.group.name]
         sequences = {start for start, _, _ in rows}
-        told.ack_asked |= sequences
-        self.node.broker.ack(consumer, rows, lambda: told.ack_acknowledged.update(sequences))
+        group_seen.ack_asked |= sequences
+        self.node.broker.ack(consumer, rows, lambda: group_seen.ack_acknowledged.update(sequences))
 
     def _nack(self, *, rejected: bool = False) -> None:
-        if not self._hands:
+        if not self._held:
             return
-        consumer, rows = self._hands.pop(self._rng.randrange(len(self._hands)))
+        consumer, rows = self._held.pop(self._rng.randrange(len(self._held)))
         if consumer in self._consumers:
             delay, reject = (
                 (None, True)
                 if rejected
                 else self._rng.choice([(0.0, False), (0.0, False), (0.5, False), (None, False), (None, True)])
             )
-            told = self.told.groups[consumer.group.partition.row.subject, consumer.group.name]
-            told.rejected |= {start for start, _, _ in rows} if reject else set()
+            group_seen = self.observed.groups[consumer.group.partition.row.subject, consumer.group.name]
+            group_seen.rejected |= {start for start, _, _ in rows} if reject else set()
             self.node.broker.nack(consumer, rows, None, NackOutcome(delay, Reason("Broken"), reject))
 
     def _resend(self) -> None:
@@ -364,28 +364,28 @@ class Trace:
             self.node.membership.detach(consumer)
 
     def _lose(self) -> None:
-        """Somebody is silent for too long; the others are heard from."""
+        """One consumer is silent for too long; the others send heartbeats."""
         if not self._consumers:
             return
         silent = self._rng.choice(self._consumers)
         self.clock.advance(self.node.broker.limits.consumer_lost_seconds + 1)
         for consumer in self._consumers:
             if consumer is not silent:
-                consumer.heard = self.clock.monotonic()
+                consumer.last_contact = self.clock.monotonic()
         for lost, _ in self.node.membership.lose_silent():
-            assert lost.client not in lost.group.consumers, "who is lost holds nothing, and is remembered"
+            assert lost.client not in lost.group.consumers, "a lost consumer is still attached"
             if lost in self._consumers:
                 self._consumers.remove(lost)
 
     def _reattach(self) -> None:
-        """A connection breaks; the client comes back and says what is in its hands."""
-        if not self._hands:
+        """A connection breaks; the client reconnects and reports the rows it holds."""
+        if not self._held:
             return
-        consumer = self._rng.choice(self._hands)[0]
+        consumer = self._rng.choice(self._held)[0]
         if consumer not in self._consumers:
             return
         group = consumer.group
-        holds = [row for other, rows in self._hands if other is consumer for row in rows]
+        holds = [row for other, rows in self._held if other is consumer for row in rows]
         self.node.membership.disconnected(consumer, consumer.session)
         name = None if group.definition.broadcast else group.name
         again = self.node.membership.attach(
@@ -396,23 +396,23 @@ class Trace:
     # --- the rest -------------------------------------------------------------------------------
 
     def _make_subject(self) -> None:
-        subject = f"temporary-{len(self.told.subjects)}"
-        self.told.subjects[subject] = None
+        subject = f"temporary-{len(self.observed.subjects)}"
+        self.observed.subjects[subject] = None
         self.node.membership.attach(subject, "g", "c")
-        # Its files are to go with it. Its sender wants no answer.
+        # Its files must be deleted with it. The send is one-way.
         number, body = self._passing.next, b"row of a temporary subject"
-        self.told.rows[self._passing.id, number] = (subject, body)
+        self.observed.rows[self._passing.id, number] = (subject, body)
         self.node.broker.submit(self.node.partition(subject), self._passing.oneway(subject, body).view, None)
 
     def _delete_subject(self) -> None:
-        there = [subject for subject in self.told.subjects if subject in self.node.broker.subjects]
+        there = [subject for subject in self.observed.subjects if subject in self.node.broker.subjects]
         if there:
             subject = self._rng.choice(there)
-            self.told.subjects[subject] = None
+            self.observed.subjects[subject] = None
             self.node.broker.delete_subject(subject)
 
     def _meanwhile(self) -> None:
-        """Something happens between two steps of a pass; drawn apart, so that the rest of a life stays as it is."""
+        """An operation between two steps of a pass; drawn separately, so that the rest of a run does not change."""
         choice = self._settings.random()
         if choice < 0.2:
             self._rng, other = self._settings, self._rng
@@ -426,7 +426,7 @@ class Trace:
             self._make_subject()
 
     def _grow_old(self) -> None:
-        """Messages are rejected; they are dead letters in all kept checkpoints before they are too old."""
+        """Reject messages: they are dead letters in all kept checkpoints before they expire."""
         for _ in range(3):
             self._pull()
             self._nack(rejected=True)
@@ -440,19 +440,19 @@ class Trace:
     def _expire(self) -> None:
         self.clock.advance(self._rng.choice((5, 40)))
         if self._settings.random() < 0.3:
-            # An operator changes what a subject keeps.
+            # An operator changes the subject's retention.
             kept = SubjectSettings(retention_seconds=self._settings.choice((5.0, 60.0, 150.0, None)))
             subject = self._settings.choice(SUBJECTS)
             if subject in self.node.broker.subjects:
                 update_subject(self.node.broker, subject, kept)
         partitions = self.node.broker.partitions.values()
-        # Told before it happens: the crash may come in the middle of it.
-        self.told.expired = {partition.row.subject: partition.visible for partition in partitions}
-        for group in self.told.groups.values():
+        # Recorded before it happens: the crash may come during the operation.
+        self.observed.expired = {partition.row.subject: partition.visible for partition in partitions}
+        for group in self.observed.groups.values():
             group.forgotten |= group.rejected
         for removed in retention_steps(self.node.retention):
             self.removed += len(removed)
             self._meanwhile()
-        self.told.expired = {partition.row.subject: partition.start for partition in partitions}
+        self.observed.expired = {partition.row.subject: partition.start for partition in partitions}
         for consumer in self._consumers:
-            consumer.heard = self.clock.monotonic()
+            consumer.last_contact = self.clock.monotonic()

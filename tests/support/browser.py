@@ -1,4 +1,4 @@
-"""A real browser for pages: Debian's Chromium, headless, with a profile that goes with it."""
+"""A real browser for pages: Debian's Chromium, headless, with a temporary profile."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def browser(*, width: int = 1200, height: int = 900, dark: bool = False) -> Iterator[Chrome]:
-    """A window of that size, whose console and requests are noted down (``requests``, ``complaints``)."""
-    # Not in the test's own directory: the name of a socket in it may have 107 characters.
+    """A window of that size; ``requests`` and ``complaints`` read its requests and its console."""
+    # Not in the test's own directory: the path of a socket in the profile is limited to 107 characters.
     with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as profile:
         yield from _browse(profile, width, height, dark=dark)
 
@@ -29,7 +29,7 @@ def _browse(profile: str, width: int, height: int, *, dark: bool) -> Iterator[Ch
     options.binary_location = require_program("chromium")
     for argument in (
         "--headless=new",
-        # As root Chromium has no sandbox to offer; the pages are our own.
+        # Chromium has no sandbox as root; it only opens our own pages.
         "--no-sandbox",
         "--disable-dev-shm-usage",
         "--disable-background-networking",
@@ -54,11 +54,11 @@ def _browse(profile: str, width: int, height: int, *, dark: bool) -> Iterator[Ch
 
 
 def complaints(driver: Chrome) -> list[str]:
-    """What the browser said on its console."""
+    """The messages on the browser's console."""
     return [entry["message"] for entry in driver.get_log("browser")]
 
 
 def requests(driver: Chrome) -> list[str]:
-    """The addresses that were asked for, the page's own included."""
-    told = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    return [each["params"]["request"]["url"] for each in told if each["method"] == "Network.requestWillBeSent"]
+    """The addresses of all requests, including the page itself."""
+    entries = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    return [each["params"]["request"]["url"] for each in entries if each["method"] == "Network.requestWillBeSent"]

@@ -1,8 +1,8 @@
 """Cancellation of a call at any of its steps.
 
-A step is one suspension of the call's task, or of a task that the call started, directly or not: so a step is reached
-while the caller waits for several tasks at once, too. The steps of one call are the same in every run, where what it
-waits for answers in the same order.
+A step is one suspension of the call's task, or of a task that the call started, directly or not. So there are steps
+while the caller waits for several tasks at once, too. The steps of a call are the same in every run if the events it
+waits for arrive in the same order.
 
 ``async for at in every_step()`` repeats a scenario, which cancels its call by ``at.cancel(call)``, at one step after
 another, until the call ends before its step.
@@ -18,13 +18,24 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-#: More than any call has: one that takes more does not end.
+#: More steps than any call has; a call with more never ends.
 STEPS_MAX = 500
 
 #: Names of tasks that belong to clients, consumers and apps.
 _CLIENTS = tuple(
     f"plait-{kind}"
-    for kind in ("acks", "beat", "close", "connect", "consumer", "drain", "leave", "membership", "open", "poked")
+    for kind in (
+        "acks",
+        "close",
+        "connect",
+        "consumer",
+        "drain",
+        "heartbeat",
+        "leave",
+        "member-heartbeats",
+        "open",
+        "poked",
+    )
 )
 
 _counting: ContextVar[Steps | None] = ContextVar("_counting", default=None)
@@ -69,10 +80,10 @@ class _Counted(Coroutine[Any, Any, T]):
 
 
 class Outcome(Generic[T]):
-    """What came of a call that was to be cancelled."""
+    """The outcome of a call that was to be cancelled."""
 
     def __init__(self, steps: int, *, reached: bool, result: T | None, error: BaseException | None) -> None:
-        #: Suspensions in all.
+        #: Suspensions in total.
         self.steps = steps
         #: The call had the step at which it was cancelled.
         self.reached = reached
@@ -85,7 +96,7 @@ class Outcome(Generic[T]):
 
 
 async def cancel_at(step: int, call: Coroutine[Any, Any, T], *, everything: bool = False) -> Outcome[T]:
-    """Run a call in a task of its own and cancel it at its ``step``-th suspension.
+    """Run a call in a new task and cancel it at its ``step``-th suspension.
 
     With ``everything`` all tasks that the call started are cancelled with it, as the end of ``asyncio.run`` does.
     """
@@ -132,7 +143,7 @@ async def cancel_at(step: int, call: Coroutine[Any, Any, T], *, everything: bool
 
 
 async def every_step(stride: int = 1) -> AsyncIterator[Stepping]:
-    """One step after another (of each ``stride`` steps one), until a call ended before its step."""
+    """One step after another, ``stride`` apart, until the call ends before its step."""
     for step in range(1, STEPS_MAX, stride):
         stepping = Stepping(step)
         yield stepping
@@ -142,7 +153,7 @@ async def every_step(stride: int = 1) -> AsyncIterator[Stepping]:
 
 
 class Stepping:
-    """One step of ``every_step``: ``cancel`` the call in question at it, once."""
+    """One step of ``every_step``; the scenario calls ``cancel`` once."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -157,7 +168,7 @@ class Stepping:
 
 @contextlib.contextmanager
 def no_new_tasks() -> Generator[None, None, None]:
-    """No task of a client that was started in this block runs when it is over; a broker's may."""
+    """Check that no client task started in this block runs after it; broker tasks may."""
     before = asyncio.all_tasks()
     yield
     left = sorted(task.get_name() for task in asyncio.all_tasks() - before if task.get_name().startswith(_CLIENTS))

@@ -1,7 +1,7 @@
-"""Long runs that can be interrupted: which tests and cycles are done, under which seed and which sources.
+"""The state of long runs that can be interrupted: which tests and cycles have passed, for which seed and sources.
 
-A run ends by itself before half an hour is over; the next one goes on there. The state is one JSON file. It is
-forgotten when the seed or a source file changes, because what passed then proves nothing now, and when everything has
+A run ends by itself before half an hour is over; the next one continues there. The state is one JSON file. It is
+discarded when the seed or a source file changes, because earlier results then prove nothing, and when everything has
 passed.
 """
 
@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-#: A run begins nothing after this; what it has begun takes a minute or two.
+#: A run begins no cycle after this; a cycle takes a minute or two.
 RUN_SECONDS_MAX = 27 * 60.0
 
 
 def fingerprint(root: Path, directories: Iterable[str] = ("plait", "tests")) -> str:
-    """Changes whenever a source file below `directories` does."""
+    """A hash of the source files below `directories`."""
     digest = hashlib.sha256()
     for directory in directories:
         for path in sorted((root / directory).rglob("*.py")):
@@ -32,7 +32,7 @@ def fingerprint(root: Path, directories: Iterable[str] = ("plait", "tests")) -> 
 
 
 class DeepState:
-    """What of a long run is done; every change is on disk before it counts."""
+    """The progress of a long run; every change is saved at once."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class DeepState:
 
     @property
     def time_is_up(self) -> bool:
-        """No new cycle is begun in this run."""
+        """Whether this run begins no more cycles."""
         return self._clock() > self._deadline
 
     def finish(self, test: str) -> None:
@@ -65,12 +65,12 @@ class DeepState:
         self._save()
 
     def advance(self, test: str, done: int) -> None:
-        """The first `done` cycles of the test are good."""
+        """The first `done` cycles of the test have passed."""
         self.cycles[test] = done
         self._save()
 
     def forget(self, tests: Iterable[str]) -> None:
-        """A complete run of these tests is over: the next one starts anew."""
+        """All these tests have passed: discard their state, so that the next run starts from the beginning."""
         for test in tests:
             self.passed.discard(test)
             self.cycles.pop(test, None)
@@ -93,25 +93,25 @@ class DeepState:
 
 
 class Cycles:
-    """The cycles of one long test: ``for number in cycles(50)`` goes on where an interrupted run stopped."""
+    """The cycles of one long test: ``for number in cycles(50)`` resumes where an interrupted run stopped."""
 
     def __init__(self, test: str, state: DeepState | None) -> None:
         self._test = test
         self._state = state
 
     def __call__(self, count: int) -> Iterator[int]:
-        """The numbers of the cycles still to do; each counts as done when the next is asked for."""
+        """The numbers of the remaining cycles; each has passed when the next is requested."""
         first = self._state.cycles.get(self._test, 0) if self._state else 0
         for number in range(min(first, count), count):
             if self._state and self._state.time_is_up:
-                pytest.skip(f"time is up after {number} of {count} cycles; run it again to go on there")
+                pytest.skip(f"time is up after {number} of {count} cycles; run it again to continue")
             yield number
             if self._state:
                 self._state.advance(self._test, number + 1)
 
 
 def derive(seed: int, test: str) -> int:
-    """The seed of one test: the run's seed, told apart by the test's name."""
+    """The seed of one test, derived from the run's seed and the test's name."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{test}".encode()).digest()[:4], "little")
 
 

@@ -1,11 +1,11 @@
-"""A load on a real server that is killed under it, and the proof that nothing it promised was broken.
+"""A load on a real server that is killed again and again, and a check that the server kept its promises.
 
-One ``Load`` lives through many cycles of *send and consume, SIGKILL, restart, drain*. It knows what it sent, what was
-acknowledged, what each group was given and which acks the broker confirmed, and compares that with what is stored:
+One ``Load`` runs many cycles of *send and consume, SIGKILL, restart, drain*. It records what it sent, what was
+acknowledged, what each group received and which acks the broker confirmed, and compares that with what is stored:
 
-- every acknowledged message is there, under the sequence of its receipt, exactly once, unchanged, in order of sending;
-- nothing is there that was not sent;
-- a send that was under way during the kill is stored once, and its caller never notices;
+- every acknowledged message is stored at the sequence of its receipt, exactly once, unchanged, in order of sending;
+- nothing else is stored;
+- a send that ran during the kill is stored once, and its caller never notices the kill;
 - every group gets every message, and none again whose ack was confirmed before the kill;
 - an at-most-once group gets none twice.
 """
@@ -28,9 +28,9 @@ from plait.errors import FlowControl
 from tests.support.process import ServerProcess
 
 SUBJECTS = ("orders", "payments")
-#: Two consumers, one consumer, and one that is told everything at most once.
+#: A group of two consumers, a group of one, and an at-most-once group.
 SHARED, ALONE, ONCE = "shared", "alone", "once"
-#: What no wait takes; a machine under load is slow.
+#: Longer than any wait, also on a machine under load.
 PATIENCE_SECONDS = 180.0
 
 _SIZES = (0, 10, 20, 100, 100, 100, 1000, 10_000)
@@ -38,7 +38,7 @@ _FILLER = random.Random(1).randbytes(1 << 16)
 
 
 class Sent(NamedTuple):
-    """A message as it was given to the client; all of it follows from its name."""
+    """A message as it was given to the client; its name determines all of it."""
 
     name: str
 
@@ -56,7 +56,7 @@ class Sent(NamedTuple):
 
 
 class Load:
-    """See the module. ``async with Load(server, rng) as load``, then ``cycle`` as often as wanted."""
+    """Producers and consumers of one server. ``async with Load(server, rng) as load``, then ``cycle`` repeatedly."""
 
     def __init__(self, server: ServerProcess, rng: random.Random) -> None:
         self._server = server
@@ -68,10 +68,10 @@ class Load:
         self._producing: list[asyncio.Task[None]] = []
         self._consuming: list[asyncio.Task[None]] = []
         self._clients: list[plait.Client] = []
-        #: Restarts so far: what was confirmed under a lower number was confirmed before the last kill.
+        #: Restarts so far: an ack with a lower number was confirmed before the last kill.
         self.restarts = 0
         self.sent: dict[str, set[str]] = {subject: set() for subject in SUBJECTS}
-        #: Sent with others of which at least one was refused.
+        #: Messages sent together with at least one that was refused.
         self.refused: dict[str, set[str]] = {subject: set() for subject in SUBJECTS}
         self.acknowledged: dict[str, dict[str, Receipt]] = {subject: {} for subject in SUBJECTS}
         self.delivered: dict[tuple[str, str], Counter[str]] = {}
@@ -105,14 +105,14 @@ class Load:
             task.cancel()
         if open_tasks:
             _, stuck = await asyncio.wait(open_tasks, timeout=PATIENCE_SECONDS)
-            assert not stuck, f"cancelled and still at work: {stuck}"
+            assert not stuck, f"cancelled and still running: {stuck}"
         for client in self._clients:
             await client.close()
 
     # --- a cycle --------------------------------------------------------------------------------
 
     async def cycle(self, next_flush: str) -> None:
-        """Load, kill, restart, drain, compare. The server goes on with ``next_flush``."""
+        """Load, kill, restart, drain, compare. The server restarts with ``next_flush``."""
         self._sending = True
         for client_number, client in enumerate(self._clients):
             for subject in SUBJECTS:
@@ -145,24 +145,24 @@ class Load:
             raise AssertionError(f"{what}: not within {PATIENCE_SECONDS:g} s; {groups}\n{tail}") from None
 
     async def _acknowledge(self, count: int) -> None:
-        """Until so many more sends were acknowledged."""
+        """Wait until ``count`` more sends are acknowledged."""
         goal = self._acknowledged_count + count
         while self._acknowledged_count < goal:
             await self._progress()
 
     async def _kill_while_starting(self) -> None:
-        """Recovery is killed somewhere, or has just ended."""
+        """Kill the server during recovery or right after it."""
         self._server.spawn()
         starting = asyncio.create_task(asyncio.to_thread(self._server.wait_ready))
         await asyncio.wait([starting], timeout=self._rng.uniform(0.05, 1.0))
         os.kill(self._server.pid, signal.SIGKILL)
-        # It was ready, or its output has ended.
+        # Whether the server was ready or not.
         await asyncio.wait([starting])
         starting.exception()
         await asyncio.to_thread(self._server.kill)
 
     async def _progress(self) -> None:
-        """Until anything was acknowledged, delivered or confirmed since the last call."""
+        """Wait until something was acknowledged, delivered or confirmed since the last call."""
         await self._progressed.wait()
         self._progressed.clear()
         for task in [*self._producing, *self._consuming]:
@@ -197,7 +197,7 @@ class Load:
         self, subject: str, name: str, send: Callable[[str, list[Sent]], Awaitable[list[Receipt]]]
     ) -> None:
         while self._sending:
-            # More than a way of sending may take: names that were never used are no harm.
+            # A method may send fewer of them: unused names do no harm.
             batch = []
             for _ in range(self._rng.randrange(1, 60)):
                 self._number += 1
@@ -206,7 +206,7 @@ class Load:
             try:
                 receipts = await send(subject, batch)
             except FlowControl:
-                # A disk that is busy for a second: some of them were refused, and the caller was told.
+                # The disk was busy for a second: the broker refused some of them, and the caller got the error.
                 self.refused[subject].update(message.name for message in batch)
                 continue
             for message, receipt in zip(batch, receipts, strict=False):
@@ -226,9 +226,9 @@ class Load:
                 names = [self._name_of(subject, message) for message in batch]
                 for name in names:
                     if delivered[name] and group == ONCE:
-                        self.broken.append(f"{name} was given to {group} twice")
+                        self.broken.append(f"{name} was delivered to {group} twice")
                     if confirmed.get(name, self.restarts) < self.restarts:
-                        self.broken.append(f"{name} was given to {group} again after its ack was confirmed")
+                        self.broken.append(f"{name} was delivered to {group} again after its ack was confirmed")
                     delivered[name] += 1
                 self._progressed.set()
                 if group == ONCE or not batch:
@@ -244,7 +244,7 @@ class Load:
                 self._progressed.set()
 
     def _name_of(self, subject: str, message: plait.Message) -> str:
-        """The name of a message, which has to be one that was sent, as it was sent."""
+        """The name of a message; records a violation if it was not sent, or was changed."""
         name = message.body.partition(b"|")[0].decode(errors="replace")
         sent = Sent(name)
         if name not in self.sent[subject]:
@@ -256,7 +256,7 @@ class Load:
         return name
 
     async def _drain(self) -> None:
-        """Until every group has nothing left."""
+        """Wait until every group has received everything."""
         admin = self._clients[0].admin
         for subject in SUBJECTS:
             for group in (SHARED, ALONE, ONCE):
@@ -271,11 +271,11 @@ class Load:
             for group in (SHARED, ALONE):
                 missing = self._seen[subject] - self.delivered[subject, group].keys()
                 if missing:
-                    self.broken.append(f"{len(missing)} messages of {subject} never came to {group}")
+                    self.broken.append(f"{len(missing)} messages of {subject} were never delivered to {group}")
         assert not self.broken, "\n".join(self.broken[:20])
 
     async def _compare_stored(self, subject: str) -> None:
-        """What this cycle stored against what it sent."""
+        """Compare what this cycle stored with what it sent."""
         end = (await self._clients[0].admin.subject(subject)).subject.end
         seen = self._seen[subject]
         async with self._clients[0].reader(subject, start=self._checked[subject]) as reader:

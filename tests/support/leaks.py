@@ -1,9 +1,9 @@
-"""No process, listening port, network namespace or mount of a test run outlives it.
+"""Checks that no process, listening port, network namespace or mount of a test run outlives it.
 
-A process is ours if it descends from the run or carries the run's token in its environment, which also finds
+A process is ours if it descends from the run or has the run's token in its environment, which also finds
 daemons that were orphaned on purpose. Namespaces and mounts are ours if they appeared during the run, unless
-their name carries the process id of another run that is still alive: `run_name` makes such names, so that two
-runs on one machine do not accuse each other.
+their name has the process id of another run that is still alive: `run_name` makes such names, so that two
+runs on one machine do not blame each other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run_name(suffix: str) -> str:
 
 
 def mark_run() -> str:
-    """Put this run's token into the environment that children inherit; runs inside runs carry both."""
+    """Put this run's token into the environment that children inherit; a run inside a run has both tokens."""
     token = f"{os.getpid()}.{int(psutil.Process().create_time() * 1000)}"
     outer = os.environ.get(TOKEN_VARIABLE)
     if token not in (outer or "").split(":"):
@@ -39,7 +39,7 @@ def mark_run() -> str:
 
 @dataclass(frozen=True)
 class Traces:
-    """What a run holds of the machine at one moment; values say how to recognise it."""
+    """The processes, ports, namespaces and mounts of a run at one moment, with descriptions."""
 
     processes: dict[psutil.Process, str] = field(default_factory=dict)
     ports: dict[tuple[int, str], str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Traces:
     mounts: frozenset[str] = frozenset()
 
     def beyond(self, before: Traces) -> list[str]:
-        """What is here and was not before, one line each."""
+        """What appeared since ``before``, one line each."""
         lines = [f"process {text}" for process, text in self.processes.items() if process not in before.processes]
         lines += [f"port {text}" for port, text in self.ports.items() if port not in before.ports]
         lines += [f"namespace {name}" for name in sorted(self.namespaces - before.namespaces)]

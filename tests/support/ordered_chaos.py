@@ -1,10 +1,10 @@
-"""A cluster of real processes under fire, and the proof that ordered messages kept their promises.
+"""Faults in a cluster of real processes, and a check that ordered delivery kept its promises.
 
-Two meta servers over a PostgreSQL of their own, three brokers, ordered consumers and producers, each a process.
-Producers, consumers, brokers and meta servers are killed, consumers are stopped beyond their lease, join and leave, the
-database goes down, and the number of partitions changes again and again. At the end everything heals and drains, and
-the histories that all processes have written are judged. All of it follows from a seed, but for the moments at which
-real processes do what they do.
+Two meta servers with a private PostgreSQL, three brokers, ordered consumers and producers, each a process. Producers,
+consumers, brokers and meta servers are killed, consumers are stopped beyond their lease, join and leave, the database
+goes down, and the number of partitions changes again and again. At the end all faults end, the cluster drains, and the
+histories that all processes have written are checked. The faults follow from a seed; the timing of real processes does
+not.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ RATE = 150.0
 
 LEASE_SECONDS = 2.0
 LEASE = ("--lease", f"{LEASE_SECONDS:g}s")
-#: Partitions one after another, and on from the first again.
+#: The numbers of partitions, in a cycle.
 EXPANSIONS = (4, 7, 3)
-#: What a fault still causes when it is over.
+#: How long the effects of a fault outlast it.
 AFTERMATH_SECONDS = 3 * LEASE_SECONDS
-#: What no wait takes; a machine under load is slow.
+#: Longer than any wait, also on a machine under load.
 DRAIN_SECONDS = 60.0
 LOOK_SECONDS = 0.05
-#: For consumers to tell what they wait for.
-TELL_SECONDS = 2.0
+#: Time for consumers to log what they wait for.
+REPORT_SECONDS = 2.0
 
 
 class Fault(NamedTuple):
-    """What happens, when (seconds from the start), for how long, and to which of those it can happen to."""
+    """A kind of fault, its time (seconds from the start), its duration, and the number of its victim."""
 
     at: float
     kind: Kind
@@ -68,7 +68,7 @@ class Fault(NamedTuple):
     which: int
 
 
-#: What happens in each quarter of a minute: how often, and how long it lasts (from, to).
+#: For each quarter of a minute: how often the fault occurs, and how long it lasts (from, to).
 FAULTS: dict[Kind, tuple[int, float, float]] = {
     "kill producer": (1, 0.0, 1.0),
     "kill consumer": (2, 0.0, LEASE_SECONDS),
@@ -84,7 +84,7 @@ ROUND_SECONDS = 15.0
 
 
 def script(seed: int, seconds: float) -> list[Fault]:
-    """Faults of every kind over so many seconds, in an order and at times that the seed gives."""
+    """Faults of every kind within ``seconds``; the seed decides their order and times."""
     draw = random.Random(seed)
     rounds = max(round(seconds / ROUND_SECONDS), 1)
     return sorted(
@@ -95,7 +95,7 @@ def script(seed: int, seconds: float) -> list[Fault]:
 
 
 class Chaos:
-    """See the module: ``run`` it all. ``directory`` has everything that the processes leave behind."""
+    """``run`` runs the cluster and the faults. The processes write logs and histories to ``directory``."""
 
     def __init__(self, directory: Path, seed: int, *, seconds: float, faults: Sequence[Fault] | None = None) -> None:
         self.seed = seed
@@ -107,7 +107,7 @@ class Chaos:
         self._own = History()
         self._expansions = 0
         self._joined = 0
-        #: Those that joined for some time.
+        #: Consumers that joined for some time.
         self._guests: list[Program] = []
         self._database = asyncio.Lock()
         self._url = ""
@@ -142,19 +142,19 @@ class Chaos:
         return ["broker", "--group", name, "--meta", self.addresses, "--data", data, "--port", port, *options]
 
     def _producer(self, name: str, life: int) -> list[str]:
-        # What each life sends is of its own: the one before may not know what became of its last messages.
+        # Each start has its own producer name: the outcomes of the previous start's last messages may be unknown.
         return [self.addresses, f"{name}.{life}", self._history(name, life), str(self.seed), str(RATE)]
 
     @staticmethod
     def _port(programs: list[Program], name: str) -> str:
-        """The one that it had before; 0: a free one."""
-        said = next(program.said for program in programs if program.name == name)
-        return said[0].rpartition(":")[2] if said else "0"
+        """The port that the program had before; 0 at the first start: a free one."""
+        output = next(program.output for program in programs if program.name == name)
+        return output[0].rpartition(":")[2] if output else "0"
 
     @property
     def addresses(self) -> str:
-        """Of the meta servers."""
-        return ",".join(meta.said[0] for meta in self._metas)
+        """The addresses of the meta servers."""
+        return ",".join(meta.output[0] for meta in self._metas)
 
     @property
     def _programs(self) -> list[Program]:
@@ -163,7 +163,7 @@ class Chaos:
     # --- the run --------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Everything; raises when a promise was broken, and says where to look."""
+        """Run everything; raises when a promise was broken. The error names the directory with the logs."""
         postgres = await asyncio.to_thread(Postgres)
         try:
             async with self.sink:
@@ -174,7 +174,7 @@ class Chaos:
         finally:
             for program in self._programs:
                 program.kill()
-            # Not in a thread: an interrupt must not come between.
+            # Not in a thread: an interrupt must not prevent the kills.
             postgres.remove()
 
     async def _run(self, postgres: Postgres) -> None:
@@ -200,7 +200,7 @@ class Chaos:
     async def _create(self) -> None:
         async with plait.connect(self.addresses, limits=LIMITS) as client:
             async with asyncio.timeout(DRAIN_SECONDS):
-                while len(await client.admin.brokers()) < len(BROKERS):  # noqa: ASYNC110 - nobody tells of a broker
+                while len(await client.admin.brokers()) < len(BROKERS):  # noqa: ASYNC110 - there is no event to await
                     await asyncio.sleep(LOOK_SECONDS)
             await client.admin.create_subject(SUBJECT, order="strict", partitions=2)
 
@@ -230,7 +230,7 @@ class Chaos:
         self._own.broken(fault.kind, begun, until=time.monotonic() + AFTERMATH_SECONDS)
 
     async def _strike(self, fault: Fault) -> None:
-        """One program is hit, and comes back."""
+        """Kill or stop one program, and start it again."""
         others = {"kill broker": self._brokers, "kill meta": self._metas, "kill producer": self._producers}
         programs = others.get(fault.kind, self._consumers)
         program = programs[fault.which % len(programs)]
@@ -246,11 +246,11 @@ class Chaos:
             code = await program.end(signal.SIGTERM if fault.kind == "leave" else signal.SIGKILL)
             assert fault.kind != "leave" or code == 0, f"{program.name} left with {code}:\n{program.log[-4000:]}"
             await asyncio.sleep(fault.seconds)
-            # A meta server that finds no database ends: whoever supervises it starts it again.
+            # A meta server without a database ends; start it again, as a supervisor does.
             await program.start(again=MetaUnavailable.exit_code)
 
     async def _join(self, seconds: float) -> None:
-        """Another consumer, for some time."""
+        """Run another consumer for some time."""
         self._joined += 1
         consumer = self._new_consumer(CONSUMERS + self._joined)
         self._guests.append(consumer)
@@ -259,7 +259,7 @@ class Chaos:
         await self._stop([consumer])
 
     async def _expand(self) -> None:
-        """The next number of partitions; as often as it takes to tell a meta server."""
+        """Change to the next number of partitions; retries until a meta server accepts."""
         partitions = EXPANSIONS[self._expansions % len(EXPANSIONS)]
         self._expansions += 1
         while True:
@@ -273,7 +273,7 @@ class Chaos:
     # --- the end --------------------------------------------------------------------------------
 
     async def _drain(self) -> None:
-        """Until the sink has everything that was certainly sent."""
+        """Wait until the sink has everything that was certainly sent."""
         sends = History.read(path for path in self._histories if path.name.startswith("producer")).sends
         sent = {_value(str(send.value)) for send in sends if send.outcome == "ok"}
         assert sent, "nothing was sent"
@@ -282,35 +282,33 @@ class Chaos:
             for consumer in self._consumers:
                 assert consumer.code is None, f"{consumer.name} ended with {consumer.code}:\n{consumer.log[-4000:]}"
             if len(left) < before:
-                # A busy machine is slow; what is stuck does not come at all.
+                # Progress extends the deadline: a busy machine is slow.
                 deadline, before = time.monotonic() + DRAIN_SECONDS, len(left)
             if time.monotonic() > deadline:
                 for consumer in self._consumers:
-                    # Its log is left behind.
+                    # The consumer logs its state.
                     consumer.send(signal.SIGUSR1)
                 keys = {str(send.value): send.key for send in sends}
                 stuck = Counter(keys[f"{producer}:{number}"] for producer, number in left)
-                await asyncio.sleep(TELL_SECONDS)
-                raise AssertionError(f"{len(left)} messages do not come: {stuck}\n{await self._state()}")
+                await asyncio.sleep(REPORT_SECONDS)
+                raise AssertionError(f"{len(left)} messages are not handled: {stuck}\n{await self._state()}")
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _state(self) -> str:
-        """What the cluster says of itself."""
+        """The route, the group and the allocation, as text."""
         async with plait.connect(self.addresses, limits=LIMITS) as client:
             route = await client.admin.route(SUBJECT)
             group = await client.admin.group(SUBJECT, GROUP)
             return f"{route}\n{group}\n{await client.admin.allocation(SUBJECT, GROUP)}"
 
     def _check(self) -> None:
-        """No promise was broken."""
+        """Check the sink and the histories."""
         history = History.read(self._histories)
         history.faults += self._own.faults
         found = [*map(str, check(history, groups=[GROUP], moves=True)), *self.sink.violations]
         assert not found, f"{len(found)} violations:\n" + "\n".join(found[:20])
         for program in self._programs:
-            assert "Traceback" not in program.log, (
-                f"{program.name} has met something unforeseen:\n{program.log[-4000:]}"
-            )
+            assert "Traceback" not in program.log, f"{program.name} logged an unexpected error:\n{program.log[-4000:]}"
 
 
 def _value(text: str) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Defects of ordered groups that were mended: put one back into the shipped classes, and the model must notice."""
+"""Fixed defects of ordered groups: patch one into the shipped classes, and the model must find it."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ Defect = Callable[[Patch], None]
 
 
 def take_a_row_that_does_not_fit_again(patch: Patch) -> None:
-    """A pull tries the next row of a key that failed again and again though it does not fit."""
+    """A pull tries the next row of a failed key again and again although it does not fit."""
 
-    def naive(self: OrderedGroup, strand: Cursor, taking: RowTake, journal: Journal) -> None:
+    def naive(self: OrderedGroup, cursor: Cursor, taking: RowTake, journal: Journal) -> None:
         while taking.more:
-            start, end, attempt = strand.next, self._parent(strand).next, 0
-            if strand.returned:
-                start, end, attempt = strand.returned.head()
+            start, end, attempt = cursor.next, self._parent(cursor).next, 0
+            if cursor.returned:
+                start, end, attempt = cursor.returned.head()
             if attempt:
-                taking.limit(0 if strand.held else 1)
-            if start >= strand.until(end) or not taking.more:
+                taking.limit(0 if cursor.held else 1)
+            if start >= cursor.until(end) or not taking.more:
                 break
-            self._serve([strand], start, strand.until(end), attempt, taking, journal)
+            self._serve([cursor], start, cursor.until(end), attempt, taking, journal)
             taking.full = False
 
     patch.setattr(OrderedGroup, "_take_key", naive)
 
 
 def believe_any_number(patch: Patch) -> None:
-    """An epoch or a route version counts, however high it is."""
+    """Any epoch or route version is accepted, however high it is."""
     patch.setattr(GrantedNumbers, "check", lambda self, what, number: None)
 
 
 def believe_any_name(patch: Patch) -> None:
-    """R28: who comes under a client id is who had it before."""
-    patch.setattr(Attachments, "_another", lambda self, consumer, now: consumer)
+    """R28: a client id alone, without its session token, proves that a consumer is the same one."""
+    patch.setattr(Attachments, "_displace", lambda self, consumer, now: consumer)
 
 
 def keep_recovered_keys_apart(patch: Patch) -> None:
-    """A key that failed and recovered is a strand of its own until nothing else is in flight."""
+    """A key that failed and recovered keeps its own cursor until nothing else is in flight."""
     rejoin = OrderedGroup._rejoin
 
     def naive(self: OrderedGroup, keys: list[Cursor], journal: Journal) -> list[Cursor]:
@@ -60,16 +60,16 @@ def keep_recovered_keys_apart(patch: Patch) -> None:
 
 
 def count_rows_of_others(patch: Patch) -> None:
-    """Lag and lost rows are counted by the lengths of ranges, which reach over rows of other owners."""
+    """Lag and lost rows are counted by the lengths of ranges, which include rows of other owners."""
 
-    def naive(self: RowCounter, strand: Cursor, ranges: list[tuple[int, int]]) -> Count:
+    def naive(self: RowCounter, cursor: Cursor, ranges: list[tuple[int, int]]) -> Count:
         return Count(sum(end - start for start, end in ranges), True)
 
     patch.setattr(RowCounter, "_count", naive)
 
 
 def remember_every_key(patch: Patch) -> None:
-    """The keys of rows that were looked at stay in memory."""
+    """The keys of rows that were read stay in memory."""
 
     def naive(self: KnownRows, place: tuple[int, int], keys: FrameKeys) -> None:
         self._known[place] = keys

@@ -1,7 +1,7 @@
 """An ordered consumer process: ``python -m tests.support.ordered_handler ADDRESSES NAME HISTORY SINK SEED KIND``.
 
-Runs until SIGTERM, and then finishes what it has begun with. Of each message it asks the sink whether it may begin,
-works a little, fails now and then, writes to the sink, and acks. All of it goes into a history, with the sink's times.
+Runs until SIGTERM, and then finishes its current messages. For each message it asks the sink for permission, works a
+little, fails now and then, writes to the sink, and acks. It records all of that in a history, with the sink's times.
 There are three kinds: ``iterate`` with several tasks, ``fetch`` in batches, and ``app``.
 """
 
@@ -23,37 +23,37 @@ from tests.support.ordered_sender import LIMITS, SUBJECT
 from tests.support.sink import SinkClient
 
 GROUP = "billing"
-#: Nothing is parked, however often it comes again.
+#: So many attempts that no key is parked.
 RETRY = plait.Retry(attempts=1_000, first=0.05, longest=0.3)
 TASKS = 3
 FAILURES = 0.02
 WORK_SECONDS = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.003, 0.01, 0.1)
-#: How often the loop is looked at, and what counts as a stall that may have cost the lease.
+#: The interval between two looks at the clock, and the gap that counts as a stall, after which the lease may be lost.
 LOOK_SECONDS = 0.1
 STALL_SECONDS = 0.5
 PAUSE_SECONDS = 0.3
 
 
 class _Fenced(Exception):
-    """Somebody with a higher epoch was there."""
+    """Another consumer has used a higher epoch."""
 
 
 class _Failed(Exception):
     """The handler has failed."""
 
 
-class _ToldApp(plait.App):
-    """Knows whether it was told to stop."""
+class _App(plait.App):
+    """Records whether it was stopped."""
 
-    told = False
+    stop_requested = False
 
     def _stop(self) -> None:
-        self.told = True
+        self.stop_requested = True
         super()._stop()
 
 
 class Handler:
-    """See the module."""
+    """Consumes as one of the three kinds until SIGTERM."""
 
     def __init__(self, addresses: str, name: str, history: History, sink: SinkClient, draw: random.Random) -> None:
         self._addresses = addresses
@@ -65,26 +65,26 @@ class Handler:
         self._ready = False
 
     async def run(self, kind: str) -> None:
-        """Handle messages until told to stop; whatever else ends it is tried again."""
-        self._hear_signal()
+        """Handle messages until SIGTERM; after any error of Plait it tries again."""
+        self._install_signal_handlers()
         watching = asyncio.ensure_future(self._watch())
         while not self._stop.is_set():
             try:
                 await (self._app() if kind == "app" else self._consume(kind))
             except PlaitError as error:
-                print(f"{self._name}: {error!r}; once more", file=sys.stderr, flush=True)
+                print(f"{self._name}: {error!r}; trying again", file=sys.stderr, flush=True)
                 await asyncio.sleep(PAUSE_SECONDS)
         watching.cancel()
 
-    def _hear_signal(self) -> None:
+    def _install_signal_handlers(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
-        loop.add_signal_handler(signal.SIGUSR1, self._tell)
+        loop.add_signal_handler(signal.SIGUSR1, self._print_state)
 
-    def _tell(self) -> None:
-        """What this consumer has and waits for, for whoever wonders why messages do not come."""
+    def _print_state(self) -> None:
+        """Print what this consumer holds and waits for, to show why messages are not handled."""
         for client in [each for each in gc.get_objects() if isinstance(each, OrderedPullClient)]:
-            rights, pending = client.rights, client.settling._pending
+            rights, pending = client.rights, client.collector._pending
             facts = {
                 "attached": client.attached,
                 "retiring": client.retiring,
@@ -97,13 +97,13 @@ class Handler:
                 "pulls": client.pulls,
                 "room": client._feed.wanted(client),
                 "open": [(each.tag, each.states.tolist(), each.open_ranges()) for each in client.open],
-                "unsaid": pending.plain(),
+                "pending": pending.plain(),
                 "failing": [(len(each), each.known_at) for each in client._pending.failing],
             }
             print(f"{self._name} {client.partition}: {facts}", file=sys.stderr, flush=True)
 
     async def _watch(self) -> None:
-        """Note when the process stood still, for whatever reason: that excuses what others did meanwhile."""
+        """Record stalls of the process: a stall excuses overlaps with other consumers."""
         last = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -112,7 +112,7 @@ class Handler:
                 self._history.broken("stalled", last, until=now, consumer=self._name)
             last = now
 
-    def _say_ready(self) -> None:
+    def _print_ready(self) -> None:
         if not self._ready:
             self._ready = True
             print("ready", flush=True)
@@ -125,7 +125,7 @@ class Handler:
             plait.connect(self._addresses, client_id=self._name, limits=LIMITS) as client,
             client.consumer(SUBJECT, GROUP, ordered=True, retry=RETRY, prefetch=prefetch) as consumer,
         ):
-            self._say_ready()
+            self._print_ready()
             if kind == "fetch":
                 await self._fetch(consumer)
             else:
@@ -150,7 +150,7 @@ class Handler:
             try:
                 await asyncio.shield(work)
             except asyncio.CancelledError:
-                # Who leaves finishes what it has begun with.
+                # A consumer that leaves finishes its current message.
                 await work
                 raise
 
@@ -165,7 +165,7 @@ class Handler:
             failed: set[str | None] = set()
             done = []
             for message in batch:
-                # What follows one that failed comes again after it.
+                # Messages after a failed one are delivered again after it.
                 if message.key not in failed:
                     handling = await self._try(message)
                     if handling is None:
@@ -176,7 +176,7 @@ class Handler:
                 await self._flush(consumer, done)
 
     async def _try(self, message: plait.Message) -> Handling | None:
-        """The handling if it succeeded; the message is acked or nacked."""
+        """Handle a message and ack or nack it; returns the handling if it succeeded."""
         try:
             handling = await self._handle(message)
         except (_Fenced, _Failed):
@@ -196,7 +196,7 @@ class Handler:
             handling.ack_ok(time.monotonic())
 
     async def _app(self) -> None:
-        app = _ToldApp(self._addresses, group=GROUP, client_id=self._name, limits=LIMITS)
+        app = _App(self._addresses, group=GROUP, client_id=self._name, limits=LIMITS)
 
         @app.subscriber(SUBJECT, ordered=True, concurrency=TASKS, retry=RETRY)
         async def handle(message: plait.Message) -> None:
@@ -207,17 +207,17 @@ class Handler:
 
         @app.on_startup
         async def ready() -> None:
-            self._say_ready()
+            self._print_ready()
 
         stopping = asyncio.ensure_future(self._stop.wait())
         stopping.add_done_callback(lambda _: app.stop())
         try:
             await app.run()
         finally:
-            if app.told:
-                # It heard the signal itself, which counts also where it could not tell the meta server that it leaves.
+            if app.stop_requested:
+                # The app caught the signal; an error while it left must not start it again.
                 self._stop.set()
-            self._hear_signal()
+            self._install_signal_handlers()
             stopping.cancel()
 
     # --- handling -------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Handler:
         handling = self._history.handle(
             self._name, message.key, value, message.attempt, epoch, lp, place, begun.time, group=GROUP
         )
-        # Now and then long enough to be stopped in the middle of it.
+        # Now and then long enough to be stopped or killed meanwhile.
         await asyncio.sleep(self._random.choice(WORK_SECONDS))
         if self._random.random() < FAILURES:
             handling.failed(time.monotonic())

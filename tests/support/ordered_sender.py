@@ -1,7 +1,7 @@
 """A producer process: ``python -m tests.support.ordered_sender ADDRESSES NAME HISTORY SEED RATE``, until SIGTERM.
 
-Posts bursts of messages of a few keys and records what became of each. A body is ``name:number``; numbers of a producer
-rise. At its end it waits for the fate of everything it sent.
+Posts bursts of messages of a few keys and records the outcome of each. A body is ``name:number``; the numbers of a
+producer increase. At the end it waits for the outcome of everything it sent.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from plait.testing.history import History, RecordedSend
 SUBJECT = "orders"
 KEYS = 60
 PAUSE_SECONDS = 0.3
-#: A cluster that is hit again and again may take long to answer; what has no answer then is of unknown fate.
+#: How long to wait for a receipt; a send without one has an unknown outcome.
 LIMITS = plait.ClientLimits(reconnect_max_seconds=0.5, route_seconds=2.0, request_seconds=3.0, send_seconds=60.0)
 
 
 async def produce(addresses: str, name: str, path: str, seed: int, rate: float) -> None:
-    """Send until told to stop."""
+    """Send until SIGTERM."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     draw = random.Random(f"{seed} {name}")
@@ -58,12 +58,12 @@ async def produce(addresses: str, name: str, path: str, seed: int, rate: float) 
 
 
 async def _connected(addresses: str, name: str) -> plait.Client:
-    """A client, once a meta server is there."""
+    """A client, as soon as a meta server answers."""
     while True:
         try:
             return await plait.connect(addresses, client_id=name, limits=LIMITS).open()
         except Unavailable as error:
-            print(f"{name}: {error}; once more", file=sys.stderr, flush=True)
+            print(f"{name}: {error}; trying again", file=sys.stderr, flush=True)
             await asyncio.sleep(PAUSE_SECONDS)
 
 

@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    # A machine under load makes no test fail by being slow. Without a seed, examples are the same every time.
+    # No deadlines: a slow machine must not fail a test. Without a seed, examples are the same in every run.
     settings.register_profile(
         "plait",
         deadline=None,
@@ -85,13 +85,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """The number this test's randomness starts from: told apart by test, repeated by PLAIT_SEED."""
+    """The seed of this test, different for each test; PLAIT_SEED repeats a run."""
     return derive(_run_seed(request.config), request.node.nodeid)
 
 
 @pytest.fixture
 def cycles(request: pytest.FixtureRequest) -> Cycles:
-    """``for number in cycles(50): ...``, going on where an interrupted deep run stopped."""
+    """``for number in cycles(50): ...``; resumes where an interrupted deep run stopped."""
     return Cycles(request.node.nodeid, request.config.stash.get(_STATE, None))
 
 
@@ -146,7 +146,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         leaks.end_processes(stash[_BEFORE], after)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if hasattr(session.config, "workeroutput"):
-        # One of several that share the tests: whoever began them tells.
+        # A worker of several: the controller reports.
         session.config.workeroutput["leaked"] = stash[_LEAKED]
     elif stash.get(_LEAKED_BY_WORKERS, []):
         stash[_LEAKED] += stash[_LEAKED_BY_WORKERS]
@@ -173,10 +173,10 @@ def _run_seed(config: pytest.Config) -> int:
 
 
 def _arranged(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Long tests come first, so that no worker ends long after the others.
+    """Sort long tests first, so that no worker ends long after the others.
 
-    Each worker gets an equal part of the list, and one that is done takes from the ends of others' parts. What needs
-    the session's Spark is where the last part begins, so that one worker does all of it: each would start its own.
+    Each worker gets an equal part of the list, and one that is done takes from the ends of others' parts. Tests that
+    use the session's Spark begin the last part, so that one worker runs all of them: each would start its own.
     """
     spark = [item for item in items if "spark" in getattr(item, "fixturenames", ())]
     others = sorted((item for item in items if "spark" not in getattr(item, "fixturenames", ())), key=_is_short)
@@ -194,5 +194,5 @@ def _suite_of(item: pytest.Item) -> str | None:
     if marker is None:
         return None
     if len(marker.args) != 1 or not isinstance(marker.args[0], str):
-        raise pytest.UsageError(f'{item.nodeid}: say which suite, as in @pytest.mark.deep("crash")')
+        raise pytest.UsageError(f'{item.nodeid}: name a suite, as in @pytest.mark.deep("crash")')
     return marker.args[0]

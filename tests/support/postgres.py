@@ -1,6 +1,7 @@
-"""A private PostgreSQL for tests: an instance of its own in a temporary directory, reached by a socket in there.
+"""A private PostgreSQL instance for tests, in a temporary directory, reached by a socket in it.
 
-Servers that run on the machine are not touched. As root it runs under another user, as PostgreSQL refuses root.
+Other servers on the machine are not touched. PostgreSQL refuses root: when the tests run as root, it runs as another
+user.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from urllib.parse import urlsplit
 
 from tests.support.require import require, require_package
 
-#: Where Debian has the programs: they are not on the path.
+#: Where Debian installs the programs, which are not on the path.
 DEBIAN = Path("/usr/lib/postgresql")
-#: Users that can run it for root.
+#: Users that run it when the tests run as root.
 USERS = ("postgres", "nobody")
-#: Nothing of it outlives the tests, so nothing has to reach the disk.
+#: The data does not outlive the tests, so nothing has to reach the disk.
 SETTINGS = {
     "listen_addresses": "''",
     "fsync": "off",
@@ -41,7 +42,7 @@ class Postgres:
         require(self._programs, "PostgreSQL is not installed (tools/debian-install postgresql)")
         self._as: dict[str, Any] = _other_user()
         self._numbers = count()
-        # Short, as the path of a socket has to be.
+        # Short, because the path of a socket is limited.
         self._directory = Path(tempfile.mkdtemp(prefix="plait-pg-"))
         if self._as:
             os.chown(self._directory, self._as["user"], self._as["group"])
@@ -56,11 +57,11 @@ class Postgres:
         self._run("pg_ctl", "start", "-w", "-D", self._data, "-l", self._directory / "log")
 
     def stop(self) -> None:
-        """End it; connections are cut."""
+        """Stop the server; connections are cut."""
         self._run("pg_ctl", "stop", "-w", "-m", "immediate", "-D", self._data)
 
     def remove(self) -> None:
-        """End it for good, if it runs, with all that it has."""
+        """Stop the server, if it runs, and delete its data."""
         if (self._data / "postmaster.pid").exists():
             self.stop()
         shutil.rmtree(self._directory)
@@ -69,7 +70,7 @@ class Postgres:
         return f"postgresql://plait@/{name}?host={self._directory}"
 
     def create(self, template: str = "template1") -> str:
-        """The address of a new database."""
+        """Create a database; returns its address."""
         name = f"test{next(self._numbers)}"
         self._psql(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
         return self.url(name)
@@ -107,7 +108,7 @@ def find_programs() -> Path | None:
 
 
 def _other_user() -> dict[str, Any]:
-    """How to run a program as somebody who is not root."""
+    """Arguments of ``subprocess`` that run a program as a user other than root."""
     if os.geteuid() != 0:
         return {}
     for name in USERS:

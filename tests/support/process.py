@@ -1,4 +1,4 @@
-"""A real server as a process of its own: ``plait serve``, or the same server with settings no option has."""
+"""A real server in its own process: ``plait serve``, or the same server with settings that have no option."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-#: A loaded machine may take long to start an interpreter; a server that hangs does not get longer than this.
+#: The longest wait for a start; a loaded machine may take long to start an interpreter.
 READY_SECONDS = 180.0
 
-#: What runs where ``settings`` are given: fields of ``BrokerConfig``, as JSON in the last argument.
+#: The program for ``settings``: fields of ``BrokerConfig``, as JSON in the last argument.
 _SCRIPT = """
 import asyncio, json, sys, uvloop
 from plait.broker import BrokerConfig
@@ -34,7 +34,7 @@ uvloop.run(main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])))
 
 
 class ServerProcess:
-    """One data directory and the process that serves it; it keeps its port from the first start on.
+    """One data directory and the process that serves it; every start uses the same port.
 
     ``with ServerProcess(directory) as server`` makes sure that no process outlives the block.
     """
@@ -67,7 +67,7 @@ class ServerProcess:
         return self._log.read_text() if self._log.exists() else ""
 
     def spawn(self) -> None:
-        """Start the process; ``wait_ready`` says when it serves."""
+        """Start the process; ``wait_ready`` waits until it serves."""
         assert self._process is None, "it runs already"
         if self.settings is None:
             arguments = ["-m", "plait.cli", "serve", "--data", str(self.data), "--port", str(self.port)]
@@ -79,7 +79,7 @@ class ServerProcess:
             self._process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=log)
 
     def wait_ready(self) -> None:
-        """Until it has said ``ready``."""
+        """Wait until it has printed ``ready``."""
         assert self._process is not None
         assert self._process.stdout is not None
         deadline = time.monotonic() + READY_SECONDS
@@ -100,11 +100,11 @@ class ServerProcess:
         self.wait_ready()
 
     def kill(self) -> None:
-        """SIGKILL: the process has no say in it. Nothing if it does not run."""
+        """Send SIGKILL. Does nothing if it does not run."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> int:
-        """SIGTERM, and the exit code."""
+        """Send SIGTERM; returns the exit code."""
         return self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> int:

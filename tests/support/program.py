@@ -18,18 +18,18 @@ ROOT = Path(__file__).parents[2]
 
 
 class Program:
-    """``python -m module arguments``; ``arguments`` says them anew for each life, of which the first is 1."""
+    """``python -m module arguments``; ``arguments`` returns them for each start, counted from 1."""
 
     def __init__(self, name: str, directory: Path, module: str, arguments: Callable[[int], Sequence[str]]) -> None:
         self.name = name
         self.lives = 0
-        #: What stood behind ``ready`` when it was last started.
-        self.said: list[str] = []
+        #: The words after ``ready`` in the output of the last start.
+        self.output: list[str] = []
         self._module = module
         self._arguments = arguments
         self._path = directory / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
-        #: Held by whoever stops it, until it runs again.
+        #: Held while the program is stopped, until it runs again.
         self.lock = asyncio.Lock()
 
     @property
@@ -43,7 +43,7 @@ class Program:
         return None if self._process is None else self._process.poll()
 
     async def start(self, *, again: int | None = None) -> None:
-        """Start it and wait until it is ready; as often as it ends with the code ``again`` before that."""
+        """Start it and wait until it is ready; try again if it ends with the exit code ``again`` before that."""
         assert self._process is None, f"{self.name} runs already"
         deadline = time.monotonic() + READY_SECONDS
         while True:
@@ -76,7 +76,7 @@ class Program:
             if not piece:
                 raise AssertionError(f"{self.name} did not start: {line!r}\n{self.log[-4000:]}")
             line += piece
-        word, *self.said = line.decode().split()
+        word, *self.output = line.decode().split()
         assert word == "ready", line
 
     def send(self, number: signal.Signals) -> None:
@@ -85,7 +85,7 @@ class Program:
         self._process.send_signal(number)
 
     async def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End it with a signal; the exit code. Nothing if it does not run."""
+        """End it with a signal; returns the exit code. Does nothing if it does not run."""
         process, self._process = self._process, None
         if process is None:
             return 0
@@ -95,7 +95,7 @@ class Program:
         return code
 
     def kill(self) -> None:
-        """Whatever happened, nothing of it is left."""
+        """Kill the process, if it runs."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

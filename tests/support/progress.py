@@ -1,4 +1,4 @@
-"""A limit of CPU time for code that must end: a loop without progress fails its test instead of hanging it."""
+"""A limit of CPU time, so that a loop without progress fails its test instead of hanging it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 @contextmanager
 def within_cpu_seconds(seconds: float) -> Iterator[None]:
-    """Raise ``AssertionError`` inside the block once it has used this much CPU time; a slow machine changes nothing."""
+    """Raise ``AssertionError`` inside the block once it has used this much CPU time, however slow the machine is."""
 
     def expired(_: int, frame: FrameType | None) -> None:
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "no Python code"

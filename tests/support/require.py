@@ -1,7 +1,7 @@
-"""What a test needs of the machine: root, namespaces, a package, a server.
+"""Requirements of tests on the machine: root, namespaces, a package, a server.
 
-Where it is not to be had the test is skipped with the reason; with ``PLAIT_REQUIRE=all`` in the environment
-(continuous integration) the want of it fails the test instead, so nothing is left out unnoticed.
+Where one is missing the test is skipped with the reason. With ``PLAIT_REQUIRE=all`` in the environment (continuous
+integration) the test fails instead, so that no test is skipped unnoticed.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ def unavailable(reason: str) -> NoReturn:
 
 
 def require(available: object, reason: str) -> None:
-    """Go on only if `available` is true; `reason` says what is missing and how to get it."""
+    """Skip or fail the test unless `available` is true; `reason` names what is missing and how to get it."""
     if not available:
         unavailable(reason)
 
 
 def require_root() -> None:
-    """Go on only as root."""
+    """Skip or fail the test unless it runs as root."""
     require(os.geteuid() == 0, "this needs root")
 
 
 def require_namespaces() -> None:
-    """Go on only where network namespaces can be made."""
+    """Skip or fail the test where network namespaces cannot be made."""
     require_root()
     require_program("ip", package="iproute2")
     require(_can_unshare(), "this needs the right to make network namespaces (CAP_SYS_ADMIN)")
 
 
 def require_mounts() -> None:
-    """Go on only where file systems can be mounted."""
+    """Skip or fail the test where file systems cannot be mounted."""
     require_root()
     require(_can_unshare("--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"), "this needs the right to mount")
 
 
 def require_program(name: str, *, package: str | None = None) -> str:
-    """The path of a program; `package` is Debian's name for what brings it."""
+    """The path of a program; `package` is the Debian package that installs it."""
     path = shutil.which(name, path=os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")
     if path is None:
         unavailable(f"{name} is not installed (tools/debian-install {package or name})")
@@ -62,7 +62,7 @@ def require_program(name: str, *, package: str | None = None) -> str:
 
 
 def require_package(name: str, *, extra: str = "dev") -> ModuleType:
-    """The module `name`, which the optional dependencies `extra` bring."""
+    """The module `name`, which the optional dependencies `extra` install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Where a process that is to be killed has its passing files."""
+"""A temporary directory for a process that will be killed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def scratch_environ(directory: Path) -> dict[str, str]:
-    """An environment in which Python, Java and Spark have their passing files below a test's directory.
+    """An environment in which Python, Java and Spark have their temporary files below a test's directory.
 
-    Who is killed removes nothing, and the machine's temporary directory would fill with blocks and native libraries.
+    A killed process removes nothing, and would fill the machine's temporary directory with blocks and native libraries.
     """
     scratch = directory / "scratch"
     scratch.mkdir(exist_ok=True)
-    # Libraries of compression are unpacked where Java says.
+    # Compression libraries are unpacked into Java's temporary directory.
     java = f'"-Djava.io.tmpdir={scratch}"'
     return os.environ | {"TMPDIR": str(scratch), "SPARK_LOCAL_DIRS": str(scratch), "JDK_JAVA_OPTIONS": java}

@@ -1,8 +1,8 @@
-"""A sink that checks epochs: what handlers write to, and what proves that a late one does no harm.
+"""A sink that checks epochs: handlers write to it, and it refuses late ones.
 
-It runs in the test's own process, which nobody stops or kills, and gives the time of everything, so that histories of
-many processes have one clock. A handler asks before it begins, and again when it writes; both name the epoch of the
-lock. Once a higher epoch was seen for a logical partition, lower ones are refused.
+It runs in the test's own process, which is not killed, and timestamps every request, so that the histories of many
+processes have one clock. A handler asks before it begins, and again when it writes; both requests carry the epoch of
+the lock. Once the sink has seen a higher epoch of a logical partition, it refuses lower ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    """Whether it may be, and when that was decided (seconds, on the machine's monotonic clock)."""
+    """Whether the request was accepted, and when (seconds, on the machine's monotonic clock)."""
 
     accepted: bool
     time: float
@@ -26,13 +26,13 @@ class Sink:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        #: Logical partition → the highest epoch that was seen, and whose that is.
+        #: Logical partition → the highest epoch seen, and its consumer.
         self._epochs: dict[int, tuple[int, str]] = {}
         #: (key, producer) → the number that was written last.
         self._last: dict[tuple[str, str], int] = {}
-        #: What was written at least once: values as (producer, number).
+        #: The written values, as (producer, number).
         self.written: set[tuple[str, int]] = set()
-        #: Writes and beginnings under an epoch that was over; messages that were written again.
+        #: Requests refused for a lower epoch; messages that were written again.
         self.refused = 0
         self.repeated = 0
         #: How often a logical partition got another owner.
@@ -64,14 +64,14 @@ class Sink:
                     self.write(consumer, *write)
                 writer.write(json.dumps(Answer(accepted, time.monotonic())).encode() + b"\n")
         except ConnectionError:
-            # Whoever asked was killed.
+            # The client was killed.
             pass
         finally:
             self._open.discard(writer)
             writer.close()
 
     def begin(self, consumer: str, lp: int, epoch: int) -> bool:
-        """Whether nobody with a higher epoch was here before."""
+        """Whether no higher epoch of the logical partition was seen."""
         highest, owner = self._epochs.get(lp, (0, consumer))
         if epoch < highest:
             self.refused += 1
@@ -84,7 +84,7 @@ class Sink:
         return True
 
     def write(self, consumer: str, key: str, producer: str, number: int) -> None:
-        """A message of a key is done; numbers of a producer rise with every message of a key."""
+        """Record a handled message; the numbers of a producer must increase per key."""
         value = (producer, number)
         if value in self.written:
             self.repeated += 1
@@ -97,7 +97,7 @@ class Sink:
 
 
 class SinkClient:
-    """A handler's way to the sink: one question at a time."""
+    """A handler's connection to the sink: one request at a time."""
 
     def __init__(self, path: str, consumer: str) -> None:
         self._path = path
@@ -107,11 +107,11 @@ class SinkClient:
         self._writer: asyncio.StreamWriter | None = None
 
     async def begin(self, lp: int, epoch: int) -> Answer:
-        """Ask whether a message may be begun with."""
+        """Ask for permission to begin with a message."""
         return await self._ask(lp, epoch, None)
 
     async def write(self, lp: int, epoch: int, key: str, producer: str, number: int) -> Answer:
-        """Write that a message is done."""
+        """Write a handled message."""
         return await self._ask(lp, epoch, (key, producer, number))
 
     async def _ask(self, lp: int, epoch: int, write: tuple[str, str, int] | None) -> Answer:

@@ -1,6 +1,6 @@
 """A streaming query from one subject to another, whose driver and whose broker are killed at any moment.
 
-At the end everything has to be there once, and each key in the order in which it was sent.
+At the end every message must be stored once, and each key in the order of sending.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from tests.support.process import ServerProcess
 from tests.support.scratch import scratch_environ
 
 SOURCE, TARGET = "in", "out"
-#: Only a driver that hangs takes longer for its part of the run.
+#: A driver that takes longer for its part of the run hangs.
 LIFE_SECONDS = 240.0
 KEYS = 10
 
 
 class Driver:
-    """One life of the driver."""
+    """One process of the driver."""
 
     def __init__(self, address: str, directory: Path, rows: int) -> None:
         command = [sys.executable, "-P", "-m", "tests.support.sink_driver", address, SOURCE, TARGET]
         command += [str(directory / "checkpoint"), str(rows)]
         self._log = (directory / "driver.log").open("ab")
-        # A group of its own: Java goes with it, and the Python workers follow Java.
+        # Its own process group, so that a kill includes Java; the Python workers end with Java.
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, env=scratch_environ(directory), start_new_session=True
         )
 
     @property
     def code(self) -> int | None:
-        """How it ended; None: it runs."""
+        """The exit code; None while it runs."""
         return self._process.poll()
 
     def wait(self, seconds: float) -> int | None:
-        """How it ended; None: it has not, after so long."""
+        """Wait up to ``seconds``: the exit code; None if it still runs."""
         try:
             return self._process.wait(max(seconds, 0))
         except subprocess.TimeoutExpired:
@@ -57,12 +57,12 @@ class Driver:
 
 
 class SinkChaos:
-    """One run with so many kills, from a seed."""
+    """One run with this many kills, from a seed."""
 
     def __init__(self, directory: Path, seed: int, *, kills: int, batches: int = 12, rows: int = 800) -> None:
         self._directory = directory
         self._draw = random.Random(seed)
-        #: Three of five are the driver's. Even a run of two has both kinds.
+        #: Three of five kills hit the driver. Even a run with two kills has both kinds.
         self._victims = ["driver"] * round(0.6 * kills) + ["broker"] * (kills - round(0.6 * kills))
         self._draw.shuffle(self._victims)
         self._rows = rows
@@ -71,7 +71,7 @@ class SinkChaos:
         self.lives = 0
 
     def run(self) -> None:
-        """Raises when a message is missing, is there twice, or out of order."""
+        """Run the query with its kills; raises when a message is missing, stored twice, or out of order."""
         with ServerProcess(self._directory / "data", flush="sync") as server:
             server.start()
             with plait.sync.connect(server.address) as client:
@@ -79,8 +79,8 @@ class SinkChaos:
                     client.admin.create_subject(subject, partitions=2)
                 keys = [f"k{n % KEYS}" for n in range(self._total)]
                 client.send_many(SOURCE, [b"%d" % n for n in range(self._total)], keys=keys)
-                # The moments differ in how far the run has come, and in what the driver does just then.
-                # One more batch is to come after the last: a driver that is done cannot be killed.
+                # The kills come at different points of the run and of a batch.
+                # A batch remains after the last kill: a driver that is done cannot be killed.
                 marks = sorted(self._draw.randrange(self._total - self._rows) for _ in self._victims)
                 self._start_driver(server)
                 try:
@@ -96,9 +96,9 @@ class SinkChaos:
         self._driver = Driver(server.address, self._directory, self._rows)
 
     def _strike(self, server: ServerProcess, client: plait.sync.Client, mark: int, victim: str) -> None:
-        """Kill the driver or the broker when about so many messages are visible."""
+        """Kill the driver or the broker when about ``mark`` messages are visible."""
         while not self._wait(client, mark):
-            # Its query failed because the broker was away.
+            # The query failed because the broker was down.
             assert self._driver.code != 0, f"the driver was done before message {mark} was visible"
             self._driver.kill()
             self._start_driver(server)
@@ -111,14 +111,14 @@ class SinkChaos:
             server.start()
 
     def _wait(self, client: plait.sync.Client, mark: int) -> bool:
-        """Until so many messages are visible; False: the driver has ended before."""
+        """Wait until ``mark`` messages are visible; False: the driver ended before."""
         deadline = time.monotonic() + LIFE_SECONDS
         seen = 0
         with client.reader(TARGET, start="earliest") as reader:
             while self._driver.code is None:
                 assert time.monotonic() < deadline, self._log()
                 if seen >= mark:
-                    # Just then a batch was published; what comes next is planning, writing and staging.
+                    # A batch was just published; planning, staging and writing of the next one follow.
                     reader.fetch(1, wait=self._draw.uniform(0.0, 0.6))
                     return self._driver.code is None
                 with contextlib.suppress(plait.PlaitError):
@@ -126,7 +126,7 @@ class SinkChaos:
         return False
 
     def _finish(self, server: ServerProcess) -> None:
-        """Start the driver as often as it takes to come to the end."""
+        """Restart the driver until it reaches the end."""
         deadline = time.monotonic() + LIFE_SECONDS
         while (code := self._driver.wait(deadline - time.monotonic())) != 0:
             assert code is not None, self._log()
@@ -145,6 +145,6 @@ class SinkChaos:
         counts = Counter(number for numbers in found.values() for number in numbers)
         wanted = set(range(self._total))
         assert set(counts) == wanted, f"{len(wanted - set(counts))} messages are missing"
-        assert max(counts.values()) == 1, f"{counts.most_common(3)} came more than once"
+        assert max(counts.values()) == 1, f"{counts.most_common(3)} are stored more than once"
         for key, numbers in found.items():
             assert numbers == sorted(numbers), f"the messages of {key} are out of order"

@@ -1,7 +1,7 @@
 """A driver of a streaming query from one subject to another, as a process that can be killed.
 
-``python -m tests.support.sink_driver ADDRESS SOURCE TARGET CHECKPOINT ROWS`` copies all messages there are, so many a
-batch, and ends.
+``python -m tests.support.sink_driver ADDRESS SOURCE TARGET CHECKPOINT ROWS`` copies all messages, ROWS in a batch, and
+ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CONFIG = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSeri
 
 
 def main(address: str, source: str, target: str, checkpoint: str, rows: str) -> None:
-    spark = plait.spark.runtime.session("sink-driver", master="local[2]", config=CONFIG)
+    spark = plait.spark.session("sink-driver", master="local[2]", config=CONFIG)
     messages = (
         spark.readStream.format("plait")
         .option("server", address)

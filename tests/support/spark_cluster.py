@@ -18,7 +18,7 @@ import pyspark
 from plait.spark.runtime.session import find_runtime
 
 WORKERS = 2
-#: Two Javas that start at the same time on a busy machine.
+#: Several Java processes start at the same time, perhaps on a busy machine.
 START_SECONDS = 120.0
 LOOK_SECONDS = 0.2
 _LOOPBACK = "127.0.0.1"
@@ -70,8 +70,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], page: str, directory: Path) 
     deadline = time.monotonic() + START_SECONDS
     while True:
         if any(process.poll() is not None for process in processes) or time.monotonic() > deadline:
-            said = "".join(path.read_text(errors="replace")[-2000:] for path in sorted(directory.glob("*.log")))
-            raise RuntimeError(f"the Spark cluster did not start: {said}")
+            logs = "".join(path.read_text(errors="replace")[-2000:] for path in sorted(directory.glob("*.log")))
+            raise RuntimeError(f"the Spark cluster did not start: {logs}")
         try:
             with urllib.request.urlopen(page, timeout=5) as answer:
                 state = json.load(answer)

@@ -1,6 +1,6 @@
 """A streaming query from a broker to Parquet files, as a process that tests kill.
 
-Prints the number of each batch once it is done, and goes on for ever. A query that fails ends the process.
+Prints the number of each batch once it is done, and runs until it is killed. A query that fails ends the process.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import sys
 import plait.spark
 from tests.spark.conftest import TEST_CONFIG
 
-#: So small that a query has many batches, and so large that some have several frames.
+#: Small enough for many batches, and large enough for some with several frames.
 MESSAGES_PER_TRIGGER = 300
-#: A batch that has begun is looked for this often.
+#: The interval between two looks for a new batch.
 LOOK_SECONDS = 0.02
 
 
 def run(server: str, out: str, checkpoint: str) -> None:
-    # A task whose worker is killed is tried again.
-    spark = plait.spark.runtime.session("plait-stream", master="local[2,4]", config=TEST_CONFIG)
+    # A task whose worker is killed is retried.
+    spark = plait.spark.session("plait-stream", master="local[2,4]", config=TEST_CONFIG)
     source = spark.readStream.format("plait").options(
         server=server, subject="orders", columns="partition,sequence,body", maxMessagesPerTrigger=MESSAGES_PER_TRIGGER
     )

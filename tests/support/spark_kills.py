@@ -1,8 +1,8 @@
-"""A streaming query whose broker, driver and workers are killed while it runs, and the proof that each message came
+"""A streaming query whose broker, driver and workers are killed while it runs, and a check that each message is written
 once.
 
-The harness sends more whenever a batch is done, so the query always has work, and kills in the middle of it. In the end
-a query of the test's own session goes on from the same checkpoint until nothing is left, and the files are compared
+The harness sends more whenever a batch is done, so the query always has work, and kills during a batch. In the end a
+query of the test's own session continues from the same checkpoint until nothing is left, and the files are compared
 with the receipts.
 """
 
@@ -30,9 +30,9 @@ from tests.support.scratch import scratch_environ
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: A batch on a machine under load, and the start of Java.
+#: The longest wait for a batch on a machine under load, including the start of Java.
 PATIENCE_SECONDS = 90.0
-#: A kill comes at most so long after a batch was done: while the next one is planned, read or written.
+#: The longest time from the end of a batch to a kill: while the next one is planned, read or written.
 MOMENT_SECONDS = 0.4
 BLOCK = 100
 
@@ -49,7 +49,7 @@ class StreamUnderFire:
         self._driver: subprocess.Popen[bytes] | None = None
         self._client: plait.sync.Client | None = None
         self._line = b""
-        #: Partition and sequence → the body, of everything that was acknowledged.
+        #: Partition and sequence → body, of every acknowledged message.
         self.sent: dict[tuple[str, int], bytes] = {}
 
     def __enter__(self) -> Self:
@@ -70,7 +70,7 @@ class StreamUnderFire:
             self.server.kill()
 
     def send(self, blocks: int) -> None:
-        """So many frames of messages with keys."""
+        """Send this many frames of messages with keys."""
         assert self._client is not None
         for _ in range(blocks):
             first = len(self.sent)
@@ -83,7 +83,7 @@ class StreamUnderFire:
     # --- the driver -----------------------------------------------------------------------------
 
     def batches(self, count: int) -> None:
-        """Until so many more batches are done; a driver that has ended is started again, as its operator would."""
+        """Wait until ``count`` more batches are done; restarts a driver that has ended, as an operator would."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while count:
             if self._driver is None:
@@ -92,12 +92,12 @@ class StreamUnderFire:
                 count -= 1
                 self.send(4)
             elif time.monotonic() >= deadline:
-                raise AssertionError(f"the query stands still\n{self._log.read_text()[-6000:]}")
+                raise AssertionError(f"the query makes no progress\n{self._log.read_text()[-6000:]}")
 
     def _start_driver(self) -> None:
         module = ["-m", "tests.support.spark_driver", self.server.address, str(self._out), str(self._checkpoint)]
         with self._log.open("ab") as log:
-            # With Java in a group of its own: both are killed at once.
+            # Its own process group, so that a kill includes Java.
             self._driver = subprocess.Popen(
                 [sys.executable, *module],
                 stdout=subprocess.PIPE,
@@ -108,7 +108,7 @@ class StreamUnderFire:
             )
 
     def _wait_line(self, seconds: float) -> bool:
-        """A batch is done; False when the time is up, or the driver has ended."""
+        """Wait for a batch; False when the time is up or the driver has ended."""
         assert self._driver is not None
         assert self._driver.stdout is not None
         until = time.monotonic() + seconds
@@ -127,7 +127,7 @@ class StreamUnderFire:
     # --- kills ----------------------------------------------------------------------------------
 
     def kill(self, what: str) -> None:
-        """Kill the broker, the driver or a worker at some moment of a batch."""
+        """Kill the broker, the driver or a worker at a random moment of a batch."""
         if self._driver is not None:
             self._wait_line(self._rng.uniform(0.0, MOMENT_SECONDS))
         if what == "broker":
@@ -139,11 +139,11 @@ class StreamUnderFire:
             self._kill_worker()
 
     def kill_driver(self) -> None:
-        """SIGKILL of Python and Java."""
+        """Kill Python and Java with SIGKILL."""
         driver, self._driver, self._line = self._driver, None, b""
         if driver is not None:
             children = psutil.Process(driver.pid).children(recursive=True) if driver.poll() is None else []
-            with _gone():
+            with _ignore_ended():
                 os.killpg(driver.pid, signal.SIGKILL)
             driver.wait()
             psutil.wait_procs(children, timeout=PATIENCE_SECONDS)
@@ -151,19 +151,19 @@ class StreamUnderFire:
             driver.stdout.close()
 
     def _kill_worker(self) -> None:
-        """One of Spark's Python workers, whatever it does."""
+        """Kill one of Spark's Python workers."""
         assert self._driver is not None
-        with _gone():
+        with _ignore_ended():
             below = psutil.Process(self._driver.pid).children(recursive=True)
             workers = [p for p in below if "plait.spark" in " ".join(p.cmdline()) or "pyspark" in " ".join(p.cmdline())]
             leaves = [p for p in workers if p.name().startswith("python") and not p.children()]
             assert leaves, [process.cmdline() for process in below]
             self._rng.choice(sorted(leaves, key=lambda process: process.pid)).kill()
 
-    # --- the proof ------------------------------------------------------------------------------
+    # --- the check ------------------------------------------------------------------------------
 
     def check(self, spark: SparkSession) -> None:
-        """Read what is left and compare: every message once, and nothing else."""
+        """Read the rest and compare: every message once, and nothing else."""
         self.kill_driver()
         source = spark.readStream.format("plait").options(
             server=self.server.address, subject="orders", columns="partition,sequence,body"
@@ -177,8 +177,8 @@ class StreamUnderFire:
         assert {(row.partition, row.sequence): bytes(row.body) for row in rows} == self.sent
 
 
-class _gone:
-    """What is to be killed may have ended by itself."""
+class _ignore_ended:
+    """Ignore that the process to kill has ended by itself."""
 
     def __enter__(self) -> None:
         return None

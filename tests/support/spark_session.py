@@ -1,4 +1,4 @@
-"""A session of Spark that leaves nothing behind."""
+"""A Spark session whose Java process ends with it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 @contextmanager
 def spark_session(master: str, config: Mapping[str, object]) -> Iterator[SparkSession]:
-    """A session as ``plait.spark.runtime.session`` makes it; its Java ends with the block."""
+    """A session as ``plait.spark.session`` makes it; its Java ends with the block."""
     require_package("pyspark", extra="spark")
     from pyspark import SparkContext
 
-    session = plait.spark.runtime.session("plait-tests", master=master, config=config)
+    session = plait.spark.session("plait-tests", master=master, config=config)
     gateway = SparkContext._gateway
     assert gateway is not None
     try:
         yield session
     finally:
         session.stop()
-        # Java would end with this process only, and the run's leak check comes before that.
+        # Otherwise Java ends with this process only, after the run's leak check.
         gateway.shutdown()
         gateway.proc.stdin.close()
         gateway.proc.wait(timeout=120)

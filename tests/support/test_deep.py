@@ -1,4 +1,4 @@
-"""A long run's state survives interruption and never vouches for other sources or another seed."""
+"""A long run's state survives an interruption and is discarded for other sources or another seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "state" / "deep.json"
 
 
-def test_what_passed_is_remembered_for_the_same_sources(path: Path):
+def test_passed_tests_are_remembered_for_the_same_sources(path: Path):
     first = DeepState(path, "v1")
     first.finish("t1")
     second = DeepState(path, "v1")
@@ -22,25 +22,25 @@ def test_what_passed_is_remembered_for_the_same_sources(path: Path):
     assert second.seed == first.seed
 
 
-def test_changed_sources_forget_everything(path: Path):
+def test_changed_sources_discard_the_state(path: Path):
     DeepState(path, "v1", seed=1).finish("t1")
     assert DeepState(path, "v2").passed == set()
 
 
-def test_another_seed_forgets_everything(path: Path):
+def test_another_seed_discards_the_state(path: Path):
     DeepState(path, "v1", seed=1).finish("t1")
     assert DeepState(path, "v1", seed=2).passed == set()
     assert DeepState(path, "v1", seed=1).passed == {"t1"}
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"seed": 1}', "null"])
-def test_a_damaged_state_file_starts_anew(path: Path, content: str):
+def test_a_damaged_state_file_is_discarded(path: Path, content: str):
     path.parent.mkdir()
     path.write_text(content)
     assert DeepState(path, "v1").passed == set()
 
 
-def test_cycles_go_on_where_they_stopped(path: Path):
+def test_cycles_resume_where_they_stopped(path: Path):
     state = DeepState(path, "v1")
     for number in Cycles("t1", state)(10):
         if number == 4:
@@ -48,7 +48,7 @@ def test_cycles_go_on_where_they_stopped(path: Path):
     assert list(Cycles("t1", DeepState(path, "v1"))(10)) == [4, 5, 6, 7, 8, 9]
 
 
-def test_no_cycle_begins_when_time_is_up_and_the_next_run_goes_on_there(path: Path):
+def test_no_cycle_begins_when_time_is_up_and_the_next_run_resumes_there(path: Path):
     now = 0.0
     state = DeepState(path, "v1", seconds=10.0, clock=lambda: now)
     cycles = Cycles("t1", state)(10)

@@ -1,4 +1,4 @@
-"""The leak check finds real namespaces and mounts, and tells two runs apart."""
+"""The leak check finds real namespaces and mounts, and distinguishes two runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_mount_left_behind_is_found(token: str, tmp_path: Path):
     assert leaks.observe(token).beyond(before) == []
 
 
-def test_what_was_there_before_is_not_a_leak():
+def test_namespaces_and_mounts_from_before_the_run_are_no_leak():
     before = leaks.Traces(mounts=frozenset({"/a"}), namespaces=frozenset({"blue"}))
     after = leaks.Traces(mounts=frozenset({"/a", "/b"}), namespaces=frozenset({"blue", "red"}))
     assert after.beyond(before) == ["namespace red", "mount /b"]

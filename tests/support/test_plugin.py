@@ -1,4 +1,4 @@
-"""The suite's own machinery, run on small suites in a process of their own."""
+"""The pytest plugin, run on small suites in a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Suite:
-    """A directory with one test file, run by a pytest of its own that loads only our plugin."""
+    """A directory with one test file, run by a separate pytest that loads only our plugin."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -42,14 +42,14 @@ WANTS = """
 """
 
 
-def test_what_is_not_to_be_had_skips_with_the_reason(suite: Suite):
+def test_a_missing_requirement_skips_with_the_reason(suite: Suite):
     result = suite.run(WANTS)
     assert result.returncode == 0, result.stdout
     assert "1 skipped" in result.stdout
     assert "the frobnicator is not installed" in result.stdout
 
 
-def test_what_is_not_to_be_had_fails_where_everything_is_required(suite: Suite):
+def test_a_missing_requirement_fails_where_everything_is_required(suite: Suite):
     result = suite.run(WANTS, PLAIT_REQUIRE="all")
     assert result.returncode == 1
     assert "1 failed" in result.stdout
@@ -93,7 +93,7 @@ LEAKS_A_DAEMON = """
 """
 
 
-#: The tests in this process, or in another that shares them.
+#: Without workers, and with one.
 SHARED = ((), ("-p", "xdist", "-n", "1"))
 
 
@@ -157,7 +157,7 @@ def test_an_unknown_suite_is_refused_with_the_known_ones(suite: Suite):
     assert "all, crash, speed" in result.stdout + result.stderr
 
 
-def test_an_interrupted_deep_run_goes_on_with_what_is_left(suite: Suite):
+def test_an_interrupted_deep_run_resumes_with_the_remaining_tests(suite: Suite):
     first = suite.run(DEEP, "--suite", "all", "-v", FAIL="1")
     assert "test_crash PASSED" in first.stdout
     assert "1 failed" in first.stdout
@@ -170,7 +170,7 @@ def test_an_interrupted_deep_run_goes_on_with_what_is_left(suite: Suite):
     assert "2 passed" in third.stdout
 
 
-def test_another_seed_starts_anew(suite: Suite):
+def test_another_seed_runs_all_tests_again(suite: Suite):
     suite.run(DEEP, "--suite", "all", FAIL="1", PLAIT_SEED="7")
     again = suite.run(DEEP, "--suite", "all", "-v", FAIL="1", PLAIT_SEED="8")
     assert "test_crash PASSED" in again.stdout
@@ -182,7 +182,7 @@ def test_the_same_seed_gives_a_test_the_same_number(suite: Suite):
     assert numbers[0] == numbers[1] != numbers[2]
 
 
-def test_examples_are_the_same_every_time_unless_a_seed_is_named(suite: Suite):
+def test_examples_are_the_same_in_every_run_unless_a_seed_is_given(suite: Suite):
     source = """
         from hypothesis import given, strategies as st
         drawn = []
@@ -192,11 +192,11 @@ def test_examples_are_the_same_every_time_unless_a_seed_is_named(suite: Suite):
         def test_tells():
             print("drawn", drawn)
     """
-    told = []
+    lines = []
     for environment in ({}, {}, {"PLAIT_SEED": "5"}, {"PLAIT_SEED": "5"}, {"PLAIT_SEED": "6"}):
         result = suite.run(source, "-s", "-p", "_hypothesis_pytestplugin", **environment)
-        told += [line for line in result.stdout.splitlines() if "drawn" in line]
-    first, again, five, five_again, six = told
+        lines += [line for line in result.stdout.splitlines() if "drawn" in line]
+    first, again, five, five_again, six = lines
     assert first == again
     assert five == five_again
     assert len({first, five, six}) == 3

@@ -1,4 +1,4 @@
-"""The private PostgreSQL: it leaves nothing behind, and where there is none its tests are skipped."""
+"""The private PostgreSQL: it leaves nothing behind, and its tests are skipped where it is not installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support import leaks, postgres
 from tests.support.postgres import Postgres, name_of
 
 
-def test_it_runs_apart_from_others_and_is_gone_afterwards():
+def test_it_is_separate_from_other_instances_and_removed_afterwards():
     token = leaks.mark_run()
     before = leaks.observe(token)
     instance = Postgres()
@@ -19,7 +19,7 @@ def test_it_runs_apart_from_others_and_is_gone_afterwards():
             directory = connection.execute("SHOW data_directory").fetchone()
     finally:
         instance.remove()
-    # Without a port: only who knows its directory reaches it.
+    # It listens on no port: only its socket reaches it.
     assert found
     assert all("postgres" in line and line.startswith("process") for line in found)
     assert directory is not None
@@ -27,7 +27,7 @@ def test_it_runs_apart_from_others_and_is_gone_afterwards():
     assert leaks.observe(token).beyond(before) == []
 
 
-def test_it_can_be_stopped_and_started_with_what_it_has():
+def test_its_data_survives_a_stop_and_start():
     instance = Postgres()
     try:
         url = instance.create()
@@ -42,7 +42,7 @@ def test_it_can_be_stopped_and_started_with_what_it_has():
         instance.remove()
 
 
-def test_where_there_is_none_the_test_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+def test_where_it_is_not_installed_the_test_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(postgres, "find_programs", lambda: None)
     monkeypatch.delenv("PLAIT_REQUIRE", raising=False)
     with pytest.raises(pytest.skip.Exception, match="tools/debian-install postgresql"):

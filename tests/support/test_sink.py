@@ -1,4 +1,4 @@
-"""The sink finds what it is there to find."""
+"""The sink refuses low epochs and finds violations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_two_owners_of_one_epoch_are_a_violation(sink: Sink):
     assert sink.violations == ["b and a both have epoch 1 of logical partition 7"]
 
 
-def test_a_write_that_comes_after_a_later_one_is_a_violation(sink: Sink):
+def test_a_write_after_a_later_message_is_a_violation(sink: Sink):
     for number in (0, 2, 2, 1):
         sink.write("a", "k", "p", number)
     sink.write("a", "other", "p", 0)

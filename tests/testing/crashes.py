@@ -1,4 +1,4 @@
-"""Crashing a simulated disk again and again, to see everything that can come of it."""
+"""Helpers that crash a simulated disk many times, to collect all its possible outcomes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANDOMS = st.integers(0, 2**32 - 1).map(random.Random)
 
 
 def durable(disk: SimulatedDisk, path: str, data: bytes = b"") -> SimulatedFile:
-    """A file with these contents, name and all certain to survive."""
+    """A file whose name and contents certainly survive a crash."""
     file = disk.open(path, create=True)
     file.write([data], 0)
     file.sync()
@@ -24,7 +24,7 @@ def durable(disk: SimulatedDisk, path: str, data: bytes = b"") -> SimulatedFile:
 
 
 def outcomes(disk: SimulatedDisk, see: Callable[[SimulatedDisk], Any], tries: int = 400) -> set[Any]:
-    """What ``see`` finds after many crashes at this point."""
+    """The distinct results of ``see`` after many crashes at this point."""
     rng = random.Random(1)
     return {see(disk.after_crash(rng)) for _ in range(tries)}
 

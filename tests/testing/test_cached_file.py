@@ -1,4 +1,4 @@
-"""What a crash leaves of a file: every sector old or new, and nothing else."""
+"""After a crash, every sector of a file is old or new, and nothing else."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_unsynced_cut_survives_or_not():
     assert outcomes(disk, lambda after: after.read("a")) == {b"o" * 1024, b"o" * 2000}
 
 
-def test_what_was_written_above_a_lost_cut_is_lost_with_it():
+def test_writes_above_a_lost_cut_are_lost_with_it():
     disk = SimulatedDisk()
     file = durable(disk, "a", b"o" * 2048)
     file.truncate(1024)
@@ -71,7 +71,7 @@ def test_what_was_written_above_a_lost_cut_is_lost_with_it():
     assert seen == {b"o" * 2048, kept, kept + b"n" * 512, kept + bytes(512)}
 
 
-def test_what_a_surviving_cut_removed_never_comes_back():
+def test_bytes_that_a_surviving_cut_removed_never_reappear():
     disk = SimulatedDisk()
     file = durable(disk, "a", b"o" * 1024)
     file.write([b"n" * 1024], 0)
@@ -81,7 +81,7 @@ def test_what_a_surviving_cut_removed_never_comes_back():
     for kept in (b"o", b"n"):
         assert kept * 100 + bytes(1948) in seen
     for data in seen:
-        # Of that size it may be the file before the cut.
+        # A file of that size may be the one before the cut.
         if len(data) != 1024:
             assert data in [kept * 100 + bytes(len(data) - 100) for kept in (b"o", b"n")]
 
@@ -94,7 +94,7 @@ WRITES = st.one_of(
 
 
 def perform(disk: SimulatedDisk, file: SimulatedFile, actions: list[tuple[Any, ...]]) -> list[bytes]:
-    """The states of the file from the last sync on, the synced one first; each write has its own bytes."""
+    """The states of the file since the last sync, the synced one first; each write has distinct bytes."""
     states = [disk.read("a")]
     for number, (kind, *rest) in enumerate(actions, 1):
         if kind == "write":
@@ -112,7 +112,7 @@ def state_of_sector(state: bytes, number: int) -> bytes:
 
 
 @given(st.lists(WRITES, max_size=12), RANDOMS)
-def test_every_sector_after_a_crash_is_one_it_was_since_the_sync(actions: list[tuple[Any, ...]], rng: random.Random):
+def test_every_sector_after_a_crash_has_a_state_since_the_sync(actions: list[tuple[Any, ...]], rng: random.Random):
     disk = SimulatedDisk()
     states = perform(disk, durable(disk, "a"), actions)
     for _ in range(5):
@@ -124,14 +124,14 @@ def test_every_sector_after_a_crash_is_one_it_was_since_the_sync(actions: list[t
 
 
 @given(st.lists(WRITES, max_size=12), RANDOMS, st.sampled_from(["random", "none", "all"]))
-def test_what_was_synced_survives_every_crash(actions: list[tuple[Any, ...]], rng: random.Random, keep: Keep):
+def test_synced_bytes_survive_every_crash(actions: list[tuple[Any, ...]], rng: random.Random, keep: Keep):
     disk = SimulatedDisk()
     states = perform(disk, durable(disk, "a"), [*actions, ("sync",)])
     assert disk.after_crash(rng, keep).read("a") == states[-1]
 
 
 @given(st.lists(WRITES, max_size=12), RANDOMS)
-def test_keep_none_is_the_synced_state_and_keep_all_the_present_one(actions: list[tuple[Any, ...]], rng: random.Random):
+def test_keep_none_is_the_synced_state_and_keep_all_the_current_one(actions: list[tuple[Any, ...]], rng: random.Random):
     disk = SimulatedDisk()
     states = perform(disk, durable(disk, "a"), actions)
     assert disk.after_crash(rng, "none").read("a") == states[0]
@@ -142,7 +142,7 @@ CUTS = st.one_of(WRITES, st.tuples(st.just("truncate"), st.integers(0, 3000)))
 
 
 @given(st.lists(CUTS, max_size=12), RANDOMS)
-def test_with_cuts_a_crash_invents_nothing_either(actions: list[tuple[Any, ...]], rng: random.Random):
+def test_with_cuts_a_crash_invents_no_state_either(actions: list[tuple[Any, ...]], rng: random.Random):
     disk = SimulatedDisk()
     states = perform(disk, durable(disk, "a"), actions)
     assert disk.after_crash(rng, "none").read("a") == states[0]
@@ -152,21 +152,21 @@ def test_with_cuts_a_crash_invents_nothing_either(actions: list[tuple[Any, ...]]
         found = disk.after_crash(rng).read("a")
         assert min(sizes) <= len(found) <= max(sizes)
         for number, part in enumerate(sectors(found)):
-            # A state the sector had, or the part of one that a cut left.
+            # A state that the sector had, or the part of it that a cut left.
             possible = [state_of_sector(state, number) for state in states]
             rest = part.rstrip(b"\0")
             assert any(state.startswith(rest) for state in possible)
 
 
 @given(st.lists(CUTS, max_size=12), RANDOMS)
-def test_a_crash_decides_for_good(actions: list[tuple[Any, ...]], rng: random.Random):
+def test_the_outcome_of_a_crash_is_final(actions: list[tuple[Any, ...]], rng: random.Random):
     disk = SimulatedDisk()
     perform(disk, durable(disk, "a"), actions)
     after = disk.after_crash(rng)
     assert after.after_crash(rng, "none").read("a") == after.read("a")
 
 
-def test_a_crash_outcome_depends_on_the_seed_alone_and_changes_nothing_here():
+def test_the_outcome_of_a_crash_depends_only_on_the_seed_and_leaves_the_disk_unchanged():
     disk = SimulatedDisk()
     file = durable(disk, "a", b"o" * 5000)
     file.write([b"n" * 5000], 100)

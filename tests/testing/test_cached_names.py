@@ -1,4 +1,4 @@
-"""What a crash leaves of names: old or new, never half, never both."""
+"""After a crash, every name is old or new, never both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.testing.simulated_disk import SimulatedDisk
 from tests.testing.crashes import RANDOMS, durable, outcomes
 
 
-def test_a_created_file_may_vanish_until_its_directory_is_synced():
+def test_a_created_file_may_be_lost_until_its_directory_is_synced():
     disk = SimulatedDisk()
     file = disk.open("a", create=True)
     file.write([b"x"], 0)
@@ -29,7 +29,7 @@ def test_names_of_one_directory_survive_independently():
     assert len(outcomes(disk, lambda after: tuple(after.list("")))) == 8
 
 
-def test_a_removed_file_may_come_back_until_its_directory_is_synced():
+def test_a_removed_file_may_reappear_until_its_directory_is_synced():
     disk = SimulatedDisk()
     durable(disk, "a", b"old")
     disk.remove("a")
@@ -49,7 +49,7 @@ def test_a_rename_is_old_or_new_until_its_directory_is_synced():
     assert outcomes(disk, lambda after: after.read("checkpoint")) == {b"new"}
 
 
-def test_a_synced_rename_does_not_keep_contents_that_were_not():
+def test_a_synced_rename_does_not_keep_unsynced_contents():
     disk = SimulatedDisk()
     disk.open("new", create=True).write([b"x" * 10], 0)
     disk.rename("new", "name")
@@ -79,7 +79,7 @@ def test_a_file_renamed_twice_has_one_of_its_three_names():
     assert outcomes(disk, lambda after: tuple(after.list(""))) == {("a",), ("b",), ("c",)}
 
 
-def test_a_certain_removal_makes_the_renaming_before_it_certain():
+def test_a_certain_removal_makes_the_rename_before_it_certain():
     disk = SimulatedDisk()
     disk.make_directory("d")
     disk.make_directory("e")
@@ -90,7 +90,7 @@ def test_a_certain_removal_makes_the_renaming_before_it_certain():
     assert outcomes(disk, lambda after: (*after.list("d"), *after.list("e"))) == {()}
 
 
-def test_a_directory_is_durable_when_made_and_takes_no_other_name_along():
+def test_a_directory_is_durable_when_made_and_makes_no_other_name_certain():
     disk = SimulatedDisk()
     disk.open("a", create=True)
     disk.make_directory("d/e")
@@ -121,9 +121,7 @@ def contents(disk: SimulatedDisk) -> dict[str, bytes]:
 
 
 @given(st.lists(NAME_ACTIONS, max_size=20), RANDOMS)
-def test_whatever_happens_to_names_no_file_has_two_and_synced_ones_stay(
-    actions: list[tuple[Any, ...]], rng: random.Random
-):
+def test_no_file_has_two_names_and_synced_names_survive(actions: list[tuple[Any, ...]], rng: random.Random):
     disk = SimulatedDisk()
     disk.make_directory("d")
     disk.make_directory("e")
@@ -147,7 +145,7 @@ def test_whatever_happens_to_names_no_file_has_two_and_synced_ones_stay(
         found = contents(disk.after_crash(rng))
         assert len(set(found.values())) == len(found)
         for path in {*found, *history[-1]}:
-            # A name that came from the other directory is certain when both are synced.
+            # A rename from the other directory is certain when both are synced.
             since = min(synced.values()) if crossed else synced[path[0]]
             assert found.get(path) in [state.get(path) for state in history[since:]]
     for directory in "de":

@@ -1,4 +1,4 @@
-"""The history checker: each kind of violation is found, and what is allowed is let be."""
+"""The history checker: it finds each kind of violation, and accepts correct histories."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sent(
 
 
 def handled(history: History, value: Value, at: float, *, key: Key = "k", by: str = "c", **more: Any) -> Handling:
-    """Handled with success for 0.5 s, and acked."""
+    """Record a successful handling of 0.5 s, and its ack."""
     handling = history.handle(by, key, value, time=at, **more)
     handling.done(at + 0.5)
     handling.ack_ok(at + 0.6)
@@ -35,7 +35,7 @@ def kinds(history: History, strict: bool = True, **more: Any) -> list[str]:
     return [violation.kind for violation in check(history, strict, **more)]
 
 
-def test_what_was_sent_and_handled_in_order_is_right():
+def test_a_history_in_order_has_no_violation():
     history = History()
     for number in range(3):
         sent(history, number, at=number, place=("s", number))
@@ -52,21 +52,21 @@ def test_a_message_that_is_never_handled_is_lost():
     assert kinds(history) == ["lost"]
 
 
-def test_a_message_whose_handling_failed_for_good_is_lost():
+def test_a_message_whose_only_handling_failed_is_lost():
     history = History()
     sent(history, 1)
     history.handle("c", "k", 1, time=1.0).failed(2.0)
     assert kinds(history) == ["lost"]
 
 
-def test_nothing_is_lost_before_everything_is_drained():
+def test_nothing_counts_as_lost_before_the_group_is_drained():
     history = History()
     sent(history, 1)
     assert kinds(history, drained=False) == []
 
 
 @pytest.mark.parametrize("outcome", ["failed", "unknown"])
-def test_a_send_without_success_promises_nothing(outcome: str):
+def test_a_failed_or_unknown_send_need_not_be_handled(outcome: str):
     history = History()
     getattr(history.send("k", 1, 0.0), outcome)("gone")
     assert check(history) == []
@@ -90,7 +90,7 @@ def test_each_group_has_to_handle_everything():
     assert kinds(history, groups=["a", "b"]) == ["lost"]
 
 
-def test_a_message_that_nobody_sent_is_invented():
+def test_a_message_that_was_never_sent_is_invented():
     history = History()
     handled(history, 1, 1.0)
     assert kinds(history) == ["invented"]
@@ -103,7 +103,7 @@ def test_a_message_with_another_key_is_invented():
     assert kinds(history) == ["invented"]
 
 
-def test_a_message_whose_send_failed_for_certain_is_invented():
+def test_a_message_whose_send_certainly_failed_is_invented():
     history = History()
     history.send("k", 1, 0.0).failed("refused")
     handled(history, 1, 1.0)
@@ -117,7 +117,7 @@ def test_a_message_that_is_handled_before_it_is_sent_is_invented():
     assert "invented" in kinds(history)
 
 
-def test_a_send_of_unknown_fate_may_be_handled():
+def test_a_send_with_an_unknown_outcome_may_be_handled():
     history = History()
     history.send("k", 1, 0.0).unknown("time-out")
     handled(history, 1, 1.0)
@@ -142,7 +142,7 @@ def test_a_producers_places_follow_its_calls():
     assert kinds(history, drained=False) == ["send_order"]
 
 
-def test_where_partitions_change_only_places_of_one_key_follow_the_calls():
+def test_after_a_route_change_only_the_places_of_one_key_follow_the_calls():
     history = History()
     history.send("a", 1, 0.0).ok(("s", 2), 0.1)
     history.send("b", 2, 0.2).ok(("s", 1), 0.3)
@@ -180,7 +180,7 @@ def test_a_later_message_that_is_handled_first_is_out_of_order():
     assert kinds(history, ordered=False) == []
 
 
-def test_a_later_message_that_is_begun_with_before_the_earlier_is_done_is_out_of_order():
+def test_a_handling_that_begins_before_the_earlier_message_is_done_is_out_of_order():
     history = History()
     sent(history, 1)
     sent(history, 2, at=1.0)
@@ -190,7 +190,7 @@ def test_a_later_message_that_is_begun_with_before_the_earlier_is_done_is_out_of
     assert set(kinds(history)) == {"order", "overlap"}
 
 
-def test_a_failed_message_holds_its_key():
+def test_a_failed_message_holds_back_its_key():
     history = History()
     sent(history, 1)
     sent(history, 2, at=1.0)
@@ -200,7 +200,7 @@ def test_a_failed_message_holds_its_key():
     assert kinds(history) == ["order"]
 
 
-def test_best_tried_goes_on_after_a_failure():
+def test_best_tried_continues_after_a_failure():
     history = History()
     sent(history, 1)
     sent(history, 2, at=1.0)
@@ -239,7 +239,7 @@ def test_sends_of_two_producers_that_overlap_have_no_order():
     assert check(history) == []
 
 
-def test_a_send_that_was_over_before_another_producers_began_comes_first():
+def test_a_send_that_ended_before_another_producers_send_began_comes_first():
     history = History()
     history.send("k", 1, 0.0, producer="p").ok(None, 0.4)
     history.send("k", 2, 0.5, producer="q").ok(None, 1.0)
@@ -248,7 +248,7 @@ def test_a_send_that_was_over_before_another_producers_began_comes_first():
     assert kinds(history) == ["order"]
 
 
-def test_a_send_of_unknown_fate_keeps_its_place_once_it_shows_up():
+def test_a_send_with_an_unknown_outcome_is_ordered_once_it_is_handled():
     history = History()
     history.send("k", 1, 0.0).unknown()
     history.send("k", 2, 1.0).ok(None, 1.1)
@@ -270,7 +270,7 @@ def overlapping(by: str) -> History:
 
 
 @pytest.mark.parametrize("by", ["c", "d"])
-def test_two_handlings_of_a_key_at_one_time_overlap(by: str):
+def test_two_handlings_of_a_key_at_the_same_time_overlap(by: str):
     assert "overlap" in kinds(overlapping(by))
 
 
@@ -280,13 +280,13 @@ def test_a_fault_of_the_first_consumer_excuses_an_overlap():
     assert check(history) == []
 
 
-def test_a_fault_of_everybody_excuses_no_overlap():
+def test_a_fault_of_all_consumers_excuses_no_overlap():
     history = overlapping("d")
     history.broken("broker killed", 1.5)
     assert kinds(history) == ["overlap"]
 
 
-def test_a_dead_consumers_handling_ends_with_it():
+def test_the_handlings_of_a_dead_consumer_end():
     history = History()
     sent(history, 1)
     history.handle("c", "k", 1, time=1.0)
@@ -304,7 +304,7 @@ def test_an_epoch_that_goes_back_is_found():
     assert kinds(history) == ["epoch"]
 
 
-def test_epochs_of_other_partitions_are_their_own():
+def test_epochs_of_different_logical_partitions_are_independent():
     history = History()
     for number, lp in enumerate([1, 2]):
         sent(history, number, key=number)
@@ -324,7 +324,7 @@ def test_two_owners_of_one_epoch_are_found():
 
 
 def twice(ack: str | None, place: Place | None = None) -> History:
-    """Handled by c at 1.0 to 1.5, acked at 1.6 as said, and by d at 3.0."""
+    """Handled by c from 1.0 to 1.5, with this outcome of the ack at 1.6, and by d at 3.0."""
     history = History()
     sent(history, 1)
     first = history.handle("c", "k", 1, place=place, time=1.0)
@@ -336,42 +336,42 @@ def twice(ack: str | None, place: Place | None = None) -> History:
 
 
 @pytest.mark.parametrize(("ack", "kind"), [("ok", "redelivered"), ("unknown", "duplicate"), (None, "duplicate")])
-def test_a_second_handling_needs_a_reason(ack: str | None, kind: str):
+def test_a_second_handling_needs_an_excuse(ack: str | None, kind: str):
     assert kinds(twice(ack)) == [kind]
 
 
-def test_a_refused_ack_is_a_reason():
+def test_a_refused_ack_is_an_excuse():
     assert check(twice("failed")) == []
 
 
 @pytest.mark.parametrize("consumer", [None, "c", "d"])
-def test_a_fault_since_the_send_is_a_reason(consumer: str | None):
+def test_a_fault_since_the_send_is_an_excuse(consumer: str | None):
     history = twice("unknown")
     history.broken("killed", 2.0, consumer=consumer)
     assert check(history) == []
 
 
-def test_a_fault_of_somebody_else_is_none():
+def test_a_fault_of_another_consumer_is_no_excuse():
     history = twice("unknown")
     history.broken("killed", 2.0, consumer="e")
     assert kinds(history) == ["duplicate"]
 
 
 @pytest.mark.parametrize("at", [-1.0, 3.1])
-def test_a_fault_at_another_time_is_none(at: float):
+def test_a_fault_at_another_time_is_no_excuse(at: float):
     history = twice("unknown")
     history.broken("killed", at)
     assert kinds(history) == ["duplicate"]
 
 
-def test_a_fault_that_lasts_until_then_is_a_reason():
+def test_a_fault_that_lasts_beyond_the_send_is_an_excuse():
     history = twice("unknown")
     history.broken("cut off", -1.0, until=0.5, consumer="c")
     assert check(history) == []
 
 
 @pytest.mark.parametrize(("at", "found"), [("g1", []), ("g2", ["duplicate"])])
-def test_a_fault_of_a_broker_is_a_reason_for_what_it_has(at: str, found: list[str]):
+def test_a_fault_of_a_broker_group_is_an_excuse_for_its_messages(at: str, found: list[str]):
     history = twice("unknown", place=("s@g1", 7))
     history.broken("killed", 2.0, at=at)
     assert kinds(history) == found
@@ -380,32 +380,32 @@ def test_a_fault_of_a_broker_is_a_reason_for_what_it_has(at: str, found: list[st
 @pytest.mark.parametrize(
     ("consumer", "at", "found"), [("c", "g1", []), ("c", "g2", ["duplicate"]), ("e", "g1", ["duplicate"])]
 )
-def test_a_fault_of_a_consumer_at_a_broker_is_a_reason_for_what_both_have(consumer: str, at: str, found: list[str]):
+def test_a_fault_of_a_consumer_at_a_broker_group_excuses_messages_of_both(consumer: str, at: str, found: list[str]):
     history = twice("unknown", place=("s@g1", 7))
     history.broken("cut off", 2.0, consumer=consumer, at=at)
     assert kinds(history) == found
 
 
-def test_a_kill_after_the_confirmed_ack_is_no_reason():
+def test_a_kill_after_the_confirmed_ack_is_no_excuse():
     history = twice("ok")
     history.broken("killed", 2.0)
     assert kinds(history) == ["redelivered"]
 
 
-def test_a_power_loss_after_the_confirmed_ack_is_a_reason():
+def test_a_power_loss_after_the_confirmed_ack_is_an_excuse():
     history = twice("ok")
     history.broken("power lost", 2.0, forgets=True)
     assert check(history) == []
 
 
-def test_a_fault_before_the_confirmed_ack_is_a_reason():
-    """Given to somebody else meanwhile, who begins with it after the late ack."""
+def test_a_fault_before_the_confirmed_ack_is_an_excuse():
+    """Delivered to another consumer meanwhile, which begins with it after the late ack."""
     history = twice("ok")
     history.broken("cut off", 1.2, consumer="c")
     assert check(history) == []
 
 
-def test_a_failed_message_comes_again():
+def test_a_failed_message_may_be_handled_again():
     history = History()
     sent(history, 1)
     history.handle("c", "k", 1, time=1.0).failed(1.5)
@@ -413,7 +413,7 @@ def test_a_failed_message_comes_again():
     assert check(history) == []
 
 
-def test_two_messages_of_one_value_are_a_mistake_of_the_test():
+def test_two_sends_of_one_value_are_refused():
     history = History()
     sent(history, 1)
     sent(history, 1)
@@ -421,7 +421,7 @@ def test_two_messages_of_one_value_are_a_mistake_of_the_test():
         check(history)
 
 
-def test_a_violation_says_what_and_when():
+def test_a_violation_prints_its_kind_time_message_and_reason():
     history = History()
     sent(history, "m-1", at=2.5)
     [violation] = check(history)
@@ -433,7 +433,7 @@ def test_a_violation_says_what_and_when():
 
 @st.composite
 def legal(draw: st.DrawFn) -> History:
-    """Strictly ordered: each key is one owner's at a time, under growing epochs, with failures and retries."""
+    """A strictly ordered history: each key has one owner at a time, with increasing epochs, failures and retries."""
     history = History()
     keys = draw(st.lists(st.integers(0, 5), min_size=2, max_size=12))
     for value, key in enumerate(keys):
@@ -476,13 +476,13 @@ def lose(history: History, pick: Callable[[Any], Any]) -> str:
     return "lost"
 
 
-def fail_for_good(history: History, pick: Callable[[Any], Any]) -> str:
+def fail_last_attempt(history: History, pick: Callable[[Any], Any]) -> str:
     pick(successes(history)).outcome = "failed"
     return "lost"
 
 
 def invent(history: History, pick: Callable[[Any], Any]) -> str:
-    pick(history.handlings).value = "nobody's"
+    pick(history.handlings).value = "invented"
     return "invented"
 
 
@@ -527,7 +527,7 @@ def lower_epoch(history: History, pick: Callable[[Any], Any]) -> str:
 
 def other_owner(history: History, pick: Callable[[Any], Any]) -> str:
     handling = pick(history.handlings)
-    handling.consumer = "somebody"
+    handling.consumer = "other"
     shared = [each for each in history.handlings if (each.lp, each.epoch) == (handling.lp, handling.epoch)]
     return "owners" if len(shared) > 1 else ""
 
@@ -551,7 +551,7 @@ def overlap(history: History, pick: Callable[[Any], Any]) -> str:
 
 
 MUTATIONS = [
-    lose, fail_for_good, invent, change_key, refuse, store_twice, swap_places, repeat, lower_epoch, other_owner,
+    lose, fail_last_attempt, invent, change_key, refuse, store_twice, swap_places, repeat, lower_epoch, other_owner,
     swap_order, overlap,
 ]  # fmt: skip
 
@@ -583,5 +583,5 @@ def test_a_long_history_is_checked_in_little_time():
     begun = time.process_time()
     found: list[Violation] = check(history)
     assert found == []
-    # 1 s on a slow machine; what grows with the square would take hours.
+    # 1 s on a slow machine; quadratic growth would take hours.
     assert time.process_time() - begun < 20.0

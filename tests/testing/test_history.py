@@ -1,4 +1,4 @@
-"""Histories: recorded by many at once, written line by line, joined from the files of several processes."""
+"""Histories: recorded by several threads, written line by line, joined from the files of several processes."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def described(history: History) -> list[object]:
     return [sends, handlings, faults, sorted(history.dead)]
 
 
-def test_what_was_written_is_read_again(tmp_path: Path):
+def test_a_written_history_is_read_back(tmp_path: Path):
     history = History(tmp_path / "one.jsonl")
     record(history)
     history.close()
     assert described(History.read([tmp_path / "one.jsonl"])) == described(history)
 
 
-def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path):
+def test_an_incomplete_line_of_a_killed_process_is_ignored(tmp_path: Path):
     path = tmp_path / "one.jsonl"
     history = History(path)
     history.send("k", 1, 1.0)
@@ -54,7 +54,7 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path):
     assert [send.value for send in History.read([path]).sends] == [1]
 
 
-def test_every_event_is_in_the_file_at_once(tmp_path: Path):
+def test_every_event_is_written_immediately(tmp_path: Path):
     history = History(tmp_path / "one.jsonl")
     send = history.send("k", 1, 1.0)
     assert len(History.read([tmp_path / "one.jsonl"]).sends) == 1
@@ -79,13 +79,13 @@ def test_the_files_of_several_processes_are_joined_by_time(tmp_path: Path):
     assert {violation.kind for violation in check(whole)} == {"invented"}
 
 
-def test_a_file_belongs_to_one_life_of_a_process(tmp_path: Path):
+def test_an_existing_file_is_refused(tmp_path: Path):
     History(tmp_path / "one.jsonl").close()
     with pytest.raises(FileExistsError):
         History(tmp_path / "one.jsonl")
 
 
-def test_a_file_that_is_no_history_is_refused(tmp_path: Path):
+def test_a_file_that_is_not_a_history_is_refused(tmp_path: Path):
     (tmp_path / "one.jsonl").write_text('["dance", 1]\n')
     with pytest.raises(ValueError, match="dance"):
         History.read([tmp_path / "one.jsonl"])

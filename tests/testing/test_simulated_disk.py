@@ -1,4 +1,4 @@
-"""Crashes, kills, full disks, errors, slowness and rot, as the simulated disk makes them."""
+"""The faults of the simulated disk: crashes, kills, no space, errors, slow operations and bit rot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.testing.crashes import durable, outcomes, sectors
 
 
 def trace(disk: SimulatedDisk) -> None:
-    """Ten operations, one of each kind and one more write."""
+    """Perform ten operations: one of each kind, and one more write."""
     disk.make_directory("d")
     file = disk.open("d/a", create=True)
     file.allocate(2000)
@@ -50,7 +50,7 @@ def test_every_change_counts_as_an_operation_and_reading_does_not():
 
 
 @pytest.mark.parametrize("number", range(10))
-def test_a_crash_comes_before_its_operation_and_then_nothing_works(number: int):
+def test_a_crash_prevents_its_operation_and_all_later_ones(number: int):
     whole, disk = SimulatedDisk(), SimulatedDisk()
     seen: list[bytes | None] = []
 
@@ -119,11 +119,11 @@ def test_a_crash_cannot_be_planned_for_the_past():
         disk.crash_at(9)
 
 
-def test_a_crash_is_no_exception_that_code_could_handle_by_mistake():
+def test_a_crash_is_not_an_exception_that_code_could_handle_by_mistake():
     assert not issubclass(SimulatedCrash, Exception)
 
 
-def test_a_copy_is_as_unsynced_as_the_disk_and_apart_from_it():
+def test_a_copy_has_the_unsynced_changes_and_is_independent():
     disk = SimulatedDisk()
     file = durable(disk, "a", b"o" * 10)
     file.write([b"n" * 10], 0)
@@ -142,7 +142,7 @@ def test_a_copy_is_as_unsynced_as_the_disk_and_apart_from_it():
     assert disk.after_crash(keep="none").read("a") == b"o" * 10
 
 
-def test_what_was_unsynced_is_synced_through_the_copy():
+def test_unsynced_changes_can_be_synced_through_the_copy():
     disk = SimulatedDisk()
     durable(disk, "a", b"old").write([b"new"], 0)
     disk.open("b", create=True)
@@ -156,14 +156,14 @@ def test_what_was_unsynced_is_synced_through_the_copy():
     assert (after.read("a"), after.read("b")) == (b"new", b"b")
 
 
-def test_a_directory_made_later_is_not_in_the_other_disk():
+def test_a_directory_made_later_is_not_on_the_copy():
     disk = SimulatedDisk()
     for other in (disk.copy(), disk.after_crash()):
         other.make_directory("d")
         assert not disk.exists("d")
 
 
-def test_a_copy_knows_a_renamed_file_as_one():
+def test_a_renamed_file_is_one_file_on_the_copy():
     disk = SimulatedDisk()
     durable(disk, "a", b"o" * 10)
     disk.rename("a", "b")
@@ -246,7 +246,7 @@ def test_the_chosen_write_fails_and_may_store_a_part():
     assert stored == {2, 3, 4, 5}
 
 
-def test_faults_hit_the_paths_they_name_as_often_as_told():
+def test_faults_hit_the_given_paths_the_given_number_of_times():
     disk = SimulatedDisk()
     disk.make_directory("log")
     disk.fail("sync", path="log/*", times=None)
@@ -304,7 +304,7 @@ def test_data_of_a_failed_sync_is_kept_or_lost_and_no_later_sync_saves_it():
     assert kept == {b"oo", b"on", b"no", b"nn"}
 
 
-def test_a_failed_sync_does_not_bring_back_what_was_cut():
+def test_a_failed_sync_does_not_restore_cut_bytes():
     for seed in range(20):
         disk = SimulatedDisk(seed=seed)
         file = durable(disk, "a", b"o" * 2048)
@@ -405,7 +405,7 @@ def test_a_slow_sync_covers_only_what_was_written_before_it():
     assert outcomes(disk, lambda after: after.read("a")) == {b"1o", b"12"}
 
 
-def test_a_sync_that_a_crash_overtakes_does_nothing():
+def test_a_crash_during_a_sync_prevents_it():
     disk = SimulatedDisk()
     file = durable(disk, "a", b"o")
     raised: list[BaseException] = []
@@ -425,7 +425,7 @@ def test_a_sync_that_a_crash_overtakes_does_nothing():
     assert outcomes(disk, lambda after: after.read("a")) == {b"o", b"n"}
 
 
-def test_a_slow_directory_sync_covers_only_the_names_from_before_it():
+def test_a_slow_directory_sync_covers_only_earlier_names():
     disk = SimulatedDisk()
     disk.open("a", create=True)
 
@@ -461,7 +461,7 @@ def test_a_flipped_bit_is_read_and_survives_a_crash(synced: bool, offset: int, b
     assert disk.read("a") == b"o" * 500 + b"n" * 1000 + b"o" * 500
 
 
-def test_only_bits_that_are_there_can_be_flipped():
+def test_only_existing_bits_can_be_flipped():
     disk = SimulatedDisk()
     durable(disk, "a", b"abc")
     for offset, bit in ((3, 0), (-1, 0), (0, 8)):

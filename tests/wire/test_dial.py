@@ -1,4 +1,4 @@
-"""The client's end of a connection, against servers that behave and servers that do not."""
+"""The client side of a connection, against correct and faulty servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WELCOME = m.Welcome(1, "0.1.0", "g1", 1, 5.0, 64)
 
 @asynccontextmanager
 async def listening(script: Script) -> AsyncIterator[str]:
-    """A server that does what the script says with each connection, and closes it."""
+    """A server that runs the script for each connection and then closes it."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -52,7 +52,7 @@ async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 @asynccontextmanager
 async def linked(script: Script) -> AsyncIterator[Link]:
-    """A link to a server that says welcome and then does what the script says."""
+    """A link to a server that replies with a welcome and then runs the script."""
 
     async def whole(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await welcome(reader, writer)
@@ -68,7 +68,7 @@ async def linked(script: Script) -> AsyncIterator[Link]:
 
 
 async def until_lost(link: Link) -> None:
-    """Until the link has noticed that it is down."""
+    """Wait until the link is lost."""
     lost = asyncio.get_running_loop().create_future()
     before = link.on_lost
 
@@ -92,7 +92,7 @@ async def until_lost(link: Link) -> None:
         ("plait://[::1]", ("::1", 7450)),
     ],
 )
-def test_addresses_are_understood(address: str, expected: tuple[str, int]):
+def test_addresses_are_parsed(address: str, expected: tuple[str, int]):
     assert parse_address(address) == expected
 
 
@@ -100,12 +100,12 @@ def test_addresses_are_understood(address: str, expected: tuple[str, int]):
     "address",
     ["", "plait://", "plait://:7450", "plait://a:0", "plait://a:65536", "plait://a:x", "http://127.0.0.1/b", "a b:1"],
 )
-def test_other_addresses_are_refused_with_the_rule(address: str):
+def test_invalid_addresses_are_refused_with_the_format(address: str):
     with pytest.raises(InvalidArgument, match="write plait://host:port"):
         parse_address(address)
 
 
-async def test_answers_find_their_requests_in_any_order():
+async def test_replies_in_any_order_reach_their_requests():
     async def reversed_answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         numbers = [(await next_request(reader))[1] for _ in range(3)]
         for place, number in reversed(list(enumerate(numbers))):
@@ -116,7 +116,7 @@ async def test_answers_find_their_requests_in_any_order():
     assert [(answer.sequence, bytes(payload)) for answer, payload in answers] == [(0, b""), (1, b"p"), (2, b"pp")]
 
 
-async def test_what_cannot_be_packed_leaves_nothing_behind():
+async def test_a_request_that_cannot_be_packed_leaves_no_state():
     async with linked(answer_all) as link:
         answers: list[object] = []
         with pytest.raises(OverflowError):
@@ -136,7 +136,7 @@ async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         writer.write(packet(number, m.SendReply(0)))
 
 
-async def test_a_failure_is_raised_to_its_request_alone():
+async def test_an_error_reply_fails_only_its_request():
     async def one_failure(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first, second = (await next_request(reader))[1], (await next_request(reader))[1]
         writer.write(packet(first, m.failure_of(DiskFull("no room", last=4))) + packet(second, m.DoneReply()))
@@ -150,7 +150,7 @@ async def test_a_failure_is_raised_to_its_request_alone():
     assert done == m.DoneReply()
 
 
-async def test_a_lost_connection_fails_what_is_open_and_what_comes_later():
+async def test_a_lost_connection_fails_open_and_later_requests():
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await next_request(reader)
 
@@ -161,7 +161,7 @@ async def test_a_lost_connection_fails_what_is_open_and_what_comes_later():
             await link.request(m.HeartbeatRequest())
 
 
-async def test_a_failure_of_the_whole_connection_makes_every_request_one_to_repeat():
+async def test_an_error_of_the_connection_fails_every_request_as_unavailable():
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await next_request(reader)
         writer.write(packet(0, m.failure_of(DiskFull("no room"))))
@@ -181,19 +181,19 @@ async def test_a_failure_of_the_whole_connection_makes_every_request_one_to_repe
         pytest.param(HEADER.pack(HEADER_SIZE, m.SendReply.KIND, 0, 2, 50), id="head size"),
     ],
 )
-async def test_a_server_that_breaks_the_protocol_is_hung_up_on(garbage: bytes):
+async def test_a_protocol_error_of_the_server_closes_the_connection(garbage: bytes):
     async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await next_request(reader)
         writer.write(garbage)
         await reader.read()
 
     async with linked(babble) as link:
-        with pytest.raises(Unavailable, match="ended the connection"):
+        with pytest.raises(Unavailable, match="closed the connection"):
             await link.request(m.HeartbeatRequest())
         assert isinstance(link.error, ProtocolError)
 
 
-async def test_answers_nobody_waits_for_are_ignored():
+async def test_replies_without_a_waiting_request_are_ignored():
     async def talkative(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _, number = await next_request(reader)
         writer.write(
@@ -205,24 +205,24 @@ async def test_answers_nobody_waits_for_are_ignored():
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind", "words"),
+    ("answer", "kind", "text"),
     [
-        pytest.param(m.DoneReply(), ProtocolError, "answered with packet kind 4, not 2", id="another answer"),
+        pytest.param(m.DoneReply(), ProtocolError, "answered with packet kind 4 instead of 2", id="another reply"),
         pytest.param(m.Welcome(2, "9", "g1", 1, 5.0, 64), VersionMismatch, "chose protocol 2", id="version"),
         pytest.param(m.failure_of(VersionMismatch("we speak 2")), VersionMismatch, "we speak 2", id="refusal"),
     ],
 )
-async def test_a_hello_that_is_not_welcome_raises_why(answer: m.PacketHead, kind: type[PlaitError], words: str):
+async def test_a_refused_hello_raises_the_reason(answer: m.PacketHead, kind: type[PlaitError], text: str):
     async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _, correlation = await next_request(reader)
         writer.write(packet(correlation, answer))
 
     async with listening(other) as address:
-        with pytest.raises(kind, match=words):
+        with pytest.raises(kind, match=text):
             await dial(address, "c", 5.0)
 
 
-async def test_something_that_is_no_plait_server_is_told_so_at_once():
+async def test_a_server_of_another_protocol_is_detected_at_once():
     async def http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
         await reader.read()
@@ -232,7 +232,7 @@ async def test_something_that_is_no_plait_server_is_told_so_at_once():
             await dial(address, "c", 5.0)
 
 
-async def test_a_server_that_hangs_up_at_once_is_unavailable():
+async def test_a_server_that_closes_the_connection_at_once_is_unavailable():
     async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         pass
 
@@ -241,7 +241,7 @@ async def test_a_server_that_hangs_up_at_once_is_unavailable():
             await dial(address, "c", 5.0)
 
 
-async def test_a_server_that_says_nothing_is_given_up_in_time():
+async def test_a_silent_server_is_unavailable_after_the_timeout():
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
@@ -250,25 +250,25 @@ async def test_a_server_that_says_nothing_is_given_up_in_time():
             await dial(address, "c", 0.05)
 
 
-async def test_nobody_there_is_unavailable_and_says_what_to_start():
+async def test_without_a_server_the_error_names_the_command_to_start_one():
     async with listening(welcome) as address:
         pass
     with pytest.raises(Unavailable, match="is 'plait serve' running there"):
         await dial(address, "c", 5.0)
 
 
-async def test_an_answer_of_the_wrong_kind_ends_the_connection_and_the_request():
+async def test_a_reply_of_the_wrong_kind_fails_the_request_and_closes_the_connection():
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _, correlation = await next_request(reader)
         writer.write(packet(correlation, m.DoneReply()))
         await reader.read()
 
     async with linked(script) as link:
-        with pytest.raises(Unavailable, match="answered with packet kind 4, not 13"):
+        with pytest.raises(Unavailable, match="answered with packet kind 4 instead of 13"):
             await asyncio.wait_for(link.request(m.SendRequest(1)), 5)
         assert link.closed
 
 
-def test_every_request_has_one_kind_of_answer():
+def test_every_request_has_one_kind_of_reply():
     answers = set(m.ANSWERS.values()) | {m.ErrorReply.KIND}
     assert {kind.KIND for kind in m.PacketHead.__subclasses__()} == answers | set(m.ANSWERS)

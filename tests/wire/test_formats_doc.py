@@ -19,7 +19,7 @@ MESSAGES = {kind.__name__: kind for kind in PacketHead.__subclasses__()}
 
 
 def fields_of(text: str) -> list[str]:
-    """``name`` or ``name = default`` of each field, without what is said of it."""
+    """``name`` or ``name = default`` of each field, without its description."""
     text = re.sub(r"\([^()]*\)", "", re.sub(r"`[^`]*`", "", text)).split(";")[0]
     return [] if text.strip() == "none" else [" ".join(field.split()) for field in text.split(", ")]
 

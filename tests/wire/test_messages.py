@@ -1,4 +1,4 @@
-"""Every packet head round-trips, newer ones are understood as far as they can be, and nothing else gets through."""
+"""Packet heads: they round-trip, fields of newer versions are ignored, and other bytes are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plait.wire import messages as m
 
 KINDS: dict[str, type[m.PacketHead]] = {kind.__name__: kind for kind in m.PacketHead.__subclasses__()}
 
-#: One of each as it looked when version 1 was made: a later version must still read and write these bytes.
+#: One message of each kind and its bytes in version 1. Later versions must read and write the same bytes.
 GOLDEN: list[tuple[m.PacketHead, str]] = [
     (m.Hello(1, 3, "shop-1", ["zstd"]), "940103a673686f702d3191a47a737464"),
     (m.Welcome(1, "0.1.0", "g1", 7, 5.0, 64, []), "9701a5302e312e30a2673107cb40140000000000004090"),
@@ -143,7 +143,7 @@ def decode(kind: int, head: bytes) -> m.PacketHead:
 
 @settings(deadline=None)
 @given(messages)
-def test_every_message_is_read_as_it_was_written(message: m.PacketHead):
+def test_every_message_round_trips(message: m.PacketHead):
     assert decode(message.KIND, m.encode(message)) == message
 
 
@@ -160,7 +160,7 @@ def test_bytes_are_frozen(message: m.PacketHead, frozen: str):
     assert decode(message.KIND, bytes.fromhex(frozen)) == message
 
 
-def test_every_kind_has_a_number_of_its_own_and_frozen_bytes():
+def test_every_kind_has_a_unique_number_and_frozen_bytes():
     assert {kind.KIND for kind in KINDS.values()} == {
         1, 2, 3, 4, 5, 10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 40, 41, 50, 51, 52, 53
     }  # fmt: skip
@@ -198,7 +198,7 @@ def test_an_unknown_kind_is_named(kind: int):
 
 
 @pytest.mark.parametrize("kind", [m.AttachRequest, m.ReadRequest, m.AdminRequest, m.ErrorReply])
-def test_a_head_nested_without_end_is_refused(kind: type[m.PacketHead]):
+def test_a_deeply_nested_head_is_refused(kind: type[m.PacketHead]):
     fields: dict[type[m.PacketHead], bytes] = {
         m.AttachRequest: b"\x94\xa1s\xa1g\xa1c",
         m.ReadRequest: b"\x95\xa1s",
@@ -213,7 +213,7 @@ def test_a_head_nested_without_end_is_refused(kind: type[m.PacketHead]):
     ("kind", "before"),
     [(m.AttachRequest, b"\x94\xa1s\xa1g\xa1c"), (m.AdminRequest, b"\x92\xa1s\x81\xa1k"), (m.Hello, b"")],
 )
-def test_a_head_of_many_tiny_objects_costs_no_more_than_a_few_times_its_size(kind: type[m.PacketHead], before: bytes):
+def test_a_head_of_many_tiny_objects_uses_a_few_times_its_size_in_memory(kind: type[m.PacketHead], before: bytes):
     count = (m.RANGES_HEAD_SIZE_MAX if kind is m.AttachRequest else m.HEAD_SIZE_MAX) - 100
     head = before + b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count
     tracemalloc.start()
@@ -225,7 +225,7 @@ def test_a_head_of_many_tiny_objects_costs_no_more_than_a_few_times_its_size(kin
         tracemalloc.stop()
 
 
-def test_a_head_over_its_limit_is_refused_unread():
+def test_a_head_over_its_limit_is_refused_before_decoding():
     with pytest.raises(ProtocolError, match=f"over the limit of {m.HEAD_SIZE_MAX}"):
         decode(m.PullReply.KIND, bytes(m.HEAD_SIZE_MAX + 1))
     for kind in (m.AttachRequest, m.AckRequest, m.NackRequest):
@@ -235,7 +235,7 @@ def test_a_head_over_its_limit_is_refused_unread():
         decode(m.AdminRequest.KIND, bytes(m.OPEN_HEAD_SIZE_MAX + 1))
 
 
-def test_a_consumer_may_get_many_ranges_and_name_as_many_as_the_limit():
+def test_a_pull_reply_may_have_many_ranges_and_a_request_as_many_as_the_limit():
     pulled = m.PullReply([(2 * n + 2**32, 2 * n + 2**32 + 1, 3) for n in range(1 << 18)])
     assert decode(m.PullReply.KIND, m.encode(pulled)) == pulled
     ranges = [(2**62 + 2 * n, 2**62 + 2 * n + 1, 2**62) for n in range(REQUEST_RANGES_MAX)]
@@ -251,7 +251,7 @@ def test_a_listing_may_fill_a_packet():
 
 
 @pytest.mark.parametrize("code", errors.BY_CODE)
-def test_every_error_arrives_as_itself(code: str):
+def test_every_error_round_trips_with_its_class(code: str):
     error = errors.BY_CODE[code]("what happened", last=5, subject="orders")
     failure = decode(m.ErrorReply.KIND, m.encode(m.failure_of(error)))
     assert isinstance(failure, m.ErrorReply)
@@ -260,7 +260,7 @@ def test_every_error_arrives_as_itself(code: str):
     assert (arrived.message, arrived.details, str(arrived)) == (error.message, error.details, str(error))
 
 
-def test_an_error_names_as_many_stages_as_a_request():
+def test_an_error_may_name_as_many_stages_as_a_request():
     producers = [(1 << 63) - 1 - n for n in range(STAGES_PAGE_MAX)]
     error = errors.StaleRoute("elsewhere", producer=producers[0], producers=producers, odd=[b"x"], pair=(1, 2))
     failure = decode(m.ErrorReply.KIND, m.encode(m.failure_of(error)))
@@ -268,18 +268,18 @@ def test_an_error_names_as_many_stages_as_a_request():
     assert m.error_of(failure).details == {"producer": producers[0], "producers": producers}
 
 
-def test_an_error_code_of_a_later_version_is_a_plain_error():
+def test_an_error_code_of_a_later_version_becomes_a_plait_error():
     arrived = m.error_of(m.ErrorReply("from_the_future", "what", {}))
     assert type(arrived) is PlaitError
 
 
-def test_details_cannot_break_the_error_they_come_with():
+def test_invalid_details_do_not_prevent_decoding_the_error():
     arrived = m.error_of(m.ErrorReply("disk_full", "no room", {"message": 1, "self": 2, "": 3}))
     assert arrived.message == "no room"
     assert arrived.details == {"message": 1, "self": 2, "": 3}
 
 
-def test_an_error_that_names_a_long_value_fits_its_packet():
+def test_an_error_with_a_long_value_fits_into_its_packet():
     failure = m.failure_of(errors.InvalidArgument("x" * 1_000_000))
     assert failure.message.endswith("...")
     assert decode(m.ErrorReply.KIND, m.encode(failure)) == failure

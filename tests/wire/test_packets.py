@@ -1,4 +1,4 @@
-"""Bytes in, packets out: the same ones however the bytes are cut, and nothing else whatever the bytes are."""
+"""The receiver: it returns the same packets however the bytes are cut, and refuses invalid bytes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from plait.wire.packets import GROWTH_FIRST, HEADER, HEADER_SIZE, PACKET_SIZE_MA
 
 
 class Seen(NamedTuple):
-    """What came out of a receiver."""
+    """The packets of a receiver and its error."""
 
     packets: list[tuple[int, int, bytes, bytes]]
     error: str | None
 
 
 def feed(receiver: Receiver, data: bytes, cuts: Iterator[int]) -> Iterator[packets.Packet]:
-    """Put bytes in as a socket does: never more at once than the buffer takes, nor than ``cuts`` says."""
+    """Feed bytes as a socket does: at most the size of the buffer and of the next cut at a time."""
     position = 0
     while position < len(data):
         buffer = receiver.buffer()
@@ -46,7 +46,7 @@ def see(data: bytes, cuts: list[int], shared_size: int = SHARED_SIZE) -> Seen:
         found.extend(feed(Receiver(shared), data, endless(cuts)))
     except ProtocolError as failure:
         error = failure.message
-    # Packets own their memory: the buffer they came in is used again.
+    # Packets own their memory, because the receive buffer is reused.
     shared[:] = b"\xaa" * shared_size
     return Seen([(p.kind, p.correlation, bytes(p.head), bytes(p.payload)) for p in found], error)
 
@@ -90,7 +90,7 @@ def test_arbitrary_bytes_give_packets_or_a_protocol_error_however_they_are_cut(
 
 @settings(deadline=None)
 @given(st.integers(HEADER_SIZE, PACKET_SIZE_MAX), st.lists(st.integers(1, 100_000), max_size=20))
-def test_a_packet_that_is_only_declared_costs_what_has_arrived(declared: int, arrivals: list[int]):
+def test_an_incomplete_packet_uses_memory_only_for_received_bytes(declared: int, arrivals: list[int]):
     receiver = Receiver(memoryview(bytearray(SHARED_SIZE)))
     data = HEADER.pack(declared, 1, 0, 1, 0) + bytes(sum(arrivals))
     room = 0
@@ -112,7 +112,7 @@ def test_an_impossible_size_is_refused_with_the_first_header(size: int):
     )
 
 
-def test_packets_before_a_bad_one_come_out():
+def test_packets_before_an_invalid_one_are_returned():
     good = pack(4, 9, b"\x90")
     seen = see(good + b"\xff" * 16, [1000])
     assert [packet[:2] for packet in seen.packets] == [(4, 9)]
@@ -134,12 +134,12 @@ def test_a_packet_of_the_largest_size_is_received_in_place():
     assert set(seen.packets[0][3]) == {1}
 
 
-def test_what_is_too_large_is_not_packed():
+def test_a_packet_that_is_too_large_is_not_packed():
     with pytest.raises(ProtocolError, match="over the limit"):
         pack(12, 1, b"", PACKET_SIZE_MAX)
 
 
-def test_a_head_may_be_larger_than_sixteen_bits_count():
+def test_a_head_may_be_larger_than_64_kib():
     head = bytes(100_000)
     assert see(pack(41, 1, head), [5000]).packets == [(41, 1, head, b"")]
 

@@ -1,8 +1,9 @@
-"""A group at most once: what is handed out counts as done from then on, whatever happens to its consumer.
+"""An at-most-once group: a row is done as soon as it is delivered.
 
-The ack is the event of the hand-out, and is durable before the rows leave (R12). A consumer that closes may give back
-what it pulled ahead and never began with: for each consumer the group keeps what it was handed, in memory alone. After
-a restart of the broker there is nothing to give back, and those rows are lost, as they are when their consumer dies.
+The group records the ack when it delivers the rows, and the ack is durable before the rows leave the broker (R12). A
+consumer that closes may return rows that it pulled ahead and did not start to handle. For this the group remembers, in
+memory only, which rows it delivered to each consumer. A restart of the broker loses this memory: rows that a consumer
+had not started then can no longer be returned and are lost, as when the consumer crashes.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from plait.storage.ranges import Range, Ranges
 
 
 class AtMostOnceGroup(Group):
-    """See the module."""
+    """A group that acks rows when it delivers them."""
 
-    __slots__ = ("handed",)
+    __slots__ = ("delivered",)
 
     def __init__(self, definition: GroupDefinition, partition: Partition, limits: ServerLimits) -> None:
         super().__init__(definition, partition, limits)
-        #: Consumer id → what it was handed since the start of the broker, and may give back.
-        self.handed: dict[int, Ranges] = {}
+        #: Consumer id → rows that it received since the start of the broker and may return.
+        self.delivered: dict[int, Ranges] = {}
 
-    def _frame_apart(self, log: Log, kept_log: Log, sequence: int) -> FrameView | None:
+    def _frame_apart(self, log: Log, retained_log: Log, sequence: int) -> FrameView | None:
         return None
 
     def _record(self, consumer: AttachedConsumer, start: int, end: int, attempt: int, journal: Journal) -> None:
         journal.event(Action.ACK, self, consumer.id, start, end, attempt)
         self.pull_log.acked(consumer.id, start, end)
-        handed = self.handed.get(consumer.id)
-        if handed is None:
-            handed = self.handed[consumer.id] = Ranges()
-        handed.add(start, end, attempt)
-        if len(handed) > HANDED_RANGES_MAX:
-            # What was handed out long ago is begun with by now.
-            oldest = next(iter(handed))
-            handed.remove(oldest.start, oldest.end)
+        delivered = self.delivered.get(consumer.id)
+        if delivered is None:
+            delivered = self.delivered[consumer.id] = Ranges()
+        delivered.add(start, end, attempt)
+        if len(delivered) > HANDED_RANGES_MAX:
+            # The consumer has started the rows that it received first.
+            oldest = next(iter(delivered))
+            delivered.remove(oldest.start, oldest.end)
 
     def nack(
         self,
@@ -52,41 +53,41 @@ class AtMostOnceGroup(Group):
         failure: NackOutcome = FAILURE,
         tags: Sequence[int] = (),
     ) -> int:
-        """(start, end, epoch) ranges are for others if their consumer did not begin with them; how many sequences.
+        """Return rows of (start, end, epoch) ranges that the consumer did not start, for other consumers.
 
-        A failure changes nothing: the message was handed out.
+        Returns how many sequences. A failed row stays done.
         """
-        handed = self.handed.get(consumer.id)
-        if failure.counted or handed is None:
+        delivered = self.delivered.get(consumer.id)
+        if failure.counted or delivered is None:
             return 0
         count = 0
         for first, last, epoch in ranges:
-            for start, end, attempt in handed.overlap(*self.partition.clip_to_epoch(first, last, epoch)):
+            for start, end, attempt in delivered.overlap(*self.partition.clip_to_epoch(first, last, epoch)):
                 journal.event(Action.NACK, self, consumer.id, start, end, attempt, 0, FLAG_UNCOUNTED)
-                handed.remove(start, end)
+                delivered.remove(start, end)
                 self.pull_log.untaken(start, end, attempt - 1)
                 count += end - start
         return count
 
     def reset(self, sequence: int, journal: Journal) -> None:
-        self.handed.clear()
+        self.delivered.clear()
         super().reset(sequence, journal)
 
     def offline(self, consumer: AttachedConsumer, journal: Journal, now: int) -> int:
-        self.handed.pop(consumer.id, None)
+        self.delivered.pop(consumer.id, None)
         return super().offline(consumer, journal, now)
 
     def reclaim(
         self, consumer: AttachedConsumer, holds: list[tuple[int, int, int]], journal: Journal, now: int
     ) -> None:
-        """A consumer whose connection was lost has what it was handed before."""
-        handed = self.handed.get(consumer.id)
+        """A consumer that reconnects keeps the rows that it received before."""
+        delivered = self.delivered.get(consumer.id)
         super().reclaim(consumer, holds, journal, now)
-        if handed is not None:
-            self.handed[consumer.id] = handed
+        if delivered is not None:
+            self.delivered[consumer.id] = delivered
 
     def begun(self, start: int, end: int, journal: Journal) -> list[Range]:
-        """What was given back was not begun with: retention keeps no copy of it."""
+        """Returned rows were never started, so retention copies none of them to the retained log."""
         return []
 
     def replay(self, action: int, flags: int, consumer: int, piece: Range, due: int, time: int) -> None:

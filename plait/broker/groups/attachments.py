@@ -1,7 +1,7 @@
-"""Who consumes: attaching, heartbeats, losing and forgetting consumers and groups.
+"""The consumers and groups of a broker: attaching, detaching, losing and forgetting them.
 
-A consumer that was not heard from for ``consumer_lost_seconds`` is lost: what it held goes to the others at once. It
-may come back under the same client id; then it names what is still in its hands (R13).
+A consumer that sends nothing for ``consumer_lost_seconds`` is lost, and the group delivers its rows to other consumers
+at once. It may attach again under the same client id, and then names the rows that it still holds (R13).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger("plait.broker")
 
 Delivery = Literal["at_least_once", "at_most_once"]
 
-#: Partitions that are looked at in one turn for consumers and groups to forget.
+#: Partitions searched in one turn for consumers and groups to forget.
 STEP_PARTITIONS = 1_000
 
 
 def resolve_start(partition: Partition, start: Any) -> int:
-    """A sequence for "earliest", "latest", ["sequence", n] or ["time", microseconds]."""
+    """The sequence that "earliest", "latest", ["sequence", n] or ["time", microseconds] stands for."""
     match start:
         case "earliest":
             return partition.start
@@ -41,7 +41,7 @@ def resolve_start(partition: Partition, start: Any) -> int:
             return max(partition.start, min(sequence, partition.visible))
         case ["time", int(time)]:
             return partition.sequence_at_time(time)
-    raise InvalidArgument(f"start {start!r} is not 'earliest', 'latest', a sequence or a time")
+    raise InvalidArgument(f"start {start!r} is not valid; use 'earliest', 'latest', a sequence or a time")
 
 
 class Attachments:
@@ -49,25 +49,25 @@ class Attachments:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        # A restart takes nothing from consumers that come back in time.
+        # Consumers have the full time to attach again after a restart of the broker before they are lost.
         now = broker.clock.monotonic()
         self._online: set[AttachedConsumer] = set()
-        #: Those of ordered groups, whose leases count: looked at every second, as the others are.
+        #: Online consumers of ordered groups, which are lost when their leases end.
         self._leased: set[AttachedConsumer] = set()
         for partition in broker.partitions.values():
             for group in partition.groups.values():
                 for consumer in group.consumers.values():
-                    consumer.heard = now
+                    consumer.last_contact = now
                     consumer.leased_until = now + broker.leases.longest
                     if isinstance(group, OrderedGroup):
-                        holds = consumer.id in group.locks.unheard
+                        holds = consumer.id in group.locks.unconfirmed
                     else:
                         holds = consumer.id in group.pull_log.held
                     if holds:
                         consumer.online = True
-                        self._is_online(consumer)
+                        self._set_online(consumer)
 
-    def _is_online(self, consumer: AttachedConsumer) -> None:
+    def _set_online(self, consumer: AttachedConsumer) -> None:
         self._online.add(consumer)
         if consumer.group.definition.ordered:
             self._leased.add(consumer)
@@ -88,12 +88,15 @@ class Attachments:
         token: int = 0,
         began: int = 0,
     ) -> AttachedConsumer:
-        """Make ``client`` a member of the group; no group name: broadcast. The consumer has a new session.
+        """Attach ``client`` to the group, in a new session. Without a group name the group is a broadcast.
 
-        ``holds`` is of partition ``holds_of`` (0: of the present one). Without ``retry`` the group's holds.
-        ``affinity`` is a kind of ``ordered``, in which what fails holds nothing back. ``token`` is the secret of an
-        ordered member: only with it an earlier session of the same client id is continued. ``began`` is the version of
-        the route that the group began with: where the partition took its first rows later, ``start`` is not for it.
+        ``holds``: rows that the client still holds, of the partition with id ``holds_of`` (0: the current one).
+        ``retry``: None leaves the group's policy unchanged.
+        ``affinity``: an ordered group in which a failed row holds back nothing.
+        ``token``: the secret of an ordered member. Without it the client cannot continue an earlier session of the same
+        client id.
+        ``began``: the version of the route at which the group began. A partition that took its first rows later is read
+        from its first row, whatever ``start`` is.
         """
         broker = self._broker
         broker.refuse_when_stalled()
@@ -103,9 +106,12 @@ class Attachments:
         group = partition.groups.get(name)
         if group is None:
             if ordered and (broadcast or delivery != "at_least_once"):
-                raise InvalidArgument("an ordered group is neither broadcast nor delivered at most once")
+                raise InvalidArgument(
+                    "an ordered group cannot be a broadcast or have delivery='at_most_once'; name a group and use "
+                    "'at_least_once'"
+                )
             if affinity and not ordered:
-                raise InvalidArgument("affinity goes by locks, which only ordered members ask for")
+                raise InvalidArgument("an affinity group needs locks; attach with ordered=True")
             group = self._create(
                 partition,
                 name,
@@ -139,21 +145,21 @@ class Attachments:
         consumer = group.consumers.get(client)
         now = broker.clock.monotonic()
         if consumer is not None and not proves(token, consumer.proof):
-            if consumer.connected and now - consumer.heard < broker.limits.consumer_lost_seconds:
+            if consumer.connected and now - consumer.last_contact < broker.limits.consumer_lost_seconds:
                 raise GroupBusy(
-                    f"client {client!r} is attached to group {name!r} of {subject!r} already; "
-                    "give every process a client id of its own",
+                    f"client {client!r} is already attached to group {name!r} of {subject!r}; "
+                    "use a different client id in each process",
                     subject=subject,
                     group=name,
                     client=client,
                 )
-            consumer = self._another(consumer, now)
+            consumer = self._displace(consumer, now)
         proof = proof_of(token)
         if consumer is None:
             if len(self._online) >= broker.limits.consumers:
                 raise LimitExceeded(
-                    f"consumer limit reached ({broker.limits.consumers} per broker, attached or lost a moment ago): "
-                    "close idle consumers, or raise the limit 'consumers'",
+                    f"consumer limit reached ({broker.limits.consumers} per broker, limit `consumers`); "
+                    "close idle consumers or raise it",
                     limit="consumers",
                     value=broker.limits.consumers,
                 )
@@ -168,18 +174,19 @@ class Attachments:
         group.reclaim(consumer, holds or [] if holds_of in (0, partition.id) else [], broker, broker.clock.now())
         consumer.online = consumer.connected = True
         consumer.leased_until = max(consumer.leased_until, now + broker.leases.longest)
-        self._is_online(consumer)
-        consumer.heard = now
+        self._set_online(consumer)
+        consumer.last_contact = now
         group.used = broker.clock.now()
         broker.new_session(consumer)
         broker.wake_group(group)
         return consumer
 
-    def _another(self, consumer: AttachedConsumer, now: float) -> AttachedConsumer | None:
-        """Another process comes under the name of a consumer, or the same without proof; the consumer that it is to be.
+    def _displace(self, consumer: AttachedConsumer, now: float) -> AttachedConsumer | None:
+        """A client without the session token attaches under the client id of a known consumer.
 
-        What the earlier one has locks of it may handle until its lease is over (R28). It keeps them under another name
-        until then, and the new one is a consumer of its own (None) that waits for them.
+        Returns the consumer that the client continues, or None when the client needs a new consumer. The known consumer
+        may handle the LPs that it has locked until its lease ends (R28): it keeps the locks under another name, and the
+        new consumer waits for them.
         """
         group = consumer.group
         if not isinstance(group, OrderedGroup) or not group.locks.had_by(consumer.id):
@@ -194,13 +201,13 @@ class Attachments:
         return None
 
     def _define(self, consumer: AttachedConsumer, client: str, proof: int) -> None:
-        """The consumer is a member under this name from now on."""
+        """Record the consumer's client id and the proof of its token."""
         consumer.group.redefine_consumer(consumer, client, proof)
         self._broker.define(ConsumerDefinition(consumer.id, consumer.group.id, client, proof))
         self._broker.touch(consumer.group.partition)
 
     def began(self, partitions: Iterable[str], group_name: str | None, client: str) -> int | None:
-        """The oldest version of the route that a group began with at one of these; None: none of them knows it."""
+        """The oldest route version at which a group began on one of these partitions; None: no partition has it."""
         name = names.of_group(group_name, client)
         found = [self._broker.subjects[each] for each in partitions if each in self._broker.subjects]
         versions = [each.groups[name].definition.began for each in found if name in each.groups]
@@ -222,7 +229,7 @@ class Attachments:
         broker = self._broker
         if broker.group_count >= broker.limits.groups:
             raise LimitExceeded(
-                f"this broker has its {broker.limits.groups} groups; remove some or raise the limit",
+                f"group limit reached ({broker.limits.groups} per broker, limit `groups`); delete groups or raise it",
                 limit="groups",
                 value=broker.limits.groups,
             )
@@ -250,11 +257,11 @@ class Attachments:
         return group
 
     def _change_retry(self, group: Group, client: str, retry: Retry) -> None:
-        """The first member to come may say it anew; while there are others, what they said holds."""
+        """Change the retry policy; ``GroupMismatch`` while another member is online."""
         others = [each for each in group.consumers.values() if each.client.partition(AFTER_CLIENT)[0] != client]
         if any(consumer.online for consumer in others):
             raise GroupMismatch(
-                f"group {group.name!r} of {group.partition.row.subject!r} retries by {group.retry}, "
+                f"group {group.name!r} of {group.partition.row.subject!r} has retry policy {group.retry}, "
                 f"this member asks for {retry}; use the same for all members",
                 subject=group.partition.row.subject,
                 group=group.name,
@@ -269,15 +276,15 @@ class Attachments:
         self._broker.touch(group.partition)
 
     def session(self, number: int) -> AttachedConsumer:
-        """The consumer of a session, heard from just now."""
+        """The consumer of a session. Records the contact; ``StaleSession`` if the session has ended."""
         consumer = self._broker.sessions.get(number)
         if consumer is None:
-            raise StaleSession("this consumer was given up (out of contact or attached elsewhere); attach again")
-        consumer.heard = self._broker.clock.monotonic()
+            raise StaleSession("this session has ended: the consumer was lost or attached elsewhere; attach again")
+        consumer.last_contact = self._broker.clock.monotonic()
         return consumer
 
     def detach(self, consumer: AttachedConsumer) -> None:
-        """The consumer leaves in order: what it holds goes back at once."""
+        """The consumer leaves: the rows that it holds return to the group at once."""
         group = consumer.group
         self._drop_waiters(group, consumer)
         self._broker.sessions.pop(consumer.session, None)
@@ -289,19 +296,19 @@ class Attachments:
         self._broker.wake_group(group)
 
     def _forget(self, consumer: AttachedConsumer) -> None:
-        """A consumer that holds nothing is not remembered: every segment of the action log begins with all of them."""
+        """Remove a consumer that holds nothing: each segment header of the action log lists all consumers."""
         consumer.group.remove(consumer)
         self._broker.event(Action.FORGET_CONSUMER, consumer.group, consumer.id, 0, 0, 0)
 
     def disconnected(self, consumer: AttachedConsumer, session: int) -> None:
-        """The connection is gone; the consumer has until the lost time to come back."""
+        """The connection closed; the consumer has ``consumer_lost_seconds`` to attach again."""
         if consumer.session == session:
             self._drop_waiters(consumer.group, consumer)
             consumer.connected = False
             self._broker.sessions.pop(session, None)
 
     def end_pulls(self, consumer: AttachedConsumer) -> None:
-        """It wants nothing more at present: its pulls that wait are answered with nothing."""
+        """Answer the consumer's suspended pulls with no rows."""
         for waiter in [waiter for waiter in consumer.group.waiters if waiter.consumer is consumer]:
             waiter.time_out()
 
@@ -310,12 +317,14 @@ class Attachments:
             waiter.leave()
 
     def lose_silent(self) -> list[tuple[AttachedConsumer, int]]:
-        """Give up who was not heard from; (consumer, messages returned) of each. Call it every second."""
+        """Lose consumers without contact; (consumer, count of returned messages) of each. Call it every second."""
         broker = self._broker
         now = broker.clock.monotonic()
         deadline = now - broker.limits.consumer_lost_seconds
-        # Who has locks may count on them until its lease is over, whether it is heard from or not.
-        silent = [consumer for consumer in self._online if consumer.heard < deadline and consumer not in self._leased]
+        # A consumer of an ordered group may rely on its locks until its lease ends, whether it makes contact or not.
+        silent = [
+            consumer for consumer in self._online if consumer.last_contact < deadline and consumer not in self._leased
+        ]
         silent += [consumer for consumer in self._leased if consumer.leased_until <= now]
         silent.sort(key=lambda consumer: consumer.id)
         lost = []
@@ -328,7 +337,7 @@ class Attachments:
 
     @property
     def next_lease_end(self) -> float | None:
-        """When the first lease is over, on the monotonic clock."""
+        """When the first lease ends, on the monotonic clock."""
         return min((consumer.leased_until for consumer in self._leased), default=None)
 
     def _lose(self, group: Group, consumer: AttachedConsumer) -> int:
@@ -352,11 +361,11 @@ class Attachments:
         return returned
 
     def forget_idle(self) -> int:
-        """Drop consumers that a start found and that did not return, and unused broadcast groups; how many."""
+        """Forget consumers that did not attach again after a restart, and unused broadcast groups; how many."""
         return sum(self.forget_idle_steps())
 
     def forget_idle_steps(self) -> Iterator[int]:
-        """The same in steps of one loop turn each; how many each of them dropped."""
+        """``forget_idle`` in steps of one loop turn; yields how many each step forgot."""
         partitions = list(self._broker.partitions.values())
         for start in range(0, len(partitions), STEP_PARTITIONS):
             yield sum(map(self._forget_idle, partitions[start : start + STEP_PARTITIONS]))
@@ -371,7 +380,7 @@ class Attachments:
         idle: list[Group] = []
         gone: list[AttachedConsumer] = []
         for group in partition.groups.values():
-            gone += [each for each in group.consumers.values() if not each.online and each.heard < deadline]
+            gone += [each for each in group.consumers.values() if not each.online and each.last_contact < deadline]
             if group.definition.broadcast and (wall - group.used) / 1_000_000 > limit:
                 idle.append(group)
         for consumer in gone:
@@ -384,7 +393,7 @@ class Attachments:
     # --- administration -------------------------------------------------------------------------
 
     def group(self, subject: str, name: str) -> Group:
-        """A group that exists, or ``GroupNotFound``."""
+        """The group; ``GroupNotFound`` if the subject has none of this name."""
         partition = self._broker.partition_of(subject, create=False)
         group = partition.groups.get(name)
         if group is None:
@@ -395,27 +404,27 @@ class Attachments:
         return group
 
     def reset(self, subject: str, name: str, start: Any) -> int:
-        """Set a group's position; only while no consumer is online. The sequence it goes on from."""
+        """Set the position of a group without online consumers; returns the sequence that it continues from."""
         group = self._idle(subject, name)
         sequence = resolve_start(group.partition, start)
         group.reset(sequence, self._broker)
         return sequence
 
     def set_retry(self, subject: str, name: str, retry: Retry) -> Group:
-        """Change how a group retries; only while no consumer is online, as members that name a policy agree on it."""
+        """Change the retry policy of a group without online consumers, since all members must use the same policy."""
         group = self._idle(subject, name)
         if retry != group.retry:
             self._set_retry(group, retry)
         return group
 
     def delete(self, subject: str, name: str) -> None:
-        """Forget an idle group, its position and its dead letters."""
+        """Delete a group without online consumers, its position and its dead letters."""
         self._broker.refuse_when_stalled()
         self.remove_group(self._idle(subject, name))
         self._broker.retention_wanted = True
 
     def _idle(self, subject: str, name: str) -> Group:
-        """A group that exists and has no consumer online, or ``GroupBusy``."""
+        """The group; ``GroupBusy`` while a consumer is online."""
         group = self.group(subject, name)
         online = [consumer.client for consumer in group.consumers.values() if consumer.connected]
         if online:
@@ -430,7 +439,7 @@ class Attachments:
         return group
 
     def remove_group(self, group: Group) -> None:
-        """Forget a group and its position."""
+        """Remove a group, its position and its consumers."""
         for consumer in group.consumers.values():
             self._broker.sessions.pop(consumer.session, None)
             self._online.discard(consumer)

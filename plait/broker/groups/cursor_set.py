@@ -1,6 +1,6 @@
-"""All strands of an ordered group on one partition: between them they have every row, and no row twice.
+"""The cursors of an ordered group on one partition. Each row belongs to exactly one cursor.
 
-Splitting and joining are events, as later ones name strands by number.
+Splits and joins are recorded as events, because later events refer to cursors by number.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from plait.storage.cursor import Cursor, CursorState
 from plait.storage.due_ranges import DueRanges
 from plait.storage.logs.action_log import Action
 
-#: All logical partitions, for the strands that have them.
+#: All logical partitions. Cursors that have all of them share this array.
 ALL: LpSet = np.ones(LOGICAL_PARTITIONS, bool)
 ALL.setflags(write=False)
 
-#: Records (action, strand, start, end, value, attempt).
-Tell = Callable[[Action, int, int, int, int, int], None]
+#: Records an event: (action, cursor number, start, end, value, attempt).
+RecordEvent = Callable[[Action, int, int, int, int, int], None]
 
 
 class CursorSet:
-    """See the module."""
+    """Finds the cursor of a row, splits and joins cursors, and replays these changes."""
 
-    def __init__(self, start: int, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, start: int, record: RecordEvent) -> None:
+        self._record = record
         self._all: dict[int, Cursor] = {}
-        #: The strands of logical partitions, by their slots...
+        #: The cursors without a key, by slot; None: the slot is free.
         self._wide: list[Cursor | None] = []
-        #: ...and the slot of each logical partition, in 4 bytes; None: all are in slot 0, as in most groups.
+        #: The slot of each logical partition, in 4 bytes; None: all are in slot 0, as in most groups.
         self._slots: array[int] | None = None
         self.by_key: dict[int, Cursor] = {}
         self._next = 1
         self.begin(start)
 
     def begin(self, start: int, number: int = 0) -> int:
-        """Go on from ``start`` with one strand, whatever was before; its number."""
+        """Replace all cursors by one that continues from ``start``; returns its number."""
         self._all, self.by_key = {}, {}
         first = Cursor(number or self._next, ALL, start)
         self._add(first)
@@ -58,75 +58,75 @@ class CursorSet:
         return self._all.get(number)
 
     def of(self, owner: int) -> list[Cursor]:
-        """Those of an owner's logical partitions, without those of single keys."""
+        """The cursors of an owner, without those of single keys."""
         return [each for each in self._all.values() if each.owner == owner and each.key is None]
 
     def keys_of(self, owner: int) -> list[Cursor]:
-        """Those of single keys in an owner's logical partitions."""
+        """The cursors of single keys in an owner's logical partitions."""
         return [each for each in self.by_key.values() if each.owner == owner] if self.by_key else []
 
     def for_row(self, lp: int, key: int | None) -> Cursor:
-        """The strand that a row belongs to."""
-        strand = self.by_key.get(key) if key is not None and self.by_key else None
-        return strand or self.of_lp(lp)
+        """The cursor that a row belongs to."""
+        cursor = self.by_key.get(key) if key is not None and self.by_key else None
+        return cursor or self.of_lp(lp)
 
     def of_lp(self, lp: int) -> Cursor:
-        """The strand of a logical partition's rows, but for keys that have one of their own."""
-        strand = self._wide[0 if self._slots is None else self._slots[lp]]
-        assert strand is not None
-        return strand
+        """The cursor of a logical partition's rows, except those of keys with their own cursor."""
+        cursor = self._wide[0 if self._slots is None else self._slots[lp]]
+        assert cursor is not None
+        return cursor
 
     # --- splitting and joining ------------------------------------------------------------------
 
     def take_out(self, lps: LpSet) -> list[Cursor]:
-        """The strands of just these logical partitions, split off where that is needed; with those of their keys."""
-        strands = []
-        for strand in self._at(lps):
-            inner = strand.lps & lps
-            strands.append(strand if np.array_equal(inner, strand.lps) else self.split(strand, inner))
-        return strands + [each for each in self.by_key.values() if lps[each.lps].any()]
+        """Cursors of exactly these logical partitions, split off where needed, and the cursors of their keys."""
+        cursors = []
+        for cursor in self._at(lps):
+            inner = cursor.lps & lps
+            cursors.append(cursor if np.array_equal(inner, cursor.lps) else self.split(cursor, inner))
+        return cursors + [each for each in self.by_key.values() if lps[each.lps].any()]
 
     def _at(self, lps: LpSet) -> list[Cursor]:
-        """Those of logical partitions, each once."""
+        """The cursors of some logical partitions, each once, without those of single keys."""
         if self._slots is None:
             return [self.of_lp(0)] if lps.any() else []
         slots = np.frombuffer(self._slots, np.uint32)[lps]
         _, firsts = np.unique(slots, return_index=True)
-        return [strand for slot in slots[np.sort(firsts)].tolist() if (strand := self._wide[slot]) is not None]
+        return [cursor for slot in slots[np.sort(firsts)].tolist() if (cursor := self._wide[slot]) is not None]
 
-    def split(self, strand: Cursor, lps: LpSet) -> Cursor:
-        """A strand of its own for some of a strand's logical partitions."""
-        part = strand.split(self._number(), lps)
+    def split(self, cursor: Cursor, lps: LpSet) -> Cursor:
+        """Split off a cursor for some of a cursor's logical partitions."""
+        part = cursor.split(self._number(), lps)
         self._add(part)
         for first, end in runs_of(lps):
-            self._tell(Action.MOVE, strand.id, first, end, part.id, 0)
+            self._record(Action.MOVE, cursor.id, first, end, part.id, 0)
         return part
 
-    def hold(self, strand: Cursor, lp: int, key: int) -> Cursor:
-        """A strand of its own for a key."""
-        part = strand.split(self._number(), single_lp(lp), key)
+    def hold(self, cursor: Cursor, lp: int, key: int) -> Cursor:
+        """Split off a cursor for a key."""
+        part = cursor.split(self._number(), single_lp(lp), key)
         self._add(part)
-        self._tell(Action.HOLD, strand.id, lp, part.id, _signed(key), 0)
+        self._record(Action.HOLD, cursor.id, lp, part.id, _signed(key), 0)
         return part
 
-    def join(self, strand: Cursor, others: list[Cursor]) -> None:
-        """``others`` have come as far as ``strand`` and become parts of it."""
-        self._join(strand, others)
-        # What was handed out was not told, nor where one had no rows: so it is told where all are now.
+    def join(self, cursor: Cursor, others: list[Cursor]) -> None:
+        """Join ``others``, which are at the same position, into ``cursor``."""
+        self._join(cursor, others)
+        # Deliveries and passed ranges without rows are not recorded, so the join records the full position.
         for other in others:
-            self._tell(Action.JOIN, strand.id, other.id, strand.next, 0, 0)
-        for piece in [*strand.returned, *strand.all_held()]:
-            self._tell(Action.RETURN, strand.id, piece.start, piece.end, 0, piece.attempt)
-        for due, pieces in strand.waiting:
+            self._record(Action.JOIN, cursor.id, other.id, cursor.next, 0, 0)
+        for piece in [*cursor.returned, *cursor.all_held()]:
+            self._record(Action.RETURN, cursor.id, piece.start, piece.end, 0, piece.attempt)
+        for due, pieces in cursor.waiting:
             for piece in pieces:
-                self._tell(Action.RETURN, strand.id, piece.start, piece.end, due, piece.attempt)
+                self._record(Action.RETURN, cursor.id, piece.start, piece.end, due, piece.attempt)
 
-    def join_alike(self, strands: Iterable[Cursor]) -> None:
-        """Make one of those of logical partitions that have come equally far."""
+    def join_alike(self, cursors: Iterable[Cursor]) -> None:
+        """Join the cursors that are at the same position."""
         alike: dict[Any, list[Cursor]] = {}
-        for strand in strands:
-            if (standing := strand.standing) is not None:
-                alike.setdefault(standing, []).append(strand)
+        for cursor in cursors:
+            if (position := cursor.position) is not None:
+                alike.setdefault(position, []).append(cursor)
         for first, *others in alike.values():
             if others:
                 self.join(first, others)
@@ -139,70 +139,71 @@ class CursorSet:
             return
         self._place(part)
 
-    def _place(self, strand: Cursor) -> None:
-        """Its logical partitions are a strand's now."""
-        if strand.lps.all():
-            self._wide, self._slots, strand.slot = [strand], None, 0
+    def _place(self, cursor: Cursor) -> None:
+        """Assign the cursor's logical partitions to its slot."""
+        if cursor.lps.all():
+            self._wide, self._slots, cursor.slot = [cursor], None, 0
             return
         if self._slots is None:
             self._slots = array("I", bytes(4 * LOGICAL_PARTITIONS))
-        if strand.slot < 0:
-            strand.slot = self._wide.index(None) if None in self._wide else len(self._wide)
-            self._wide[strand.slot : strand.slot + 1] = [strand]
-        np.frombuffer(self._slots, np.uint32)[strand.lps] = strand.slot
+        if cursor.slot < 0:
+            cursor.slot = self._wide.index(None) if None in self._wide else len(self._wide)
+            self._wide[cursor.slot : cursor.slot + 1] = [cursor]
+        np.frombuffer(self._slots, np.uint32)[cursor.lps] = cursor.slot
 
-    def _join(self, strand: Cursor, others: list[Cursor]) -> None:
-        strand.join(others)
+    def _join(self, cursor: Cursor, others: list[Cursor]) -> None:
+        cursor.join(others)
         for other in others:
             del self._all[other.id]
             if other.key is not None:
                 del self.by_key[other.key]
             else:
                 self._wide[other.slot] = None
-        if strand.key is None:
-            self._place(strand)
+        if cursor.key is None:
+            self._place(cursor)
 
     # --- replay, checkpoints --------------------------------------------------------------------
 
     def replay(self, action: int, number: int, start: int, end: int, value: int) -> None:
-        """Apply an event of ``Tell``."""
-        strand = self._all.get(number)
-        if strand is None:
+        """Apply an event that ``RecordEvent`` recorded."""
+        cursor = self._all.get(number)
+        if cursor is None:
             return
         if action == Action.MOVE:
             lps = np.zeros(LOGICAL_PARTITIONS, bool)
             lps[start:end] = True
-            lps &= strand.lps
+            lps &= cursor.lps
             known = self._all.get(value)
             if known is None:
-                self._add(strand.split(value, lps))
+                self._add(cursor.split(value, lps))
             else:
                 # Another run of the same split.
-                part = strand.split(value, lps)
+                part = cursor.split(value, lps)
                 known.lps = known.lps | part.lps
                 known.leave_out(part.without)
                 self._add(known)
         elif action == Action.HOLD:
-            self._add(strand.split(end, single_lp(start), value % 2**64))
+            self._add(cursor.split(end, single_lp(start), value % 2**64))
         elif action == Action.JOIN:
             other = self._all.get(start)
             if other is not None:
-                self._join(strand, [other])
-            strand.next = end
-            # Nothing waited in any of them, or they had not been joined: what was due meanwhile was not told.
-            strand.returned.clear()
-            strand.waiting = DueRanges()
+                self._join(cursor, [other])
+            cursor.next = end
+            # RETURN events that follow a JOIN restore the cursor's returned and waiting rows. The rows here are
+            # outdated, because rows that became due were not recorded.
+            cursor.returned.clear()
+            cursor.waiting = DueRanges()
 
     def dump(self) -> list[CursorState]:
-        return [strand.dump() for strand in self._all.values()]
+        return [cursor.dump() for cursor in self._all.values()]
 
     def load(self, states: list[CursorState]) -> None:
-        """The state of a checkpoint."""
+        """Restore the state of a checkpoint."""
         self._all, self.by_key = {}, {}
         for state in states:
             self._add(Cursor.load(state))
 
 
 def _signed(key: int) -> int:
-    """An unsigned number as events have it."""
+    """An unsigned 64-bit number as the signed number that an event stores."""
     return key - 2**64 if key >= 2**63 else key

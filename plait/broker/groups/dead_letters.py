@@ -1,8 +1,8 @@
-"""Dead letters, and whatever else a group needs beyond the message log: copied to the kept log, found there again.
+"""Dead letters, and other messages that a group needs after retention removed them: kept in the retained log.
 
-A dead letter is a message in its place that is handed out no more: its group's ``PullLog`` says which, the kept log has
-the message itself and why it died. So a resend is one event: the same message, under its own sequence and id, goes to
-the group that failed it and to no other.
+A dead letter is a message that its group does not deliver again. The group's ``PullLog`` has its sequence; the retained
+log has the message and the reason. A resend is one event: the group that failed the message, and no other group, gets
+the same message again, with the same sequence and id.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from plait.errors import FrameError
 from plait.frame.view import FrameView
 from plait.model.reason import Reason
 from plait.storage.logs.action_log import Action
-from plait.storage.logs.retained_log import HISTORY_MAX, DeathRecord, Note, frame_at, kept_frames, note_of, rows_of
+from plait.storage.logs.retained_log import HISTORY_MAX, DeathRecord, Note, frame_at, note_of, retained_frames, rows_of
 from plait.storage.ranges import Range, joined
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
     from plait.broker.groups.shared_group import Group
 
-#: What rows have to share to stand under one note: attempts, seconds of the first failure, where they were kept before.
+#: Rows with equal keys share one note: attempts, second of the first failure, offset in the retained log (-1: none).
 Key = tuple[int, int, int]
 Sequences = npt.NDArray[np.int64]
 
 
 class Choice(NamedTuple):
-    """Which dead letters are meant: all that match whatever is given."""
+    """Selects dead letters: those that match all given fields."""
 
     sequences: list[int] | None = None
     #: The type of the exception, and the handler that raised it.
     type: str | None = None
     handler: str | None = None
-    #: They died before this, in microseconds.
+    #: They became dead letters before this time, in microseconds.
     before: int | None = None
 
-    def takes(self, death: DeathRecord | None) -> bool:
-        """All but the sequence fits."""
+    def matches(self, death: DeathRecord | None) -> bool:
+        """Whether all fields except the sequences match."""
         if self.type is None and self.handler is None and self.before is None:
             return True
         if death is None:
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 
 
 class Letters(NamedTuple):
-    """Dead letters that one frame of the kept log has; no frame and no death where it does not read back."""
+    """Dead letters in one frame of the retained log; ``frame`` and ``death`` are None if it cannot be read."""
 
     sequences: Sequences
     frame: FrameView | None
@@ -63,10 +63,10 @@ class Letters(NamedTuple):
 
 
 class RetainOutcome(Enum):
-    """What became of rows that were to be kept."""
+    """The outcome of copying rows to the retained log."""
 
     YES = auto()
-    #: They do not read back, or the group has as many as it may.
+    #: The rows cannot be read, or the group is at its limit.
     NO = auto()
     DISK_FULL = auto()
 
@@ -77,17 +77,19 @@ class DeadLetters:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
 
-    # --- putting in -----------------------------------------------------------------------------
+    # --- adding ---------------------------------------------------------------------------------
 
     def bury(self, group: Group, consumer: int, pieces: list[Range], reason: Reason) -> list[Range]:
-        """Make dead letters of what a consumer holds; what could not be, for lack of room or for damage."""
+        """Make dead letters of pieces that a consumer holds; returns the pieces for which there is no room or that are
+        damaged.
+        """
         now = self._broker.clock.now()
         rest: list[Range] = []
         for frame, rows in self._by_frame(group, pieces, now, rest):
             for (attempt, first, before), mask in rows.items():
                 death = DeathRecord(attempt, first * 1_000_000, now, reason, self._history(before))
                 sequences = frame.sequences()[mask]
-                stored = self._keep(group, frame, mask, Note(group.id, death), again=before >= 0)
+                stored = self._retain(group, frame, mask, Note(group.id, death), again=before >= 0)
                 for start, end in joined(sequences):
                     if stored is not RetainOutcome.YES:
                         rest.append(Range(start, end, attempt))
@@ -97,12 +99,15 @@ class DeadLetters:
                     group.died_count += end - start
         return rest
 
-    def keep(self, group: Group, pieces: list[Range]) -> list[Range] | None:
-        """Copy messages that retention is about to take; what could not be. None: the disk has no room for it now."""
+    def retain(self, group: Group, pieces: list[Range]) -> list[Range] | None:
+        """Copy messages that retention is about to remove; returns those that could not be copied.
+
+        Returns None if the disk has no room at present.
+        """
         rest: list[Range] = []
         for frame, rows in self._by_frame(group, pieces, 0, rest):
             for (attempt, _, before), mask in rows.items():
-                copied = self._keep(group, frame, mask, Note(group.id)) if before < 0 else RetainOutcome.YES
+                copied = self._retain(group, frame, mask, Note(group.id)) if before < 0 else RetainOutcome.YES
                 if copied is RetainOutcome.DISK_FULL:
                     return None
                 if copied is RetainOutcome.NO:
@@ -112,19 +117,19 @@ class DeadLetters:
     def _by_frame(
         self, group: Group, pieces: list[Range], now: int, rest: list[Range]
     ) -> Iterator[tuple[FrameView, dict[Key, npt.NDArray[np.bool_]]]]:
-        """The frames that have the pieces, and in each the rows that may stand under one note."""
+        """The frames of the pieces, each with its rows by ``Key``. Adds pieces that cannot be read to ``rest``."""
         broker = self._broker
         failing = group.pull_log.failing
         found: dict[tuple[int, int], tuple[FrameView, dict[Key, npt.NDArray[np.bool_]]]] = {}
         for start, end, attempt in sorted(pieces):
             while start < end:
-                frame = group.frame_of(broker.message_log, broker.kept_log, start)
+                frame = group.frame_of(broker.message_log, broker.retained_log, start)
                 first, last = rows_of(frame, start, end) if frame is not None else (0, 0)
                 if frame is None or first == last:
-                    # It is damaged, and skipped when it would be handed out.
+                    # It is damaged. The group skips it when it is due for delivery.
                     rest.append(Range(start, end, attempt))
                     break
-                # A frame is told by where it stands in its log, which the stamp and the selection say.
+                # ``base`` and ``crc`` identify a frame: the stamp and the selection determine them.
                 _, rows = found.setdefault((frame.base, frame.crc), (frame, {}))
                 begun = failing.overlap(start, start + last - first) if now else []
                 for low, high, since in _filled(begun, start, start + last - first, now // 1_000_000):
@@ -136,42 +141,42 @@ class DeadLetters:
         yield from found.values()
 
     def _by_place(self, group: Group, start: int, end: int) -> list[tuple[int, int, int]]:
-        """(start, end, offset) of the parts that were kept in one place before; -1: nowhere."""
-        if not group.kept:
+        """(start, end, offset) of the parts that are at one offset of the retained log; -1: not in it."""
+        if not group.retained:
             return [(start, end, -1)]
-        places = group.kept.places(range(start, end))
+        places = group.retained.places(range(start, end))
         edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), end - start]
         return [(start + a, start + b, int(places[a])) for a, b in pairwise(edges)]
 
     def _history(self, offset: int) -> list[DeathRecord]:
-        """What a letter that was resent tells of before."""
-        frame = frame_at(self._broker.kept_log, offset) if offset >= 0 else None
+        """The earlier deaths of a letter that was resent, from its frame at ``offset``."""
+        frame = frame_at(self._broker.retained_log, offset) if offset >= 0 else None
         death = _death(frame)
         if death is None:
             return []
         last = DeathRecord(death.attempts, death.first_time, death.last_time, death.reason)
         return [*death.history, last][-HISTORY_MAX:]
 
-    def _keep(
+    def _retain(
         self, group: Group, frame: FrameView, mask: npt.NDArray[np.bool_], note: Note, *, again: bool = False
     ) -> RetainOutcome:
-        """Copy rows to the kept log; ``again``: they are there already, for another reason."""
+        """Copy rows to the retained log. ``again``: it already has them under another note."""
         broker = self._broker
-        if not again and len(group.kept) + int(mask.sum()) > broker.limits.kept_messages:
+        if not again and len(group.retained) + int(mask.sum()) > broker.limits.retained_messages:
             return RetainOutcome.NO
         places: list[tuple[Sequences, int]] = []
         try:
-            for parts, sequences in kept_frames(frame, mask, note):
-                places.append((sequences, broker.kept_log.append(parts.parts, parts.size)))
-            # It may be looked for before the turn ends.
-            broker.kept_log.write()
+            for parts, sequences in retained_frames(frame, mask, note):
+                places.append((sequences, broker.retained_log.append(parts.parts, parts.size)))
+            # The rows may be read before the turn ends.
+            broker.retained_log.write()
         except FrameError:
             return RetainOutcome.NO
         except OSError as error:
             broker.disk_error(error)
             return RetainOutcome.DISK_FULL
         for sequences, offset in places:
-            group.kept.add(sequences, offset)
+            group.retained.add(sequences, offset)
         broker.touch(group.partition)
         broker.answer_after_commit(None)
         return RetainOutcome.YES
@@ -181,9 +186,9 @@ class DeadLetters:
     def page(
         self, group: Group, choice: Choice, after: int, limit: int, look: int = 0
     ) -> tuple[list[Letters], int | None]:
-        """The first ``limit`` dead letters after a sequence that are meant; where to go on, None: there are no more.
+        """The first ``limit`` matching dead letters after a sequence, and where the next page starts (None: no more).
 
-        At most ``look`` are looked at (``limit`` at least): where few of them are meant it may be fewer.
+        Examines at most ``look`` letters (at least ``limit``), so a page may have fewer than ``limit`` letters.
         """
         look = max(limit, look)
         dead = group.pull_log.dead
@@ -207,20 +212,20 @@ class DeadLetters:
     def _letters(self, group: Group, choice: Choice, sequences: Sequences) -> Iterator[Letters]:
         if not len(sequences):
             return
-        places = group.kept.places(sequences.tolist())
+        places = group.retained.places(sequences.tolist())
         order = np.argsort(places, kind="stable")
         edges = np.flatnonzero(np.diff(places[order])) + 1
         for part in np.split(order, edges):
             offset = int(places[part[0]])
-            frame = frame_at(self._broker.kept_log, offset) if offset >= 0 else None
+            frame = frame_at(self._broker.retained_log, offset) if offset >= 0 else None
             death = _death(frame)
-            if choice.takes(death):
+            if choice.matches(death):
                 yield Letters(sequences[part], frame if death is not None else None, death)
 
-    # --- taking out -----------------------------------------------------------------------------
+    # --- removing -------------------------------------------------------------------------------
 
     def resend(self, group: Group, letters: list[Letters]) -> int:
-        """Hand them out again, to their own group; how many."""
+        """Deliver letters again, to their own group; how many."""
         count = 0
         for found in letters:
             for start, end in joined(found.sequences):
@@ -229,46 +234,46 @@ class DeadLetters:
         return count
 
     def purge(self, group: Group, letters: list[Letters]) -> int:
-        """Forget them; how many."""
+        """Delete letters; how many."""
         count = 0
         for found in letters:
             for start, end in joined(found.sequences):
                 self._broker.event(Action.PURGE, group, 0, start, end, 0)
                 count += group.pull_log.purged(start, end)
-        group.kept.settled()
-        if len(group.kept) >= self._broker.limits.kept_messages:
+        group.retained.settled()
+        if len(group.retained) >= self._broker.limits.retained_messages:
             self.tidy(group)
         return count
 
     def expire(self, group: Group, before: int) -> int:
-        """Forget those that died earlier; how many."""
+        """Delete letters that died before ``before`` (microseconds); how many."""
         count = 0
-        for offset, sequences in group.kept.by_offset(_pairs(group.pull_log.dead)):
-            death = _death(frame_at(self._broker.kept_log, offset))
+        for offset, sequences in group.retained.by_offset(_pairs(group.pull_log.dead)):
+            death = _death(frame_at(self._broker.retained_log, offset))
             if death is None:
-                # It does not read back, so how old it is is not known: somebody has to say what becomes of it.
+                # It cannot be read, so its age is not known: only a purge or a resend removes it.
                 continue
             if death.last_time >= before:
-                # They stand in the order in which they died.
+                # Letters are in the order in which they died.
                 break
             count += self.purge(group, [Letters(sequences, None, death)])
         return count
 
     def tidy(self, group: Group) -> None:
-        """Forget where those are kept that nobody needs any more; there may be room for new messages then."""
+        """Forget retained rows that the group no longer needs, which makes room for new ones."""
         begun = group.begun(0, group.partition.visible, self._broker)
-        group.kept.tidy(_pairs([*begun, *group.pull_log.dead]))
+        group.retained.tidy(_pairs([*begun, *group.pull_log.dead]))
         self._broker.wake_group(group)
 
 
 def _pairs(pieces: Iterable[Range]) -> npt.NDArray[np.int64]:
-    """[start, end) of each, in ascending order."""
+    """(start, end) of each piece, in ascending order."""
     pairs = np.array([(start, end) for start, end, _ in pieces], np.int64).reshape(-1, 2)
     return pairs[np.argsort(pairs[:, 0])]
 
 
 def _death(frame: FrameView | None) -> DeathRecord | None:
-    """Why the messages of a kept frame died; None: they are to be tried again, or it does not read back."""
+    """The death record of a frame of the retained log; None: its rows are not dead, or the frame cannot be read."""
     if frame is None:
         return None
     try:
@@ -281,12 +286,12 @@ def _numbers(piece: Range, limit: int) -> Sequences:
     return np.arange(piece.start, min(piece.end, piece.start + limit))
 
 
-def _filled(pieces: list[Range], start: int, end: int, usual: int) -> Iterator[tuple[int, int, int]]:
-    """[start, end) in parts: those of ``pieces``, and with ``usual`` what is between."""
+def _filled(pieces: list[Range], start: int, end: int, default: int) -> Iterator[tuple[int, int, int]]:
+    """[start, end) in parts: those of ``pieces``, and the gaps between them with ``default``."""
     for first, last, value in pieces:
         if start < first:
-            yield start, first, usual
+            yield start, first, default
         yield first, last, value
         start = last
     if start < end:
-        yield start, end, usual
+        yield start, end, default

@@ -1,4 +1,4 @@
-"""What the action log defines of a group: itself and its members, changed in one place."""
+"""The definitions of a group and its consumers that the action log stores."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 class GroupDefinitions:
     """A group's definition and its consumers.
 
-    Each change is noted at the partition (``Partition.redefined``): the head of the next segment of the action log has
-    to say it.
+    Each change calls ``Partition.redefined``: the segment header of the next action log segment must include it.
     """
 
     __slots__ = ("_consumers", "_definition", "consumers", "partition")
@@ -25,12 +24,12 @@ class GroupDefinitions:
         self._definition = definition
         self.partition = partition
         self._consumers: dict[str, AttachedConsumer] = {}
-        #: By client; changed by the methods here alone.
+        #: Client id → consumer. Only the methods of this class change it.
         self.consumers: Mapping[str, AttachedConsumer] = self._consumers
 
     @property
     def definition(self) -> GroupDefinition:
-        """Its settings, under its name and number."""
+        """The group's id, name and settings."""
         return self._definition
 
     @property
@@ -42,23 +41,23 @@ class GroupDefinitions:
         return self._definition.name
 
     def redefine(self, definition: GroupDefinition) -> None:
-        """Its settings have changed."""
+        """Change the group's settings."""
         self._definition = definition
         self.partition.redefined()
 
     def add(self, consumer: AttachedConsumer) -> None:
-        """It is a member, in place of an earlier one of the same name."""
+        """Add a consumer; it replaces an earlier one with the same client id."""
         self._consumers[consumer.client] = consumer
         self.partition.redefined()
 
     def remove(self, consumer: AttachedConsumer) -> None:
-        """It is no member any more, if it was one."""
+        """Remove a consumer, if it is in the group."""
         if self._consumers.get(consumer.client) is consumer:
             del self._consumers[consumer.client]
             self.partition.redefined()
 
     def redefine_consumer(self, consumer: AttachedConsumer, client: str, proof: int) -> None:
-        """It is a member under this name and with this proof, whatever it was before."""
+        """Set the consumer's client id and proof, and add it if it is not in the group."""
         self.remove(consumer)
         consumer._client, consumer._proof = client, proof
         self.add(consumer)

@@ -1,6 +1,6 @@
-"""What is in the hands of a group's owners: ranges of strands, and where it matters, rows one by one.
+"""Rows in flight of an ordered group: ranges of its cursors, and individual rows where they matter.
 
-Rows are looked at as arrays, a frame at a time, and ranges are made of them again.
+Rows are read as arrays, one frame at a time, and turned back into ranges.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from plait.storage.held_rows import HeldRowArrays, HeldRows
 from plait.storage.logs.action_log import FLAG_UNCOUNTED, Action
 from plait.storage.ranges import Range, Ranges, joined
 
-#: Pieces of a strand in flight, failed or given back that are recorded again for each key that joins it.
+#: A key rejoins a cursor that has at most this many ranges in flight, returned or waiting: the join records all of
+#: them again. More ranges need more keys that join together.
 REJOIN_PIECES = 256
-#: Ranges that came back from which on a strand is looked at row by row when its owner changes.
-SIFTED_MIN = 64
+#: A cursor with more returned ranges than this is read row by row when its owner changes, to join the ranges.
+COMPACTED_MIN = 64
 
 
 class InFlightRows(RowReader):
-    """See the module."""
+    """An ordered group's operations on held and returned rows."""
 
     __slots__ = ()
 
     def _holding(self, owner: int) -> list[Cursor]:
-        return [each for each in self.strands if each.owner == owner and each.held]
+        return [each for each in self.cursors if each.owner == owner and each.held]
 
     def _clipped(self, ranges: list[tuple[int, int, int]], tags: Sequence[int]) -> list[tuple[int, int, int]]:
-        """(start, end, tag) of what can be meant by (start, end, epoch) ranges."""
+        """(start, end, tag) of the visible rows that (start, end, epoch) ranges refer to."""
         visible = self.partition.visible
         return [
             (*self.partition.clip_to_epoch(start, min(end, visible), epoch), tag)
@@ -45,89 +46,94 @@ class InFlightRows(RowReader):
 
     @staticmethod
     def _reached(holding: list[Cursor], tag: int, start: int, end: int) -> list[tuple[Cursor, Range]]:
-        """What of [start, end) an owner was handed under a tag, and which of the strands that it holds it is of."""
-        return [(strand, piece) for strand in holding for piece in strand.in_hands(tag, start, end)]
+        """The ranges in [start, end) that an owner received under a tag, each with its cursor."""
+        return [(cursor, piece) for cursor in holding for piece in cursor.held_in(tag, start, end)]
 
-    # --- as far as it is wanted ------------------------------------------------------------------
+    # --- limits of delivery ----------------------------------------------------------------------
 
-    def _ask(self, consumer: int, wants: list[tuple[int, int, int]]) -> None:
-        """A consumer wants (first, end) up to a place."""
-        self.asked[consumer] = ZEROS
+    def _set_wanted_until(self, consumer: int, wants: list[tuple[int, int, int]]) -> None:
+        """Record (first, end, until): the sequence up to which a consumer wants rows of logical partitions."""
+        self.wanted_until[consumer] = ZEROS
         if any(until for _, _, until in wants):
             limits = np.zeros(LOGICAL_PARTITIONS, np.int64)
             for first, end, until in wants:
                 limits[first:end] = until
-            self.asked[consumer] = LpNumbers.of(limits)
+            self.wanted_until[consumer] = LpNumbers.of(limits)
 
     def _limit(self, owner: int) -> None:
-        """What is an owner's is handed out as far as it asked for it."""
-        asked, mine = self.asked.get(owner, ZEROS), self.strands.of(owner)
-        if not asked.any() and not any(strand.limit for strand in mine):
+        """Set the limits of an owner's cursors to the sequences that it asked for."""
+        wanted, mine = self.wanted_until.get(owner, ZEROS), self.cursors.of(owner)
+        if not wanted.any() and not any(cursor.limit for cursor in mine):
             return
-        limits = asked.array()
+        limits = wanted.array()
         changed = np.zeros(LOGICAL_PARTITIONS, bool)
-        for strand in mine:
-            changed |= strand.lps & (limits != strand.limit)
+        for cursor in mine:
+            changed |= cursor.lps & (limits != cursor.limit)
         for limit in np.unique(limits[changed]).tolist():
-            for strand in self.strands.take_out(changed & (limits == limit)):
-                strand.limit = limit
+            for cursor in self.cursors.take_out(changed & (limits == limit)):
+                cursor.limit = limit
 
     def reopened(self, lps: LpSet, sequence: int) -> None:
-        """The partition takes these again from a place on. Who asked before goes by a route that does not know of it:
-        it gets nothing behind that place until it asks again.
+        """The partition accepts rows of these logical partitions again, from ``sequence`` on.
+
+        Owners that asked before have an older route. They get no rows from ``sequence`` on until they ask again.
         """
         if self.definition.affinity:
             return
-        # In a partition without rows nothing is before it.
+        # 0 means no limit. -1 delivers nothing, which is right for a partition without rows.
         place = sequence or -1
-        for owner, asked in list(self.asked.items()):
-            limits = asked.array()
-            self.asked[owner] = LpNumbers.of(np.where(lps & ((limits == 0) | (limits > sequence)), place, limits))
+        for owner, wanted in list(self.wanted_until.items()):
+            limits = wanted.array()
+            self.wanted_until[owner] = LpNumbers.of(
+                np.where(lps & ((limits == 0) | (limits > sequence)), place, limits)
+            )
             self._limit(owner)
 
     # --- row by row ------------------------------------------------------------------------------
 
-    def _look_up(self, journal: Journal) -> None:
-        """What is leaving is known row by row; of other strands nobody needs to know it."""
-        for strand in self.strands:
-            if strand.key is None and not strand.leaving:
-                strand.hands = None
-            elif strand.leaving and strand.held and strand.hands is None:
-                strand.knows(self._know(journal, strand))
+    def _look_up_held(self, journal: Journal) -> None:
+        """Find the held rows of cursors that are leaving; discard those of cursors that are not."""
+        for cursor in self.cursors:
+            if cursor.key is None and not cursor.leaving:
+                cursor.held_rows = None
+            elif cursor.leaving and cursor.held and cursor.held_rows is None:
+                cursor.set_held_rows(self._find_held_rows(journal, cursor))
 
-    def _know(self, journal: Journal, strand: Cursor) -> HeldRows:
-        """The rows of a strand in its owner's hands, one by one."""
+    def _find_held_rows(self, journal: Journal, cursor: Cursor) -> HeldRows:
+        """The individual rows of a cursor that its owner holds."""
         known = {}
-        for tag, held in strand.held.items():
-            placed = [rows.where(attempts >= 0) for rows, attempts in self._placed(journal, strand, held)]
+        for tag, held in cursor.held.items():
+            placed = [rows.where(attempts >= 0) for rows, attempts in self._rows_with_attempts(journal, cursor, held)]
             known[tag] = HeldRowArrays(*map(np.concatenate, zip(*placed, strict=True)))
         return HeldRows(known)
 
-    def _placed(self, journal: Journal, strand: Cursor, ranges: Ranges) -> Iterator[tuple[HeldRowArrays, Sequences]]:
-        """A strand's rows in ranges and between them, ascending, and the attempt of the range of each; -1: in none."""
+    def _rows_with_attempts(
+        self, journal: Journal, cursor: Cursor, ranges: Ranges
+    ) -> Iterator[tuple[HeldRowArrays, Sequences]]:
+        """A cursor's rows in and between ranges, ascending, each with the attempt of its range; -1: in no range."""
         for start, end in spans_of([(piece.start, piece.end) for piece in ranges]):
-            rows = RowTable(list(self._rows(journal, strand, start, end))).rows
+            rows = RowTable(list(self._rows(journal, cursor, start, end))).rows
             yield rows, ranges.attempts_of(rows.sequences)
 
-    # --- in few ranges ---------------------------------------------------------------------------
+    # --- keeping ranges few ----------------------------------------------------------------------
 
-    def _sift(self, journal: Journal, strand: Cursor) -> None:
-        """What came back to a strand row by row becomes ranges that end where a row of it has not come back."""
-        if len(strand.returned) <= SIFTED_MIN:
+    def _compact_returned(self, journal: Journal, cursor: Cursor) -> None:
+        """Join a cursor's returned ranges where no other row of the cursor lies between them."""
+        if len(cursor.returned) <= COMPACTED_MIN:
             return
-        spans = spans_of([(piece.start, piece.end) for piece in strand.returned])
+        spans = spans_of([(piece.start, piece.end) for piece in cursor.returned])
         readable = sum(len(each) for start, end in spans for each, _ in self._all_rows(journal, start, end))
         if readable < sum(end - start for start, end in spans):
-            # What does not read back is to be told of when its turn comes.
+            # Unreadable rows stay in their ranges: they are skipped, with an event, when their turn comes.
             return
-        placed = self._placed(journal, strand, strand.returned)
-        strand.returned = Ranges.of(np.concatenate([_alike(rows.sequences, each) for rows, each in placed], axis=1))
+        placed = self._rows_with_attempts(journal, cursor, cursor.returned)
+        cursor.returned = Ranges.of(np.concatenate([_alike(rows.sequences, each) for rows, each in placed], axis=1))
 
     def _rejoin(self, keys: list[Cursor], journal: Journal) -> list[Cursor]:
-        """Keys that failed, whose rows are all done and that have caught up, are no strands of their own any more.
+        """Join keys that have recovered into the cursor of their logical partition; returns the keys that did not join.
 
-        What else is in flight does not matter. The ranges of the strand that they join may reach over their rows, which
-        are taken out of it: they are done. The keys that stay apart are returned.
+        A key has recovered when all its rows are done and it has caught up. Other rows may be in flight. The ranges of
+        the parent cursor may cover rows of the key, which are done: they are taken out of these ranges.
         """
         joining: dict[Cursor, list[Cursor]] = {}
         apart = []
@@ -139,14 +145,14 @@ class InFlightRows(RowReader):
             else:
                 apart.append(key)
         for parent, caught_up in joining.items():
-            # After a crash a key may have come further: what it passed comes back to the others.
+            # After a crash a key may be ahead of its parent. Rows that the key passed are returned to the parent.
             ahead = max(key.next for key in caught_up)
-            those = [key for key in caught_up if key.next == ahead]
+            joins = [key for key in caught_up if key.next == ahead]
             apart += [key for key in caught_up if key.next < ahead]
             pieces = parent.begun(0, parent.next)
-            if len(pieces) > REJOIN_PIECES * len(those) and len(self.strands.by_key) < self.limits.held_keys // 2:
-                # Each piece is recorded again: that is for more keys at a time.
-                apart += those
+            if len(pieces) > REJOIN_PIECES * len(joins) and len(self.cursors.by_key) < self.limits.held_keys // 2:
+                # The join records each piece again: wait until more keys can join together.
+                apart += joins
                 continue
             if parent.next < ahead:
                 parent.returned.add(parent.next, ahead, 0)
@@ -154,66 +160,69 @@ class InFlightRows(RowReader):
                 pieces = parent.begun(0, ahead)
             if pieces:
                 rows = self._table(journal, [(piece.start, piece.end) for piece in pieces]).rows
-                hashes = np.array([key.key for key in those], np.uint64)
+                hashes = np.array([key.key for key in joins], np.uint64)
                 for start, end in joined(rows.sequences[np.isin(rows.hashes, hashes)]):
                     parent.forget(start, end)
-            self.strands.join(parent, those)
+            self.cursors.join(parent, joins)
         return apart
 
-    def _given_back(self, holding: list[Cursor], clipped: list[tuple[int, int, int]], journal: Journal) -> int:
-        """Nobody began with the rows of (start, end, tag) ranges; how many sequences. There may be a range for each."""
+    def _return_rows(self, holding: list[Cursor], clipped: list[tuple[int, int, int]], journal: Journal) -> int:
+        """Return the rows of (start, end, tag) ranges, which were not started; how many sequences.
+
+        There may be one range for each row.
+        """
         count = 0
         by_tag: dict[int, list[tuple[int, int, int]]] = {}
         for start, end, tag in clipped:
             by_tag.setdefault(tag, []).append((start, end, 1))
-        for tag, those_of_tag in by_tag.items():
-            meant = Ranges(sorted(those_of_tag))
-            for strand in [each for each in holding if tag in each.held]:
-                held = strand.held[tag].copy()
-                for rows, those in self._placed(journal, strand, meant):
-                    attempts = np.where(those >= 0, held.attempts_of(rows.sequences), -1)
+        for tag, ranges in by_tag.items():
+            meant = Ranges(sorted(ranges))
+            for cursor in [each for each in holding if tag in each.held]:
+                held = cursor.held[tag].copy()
+                for rows, found in self._rows_with_attempts(journal, cursor, meant):
+                    attempts = np.where(found >= 0, held.attempts_of(rows.sequences), -1)
                     for start, end, _ in _alike(rows.sequences, attempts).T.tolist():
-                        for piece in strand.in_hands(tag, start, end):
-                            strand.let_go(tag, piece.start, piece.end)
-                            self._give_back(strand, piece, 0, journal, counted=False)
+                        for piece in cursor.held_in(tag, start, end):
+                            cursor.let_go(tag, piece.start, piece.end)
+                            self._return_piece(cursor, piece, 0, journal, counted=False)
                             count += piece.end - piece.start
-                # Nobody speaks any more of what lies there between its rows.
-                strand.loose_until = strand.next
+                # No ack will cover what lies between the returned rows, so the held ranges need trimming.
+                cursor.untrimmed_until = cursor.next
         return count
 
-    def _give_back(
-        self, strand: Cursor, piece: Range, due: int, journal: Journal, *, counted: bool = True, now: int = 0
+    def _return_piece(
+        self, cursor: Cursor, piece: Range, due: int, journal: Journal, *, counted: bool = True, now: int = 0
     ) -> None:
         flags = 0 if counted else FLAG_UNCOUNTED
-        journal.event(Action.NACK, self, strand.id, *piece, due, flags)
-        strand.given_back(piece.start, piece.end, piece.attempt - (not counted), due)
+        journal.event(Action.NACK, self, cursor.id, *piece, due, flags)
+        cursor.given_back(piece.start, piece.end, piece.attempt - (not counted), due)
         if counted and now:
             self.pull_log.note_failure(piece.start, piece.end, now)
 
-    def _tighten_all(self, consumer: AttachedConsumer, journal: Journal) -> None:
-        for strand in self._holding(consumer.id):
-            if strand.loose_until and (strand.hands is None or not strand.leaving):
-                self._tighten(journal, strand)
+    def _trim_all_held(self, consumer: AttachedConsumer, journal: Journal) -> None:
+        for cursor in self._holding(consumer.id):
+            if cursor.untrimmed_until and (cursor.held_rows is None or not cursor.leaving):
+                self._trim_held(journal, cursor)
 
-    def _tighten(self, journal: Journal, strand: Cursor) -> None:
-        """Leave out what is in hands by name only: what lies before a strand's first row in a range or behind its last.
+    def _trim_held(self, journal: Journal, cursor: Cursor) -> None:
+        """Shrink each held range to the cursor's first and last row in it; remove ranges without a row.
 
-        Ranges are not joined: what is said of their rows does not reach from one to the next.
+        Ranges are not joined: an ack does not reach from one range to the next.
         """
-        for tag, held in list(strand.held.items()):
+        for tag, held in list(cursor.held.items()):
             starts, ends, attempts = held.columns()
-            rows = np.concatenate([rows.sequences for rows, _ in self._placed(journal, strand, held)])
+            rows = np.concatenate([rows.sequences for rows, _ in self._rows_with_attempts(journal, cursor, held)])
             low, high = np.searchsorted(rows, (starts, ends))
             some = low < high
-            strand.held[tag] = Ranges.of(np.array([rows[low[some]], rows[high[some] - 1] + 1, attempts[some]]))
+            cursor.held[tag] = Ranges.of(np.array([rows[low[some]], rows[high[some] - 1] + 1, attempts[some]]))
             if not some.any():
-                del strand.held[tag]
-        if all(held.first >= strand.loose_until for held in strand.held.values()):
-            strand.loose_until = 0
+                del cursor.held[tag]
+        if all(held.first >= cursor.untrimmed_until for held in cursor.held.values()):
+            cursor.untrimmed_until = 0
 
 
 def _alike(sequences: Sequences, attempts: Sequences) -> npt.NDArray[np.int64]:
-    """(starts, ends, attempts) of neighbours on one attempt, from the first to the last; -1: left out."""
+    """(starts, ends, attempts) of consecutive rows with the same attempt, without those with attempt -1."""
     edges = np.flatnonzero(np.diff(attempts, prepend=-2, append=-2))
     first, last = edges[:-1], edges[1:] - 1
     columns = np.array([sequences[first], sequences[last] + 1, attempts[first]])

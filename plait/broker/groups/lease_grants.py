@@ -1,7 +1,7 @@
-"""Leases of ordered consumers: asking for locks, renewing, and what follows when a lease is over (R14-R16).
+"""Leases of ordered consumers: requests for locks, renewals, grants (R14-R16).
 
-A lease counts from when its request came, and a little longer than the consumer is told, whose own counts from when it
-asked.
+The consumer counts its lease from when it sends the request. The broker counts from when the request arrives, and adds
+a margin, so the lease ends first at the consumer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from plait.broker.groups.shared_group import AttachedConsumer, Group
 
 
-#: Groups that are looked at in one turn: a look at one that waits for nothing takes a microsecond or two.
+#: Groups examined in one turn: one without locks to grant takes a microsecond or two.
 LOOK_GROUPS: Final = 2_000
 
 
 class LeaseGrant(NamedTuple):
-    """What a consumer has, for ``seconds`` from when it asked."""
+    """The reply to a request for locks, valid for ``seconds`` from when the consumer sent the request."""
 
     seconds: float
     news: int
@@ -48,21 +48,21 @@ class LeaseGrants:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        #: Nothing is granted before the meta server has said which epochs there were (R15).
+        #: No lock is granted before the meta server has sent the epochs of earlier grants (R15).
         self.waits_for_floors = False
-        #: (subject, group) → locks are granted under these epochs or higher ones.
+        #: (subject, group) → the lowest epochs under which locks are granted.
         self._floors: dict[tuple[str, str], LpNumbers] = {}
         #: The ordered groups, by their ids.
         self._groups: dict[int, OrderedGroup] = {}
 
     @property
     def seconds(self) -> float:
-        """What a consumer is told."""
+        """The length of a lease for the consumer."""
         return self._broker.limits.lease_seconds
 
     @property
     def longest(self) -> float:
-        """What the broker waits for."""
+        """The length of a lease for the broker."""
         limits = self._broker.limits
         return limits.lease_seconds * (1 + limits.lease_margin)
 
@@ -70,13 +70,13 @@ class LeaseGrants:
         return self._broker.clock.monotonic()
 
     def floor(self, group: Group) -> LpNumbers | None:
-        """Locks are granted under these epochs or higher ones; None: not at all at present."""
+        """The lowest epochs under which the group's locks are granted; None: no lock is granted yet."""
         if self.waits_for_floors:
             return None
         return self._floors.get((group.partition.row.subject, group.name), ZEROS)
 
     def set_floors(self, floors: Mapping[tuple[str, str], Iterable[Grant]]) -> None:
-        """What the meta server says; from now on locks are granted."""
+        """Set the lowest epochs, which the meta server sent, and start to grant locks."""
         for group, grants in floors.items():
             for _, _, epoch in grants:
                 self._broker.numbers.learn(epoch)
@@ -93,10 +93,10 @@ class LeaseGrants:
         resumed: list[int],
         route: int,
     ) -> LeaseGrant:
-        """All the locks that a consumer wants from now on; what it has of them, for another lease.
+        """Replace the locks that a consumer wants and renew its lease; returns the locks that it has.
 
-        ``route`` is the version of the route that it goes by. A request with a number that cannot be is refused before
-        it changes anything.
+        ``marks`` and ``resumed``: hashes of keys that are parked, or were resumed, in other partitions. ``route``: the
+        version of the consumer's route. A request with an invalid number is refused before it changes anything.
         """
         group = self._ordered(consumer)
         wanted = self._checked(wants)
@@ -104,44 +104,45 @@ class LeaseGrants:
         marks, resumed = self._checked_keys(marks, chosen), self._checked_keys(resumed, chosen)
         group.refuse_more_keys(marks)
         if route < group.partition.row.route and not group.definition.affinity:
-            wanted = _as_far_as_known(wanted, group.partition.known_until(route))
+            wanted = _limit_to_route(wanted, group.partition.known_until(route))
         consumer.leased_until = self.now() + self.longest
         group.lease(consumer, wanted, self._broker, self.now())
         group.inherit(marks, resumed, self._broker)
         self._broker.wake_group(group)
-        owned, leaving, refused = group.standing(consumer)
-        drained, again = runs_of(group.drained(wanted)), runs_of(group.again())
+        owned, leaving, refused = group.lock_state(consumer)
+        drained, again = runs_of(group.drained(wanted)), runs_of(group.sealed_unfinished())
         parked, inherited = _parked(group, chosen)
         return LeaseGrant(self.seconds, consumer.news, owned, leaving, drained, refused, parked, inherited, again)
 
     def _checked(self, wants: Iterable[Want]) -> list[Want]:
-        """What is wanted, of runs, epochs and sequences that can be."""
+        """The wanted locks as a list; ``InvalidArgument`` if a run, epoch or sequence is not valid."""
         wanted = list(wants)
         if len(wanted) > LOGICAL_PARTITIONS:
             raise InvalidArgument(
-                f"{len(wanted)} runs of logical partitions are more than there are logical partitions; "
-                f"ask for at most {LOGICAL_PARTITIONS}, each once"
+                f"{len(wanted)} runs are more than the {LOGICAL_PARTITIONS} logical partitions; "
+                "name each logical partition at most once"
             )
         for first, end, epoch, until in wanted:
             if not (0 <= first < end <= LOGICAL_PARTITIONS and epoch > 0 and 0 <= until < SEQUENCE_MAX):
                 raise InvalidArgument(
-                    f"[{first}, {end}) under epoch {epoch} up to {until} is not a run of logical partitions"
+                    f"[{first}, {end}) under epoch {epoch} up to {until} is not a run of logical partitions; use 0 <= "
+                    f"first < end <= {LOGICAL_PARTITIONS}, an epoch above 0 and a valid sequence"
                 )
             self._broker.numbers.check("epoch", epoch)
         return wanted
 
     def _checked_keys(self, keys: list[int], lps: LpSet) -> list[int]:
-        """Those of the keys, named by their hashes, that are of the logical partitions that are asked for."""
+        """The key hashes that belong to the requested logical partitions."""
         limit = self._broker.limits.held_keys
         if len(keys) > limit:
             raise InvalidArgument(
-                f"{len(keys)} parked keys are more than the {limit} of a group (limit held_keys); resume or skip some"
+                f"{len(keys)} parked keys are more than {limit} per group (limit `held_keys`); resume or skip some"
             )
         try:
             hashes = np.array(keys, np.uint64)
         except OverflowError:
             wrong = next(key for key in keys if not 0 <= key < 1 << 64)
-            raise InvalidArgument(f"{wrong} is not the hash of a key; use 64 bits without a sign") from None
+            raise InvalidArgument(f"{wrong} is not a key hash; use an unsigned 64-bit number") from None
         return hashes[lps[hashes % LOGICAL_PARTITIONS] & (hashes != NO_KEY_HASH)].tolist()  # type: ignore[no-any-return]
 
     def give_back(
@@ -151,30 +152,33 @@ class LeaseGrants:
         ranges: list[tuple[int, int, int]],
         tags: list[int],
     ) -> None:
-        """A consumer has not begun with the rows of some logical partitions in (start, end, epoch) ranges."""
+        """Return the rows of some LPs in (start, end, epoch) ranges, which the consumer did not start."""
         if len(runs) > LOGICAL_PARTITIONS or not all(0 <= first < end <= LOGICAL_PARTITIONS for first, end in runs):
-            raise InvalidArgument(f"{runs[:10]} (of {len(runs)}) are not runs of logical partitions, each named once")
+            raise InvalidArgument(
+                f"{len(runs)} runs, starting with {runs[:10]}, are not runs of logical partitions; use 0 <= first "
+                f"< end <= {LOGICAL_PARTITIONS} and name each logical partition once"
+            )
         self._ordered(consumer).give_back(consumer, lp_set(runs), ranges, tags, self._broker)
 
     def _ordered(self, consumer: AttachedConsumer) -> OrderedGroup:
         group = consumer.group
         if not isinstance(group, OrderedGroup):
-            raise InvalidArgument(f"group {group.name!r} is not an ordered one; it has no locks")
+            raise InvalidArgument(f"group {group.name!r} is not ordered and has no locks; attach with ordered=True")
         self._broker.refuse_when_stalled()
         return group
 
     def renew(self, sessions: Iterable[tuple[int, int]]) -> None:
-        """What these (session, token) have goes on for another lease; ``StaleSession`` if one is over."""
+        """Renew the leases of (session, token) pairs; ``StaleSession`` if a session has ended."""
         now = self.now()
         for session, token in sessions:
             consumer = self._broker.sessions.get(session)
             if consumer is None or not proves(token, consumer.proof):
-                raise StaleSession("this consumer was given up; attach again")
+                raise StaleSession("this session has ended: the consumer was lost or attached elsewhere; attach again")
             consumer.leased_until = now + self.longest
-            consumer.heard = now
+            consumer.last_contact = now
 
-    def news(self, group: Group, number: int) -> None:
-        """There is something new about a consumer's locks: what it waits for is answered, and it asks."""
+    def notify(self, group: Group, number: int) -> None:
+        """A consumer's locks changed: end its suspended pulls, so that it asks for its locks."""
         for consumer in group.consumers.values():
             if consumer.id == number:
                 consumer.news += 1
@@ -182,25 +186,25 @@ class LeaseGrants:
                     waiter.time_out()
 
     def add(self, group: Group) -> None:
-        """A group is known."""
+        """Add a group, if it is ordered."""
         if isinstance(group, OrderedGroup):
             self._groups[group.id] = group
 
     def remove(self, group: Group) -> None:
-        """A group is gone."""
+        """Remove a group."""
         self._groups.pop(group.id, None)
 
     def look(self) -> None:
-        """The same as ``look_steps``, at once."""
+        """``look_steps`` in one step."""
         for _ in self.look_steps():
             pass
 
     def look_steps(self) -> Iterator[None]:
-        """Grant what could not be granted before, in steps of one loop turn each. Call it every second."""
+        """Grant locks that could not be granted before, in steps of one loop turn. Call it every second."""
         for number, group in enumerate(list(self._groups.values()), 1):
             if group.consumers and group.id in self._groups:
                 try:
-                    group.pass_on(self._broker, self.now())
+                    group.transfer_locks(self._broker, self.now())
                 except Exception:  # noqa: BLE001 (it is logged there)
                     self._broker.waking.failed(group)
             if number % LOOK_GROUPS == 0:
@@ -208,7 +212,7 @@ class LeaseGrants:
 
 
 def _parked(group: OrderedGroup, lps: LpSet) -> tuple[list[int], list[int]]:
-    """The parked keys of what is wanted, and those of them that are so only because they were told to be."""
+    """The parked keys of these LPs, and those of them that have no dead letter here: they are parked elsewhere."""
     parked = group.parked()
     if not parked:
         return [], []
@@ -219,8 +223,11 @@ def _parked(group: OrderedGroup, lps: LpSet) -> tuple[list[int], list[int]]:
     return [key for key, _ in found], [key for key, only in found if only]
 
 
-def _as_far_as_known(wants: list[Want], known_until: Epochs) -> list[Want]:
-    """What is wanted by who goes by an older route: not what came after the route led elsewhere and back (R4)."""
+def _limit_to_route(wants: list[Want], known_until: Epochs) -> list[Want]:
+    """Limit the wanted rows of a consumer with an older route to the rows that its route covers (R4).
+
+    Rows that arrived after an LP moved to another partition and back are not covered.
+    """
     known: list[Want] = []
     for first, end, epoch, until in wants:
         if until:

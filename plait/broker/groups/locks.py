@@ -1,10 +1,10 @@
-"""Who may handle which logical partitions of an ordered group on this partition (R14-R16).
+"""The locks of an ordered group on one partition: which consumer owns which logical partitions (R14-R16).
 
-A lock is one consumer's, under the epoch that the meta server's allocation gave it; lower epochs are fenced out. While
-it has an owner, somebody with a higher epoch only makes it *leave*: the owner is told, gets nothing new of it, and when
-nothing of it is in its hands any more, or its lease is over, it passes on.
+A consumer owns a lock under the epoch of the meta server's allocation, and lower epochs are fenced out. A request with
+a higher epoch does not take the lock from its owner: the lock is *leaving*. The broker notifies the owner and delivers
+no new rows of the LP to it. When the owner holds no more rows of the LP, or its lease ends, the lock is released.
 
-Decisions only: what is granted and given up becomes events where these are asked for (``OrderedGroup``).
+This module only decides. ``OrderedGroup`` records grants and releases as events.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from plait.model.lp_numbers import ZEROS, LpNumbers
 Epochs = npt.NDArray[np.int64]
 #: Logical partitions [first, end) and an epoch.
 Grant = tuple[int, int, int]
-#: The same, and the sequence up to which they are wanted; 0: all that there will be.
+#: Logical partitions [first, end), an epoch, and the sequence up to which rows are wanted; 0: no limit.
 Want = tuple[int, int, int, int]
 
 
@@ -34,20 +34,23 @@ NONE.setflags(write=False)
 
 
 class LockState(NamedTuple):
-    """What a consumer has of what it wants."""
+    """The locks of one consumer."""
 
     owned: list[Grant]
     leaving: list[tuple[int, int]]
-    #: Somebody has been there with this epoch or a higher one.
+    #: Locks that it wants under too low an epoch, with the highest known epoch of each.
     refused: list[Grant]
 
 
 def epochs_of(grants: Iterable[Grant]) -> Epochs:
-    """The epoch of each logical partition that is asked for, by somebody who may say anything."""
+    """The epoch of each requested logical partition. The request is not trusted."""
     epochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
     for first, end, epoch in grants:
         if not (0 <= first < end <= LOGICAL_PARTITIONS and 0 < epoch < 2**62):
-            raise InvalidArgument(f"[{first}, {end}) under epoch {epoch} is not a run of logical partitions")
+            raise InvalidArgument(
+                f"[{first}, {end}) under epoch {epoch} is not a run of logical partitions; use 0 <= first < end <= "
+                f"{LOGICAL_PARTITIONS} and an epoch above 0"
+            )
         epochs[first:end] = epoch
     return epochs
 
@@ -55,61 +58,61 @@ def epochs_of(grants: Iterable[Grant]) -> Epochs:
 class Locks:
     """The locks of one group on one partition."""
 
-    __slots__ = ("_epoch", "_leaving", "_owner", "_standings", "_to_grant", "_top", "_top_by", "_wants", "unheard")
+    __slots__ = ("_epoch", "_leaving", "_owner", "_states", "_to_grant", "_top", "_top_by", "_wants", "unconfirmed")
 
     def __init__(self) -> None:
         self._owner = ZEROS
         self._epoch = ZEROS
         self._wants: dict[int, LpNumbers] = {}
-        #: Who had locks before a restart and was not heard from since: what is in their hands is not known.
-        self.unheard: frozenset[int] = frozenset()
-        #: The highest epoch that is wanted for each, and by whom.
+        #: Owners from before a restart that have made no contact since: which rows they hold is not known.
+        self.unconfirmed: frozenset[int] = frozenset()
+        #: The highest epoch that is wanted for each LP, and the consumer that wants it.
         self._top = ZEROS
         self._top_by = ZEROS
-        #: What was worked out and has not changed since: it is asked for again and again.
+        #: Cached results, cleared by every change.
         self._leaving: LpSet | None = None
         self._to_grant: LpSet | None = None
-        self._standings: dict[int, LockState] = {}
+        self._states: dict[int, LockState] = {}
 
     def _changed(self) -> None:
         self._leaving = self._to_grant = None
-        self._standings.clear()
+        self._states.clear()
 
     @property
     def owner(self) -> npt.NDArray[np.int64]:
-        """The consumer that has each; 0: nobody."""
+        """The owner of each LP; 0: none."""
         return self._owner.array()
 
     @property
     def epoch(self) -> Epochs:
-        """The highest epoch under which each was ever had."""
+        """The highest epoch under which each LP was ever owned."""
         return self._epoch.array()
 
     @property
     def newest(self) -> int:
-        """The highest epoch of all."""
+        """The highest epoch of all LPs."""
         return int(self._epoch.values.max())
 
     def had_by(self, consumer: int) -> bool:
-        """The consumer has any."""
+        """Whether the consumer owns any lock."""
         return bool((self._owner.values == consumer).any())
 
-    def heard(self, consumer: int) -> None:
-        """What is in its hands is known."""
-        if consumer in self.unheard:
-            self.unheard -= {consumer}
+    def confirm(self, consumer: int) -> None:
+        """The consumer made contact after a restart: the rows that it holds are known."""
+        if consumer in self.unconfirmed:
+            self.unconfirmed -= {consumer}
             self._changed()
 
     def keep(self, known: list[int]) -> None:
-        """After a start: locks of all others are free, and these have not been heard from."""
+        """After a restart: release the locks of all other consumers. These consumers have not made contact yet."""
         owner = self.owner
         owner[~np.isin(owner, known)] = 0
         self._owner = LpNumbers.of(owner)
-        self.unheard = frozenset(self._owner.values.tolist()) - {0}
+        self.unconfirmed = frozenset(self._owner.values.tolist()) - {0}
         self._changed()
 
     def wants(self, consumer: int, epochs: Epochs) -> bool:
-        """All that a consumer wants from now on; whether that is anything new."""
+        """Replace the locks that a consumer wants; whether that changes anything."""
         wanted = LpNumbers.of(epochs)
         known = self._wants.get(consumer)
         if known is not None and known.same(wanted):
@@ -126,7 +129,7 @@ class Locks:
         if lost.any():
             self._look_again(lost, top, top_by)
         self._top, self._top_by = LpNumbers.of(top), LpNumbers.of(top_by)
-        # Its own lock goes on under the new epoch.
+        # Locks that it already owns continue under the new epoch.
         if self.had_by(consumer):
             epoch = self.epoch
             self._epoch = LpNumbers.of(np.where(self.owner == consumer, np.maximum(epochs, epoch), epoch))
@@ -140,17 +143,17 @@ class Locks:
             top[higher], top_by[higher] = epochs[higher], consumer
 
     def forget(self, consumer: int) -> None:
-        """It wants nothing any more."""
+        """The consumer wants no locks."""
         self.wants(consumer, np.zeros(LOGICAL_PARTITIONS, np.int64))
 
     @property
     def leaving(self) -> LpSet:
-        """Those whose owner is to give them up: it does not want them, or somebody has a higher epoch."""
+        """The LPs whose owner is to release them: it does not want them, or another consumer has a higher epoch."""
         if self._leaving is None:
             owner = self.owner
             owned = owner > 0
-            if self.unheard:
-                owned &= ~np.isin(owner, list(self.unheard))
+            if self.unconfirmed:
+                owned &= ~np.isin(owner, list(self.unconfirmed))
             others = owned & (self._top_by.array() != owner)
             self._leaving = NONE
             if others.any():
@@ -165,19 +168,19 @@ class Locks:
 
     @property
     def wanted(self) -> Epochs:
-        """The highest epoch that is wanted for each."""
+        """The highest epoch that is wanted for each LP."""
         return self._top.array()
 
     @property
     def to_grant(self) -> LpSet:
-        """Those that are free, and wanted by somebody who is not too late."""
+        """The LPs that are free and wanted under an epoch that is not fenced out."""
         if self._to_grant is None:
             free = (self.owner == 0) & (self._top_by.array() > 0) & (self._top.array() >= self.epoch)
             self._to_grant = free if free.any() else NONE
         return self._to_grant
 
     def granted(self, lps: LpSet) -> list[tuple[int, int, int, int]]:
-        """Give these, which are to be granted, to who wants them most: (first, end, consumer, epoch) of each run."""
+        """Grant these LPs to the consumer with the highest epoch; returns (first, end, consumer, epoch) runs."""
         top, top_by = self._top.array(), self._top_by.array()
         runs = []
         for consumer in np.unique(top_by[lps]).tolist():
@@ -187,11 +190,11 @@ class Locks:
         return runs
 
     def set(self, first: int, end: int, consumer: int, epoch: int) -> None:
-        """As an event says it."""
+        """Apply a LOCK event."""
         self._set([(first, end, consumer, epoch)])
 
     def give_up(self, runs: list[tuple[int, int]]) -> None:
-        """These are nobody's any more."""
+        """Release the locks of these LPs."""
         self._set([(first, end, 0, 0) for first, end in runs])
 
     def _set(self, runs: list[tuple[int, int, int, int]]) -> None:
@@ -202,14 +205,14 @@ class Locks:
             epochs[first:end] = np.maximum(epochs[first:end], epoch)
         self._owner, self._epoch = LpNumbers.of(owner), LpNumbers.of(epochs)
 
-    def standing(self, consumer: int) -> LockState:
-        """What it has."""
-        standing = self._standings.get(consumer)
-        if standing is None:
-            standing = self._standings[consumer] = self._standing(consumer)
-        return standing
+    def state(self, consumer: int) -> LockState:
+        """The locks of a consumer."""
+        state = self._states.get(consumer)
+        if state is None:
+            state = self._states[consumer] = self._state_of(consumer)
+        return state
 
-    def _standing(self, consumer: int) -> LockState:
+    def _state_of(self, consumer: int) -> LockState:
         owner, epoch = self.owner, self.epoch
         mine = owner == consumer
         leaving = mine & self.leaving
@@ -223,7 +226,7 @@ class Locks:
         return LockState(runs_with(epoch, mine & ~leaving), runs_of(leaving), refused)
 
     def dump(self) -> list[tuple[int, int, int, int]]:
-        """For a checkpoint: (first, end, owner, epoch) of those that were ever had."""
+        """For a checkpoint: (first, end, owner, epoch) of the LPs that were ever owned."""
         owners, epochs = self.owner, self.epoch
         had = epochs > 0
         runs = []

@@ -1,4 +1,4 @@
-"""When failed messages are due again, over all groups."""
+"""Finds the groups that have failed messages due for a retry."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from plait.broker.groups.shared_group import Group
 
 
-#: Entries that count no more which may stand among the others, at least.
+#: Outdated entries that the heap may hold, at least.
 STALE_MAX = 64
 
 
 class Retries:
-    """Knows for each group with waiting rows the moment to look at it; nothing else is looked at."""
+    """Has for each group with waiting rows the time of its next retry, so that other groups cost nothing."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Group]] = []
@@ -24,11 +24,11 @@ class Retries:
 
     @property
     def next(self) -> int | None:
-        """The earliest moment, in microseconds of wall time."""
+        """The time of the earliest retry, in microseconds of wall time."""
         return self._heap[0][0] if self._heap else None
 
     def expect(self, group: Group) -> None:
-        """The group has rows that wait, or has other ones than before."""
+        """Note the time of the group's next retry, after its waiting rows changed."""
         due = group.next_due
         if due is not None and (group.expected == 0 or due < group.expected):
             group.expected = due
@@ -38,18 +38,18 @@ class Retries:
                 self._clean()
 
     def _clean(self) -> None:
-        """Drop what counts no more, before it outgrows what does."""
+        """Drop outdated entries before they outnumber the others."""
         live = {entry[2]: entry for entry in self._heap if entry[0] == entry[2].expected}
         self._heap = list(live.values())
         heapq.heapify(self._heap)
         self._clean_at = 2 * len(self._heap) + STALE_MAX
 
     def due(self, now: int, failed: Callable[[Group], None]) -> Iterator[Group]:
-        """The groups that have something to hand out now that they had not before; ``failed``: one raised an error."""
+        """The groups with rows that have become due. ``failed`` is called with a group that raises an error."""
         while self._heap and self._heap[0][0] <= now:
             due, _, group = heapq.heappop(self._heap)
             if due != group.expected:
-                # An earlier moment was put in since, and has been seen to.
+                # Outdated: an earlier time was added later, and is done.
                 continue
             group.expected = 0
             try:

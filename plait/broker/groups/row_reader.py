@@ -1,6 +1,6 @@
-"""Reading the rows of strands: which lie where, and pieces of frames with just those.
+"""Reads the rows of cursors: finds them, and cuts pieces of frames that hold only these rows.
 
-A strand's ranges are of its own rows, so nothing here looks at more rows than are asked for.
+It reads no rows outside the ranges that the caller asks for.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from plait.storage.logs.action_log import FLAG_ESTIMATED, Action, GroupDefinitio
 from plait.storage.ranges import joined
 
 STRICT = "strict"
-#: Rows that one pull looks at without finding one of its own; it is answered then, and asks again.
+#: Rows that one pull examines at most. A pull that found none by then gets an empty delivery, and pulls again.
 LOOK_MAX = 1 << 20
 
 Sequences = npt.NDArray[np.int64]
 
 
 class FoundRows(NamedTuple):
-    """Rows [first, last) of a frame, by sequence; no frame: they cannot be read back."""
+    """The rows of a frame with sequences [first, last); None: they cannot be read."""
 
     first: int
     last: int
@@ -46,7 +46,7 @@ class FoundRows(NamedTuple):
 
 
 class FramePiece(NamedTuple):
-    """Rows from ``first`` to ``last`` of a frame, which was looked at up to ``end``."""
+    """Chosen rows of a frame, with sequences in [first, last). The frame was examined up to ``end``."""
 
     first: int
     last: int
@@ -56,7 +56,7 @@ class FramePiece(NamedTuple):
     #: Bytes that its compressed columns inflate to.
     inflated: int
     parts: list[Buffer]
-    #: Their places in the frame.
+    #: The indexes of the rows in the frame.
     places: Sequences
 
 
@@ -67,11 +67,11 @@ class RowTake:
 
     def __init__(self, count: int, size: int) -> None:
         self.delivery = Delivery()
-        #: It ends with so many rows, and about so many bytes.
+        #: The pull ends at this many rows, or about this many bytes.
         self.rows = count
         self.size = size
         self.looked = 0
-        #: A piece did not fit. The pull ends: its rows come first in the next one, which takes them at any size.
+        #: A piece did not fit, so the pull ends. The next pull starts with it and takes it whatever its size.
         self.full = False
 
     @property
@@ -80,22 +80,22 @@ class RowTake:
 
     @property
     def more(self) -> bool:
-        """There is room for more, and time to look for it."""
+        """There is room for more rows, and the pull has not examined too many."""
         delivery = self.delivery
         fits = not self.full and (not delivery.count or delivery.weight < self.size)
         return fits and self.room > 0 and self.looked < LOOK_MAX
 
     def takes(self, size: int) -> bool:
-        """A piece of so many bytes fits; if it does not, the pull ends."""
+        """Whether a piece of ``size`` bytes fits; if not, the pull ends."""
         self.full = bool(self.delivery.count) and self.delivery.weight + size > self.size
         return not self.full
 
     def limit(self, count: int) -> None:
-        """At most so many more."""
+        """Take at most ``count`` more rows."""
         self.rows = min(self.rows, self.delivery.count + count)
 
 
-#: Rows between two ranges up to which both are looked at together.
+#: Two ranges with at most this many rows between them are read together.
 TABLE_GAP = 10_000
 
 
@@ -112,10 +112,10 @@ class RowTable:
             np.concatenate([np.empty(0, np.uint64), *hashes]),
         )
 
-    def of(self, strand: Cursor, start: int, end: int) -> tuple[Sequences, FrameKeys] | None:
-        """A strand's rows in [start, end); None: it has none there."""
+    def of(self, cursor: Cursor, start: int, end: int) -> tuple[Sequences, FrameKeys] | None:
+        """A cursor's rows in [start, end); None: there are none."""
         low, high = np.searchsorted(self.rows.sequences, (start, end)).tolist()
-        chosen = strand.chooses(self.rows.lps[low:high], self.rows.hashes[low:high])
+        chosen = cursor.chooses(self.rows.lps[low:high], self.rows.hashes[low:high])
         if not chosen.any():
             return None
         sequences, lps, hashes = self.rows.where(low + np.flatnonzero(chosen))
@@ -123,23 +123,23 @@ class RowTable:
 
 
 class Chooser:
-    """Which rows belong to any of some strands."""
+    """Tells which rows belong to any of several cursors."""
 
     __slots__ = ("_keys", "_lps", "_without", "all")
 
-    def __init__(self, strands: list[Cursor]) -> None:
-        wide = [strand for strand in strands if strand.key is None]
+    def __init__(self, cursors: list[Cursor]) -> None:
+        wide = [cursor for cursor in cursors if cursor.key is None]
         self._lps: LpSet = wide[0].lps if wide else np.zeros(LOGICAL_PARTITIONS, bool)
         without = wide[0].without if wide else NO_KEYS
-        for strand in wide[1:]:
-            self._lps = self._lps | strand.lps
-            without = without | strand.without
-        keys = {strand.key for strand in strands if strand.key is not None}
+        for cursor in wide[1:]:
+            self._lps = self._lps | cursor.lps
+            without = without | cursor.without
+        keys = {cursor.key for cursor in cursors if cursor.key is not None}
         self._without = np.fromiter(without - keys, np.uint64, len(without - keys))
-        #: Keys whose logical partitions are not among them.
+        # Keys whose logical partitions are not in ``_lps``.
         alone = [key for key in keys if not self._lps[key % LOGICAL_PARTITIONS]]
         self._keys = np.array(alone, np.uint64)
-        #: Every row does.
+        #: Every row belongs to one of the cursors.
         self.all = not len(self._without) and bool(self._lps.all())
 
     def __call__(self, keys: FrameKeys) -> npt.NDArray[np.bool_]:
@@ -152,8 +152,8 @@ class Chooser:
         return chosen
 
 
-class _Record:
-    """Records events of a group's strands. (A closure would take three times the memory, in each group.)"""
+class _EventRecorder:
+    """Records events of a group's cursors. A closure would take three times the memory, in each group."""
 
     __slots__ = ("_group", "_journal")
 
@@ -161,44 +161,44 @@ class _Record:
         self._group = group
         self._journal = journal
 
-    def __call__(self, action: Action, strand: int, start: int, end: int, value: int, attempt: int) -> None:
-        self._journal.event(action, self._group, strand, start, end, attempt, value)
+    def __call__(self, action: Action, cursor: int, start: int, end: int, value: int, attempt: int) -> None:
+        self._journal.event(action, self._group, cursor, start, end, attempt, value)
 
 
 class RowReader(Group):
-    """An ordered group as far as its rows are concerned."""
+    """The part of an ordered group that finds and reads rows."""
 
-    __slots__ = ("asked", "strands")
+    __slots__ = ("cursors", "wanted_until")
 
     def __init__(
         self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
     ) -> None:
         super().__init__(definition, partition, limits)
-        #: By consumer: up to which sequence it asked for each logical partition; 0: all that there will be.
-        self.asked: dict[int, LpNumbers] = {}
-        self.strands = CursorSet(definition.start, _Record(self, journal))
+        #: Consumer id → the sequence up to which it wants rows of each logical partition; 0: no limit.
+        self.wanted_until: dict[int, LpNumbers] = {}
+        self.cursors = CursorSet(definition.start, _EventRecorder(self, journal))
 
     @property
     def logs_pulls(self) -> bool:
-        """What an owner has not acked is what it needs."""
+        """Pulls are not recorded: rows that an owner has not acked are delivered again."""
         return False
 
     @property
     def strict(self) -> bool:
-        """A failed message holds its key."""
+        """A failed message holds back its key."""
         return self.partition.row.settings.order == STRICT and not self.definition.affinity
 
     def _parent(self, key: Cursor) -> Cursor:
-        """The strand of a key's logical partition."""
+        """The cursor of a key's logical partition."""
         assert key.key is not None
-        return self.strands.of_lp(key.key % LOGICAL_PARTITIONS)
+        return self.cursors.of_lp(key.key % LOGICAL_PARTITIONS)
 
-    def _troubled(self, strand: Cursor) -> bool:
-        """A key that has not caught up with its logical partition."""
-        return bool(strand.returned or strand.waiting) or strand.next < self._parent(strand).next
+    def _is_behind(self, cursor: Cursor) -> bool:
+        """A key's cursor has not caught up with the cursor of its logical partition."""
+        return bool(cursor.returned or cursor.waiting) or cursor.next < self._parent(cursor).next
 
     def _cut(self, frame: FrameView, chooser: Chooser, first: int, last: int, taking: RowTake) -> FramePiece | None:
-        """The rows of the strands in [first, last) of a frame, as far as there is room; None: there is none."""
+        """The chosen rows of a frame in [first, last), up to the room of the pull; None: the piece does not fit."""
         sequences = frame.sequences()
         low, high = np.searchsorted(sequences, [first, last]).tolist()
         taking.looked += high - low
@@ -213,7 +213,7 @@ class RowReader(Group):
         try:
             parts, size = select(frame, rows)
         except FrameError:
-            # Its rows cannot be told apart any more.
+            # The frame is damaged: its rows cannot be separated.
             return FramePiece(first, first, last, 0, 0, 0, [], rows[:0])
         if not taking.takes(size + frame.inflated_size):
             return None
@@ -228,77 +228,77 @@ class RowReader(Group):
         return joined(frame.sequences()[piece.places[hashes[piece.places] == np.uint64(key)]])
 
     def _walk(self, journal: Journal, start: int, end: int, *, again: bool) -> Iterator[FoundRows]:
-        """The frames with [start, end), those that outlived retention first."""
+        """The frames with rows in [start, end). Rows below the partition's start come from the retained log."""
         known = self.partition.start
         self.partition.expire_deleted(journal.message_log)
-        kept_until = min(end, self.partition.start)
-        if start < kept_until:
-            for found in self._kept_rows(journal, start, kept_until):
+        retained_until = min(end, self.partition.start)
+        if start < retained_until:
+            for found in self._retained_rows(journal, start, retained_until):
                 if (lost := max(start, known)) < found.first:
                     yield FoundRows(lost, found.first, None)
                 yield found
                 start = found.last
-            if (lost := max(start, known)) < kept_until:
-                # Rows of a deleted segment that no copy was made of; a crash took the event that says so.
-                yield FoundRows(lost, kept_until, None)
-            start = kept_until
+            if (lost := max(start, known)) < retained_until:
+                # Rows of a deleted segment that were not retained. A crash lost the event that skips them.
+                yield FoundRows(lost, retained_until, None)
+            start = retained_until
         if start < end:
             for place in self.partition.walk(journal.message_log, start, end, again=again):
                 yield FoundRows(*place)
 
-    def _kept_rows(self, journal: Journal, start: int, end: int) -> Iterator[FoundRows]:
-        """The frames of the kept log with rows in [start, end)."""
-        sequences = self.kept.within(start, end)
-        places = self.kept.places(sequences.tolist())
+    def _retained_rows(self, journal: Journal, start: int, end: int) -> Iterator[FoundRows]:
+        """The frames of the retained log with rows in [start, end)."""
+        sequences = self.retained.within(start, end)
+        places = self.retained.places(sequences.tolist())
         edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)] if len(places) else []
         for a, b in pairwise(edges):
-            frame = self.frame_of(journal.message_log, journal.kept_log, int(sequences[a]))
+            frame = self.frame_of(journal.message_log, journal.retained_log, int(sequences[a]))
             yield FoundRows(int(sequences[a]), int(sequences[b - 1]) + 1, frame)
 
-    def _rows(self, journal: Journal, strand: Cursor, start: int, end: int) -> Iterator[tuple[Sequences, FrameKeys]]:
-        """The sequences of a strand's rows in [start, end), with their keys."""
+    def _rows(self, journal: Journal, cursor: Cursor, start: int, end: int) -> Iterator[tuple[Sequences, FrameKeys]]:
+        """The sequences of a cursor's rows in [start, end), with their keys."""
         for sequences, keys in self._all_rows(journal, start, end):
-            chosen = strand.chooses(keys.lps, keys.hashes)
+            chosen = cursor.chooses(keys.lps, keys.hashes)
             if chosen.any():
                 hashes = None if keys.hashes is None else keys.hashes[chosen]
                 yield sequences[chosen], FrameKeys(keys.lps[chosen], hashes)
 
-    def _skip_rows(self, counter: RowCounter, strand: Cursor, first: int, last: int, journal: Journal) -> None:
-        """A strand never gets its rows in [first, last). The event says how many: who replays it cannot count them."""
-        rows = counter.count(strand, lost_ranges(strand, first, last))
+    def _skip_rows(self, counter: RowCounter, cursor: Cursor, first: int, last: int, journal: Journal) -> None:
+        """Skip a cursor's rows in [first, last). The event stores their count, since replay cannot count them."""
+        rows = counter.count(cursor, lost_ranges(cursor, first, last))
         self._lost(rows, estimated=not counter.exact)
         flags = 0 if counter.exact else FLAG_ESTIMATED
-        journal.event(Action.SKIP, self, strand.id, first, last, 0, due=rows, flags=flags)
-        strand.skipped(first, last)
+        journal.event(Action.SKIP, self, cursor.id, first, last, 0, due=rows, flags=flags)
+        cursor.skipped(first, last)
 
     def _lost(self, rows: int, *, estimated: bool) -> None:
         self.lost_count += rows
         self.lost_estimated |= estimated and rows > 0
 
-    def count_rows(self, journal: Journal, strand: Cursor, ranges: Iterable[tuple[int, int]]) -> int:
-        """How many rows of a strand lie in [start, end) ranges."""
-        return sum(len(rows) for start, end in ranges for rows, _ in self._rows(journal, strand, start, end))
+    def count_rows(self, journal: Journal, cursor: Cursor, ranges: Iterable[tuple[int, int]]) -> int:
+        """How many rows of a cursor lie in [start, end) ranges."""
+        return sum(len(rows) for start, end in ranges for rows, _ in self._rows(journal, cursor, start, end))
 
     def _all_rows(self, journal: Journal, start: int, end: int) -> Iterator[tuple[Sequences, FrameKeys]]:
         self.partition.expire_deleted(journal.message_log)
-        kept_until = min(end, self.partition.start)
-        if start < kept_until:
-            for first, last, frame in self._walk(journal, start, kept_until, again=True):
+        retained_until = min(end, self.partition.start)
+        if start < retained_until:
+            for first, last, frame in self._walk(journal, start, retained_until, again=True):
                 if frame is not None:
                     keys, sequences = self.partition.keys.of(frame), frame.sequences()
                     low, high = np.searchsorted(sequences, [first, last]).tolist()
                     hashes = None if keys.hashes is None else keys.hashes[low:high]
                     yield sequences[low:high], FrameKeys(keys.lps[low:high], hashes)
-        for first, last, keys in self.partition.keys_in(journal.message_log, max(start, kept_until), end):
+        for first, last, keys in self.partition.keys_in(journal.message_log, max(start, retained_until), end):
             yield np.arange(first, last), keys
 
     def _table(self, journal: Journal, ranges: list[tuple[int, int]]) -> RowTable:
-        """All rows that lie within ranges, whoever's they are."""
+        """All rows within ranges, of all cursors."""
         return RowTable([found for start, end in spans_of(ranges) for found in self._all_rows(journal, start, end)])
 
 
 def spans_of(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that lie near each other as one."""
+    """Ranges, sorted, with those near each other joined."""
     spans: list[tuple[int, int]] = []
     for start, end in sorted(piece for piece in ranges if piece[0] < piece[1]):
         if spans and start <= spans[-1][1] + TABLE_GAP:
@@ -309,7 +309,7 @@ def spans_of(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def select(frame: FrameView, rows: npt.NDArray[np.int64]) -> tuple[list[Buffer], int]:
-    """Rows of a frame, ascending, as a frame of its own."""
+    """Cut rows of a frame, in ascending order, into a new frame."""
     first, last = int(rows[0]), int(rows[-1]) + 1
     if last - first == len(rows):
         if len(rows) == frame.count:

@@ -1,7 +1,7 @@
 """A shared consumer group: which consumer gets which rows next.
 
-Rows that came back go out before new ones; nobody is bound to a part of the log. Every decision becomes an event of
-the action log and a change of the group's ``PullLog``, in that order, so that replay reaches the same state.
+The group delivers returned rows before new ones, and any consumer may get any row. It records each decision as an event
+of the action log and then applies it to its ``PullLog``, so that replay reaches the same state.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from plait.storage.ranges import Range
 if TYPE_CHECKING:
     from plait.broker.groups.lease_grants import LeaseGrants
 
-#: Pieces of returned ranges that one pull gathers: bounds the work of a pull on a scattered group.
+#: Pieces of returned ranges that one pull collects at most: bounds its work where returned ranges are scattered.
 PIECES_MAX = 64
 
-#: The same for rows of one frame that lie apart, which cost less.
+#: Returned ranges within one frame that one pull collects at most; they cost less.
 APART_MAX = 4_096
 
-#: A message dies with its consumers after so many deliveries at the earliest, however few attempts it has: most of what
-#: a lost consumer held it had not begun with.
+#: A message becomes a dead letter by losing its consumers only after this many deliveries, even if its policy allows
+#: fewer attempts: a lost consumer had not started most of the rows that it held.
 LOST_ATTEMPTS_MIN = 16
 
-#: Stands between the client id and the number of a consumer whose name another process has taken over; in no client id.
+#: Separates client id and number in the name of a consumer whose client id another process took; no client id has it.
 AFTER_CLIENT = "#"
 
-#: The policy of groups that name none.
-USUAL = Retry()
+#: The policy of groups without one.
+DEFAULT_RETRY = Retry()
 
-#: Looked up once: Python 3.11 runs a function for each look at a member.
+#: Looked up once: Python 3.11 calls a function for each access to an enum member.
 _PULL, _ACK = Action.PULL, Action.ACK
 
 
 class Delivery:
-    """What one pull hands out."""
+    """The rows that one pull gets."""
 
     __slots__ = ("count", "inflated", "parts", "ranges", "size", "tags")
 
@@ -63,7 +63,7 @@ class Delivery:
         self.parts: list[Buffer] = []
         #: (start, end, attempt) in the order of the parts.
         self.ranges: list[tuple[int, int, int]] = []
-        #: For ordered consumers: of each range.
+        #: For ordered consumers: the tag of each range.
         self.tags: list[int] = []
         self.count = 0
         self.size = 0
@@ -72,36 +72,48 @@ class Delivery:
 
     @property
     def weight(self) -> int:
-        """Bytes that its reader needs memory for."""
+        """Bytes of memory that the consumer needs for it."""
         return self.size + self.inflated
 
 
 class AttachedConsumer:
-    """One member of a group. ``session`` changes with every attach; requests of an older one are refused."""
+    """One consumer of a group. Each attach gives it a new ``session``; requests of an earlier session are refused."""
 
-    __slots__ = ("_client", "_proof", "connected", "group", "heard", "id", "leased_until", "news", "online", "session")
+    __slots__ = (
+        "_client",
+        "_proof",
+        "connected",
+        "group",
+        "id",
+        "last_contact",
+        "leased_until",
+        "news",
+        "online",
+        "session",
+    )
 
-    def __init__(self, consumer_id: int, group: Group, client: str, heard: float, proof: int = 0) -> None:
+    def __init__(self, consumer_id: int, group: Group, client: str, last_contact: float, proof: int = 0) -> None:
         self.id = consumer_id
         self.group = group
         self._client = client
-        #: Of an ordered group: what is kept of the secret token with which it continues its session and renews its
-        #: lease; 0: none.
+        #: Of an ordered group: the proof of the secret token that continues its session and renews its lease; 0:
+        #: none.
         self._proof = proof
         self.session = 0
         #: Attached and not lost.
         self.online = False
         #: Its connection is open.
         self.connected = False
-        self.heard = heard
-        #: Of an ordered group: on the monotonic clock, until when its locks are certain.
+        #: On the monotonic clock: when its last request came.
+        self.last_contact = last_contact
+        #: Of an ordered group: the end of its lease, on the monotonic clock.
         self.leased_until = 0.0
-        #: Goes up whenever there is something new about its locks.
+        #: Incremented whenever its locks change.
         self.news = 0
 
     @property
     def client(self) -> str:
-        """What it calls itself; ``GroupDefinitions.redefine_consumer`` changes it."""
+        """Its client id; ``GroupDefinitions.redefine_consumer`` changes it."""
         return self._client
 
     @property
@@ -110,14 +122,14 @@ class AttachedConsumer:
 
 
 class NackOutcome(NamedTuple):
-    """What a consumer says of messages that it gives back."""
+    """The outcome that a consumer reports for messages that it did not ack."""
 
-    #: Seconds to wait; None: as the group retries.
+    #: Seconds until the retry; None: as the group's policy says.
     delay: float | None = None
     reason: Reason = Reason()
-    #: They are dead letters at once.
+    #: The messages become dead letters at once.
     reject: bool = False
-    #: It was an attempt.
+    #: The delivery counts as an attempt.
     counted: bool = True
 
 
@@ -125,13 +137,13 @@ FAILURE = NackOutcome()
 
 
 class Journal(Protocol):
-    """Where events go before they count, and messages that are to outlive the log."""
+    """Records the events of groups, and copies messages to the retained log. The broker implements it."""
 
     @property
     def message_log(self) -> Log: ...
 
     @property
-    def kept_log(self) -> Log: ...
+    def retained_log(self) -> Log: ...
 
     def event(
         self,
@@ -160,12 +172,12 @@ class Group(GroupDefinitions):
     __slots__ = (
         "died_count",
         "expected",
-        "kept",
         "limits",
         "lost_count",
         "lost_estimated",
         "pull_log",
         "redelivered_count",
+        "retained",
         "used",
         "waiters",
     )
@@ -173,39 +185,40 @@ class Group(GroupDefinitions):
     def __init__(self, definition: GroupDefinition, partition: Partition, limits: ServerLimits) -> None:
         super().__init__(definition, partition)
         self.pull_log = PullLog(definition.start)
-        #: Where those are that it needs though the message log need not have them.
-        self.kept = RetainedRows()
+        #: Where the retained log has the rows that this group needs.
+        self.retained = RetainedRows()
         #: Suspended pulls, the longest waiting first.
         self.waiters: dict[Waiter, None] = {}
         self.limits = limits
-        #: When waiting rows are looked at next (``Retries``); 0: there is no need to.
+        #: When ``Retries`` examines waiting rows next, in microseconds; 0: it need not.
         self.expected = 0
-        #: Messages handed out again, and messages that retention or damage took first.
+        #: Messages delivered again.
         self.redelivered_count = 0
         #: Messages that became dead letters since the start of the broker.
         self.died_count = 0
+        #: Messages that retention or damage removed before they were done.
         self.lost_count = 0
-        #: Not all of them could be counted.
+        #: ``lost_count`` includes estimates.
         self.lost_estimated = False
         #: Wall time of the last attach or pull.
         self.used = definition.created
 
     @property
     def retry(self) -> Retry:
-        """How long what failed waits."""
-        return self.definition.retry or USUAL
+        """The retry policy."""
+        return self.definition.retry or DEFAULT_RETRY
 
     @property
     def logs_pulls(self) -> bool:
-        """A broadcast group is one consumer: what it has not acked is what it needs, and no pull log is kept."""
+        """Whether pulls are recorded. A broadcast group has one consumer, which needs its unacked rows."""
         return not self.definition.broadcast
 
     @property
     def has_more(self) -> bool:
-        """A pull would find rows now."""
+        """Whether a pull would find rows now."""
         return self.pull_log.ready or self.pull_log.next < self.partition.visible
 
-    # --- handing out ----------------------------------------------------------------------------
+    # --- delivery -------------------------------------------------------------------------------
 
     def take(self, log: Log, consumer: AttachedConsumer, count: int, size: int, journal: Journal) -> Delivery | None:
         """Rows for a consumer, recorded as held by it; None when there are none."""
@@ -216,7 +229,7 @@ class Group(GroupDefinitions):
                 break
             if self.pull_log.ready:
                 start, end, attempt = self.pull_log.returned.head()
-                frame = self._frame_apart(log, journal.kept_log, start)
+                frame = self._frame_apart(log, journal.retained_log, start)
                 if frame is not None:
                     gathered = self._take_apart(frame, consumer, count, size, journal, delivery)
                     if gathered:
@@ -229,27 +242,27 @@ class Group(GroupDefinitions):
                 break
             if start < self.partition.start:
                 end = min(self.partition.start, max(end, start + 1))
-                # What is kept comes in its turn.
-                self._skip(start, self.kept.elsewhere_after(start, end) if self.pull_log.returned else end, journal)
+                # Retained rows are delivered when their turn comes.
+                self._skip(start, self.retained.elsewhere_after(start, end) if self.pull_log.returned else end, journal)
                 continue
             if start >= self.partition.visible or start >= end:
                 break
-            # At most once there is no second delivery in which to look closer.
+            # An at-most-once group verifies at the first delivery, as there is no second one.
             again = attempt > 0 or self.definition.delivery == "at_most_once"
-            # What came first goes out whatever its size; what is added must leave the reply in its limit.
+            # The first frame is delivered whatever its size; later ones must fit the size limit.
             some = not delivery.count
             room = size - delivery.weight
             batch = self.partition.read(log, start, end, count - delivery.count, room, some=some, again=again)
             if batch.full and not batch.count:
                 break
             if not batch.ranges:
-                # A hole where damage was, or rows that do not read back.
+                # A gap left by damage, or unreadable rows.
                 self._skip(start, batch.end if batch.end > start else self._after_hole(start, end), journal)
                 continue
             if batch.ranges[0][0] > start:
                 self._skip(start, batch.ranges[0][0], journal)
             for first, last in batch.ranges:
-                self._hand(consumer, first, last, attempt + 1, journal)
+                self._deliver(consumer, first, last, attempt + 1, journal)
                 delivery.ranges.append((first, last, attempt + 1))
             for first, last in batch.damaged:
                 self._skip(first, last, journal)
@@ -258,40 +271,43 @@ class Group(GroupDefinitions):
             delivery.size += batch.size
             delivery.inflated += batch.inflated
             if batch.end < end:
-                # There was no more room; asking again would get one frame whatever its size.
+                # The room is used up. Another read would return one frame whatever its size.
                 break
         return delivery if delivery.count else None
 
-    def frame_of(self, log: Log, kept_log: Log, sequence: int) -> FrameView | None:
-        """The frame that has a message that was handed out; None: it cannot be found.
+    def frame_of(self, log: Log, retained_log: Log, sequence: int) -> FrameView | None:
+        """The frame of a message that was delivered before; None: it cannot be found.
 
-        A copy was verified, as it is small; the original was not.
+        A copy from the retained log is verified, as it is small. A frame of the message log is not.
         """
-        copy = self.kept.frame(kept_log, sequence) if self.kept else None
+        copy = self.retained.frame(retained_log, sequence) if self.retained else None
         try:
             if copy is not None:
                 return copy.verify()
         except FrameError:
-            # The original may be there still.
+            # The message log may still have the original.
             pass
         return self.partition.whole_frame(log, sequence) if sequence >= self.partition.start else None
 
-    def _frame_apart(self, log: Log, kept_log: Log, sequence: int) -> FrameView | None:
-        """The frame in which rows that came back lie apart from others, or from where they were."""
-        if self.kept and self.kept.offset(sequence) is not None:
-            return self.frame_of(log, kept_log, sequence)
+    def _frame_apart(self, log: Log, retained_log: Log, sequence: int) -> FrameView | None:
+        """The frame of a returned row, if its returned rows may be scattered or are in the retained log; else None."""
+        if self.retained and self.retained.offset(sequence) is not None:
+            return self.frame_of(log, retained_log, sequence)
         return self.partition.whole_frame(log, sequence) if len(self.pull_log.returned) > 1 else None
 
     def _take_apart(
         self, frame: FrameView, consumer: AttachedConsumer, count: int, size: int, journal: Journal, delivery: Delivery
     ) -> bool | None:
-        """Rows that came back and lie apart in one frame, as one piece; None: there is no room. False: not so."""
+        """Deliver scattered returned rows of one frame as one piece.
+
+        Returns None if the piece does not fit, False if the rows are not scattered or the frame is damaged.
+        """
         room = count - delivery.count
         heads: list[Range] = []
         rows = 0
         mask = np.zeros(frame.count, bool)
         for start, end, attempt in self.pull_log.returned.heads(frame.end, min(room, APART_MAX)):
-            # All rows of a piece are on the same attempt.
+            # All rows of a piece have the same attempt.
             if rows >= room or (heads and attempt != heads[0].attempt):
                 break
             first, last = rows_of(frame, start, min(end, start + room - rows))
@@ -307,7 +323,7 @@ class Group(GroupDefinitions):
         try:
             piece = slice_mask(frame, mask)
         except FrameError:
-            # What is damaged takes the long way.
+            # ``Partition.read`` deals with damage.
             return False
         if delivery.count and delivery.weight + piece.size + frame.inflated_size > size:
             return None
@@ -329,7 +345,7 @@ class Group(GroupDefinitions):
         return (
             pull_log.ranges_of(consumer.id) >= limits.consumer_ranges
             or len(pull_log.waiting) >= limits.retry_ranges
-            or len(self.kept) >= limits.kept_messages
+            or len(self.retained) >= limits.retained_messages
         )
 
     def _after_hole(self, start: int, end: int) -> int:
@@ -338,13 +354,13 @@ class Group(GroupDefinitions):
             return end
         return max(start + 1, min(end, self.partition.consume_log.record(index).base))
 
-    def _hand(self, consumer: AttachedConsumer, start: int, end: int, attempt: int, journal: Journal) -> None:
+    def _deliver(self, consumer: AttachedConsumer, start: int, end: int, attempt: int, journal: Journal) -> None:
         self._record(consumer, start, end, attempt, journal)
         if attempt > 1:
             self.redelivered_count += end - start
 
     def _record(self, consumer: AttachedConsumer, start: int, end: int, attempt: int, journal: Journal) -> None:
-        """The rows are in the consumer's hands."""
+        """Record that the consumer holds the rows."""
         if self.logs_pulls:
             journal.event(_PULL, self, consumer.id, start, end, attempt)
         self.pull_log.pulled(consumer.id, start, end, attempt)
@@ -358,18 +374,19 @@ class Group(GroupDefinitions):
     def ack(
         self, consumer: AttachedConsumer, ranges: list[tuple[int, int, int]], journal: Journal, tags: Sequence[int] = ()
     ) -> int:
-        """(start, end, epoch) ranges are done; how many sequences that settled."""
+        """(start, end, epoch) ranges are done; how many sequences this settled."""
         count = 0
         for first, last, epoch in ranges:
-            # An ack may be all that is left of a pull that a power loss took, if its rows are of an earlier epoch. But
-            # many that lie apart, of rows that no consumer was handed, would take memory without end.
+            # After a power loss, an ack of rows of an earlier epoch may be the only trace of their pull, so rows past
+            # ``next`` may be acked. Not while returned ranges are scattered: acks of rows that were never delivered
+            # could use memory without limit.
             scattered = len(self.pull_log.returned) >= self.limits.consumer_ranges
-            handed = self.pull_log.next if scattered or epoch == journal.epoch else self.partition.visible
-            start, end = self.partition.clip_to_epoch(first, min(last, handed), epoch)
+            pulled_until = self.pull_log.next if scattered or epoch == journal.epoch else self.partition.visible
+            start, end = self.partition.clip_to_epoch(first, min(last, pulled_until), epoch)
             if start < end:
                 journal.event(_ACK, self, consumer.id, start, end, 0)
-                if self.kept:
-                    self.kept.settled()
+                if self.retained:
+                    self.retained.settled()
                 count += self.pull_log.acked(consumer.id, start, end)
         return count
 
@@ -382,7 +399,7 @@ class Group(GroupDefinitions):
         failure: NackOutcome = FAILURE,
         tags: Sequence[int] = (),
     ) -> int:
-        """(start, end, epoch) ranges failed: they wait, or are dead letters; how many sequences it held."""
+        """(start, end, epoch) ranges failed: they wait or become dead letters; how many sequences the consumer held."""
         held = self.pull_log.held.get(consumer.id)
         if held is None:
             return 0
@@ -391,14 +408,14 @@ class Group(GroupDefinitions):
         for first, last, epoch in ranges:
             for piece in held.overlap(*self.partition.clip_to_epoch(first, last, epoch)):
                 count += piece.end - piece.start
-                for part, dies in self._fates(piece, failure, self._old_before(piece, now)):
-                    if dies:
+                for part, dead in self._split_dead(piece, failure, self._old_before(piece, now)):
+                    if dead:
                         over.append(part)
                     else:
                         self._wait(consumer, part, now, failure, journal)
         if over:
             for piece in journal.bury(self, consumer.id, over, failure.reason):
-                # There was no room for it.
+                # The retained log had no room for it, or it is damaged.
                 self._wait(consumer, piece, now, FAILURE, journal)
         return count
 
@@ -412,30 +429,31 @@ class Group(GroupDefinitions):
         self.pull_log.nacked(consumer.id, piece.start, piece.end, due, now, counted=failure.counted)
 
     def _old_before(self, piece: Range, now: int) -> int:
-        """Below this what failed is too old to be tried again."""
+        """Failed rows of the piece below this sequence are too old for a retry."""
         expires = self.retry.expires
         if expires is None:
             return 0
         log = self.partition.consume_log
         first, last = log.find(piece.start), log.find(piece.end - 1)
         if first >= len(log) or log.record(first).base > piece.start:
-            # It has outlived retention; how old it is is not known here.
+            # Retention removed it from the consume log, so its age is not known.
             return 0
         oldest = now - round(expires * 1_000_000)
         index = bisect_left(range(last + 1), oldest, first, key=lambda index: log.record(index).time)
         return log.record(index).base if index <= last else piece.end
 
-    def _fates(
+    def _split_dead(
         self, piece: Range, failure: NackOutcome, old: int, attempts_min: int = 1
     ) -> Iterator[tuple[Range, bool]]:
-        """The parts of what failed, and whether each is a dead letter."""
+        """The parts of a failed piece, and whether each becomes a dead letter."""
         if failure.reject or not failure.counted:
             yield piece, failure.reject
             return
         start, end, attempt = piece
         attempts = self.retry.attempts
         for first, last, before in [*self.pull_log.resent.overlap(start, end), Range(end, end, 0)]:
-            # Those between were never dead; for those that were attempts count from then on, and their age does not.
+            # Rows between resent letters were never dead. For resent letters the attempts before the resend and the age
+            # do not count.
             for low, high, made, limit in ((start, first, attempt, old), (first, last, attempt - before, 0)):
                 over = attempts is not None and made >= max(attempts, attempts_min)
                 middle = high if over else min(max(low, limit), high)
@@ -446,19 +464,21 @@ class Group(GroupDefinitions):
             start = last
 
     def _chance(self, piece: Range) -> float:
-        """From 0 to 1, the same for the same failure of the same rows."""
+        """A number from 0 to 1, always the same for the same attempt of the same rows."""
         return float(xxh3_64_intdigest(b"%d-%d-%d" % (self.id, piece.start, piece.attempt))) / 2**64
 
     def lost(self, consumer: AttachedConsumer, journal: Journal, now: int) -> int:
-        """Nobody heard from the consumer: what it held was an attempt, for some the last; how many sequences.
+        """The consumer was lost: each row that it held counts an attempt; how many sequences.
 
-        What ends those who handle it must not go round for ever.
+        A message that crashes its consumer must not be redelivered without limit.
         """
         held = self.pull_log.held.get(consumer.id)
         count = 0
         if held is not None:
             count = held.count
-            over = [part for piece in held for part, dies in self._fates(piece, FAILURE, 0, LOST_ATTEMPTS_MIN) if dies]
+            over = [
+                part for piece in held for part, dead in self._split_dead(piece, FAILURE, 0, LOST_ATTEMPTS_MIN) if dead
+            ]
             if over:
                 reason = Reason("ConsumerLost", f"consumer {consumer.client} was lost while it held the message")
                 journal.bury(self, consumer.id, over, reason)
@@ -466,7 +486,7 @@ class Group(GroupDefinitions):
         return count
 
     def offline(self, consumer: AttachedConsumer, journal: Journal, now: int) -> int:
-        """The consumer left: what it held waits for the others; how many sequences."""
+        """The consumer left: return the rows that it held; how many sequences."""
         consumer.online = False
         if consumer.id in self.pull_log.held and self.logs_pulls:
             journal.event(Action.OFFLINE, self, consumer.id, 0, 0, 0)
@@ -475,80 +495,80 @@ class Group(GroupDefinitions):
     def reclaim(
         self, consumer: AttachedConsumer, holds: list[tuple[int, int, int]], journal: Journal, now: int
     ) -> None:
-        """An attaching consumer names what is in its hands (R13): that stays, what else it was handed comes back."""
+        """An attaching consumer names the rows that it still holds (R13) and keeps; its other rows are returned."""
         claimed = []
         for start, end, epoch in holds:
-            # Of rows of this epoch every pull is known: what was never handed out is held by no consumer.
-            handed = self.pull_log.next if epoch == journal.epoch else self.partition.visible
-            start, end = self.partition.clip_to_epoch(start, min(end, handed), epoch)
+            # Every pull of this epoch is known, so no consumer holds rows of this epoch that were never delivered.
+            pulled_until = self.pull_log.next if epoch == journal.epoch else self.partition.visible
+            start, end = self.partition.clip_to_epoch(start, min(end, pulled_until), epoch)
             if start < end:
                 claimed.append((start, end))
         recorded = self.pull_log.held.get(consumer.id)
-        kept = [piece for start, end in claimed for piece in (recorded.overlap(start, end) if recorded else [])]
+        still_held = [piece for start, end in claimed for piece in (recorded.overlap(start, end) if recorded else [])]
         free = [piece for start, end in claimed for piece in self.pull_log.returned.overlap(start, end)]
-        fresh = [(max(start, self.pull_log.next), end) for start, end in claimed if end > self.pull_log.next]
+        new = [(max(start, self.pull_log.next), end) for start, end in claimed if end > self.pull_log.next]
         self.offline(consumer, journal, now)
-        for start, end, attempt in [*kept, *free]:
+        for start, end, attempt in [*still_held, *free]:
             self._record(consumer, start, end, max(attempt, 1), journal)
-        for start, end in fresh:
+        for start, end in new:
             self._record(consumer, start, end, 1, journal)
 
     def reset(self, sequence: int, journal: Journal) -> None:
-        """The group goes on from ``sequence``."""
+        """Set the group's position to ``sequence``."""
         journal.event(Action.RESET, self, 0, sequence, sequence, 0)
         self.pull_log.reset(sequence)
-        self.kept.settled()
+        self.retained.settled()
 
     # --- dead letters, retention, retries -------------------------------------------------------
 
     def buried(self, consumer: int, start: int, end: int, attempt: int, now: int) -> None:
-        """[start, end), which a consumer held, is out of attempts."""
+        """[start, end), which a consumer held, became dead letters."""
         self.pull_log.buried(consumer, start, end, attempt, now)
 
     def revived(self, start: int, end: int, journal: Journal) -> int:
-        """What is dead in [start, end) is handed out again; how many sequences."""
+        """Deliver dead letters in [start, end) again; how many sequences."""
         journal.event(Action.REVIVE, self, 0, start, end, 0)
         return self.pull_log.revived(start, end)
 
     @property
     def floor(self) -> int:
-        """Everything below is done, or dead."""
+        """Every row below this sequence is done or a dead letter."""
         return self.pull_log.floor
 
     def begun(self, start: int, end: int, journal: Journal) -> list[Range]:
-        """What was handed out and is neither done nor dead in [start, end); in no order."""
+        """Ranges in [start, end) that were delivered and are neither done nor dead letters; in no order."""
         return self.pull_log.begun(start, end)
 
-    def begin_with(self, end: int) -> None:
-        """Below ``end`` retention is about to take what is not begun with."""
+    def mark_begun_below(self, end: int) -> None:
+        """Retention is about to remove rows below ``end`` that are not begun."""
 
     def expire(self, lost: list[Range], start: int, journal: Journal) -> None:
-        """Retention took ``lost``, and all below ``start`` that was not begun with."""
+        """Retention removed ``lost``, and every row below ``start`` that was not begun."""
         for first, last in [*((piece.start, piece.end) for piece in lost), (self.pull_log.next, start)]:
             if first < last:
                 self._skip(first, last, journal)
 
     @property
     def next_due(self) -> int | None:
-        """When the next of what waits is due."""
+        """When the next waiting row is due; None: no row waits."""
         return self.pull_log.waiting.next_due
 
     def return_due(self, now: int) -> bool:
-        """What has waited long enough may be handed out; whether there is anything."""
+        """Make waiting rows that are due ready for delivery; whether there are any."""
         return self.pull_log.return_due(now)
 
     # --- replay ---------------------------------------------------------------------------------
 
     def begin(self, sequence: int) -> None:
-        """A group that was just defined goes on from ``sequence``."""
+        """Set the position of a newly defined group."""
         self.pull_log.reset(sequence)
 
     def forget(self, consumer: int, time: int) -> None:
-        """A consumer is gone for good."""
+        """A consumer was removed: return its rows."""
         self.pull_log.offline(consumer, time)
 
-    def forget_strangers(self, now: int) -> None:
-        """What is in the hands of consumers that nobody knows any more goes back to the group."""
+    def release_unknown_consumers(self, now: int) -> None:
+        """Return rows that are held by unknown consumers."""
         known = {consumer.id for consumer in self.consumers.values()}
         for consumer_id in self.pull_log.held.keys() - known:
             self.pull_log.offline(consumer_id, now)
@@ -577,10 +597,10 @@ class Group(GroupDefinitions):
         elif action == Action.PURGE:
             self.pull_log.purged(start, end)
 
-    # --- waiting --------------------------------------------------------------------------------
+    # --- suspended pulls ------------------------------------------------------------------------
 
     def serve(self, log: Log, journal: Journal, send: Callable[[Waiter, Delivery], None]) -> None:
-        """Give rows to waiting pulls, the longest waiting first, until rows or pulls run out."""
+        """Answer suspended pulls, the longest waiting first, until there are no more rows or pulls."""
         passed = 0
         while passed < len(self.waiters):
             waiter = next(islice(self.waiters, passed, None))
@@ -589,7 +609,7 @@ class Group(GroupDefinitions):
                 waiter.leave()
                 send(waiter, delivery)
             elif self._at_limit(waiter.consumer):
-                # There may be rows for the others.
+                # This consumer is at its limit; there may be rows for others.
                 passed += 1
             else:
                 return

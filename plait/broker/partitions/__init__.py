@@ -1,1 +1,5 @@
-"""partitions."""
+"""Partitions of a broker: reading their frames, opening and sealing logical partitions, suspended requests.
+
+The broker, its groups and the server's request handlers use this package. It may import ``frame``, ``model``,
+``storage`` and the rest of ``broker``, never ``server`` or ``client``.
+"""

@@ -1,7 +1,7 @@
-"""What the groups of a partition have passed of the logical partitions that it takes no more (R26).
+"""Which sealed logical partitions of a partition each group has finished (R26).
 
-A broker reports it to the meta servers, who keep it: a consumer then needs no answer from a broker that holds nothing
-for its group, and a partition whose rows are gone leaves the route. That it knew its groups is remembered there.
+The broker reports this to the meta servers, which store it. A consumer then need not ask a broker that has no rows for
+its group, and a partition without rows leaves the route. The meta servers also remember which groups the partition had.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def passed(partition: Partition) -> dict[str, list[Fence]]:
-    """Group → (first, end, fence) of the logical partitions that end here and that it is done with.
+    """Group → (first, end, fence) of the sealed logical partitions that it has finished.
 
-    Groups that are not done with any are in it too. A broadcast has no successor that would ask.
+    Groups that have finished none are included. Broadcasts are not: no later consumer asks for their progress.
     """
     if partition.fences is None:
         return {}
@@ -33,9 +33,9 @@ def passed(partition: Partition) -> dict[str, list[Fence]]:
 
 
 def began(partition: Partition) -> dict[str, int]:
-    """Group → the version of the route that it began with; broadcasts too.
+    """Group → the version of the route at which it began, with broadcasts.
 
-    Where there are too many to be remembered: the newest, and broadcasts last.
+    If there are too many, the newest groups are taken, and broadcasts after all others.
     """
     groups = sorted(
         (each.definition for each in partition.groups.values()), key=lambda each: (each.broadcast, -each.id)
@@ -46,56 +46,55 @@ def began(partition: Partition) -> dict[str, int]:
 def _passed(group: Group, fences: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[Fence]:
     done = fences > 0
     if isinstance(group, OrderedGroup):
-        for strand in group.strands:
-            # A parked key waits here for a decision, and its successors with it.
-            done &= ~strand.lps | ((fences <= strand.floor) & (not strand.parked))
+        for cursor in group.cursors:
+            # A parked key waits here for an operator, and its rows in later partitions wait for it.
+            done &= ~cursor.lps | ((fences <= cursor.floor) & (not cursor.parked))
     else:
         done &= fences <= group.floor
     return runs_with(fences, done)
 
 
 def gone_below(broker: Broker, partition: Partition) -> int:
-    """Rows below this are gone from the partition, as is all that belongs to them; -1: a route leaves out nothing.
+    """The sequence below which the partition has no rows and nothing that belongs to them.
 
-    0: it takes nothing and never had a row. A route without the rows' spans may have no place for the
-    partition any more, which is then dropped. So it is -1 as well while anything else waits in a partition that takes
-    nothing.
+    The meta server removes the spans below it from the route. -1: remove nothing. 0: the partition accepts no rows and
+    never had one. A partition that is no longer in the route is dropped, so the result is also -1 while a partition
+    that accepts no rows has anything left.
     """
     fences, accepts = partition.fences, partition.accepts
     if fences is None or accepts is None or (not accepts.any() and _holds(broker, partition)):
         return -1
-    below = int(fences[fences <= min(partition.start, _kept_from(partition))].max(initial=0))
+    below = int(fences[fences <= min(partition.start, _retained_from(partition))].max(initial=0))
     return -1 if not below and accepts.any() else below
 
 
-def _kept_from(partition: Partition) -> int:
-    """The first row that an ordered group has not finished though retention took it; the next row: there is none.
+def _retained_from(partition: Partition) -> int:
+    """The first row that an ordered group has not finished, even if retention removed it; else the next row.
 
-    A message that failed is kept beyond retention, and its key's rows in other partitions wait for it. They would
-    not if the route left out that the key was here before; nor would a consumer ask here for a dead letter that is
-    sent again.
+    A failed message is retained, and rows of its key in other partitions wait for it. They would not wait if the route
+    omitted that the key was here before, and no consumer would ask here for a dead letter that is resent.
     """
-    kept = partition.next
+    first = partition.next
     for group in partition.groups.values():
         if isinstance(group, OrderedGroup):
             if group.pull_log.dead:
-                kept = min(kept, group.pull_log.dead.first)
-            for strand in group.strands:
-                if strand.parked and strand.letter >= 0:
-                    kept = min(kept, strand.letter)
-                elif strand.parked or strand.returned or strand.waiting or strand.held:
-                    kept = min(kept, strand.floor)
-    return kept
+                first = min(first, group.pull_log.dead.first)
+            for cursor in group.cursors:
+                if cursor.parked and cursor.letter >= 0:
+                    first = min(first, cursor.letter)
+                elif cursor.parked or cursor.returned or cursor.waiting or cursor.held:
+                    first = min(first, cursor.floor)
+    return first
 
 
 def _holds(broker: Broker, partition: Partition) -> bool:
-    """It has rows, delayed messages, messages on their way to other partitions, dead letters or staged rows."""
+    """Whether it has rows, delayed messages, forwards to other partitions, retained rows, dead letters or stages."""
     name = partition.row.name
     schedule = broker.schedules.by_subject.get(name)
     return (
         partition.start < partition.next
         or (schedule is not None and broker.schedules.waits(schedule))
         or any(each.start < each.next for each in broker.forwards.of(name))
-        or any(group.kept or group.pull_log.dead for group in partition.groups.values())
+        or any(group.retained or group.pull_log.dead for group in partition.groups.values())
         or broker.stages.any_for(name)
     )

@@ -1,6 +1,6 @@
-"""Which logical partition and key each row of a frame has, remembered for the frames that were looked at last.
+"""Caches the logical partition and key hash of each row of recently read frames.
 
-Every owner of an ordered group looks at the same frames, one after another.
+All owners of an ordered group read the same frames, one after another.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.frame.columns import Column
+from plait.frame.frame_lps import key_hashes
 from plait.frame.view import FrameView
-from plait.model.logical_partitions import Hashes, Lps, key_hashes
+from plait.model.logical_partitions import Hashes, Lps
 
 Sequences = npt.NDArray[np.int64]
 
 
 class FrameKeys(NamedTuple):
-    """Of each row of a frame."""
+    """The logical partition and the key hash of each row of a frame."""
 
     lps: Lps
     #: None: no row has a key.
@@ -29,19 +30,19 @@ class FrameKeys(NamedTuple):
 
 
 class KnownRows:
-    """The keys of frames that were looked at last, of all partitions of a broker; the longest unused goes first."""
+    """A cache of the keys of frames, shared by all partitions of a broker. Evicts the least recently used frame."""
 
     __slots__ = ("_known", "_limit", "_rows")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        #: By the cache of a partition and the first sequence of the frame.
+        #: (number of the partition's cache, first sequence of the frame) → keys.
         self._known: OrderedDict[tuple[int, int], FrameKeys] = OrderedDict()
         self._rows = 0
 
     @property
     def rows(self) -> int:
-        """How many rows are remembered, 10 bytes each."""
+        """How many rows are cached, 10 bytes each."""
         return self._rows
 
     def get(self, place: tuple[int, int]) -> FrameKeys | None:
@@ -63,7 +64,7 @@ class KeyCache:
 
     __slots__ = ("_lps_of", "_number", "_rows")
 
-    #: Caches are told apart by these: a partition that is dropped leaves its rows to age.
+    #: Numbers each cache, so that a new partition never finds rows of a dropped one. Those are evicted in time.
     _numbers = itertools.count()
 
     def __init__(self, lps_of: Callable[[Sequences, Hashes | None], Lps], rows: KnownRows) -> None:
@@ -72,7 +73,7 @@ class KeyCache:
         self._number = next(self._numbers)
 
     def known(self, base: int) -> FrameKeys | None:
-        """The keys of a frame that was looked at lately, by its first sequence."""
+        """The cached keys of the frame that starts at sequence ``base``."""
         return self._rows.get((self._number, base))
 
     def of(self, frame: FrameView) -> FrameKeys:
@@ -82,7 +83,7 @@ class KeyCache:
         if known is not None:
             return known
         hashes = key_hashes(frame)
-        # A copy: what is remembered must not keep a segment's mapping open.
+        # A copy: the cache must not keep a segment's mapping open.
         keys = FrameKeys(self._lps_of(frame.sequences(), hashes), None if hashes is None else hashes.copy())
         if whole:
             self._rows.put((self._number, frame.base), keys)

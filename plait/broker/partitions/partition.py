@@ -1,4 +1,4 @@
-"""A partition as the broker knows it: where its frames are, how far they are visible, and who waits for more."""
+"""A partition of a broker: where its frames are, which rows are visible, and its groups and suspended reads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import numpy.typing as npt
 from plait.broker.partitions.key_cache import FrameKeys, KeyCache, KnownRows
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
+from plait.frame.frame_lps import keyed_lps
 from plait.frame.header import PREFIX, TIME_MAX
 from plait.frame.slicing import slice_rows
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.logical_partitions import NO_KEY_HASH, Hashes, Lps, LpSet, keyed_lps, lp_set, lps_of
+from plait.model.logical_partitions import NO_KEY_HASH, Hashes, Lps, LpSet, lp_set, lps_of
 from plait.storage.catalog import PartitionRow
 from plait.storage.logs.consume_log import ConsumeLog, Record
 from plait.storage.logs.log import Log
@@ -28,22 +29,22 @@ if TYPE_CHECKING:
     from plait.broker.partitions.suspended import Waiter
 
 
-#: Wrong records whose frames are remembered: a damaged file has few, and each costs a hundred bytes.
+#: Wrong records of the consume log whose frames are remembered: a damaged file has few, and each takes 100 bytes.
 SEARCHED_MAX = 1_000
 
 
 class LogPositions(msgspec.Struct, array_like=True, frozen=True):
-    """How much of the logs a state takes account of: what stands before these places."""
+    """Positions in the logs: a state includes everything before them."""
 
     #: An offset in the message log.
     message: int = 0
-    #: An offset in the kept log.
-    kept: int = 0
+    #: An offset in the retained log.
+    retained: int = 0
     #: The number of a frame of the action log.
     action: int = 0
 
 
-#: Of state that is not from a checkpoint.
+#: The positions of state that is not from a checkpoint.
 BEGINNING: Final = LogPositions()
 _numbers = itertools.count()
 
@@ -54,23 +55,23 @@ class ReadBatch:
     __slots__ = ("count", "damaged", "end", "full", "inflated", "parts", "ranges", "size")
 
     def __init__(self, start: int) -> None:
-        #: There was a frame for which there was no room.
+        #: The next frame did not fit.
         self.full = False
         self.parts: list[Buffer] = []
-        #: The sequence ranges the parts hold; more than one where the log has holes.
+        #: The sequence ranges of the parts; more than one where the log has gaps.
         self.ranges: list[tuple[int, int]] = []
         self.count = 0
         self.size = 0
-        #: Bytes that its compressed columns inflate to: they count as the others do.
+        #: Bytes that its compressed columns inflate to; they count towards the size limit.
         self.inflated = 0
         #: Reading stopped here.
         self.end = start
-        #: Ranges that cannot be read back.
+        #: Ranges that cannot be read.
         self.damaged: list[tuple[int, int]] = []
 
 
 class Partition:
-    """One stored stream."""
+    """A subject's stored stream on this broker group."""
 
     __slots__ = (
         "_groups",
@@ -98,37 +99,37 @@ class Partition:
 
     def __init__(self, row: PartitionRow, consume_log: ConsumeLog, known_rows: KnownRows) -> None:
         self.consume_log = consume_log
-        #: The logical partitions that it takes rows of; None: all.
+        #: The logical partitions whose rows it accepts; None: all.
         self.accepts: LpSet | None = None
-        #: Where the rows end of each one that it takes no more.
+        #: The fence of each sealed logical partition: the sequence at which its rows end; 0: none.
         self.fences: npt.NDArray[np.int64] | None = None
         self.row = row
-        #: Of a schedule partition: the partition that its rows enter when they are due, whose keys alone it takes.
+        #: Of a schedule partition: the partition that its rows enter when they are due. It accepts the same keys.
         self.main: Partition | None = None
-        #: The sequence the next row gets; appended, perhaps not yet acknowledged.
+        #: The sequence of the next row. Rows below it are appended, perhaps not yet acknowledged.
         self.next = 0
-        #: Consumers see rows below this: acknowledged ones (R2).
+        #: Rows below this are acknowledged and visible to consumers (R2).
         self.visible = 0
         #: Rows below this are expired.
         self.start = 0
-        #: (``start``, the first record kept): most looks for it need no look into the consume log.
+        #: (``start``, the first record that is not expired): avoids most searches of the consume log.
         self._head: tuple[int, Record] | None = None
-        #: The start of the message log that ``start`` takes account of.
+        #: The start of the message log for which ``start`` was computed.
         self._log_start = 0
-        #: (generation, index) of a wrong record → the right one, or None where its frame is not in the log.
+        #: (generation, index) of a wrong record → the right record; None: its frame is not in the log.
         self._searched: dict[tuple[int, int], Record | None] = {}
-        #: What the checkpoint that it was loaded from takes account of: recovery does not apply that again.
+        #: The log positions of the checkpoint that it was loaded from. Recovery does not apply earlier frames again.
         self.position = BEGINNING
-        #: Bytes ever appended.
+        #: Bytes appended since the partition was created.
         self.size = 0
-        #: (first sequence, epoch) of each epoch that stored rows here, ascending.
+        #: (first sequence, data epoch) of each epoch that stored rows here, ascending.
         self.epochs: list[tuple[int, int]] = []
         self._groups: dict[str, Group] = {}
-        #: Changed by ``add_group`` and ``remove_group`` alone.
+        #: Only ``add_group`` and ``remove_group`` change it.
         self.groups: Mapping[str, Group] = self._groups
         self.redefined()
         self.keys = KeyCache(self.lps_of, known_rows)
-        #: Groups with suspended pulls, in the order they began to wait.
+        #: Groups with suspended pulls, the longest waiting first.
         self.waiting: dict[Group, None] = {}
         #: Suspended reads that belong to no group.
         self.readers: dict[Waiter, None] = {}
@@ -142,13 +143,13 @@ class Partition:
         self.redefined()
 
     def redefined(self) -> None:
-        """A group or a consumer has come, has gone or is defined differently."""
-        #: A number that no other partition has, and this one never had before.
+        """A group or a consumer was added, removed or changed."""
+        #: A number that changes with each change and is unique among all partitions.
         self.definitions = next(_numbers)
 
     @property
     def row(self) -> PartitionRow:
-        """What the catalog says of it."""
+        """Its row in the catalog."""
         return self._row
 
     @row.setter
@@ -163,9 +164,9 @@ class Partition:
         self._slots = [(start, np.flatnonzero(lp_set(runs))) for start, runs in row.taken]
 
     def known_until(self, route: int) -> npt.NDArray[np.int64]:
-        """Where rows begin that a route does not lead to, for each logical partition; -1: it leads to all."""
+        """For each LP, the first sequence that a route of this version does not cover; -1: it covers all."""
         begins = np.full(LOGICAL_PARTITIONS, -1, np.int64)
-        # The lowest counts.
+        # The lowest sequence is written last and wins.
         for first, end, sequence, version in sorted(self._row.reopened, key=lambda each: -each[2]):
             if version > route:
                 begins[first:end] = sequence
@@ -176,7 +177,7 @@ class Partition:
         return self._row.id
 
     def lps_of(self, sequences: npt.NDArray[np.int64], hashes: Hashes | None) -> Lps:
-        """The logical partition of each row; of one without a key it is one that was taken when it was stored."""
+        """The LP of each row. A row without a key belongs to an LP that the partition accepted when it was stored."""
         lps = lps_of(sequences, hashes)
         keyless = np.ones(len(lps), bool) if hashes is None else hashes == NO_KEY_HASH
         if self._slots and keyless.any():
@@ -188,7 +189,7 @@ class Partition:
         return lps
 
     def takes(self, frame: FrameView) -> bool:
-        """It is where the route leads the frame's rows to; those without keys may go anywhere that is open."""
+        """Whether it accepts a frame: the LPs of all rows with keys. Without keys, any open LP is enough."""
         accepts = self.accepts
         if accepts is None:
             return True
@@ -196,7 +197,7 @@ class Partition:
         return bool(accepts[lps].all() if len(lps) else accepts.any())
 
     def appended(self, base: int, offset: int, time: int, size: int, count: int, epoch: int) -> None:
-        """A frame of this partition is in the message log."""
+        """Note a frame of this partition that was appended to the message log."""
         if not self.epochs or self.epochs[-1][1] != epoch:
             self.epochs.append((base, epoch))
         self.consume_log.append(base, offset, time, size, count)
@@ -204,7 +205,7 @@ class Partition:
         self.size += size
 
     def clip_to_epoch(self, start: int, end: int, epoch: int) -> tuple[int, int]:
-        """The part of [start, end) that was stored in ``epoch``: a sequence of another one is another message."""
+        """The part of [start, end) that was stored in ``epoch``. In another epoch a sequence is another message."""
         for index in range(len(self.epochs) - 1, -1, -1):
             first, number = self.epochs[index]
             if number == epoch:
@@ -215,11 +216,10 @@ class Partition:
     def read(
         self, log: Log, start: int, end: int, count: int, size: int, *, some: bool = True, again: bool = True
     ) -> ReadBatch:
-        """Visible rows from ``start``: at most ``count`` and ``size`` bytes; with ``some`` at least one frame's worth.
+        """Visible rows from ``start``: at most ``count`` rows and ``size`` bytes; with ``some`` at least one frame.
 
-        Not ``again``: nobody could have found fault with them yet. Then the checksums of frames that this process
-        received, which it looked at on the way in, are left to the consumer. If it does find fault, the rows come back
-        and are read again.
+        ``again=False`` is for a first delivery: frames that this process received are not verified, since it verified
+        them on arrival. If the consumer finds a wrong checksum, it returns the rows, and they are read with ``again``.
         """
         self.expire_deleted(log)
         batch = ReadBatch(start)
@@ -257,7 +257,7 @@ class Partition:
             whole = first == base and last == frame_end
             sliced = None if whole else slice_rows(frame, first - base, last - base)
             piece_size = frame_size if sliced is None else sliced.size
-            # A compressed column travels whole.
+            # A compressed column is delivered whole.
             inflated = frame.inflated_size
             if batch.size + batch.inflated + piece_size + inflated > size and (batch.count or not some):
                 batch.full = True
@@ -269,7 +269,7 @@ class Partition:
                 parts.extend(sliced.parts)
                 run_end = -1
             elif offset == run_end and log.segment_at(run_start).end > offset:
-                # Neighbouring frames go out as one piece of the mapping.
+                # Adjacent frames become one piece of the mapping.
                 run_end += frame_size
                 parts[-1] = log.view(run_start, run_end - run_start)
             else:
@@ -286,7 +286,7 @@ class Partition:
     def walk(
         self, log: Log, start: int, end: int, *, again: bool = True
     ) -> Iterator[tuple[int, int, FrameView | None]]:
-        """(first, last, frame) of the visible rows in [start, end), in order; no frame: they do not read back."""
+        """(first, last, frame) of the visible rows in [start, end), in order; ``frame`` is None if it is unreadable."""
         self.expire_deleted(log)
         end = min(end, self.visible)
         expected = max(start, self.start)
@@ -316,10 +316,7 @@ class Partition:
             index = index + 1 if offset == record.offset else self.consume_log.find(expected)
 
     def keys_in(self, log: Log, start: int, end: int) -> Iterator[tuple[int, int, FrameKeys]]:
-        """(first, last, keys) of the visible rows in [start, end), frame by frame, but for those that do not read back.
-
-        The keys are those of a whole frame's rows that have the sequences [first, last).
-        """
+        """(first, last, keys) of the visible rows in [start, end), frame by frame, without unreadable rows."""
         end = min(end, self.visible)
         index = self.consume_log.find(max(start, self.start))
         while index < len(self.consume_log):
@@ -332,7 +329,7 @@ class Partition:
             if keys is None or len(keys.lps) != record.count:
                 frame = self._frame(log, record, trusted=False)
                 if frame is None:
-                    # The record does not lead to it, or it is damaged: searched for, as when it is handed out.
+                    # The record is wrong or the frame is damaged: search for it, as a delivery does.
                     upper = self.consume_log.record(index).base if index < len(self.consume_log) else end
                     yield from self._keys_found(log, first, min(upper, end))
                     continue
@@ -350,7 +347,7 @@ class Partition:
                 yield first, last, FrameKeys(lps[low:high], None if hashes is None else hashes[low:high])
 
     def whole_frame(self, log: Log, sequence: int) -> FrameView | None:
-        """The frame of a sequence, not verified, if it is kept and all of it visible; None otherwise."""
+        """The frame of a sequence, not verified, if it is not expired and all of it is visible; None otherwise."""
         index = self.consume_log.find(sequence)
         if index >= len(self.consume_log):
             return None
@@ -360,7 +357,7 @@ class Partition:
         return self._frame(log, record, trusted=True)
 
     def frame_from(self, log: Log, sequence: int) -> FrameView | None:
-        """The frame whose first row has this sequence, visible or not; None: there is none, or it is not written."""
+        """The frame that starts at this sequence, visible or not; None: there is none, or it is not written."""
         index = self.consume_log.find(sequence)
         if index >= len(self.consume_log):
             return None
@@ -370,7 +367,7 @@ class Partition:
         return self._frame(log, record, trusted=True)
 
     def _frame(self, log: Log, record: Record, trusted: bool) -> FrameView | None:
-        """The frame of a record; None when it is not there or not intact."""
+        """The frame of a record; None if it is not there or not intact."""
         try:
             frame = FrameView(log.view(record.offset, record.size))
             if not trusted:
@@ -381,10 +378,11 @@ class Partition:
         return frame if (frame.partition, frame.base, frame.size, frame.count) == meant else None
 
     def _search(self, log: Log, sequence: int, index: int) -> tuple[int, FrameView] | None:
-        """The first intact frame with rows from ``sequence`` on, where the record at ``index`` does not lead to one.
+        """The first intact frame with rows from ``sequence`` on, when the record at ``index`` does not lead to one.
 
-        Most often the frame is damaged and the record is right: then the next record leads on. Where there is no frame
-        at all, the record is wrong, which is only derived: the log is searched between its neighbours, once.
+        Usually the record is right and the frame is damaged: the next record is tried. If there is no frame at the
+        record's offset, the record is wrong. The consume log is derived state, so the message log is searched between
+        the neighbouring records, once.
         """
         for later in range(index, len(self.consume_log)):
             record = self.consume_log.record(later)
@@ -397,9 +395,9 @@ class Partition:
         return None
 
     def _right(self, log: Log, index: int, record: Record) -> bool:
-        """Whether a record without an intact frame says where the frame was."""
+        """Whether a record without an intact frame has the right offset."""
         if index >= self.consume_log.flushed:
-            # It was never read from a file.
+            # It was never written to a file, so it cannot be damaged.
             return True
         try:
             view = log.view(record.offset, record.size)
@@ -411,7 +409,7 @@ class Partition:
         return (frame.partition, frame.base, frame.size, frame.count) == (self.id, record.base, *record[3:])
 
     def _search_log(self, log: Log, index: int, sequence: int) -> Record | None:
-        """The frame of a wrong record, found in the message log itself between those of its neighbours."""
+        """The right record for a wrong one, from the message log between the neighbouring records; None: not found."""
         known = (self.consume_log.generation, index)
         if known in self._searched:
             return self._searched[known]
@@ -433,9 +431,9 @@ class Partition:
         return found
 
     def expire_deleted(self, log: Log) -> None:
-        """Rows whose segment is deleted are expired.
+        """Raise ``start`` past rows whose segment is deleted.
 
-        A checkpoint may be older than the deletion, so ``start`` as it is read from there may be too low.
+        A checkpoint may be older than the deletion, so the ``start`` that it has may be too low.
         """
         if self._log_start == log.start:
             return
@@ -447,7 +445,7 @@ class Partition:
 
     @property
     def head(self) -> Record | None:
-        """The first record that is not expired; None: there is none."""
+        """The first record that is not expired, or None."""
         if self.start >= self.next:
             return None
         if self._head is None or self._head[0] != self.start:
@@ -459,7 +457,7 @@ class Partition:
         return self._head[1]
 
     def stored_until(self, epoch: int) -> int:
-        """The end of the rows that ``epoch`` and those before it stored: what an event of it can speak of."""
+        """The end of the rows stored in ``epoch`` and earlier epochs: an event of ``epoch`` refers to no later row."""
         end = self.next
         for first, number in reversed(self.epochs):
             if number <= epoch:
@@ -468,7 +466,7 @@ class Partition:
         return end
 
     def sequence_at_time(self, time: int) -> int:
-        """The first visible sequence stored at or after ``time`` (microseconds), which may be any number."""
+        """The first visible sequence stored at or after ``time`` (microseconds). ``time`` may be any number."""
         index = self.consume_log.find_time(max(0, min(time, TIME_MAX)))
         if index >= len(self.consume_log):
             return self.visible

@@ -1,7 +1,7 @@
-"""Which logical partitions a partition takes rows of (R5): opened and sealed as the meta server says.
+"""Opens and seals logical partitions of a partition, as the meta server orders (R5).
 
-Both are rows of the catalog in the message log, in line with the rows that they let in or shut out: after a crash the
-fence is where it was. A seal is answered when it is durable, as the next partition takes rows on the strength of it.
+Both are catalog rows in the message log, in order with the rows that they accept or refuse, so a crash does not move a
+fence. The broker replies to a seal when it is durable, because the next partition then starts to accept rows.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from plait.storage.catalog import Fence, Lps, PartitionRow, Reopened, SubjectSet
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
 
-#: An order is late by less than this: meta servers give up, and ask what is to be done now, long before. It comes over
+#: No order is later than this: meta servers give up on an order, and compute it again, long before. Orders arrive over
 #: a connection, so none outlives the broker's process.
 LATE_SECONDS = 600.0
-#: So many places at which logical partitions began anew are told apart.
+#: Sequences at which logical partitions were reopened that are stored separately.
 REOPENED_MAX = 8
 
 
 def open_lps(
     broker: Broker, subject: str, name: str, lps: Iterable[Lps], version: int, settings: SubjectSettings
 ) -> Partition:
-    """The partition takes rows of these from now on; it is made where there is none. Twice is as once."""
+    """Open logical partitions, and create the partition if it does not exist. Idempotent."""
     chosen = checked(lps)
     broker.numbers.check("route", version)
     subjects.check_settings(settings)
@@ -47,9 +47,9 @@ def open_lps(
         return subjects.create_partition(broker, _with(row, chosen, [], version, 0))
     row = partition.row
     if row.subject != subject:
-        raise InvalidArgument(f"partition {name!r} is one of {row.subject!r}, not of {subject!r}")
+        raise InvalidArgument(f"partition {name!r} belongs to subject {row.subject!r}, not to {subject!r}")
     if version < row.route:
-        raise StaleRoute(f"partition {name!r} has heard of route {row.route}, this is of {version}")
+        raise StaleRoute(_stale(partition, version))
     accepts = np.ones(LOGICAL_PARTITIONS, bool) if partition.accepts is None else partition.accepts
     opened = accepts | chosen
     fences = [] if partition.fences is None else runs_with(partition.fences, ~opened & (partition.fences > 0))
@@ -63,18 +63,18 @@ def open_lps(
 
 
 def seal(broker: Broker, name: str, lps: Iterable[Lps], version: int, reply: Callable[[list[Fence]], None]) -> None:
-    """The partition takes rows of these no more; ``reply`` gets the fences, once that is durable.
+    """Seal logical partitions; ``reply`` gets the fences once the seal is durable.
 
-    ``FlowControl``: stages have begun to be published to it, and more remains of them than is done at once; ask again.
+    ``FlowControl``: the publishing of stages to the partition has begun and takes more than one turn; ask again.
     """
     chosen = checked(lps)
     broker.numbers.check("route", version)
     partition = broker.subjects.get(name)
     if partition is None:
-        raise SubjectNotFound(f"there is no partition {name!r} here", subject=name)
+        raise SubjectNotFound(f"this broker has no partition {name!r}", subject=name)
     if version < partition.row.route:
-        raise StaleRoute(f"partition {name!r} has heard of route {partition.row.route}, this is of {version}")
-    # What this turn brought was taken before, and so was a stage that has begun to be published.
+        raise StaleRoute(_stale(partition, version))
+    # Rows of this turn are below the fence, and so are all rows of a stage whose publishing has begun.
     broker.stages.finish(partition)
     accepts = np.ones(LOGICAL_PARTITIONS, bool) if partition.accepts is None else partition.accepts
     fences = np.zeros(LOGICAL_PARTITIONS, np.int64) if partition.fences is None else partition.fences.copy()
@@ -88,48 +88,57 @@ def seal(broker: Broker, name: str, lps: Iterable[Lps], version: int, reply: Cal
 
 
 def drop(broker: Broker, subject: str, name: str, version: int) -> None:
-    """The partition goes with all that is in it, unless it is another subject's; twice is as once."""
+    """Delete the partition with all its data, unless it belongs to another subject. Idempotent."""
     broker.numbers.check("route", version)
     partition = broker.subjects.get(name)
     if partition is None or partition.row.subject != subject:
         return
     if version < partition.row.route:
-        # It was dropped by then, and made anew.
-        raise StaleRoute(f"partition {name!r} has heard of route {partition.row.route}, this is of {version}")
+        # The partition was created again after the drop that this order repeats.
+        raise StaleRoute(_stale(partition, version))
     broker.delete_subject(name)
     broker.dropped.note(name, version, broker.clock.monotonic())
 
 
+def _stale(partition: Partition, version: int) -> str:
+    row = partition.row
+    return f"partition {row.name!r} has route version {row.route}, the order has the older version {version}"
+
+
 class Dropped:
-    """Partitions that were dropped lately, and the versions of the routes that said so."""
+    """Recently dropped partitions, with the route version of each drop."""
 
     def __init__(self) -> None:
-        #: Version, and until when it is of use; the oldest first.
+        #: Name → (route version, until when it is kept); the oldest first.
         self._of: dict[str, tuple[int, float]] = {}
 
     def __len__(self) -> int:
         return len(self._of)
 
     def note(self, name: str, version: int, now: float) -> None:
-        """A partition was dropped."""
+        """Record the drop of a partition."""
         self._of.pop(name, None)
         self._of[name] = (version, now + LATE_SECONDS)
         while (oldest := next(iter(self._of))) and self._of[oldest][1] <= now:
             del self._of[oldest]
 
     def refuse_late(self, name: str, version: int, now: float) -> None:
-        """An order that is older than the drop would make a partition to which nothing leads."""
+        """``StaleRoute`` if the order is older than the drop: it would create a partition that no route has."""
         dropped, until = self._of.get(name, (-1, 0.0))
         if version <= dropped and now < until:
-            raise StaleRoute(f"partition {name!r} was dropped by route {dropped}, this is of {version}")
+            raise StaleRoute(
+                f"partition {name!r} was dropped by route version {dropped}, the order has version {version}"
+            )
 
 
 def checked(lps: Iterable[Lps]) -> LpSet:
-    """The logical partitions of runs that somebody sent."""
+    """The logical partitions of runs in a request; ``InvalidArgument`` if a run is not valid."""
     runs = list(lps)
     for first, end in runs:
         if not 0 <= first < end <= LOGICAL_PARTITIONS:
-            raise InvalidArgument(f"[{first}, {end}) is not a run of logical partitions")
+            raise InvalidArgument(
+                f"[{first}, {end}) is not a run of logical partitions; use 0 <= first < end <= {LOGICAL_PARTITIONS}"
+            )
     return lp_set(runs)
 
 
@@ -138,11 +147,12 @@ def _with(row: PartitionRow, accepts: LpSet, fences: list[Fence], version: int, 
     lps = runs_of(accepts)
     taken = row.taken or ([(0, everything)] if at else [])
     if lps and (not taken or taken[-1][1] != lps):
-        # Where it takes nothing at all, nothing is stored either.
+        # A partition that accepts nothing stores nothing, so it needs no entry.
         taken = [*(entry for entry in taken if entry[0] < at), (at, lps)]
     if all(each == everything for _, each in taken):
         taken = []
-    # One that takes all needs no check of what it takes; what it took before still says whose rows without keys are.
+    # A partition that accepts all LPs needs no check (``lps`` is None). ``taken`` still maps its rows without keys to
+    # LPs.
     return msgspec.structs.replace(
         row,
         lps=None if lps == everything and not fences else lps,
@@ -154,7 +164,10 @@ def _with(row: PartitionRow, accepts: LpSet, fences: list[Fence], version: int, 
 
 
 def _reopened(partition: Partition, lps: LpSet, version: int) -> list[Reopened]:
-    """What begins here anew, with what did before. The oldest places become one: an old route gets no more by that."""
+    """Where LPs were reopened, with those that open now.
+
+    The oldest positions are merged into the lowest of them, so an old route never covers more rows than before.
+    """
     entries = [*partition.row.reopened, *((first, end, partition.next, version) for first, end in runs_of(lps))]
     places = sorted({sequence for _, _, sequence, _ in entries})
     lowest = max(places[:-REOPENED_MAX], default=0)
@@ -178,6 +191,6 @@ def _change(broker: Broker, partition: Partition, row: PartitionRow, settings: S
     if row.settings != partition.row.settings:
         broker.retention_wanted = True
     if row != partition.row:
-        broker.heads.define([row])
+        broker.segment_headers.define([row])
         partition.row = row
         broker.touch(partition)

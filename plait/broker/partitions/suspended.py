@@ -1,4 +1,4 @@
-"""Suspended requests: who waits for rows, until when."""
+"""Suspended requests, which wait for rows until a deadline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Waiter:
-    """A pull or read that found nothing and stays in its queue until rows come or its time is up."""
+    """A pull or read that found no rows. It stays in its queue until rows come or its time is up."""
 
     __slots__ = ("_queue", "consumer", "count", "done", "reply", "sequence", "size")
 
@@ -31,7 +31,7 @@ class Waiter:
         queue[self] = None
 
     def leave(self) -> bool:
-        """Wait no longer; False if that was so already. Only who made it leave may answer it."""
+        """Leave the queue; False if it has left already. Only the caller that gets True may answer it."""
         if self.done:
             return False
         self.done = True
@@ -39,17 +39,17 @@ class Waiter:
         return True
 
     def time_out(self) -> None:
-        """Answer that there was nothing, unless it was answered."""
+        """Answer with no rows, unless it was answered."""
         if self.leave():
             self.reply(None)
 
 
-#: Calls of waiters that are done which may stand among the others.
+#: Calls of answered waiters that the heap may hold, at least.
 DONE_MAX = 1024
 
 
 class Deadlines:
-    """Calls due at a time; a call whose waiter is done is dropped when its turn comes, or when there are too many."""
+    """Calls at deadlines. A call whose waiter is done is dropped when it is due, or when there are too many of them."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Waiter, Callable[[Waiter], None]]] = []
@@ -63,14 +63,14 @@ class Deadlines:
         self._number += 1
         heapq.heappush(self._heap, (when, self._number, waiter, call))
         if len(self._heap) > self._clean_at:
-            # One that waits long would keep all that were answered meanwhile.
+            # Otherwise answered waiters would stay behind one with a late deadline.
             self._heap = [entry for entry in self._heap if not entry[2].done]
             heapq.heapify(self._heap)
             self._clean_at = 2 * len(self._heap) + DONE_MAX
 
     @property
     def next(self) -> float | None:
-        """When the earliest live deadline is."""
+        """The earliest deadline of a waiter that is not done."""
         while self._heap and self._heap[0][2].done:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

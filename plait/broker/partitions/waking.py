@@ -1,6 +1,6 @@
-"""Rows have come: requests that wait for them are served.
+"""Answers suspended requests when rows come.
 
-This is on the way of every send. So what fails here costs one group or one reader, never the turn of all others.
+Every send runs this code, so an error here fails one group or one reader and never the turn.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ log = logging.getLogger("plait.broker")
 
 
 class WaiterWaking:
-    """Serves the waiting requests of a broker."""
+    """Answers the suspended requests of a broker."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
 
     def wake(self, partition: Partition) -> None:
-        """A partition has new rows."""
+        """Answer requests that wait for rows of a partition."""
         for group in list(partition.waiting):
             self.wake_group(group)
         for waiter in list(partition.readers):
@@ -34,11 +34,11 @@ class WaiterWaking:
                 if batch.count and waiter.leave():
                     waiter.reply(batch)
             except Exception:
-                log.exception("a reader of %s cannot be served", partition.row.name)
+                log.exception("cannot answer a suspended read of %s", partition.row.name)
                 waiter.time_out()
 
     def wake_group(self, group: Group) -> None:
-        """There may be rows for a group."""
+        """Answer a group's suspended pulls for which there are rows."""
         if group.waiters:
             broker = self._broker
             try:
@@ -51,10 +51,10 @@ class WaiterWaking:
             group.partition.waiting.pop(group, None)
 
     def failed(self, group: Group) -> None:
-        """Work for a group raised an error, and is left undone. Call it where that is handled.
+        """Log the error that work for a group raised; call it in the ``except`` clause. The work is left undone.
 
-        Its waiting pulls end. Their clients pull again, and that request is answered with the error.
+        The group's suspended pulls end. Their clients pull again, and get the error as the reply.
         """
-        log.exception("group %s of %s cannot be served", group.name, group.partition.row.name)
+        log.exception("cannot serve group %s of %s", group.name, group.partition.row.name)
         for waiter in list(group.waiters):
             waiter.time_out()

@@ -1,8 +1,8 @@
-"""Checkpoints of a running broker: what is dirty, the copy that is written, and the blocking work.
+"""Checkpoints of a running broker: tracks dirty shards, copies them, and writes the copies.
 
-A checkpoint does not stop the broker. ``begin`` notes where the logs end; then the dirty shards are copied one after
-another, each in a turn of its own, with the positions of the logs at that moment. Recovery reads the logs from where
-``begin`` stood, and applies to each partition only what its shard does not have.
+A checkpoint does not stop the broker. ``begin`` records where the logs end; then the dirty shards are copied one after
+another, each in its own turn, with the log positions at that moment. Recovery reads the logs from the positions that
+``begin`` recorded, and applies to each partition only what its shard does not include.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from plait.broker.partitions.partition import LogPositions, Partition
 from plait.broker.recovery import shards as state
-from plait.broker.schedule.bucketed import FILE_MAX, FILE_NOW_MAX
+from plait.broker.schedule.bucketed import BUCKET_ROWS_MAX, BUCKET_ROWS_NOW_MAX
 from plait.storage.checkpoint import KEEP, CheckpointManifest
 from plait.storage.logs.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.logs.consume_log import ConsumeLog, partition_of
@@ -26,43 +26,43 @@ if TYPE_CHECKING:
     from plait.storage.schedule.bucket_writer import BucketWriter
 
 
-#: Time between checkpoints that are made only so that expired segments can go (``Snapshots.wanted``): ``KEEP`` of them
-#: take a small part of the minute within which space is freed, and a broker that frees all the time is not kept busy.
+#: Time between checkpoints that are made only so that expired segments can be deleted (``Snapshots.wanted``): ``KEEP``
+#: of them fit well into the minute within which space is freed, and do not load a broker that frees space all the time.
 WANTED_SECONDS: Final = 2.0
-#: Consume logs that are told in one turn that their records are in files.
+#: Consume logs that one turn notifies that their records are in files.
 SETTLE_LOGS: Final = 500
 
 
 class CheckpointWork:
-    """What one checkpoint writes: copied in steps on the loop, written where blocking is fine."""
+    """One checkpoint: its shards are copied in steps on the loop, and written in a thread that may block."""
 
-    def __init__(self, broker: Broker, manifest: CheckpointManifest, filing: BucketWriter, garbage: list[str]) -> None:
+    def __init__(self, broker: Broker, manifest: CheckpointManifest, buckets: BucketWriter, garbage: list[str]) -> None:
         self._broker = broker
         self.manifest = manifest
-        self.filing = filing
+        self.buckets = buckets
         self._garbage = garbage
-        #: Shards that are not copied yet.
+        #: Numbers of the shards that are not copied yet.
         self._partitions = deque(sorted(broker.snapshots.dirty))
         self._producers = deque(sorted(broker.producers.dirty))
-        #: Shards that are, by their numbers and by their names.
+        #: Numbers of the copied shards, and their contents by name.
         self.copied_partitions: set[int] = set()
         self.copied_producers: set[int] = set()
         self.shards: dict[str, bytes] = {}
         self.consume: list[tuple[ConsumeLog, int, bytes]] = []
-        #: Begun when all is copied.
+        #: Set when all shards are copied.
         self.sync: SyncWork | None = None
         #: The checkpoint is durable.
         self.written = False
-        #: Why it is not.
+        #: Why the checkpoint could not be written.
         self.error: OSError | None = None
 
     # --- copying --------------------------------------------------------------------------------
 
     def copy_some(self, partitions: int | None = None) -> bool:
-        """Copy a few more shards as they are now; False: that was all, and ``run`` may be called.
+        """Copy some more shards in their current state; False: all are copied, and ``run`` may be called.
 
-        A call copies shards until it has copied so many partitions, or as many as the broker's
-        configuration says. Raises ``StorageFailed`` when the broker has failed meanwhile.
+        One call copies shards until it has copied ``partitions`` partitions; None: ``BrokerConfig.copy_partitions``.
+        Raises ``StorageFailed`` when the broker has failed meanwhile.
         """
         broker = self._broker
         position = broker.settled_position()
@@ -87,13 +87,13 @@ class CheckpointWork:
         return False
 
     def copy_all(self) -> CheckpointWork:
-        """Copy what is left at once, where the caller waits for the checkpoint anyway."""
+        """Copy all remaining shards at once, for a caller that waits for the checkpoint."""
         while self.sync is None:
             self.copy_some()
         return self
 
     def _copy_partitions(self, shard: int, position: LogPositions) -> int:
-        """How many partitions there are in it."""
+        """Copy a shard of partitions. Returns their number."""
         snapshots = self._broker.snapshots
         snapshots.dirty.discard(shard)
         self.copied_partitions.add(shard)
@@ -108,7 +108,7 @@ class CheckpointWork:
         return len(states)
 
     def _copy_producers(self, shard: int, position: LogPositions) -> int:
-        """How many producers there are in it."""
+        """Copy a shard of producers. Returns their number."""
         table = self._broker.producers
         table.dirty.discard(shard)
         self.copied_producers.add(shard)
@@ -118,12 +118,12 @@ class CheckpointWork:
     # --- writing --------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Logs first, then what is derived from them, then the manifest that says so. Blocks.
+        """Write the logs, then the state derived from them, then the manifest. Blocks.
 
-        Raises OSError when the logs could not be synced. A checkpoint that cannot be written, as on a full disk, is
-        no such failure: the one before still counts, and ``error`` says why.
+        Raises OSError when the logs could not be synced. When only the checkpoint cannot be written, for example on a
+        full disk, ``error`` is set and the previous checkpoint stays valid.
         """
-        assert self.sync is not None, "nothing is written before all is copied"
+        assert self.sync is not None, "run() before all shards are copied"
         self.sync.run()
         checkpoints = self._broker.checkpoints
         try:
@@ -132,10 +132,10 @@ class CheckpointWork:
             disk = checkpoints.disk
             if self.consume:
                 disk.sync_directory(CONSUME_DIRECTORY)
-            shards = self.shards | self.filing.run()
-            checkpoints.write(self.manifest, shards, self.filing.dropped(checkpoints.last))
+            shards = self.shards | self.buckets.run()
+            checkpoints.write(self.manifest, shards, self.buckets.dropped(checkpoints.last))
             self.written = True
-            used = self.filing.paths
+            used = self.buckets.paths
             for path in self._garbage:
                 if path not in used:
                     disk.remove(path)
@@ -144,31 +144,31 @@ class CheckpointWork:
 
 
 class Snapshots:
-    """When and of what a broker makes checkpoints."""
+    """Decides when a broker makes a checkpoint, and of which shards."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        #: Shards of partitions changed since they were copied last.
+        #: Shards of partitions that changed since they were last copied.
         self.dirty: set[int] = set()
-        #: The partitions in each shard: copying one does not walk through all.
+        #: The partitions of each shard, so that copying a shard does not visit all partitions.
         self._shards: list[dict[int, Partition]] = [{} for _ in range(state.SHARDS)]
-        #: (checkpoint number after which it is unused, file) of replaced consume logs and finished buckets.
+        #: (last checkpoint that may use the file, path) of replaced consume logs and finished buckets.
         self._garbage: list[tuple[int, str]] = []
         self._last_message_end = 0
         self._last_time = broker.clock.monotonic()
-        #: The checkpoint that is being made.
+        #: The running checkpoint.
         self.work: CheckpointWork | None = None
-        #: Consume logs whose last records are in files, and which do not know it yet.
+        #: Consume logs whose last records were written to files, and which are not notified yet.
         self._unsettled: deque[tuple[ConsumeLog, int, bytes]] = deque()
-        #: Segments of the message log have expired and are there only because the oldest checkpoint begins in them.
+        #: Expired segments of the message log cannot be deleted only because the oldest checkpoint begins in them.
         self.wanted = False
 
     def add(self, partition: Partition) -> None:
-        """A partition is known."""
+        """Register a partition."""
         self._shards[state.shard_of(partition.id)][partition.id] = partition
 
     def remove(self, partition: Partition) -> None:
-        """A partition is gone; its consume log's file goes once no kept checkpoint needs it."""
+        """Unregister a partition. Its consume log's file is deleted once no kept checkpoint needs it."""
         self._shards[state.shard_of(partition.id)].pop(partition.id, None)
         self.replaced(partition.consume_log.path)
 
@@ -178,12 +178,12 @@ class Snapshots:
 
     @property
     def running(self) -> bool:
-        """A checkpoint is being made."""
+        """Whether a checkpoint is running."""
         return self.work is not None or bool(self._unsettled)
 
     @property
     def due(self) -> bool:
-        """Enough has happened since the last one, or long enough ago."""
+        """Whether enough bytes were written, or enough time has passed, since the last checkpoint."""
         if self.running:
             return False
         broker, config = self._broker, self._broker.config
@@ -196,7 +196,7 @@ class Snapshots:
         return broker.clock.monotonic() - self._last_time >= config.checkpoint_seconds
 
     def make(self, *, clean: bool) -> None:
-        """Make a checkpoint here and now. Blocks; raises OSError when it could not be written."""
+        """Make a checkpoint now. Blocks; raises OSError when it could not be written."""
         work = self.begin(clean=clean, waited_for=True).copy_all()
         work.run()
         self.end(work)
@@ -206,10 +206,10 @@ class Snapshots:
             raise work.error
 
     def begin(self, *, clean: bool, waited_for: bool) -> CheckpointWork:
-        """A checkpoint of everything that is committed now, and of some that follows."""
+        """Begin a checkpoint. It includes all that is committed now, and some later changes."""
         broker = self._broker
         if self.work is not None:
-            # It was given up: its end was never reported, and no commit waits for its sync.
+            # The previous checkpoint was abandoned: ``end`` was not called, and no commit waits for its sync.
             if self.work.sync is not None:
                 self._broker.syncs.pop(self.work.sync, None)
             self._finish(self.work)
@@ -221,7 +221,7 @@ class Snapshots:
         message_end, kept_end, action_end = (log.written for log in broker.logs)
         self._last_message_end = message_end
         self._last_time = broker.clock.monotonic()
-        filing = broker.schedules.filed.begin(number, FILE_NOW_MAX if waited_for else FILE_MAX)
+        buckets = broker.schedules.bucketed.begin(number, BUCKET_ROWS_NOW_MAX if waited_for else BUCKET_ROWS_MAX)
         manifest = CheckpointManifest(
             number=number,
             message_offset=message_end,
@@ -237,20 +237,20 @@ class Snapshots:
             next_partition=broker.next_partition,
             next_group=broker.next_group,
             next_consumer=broker.next_consumer,
-            unfiled_offset=filing.unfiled_offset,
+            unbucketed_offset=buckets.unbucketed_offset,
             shards={},
         )
-        # A file that a failed checkpoint left behind may have been written to again under its name: it is in use.
+        # A file that a failed checkpoint left behind may be in use again under the same name.
         used = {bucket.path for bucket in broker.schedules.buckets.values()}
         used.update(log.path for log in self._consume_logs(path for _, path in self._garbage))
         self._garbage = [(after, path) for after, path in self._garbage if path not in used]
         garbage = [path for after, path in self._garbage if number > after + KEEP]
         self._garbage = [(after, path) for after, path in self._garbage if number <= after + KEEP]
-        self.work = CheckpointWork(broker, manifest, filing, garbage)
+        self.work = CheckpointWork(broker, manifest, buckets, garbage)
         return self.work
 
     def end(self, work: CheckpointWork) -> None:
-        """The work was run."""
+        """Finish a checkpoint after ``work.run``."""
         if work.sync is not None:
             self._broker.end_sync(work.sync)
         if work is self.work:
@@ -258,7 +258,7 @@ class Snapshots:
 
     def _finish(self, work: CheckpointWork) -> None:
         self.work = None
-        self._broker.schedules.filed.end(work.filing, written=work.written)
+        self._broker.schedules.bucketed.end(work.buckets, written=work.written)
         if work.written:
             self._unsettled.extend(work.consume)
         else:
@@ -266,14 +266,14 @@ class Snapshots:
             self._broker.producers.dirty |= work.copied_producers
 
     def settle_some(self) -> bool:
-        """Tell some consume logs that the checkpoint has written their records; False: all know it."""
+        """Notify some consume logs that the checkpoint wrote their records; False: all are notified."""
         for _ in range(min(len(self._unsettled), SETTLE_LOGS)):
             log, at, data = self._unsettled.popleft()
             log.flushed_to(at, data)
         return bool(self._unsettled)
 
     def drop_unknown_consume_logs(self) -> None:
-        """Files that belong to no partition, or to an older life of one: the process that would remove them is gone."""
+        """Delete files of unknown partitions and of earlier generations, which an earlier process did not delete."""
         names = [f"{CONSUME_DIRECTORY}/{name}" for name in self._broker.disk.list(CONSUME_DIRECTORY)]
         known = {log.path for log in self._consume_logs(names)}
         for path in names:
@@ -281,7 +281,7 @@ class Snapshots:
                 self.replaced(path)
 
     def _consume_logs(self, paths: Iterable[str]) -> Iterator[ConsumeLog]:
-        """The consume logs of the partitions whose files these are."""
+        """The consume logs of the known partitions that these files belong to."""
         for path in paths:
             number = partition_of(path)
             partition = self._broker.partitions.get(number) if number is not None else None
@@ -289,6 +289,6 @@ class Snapshots:
                 yield partition.consume_log
 
     def replaced(self, path: str) -> None:
-        """A file goes once no kept checkpoint needs it."""
+        """Delete a file once no kept checkpoint needs it."""
         last = self._broker.checkpoints.last
         self._garbage.append((last.number if last else 0, path))

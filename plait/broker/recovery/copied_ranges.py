@@ -1,29 +1,29 @@
-"""Where in a log frames stand that nobody will look at again, neighbours as one."""
+"""Ranges of a log that hold only copied frames, which are not read again; adjacent ranges are merged."""
 
 from __future__ import annotations
 
 
 class CopiedRanges:
-    """Disjoint ranges of offsets that grow; the cost of each that comes does not depend on how many there are.
+    """Disjoint ranges of offsets that grow. Adding one takes constant time.
 
-    The system lets go of memory in large pieces, or not at all: so a frame is named again together with those that it
-    came to lie beside.
+    The operating system frees only large pieces of memory. So ``take`` returns the whole merged range that a frame
+    extends, not only the frame.
     """
 
     __slots__ = ("_ends", "_grown", "_starts")
 
     def __init__(self) -> None:
-        #: The start of each range → its end, and the other way round.
+        #: The start of each range → its end, and the end → the start.
         self._ends: dict[int, int] = {}
         self._starts: dict[int, int] = {}
-        #: The starts of those that are new or larger than when they were last taken, oldest first.
+        #: The starts of the ranges that are new or have grown since the last ``take``, oldest first.
         self._grown: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def add(self, start: int, end: int) -> None:
-        """[start, end) as well: it overlaps with none that is there."""
+        """Add [start, end). It must not overlap with an earlier range."""
         start = self._starts.pop(start, start)
         if end in self._ends:
             self._grown.pop(end, None)
@@ -33,12 +33,12 @@ class CopiedRanges:
         self._grown[start] = None
 
     def take(self) -> list[tuple[int, int]]:
-        """Those that have grown since the last time."""
+        """The ranges that are new or have grown since the last call."""
         grown, self._grown = self._grown, {}
         return [(start, self._ends[start]) for start in grown]
 
     def clear(self) -> None:
-        """From here on nothing has a neighbour."""
+        """Forget all ranges."""
         self._ends.clear()
         self._starts.clear()
         self._grown.clear()

@@ -1,10 +1,10 @@
-"""The first frames of a log segment: all names that the frames after them use as numbers.
+"""Segment headers: the definitions of all names that later frames of the segment use as numbers.
 
-Each segment can so be read alone, after those before it have expired.
+With its header, each segment can be read alone, after the segments before it have expired.
 
-A head is as large as all definitions together, and a segment begins in the middle of a loop turn. So definitions are
-encoded ahead, in chunks of some partitions: when a segment begins, only chunks in which something has changed since
-are encoded, and the others get a new stamp.
+A header is as large as all definitions together, and a segment begins in the middle of a loop turn. So definitions are
+encoded ahead, in chunks of some partitions. When a segment begins, only changed chunks are encoded again; the others
+get a new stamp.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from plait.storage.logs.action_log import (
     encode_definitions,
 )
 from plait.storage.logs.header_rows import HeaderRows
-from plait.storage.logs.retained_log import head_frame
+from plait.storage.logs.retained_log import header_frame
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
     from plait.broker.partitions.partition import Partition
 
-#: Bytes between the two frames that define a partition: the largest sector of disks, so that a bad one leaves one of
-#: them whole.
+#: Bytes between the two frames that define a partition: the size of the largest disk sector, so that one bad sector
+#: damages at most one of the frames.
 APART = 4 * KIB
-#: Rows of one frame of the catalog.
-HEAD_ROWS = 5_000
-#: Partitions of one chunk: encoding one takes about a millisecond, and 100,000 partitions are some 1,600 frames.
+#: Rows of one catalog frame.
+CATALOG_FRAME_ROWS = 5_000
+#: Partitions of one chunk: encoding a chunk takes about a millisecond, and 100,000 partitions are some 1,600 frames.
 CHUNK_PARTITIONS = 64
 #: Chunks that are encoded ahead in one loop turn.
 STEP_CHUNKS = 4
 
 
 class EncodedHeader:
-    """One kind of definitions of the partitions of a chunk, as they were when they were last asked for."""
+    """The encoded definitions of one kind for the partitions of a chunk, as of the last ``refresh``."""
 
     __slots__ = ("_encode", "_state", "_states", "rows")
 
     def __init__(
         self, state: Callable[[Partition], object], encode: Callable[[Iterable[Partition]], list[HeaderRows]]
     ) -> None:
-        """``state`` of a partition equals an earlier one only where its definitions are the same."""
+        """``state`` returns equal values for a partition only while its definitions are the same."""
         self._state = state
         self._encode = encode
         self._states: list[object] = []
@@ -58,11 +58,11 @@ class EncodedHeader:
 
     @property
     def count(self) -> int:
-        """Definitions."""
+        """The number of definitions."""
         return sum(rows.count for rows in self.rows)
 
     def refresh(self, partitions: list[Partition]) -> bool:
-        """Encode them again if any has changed; whether it had to."""
+        """Encode the definitions again if any has changed. Returns whether one has."""
         states = list(map(self._state, partitions))
         if states == self._states:
             return False
@@ -72,7 +72,7 @@ class EncodedHeader:
 
 
 class HeaderChunk:
-    """Some partitions, and what heads say of them."""
+    """Some partitions, and their encoded definitions."""
 
     __slots__ = ("catalog", "definitions", "partitions")
 
@@ -83,20 +83,20 @@ class HeaderChunk:
 
 
 class SegmentHeaders:
-    """Makes them from the broker's present state (``Log.on_segment``)."""
+    """Makes segment headers from the broker's current state (``Log.on_segment``)."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._chunks: dict[HeaderChunk, None] = {}
-        #: Those with room for more partitions.
+        #: Chunks with room for more partitions.
         self._open: dict[HeaderChunk, None] = {}
-        #: By partition id.
+        #: Partition id → its chunk.
         self._chunk_of: dict[int, HeaderChunk] = {}
 
     # --- which partitions there are -------------------------------------------------------------
 
     def add(self, partition: Partition) -> None:
-        """There is one more. It takes the place of one that has gone, so that chunks stay full."""
+        """Add a partition, to a chunk from which one was removed if there is one, so that chunks stay full."""
         chunk = next(reversed(self._open), None)
         if chunk is None:
             chunk = HeaderChunk()
@@ -107,7 +107,7 @@ class SegmentHeaders:
             del self._open[chunk]
 
     def remove(self, partition: Partition) -> None:
-        """It is gone."""
+        """Remove a partition."""
         chunk = self._chunk_of.pop(partition.id)
         chunk.partitions.remove(partition)
         if chunk.partitions:
@@ -126,29 +126,29 @@ class SegmentHeaders:
             yield from self.refresh_definitions()
 
     def refresh(self) -> None:
-        """The same at once."""
+        """Encode ahead for the logs whose next segment is near, all at once."""
         for _ in self.refresh_steps():
             pass
 
     def refresh_catalog(self) -> Iterator[None]:
-        """Encode all that has changed of partitions, in steps."""
+        """Encode the changed definitions of partitions, in steps."""
         return self._refresh(attrgetter("catalog"))
 
     def refresh_definitions(self) -> Iterator[None]:
-        """Encode all that has changed of groups and consumers, in steps."""
+        """Encode the changed definitions of groups and consumers, in steps."""
         return self._refresh(attrgetter("definitions"))
 
     def _refresh(self, kind: Callable[[HeaderChunk], EncodedHeader]) -> Iterator[None]:
         encoded = 0
         for chunk in list(self._chunks):
-            # One subject may have most consumers of the broker: they are encoded once, when the segment begins.
+            # One subject may have most consumers of the broker: such a chunk is encoded once, when the segment begins.
             if kind(chunk).count <= DEFINITIONS_MAX and kind(chunk).refresh(chunk.partitions):
                 encoded += 1
                 if encoded % STEP_CHUNKS == 0:
                     yield
 
     def _rows(self, kind: Callable[[HeaderChunk], EncodedHeader]) -> Iterator[HeaderRows]:
-        """All definitions of one kind, as they are now."""
+        """All current definitions of one kind."""
         for chunk in self._chunks:
             encoded = kind(chunk)
             encoded.refresh(chunk.partitions)
@@ -163,11 +163,11 @@ class SegmentHeaders:
         return catalog_frame(rows, time=broker.clock.now(), durable=durable, epoch=broker.epoch, padding=padding)
 
     def define(self, rows: list[PartitionRow]) -> None:
-        """Write catalog rows to the message log, in two equal frames that stand ``APART``.
+        """Write catalog rows to the message log, in two equal frames that are ``APART`` bytes apart.
 
-        Frames name their partition by its number: if the frame that defines it were damaged before a checkpoint has the
-        definition, intact rows could not be reached. Both copies stand before the first row, as a scan behind damage
-        believes only frames of partitions that it knows. The padded frame between them repeats one row.
+        A frame has only the number of its partition: if the only definition were damaged before a checkpoint includes
+        it, intact rows could not be read. Both copies precede the first row, because a scan after damage accepts only
+        frames of known partitions. The padded frame between them repeats one row.
         """
         # Small segments have less space for the broker's own frames.
         apart = min(APART, self._broker.message_log.margin)
@@ -175,18 +175,18 @@ class SegmentHeaders:
         self._broker.append_own(frame, self.catalog(rows[:1], padding=apart), frame)
 
     def of_message_segment(self, previous_end: int) -> list[FrameParts]:
-        """All partitions."""
+        """The header of a message log segment: all partitions."""
         broker = self._broker
         stamp = pack_stamp(CATALOG, 0, broker.clock.now(), broker.message_log.durable, broker.epoch)
         return [rows.frame(1, previous_end, stamp) for rows in self._rows(attrgetter("catalog"))]
 
-    def of_kept_segment(self, previous_end: int) -> list[FrameParts]:
-        """Nothing but where the segment before ended: groups go by their numbers here."""
+    def of_retained_segment(self, previous_end: int) -> list[FrameParts]:
+        """The header of a retained log segment: only the end of the previous one. Frames have the ids of groups."""
         broker = self._broker
-        return [head_frame(broker.clock.now(), broker.message_log.durable, broker.epoch, previous_end)]
+        return [header_frame(broker.clock.now(), broker.message_log.durable, broker.epoch, previous_end)]
 
     def of_action_segment(self, previous_end: int) -> list[FrameParts]:
-        """All groups and consumers."""
+        """The header of an action log segment: all groups and consumers."""
         broker = self._broker
         time, presumed = broker.clock.now(), broker.message_log.end
         frames = []

@@ -1,8 +1,8 @@
-"""The broker's derived state as checkpoint shards, and back.
+"""Encodes the broker's derived state as checkpoint shards, and decodes it.
 
-Partitions, with their groups and consumers, are spread over shards by number; producers over shards of their own. Only
-shards in which something changed are encoded again (R1). Each shard is copied at a moment of its own, and says how
-much of the logs it takes account of.
+Partitions, with their groups and consumers, are spread over shards by number; producers have separate shards. Only
+changed shards are encoded again (R1). Each shard is copied at a different moment and has the log positions up to which
+it includes the logs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from plait.storage.ranges import Range
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
 
-#: One shard is copied in one turn of the loop: with 100,000 partitions it has 400 of them. The number is part of the
-#: format, as a shard that is not written stays as it was.
+#: One turn of the loop copies one shard: with 100,000 partitions a shard has 400 of them. The number is part of the
+#: format, because a checkpoint keeps the unchanged shards of earlier ones.
 SHARDS: Final = 256
 SHARD_PREFIX: Final = "partitions-"
 
@@ -42,15 +42,15 @@ class ConsumerState(msgspec.Struct, array_like=True):
 
 
 class OrderedState(msgspec.Struct, array_like=True):
-    """How far an ordered group has come, and who has its locks."""
+    """The cursors and locks of an ordered group in a checkpoint."""
 
-    strands: list[CursorState]
+    cursors: list[CursorState]
     #: Logical partitions [first, end), their owner and the highest epoch.
     locks: list[tuple[int, int, int, int]]
 
 
 class GroupState(msgspec.Struct, array_like=True):
-    """A group's position in a checkpoint."""
+    """A group in a checkpoint."""
 
     definition: GroupDefinition
     next: int
@@ -66,7 +66,7 @@ class GroupState(msgspec.Struct, array_like=True):
     failing: bytes = b""
     resent: bytes = b""
     kept: bytes = b""
-    #: Of ordered groups.
+    #: None unless the group is ordered.
     ordered: OrderedState | None = None
     lost_estimated: bool = False
 
@@ -85,7 +85,7 @@ class PartitionState(msgspec.Struct, array_like=True):
 
 
 class PartitionShard(msgspec.Struct, array_like=True):
-    """Partitions of a shard, and what they take account of."""
+    """The partitions of a shard, and the log positions up to which they include the logs."""
 
     number: int
     position: LogPositions
@@ -96,7 +96,7 @@ ProducerState = tuple[int, int, list[tuple[int, int, list[list[int]], list[list[
 
 
 class ProducerShard(msgspec.Struct, array_like=True):
-    """Producers of a shard, which take account of the frames before an offset of the message log."""
+    """The producers of a shard. They include the frames before the offset ``message`` of the message log."""
 
     number: int
     message: int
@@ -124,7 +124,7 @@ def producer_shard(shard: int) -> str:
 
 
 def dump_partition(partition: Partition, generation: int, flushed: int) -> PartitionState:
-    """A partition and its groups, with the consume log as it will be once flushed."""
+    """The state of a partition and its groups, with the consume log as it is after the flush."""
     return PartitionState(
         partition.row,
         partition.start,
@@ -153,28 +153,28 @@ def _dump_group(group: Group) -> GroupState:
         log.dead,
         log.failing,
         log.resent,
-        group.kept.dump(),
-        OrderedState(group.strands.dump(), group.locks.dump()) if isinstance(group, OrderedGroup) else None,
+        group.retained.dump(),
+        OrderedState(group.cursors.dump(), group.locks.dump()) if isinstance(group, OrderedGroup) else None,
         group.lost_estimated,
     )
 
 
-def load_groups(state: PartitionState, partition: Partition, broker: Broker, heard: float) -> Iterable[Group]:
-    """The groups of a partition as a checkpoint has them; their consumers have yet to come back."""
+def load_groups(state: PartitionState, partition: Partition, broker: Broker, last_contact: float) -> Iterable[Group]:
+    """Load the groups of a partition from a checkpoint; their consumers have not reconnected yet."""
     for entry in state.groups:
         group = new_group(entry.definition, partition, broker.limits, broker)
         group.pull_log = PullLog.load(
             PullLogState(entry.next, entry.returned, entry.held, entry.waiting, entry.dead, entry.failing, entry.resent)
         )
-        group.kept = RetainedRows.load(entry.kept)
+        group.retained = RetainedRows.load(entry.kept)
         group.redelivered_count = entry.redelivered_count
         group.lost_count = entry.lost_count
         group.lost_estimated = entry.lost_estimated
         group.used = entry.used
         for consumer in entry.consumers:
-            group.add(AttachedConsumer(consumer.id, group, consumer.client, heard, consumer.proof))
+            group.add(AttachedConsumer(consumer.id, group, consumer.client, last_contact, consumer.proof))
         if isinstance(group, OrderedGroup) and entry.ordered is not None:
-            group.strands.load(entry.ordered.strands)
+            group.cursors.load(entry.ordered.cursors)
             for first, end, owner, epoch in entry.ordered.locks:
                 group.locks.set(first, end, owner, epoch)
         partition.add_group(group)
@@ -190,7 +190,7 @@ def decode_partitions(data: bytes) -> PartitionShard:
 
 
 def encode_producers(table: ProducerTable, shard: int, message: int) -> bytes:
-    """One shard of the table; it costs what is in it."""
+    """Encode one shard of the table; the cost depends on this shard alone."""
     return _encoder.encode((shard, message, table.dump(table.in_shard(shard))))
 
 

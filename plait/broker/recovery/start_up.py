@@ -1,7 +1,7 @@
-"""Start-up: the last whole checkpoint, then what the first-hand logs hold after it (R2, R3, R18).
+"""Start-up: loads the last whole checkpoint, then replays the first-hand logs after it (R2, R3, R18).
 
 The shards of a checkpoint were copied one after another while the logs grew. The logs are read from where the
-checkpoint began; to each partition and producer only that is applied which its shard does not have.
+checkpoint began, and each partition and producer gets only the changes that its shard does not include.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from plait.storage.logs.action_log import (
     Action,
     ConsumerDefinition,
     GroupDefinition,
-    presumed_kept,
+    presumed_retained,
     read_definitions,
     read_events,
 )
 from plait.storage.logs.consume_log import RECORD, ConsumeLog
 from plait.storage.logs.log import Log
 from plait.storage.logs.recovery import Damage, LogScan, missing_files, settle
-from plait.storage.logs.retained_log import is_head, note_of
+from plait.storage.logs.retained_log import is_header, note_of
 from plait.storage.ranges import Range
 from plait.storage.schedule.bucket import SHARD_PREFIX
-from plait.storage.schedule.unbucketed import UNFILED_SHARD
+from plait.storage.schedule.unbucketed import UNBUCKETED_SHARD
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("plait.broker")
 
 
-#: Why a valid frame is part of a torn tail: a start cut it, and the sync of the cut failed. The frame stayed on the
-#: medium, behind where the log continued in a later epoch.
+#: Why a valid frame is part of a torn tail: an earlier start cut the log before it, and the sync of the cut failed. The
+#: frame is still on the disk, after frames that the log got in a later epoch.
 CUT_BEFORE: Final = "was cut by an earlier start"
-UNDEFINED: Final = "{} messages cannot be reached: the definition of partition {} is damaged"
+UNDEFINED: Final = "{} messages cannot be read: the definition of partition {} is damaged"
 
 
 class RecoveryReport(msgspec.Struct, kw_only=True):
-    """What a start found."""
+    """The result of a recovery."""
 
     clean: bool
     epoch: int
@@ -70,7 +70,7 @@ class RecoveryReport(msgspec.Struct, kw_only=True):
 
 
 def _durable(log: Log, known: int) -> int:
-    """Up to where a log reached the disk, by its mark and by what a checkpoint says."""
+    """The offset up to which a log was durable, by its durable mark and the checkpoint (``known``)."""
     return max(known, log.mark.durable) if log.mark else known
 
 
@@ -83,11 +83,11 @@ class Recovery:
         self._epoch_max = 0
         self._frames = 0
         self._events = 0
-        #: Frames whose checksums are right, with an event that cannot be applied.
+        #: Frames with correct checksums and an event that cannot be applied.
         self._unusable: list[Damage] = []
-        #: What each shard of partitions takes account of.
+        #: The log positions up to which each shard of partitions includes the logs.
         self._positions = [BEGINNING] * state.SHARDS
-        #: The schedule takes account of the frames of the action log with lower numbers.
+        #: The checkpoint's schedule includes the frames of the action log with lower numbers.
         self._schedule_index = 0
         #: Number of a partition whose definition is damaged → (offset of its first frame, bytes, rows).
         self._unknown: dict[int, tuple[int, int, int]] = {}
@@ -99,7 +99,7 @@ class Recovery:
         rebuild: list[Partition] = []
         message_start, kept_start, action_start = (log.start for log in broker.logs)
         message_end = kept_end = action_end = 0
-        unfiled = b""
+        unbucketed = b""
         if loaded is not None and manifest is not None:
             message_start, action_start = manifest.message_offset, manifest.action_offset
             kept_start = manifest.kept_offset
@@ -114,9 +114,9 @@ class Recovery:
                 if shard.startswith(state.SHARD_PREFIX):
                     shards.append(state.decode_partitions(data))
                 elif shard.startswith(SHARD_PREFIX):
-                    broker.schedules.filed.load(data)
-                elif shard == UNFILED_SHARD:
-                    unfiled = data
+                    broker.schedules.bucketed.load(data)
+                elif shard == UNBUCKETED_SHARD:
+                    unbucketed = data
                 else:
                     self._load_producers(state.decode_producers(data))
             broker.producers.order()
@@ -128,9 +128,9 @@ class Recovery:
         ]
         if rebuild:
             self._rebuild(rebuild)
-        broker.schedules.filed.begin_at(message_start)
-        if unfiled:
-            broker.schedules.filed.load_unfiled(unfiled, message_start)
+        broker.schedules.bucketed.begin_at(message_start)
+        if unbucketed:
+            broker.schedules.bucketed.load_unbucketed(unbucketed, message_start)
         known = _durable(broker.message_log, message_end)
         messages = LogScan(broker.message_log, message_start, known, self._plausible)
         for offset, frame in messages:
@@ -139,9 +139,9 @@ class Recovery:
             else:
                 self._message(offset, frame)
         settle(broker.disk, broker.message_log, messages)
-        kept = LogScan(broker.kept_log, kept_start, _durable(broker.kept_log, kept_end), stamps_durable=False)
-        copies = [(offset, frame) for offset, frame in kept if not is_head(frame)]
-        settle(broker.disk, broker.kept_log, kept)
+        kept = LogScan(broker.retained_log, kept_start, _durable(broker.retained_log, kept_end), stamps_durable=False)
+        copies = [(offset, frame) for offset, frame in kept if not is_header(frame)]
+        settle(broker.disk, broker.retained_log, kept)
         known = _durable(broker.action_log, action_end)
         actions = LogScan(broker.action_log, action_start, known, stamps_durable=False)
         epoch = manifest.epoch if manifest is not None else 0
@@ -149,20 +149,20 @@ class Recovery:
             if frame.epoch < epoch:
                 actions.stop_before(offset, CUT_BEFORE)
                 break
-            if frame.durable > messages.end or presumed_kept(frame) > kept.end:
-                actions.stop_before(offset, "rests on messages that were lost")
+            if frame.durable > messages.end or presumed_retained(frame) > kept.end:
+                actions.stop_before(offset, "depends on messages that were lost")
                 break
             epoch = frame.epoch
             self._action(offset, frame)
         settle(broker.disk, broker.action_log, actions)
         for offset, frame in copies:
-            self._kept(offset, frame)
+            self._retained(offset, frame)
         for group in self._groups.values():
-            group.forget_strangers(broker.clock.now())
+            group.release_unknown_consumers(broker.clock.now())
             if isinstance(group, OrderedGroup):
-                # Whoever got a lock in moments that were lost counts on it for a lease (R15).
+                # The crash may have lost grants whose owners use their locks until the lease ends (R15).
                 group.frozen_until = broker.clock.monotonic() + broker.leases.longest
-        broker.schedules.filed.recovered()
+        broker.schedules.bucketed.recovered()
         broker.snapshots.drop_unknown_consume_logs()
         broker.stages.recovered()
         untouched = (messages.end, kept.end, actions.end) == (message_start, kept_start, action_start)
@@ -173,7 +173,7 @@ class Recovery:
         damages = [*missing, *messages.damages, *undefined, *kept.damages, *actions.damages, *self._unusable]
         rejected = broker.checkpoints.rejected
         clean = manifest is not None and manifest.clean and untouched and not damages and not rejected
-        # Every start writes a checkpoint, so each one that does not read back hides at most one epoch.
+        # Every start writes a checkpoint, so each unreadable one hides at most one epoch.
         broker.epoch = max(self._epoch_max + (0 if clean else 1 + len(rejected)), 1)
         for partition in broker.partitions.values():
             partition.visible = partition.next
@@ -196,7 +196,7 @@ class Recovery:
     # --- checkpoint -----------------------------------------------------------------------------
 
     def _load_partitions(self, shards: list[state.PartitionShard]) -> list[Partition]:
-        """Take the partitions of all shards; those whose consume log has to be built anew."""
+        """Load the partitions of all shards. Returns those whose consume log must be rebuilt."""
         broker = self._broker
         found: list[tuple[state.PartitionState, LogPositions]] = []
         for shard in shards:
@@ -204,8 +204,8 @@ class Recovery:
             self._positions[shard.number] = shard.position
             found += [(entry, shard.position) for entry in shard.partitions]
         broken = []
-        # In the order in which they were made: a subject may have been deleted and made again between two shards, and
-        # the newer partition has its name.
+        # In order of creation: a subject may have been deleted and created again between the copies of two shards, and
+        # its name must lead to the newer partition.
         for entry, position in sorted(found, key=lambda each: each[0].row.id):
             partition = Partition(entry.row, ConsumeLog(broker.disk, entry.row.id, broker.maps), broker.known_rows)
             partition.start, partition.next, partition.size = entry.start, entry.next, entry.size
@@ -240,7 +240,7 @@ class Recovery:
             self._broker.touch(partition)
 
     def _in_checkpoint(self, partition: int, offset: int) -> bool:
-        """The checkpoint has what the message log says at ``offset`` of the partition, be it that it is gone."""
+        """Whether the checkpoint includes the effect of the frame at ``offset`` on the partition, even its deletion."""
         return offset < self._positions[state.shard_of(partition)].message
 
     # --- message log ----------------------------------------------------------------------------
@@ -274,17 +274,17 @@ class Recovery:
                 return
             partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
             broker.touch(partition)
-        # What the frame says of others was copied at other moments.
+        # Producers, schedules and stages are in other shards, which were copied at other moments.
         replay_producers(partition, broker.producers, offset, frame)
         if partition.row.kind == SCHEDULE or frame.has(Column.SCHEDULE):
-            broker.schedules.filed.replay(partition, offset, frame)
+            broker.schedules.bucketed.replay(partition, offset, frame)
             if partition.row.kind == SCHEDULE and frame.flags & FLAG_FORWARDED:
                 broker.forwards.replay(offset, frame)
         if frame.flags & FLAG_UNSEQUENCED and partition.row.kind != STAGE:
             broker.stages.replay(partition, offset, frame)
 
     def _undefined(self, offset: int, frame: FrameView) -> None:
-        """Rows of a partition whose definition is damaged: another partition under its number would show them."""
+        """Count rows of a partition whose definition is damaged. A new partition with its number would include them."""
         self._broker.next_partition = max(self._broker.next_partition, frame.partition + 1)
         first, size, rows = self._unknown.get(frame.partition, (offset, 0, 0))
         self._unknown[frame.partition] = first, size + frame.size, rows + frame.count
@@ -315,7 +315,7 @@ class Recovery:
     # --- action log -----------------------------------------------------------------------------
 
     def _action(self, offset: int, frame: FrameView) -> None:
-        """Apply a frame of the action log. One event that cannot be applied costs itself, and is reported."""
+        """Apply a frame of the action log. An event that cannot be applied is skipped and reported."""
         broker = self._broker
         self._epoch_max = max(self._epoch_max, frame.epoch)
         broker.action_index = max(broker.action_index, frame.base + 1)
@@ -331,19 +331,19 @@ class Recovery:
                     log.exception("%s", reason)
                     self._unusable.append(Damage("action", offset, frame.size, "damaged", reason))
 
-    def _kept(self, offset: int, frame: FrameView) -> None:
-        """A group's messages are here; whether it needs them still, its events say."""
+    def _retained(self, offset: int, frame: FrameView) -> None:
+        """Add the rows of a frame of the retained log to its group; events remove those that it does not need."""
         try:
             group = self._groups.get(note_of(frame).group)
         except FrameError:
             return
-        if group is None or offset < group.partition.position.kept:
+        if group is None or offset < group.partition.position.retained:
             return
         if frame.partition == group.partition.id:
             sequences = frame.sequences()
-            # Rows may have been lost with the power and their sequences given to others: these are not those.
-            group.kept.add(sequences[sequences < group.partition.stored_until(frame.epoch)], offset)
-            group.kept.settled()
+            # A power failure may have lost rows, and later rows have their sequences: the copies are not of those.
+            group.retained.add(sequences[sequences < group.partition.stored_until(frame.epoch)], offset)
+            group.retained.settled()
             self._broker.touch(group.partition)
 
     def _definition(self, definition: GroupDefinition | ConsumerDefinition, frame: FrameView) -> None:
@@ -355,7 +355,7 @@ class Recovery:
                 return
             known = self._groups.get(definition.id)
             if known is not None:
-                # The head of a segment says it again, and a new setting is said anew.
+                # A segment header repeats the definition; a changed setting is a new definition.
                 if known.definition != definition:
                     known.redefine(definition)
                     broker.touch(partition)
@@ -370,8 +370,8 @@ class Recovery:
         broker.next_consumer = max(broker.next_consumer, definition.id + 1)
         owner = self._groups.get(definition.group)
         if owner is not None and frame.base >= owner.partition.position.action:
-            heard = broker.clock.monotonic()
-            consumer = AttachedConsumer(definition.id, owner, definition.client, heard, definition.proof)
+            last_contact = broker.clock.monotonic()
+            consumer = AttachedConsumer(definition.id, owner, definition.client, last_contact, definition.proof)
             if _defined(owner, consumer):
                 broker.touch(owner.partition)
 
@@ -382,10 +382,10 @@ class Recovery:
         if action == Action.CANCEL:
             if frame.base >= self._schedule_index:
                 self._events += 1
-                self._broker.schedules.filed.replay_cancel(consumer, start, end, due, epoch)
+                self._broker.schedules.bucketed.replay_cancel(consumer, start, end, due, epoch)
             return
         group = self._groups.get(group_id)
-        # A checkpoint on a full disk has the effect of events that were written later.
+        # A checkpoint on a full disk includes the effect of events that were written later.
         if group is None or frame.base < group.partition.position.action:
             return
         self._events += 1
@@ -402,14 +402,14 @@ class Recovery:
                     group.remove(member)
         else:
             group.used = max(group.used, time)
-            # Rows may have been lost to damage and their sequences given to others since: the event is not about those.
+            # Rows may have been lost to damage, and later rows have their sequences: the event does not apply to those.
             limit = group.partition.stored_until(epoch)
             piece = Range(min(start, limit), min(end, limit), attempt)
             group.replay(action, flags, consumer, piece, due, written)
 
 
 def _defined(group: Group, consumer: AttachedConsumer) -> bool:
-    """A consumer as the action log defines it, again or with another name or proof; whether that is new."""
+    """Apply the definition of a consumer, which may repeat or change an earlier one. Returns whether it is new."""
     known = group.consumers.get(consumer.client)
     if known is not None and (known.id, known.proof) == (consumer.id, consumer.proof):
         return False

@@ -1,8 +1,8 @@
-"""The schedule's way into a checkpoint and back: what the buckets hold, and what the logs say since.
+"""Writes delayed rows to buckets at a checkpoint, and restores the schedule from buckets and logs at a start.
 
-A checkpoint files what waits, unless that is too much at a time; of what it leaves in the log it says which rows wait.
-Recovery begins with both; rows that come in the log after the checkpoint are not filed, and frames and events after it
-say which rows have left.
+A checkpoint moves waiting rows from the message log to buckets, up to a limit; for rows that it leaves in the log it
+stores which of them wait. Recovery loads both. Rows that follow in the log after the checkpoint are unbucketed, and the
+frames and events after it settle the rows that have left.
 """
 
 from __future__ import annotations
@@ -23,80 +23,82 @@ from plait.storage.catalog import FORWARD, SCHEDULE
 from plait.storage.logs.recovery import QUARANTINE, move_aside
 from plait.storage.schedule.bucket import DIRECTORY, NEVER, Bucket
 from plait.storage.schedule.bucket_writer import BucketCopy, BucketWriter, UnbucketedCopy, segment_places
-from plait.storage.schedule.unbucketed import UnbucketedFrame, UnbucketedRows, decode_unfiled
+from plait.storage.schedule.unbucketed import UnbucketedFrame, UnbucketedRows, decode_unbucketed
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
     from plait.broker.schedule.schedules import Schedule, Schedules
 
-#: Rows that one checkpoint files: a few seconds of work, and a bound on the memory it takes.
-FILE_MAX: Final = 2_000_000
-#: Rows that are filed by a start or a stop, which somebody waits for.
-FILE_NOW_MAX: Final = 200_000
+#: Rows that one checkpoint writes to buckets: a few seconds of work, and a bound on its memory.
+BUCKET_ROWS_MAX: Final = 2_000_000
+#: The same limit for the checkpoint of a start or a stop, for which the operator waits.
+BUCKET_ROWS_NOW_MAX: Final = 200_000
 
-#: Numbers of rows that left, and perhaps when they were due.
+#: Numbers of settled rows, and their due times if they are known.
 _Settled = tuple[npt.NDArray[Any], npt.NDArray[Any] | None]
 
 
 class BucketedRows:
-    """What of a broker's schedule is in files."""
+    """The part of a broker's schedule that is in buckets."""
 
     def __init__(self, broker: Broker, schedules: Schedules) -> None:
         self._broker = broker
         self._schedules = schedules
-        #: Partition → numbers, and perhaps when they were due, that the logs settle after the checkpoint.
+        #: Partition → bucketed rows that the logs settle after the checkpoint.
         self._replayed: dict[int, list[_Settled]] = {}
-        self._filing: BucketWriter | None = None
+        self._writer: BucketWriter | None = None
 
     # --- recovery -------------------------------------------------------------------------------
 
     def load(self, data: bytes) -> None:
-        """A bucket of a checkpoint."""
+        """Load a bucket from a checkpoint shard."""
         bucket = Bucket.load(self._broker.disk, self._schedules.report, data)
         self._schedules.buckets[bucket.key] = bucket
 
     def begin_at(self, offset: int) -> None:
-        """The checkpoint has of the schedule what came before ``offset`` of the message log.
+        """The checkpoint includes the schedule up to ``offset`` of the message log.
 
-        Its schedule partitions were copied later, and may have rows from behind that.
+        Its schedule partitions were copied later and may include later rows: those count as unbucketed.
         """
         for schedule in self._schedules.all():
             partition = schedule.partition
             if partition.position.message > offset:
                 records = partition.consume_log
                 index = records.find_offset(offset)
-                schedule.fresh = UnbucketedRows(records.record(index).base if index < len(records) else partition.next)
+                schedule.unbucketed = UnbucketedRows(
+                    records.record(index).base if index < len(records) else partition.next
+                )
 
-    def load_unfiled(self, data: bytes, end: int) -> None:
-        """Rows before ``end`` that a checkpoint left in the message log: their frames are looked up there again."""
+    def load_unbucketed(self, data: bytes, end: int) -> None:
+        """Load the rows before ``end`` that a checkpoint left in the message log, from their frames there."""
         log = self._broker.message_log
-        for unfiled in decode_unfiled(data):
-            schedule = self._schedules.get(unfiled.partition)
+        for saved in decode_unbucketed(data):
+            schedule = self._schedules.get(saved.partition)
             if schedule is None:
                 continue
-            fresh = schedule.fresh = UnbucketedRows(unfiled.base)
+            unbucketed = schedule.unbucketed = UnbucketedRows(saved.base)
             records = schedule.partition.consume_log
-            for index in range(records.find(unfiled.base), records.find_offset(end)):
+            for index in range(records.find(saved.base), records.find_offset(end)):
                 record = records.record(index)
                 try:
                     frame = FrameView(log.view(record.offset, record.size))
-                    if (frame.partition, frame.base, frame.count) != (unfiled.partition, record.base, record.count):
-                        raise FrameError("another frame stands there")
-                    fresh.append(frame, record.offset, record.base)
+                    if (frame.partition, frame.base, frame.count) != (saved.partition, record.base, record.count):
+                        raise FrameError("the log has another frame at this offset")
+                    unbucketed.append(frame, record.offset, record.base)
                 except (FrameError, DamageError) as error:
                     self._schedules.report("message", f"{error} (at {record.offset})", record.count)
-            fresh.keep_only(unfiled)
+            unbucketed.keep_only(saved)
 
     def replay(self, partition: Partition, offset: int, frame: FrameView) -> None:
-        """A frame of the message log that holds rows that wait, or says that some do no longer."""
+        """Replay a frame of the message log that has delayed rows or settles some."""
         delayed = partition.row.kind == SCHEDULE
         schedules = self._schedules
-        # A subject that was deleted and made again has two schedules for a while.
+        # During replay, a subject that was deleted and created again can have two schedules.
         schedule = schedules.get(partition.id) if delayed else schedules.by_subject.get(partition.row.name)
         if schedule is None:
             return
         if frame.flags & FLAG_FORWARDED and partition.row.kind != FORWARD:
-            # Another partition's rows, or rows that were taken back: their numbers are settled where they were.
+            # The schedule column has no meaning here: the rows came from another broker, or were taken back.
             if not delayed:
                 return
         elif frame.has(Column.SCHEDULE):
@@ -107,22 +109,22 @@ class BucketedRows:
             self._schedules.upcoming.append(schedule, frame, offset, frame.base)
 
     def replay_cancel(self, partition: int, start: int, end: int, due: int, epoch: int) -> None:
-        """An event of the action log."""
+        """Replay a cancel event of the action log."""
         schedule = self._schedules.get(partition)
         if schedule is not None:
-            # Numbers may have been lost to damage and given to others since: the event is not about those.
+            # Rows may have been lost to damage and their numbers reused since: the event does not apply to those.
             numbers = np.arange(start, min(end, schedule.partition.stored_until(epoch)))
             self._settle(schedule, numbers, np.full(len(numbers), due))
 
     def _settle(self, schedule: Schedule, numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> None:
-        schedule.fresh.settle(numbers)
-        filed = numbers < schedule.fresh.base
-        if filed.any():
-            entry = (numbers[filed].astype(np.uint64), None if due is None else due[filed])
+        schedule.unbucketed.settle(numbers)
+        bucketed = numbers < schedule.unbucketed.base
+        if bucketed.any():
+            entry = (numbers[bucketed].astype(np.uint64), None if due is None else due[bucketed])
             self._replayed.setdefault(schedule.partition.id, []).append(entry)
 
     def recovered(self) -> None:
-        """Both logs were replayed: find the filed rows that they settle, and files that nobody needs."""
+        """Finish recovery after both logs were replayed: settle bucketed rows, and remove unused files."""
         replayed, self._replayed = self._replayed, {}
         self._drop_unknown_runs()
         for partition, entries in replayed.items():
@@ -134,38 +136,38 @@ class BucketedRows:
                 if numbers:
                     self._resolve(partition, np.concatenate(numbers), np.concatenate(times) if times else None)
         for schedule in self._schedules.by_subject.values():
-            self._start_at_unfiled(schedule)
+            self._start_at_unbucketed(schedule)
         self._sort_out_files()
         self.drop_finished()
         self._schedules.upcoming.begin_again(self._schedules.by_subject.values())
 
     def _drop_unknown_runs(self) -> None:
-        """Rows of subjects that were deleted after the checkpoint began and before their shards were copied."""
+        """Drop rows of subjects that were deleted after the checkpoint began and before their shards were copied."""
         for bucket in self._schedules.buckets.values():
             for run, partition in enumerate(bucket.runs["partition"].tolist()):
                 if self._schedules.get(partition) is None:
                     bucket.drop_run(run)
 
     def _sort_out_files(self) -> None:
-        """Files that no checkpoint names were left by a crash, and go; unless checkpoints were lost."""
+        """Delete bucket files that a crash left and no checkpoint names; quarantine them if checkpoints were lost."""
         broker = self._broker
         known = {bucket.path for bucket in self._schedules.buckets.values()}
         unknown = [name for name in broker.disk.list(DIRECTORY) if f"{DIRECTORY}/{name}" not in known]
-        # Without a checkpoint and with the whole log, every row is there: the first checkpoint was not finished.
+        # Without a checkpoint but with the whole log, the log has every row: the first checkpoint was not finished.
         lost = broker.checkpoints.last is None and (broker.checkpoints.rejected or broker.message_log.start > 0)
         if not lost:
             for name in unknown:
                 broker.snapshots.replaced(f"{DIRECTORY}/{name}")
         elif unknown:
-            # Which of their rows wait, nobody can tell any more.
+            # No state is left that shows which of their rows still wait.
             move_aside(broker.disk, DIRECTORY, unknown)
-            self._schedules.tell(
-                f"no checkpoint reads back: {counted(len(unknown), 'file')} of delayed messages "
-                f"moved to {QUARANTINE}/; what waited there is not delivered"
+            self._schedules.notice(
+                f"no checkpoint is readable: moved {counted(len(unknown), 'file')} of delayed messages "
+                f"to {QUARANTINE}/; the messages in them are not delivered"
             )
 
     def _resolve(self, partition: int, numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> None:
-        """Settle filed rows that are known by their numbers, and perhaps by when they were due."""
+        """Settle bucketed rows by their numbers, and by their due times if these are known."""
         settled = _by_time(numbers, due)
         for bucket in self._schedules.buckets.values():
             for run in np.flatnonzero(bucket.of(partition)).tolist():
@@ -175,8 +177,8 @@ class BucketedRows:
 
     # --- checkpoint -----------------------------------------------------------------------------
 
-    def begin(self, checkpoint: int, rows: int = FILE_MAX) -> BucketWriter:
-        """Copy what a checkpoint has to know. It files at most so many rows, the oldest of each subject first."""
+    def begin(self, checkpoint: int, rows: int = BUCKET_ROWS_MAX) -> BucketWriter:
+        """Copy the schedule for a checkpoint. It moves at most ``rows`` rows to buckets, oldest first per subject."""
         broker = self._broker
         copies: dict[int, BucketCopy] = {}
         for key, bucket in self._schedules.buckets.items():
@@ -185,104 +187,104 @@ class BucketedRows:
             copies[key] = BucketCopy(key, bucket.path, bucket.runs, cursors, bucket.settled, bucket.dirty)
             bucket.dirty = False
         copies_of_rows: list[UnbucketedCopy] = []
-        unfiled: list[UnbucketedFrame] = []
+        unbucketed_left: list[UnbucketedFrame] = []
         offsets: list[int] = []
         for schedule in self._schedules.by_subject.values():
-            fresh = schedule.fresh
-            if not len(fresh.due):
+            unbucketed = schedule.unbucketed
+            if not len(unbucketed.due):
                 continue
-            end = fresh.frame_end(rows)
-            copy = UnbucketedCopy(schedule.partition.id, fresh.base, *fresh.first(end))
+            end = unbucketed.frame_end(rows)
+            copy = UnbucketedCopy(schedule.partition.id, unbucketed.base, *unbucketed.first(end))
             rows -= len(copy.due)
             if len(copy.due):
                 copies_of_rows.append(copy)
-            if end < fresh.end:
-                unfiled.append(fresh.unfiled(schedule.partition.id, end))
-                offsets += fresh.offsets_from(end)[:1].tolist()
+            if end < unbucketed.end:
+                unbucketed_left.append(unbucketed.state_from(schedule.partition.id, end))
+                offsets += unbucketed.offsets_from(end)[:1].tolist()
         segments = segment_places(broker.message_log.directory, [each.base for each in broker.message_log.segments])
-        self._filing = BucketWriter(
+        self._writer = BucketWriter(
             broker.disk,
             copies_of_rows,
             copies,
             segments,
-            unfiled,
-            unfiled_offset=min(offsets, default=None),
+            unbucketed_left,
+            unbucketed_offset=min(offsets, default=None),
             now=broker.clock.now(),
             epoch=broker.epoch,
             checkpoint=checkpoint,
         )
-        return self._filing
+        return self._writer
 
-    def end(self, filing: BucketWriter, *, written: bool) -> None:
-        """The checkpoint was written, or not: then everything is as it was."""
-        self._filing = None
+    def end(self, writer: BucketWriter, *, written: bool) -> None:
+        """The checkpoint was written, or failed; a failed one changes nothing."""
+        self._writer = None
         if written:
-            for file, reason, rows in filing.lost:
+            for file, reason, rows in writer.lost:
                 self._schedules.report(file, reason, rows)
-            self._take_over(filing)
+            self._take_over(writer)
         else:
-            for key in filing.dirty:
+            for key in writer.dirty:
                 if key in self._schedules.buckets:
                     self._schedules.buckets[key].dirty = True
         self.drop_finished()
 
-    def _take_over(self, filing: BucketWriter) -> None:
-        """Filed rows leave the log for their buckets."""
+    def _take_over(self, writer: BucketWriter) -> None:
+        """Replace unbucketed rows with the bucketed copies that the checkpoint wrote."""
         schedules = self._schedules
-        left = self._left_meanwhile(filing)
-        for key, (path, runs) in filing.added.items():
+        left = self._left_meanwhile(writer)
+        for key, (path, runs) in writer.added.items():
             bucket = schedules.buckets.get(key)
             if bucket is None:
                 bucket = schedules.buckets[key] = Bucket(self._broker.disk, schedules.report, key, path)
             before = len(bucket.runs)
             bucket.add(runs)
-            for run, numbers in enumerate(filing.numbers[key], before):
+            for run, numbers in enumerate(writer.numbers[key], before):
                 partition = int(bucket.runs["partition"][run])
                 if schedules.get(partition) is None:
                     bucket.drop_run(run)
                 elif partition in left:
                     _settle_run(bucket, run, numbers, _of_run(bucket.runs[run], left[partition]))
-        for copy in filing.fresh:
+        for copy in writer.row_copies:
             schedule = schedules.get(copy.partition)
             if schedule is None:
                 continue
-            schedule.fresh.filed(copy.end)
-            self._start_at_unfiled(schedule)
-            if len(schedule.fresh.due):
-                # There is more to file.
+            schedule.unbucketed.bucketed(copy.end)
+            self._start_at_unbucketed(schedule)
+            if len(schedule.unbucketed.due):
+                # More rows wait to be bucketed.
                 self._broker.touch(schedule.partition)
             schedules.window.remove_partition(copy.partition, before=copy.end)
             schedules.upcoming.expect_from(schedule, schedules.window.end)
         schedules.upcoming.runs_added()
 
-    def _start_at_unfiled(self, schedule: Schedule) -> None:
-        """Buckets hold all rows before the first unfiled one: retention may delete those from the message log.
+    def _start_at_unbucketed(self, schedule: Schedule) -> None:
+        """Buckets hold every row before the first unbucketed one: retention may delete those from the message log.
 
-        A checkpoint that files rows has the partition's start from before it did, so the start is not read from there.
+        The start in a checkpoint is the one from before it bucketed rows, so it is computed here and not loaded.
         """
-        schedule.partition.start = schedule.fresh.base
+        schedule.partition.start = schedule.unbucketed.base
 
-    def _left_meanwhile(self, filing: BucketWriter) -> dict[int, _Settled]:
-        """Partition → rows that left while they were filed."""
+    def _left_meanwhile(self, writer: BucketWriter) -> dict[int, _Settled]:
+        """Partition → rows that left while the checkpoint wrote them to buckets."""
         left: dict[int, _Settled] = {}
-        for copy in filing.fresh:
+        for copy in writer.row_copies:
             schedule = self._schedules.get(copy.partition)
             if schedule is not None:
-                gone = np.flatnonzero((copy.due != NEVER) & (schedule.fresh.due.values[: len(copy.due)] == NEVER))
+                gone = np.flatnonzero((copy.due != NEVER) & (schedule.unbucketed.due.values[: len(copy.due)] == NEVER))
                 if len(gone):
                     left[copy.partition] = _by_time((copy.base + gone).astype(np.uint64), copy.due[gone])
         return left
 
     def drop_finished(self) -> None:
-        """Buckets of which nothing is left go; not while a checkpoint may be adding to them."""
-        if self._filing is None:
+        """Delete empty buckets, unless a checkpoint is running that may add rows to them."""
+        if self._writer is None:
             buckets = self._schedules.buckets
             for key in [key for key, bucket in buckets.items() if bucket.waiting == 0]:
                 self._broker.snapshots.replaced(buckets.pop(key).path)
 
 
 def _by_time(numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> _Settled:
-    """In the order they were due, if that is known."""
+    """Sort the rows by due time, if it is known."""
     if due is None:
         return numbers, None
     order = np.argsort(due)
@@ -290,7 +292,7 @@ def _by_time(numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> _Settle
 
 
 def _of_run(record: Any, settled: _Settled) -> npt.NDArray[Any]:
-    """Those of the numbers that may be in a run."""
+    """The settled numbers that may be in a run."""
     numbers, due = settled
     if due is not None:
         low = np.searchsorted(due, record["due_first"], "left")
@@ -300,7 +302,7 @@ def _of_run(record: Any, settled: _Settled) -> npt.NDArray[Any]:
 
 
 def _settle_run(bucket: Bucket, run: int, numbers: UInt64s, settled: npt.NDArray[Any]) -> None:
-    """Rows of a run, which has these numbers, have left."""
+    """Settle rows of a run; ``numbers`` are the numbers of its rows."""
     if len(settled):
         bucket.settle(run, np.flatnonzero(np.isin(numbers, settled)))
         bucket.advance(run)

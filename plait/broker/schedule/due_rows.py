@@ -1,4 +1,4 @@
-"""Delayed rows wherever they are, as frames: those in the message log alone and those in buckets."""
+"""Reads due rows from the message log and from buckets, and makes frames of them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from plait.broker.broker import Broker
     from plait.broker.schedule.schedules import Schedule, Schedules
 
-#: Bytes of rows that are delivered in one turn, of all subjects; those that stay go on with the next.
+#: Bytes of rows that one turn delivers, over all subjects; the next turn continues with the rest.
 DELIVER_SIZE_MAX: Final = 8 * MIB
-#: Inflated frames that are remembered: their other rows may be due next.
+#: Bytes of inflated frames that are cached: their other rows may be due next.
 FLAT_SIZE_MAX: Final = 64 * MIB
 
 
 class BucketedOffset(NamedTuple):
-    """Where a row waits that is filed."""
+    """The location of a bucketed row."""
 
     bucket: Bucket
     run: int
@@ -40,7 +40,7 @@ class BucketedOffset(NamedTuple):
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Something that needs the files of delayed rows: where one cannot be opened now, nothing comes of it."""
+    """Guard for code that opens bucket files: an OSError becomes ``FlowControl``, and nothing was changed."""
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ def reading() -> Iterator[None]:
 
 
 class DueRows:
-    """Reads them, and remembers that they left."""
+    """Reads due rows, and settles those that have left."""
 
     def __init__(self, broker: Broker, schedules: Schedules) -> None:
         self._broker = broker
@@ -59,21 +59,21 @@ class DueRows:
         self._flat_size = 0
 
     def readable(self, schedule: Schedule, rows: SoonRows, mine: Int64s) -> tuple[Int64s, Int64s]:
-        """(rows that can be read, rows that are lost) of ``mine``. Frames in the log are looked at once."""
-        fresh = schedule.fresh
+        """Split ``mine`` into (readable rows, lost rows). Each frame in the log is verified once."""
+        unbucketed = schedule.unbucketed
         in_log = mine[rows["bucket"][mine] == IN_LOG]
         nothing = mine[:0]
         if not len(in_log):
             return mine, nothing
-        index, _ = fresh.locate(rows["number"][in_log])
-        frames = fresh.frames.values
+        index, _ = unbucketed.locate(rows["number"][in_log])
+        frames = unbucketed.frames.values
         doubtful = np.unique(index[~frames["whole"][index]])
         bad = [frame for frame in doubtful.tolist() if not self._whole(frames, frame)]
         if not bad:
             return mine, nothing
         lost = in_log[np.isin(index, bad)]
-        count = fresh.settle(rows["number"][lost])
-        self._schedules.report("message", f"frames at {frames['place']['at'][bad].tolist()} do not read back", count)
+        count = unbucketed.settle(rows["number"][lost])
+        self._schedules.report("message", f"frames at {frames['place']['at'][bad].tolist()} are damaged", count)
         return mine[~np.isin(mine, lost)], lost
 
     def _whole(self, frames: Any, index: int) -> bool:
@@ -88,7 +88,7 @@ class DueRows:
     def gather(
         self, schedule: Schedule, rows: SoonRows, mine: Int64s, room: int = DELIVER_SIZE_MAX
     ) -> tuple[Int64s, Gathered | None, int]:
-        """As many of ``mine`` as there is room for, their columns and size; one at least where all room is left."""
+        """The first rows of ``mine`` that fit in ``room``, their columns and size; at least one if no room is used."""
         sets, which = self._sets(schedule, rows[mine])
         place = np.empty(len(which), np.int64)
         place[which] = np.arange(len(which))
@@ -101,7 +101,7 @@ class DueRows:
         return mine[:count], Gathered(sets, place[:count]), int(total[count - 1])
 
     def describe(self, schedule: Schedule, rows: SoonRows) -> Iterator[tuple[int, int, bytes, int]]:
-        """(producer, producer sequence, key, size of the body) of rows that can be read."""
+        """(producer, producer sequence, key, size of the body) of readable rows."""
         sets, which = self._sets(schedule, rows)
         place = np.empty(len(which), np.int64)
         place[which] = np.arange(len(which))
@@ -117,7 +117,7 @@ class DueRows:
         return zip(producers.tolist(), numbers.tolist(), texts, sizes.tolist(), strict=True)
 
     def _sets(self, schedule: Schedule, rows: SoonRows) -> tuple[list[RowPicks], Int64s]:
-        """The rows by where they are, and which of them each row of the sets is."""
+        """The rows grouped by location, and the index in ``rows`` of each row of the groups."""
         sets: list[RowPicks] = []
         which: list[Int64s] = []
         buckets = rows["bucket"]
@@ -131,7 +131,7 @@ class DueRows:
             found, order = row_sets(view, bucket.places, rows["run"][mine], rows["row"][mine], self._flat_of)
             sets += found
             which.append(mine[order])
-            # At least a page for each.
+            # Each row reads at least one page.
             bucket.read(4096 * len(mine))
         return sets, np.concatenate(which)
 
@@ -139,9 +139,9 @@ class DueRows:
         self, schedule: Schedule, numbers: Int64s, mine: Int64s, sets: list[RowPicks], which: list[Int64s]
     ) -> None:
         log = self._broker.message_log
-        index, row = schedule.fresh.locate(numbers[mine])
+        index, row = schedule.unbucketed.locate(numbers[mine])
         frames, frame = np.unique(index, return_inverse=True)
-        places = schedule.fresh.frames.values["place"][frames]
+        places = schedule.unbucketed.frames.values["place"][frames]
         bases = np.array([segment.base for segment in log.segments])
         segments = (np.searchsorted(bases, places["at"], "right") - 1)[frame]
         places["at"] -= bases[np.searchsorted(bases, places["at"], "right") - 1]
@@ -152,7 +152,7 @@ class DueRows:
             which.append(mine[some][order])
 
     def _flat_of(self, frame: FrameView) -> tuple[bytes, Places]:
-        # Numbers alone do not tell a frame of the log from one of a bucket.
+        # A frame of the log and a frame of a bucket can have the same numbers.
         key = (frame.partition, frame.base, frame.epoch, frame.crc)
         known = self._flat.get(key)
         if known is None:
@@ -164,7 +164,7 @@ class DueRows:
 
     @staticmethod
     def frames(gathered: Gathered, rows: SoonRows, target: Partition) -> Iterator[tuple[int, int, FrameParts]]:
-        """(start, stop, frame) of gathered rows, in the order they stand; each is appended before the next one."""
+        """Yield (start, stop, frame) of gathered rows in order; the caller appends each before it takes the next."""
         due, numbers = rows["due"], rows["number"].astype(np.uint64)
         forward = target.row.forward
         for start, stop in gathered.cuts(JOINED_SIZE_MAX):
@@ -172,12 +172,12 @@ class DueRows:
             yield start, stop, gathered.frame(start, stop, due, numbers, row_by_row=False, forwarded=forwarded)
 
     def left(self, schedule: Schedule, rows: SoonRows, *, in_turn: bool) -> None:
-        """The rows were delivered; ``in_turn``: so were all that stand before them in their runs."""
+        """Settle delivered rows. ``in_turn``: all earlier rows of their runs were delivered too."""
         buckets = rows["bucket"]
         for key in np.unique(buckets).tolist():
             mine = rows[buckets == key]
             if key == IN_LOG:
-                schedule.fresh.settle(mine["number"])
+                schedule.unbucketed.settle(mine["number"])
                 continue
             bucket = self._schedules.buckets[key]
             if not in_turn:
@@ -192,7 +192,7 @@ class DueRows:
     def copy(
         self, schedule: Schedule, number: int, due: int, to: int, place: BucketedOffset | None
     ) -> FrameParts | None:
-        """The row once more, to be delivered at another time, in a frame that settles it; None where it is lost."""
+        """A copy of a row with another due time, in a frame that settles the row; None when the row is lost."""
         rows = soon_rows(np.array([due]), number, schedule.partition.id)
         if place is not None:
             rows = soon_rows(np.array([due]), number, schedule.partition.id, place.bucket.key, place.run, place.row)

@@ -1,4 +1,4 @@
-"""The delayed rows that are due next, in the order they are due: all that are due before a moment that moves on."""
+"""The due window: the delayed rows that are due before a moving end, sorted by due time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from plait.storage.schedule.bucket import NEVER
 
-#: ``bucket`` of rows that are in the message log alone: their number is where they are.
+#: ``bucket`` of unbucketed rows: their number locates them in the message log.
 IN_LOG: Final = -1
-#: When a row is due, its number and schedule partition, and its bucket, run and row.
+#: Due time, number and schedule partition of a row, and its bucket, run and row in the run.
 SOON: Final = np.dtype(
     [("due", "<i8"), ("number", "<i8"), ("bucket", "<i8"), ("partition", "<u4"), ("run", "<u4"), ("row", "<u4")]
 )
@@ -19,7 +19,7 @@ SoonRows = npt.NDArray[Any]
 
 
 def soon_rows(due: Any, number: Any, partition: int, bucket: int = IN_LOG, run: int = 0, row: Any = 0) -> SoonRows:
-    """Rows of one run, or of none."""
+    """An array of rows of one run, or of unbucketed rows."""
     rows = np.empty(len(due), SOON)
     rows["due"], rows["number"], rows["partition"] = due, number, partition
     rows["bucket"], rows["run"], rows["row"] = bucket, run, row
@@ -27,11 +27,11 @@ def soon_rows(due: Any, number: Any, partition: int, bucket: int = IN_LOG, run: 
 
 
 class DueWindow:
-    """Rows due before ``end``; of those due at it, some."""
+    """Rows that are due before ``end``, and possibly some that are due exactly then."""
 
     def __init__(self) -> None:
         self._rows: SoonRows = np.empty(0, SOON)
-        #: Added and not put in order yet.
+        #: Added and not sorted yet.
         self._added: list[SoonRows] = []
         self._added_due = NEVER
         self.end = 0
@@ -41,22 +41,22 @@ class DueWindow:
 
     @property
     def next_due(self) -> int:
-        """When the first row is due; ``NEVER`` where there is none."""
+        """Due time of the first row; ``NEVER`` when the window is empty."""
         return min(int(self._rows["due"][0]) if len(self._rows) else NEVER, self._added_due)
 
     def clear(self) -> None:
-        """All rows go, and it ends before all others."""
+        """Remove all rows, and move ``end`` before every due time."""
         self._rows, self._added, self._added_due, self.end = np.empty(0, SOON), [], NEVER, 0
 
     def add(self, rows: SoonRows) -> None:
-        """More rows, in any order."""
+        """Add rows in any order."""
         if len(rows):
             self._added.append(rows)
             self._added_due = min(self._added_due, int(rows["due"].min()))
 
     @property
     def rows(self) -> SoonRows:
-        """All rows in order."""
+        """All rows, sorted by due time."""
         if self._added:
             added = np.concatenate(self._added)
             added = added[np.lexsort((added["number"], added["due"]))]
@@ -70,17 +70,17 @@ class DueWindow:
         return self._rows
 
     def due(self, now: int, count: int) -> SoonRows:
-        """The first rows that are due, at most ``count``; they stay."""
+        """The first due rows, at most ``count``; they stay in the window."""
         rows = self.rows
         return rows[: min(int(np.searchsorted(rows["due"], now, "right")), count)]
 
     def took(self, count: int, left: SoonRows) -> None:
-        """The first ``count`` rows left, but for some of them, which are given in their order."""
+        """Remove the first ``count`` rows, except for those in ``left``, which are in order."""
         rest = self.rows[count:]
         self._rows = np.concatenate([left, rest]) if len(left) else rest
 
     def remove(self, due: int, number: int, partition: int) -> bool:
-        """One row goes; False where it is not here."""
+        """Remove one row; False when it is not in the window."""
         rows = self.rows
         low, high = np.searchsorted(rows["due"], due, "left"), np.searchsorted(rows["due"], due, "right")
         same = (rows["number"][low:high] == number) & (rows["partition"][low:high] == partition)
@@ -90,7 +90,7 @@ class DueWindow:
         return len(found) > 0
 
     def remove_partition(self, partition: int, before: int | None = None) -> None:
-        """The rows of a schedule partition go; with ``before`` only those in the log alone with lower numbers."""
+        """Remove the rows of a schedule partition; with ``before`` only unbucketed ones with lower numbers."""
         rows = self.rows
         gone = rows["partition"] == partition
         if before is not None:

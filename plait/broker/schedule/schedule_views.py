@@ -1,4 +1,4 @@
-"""What a broker tells about the messages that wait for their time."""
+"""Lists and counts delayed messages that still wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.storage.schedule.bucket import GRID, NEVER, Bucket
 
 
 class ScheduledView(msgspec.Struct, frozen=True):
-    """A message that waits."""
+    """A waiting message in a listing."""
 
     subject: str
     number: int
@@ -31,14 +31,14 @@ class ScheduledView(msgspec.Struct, frozen=True):
 
 
 class ScheduledPage(msgspec.Struct, frozen=True):
-    """Messages that wait, and the place (time and number) after which the next page begins; None: that is all."""
+    """A page of waiting messages, and the (time, number) after which the next page begins; None: the last page."""
 
     rows: list[ScheduledView]
     next: tuple[int, int] | None
 
 
 class CountView(msgspec.Struct, frozen=True):
-    """How many messages of a subject wait, or are due within ten minutes from ``bucket`` on (microseconds)."""
+    """The number of waiting messages of a subject, or of those due in the ten minutes from ``bucket`` (µs) on."""
 
     subject: str | None
     bucket: int | None
@@ -48,9 +48,9 @@ class CountView(msgspec.Struct, frozen=True):
 def list_scheduled(
     broker: Broker, subject: str, start: int, end: int, after: tuple[int, int] | None, limit: int
 ) -> ScheduledPage:
-    """The first rows that are due in [start, end), in the order they are; ``after`` a time and number, if given.
+    """The first rows that are due in [start, end), by due time; if given, only rows after the (time, number) ``after``.
 
-    At most ``limit`` are looked at; those that do not read back are left out of the page, and it goes on after them.
+    At most ``limit`` rows are read. Damaged rows are left out of the page, and the next page starts after them.
     """
     broker.partition_of(subject, create=False)
     schedule = broker.schedules.by_subject.get(subject)
@@ -82,8 +82,8 @@ def _list(broker: Broker, schedule: Schedule, after: tuple[int, int], end: int, 
 
 
 def _first_rows(broker: Broker, schedule: Schedule, after: tuple[int, int], end: int, limit: int) -> SoonRows:
-    """The first rows by the columns that say so; their runs are not opened yet."""
-    found = _unfiled(schedule, after, end, limit)
+    """The first rows by their due time and number columns; their runs are not verified yet."""
+    found = _unbucketed(schedule, after, end, limit)
     for bucket, run in _runs_in_order(broker, schedule, after[0], end):
         if len(found) >= limit:
             end = min(end, int(found["due"][-1]) + 1)
@@ -98,24 +98,24 @@ def _first_rows(broker: Broker, schedule: Schedule, after: tuple[int, int], end:
 
 
 def _all_open(broker: Broker, rows: SoonRows) -> bool:
-    """All runs that the rows are of can be read; one that cannot is given up by this."""
-    filed = np.unique(rows[rows["bucket"] != IN_LOG][["bucket", "run"]])
-    return all(broker.schedules.buckets[key].open_run(run) for key, run in filed.tolist())
+    """Whether all runs of the rows are readable; an unreadable run is dropped."""
+    runs = np.unique(rows[rows["bucket"] != IN_LOG][["bucket", "run"]])
+    return all(broker.schedules.buckets[key].open_run(run) for key, run in runs.tolist())
 
 
-def _unfiled(schedule: Schedule, after: tuple[int, int], end: int, limit: int) -> SoonRows:
-    due, base = schedule.fresh.due.values, schedule.fresh.base
+def _unbucketed(schedule: Schedule, after: tuple[int, int], end: int, limit: int) -> SoonRows:
+    due, base = schedule.unbucketed.due.values, schedule.unbucketed.base
     index = np.flatnonzero((due >= after[0]) & (due < end))
     index = index[(due[index] > after[0]) | (base + index > after[1])]
     if len(index) > limit:
-        # There may be millions: only those of which some are the first are put in order.
+        # There may be millions: sort only the candidates for the first ``limit`` rows.
         index = index[due[index] <= np.partition(due[index], limit - 1)[limit - 1]]
     index = index[np.argsort(due[index], kind="stable")][:limit]
     return soon_rows(due[index], base + index, schedule.partition.id)
 
 
 def _runs_in_order(broker: Broker, schedule: Schedule, start: int, end: int) -> Iterator[tuple[Bucket, int]]:
-    """Runs that may have rows due in [start, end), by when their first row is."""
+    """Runs that may have rows due in [start, end), ordered by their first due time."""
     found: list[tuple[int, int, int]] = []
     for key, bucket in broker.schedules.buckets.items():
         runs = bucket.runs
@@ -129,7 +129,7 @@ def _rows_of_run(
     bucket: Bucket, run: int, due: Int64s, numbers: UInt64s, after: tuple[int, int], end: int, limit: int
 ) -> SoonRows:
     low, same = np.searchsorted(due, after[0], "left"), np.searchsorted(due, after[0], "right")
-    # Rows that are due together stand by their numbers.
+    # Rows with the same due time are ordered by number.
     low += np.searchsorted(numbers[low:same].astype(np.int64), after[1], "right")
     rows = _waiting(bucket, run, int(low), int(np.searchsorted(due, end, "left")))[:limit]
     if not len(rows):
@@ -138,7 +138,7 @@ def _rows_of_run(
 
 
 def _waiting(bucket: Bucket, run: int, low: int, high: int) -> Int64s:
-    """Rows in [low, high) of a run that have not left."""
+    """The waiting rows in [low, high) of a run."""
     low = max(low, int(bucket.cursors[run]))
     if high <= low:
         return np.empty(0, np.int64)
@@ -146,10 +146,10 @@ def _waiting(bucket: Bucket, run: int, low: int, high: int) -> Int64s:
 
 
 def count_scheduled(broker: Broker, subject: str | None, start: int, end: int, by: str) -> list[CountView]:
-    """How many rows are due in [start, end): of each subject, or in each ten minutes.
+    """Count the rows that are due in [start, end), by subject or by ten minutes.
 
-    Runs that lie within what is counted together cost nothing. Into each of the others there is a look, at when its
-    rows are due: 0.05 ms for one of a mebibyte, so a second or two for 30 GB that are due beyond two hours.
+    A run whose rows all fall into one count is not read. Of every other run the due times are read: 0.05 ms for a run
+    of one mebibyte, so one or two seconds for 30 GB that are due in more than two hours.
     """
     if subject is not None:
         broker.partition_of(subject, create=False)
@@ -171,7 +171,7 @@ def count_scheduled(broker: Broker, subject: str | None, start: int, end: int, b
 def _count_by_partition(broker: Broker, schedules: Sequence[Schedule], start: int, end: int) -> Counter[int]:
     counts: Counter[int] = Counter()
     for schedule in schedules:
-        due = schedule.fresh.due.values
+        due = schedule.unbucketed.due.values
         counts[schedule.partition.id] += int(((due >= start) & (due < end) & (due != NEVER)).sum())
     for bucket, some in _runs_within(broker, schedules, start, end):
         runs = bucket.runs
@@ -186,10 +186,10 @@ def _count_by_partition(broker: Broker, schedules: Sequence[Schedule], start: in
 
 
 def _count_by_time(broker: Broker, schedules: Sequence[Schedule], start: int, end: int) -> Counter[int]:
-    """What is counted by ten minutes: a run that is due within them is not looked into."""
+    """Count rows by ten minutes. A run that is due within the same ten minutes is not read."""
     counts: Counter[int] = Counter()
     for schedule in schedules:
-        due = schedule.fresh.due.values
+        due = schedule.unbucketed.due.values
         due = due[(due >= start) & (due < end) & (due != NEVER)]
         _add(counts, due // GRID * GRID)
     for bucket, some in _runs_within(broker, schedules, start, end):
@@ -203,7 +203,7 @@ def _count_by_time(broker: Broker, schedules: Sequence[Schedule], start: int, en
             if columns is not None:
                 low, high = np.searchsorted(columns[0], (start, end), "left")
                 times = columns[0][_waiting(bucket, run, int(low), int(high))]
-                # Nobody has verified them: they may say anything.
+                # The times are not verified and can have any value.
                 places = np.clip(times // GRID - base, 0, len(totals) - 1)
                 totals += np.bincount(places, minlength=len(totals))
         _add(counts, np.arange(base, stop) * GRID, totals)
@@ -213,7 +213,7 @@ def _count_by_time(broker: Broker, schedules: Sequence[Schedule], start: int, en
 def _runs_within(
     broker: Broker, schedules: Sequence[Schedule], start: int, end: int
 ) -> Iterator[tuple[Bucket, npt.NDArray[np.bool_]]]:
-    """(bucket, those of its runs) that have rows left and may have some due in [start, end)."""
+    """(bucket, mask of its runs) with waiting rows of which some may be due in [start, end)."""
     partitions = np.array([schedule.partition.id for schedule in schedules], np.uint32)
     for bucket in list(broker.schedules.buckets.values()):
         runs = bucket.runs
@@ -224,7 +224,7 @@ def _runs_within(
 
 
 def _add(counts: Counter[int], keys: npt.NDArray[Any], numbers: Int64s | None = None) -> None:
-    """Count so many, or one, for each key."""
+    """Add ``numbers``, or one each, to the counts of the keys."""
     found, which = np.unique(keys, return_inverse=True)
     totals = np.bincount(which, numbers, minlength=len(found)).astype(np.int64)
     counts.update(dict(zip(found.tolist(), totals.tolist(), strict=True)))

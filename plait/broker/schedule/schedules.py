@@ -1,9 +1,9 @@
-"""The schedule: messages that are to be delivered at a time of their own.
+"""The schedule: messages with a due time.
 
-A delayed row is appended to its subject's *schedule partition* in the message log; that is what its receipt means, and
-its number is its sequence there. When a checkpoint is made, the rows that still wait are filed in buckets
-(``storage.buckets``). When a row is due it is appended to its subject's own partition, in a frame that names the
-numbers it settles: delivery and its record are one write, so a row is delivered once, whatever happens in between.
+A delayed row is appended to the *schedule partition* of its subject in the message log, and then its receipt is sent;
+the number of the row is its sequence there. A checkpoint moves the rows that still wait to buckets
+(``storage.schedule``). A due row is appended to the subject's own partition, in a frame that names the numbers that it
+settles: delivery and its record are one write, so a crash cannot make a row be delivered twice or not at all.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from plait.storage.schedule.unbucketed import UnbucketedRows
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
 
-#: Rows that are delivered in one turn: the loop has others to serve.
+#: Rows that one turn delivers: the loop serves other requests too.
 DELIVER_MAX: Final = 8_192
-#: Time between two turns that deliver: rows that are due together leave together.
+#: Time between two turns that deliver, so that rows that are due together are delivered together.
 TURN_SECONDS: Final = 0.004
-#: Time before a delivery that the disk had no room for is tried again.
+#: Time before a delivery is tried again that found no space on the disk.
 RETRY_SECONDS: Final = 1.0
-#: Damages that wait to be told; more are only counted.
+#: Notices that wait to be logged; further ones are dropped.
 DAMAGES_MAX: Final = 1_000
-#: A sender's clock may be ahead of the broker's by this.
+#: The clock of a sender may be ahead of the broker's clock by this.
 AHEAD_SECONDS: Final = 60.0
-#: The latest time that can be asked for, from now on.
+#: The latest possible due time, in microseconds from now.
 _AHEAD_MAX: Final = int((WAIT_SECONDS_MAX + AHEAD_SECONDS) * 1_000_000)
 
 
 class Schedule:
-    """One partition's delayed rows."""
+    """The delayed rows of one partition."""
 
-    __slots__ = ("fresh", "held", "partition")
+    __slots__ = ("held", "partition", "unbucketed")
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
-        self.fresh = UnbucketedRows(partition.next)
-        #: Rows are due that the partition does not take (any more), and where the route leads is not known yet; or the
-        #: partition is not known. They are not in the window.
+        self.unbucketed = UnbucketedRows(partition.next)
+        #: Due rows wait outside the window: the partition does not take them and the route is not known yet, or the
+        #: partition is unknown.
         self.held = False
 
 
@@ -74,28 +74,28 @@ class Schedules:
         self.upcoming = Upcoming(self.buckets)
         self.window = self.upcoming.window
         self.rows = DueRows(broker, self)
-        self.filed = BucketedRows(broker, self)
-        #: Something is due: the next commit delivers it.
+        self.bucketed = BucketedRows(broker, self)
+        #: Rows are due: the next commit delivers them.
         self.ready = False
-        #: On the monotonic clock: the next turn that delivers comes at the first; until the second none does.
+        #: Monotonic times: when the next delivering turn is due, and until when deliveries pause after an error.
         self._turn_at = self._held_until = 0.0
-        #: Why nothing is delivered at present, as far as it was told.
-        self._hindrance = ""
-        #: Rows that did not read back, and what has not been told yet of that and of what is held up.
+        #: The last reported reason why nothing is delivered.
+        self._stall_reason = ""
+        #: Rows that were damaged; and notices about damage and delays that the server has not logged yet.
         self.lost_count = 0
         self.damages: list[str] = []
 
     # --- which there are ------------------------------------------------------------------------
 
     def add(self, partition: Partition) -> None:
-        """A schedule partition is known."""
+        """Register a schedule partition."""
         schedule = Schedule(partition)
         partition.main = self._broker.subjects.get(partition.row.name)
         self._by_partition[partition.id] = schedule
         self.by_subject[partition.row.name] = schedule
 
     def enters(self, partition: Partition) -> None:
-        """A partition is known whose schedule may be."""
+        """Connect a new partition with its schedule, if it has one."""
         schedule = self.by_subject.get(partition.row.name)
         if schedule is not None:
             schedule.partition.main = partition
@@ -104,20 +104,20 @@ class Schedules:
                 self.upcoming.begin_again(self.by_subject.values())
 
     def remove(self, partition: Partition) -> None:
-        """A subject was deleted: its delayed rows will never be due."""
+        """Remove the delayed rows of a deleted subject."""
         schedule = self._by_partition.pop(partition.id, None)
         if schedule is not None:
-            schedule.fresh = UnbucketedRows(partition.next)
+            schedule.unbucketed = UnbucketedRows(partition.next)
             if self.by_subject.get(partition.row.name) is schedule:
                 del self.by_subject[partition.row.name]
         self.window.remove_partition(partition.id)
         for bucket in self.buckets.values():
             for run in np.flatnonzero(bucket.of(partition.id)).tolist():
                 bucket.drop_run(run)
-        self.filed.drop_finished()
+        self.bucketed.drop_finished()
 
     def partition_of(self, subject: str) -> Partition:
-        """The subject's schedule partition; made now, as the subject itself, if that is allowed."""
+        """The schedule partition of a subject; created now, like the subject itself, where that is allowed."""
         target = self._broker.partition_of(subject)
         schedule = self.by_subject.get(subject)
         if schedule is not None:
@@ -129,7 +129,7 @@ class Schedules:
         return create_partition(broker, row)
 
     def all(self) -> Iterable[Schedule]:
-        """Every schedule that is known; recovery may know a deleted one beside its successor."""
+        """All schedules; during recovery also deleted ones beside their successors."""
         return self._by_partition.values()
 
     def get(self, partition: int) -> Schedule | None:
@@ -138,53 +138,53 @@ class Schedules:
 
     @property
     def count(self) -> int:
-        """Rows that wait."""
-        filed = sum(bucket.waiting for bucket in self.buckets.values())
-        return filed + sum(schedule.fresh.waiting for schedule in self.by_subject.values())
+        """The number of waiting rows."""
+        bucketed = sum(bucket.waiting for bucket in self.buckets.values())
+        return bucketed + sum(schedule.unbucketed.waiting for schedule in self.by_subject.values())
 
     def waits(self, schedule: Schedule) -> bool:
-        """It has rows."""
-        return schedule.fresh.waiting > 0 or any(
+        """Whether the schedule has waiting rows."""
+        return schedule.unbucketed.waiting > 0 or any(
             bucket.of(schedule.partition.id).any() for bucket in self.buckets.values()
         )
 
     def any_held(self, subject: str) -> bool:
-        """Due rows of the subject wait until its route is known."""
+        """Whether due rows of the subject wait for its route."""
         return any(each.held and each.partition.row.subject == subject for each in self.by_subject.values())
 
     def report(self, file: str, reason: str, rows: int) -> None:
-        """Rows that wait do not read back."""
+        """Count lost rows and report the damage."""
         self.lost_count += rows
-        self.tell(f"{file}: {rows} delayed messages are lost: {reason}")
+        self.notice(f"{file}: {rows} delayed messages are lost: {reason}")
 
-    def tell(self, text: str) -> None:
-        """Something that whoever runs the server should know."""
+    def notice(self, text: str) -> None:
+        """Queue a notice for the server's log."""
         if len(self.damages) < DAMAGES_MAX:
             self.damages.append(text)
 
     # --- rows come ------------------------------------------------------------------------------
 
     def check(self, partition: Partition, frame: FrameView) -> None:
-        """A frame that was sent has delivery times where they belong, and possible ones."""
+        """Refuse a received frame with a deliver-at column in the wrong partition, or with an impossible due time."""
         delayed = frame.has(Column.DELIVER_AT)
         if partition.row.kind != SCHEDULE:
             if delayed:
-                raise FrameError("a frame with delivery times goes to its subject's schedule; ask for that route")
+                raise FrameError("a frame with due times belongs in the subject's schedule partition; send it there")
         elif not delayed:
-            raise FrameError("a frame without delivery times does not go to a schedule")
+            raise FrameError("a frame without due times belongs in the subject's own partition; send it there")
         else:
             self.check_time(int(frame.values(Column.DELIVER_AT).max()))
 
     def check_time(self, due: int) -> None:
-        """A delivery time is possible."""
+        """Refuse an impossible due time."""
         ahead = due - self._broker.clock.now()
         if ahead > _AHEAD_MAX or due < 0:
             raise InvalidArgument(
-                f"a message can be delayed by at most {WAIT_SECONDS_MAX:.0f} seconds; this one by {ahead / 1e6:.0f}"
+                f"a delay of {ahead / 1e6:.0f} seconds is over the limit of {WAIT_SECONDS_MAX:.0f}; deliver earlier"
             )
 
     def take_in(self, appended: Appended) -> None:
-        """A commit wrote frames of rows that wait."""
+        """Add the delayed rows that a commit wrote."""
         for partition, frame, offset, base in appended.delayed:
             schedule = self._by_partition.get(partition.id)
             if schedule is not None:
@@ -194,7 +194,7 @@ class Schedules:
 
     @property
     def next_deadline(self) -> float | None:
-        """When to look, on the monotonic clock."""
+        """When to check for due rows, on the monotonic clock."""
         due = self.upcoming.next
         if due is None:
             return None
@@ -202,7 +202,7 @@ class Schedules:
         return max(clock.monotonic() + max(due - clock.now(), 0) / 1_000_000, self._turn_at)
 
     def look(self) -> bool:
-        """Whether there is something to do for ``run``."""
+        """Set and return ``ready``: whether ``run`` has work to do."""
         clock = self._broker.clock
         now = clock.now()
         if self.upcoming.is_ahead(now):
@@ -212,33 +212,33 @@ class Schedules:
         return self.ready
 
     def run(self, now: int, appended: Appended) -> None:
-        """Deliver what is due; what there is no room for stays, and is tried again."""
+        """Deliver due rows. Rows that find no space on the disk stay and are tried again."""
         try:
             self._broker.refuse_when_full()
             self.write()
             self._deliver_all(now, appended)
-            self._hindrance = ""
+            self._stall_reason = ""
         except OSError as error:
             self._hold()
             self._broker.disk_error(error)
         except FlowControl as error:
             self._hold()
-            if self._hindrance != str(error):
-                self._hindrance = str(error)
-                self.tell(f"delayed messages are held up: {error}")
+            if self._stall_reason != str(error):
+                self._stall_reason = str(error)
+                self.notice(f"delivery of delayed messages is paused: {error}")
         except (DiskFull, ReadOnly):
             self._hold()
         except StorageFailed:
-            # The broker knows, and stops.
+            # ``broker.failed`` is set, and the server stops.
             pass
 
     def _hold(self) -> None:
-        """Nothing is delivered for a while."""
+        """Pause deliveries for ``RETRY_SECONDS``."""
         self.ready = False
         self._turn_at = self._held_until = self._broker.clock.monotonic() + RETRY_SECONDS
 
     def write(self) -> None:
-        """Rows that came this turn can be read from here on."""
+        """Write the log, so that the rows of this turn can be read."""
         try:
             self._broker.message_log.write()
         except OSError as error:
@@ -258,24 +258,24 @@ class Schedules:
         kept = np.ones(len(rows), bool)
         try:
             partitions = rows["partition"]
-            # Each subject's rows together, in their order.
+            # Group the rows by subject, in order.
             order = np.argsort(partitions, kind="stable")
             edges = np.flatnonzero(np.diff(partitions[order], prepend=-1, append=-1))
             subjects = [order[start:stop] for start, stop in pairwise(edges.tolist())]
             room = DELIVER_SIZE_MAX
-            # The one that has waited longest first: it is the next one's turn when there is no room for more.
+            # The subject with the earliest due row is first; without room for more, the next turn starts with another.
             for mine in sorted(subjects, key=lambda mine: int(mine[0])):
                 schedule = self._by_partition[int(partitions[mine[0]])]
                 if not schedule.held:
                     room -= self._deliver(schedule, rows, mine, now, appended, kept, room)
                 if schedule.held:
-                    # They are looked for again when the route is known.
+                    # They enter the window again when the route is known.
                     kept[mine] = False
                 if room <= 0:
                     break
         finally:
             self.window.took(len(rows), rows[kept])
-            self.filed.drop_finished()
+            self.bucketed.drop_finished()
 
     def _deliver(
         self,
@@ -287,15 +287,17 @@ class Schedules:
         kept: npt.NDArray[np.bool_],
         room: int,
     ) -> int:
-        """Deliver one partition's rows, as far as there is room; those that left are kept no longer. Their size.
+        """Deliver the rows of one partition that fit in ``room``, and clear their bits in ``kept``. Returns their size.
 
-        Each goes where the route leads now (R20): into the partition, or to another one by way of a forward partition.
+        Each row follows the current route (R20): to this partition, or to a forward partition for another one.
         """
         name = schedule.partition.row.name
         target = self._broker.subjects.get(name)
         if target is None:
             schedule.held = True
-            self.tell(f"delayed messages of {name!r} wait: the definition of their partition is damaged")
+            self.notice(
+                f"delayed messages of {name!r} cannot be delivered: the definition of their partition is damaged"
+            )
             return 0
         mine, lost = self.rows.readable(schedule, rows, mine)
         kept[lost] = False
@@ -308,14 +310,14 @@ class Schedules:
         if target.accepts is None:
             self._append(schedule, target, gathered, rows, mine, now, appended, kept)
             return size
-        ways = self._broker.forwards.ways(target, gathered.key_hashes, rows["number"][mine])
-        if ways is None:
+        parts = self._broker.forwards.split(target, gathered.key_hashes, rows["number"][mine])
+        if parts is None:
             schedule.held = True
             return 0
-        if len(ways) == 1:
-            self._append(schedule, ways[0][0], gathered, rows, mine, now, appended, kept)
+        if len(parts) == 1:
+            self._append(schedule, parts[0][0], gathered, rows, mine, now, appended, kept)
             return size
-        for partition, which in ways:
+        for partition, which in parts:
             with reading():
                 some, gathered, _ = self.rows.gather(schedule, rows, mine[which])
             assert gathered is not None
@@ -350,7 +352,7 @@ class Schedules:
             self.rows.left(schedule, chosen[start:stop], in_turn=in_turn)
 
     def route_known(self, subject: str) -> None:
-        """Where the rows of a subject go is known (again): those that wait for it are looked for."""
+        """The route of a subject is known: move the due rows that wait for it into the window."""
         held = [each for each in self.by_subject.values() if each.held and each.partition.row.subject == subject]
         for schedule in held:
             schedule.held = False
@@ -360,7 +362,7 @@ class Schedules:
     # --- cancel and reschedule --------------------------------------------------------------------
 
     def cancel(self, subject: str, number: int, due: int) -> bool:
-        """A row shall never be delivered; False where it does not wait (any more). Counts once committed."""
+        """Cancel a row; False when the row does not wait. Counts once committed."""
         with reading():
             found = self._find(subject, number, due)
         if found is None:
@@ -371,7 +373,7 @@ class Schedules:
         return True
 
     def reschedule(self, subject: str, number: int, due: int, to: int) -> int | None:
-        """A row is due at another time: its new number; None where it does not wait (any more)."""
+        """Change the due time of a row. Returns its new number; None when the row does not wait."""
         self.check_time(to)
         broker = self._broker
         with reading():
@@ -396,22 +398,22 @@ class Schedules:
         return base
 
     def _find(self, subject: str, number: int, due: int) -> tuple[Schedule, BucketedOffset | None] | None:
-        """The subject's schedule, if the row waits in it, and where it is filed, if it is."""
+        """The schedule of the subject, if the row waits in it, and the location of a bucketed row."""
         self._broker.partition_of(subject, create=False)
         self._broker.refuse_when_stalled()
         schedule = self.by_subject.get(subject)
         if schedule is None or not 0 <= due < NEVER:
             return None
-        if number >= schedule.fresh.base:
-            return (schedule, None) if schedule.fresh.due_of(number) == due else None
-        place = self._find_filed(schedule, number, due)
+        if number >= schedule.unbucketed.base:
+            return (schedule, None) if schedule.unbucketed.due_of(number) == due else None
+        place = self._find_bucketed(schedule, number, due)
         if place is None:
             return None
         self._refuse_more()
         return schedule, place
 
-    def _find_filed(self, schedule: Schedule, number: int, due: int) -> BucketedOffset | None:
-        """Where a row waits in a bucket."""
+    def _find_bucketed(self, schedule: Schedule, number: int, due: int) -> BucketedOffset | None:
+        """The location of a waiting row in a bucket."""
         for key in keys_at(due):
             bucket = self.buckets.get(key)
             if bucket is None:
@@ -432,21 +434,22 @@ class Schedules:
         return None
 
     def _settle(self, schedule: Schedule, number: int, due: int, place: BucketedOffset | None) -> None:
-        """A row that waits leaves out of turn."""
+        """Settle a waiting row before it is due."""
         self._broker.touch(schedule.partition)
         self.window.remove(due, number, schedule.partition.id)
         if place is None:
-            schedule.fresh.settle(np.array([number]))
+            schedule.unbucketed.settle(np.array([number]))
         else:
             place.bucket.settle(place.run, np.array([place.row]))
-            self.filed.drop_finished()
+            self.bucketed.drop_finished()
 
     def _refuse_more(self) -> None:
-        """Raise when too many rows that left out of turn are remembered."""
+        """Raise when too many rows were settled before they were due: each takes memory until its run ends."""
         limit = self._broker.limits.schedule_settled
         if sum(bucket.settled_count for bucket in self.buckets.values()) >= limit:
             raise LimitExceeded(
-                f"{limit} messages were cancelled before they were near; cancel more later",
+                f"limit of messages cancelled long before they are due reached ({limit}, limit `schedule_settled`); "
+                "cancel more later or raise it",
                 limit="schedule_settled",
                 value=limit,
             )

@@ -1,15 +1,15 @@
-"""Stages: what the tasks of a batch wrote, which nobody sees before the batch is committed (R23).
+"""Stages: rows of a batch that are invisible until the batch is committed (R23).
 
-A *stage* holds what one attempt of a task wrote for one partition: a hidden partition of its own in the message log,
-with one producer. To publish it, its frames are appended once more as they are, stamped as rows of the partition they
-are for. The catalog says before the first of them that this has begun, and after the last that the stage is gone. All
-of it is in line in the message log, so that after a crash the frames that follow the first of the two rows say how far
-it has come; from there it goes on by itself. A stage that has begun is published whole, before its partition takes no
-more rows of some keys.
+A *stage* has the rows that one attempt of a task wrote for one partition. It is a hidden partition in the message log,
+with one producer. To publish a stage, the broker appends its frames again unchanged, stamped as rows of the target
+partition. A catalog row before the first copy records that publishing has begun, and one after the last copy deletes
+the stage. All of this is in the message log in order, so after a crash the copies that follow the first catalog row
+show the progress, and the broker continues from there. A stage whose publishing has begun is published completely
+before a seal takes LPs from its partition.
 
-Which stages are published is decided elsewhere, once for all of a batch: asking again changes nothing, and of a stage
-that is not known any more nothing is left to be done. That is why one that expired stays known for a while, and why
-one that was refused, as its keys have moved, is refused for good: its rows are being copied.
+The meta server decides once per batch which stages are published. Publishing is idempotent: an unknown stage counts as
+published. So the broker remembers expired stages for a while. A stage that was refused because its keys have moved
+stays refused, because the driver writes its rows to other partitions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from plait.broker.appender import Appended
 from plait.broker.partitions.partition import Partition
 from plait.broker.recovery.copied_ranges import CopiedRanges
-from plait.broker.recovery.segment_headers import HEAD_ROWS
+from plait.broker.recovery.segment_headers import CATALOG_FRAME_ROWS
 from plait.broker.subjects import create_partition, drop_partition
 from plait.errors import (
     DamageError,
@@ -54,22 +54,23 @@ log = logging.getLogger("plait.broker")
 PUBLISHING: Final = "publishing"
 MOVED: Final = "moved"
 EXPIRED: Final = "expired"
-#: Bytes that are published in one turn: the loop has others to serve.
+#: Bytes that one turn publishes: the loop serves other requests too.
 PUBLISH_SIZE_MAX: Final = 8 * MIB
-#: Turns that may wait for the disk: it works on one while the next is copied. More of them would only make its queue
-#: longer, and others stand in that.
+#: Turns that may wait for the disk: it syncs one while the next is copied. More would only delay other requests in the
+#: disk's queue.
 TURNS_AHEAD: Final = 2
-#: A seal that waits for what is being published keeps more from beginning for so long: it is asked for again sooner.
+#: While a seal waits for a partition, publishing of further stages to it is refused for this long. The meta server
+#: repeats the seal sooner than that.
 CLOSING_SECONDS: Final = 10.0
-#: Time before what the disk had no room for is tried again.
+#: Time before publishing is tried again after the disk was full.
 RETRY_SECONDS: Final = 1.0
 
-#: Called once: the stages are published, durably, or why they are not.
+#: Called once: with None when the stages are durably published, otherwise with the error.
 Reply = Callable[[PlaitError | None], None]
 
 
 class _Waiter:
-    """Somebody waits for stages to be published."""
+    """A request that waits until its stages are published."""
 
     __slots__ = ("producers", "reply")
 
@@ -85,18 +86,18 @@ class Stages:
         self._broker = broker
         self._all: dict[int, Partition] = {}
         self._queries: dict[str, dict[int, Partition]] = {}
-        #: Those that are being published, the first at present.
+        #: Stages to publish; the first one is being published.
         self._queue: deque[Partition] = deque()
         self._waiters: list[_Waiter] = []
-        #: Where frames stand that were copied since there was nothing to do.
+        #: Ranges of the frames that were copied since the queue was last empty.
         self._copied = CopiedRanges()
-        #: Where the message log ended after each turn that is not known to be durable.
+        #: The end of the message log after each turn that is not durable yet.
         self._turns: deque[int] = deque()
-        #: The next commit goes on with it.
+        #: The next commit continues publishing.
         self.ready = False
-        #: On the monotonic clock: until then it does not.
+        #: Monotonic time until which publishing pauses after an error.
         self._held_until = 0.0
-        #: Partitions that a seal waits for → until when (monotonic) nothing more begins to be published to them.
+        #: Name of a partition that a seal waits for → monotonic time until which no further stage is published to it.
         self._closing: dict[str, float] = {}
 
     # --- which there are ------------------------------------------------------------------------
@@ -108,17 +109,17 @@ class Stages:
         return producer in self._all
 
     def any_for(self, name: str) -> bool:
-        """Some hold rows for the partition ``name`` that may be published or copied."""
+        """Whether a stage has rows for the partition ``name`` that may be published or copied."""
         return any(each.row.name == name and _stage(each).state != EXPIRED for each in self._all.values())
 
     def add(self, partition: Partition) -> None:
-        """A stage is known."""
+        """Register a stage."""
         stage = _stage(partition)
         self._all[stage.producer] = partition
         self._queries.setdefault(stage.query, {})[stage.producer] = partition
 
     def remove(self, partition: Partition) -> None:
-        """A stage is gone."""
+        """Unregister a stage."""
         stage = _stage(partition)
         if self._all.get(stage.producer) is partition:
             del self._all[stage.producer]
@@ -128,18 +129,20 @@ class Stages:
                 del self._queries[stage.query]
 
     def open(self, name: str, stage: Stage) -> Partition:
-        """The stage of this producer for the partition ``name``; made now, if it is not there."""
+        """The stage of this producer for the partition ``name``; created if it does not exist."""
         broker = self._broker
         known = self._all.get(stage.producer)
         if known is not None:
             if known.row.name != name or known.row.stage != stage:
-                raise InvalidArgument(f"producer {stage.producer:016x} has another stage, or has closed this one")
+                raise InvalidArgument(
+                    f"producer {stage.producer:016x} has another stage, or this one is closed; use a new producer"
+                )
             return known
         target = broker.partition_of(name)
         limit = broker.limits.stages
         if len(self._all) >= limit:
             raise LimitExceeded(
-                f"this broker has its {limit} stages; commit or drop some, or raise the limit",
+                f"stage limit reached ({limit} per broker, limit `stages`); commit or drop some, or raise it",
                 limit="stages",
                 value=limit,
             )
@@ -150,31 +153,31 @@ class Stages:
     # --- rows come ------------------------------------------------------------------------------
 
     def check(self, partition: Partition, frame: FrameView) -> None:
-        """A frame that was sent is one of this stage."""
+        """Refuse a received frame that does not belong to this stage."""
         stage = _stage(partition)
         if stage.state:
             raise InvalidArgument(
-                f"the stage of producer {stage.producer:016x} takes no more rows: it is {stage.state}"
+                f"the stage of producer {stage.producer:016x} takes no more rows: its state is {stage.state}"
             )
         if not frame.flags & FLAG_UNSEQUENCED or frame.producer != stage.producer:
             raise FrameError("a stage takes unsequenced frames of its own producer only")
         if frame.has(Column.DELIVER_AT) != stage.delayed:
-            raise FrameError("frames with and without delivery times have stages of their own")
+            raise FrameError("frames with due times and frames without need separate stages")
         if stage.delayed:
             self._broker.schedules.check_time(int(frame.values(Column.DELIVER_AT).max()))
 
     def complete(self, producers: Iterable[tuple[int, int]], reply: Reply) -> None:
-        """(producer, rows) of stages that are whole; ``reply`` is called when they are so on the disk."""
+        """Check that stages, given as (producer, rows), are complete; ``reply`` is called when they are durable."""
         for producer, count in producers:
             self._checked(producer, count)
         self._broker.answer_when_durable(lambda: reply(None))
 
     def read(self, producer: int, start: int, size: int) -> tuple[str, list[bytes], int]:
-        """A stage's subject, frames from row ``start`` on, about ``size`` bytes, and where the next one begins."""
+        """A stage's subject, about ``size`` bytes of its frames from row ``start`` on, and the row after them."""
         partition = self._all.get(producer)
         frames: list[bytes] = []
         if partition is None:
-            raise Expired(f"there is no stage of producer {producer:016x} here (any more)")
+            raise Expired(f"the stage of producer {producer:016x} does not exist here, or no longer")
         self._write()
         for frame, record in self._frames(partition, start):
             frames.append(bytes(frame.buffer))
@@ -185,28 +188,28 @@ class Stages:
         return partition.row.subject, frames, start
 
     def _checked(self, producer: int, count: int) -> Partition:
-        """A stage that somebody counts on, with so many rows."""
+        """The stage of a producer; raises if it expired or does not have exactly ``count`` rows."""
         partition = self._all.get(producer)
         if partition is None or _stage(partition).state == EXPIRED:
             raise Expired(
-                f"the stage of producer {producer:016x} has expired, or was dropped; its rows are gone: "
+                f"the stage of producer {producer:016x} has expired or was dropped, and its rows are lost: "
                 "start the query with a new checkpoint"
             )
         if partition.next != count:
             raise DamageError(
                 f"the stage of producer {producer:016x} has {partition.next} rows, not {count}: the others were lost "
-                "before they were on the disk; write the batch again"
+                "before they were durable; write the batch again"
             )
         return partition
 
     # --- rows are published ---------------------------------------------------------------------
 
     def publish(self, producers: Iterable[tuple[int, int]], reply: Reply) -> None:
-        """(producer, rows) of stages that consumers are to see; ``reply`` is called when that is so, durably.
+        """Publish stages, given as (producer, rows); ``reply`` is called when they are durably published.
 
-        Those that are not known have been published before. Raises, and nothing has begun, if one of the others has
-        expired, or where a seal waits for what has begun (``FlowControl``). Nor has it if ``reply`` gets a
-        ``StaleRoute``: the partition of those that it names does not take their keys any more; the rows go elsewhere.
+        Unknown stages were published before. Raises and publishes nothing if a stage has expired, or if a seal waits
+        for its partition (``FlowControl``). Nothing is published either if ``reply`` gets a ``StaleRoute``: the target
+        partition no longer takes the keys of the stages that it names, and the driver writes their rows elsewhere.
         """
         broker = self._broker
         broker.refuse_when_full()
@@ -221,7 +224,7 @@ class Stages:
         if not wanted:
             broker.answer_when_durable(lambda: reply(None))
             return
-        # In the order in which they were named; one that was held up by damage is tried again.
+        # In the order of the request. A stage whose publishing stopped at damage is tried again.
         queued = set(self._queue)
         self._queue.extend(partition for partition in wanted.values() if partition not in queued)
         self._waiters.append(_Waiter(set(wanted), reply))
@@ -229,21 +232,22 @@ class Stages:
         broker.answer_after_commit(None)
 
     def drop(self, producers: Iterable[int]) -> int:
-        """Stages that shall never be published; how many of them there were. Counts once committed."""
+        """Delete stages that are not to be published. Returns how many there were. Counts once committed."""
         self._broker.commit()
         chosen = [self._all[producer] for producer in dict.fromkeys(producers) if producer in self._all]
         return self._delete([partition for partition in chosen if _stage(partition).state != PUBLISHING])
 
     def forget(self, query: str, batch: int) -> int:
-        """Every batch of the query up to this one is published: what else was written for them is dropped."""
+        """Delete the other stages of all batches of the query up to this one, which are published."""
         self._broker.commit()
         chosen = self._queries.get(query, {}).values()
         return self._delete([p for p in chosen if _stage(p).batch <= batch and _stage(p).state != PUBLISHING])
 
     def finish(self, target: Partition) -> None:
-        """Commit, and be done with what has begun to be published to a partition; ``FlowControl``: not yet, ask again.
+        """Commit, and check that no stage is being published to a partition; raises ``FlowControl`` while one is.
 
-        It goes on a turn's worth at a time, as others are to be served as well. Meanwhile nothing more begins.
+        Each call publishes one turn's worth, because the loop serves other requests too. Meanwhile no further stage is
+        published to the partition.
         """
         broker, name = self._broker, target.row.name
         if self._busy_with(name) and broker.clock.monotonic() >= self._held_until:
@@ -255,28 +259,28 @@ class Stages:
         if self._busy_with(name):
             self._closing[name] = broker.clock.monotonic() + CLOSING_SECONDS
             full = ", and the disk is full" if broker.clock.monotonic() < self._held_until else ""
-            raise FlowControl(f"messages are being published to {name!r}{full}; try again")
+            raise FlowControl(f"stages are being published to {name!r}{full}; try again")
         self._closing.pop(name, None)
 
     def _busy_with(self, name: str) -> bool:
         return any(partition.row.name == name for partition in self._queue)
 
     def look(self) -> bool:
-        """Whether there is something to do for ``run``."""
+        """Set and return ``ready``: whether ``run`` has work to do."""
         waiting = len(self._turns) >= TURNS_AHEAD
         self.ready = bool(self._queue) and not waiting and self._broker.clock.monotonic() >= self._held_until
         return self.ready
 
     @property
     def sync_wanted(self) -> bool:
-        """What was copied is to go to the disk while the rest follows: not all at the end, when somebody waits for it.
+        """Whether copied frames should be synced now, while more are copied, and not all at the end.
 
-        Nobody waits for it yet. So it is no commit that stands in line and gets old, for which sends are refused.
+        No request waits for this sync. So it is not a commit whose age makes flow control refuse sends.
         """
         return bool(self._turns)
 
     def synced(self) -> None:
-        """More of the message log is durable: what waited for that goes on."""
+        """More of the message log is durable: continue if publishing waited for that."""
         durable = self._broker.message_log.durable
         while self._turns and self._turns[0] <= durable:
             self._turns.popleft()
@@ -284,7 +288,7 @@ class Stages:
             self._broker.answer_after_commit(None)
 
     def run(self, now: int, appended: Appended) -> None:
-        """Publish a turn's worth; what there is no room for stays, and is tried again."""
+        """Publish one turn's worth. Stages that find no space on the disk stay queued and are tried again."""
         self.ready = False
         broker = self._broker
         try:
@@ -300,7 +304,7 @@ class Stages:
         except (DiskFull, ReadOnly, FlowControl):
             self._held_until = broker.clock.monotonic() + RETRY_SECONDS
         except StorageFailed:
-            # The broker knows, and stops.
+            # ``broker.failed`` is set, and the server stops.
             return
         else:
             if self._queue:
@@ -309,7 +313,7 @@ class Stages:
                     broker.answer_after_commit(None)
 
     def _publish(self, partition: Partition, now: int, appended: Appended, room: int) -> int:
-        """Append some of a stage's frames to where they belong; their size."""
+        """Append up to ``room`` bytes of a stage's frames to their partition. Returns their size."""
         broker = self._broker
         size = 0
         stage = _stage(partition)
@@ -328,21 +332,21 @@ class Stages:
                     if size >= room:
                         break
             except DamageError as error:
-                # It is tried again when somebody asks for it; if nobody does, it is given up in time.
-                log.error("nothing more is published to %s: %s", partition.row.name, error)
+                # The next request to publish the stage tries again; without one the stage expires.
+                log.error("publishing a stage to %s stopped: %s", partition.row.name, error)
                 self._queue.popleft()
                 self._answer(stage.producer, error)
                 return size
-        # Where its subject was deleted meanwhile, its rows went with it.
+        # If the subject was deleted meanwhile, the rows of the stage are deleted too.
         if target is None or partition.start >= partition.next:
-            broker.heads.define([msgspec.structs.replace(partition.row, deleted=True)])
+            broker.segment_headers.define([msgspec.structs.replace(partition.row, deleted=True)])
             self._queue.popleft()
             drop_partition(broker, partition)
             self._answer(stage.producer, None)
         return size
 
     def _forget(self) -> None:
-        """What was copied this turn need not stay in memory: the next copies come to lie where it was."""
+        """Release the memory of the frames that this turn copied, so that the next copies can use it."""
         self._write()
         for start, end in self._copied.take():
             self._broker.message_log.forget(start, end)
@@ -350,9 +354,9 @@ class Stages:
             self._copied.clear()
 
     def _frames(self, partition: Partition, start: int, *, trusted: bool = False) -> Iterator[tuple[FrameView, Record]]:
-        """The frames of a stage from row ``start`` on, verified unless they are ``trusted``, and where each stands.
+        """The frames of a stage from row ``start`` on, verified unless ``trusted``, and the record of each.
 
-        ``DamageError`` where a row does not read back, also where it is the last that no frame was found for.
+        Raises ``DamageError`` if a row cannot be read, also if the frames of the last rows are missing.
         """
         log, records = self._broker.message_log, partition.consume_log
         for index in range(records.find(start), len(records)):
@@ -362,7 +366,7 @@ class Stages:
                 if not trusted:
                     frame.verify()
                 if (frame.partition, frame.base, frame.count) != (partition.id, start, record.count):
-                    raise FrameError("another one stands there")
+                    raise FrameError("the log has another frame at this offset")
             except (FrameError, DamageError) as error:
                 raise _unreadable(partition, start, str(error)) from error
             start = record.base + record.count
@@ -371,7 +375,7 @@ class Stages:
             raise _unreadable(partition, start, "its frame is not in the log")
 
     def _answer(self, producer: int, error: PlaitError | None) -> None:
-        """A stage is published, or cannot be."""
+        """Answer the requests that wait for a stage: it is published, or ``error`` prevents that."""
         for waiter in list(self._waiters):
             if producer not in waiter.producers:
                 continue
@@ -381,22 +385,22 @@ class Stages:
                 self._broker.answer_when_durable(lambda reply=waiter.reply: reply(error))  # type: ignore[misc]
 
     def _check_closing(self, partitions: list[Partition]) -> None:
-        """Raise if a seal waits for what is being published to where one of these is for."""
+        """Raise if a seal waits for the target partition of one of these stages."""
         now = self._broker.clock.monotonic()
         self._closing = {name: until for name, until in self._closing.items() if now < until}
         for partition in partitions:
             if partition.row.name in self._closing:
-                raise FlowControl(f"partition {partition.row.name!r} is about to take fewer keys; try again")
+                raise FlowControl(f"partition {partition.row.name!r} is being sealed; try again")
 
     def _refuse(self, moved: list[Partition], reply: Reply) -> None:
-        """Every one that is for elsewhere is named, and stays so, even if its keys come back and after a crash.
+        """Refuse stages whose keys have moved, permanently: also after a crash, and if the keys return.
 
-        Who is told so writes its rows anew: another who asks later must not have them published here as well.
+        The driver that gets this reply writes the rows again elsewhere, so a later request must not publish them here.
         """
         self._change([partition for partition in moved if not _stage(partition).state], MOVED)
         producers = [_stage(partition).producer for partition in moved]
         error = StaleRoute(
-            f"partition {moved[0].row.name!r} does not take these keys (any more); write them elsewhere",
+            f"partition {moved[0].row.name!r} no longer takes these keys; write the rows to the route's partitions",
             producer=producers[0],
             producers=producers,
         )
@@ -406,12 +410,12 @@ class Stages:
         target = self._broker.subjects.get(partition.row.name)
         return target is not None and (
             target.accepts is None
-            # A look at the key hashes; what is wrong with a frame is found before it is published.
+            # This reads only key hashes; ``_publish`` verifies the frames.
             or all(target.takes(frame) for frame, _ in self._frames(partition, 0, trusted=True))
         )
 
     def _write(self) -> None:
-        """Rows that came this turn can be read from here on."""
+        """Write the log, so that the rows of this turn can be read."""
         broker = self._broker
         try:
             broker.message_log.write()
@@ -423,12 +427,12 @@ class Stages:
     # --- ends -----------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Give up those that no driver has asked for in time, and forget the oldest of many that were given up."""
+        """Expire stages that no driver has published in time, and delete the oldest of too many expired stages."""
         broker = self._broker
         late = broker.clock.now() - int(broker.limits.stage_seconds * 1_000_000)
         queued = set(self._queue)
         self._change(
-            # One that damage keeps from being published holds the log for nothing.
+            # This includes stages whose publishing stopped at damage: they would retain log segments for nothing.
             [p for p in self._all.values() if _stage(p).state != EXPIRED and p not in queued and _silent(p, late)],
             EXPIRED,
         )
@@ -437,14 +441,14 @@ class Stages:
             self._delete(sorted(expired, key=lambda partition: partition.row.id)[:count])
 
     def _change(self, partitions: list[Partition], state: str) -> None:
-        """The catalog says what becomes of stages."""
+        """Record a new state of stages in the catalog."""
         broker = self._broker
         for some in _pages(partitions):
             rows = [
                 msgspec.structs.replace(each.row, stage=msgspec.structs.replace(_stage(each), state=state))
                 for each in some
             ]
-            broker.heads.define(rows)
+            broker.segment_headers.define(rows)
             for partition, row in zip(some, rows, strict=True):
                 partition.row = row
                 if state == EXPIRED:
@@ -455,7 +459,7 @@ class Stages:
         broker = self._broker
         for some in _pages(partitions):
             rows = [msgspec.structs.replace(each.row, deleted=True) for each in some]
-            broker.heads.define(rows)
+            broker.segment_headers.define(rows)
             for partition in some:
                 drop_partition(broker, partition)
         return len(partitions)
@@ -463,7 +467,7 @@ class Stages:
     # --- recovery -------------------------------------------------------------------------------
 
     def replay(self, target: Partition, offset: int, frame: FrameView) -> None:
-        """A frame of the message log that may be one that was published."""
+        """Replay a frame of the message log that may be the copy of a stage's frame."""
         partition = self._all.get(frame.producer)
         if partition is None or _stage(partition).state != PUBLISHING or frame.has(Column.SCHEDULE):
             return
@@ -472,7 +476,7 @@ class Stages:
             self._broker.touch(partition)
 
     def recovered(self) -> None:
-        """Both logs were replayed: what had begun goes on with the next look."""
+        """Finish recovery after both logs were replayed: queue the stages whose publishing had begun."""
         self._queue = deque(p for p in self._all.values() if _stage(p).state == PUBLISHING)
         for partition in self._all.values():
             if _stage(partition).state == EXPIRED:
@@ -481,7 +485,7 @@ class Stages:
 
 def _unreadable(partition: Partition, row: int, why: str) -> DamageError:
     return DamageError(
-        f"row {row} of the stage of producer {_stage(partition).producer:016x} does not read back "
+        f"row {row} of the stage of producer {_stage(partition).producer:016x} cannot be read "
         f"({why}): the batch cannot be published; run 'plait doctor'"
     )
 
@@ -493,7 +497,7 @@ def _stage(partition: Partition) -> Stage:
 
 
 def _silent(partition: Partition, since: int) -> bool:
-    """Nothing was stored in it since then. Most are younger as a whole: their consume logs stay closed."""
+    """Whether no row was stored since then. For a stage that was created later, the consume log is not opened."""
     if partition.row.created >= since:
         return False
     records = partition.consume_log
@@ -501,5 +505,5 @@ def _silent(partition: Partition, since: int) -> bool:
 
 
 def _pages(partitions: list[Partition]) -> Iterator[list[Partition]]:
-    """As many as one frame of the catalog takes; what is done of them stands when the disk is full after that."""
-    return (partitions[start : start + HEAD_ROWS] for start in range(0, len(partitions), HEAD_ROWS))
+    """Split into pages of one catalog frame each. If the disk fills up, the pages written so far are in effect."""
+    return (partitions[start : start + CATALOG_FRAME_ROWS] for start in range(0, len(partitions), CATALOG_FRAME_ROWS))

@@ -1,7 +1,7 @@
-"""``plait bench``: a quick look at what a node does on this machine, in a few seconds.
+"""``plait bench``: measures a node on this machine in a few seconds.
 
-One client process against one server process, each figure on its own. The programs under benchmarks/ measure with
-separate producers and consumers and against other queues; this one answers "is it as fast here as it should be?".
+One client process, one server process, one figure at a time. The programs under benchmarks/ measure with separate
+producers and consumers and against other queues; this command shows whether a node is as fast here as expected.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from plait.client.client import Client
     from plait.client.consume.consumer import Consumer
 
-#: Tasks that each await their own send.
+#: Concurrent tasks, each of which awaits its own send.
 TASKS = 64
-#: How long a fetch waits before the run is given up.
+#: The run fails if a fetch gets no message for this long.
 FETCH_SECONDS = 30.0
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """One line of the table. Latencies are microseconds."""
+    """One line of the table. Latencies are in microseconds."""
 
     name: str
     count: int
@@ -52,12 +52,12 @@ class Figure(msgspec.Struct, frozen=True):
 
 def bench(
     *,
-    count: Annotated[int, Parameter(help="Messages of the batch figures; the others take a part of it.")] = 500_000,
+    count: Annotated[int, Parameter(help="Messages of the batch figures; the other figures use fewer.")] = 500_000,
     size: Annotated[int, Parameter(help="Bytes of a body.")] = 100,
     keys: Annotated[int, Parameter(help="Different order keys; 0 sends without keys.")] = 0,
     batch: Annotated[int, Parameter(help="Messages of one send_many call.")] = 10_000,
     embedded: Annotated[
-        bool, Parameter(help="Against a node of its own, in a temporary directory.", show_default=False)
+        bool, Parameter(help="Start a node for the run, in a temporary directory.", show_default=False)
     ] = False,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
@@ -89,7 +89,7 @@ async def _embedded(run: BenchRun) -> list[Figure]:
 
 
 class BenchRun:
-    """All figures, one after another, each on a subject of its own that is deleted afterwards."""
+    """Measures all figures in sequence, each on a subject of its own, which is deleted afterwards."""
 
     def __init__(self, steps: ProgressSteps, count: int, size: int, keys: int, batch: int) -> None:
         self._steps = steps
@@ -119,7 +119,7 @@ class BenchRun:
             try:
                 await client.admin.delete_subject(subject)
             except PlaitError:
-                # The error that ended the measurement, if there was one, is the one to tell.
+                # An error of the measurement itself must not be replaced by this one.
                 pass
 
     def _figure(self, name: str, count: int, seconds: float) -> Figure:
@@ -221,7 +221,9 @@ class BenchRun:
     @staticmethod
     def _arrived(number: int, done: int, count: int) -> None:
         if number == 0:
-            raise PlaitError(f"only {done} of {count} messages came within {FETCH_SECONDS:g} s of each other")
+            raise PlaitError(
+                f"received {done} of {count} messages, then none for {FETCH_SECONDS:g} s; see the node's log"
+            )
 
 
 def _row(figure: Figure) -> tuple[str, ...]:

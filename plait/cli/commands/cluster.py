@@ -1,4 +1,4 @@
-"""``plait cluster``: the brokers of a cluster, and what each broker group is for."""
+"""``plait cluster``: the brokers of a cluster and their states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ app = App(name="cluster", help="List the brokers of a cluster and set their stat
 
 @app.command
 def brokers(*, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
-    """List all brokers; NRW is one that is lost, or is to do nothing."""
+    """List all brokers. State NRW: the broker is lost, or set to take no reads and no writes."""
     found = with_client(server, lambda client: client.admin.brokers())
     if output == "json":
         print_json(found)
@@ -31,12 +31,12 @@ def forget(
     /,
     *,
     lost: Annotated[
-        bool, Parameter(negative="", help="Also if messages are lost with it that were not consumed; they are named.")
+        bool, Parameter(negative="", help="Also if unconsumed messages are lost with it; they are listed.")
     ] = False,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Give up a broker group that is switched off and will not come back; its subjects go to the others."""
+    """Remove a broker group that is permanently offline; its subjects move to the other groups."""
     found = with_client(server, lambda client: client.admin.forget_broker(group, lost=lost))
     if output == "json":
         print_json(found)
@@ -61,14 +61,14 @@ def state(
     group: Annotated[str, Parameter(help="The broker group.")],
     wished: Annotated[
         Literal["RW", "R", "W", "NRW"],
-        Parameter(help="With less than RW new partitions go elsewhere; with R or NRW also messages that may."),
+        Parameter(help="Below RW, new partitions are placed elsewhere; with R or NRW also messages, where possible."),
     ],
     /,
     *,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Say what a broker group is for; clients hear of it with the next look at their routes."""
+    """Set the wished state of a broker group; clients see it when they next refresh their routes."""
     with_client(server, lambda client: client.admin.set_broker_state(group, wished))
     if output == "json":
         print_json({"group": group, "wished": wished})

@@ -1,4 +1,4 @@
-"""``plait dlq``: the dead letters of each group, why they died, and what becomes of them."""
+"""``plait dlq``: lists the dead letters of groups and their reasons, resends and purges them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from cyclopts import App, Parameter
 from plait.cli.event_loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server, Yes
 from plait.cli.output import (
+    format_size,
+    format_time,
     print_facts,
     print_json,
     print_table,
@@ -19,8 +21,6 @@ from plait.cli.output import (
     shortened,
     shown_body,
     text_or_base64,
-    words_of_moment,
-    words_of_size,
 )
 from plait.cli.progress import ProgressSteps
 from plait.errors import InvalidArgument, PlaitError
@@ -34,19 +34,19 @@ app = App(name="dlq", help="List, show, resend and purge dead letters.")
 
 Subject = Annotated[str, Parameter(help="The subject.")]
 Group = Annotated[str, Parameter(help="The group whose messages died.")]
-Type = Annotated[str | None, Parameter(name="--type", help="Only those that died of this type of error.")]
-Handler = Annotated[str | None, Parameter(help="Only those that died in this handler.")]
+Type = Annotated[str | None, Parameter(name="--type", help="Only letters with this type of error.")]
+Handler = Annotated[str | None, Parameter(help="Only letters of this handler.")]
 Before = Annotated[
     str | None,
-    Parameter(allow_leading_hyphen=True, help="Only those that died before: -5m, or a time such as 2025-01-31T12:00."),
+    Parameter(allow_leading_hyphen=True, help="Only letters that died before -5m, or a time such as 2025-01-31T12:00."),
 ]
 DryRun = Annotated[bool, Parameter(help="Only count them.", show_default=False)]
 All = Annotated[bool, Parameter(name="--all", help="Every letter of the group.", show_default=False)]
-Rate = Annotated[float | None, Parameter(help="So many a second at most.")]
+Rate = Annotated[float | None, Parameter(help="At most this many per second.")]
 
 #: Characters of a reason in a listing.
 TEXT_WIDTH = 60
-#: Letters of a listing that says nothing else.
+#: The default of ``--limit``.
 LIMIT = 100
 
 
@@ -56,7 +56,7 @@ def list_letters(
     group: Annotated[str | None, Parameter(help="List this group's letters.")] = None,
     /,
     *,
-    limit: Annotated[int | None, Parameter(help=f"At most so many letters; {LIMIT} unless it is said.")] = None,
+    limit: Annotated[int | None, Parameter(help=f"List at most this many letters; default {LIMIT}.")] = None,
     error_type: Type = None,
     handler: Handler = None,
     before: Before = None,
@@ -75,7 +75,7 @@ def list_letters(
         }
         for option, value in given.items():
             if value is not None:
-                raise InvalidArgument(f"{option} is for the letters of one group; name the group too")
+                raise InvalidArgument(f"{option} selects letters of one group; name the group too")
         _list_queues(subject, server, output)
         return
     select = _select((), error_type, handler, before)
@@ -91,13 +91,13 @@ def list_letters(
     rows = (
         (
             str(letter.sequence),
-            words_of_moment(letter.last_time),
+            format_time(letter.last_time),
             str(letter.attempts),
             printable(letter.reason.type),
             printable(letter.reason.handler),
             shortened(printable(letter.reason.text), TEXT_WIDTH),
             "-" if letter.key is None else printable(letter.key),
-            words_of_size(letter.size),
+            format_size(letter.size),
             str(letter.message_id),
             str(letter.partition),
         )
@@ -144,17 +144,17 @@ def show(
             ("key", "-" if letter.key is None else printable(letter.key)),
             ("tags", ", ".join(map(printable, letter.tags)) or "-"),
             ("headers", headers or "-"),
-            ("sent", "-" if letter.send_time is None else words_of_moment(letter.send_time)),
-            ("stored", words_of_moment(letter.store_time)),
+            ("sent", "-" if letter.send_time is None else format_time(letter.send_time)),
+            ("stored", format_time(letter.store_time)),
             ("attempts", str(letter.attempts)),
-            ("first failed", words_of_moment(letter.first_time)),
-            ("died", words_of_moment(letter.last_time)),
+            ("first failed", format_time(letter.first_time)),
+            ("died", format_time(letter.last_time)),
             ("reason", printable(str(letter.reason))),
             *(
-                ("died before", f"{words_of_moment(h.time)} after {h.attempts} attempts: {printable(str(h.reason))}")
+                ("died before", f"{format_time(h.time)} after {h.attempts} attempts: {printable(str(h.reason))}")
                 for h in letter.history
             ),
-            ("size", words_of_size(letter.size)),
+            ("size", format_size(letter.size)),
             ("body", shown_body(letter.body or b"")),
         ]
     )
@@ -170,7 +170,7 @@ def reasons(
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Count a group's dead letters by what they died of."""
+    """Count a group's dead letters by reason."""
     found = with_client(server, lambda client: client.admin.dead_reasons(subject, group, partition=partition))
     if output == "json":
         print_json(found)
@@ -181,8 +181,8 @@ def reasons(
             f"{reason.count:,}",
             printable(reason.type) or "-",
             printable(reason.handler) or "-",
-            words_of_moment(reason.first_time),
-            words_of_moment(reason.last_time),
+            format_time(reason.first_time),
+            format_time(reason.last_time),
             shortened(printable(reason.text), TEXT_WIDTH),
         )
         for reason in found
@@ -206,9 +206,9 @@ def resend(
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Deliver dead letters to their group again, and to no other."""
+    """Deliver dead letters again, to their group only."""
     select = _selected("resend", every, _select(sequences, error_type, handler, before))
-    work = WorkingOff("resend", subject, group, select, rate, partition, dry_run=dry_run, json=output == "json")
+    work = DeadLetterRun("resend", subject, group, select, rate, partition, dry_run=dry_run, json=output == "json")
     with_client(server, work.run)
 
 
@@ -229,23 +229,23 @@ def purge(
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Give dead letters up, for good."""
+    """Delete dead letters permanently."""
     select = _selected("purge", every, _select(sequences, error_type, handler, before))
     if not yes and not dry_run:
         if not sys.stdin.isatty():
             raise InvalidArgument(
-                f"purging dead letters of {group!r} cannot be undone: say --yes, or --dry-run to count"
+                f"purging dead letters of {group!r} cannot be undone; confirm with --yes, or count with --dry-run"
             )
         what = "all" if every else "the selected"
-        sys.stderr.write(f"purge {what} dead letters of {group!r} for good? Type the group's name to go on: ")
+        sys.stderr.write(f"permanently purge {what} dead letters of {group!r}? Type the group's name to confirm: ")
         sys.stderr.flush()
         if sys.stdin.readline().strip() != group:
-            raise InvalidArgument("not purged")
-    work = WorkingOff("purge", subject, group, select, rate, partition, dry_run=dry_run, json=output == "json")
+            raise InvalidArgument(f"nothing was purged: the name typed is not {group!r}")
+    work = DeadLetterRun("purge", subject, group, select, rate, partition, dry_run=dry_run, json=output == "json")
     with_client(server, work.run)
 
 
-class WorkingOff:
+class DeadLetterRun:
     """One run of resend or purge."""
 
     def __init__(
@@ -271,7 +271,7 @@ class WorkingOff:
         self._count = 0
 
     async def run(self, client: Client) -> None:
-        """Do it, show how far it is, and print what came of it."""
+        """Resend or purge, show the progress and print the result."""
         done = "resent" if self._what == "resend" else "purged"
         work = client.admin.resend_dead if self._what == "resend" else client.admin.purge_dead
         queues = await client.admin.dead_queues(self._subject)
@@ -296,8 +296,8 @@ class WorkingOff:
                     **self._select,
                 )
         except (PlaitError, asyncio.CancelledError):
-            # Cancelled: by Ctrl-C.
-            self._tell_how_far(done)
+            # Ctrl-C cancels.
+            self._print_partial(done)
             raise
         if self._json:
             print_json({"subject": self._subject, "group": self._group, "dry_run": self._dry_run, done: count})
@@ -310,16 +310,16 @@ class WorkingOff:
             ]
         )
 
-    def _tell_how_far(self, done: str) -> None:
-        """It ends half way. Whether what was asked for last was done, nobody knows."""
+    def _print_partial(self, done: str) -> None:
+        """Print how many letters are done at least. The result of the last request is not known."""
         if self._count and not self._dry_run:
-            sys.stderr.write(f"at least {counted(self._count, 'dead letter')} {done}; what is left can be done again\n")
+            sys.stderr.write(f"at least {counted(self._count, 'dead letter')} {done}; run again for the rest\n")
 
 
 def _select(
     sequences: tuple[int, ...], error_type: str | None, handler: str | None, before: str | None
 ) -> dict[str, Any]:
-    """As the client takes it."""
+    """The selection, as keyword arguments of the client."""
     from plait.client.arguments import moment_of, to_datetime
 
     select: dict[str, Any] = {}
@@ -334,25 +334,25 @@ def _select(
         moment = moment_of(before, "--before", now)
         assert moment is not None
         if moment > now:
-            # Nothing dies in the future: all of them would be meant, by somebody who says that not all are.
+            # A time in the future would select every letter, although the user asked for a part of them.
             raise InvalidArgument(
-                f"--before {before} is still to come; write -7d for seven days ago, or a time that is over"
+                f"--before {before} is in the future; write -7d for seven days ago, or a time in the past"
             )
         select["before"] = to_datetime(moment)
     return select
 
 
 def _selected(what: str, every: bool, select: dict[str, Any]) -> dict[str, Any]:
-    """Everything is meant only where that is said."""
+    """Check the selection: all letters must be selected explicitly."""
     if every and select:
-        raise InvalidArgument("say --all or which letters, not both")
+        raise InvalidArgument("use --all or select letters, not both")
     if not every and not select:
-        raise InvalidArgument(f"say which letters to {what}: sequences, --type, --handler or --before, or --all")
+        raise InvalidArgument(f"select the letters to {what}: by sequence, --type, --handler, --before, or --all")
     return select
 
 
 def fields_of(letter: DeadLetter) -> dict[str, Any]:
-    """A letter for programs; a body that is not UTF-8 is under ``body_base64`` instead of ``body``."""
+    """A letter as JSON fields. A body that is not UTF-8 is in ``body_base64`` instead of ``body``."""
     fields: dict[str, Any] = {
         "subject": letter.subject,
         "group": letter.group,

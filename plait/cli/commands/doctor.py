@@ -1,4 +1,4 @@
-"""``plait doctor``: is a data directory whole, and what to do where it is not. Changes nothing."""
+"""``plait doctor``: checks a data directory and prints the findings with advice. Changes nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from plait.cli.options import Output
-from plait.cli.output import console, print_facts, print_json, words_of_size, words_of_time
+from plait.cli.output import console, format_micros, format_size, print_facts, print_json
 from plait.cli.progress import ProgressSteps
 from plait.doctor import CheckReport, Finding, examine
 from plait.doctor.findings import LogFacts
@@ -22,7 +22,7 @@ def doctor(
     *,
     output: Output = "table",
 ) -> int:
-    """Check a data directory and say what is damaged; exit code 8 if something is."""
+    """Check a data directory for damage; exit code 8 if there is any."""
     with ProgressSteps() as steps:
         step = ""
 
@@ -42,13 +42,13 @@ def doctor(
 
 
 def _print(report: CheckReport) -> None:
-    message, kept, action = report.message_log, report.kept_log, report.action_log
+    message, retained, action = report.message_log, report.kept_log, report.action_log
     print_facts(
         [
             ("directory", report.path),
             (
                 "in use",
-                "yes: a server has it open; what it writes meanwhile is not looked at" if report.in_use else "no",
+                "yes, by a server; what it writes during the check is not examined" if report.in_use else "no",
             ),
             ("format", f"version {report.format_version}"),
             ("checkpoints", _checkpoints(report)),
@@ -57,8 +57,8 @@ def _print(report: CheckReport) -> None:
                 f"{_extent(message)}, {counted(message.rows, 'message')} of {counted(report.subjects, 'subject')}",
             ),
             (
-                "kept log",
-                f"{_extent(kept)}, {kept.rows:,} dead letters and retries, settled or not",
+                "retained log",
+                f"{_extent(retained)}, {retained.rows:,} dead letters and retries, settled or not",
             ),
             (
                 "action log",
@@ -98,7 +98,7 @@ def _checkpoints(report: CheckReport) -> str:
     how = "of an orderly stop" if newest.clean else "of a running server"
     return (
         f"{len(found)}, {f'{broken} not whole' if broken else 'all whole'}; the one a start uses is "
-        f"{newest.number}, {how}, {words_of_time(newest.time)}, epoch {newest.epoch}"
+        f"{newest.number}, {how}, {format_micros(newest.time)}, epoch {newest.epoch}"
     )
 
 
@@ -107,5 +107,5 @@ def _place(finding: Finding) -> str:
     if finding.offset is not None:
         where += f", byte {finding.offset:,}"
     if finding.size is not None:
-        where += f", {words_of_size(finding.size)}"
+        where += f", {format_size(finding.size)}"
     return where

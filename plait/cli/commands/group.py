@@ -1,4 +1,4 @@
-"""``plait group``: how far each group is, moving it, and its parked keys."""
+"""``plait group``: shows the progress of groups, changes, resets and deletes them, and handles their parked keys."""
 
 from __future__ import annotations
 
@@ -22,13 +22,9 @@ if TYPE_CHECKING:
     from plait.client.client import Client
 
 app = App(name="group", help="List, describe, change, reset and delete consumer groups; their parked keys.")
-app.command("plait.cli.commands.parked:parked", name="parked", help="List the keys that wait for a decision.")
-app.command(
-    "plait.cli.commands.parked:resume", name="resume", help="Go on with parked keys, with the messages that failed."
-)
-app.command(
-    "plait.cli.commands.parked:skip", name="skip", help="Go on with parked keys behind the messages that failed."
-)
+app.command("plait.cli.commands.parked:parked", name="parked", help="List the parked keys.")
+app.command("plait.cli.commands.parked:resume", name="resume", help="Resume parked keys and retry the failed messages.")
+app.command("plait.cli.commands.parked:skip", name="skip", help="Resume parked keys after the failed messages.")
 
 Subject = Annotated[str, Parameter(help="The subject the group consumes.")]
 Group = Annotated[str, Parameter(help="The group's name.")]
@@ -61,7 +57,7 @@ def describe(
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Describe a group and its consumers; over several partitions, or in one of them."""
+    """Describe a group and its consumers, over all partitions or in one."""
 
     async def work(client: Client) -> tuple[GroupInfo, AllocationInfo | None]:
         info = await client.admin.group(subject, group, partition=partition)
@@ -79,15 +75,15 @@ def describe(
             ("delivery", found.delivery.replace("_", " ")),
             ("retry", f"failed messages wait {found.retry}"),
             ("lag", f"{_about(found.estimated)}{found.lag:,} not done yet"),
-            ("next", f"{found.next} is handed out next; everything before {found.floor} is done"),
-            ("unacked", f"{_about(found.estimated)}{found.unacked:,} in consumers' hands"),
-            ("returned", f"{_about(found.estimated)}{found.returned:,} to be handed out again"),
+            ("next", f"{found.next} is delivered next; everything before {found.floor} is done"),
+            ("unacked", f"{_about(found.estimated)}{found.unacked:,} held by consumers"),
+            ("returned", f"{_about(found.estimated)}{found.returned:,} to be delivered again"),
             ("waiting", f"{found.waiting:,} failed and wait for their next attempt"),
-            ("dead", f"{found.dead:,} failed for good (plait dlq)"),
-            ("redelivered", f"{found.redelivered:,} so far"),
+            ("dead", f"{found.dead:,} dead letters (plait dlq)"),
+            ("redelivered", f"{found.redelivered:,} in total"),
             (
                 "lost",
-                f"{_about(found.lost_estimated)}{found.lost:,} taken by retention or damage before they were done",
+                f"{_about(found.lost_estimated)}{found.lost:,} removed by retention or damage before they were done",
             ),
             *_facts_of_keys(found),
         ]
@@ -100,7 +96,7 @@ def describe(
 
 
 def _about(estimated: bool) -> str:
-    """What stands before a number that is not exact."""
+    """The prefix of a number that is estimated."""
     return "about " if estimated else ""
 
 
@@ -108,13 +104,13 @@ def _facts_of_keys(group: GroupInfo) -> list[tuple[str, str]]:
     if not group.ordered:
         return []
     return [
-        ("holding", f"{group.holding:,} keys failed and hold their place"),
-        ("parked", f"{group.parked:,} of them wait for a decision (plait group parked)"),
+        ("holding", f"{group.holding:,} keys are held back by a failed message"),
+        ("parked", f"{group.parked:,} of them are parked (plait group parked)"),
     ]
 
 
 def _print_shares(group: GroupInfo, allocation: AllocationInfo) -> None:
-    """Who is to handle what, and what of it each has."""
+    """Print the share of each member, and the locks and rows that it has."""
     consumers = {consumer.client: consumer for consumer in group.consumers}
     shares = {member.client: member.count for member in allocation.members}
     rows = []
@@ -150,7 +146,7 @@ def reset(
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Move a group that has no live consumers."""
+    """Move the position of a group that has no live consumers."""
     sequence = with_client(server, lambda client: client.admin.reset_group(subject, group, to, partition=partition))
     if output == "json":
         print_json({"subject": subject, "group": group, "next": sequence})
@@ -168,16 +164,16 @@ def set_(
         str | None, Parameter(help="Attempts before a message is a dead letter, or 'unlimited'.")
     ] = None,
     first: Annotated[str | None, Parameter(help="The wait before the second attempt, as in 1s.")] = None,
-    factor: Annotated[float | None, Parameter(help="How many times as long each wait is as the one before.")] = None,
+    factor: Annotated[float | None, Parameter(help="Each wait is the one before times this.")] = None,
     longest: Annotated[str | None, Parameter(help="The longest wait, as in 10m.")] = None,
     steps: Annotated[str | None, Parameter(help="The waits themselves, as in 1s,10s,1m; the last repeats.")] = None,
     expires: Annotated[
-        str | None, Parameter(help="A message that fails this long after its send is dead, as in 1d.")
+        str | None, Parameter(help="A message that fails this long after it was sent is dead, as in 1d.")
     ] = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Change how a group without live consumers retries; what is left out stays as it is."""
+    """Change the retry policy of a group without live consumers; omitted values stay unchanged."""
     changed: dict[str, Any] = {}
     if attempts is not None:
         changed["attempts"] = None if attempts == "unlimited" else whole_of(attempts, "--attempts")
@@ -189,9 +185,7 @@ def set_(
     if steps is not None:
         changed["steps"] = tuple(duration_of(step.strip()) for step in steps.split(",") if step.strip())
     if not changed:
-        raise InvalidArgument(
-            "nothing is to be changed; say --attempts, --first, --factor, --longest, --steps or --expires"
-        )
+        raise InvalidArgument("nothing to change; use --attempts, --first, --factor, --longest, --steps or --expires")
 
     async def work(client: Client) -> GroupInfo:
         before = await client.admin.group(subject, group)
@@ -214,14 +208,14 @@ def delete(subject: Subject, group: Group, /, *, yes: Yes = False, server: Serve
 
 
 def kind_of(group: GroupInfo) -> str:
-    """How the group's messages are given to its members."""
+    """How the group distributes messages."""
     if group.affinity:
         return f"affinity {group.affinity}"
     return "broadcast" if group.broadcast else "ordered" if group.ordered else "shared"
 
 
 def print_groups(groups: Iterable[GroupInfo]) -> None:
-    """A line a group."""
+    """Print one line per group."""
     columns = (
         "subject",
         "group",

@@ -1,4 +1,4 @@
-"""``plait group parked | resume | skip``: keys of a strict subject that wait for a decision."""
+"""``plait group parked | resume | skip``: the parked keys of a strict subject."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from plait.cli.event_loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server
-from plait.cli.output import print_facts, print_json, print_table, printable, shortened, words_of_moment
+from plait.cli.output import format_time, print_facts, print_json, print_table, printable, shortened
 from plait.errors import InvalidArgument, KeyNotParked
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def parked(
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """List the keys that wait for a decision, those that wait longest first."""
+    """List the parked keys, oldest first."""
     keys = with_client(server, lambda client: client.admin.parked(subject, group, partition=partition))
     if output == "json":
         print_json([_fields(key) for key in keys])
@@ -48,7 +48,7 @@ def parked(
     rows = (
         (
             "-" if key.key is None else printable(key.key),
-            "-" if key.since is None else words_of_moment(key.since),
+            "-" if key.since is None else format_time(key.since),
             str(key.attempts),
             shortened(printable(str(key.reason)), TEXT_WIDTH),
             "-" if key.sequence is None else str(key.sequence),
@@ -72,7 +72,7 @@ def resume(
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Go on with parked keys: with the messages that failed, which are tried again."""
+    """Resume parked keys with the failed messages, which are retried."""
     which = _which(key, by_hash, everything=everything)
     count = with_client(server, lambda client: _each(client, subject, group, which, skip=False))
     _print_count(subject, group, "resumed", count, output)
@@ -89,29 +89,29 @@ def skip(
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Go on with parked keys behind the messages that failed, which stay dead letters."""
+    """Resume parked keys after the failed messages, which stay dead letters."""
     which = _which(key, by_hash, everything=everything)
     count = with_client(server, lambda client: _each(client, subject, group, which, skip=True))
     _print_count(subject, group, "skipped", count, output)
 
 
 def _which(key: str | None, by_hash: str | None, *, everything: bool) -> str | int | None:
-    """A key, the hash of one, or None: all."""
+    """A key, the hash of one, or None for all parked keys."""
     if (key is not None) + (by_hash is not None) + everything != 1:
-        raise InvalidArgument("name one key, or its --hash, or say --all")
+        raise InvalidArgument("name one key, or its --hash, or use --all")
     if by_hash is None:
         return key
     try:
         return int(by_hash, 16)
     except ValueError:
-        raise InvalidArgument(f"--hash {by_hash!r} is not one; it is a hexadecimal number") from None
+        raise InvalidArgument(f"--hash {by_hash!r} is not hexadecimal; copy it from 'plait group parked'") from None
 
 
 async def _each(client: Client, subject: str, group: str, which: str | int | None, *, skip: bool) -> int:
     admin: Admin = client.admin
     if which is None:
         return await (admin.skip_all if skip else admin.resume_all)(subject, group)
-    go_on: Callable[[str, str, Any], Awaitable[None]] = admin.skip_key if skip else admin.resume_key
+    decide: Callable[[str, str, Any], Awaitable[None]] = admin.skip_key if skip else admin.resume_key
     if isinstance(which, int):
         found = [key for key in await admin.parked(subject, group) if key.hash == which]
         if not found:
@@ -120,9 +120,9 @@ async def _each(client: Client, subject: str, group: str, which: str | int | Non
                 subject=subject,
                 group=group,
             )
-        await go_on(subject, group, found[0])
+        await decide(subject, group, found[0])
     else:
-        await go_on(subject, group, which)
+        await decide(subject, group, which)
     return 1
 
 
@@ -138,6 +138,6 @@ def _hash(key: ParkedKey) -> str:
 
 
 def _fields(key: ParkedKey) -> dict[str, Any]:
-    """For programs: the hash as ``--hash`` takes it, as many of them have no whole numbers of 64 bits."""
+    """A key as JSON fields. The hash is text, as ``--hash`` takes it: many JSON readers have no 64-bit integers."""
     reason = {name: getattr(key.reason, name) for name in ("type", "text", "handler")}
     return msgspec.structs.asdict(key) | {"hash": _hash(key), "partition": str(key.partition), "reason": reason}

@@ -1,4 +1,4 @@
-"""``plait schedule``: what is to be delivered later, how much of it, and calling it off."""
+"""``plait schedule``: lists, counts, cancels and moves delayed messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from plait.cli.event_loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server, delay_of, time_of
-from plait.cli.output import exactly, print_facts, print_json, print_table, printable, words_of_size
+from plait.cli.output import format_size, format_time_exactly, print_facts, print_json, print_table, printable
 from plait.errors import InvalidArgument, NotScheduled
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 app = App(name="schedule", help="List, count, cancel and move delayed messages.")
 
 Subject = Annotated[str, Parameter(help="The subject.")]
-Number = Annotated[int, Parameter(help="Its number in the schedule, as `plait schedule list` shows it.")]
-At = Annotated[str, Parameter(help="When it is to be delivered, as `plait schedule list` shows it.")]
+Number = Annotated[int, Parameter(help="The message's number in the schedule, as `plait schedule list` shows it.")]
+At = Annotated[str, Parameter(help="The message's due time, as `plait schedule list` shows it.")]
 Start = Annotated[
     str | None,
-    Parameter(allow_leading_hyphen=True, help="From then on: 5m from now, or a time such as 2025-01-31T12:00."),
+    Parameter(allow_leading_hyphen=True, help="Due at or after: 5m from now, or a time such as 2025-01-31T12:00."),
 ]
-End = Annotated[str | None, Parameter(allow_leading_hyphen=True, help="Up to then, in the same words.")]
+End = Annotated[str | None, Parameter(allow_leading_hyphen=True, help="Due before; as --start.")]
 
 
 @app.command(name="list")
@@ -36,12 +36,12 @@ def list_scheduled(
     *,
     start: Start = None,
     end: End = None,
-    limit: Annotated[int, Parameter(help="At most so many.")] = 100,
+    limit: Annotated[int, Parameter(help="List at most this many.")] = 100,
     partition: Partition = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """List a subject's messages that wait for their time, the next one first."""
+    """List a subject's delayed messages, the next due first."""
     found = with_client(
         server,
         lambda client: client.admin.scheduled(subject, partition=partition, start=start, end=end, limit=limit),
@@ -53,9 +53,9 @@ def list_scheduled(
     rows = (
         (
             str(message.number),
-            exactly(message.deliver_at),
+            format_time_exactly(message.deliver_at),
             "-" if message.key is None else printable(message.key),
-            words_of_size(message.size),
+            format_size(message.size),
             str(message.message_id),
             str(message.partition),
         )
@@ -68,23 +68,24 @@ def list_scheduled(
 
 @app.command
 def count(
-    subject: Annotated[str | None, Parameter(help="Only of this subject.")] = None,
+    subject: Annotated[str | None, Parameter(help="Only messages of this subject.")] = None,
     /,
     *,
     start: Start = None,
     end: End = None,
-    by: Annotated[Literal["subject", "time"], Parameter(help="What is counted together.")] = "subject",
+    by: Annotated[Literal["subject", "time"], Parameter(help="Count per subject or per time.")] = "subject",
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Count the messages that wait for their time."""
+    """Count the delayed messages."""
     counts = with_client(server, lambda client: client.admin.schedule_counts(subject, start=start, end=end, by=by))
     if output == "json":
         print_json(counts)
         return
     columns = ("subject" if by == "subject" else "deliver from", "messages")
     rows = (
-        (c.subject or "-" if by == "subject" or c.time is None else exactly(c.time), f"{c.count:,}") for c in counts
+        (c.subject or "-" if by == "subject" or c.time is None else format_time_exactly(c.time), f"{c.count:,}")
+        for c in counts
     )
     print_table(columns, rows, right=columns[1:])
 
@@ -100,13 +101,13 @@ def cancel(
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Call a message off: it is never delivered."""
+    """Cancel a delayed message: it is never delivered."""
     at = time_of(deliver_at)
 
     async def work(client: Client) -> None:
         if not await client.admin.cancel_scheduled(subject, number, at, partition=partition):
             raise NotScheduled(
-                f"number {number} of {subject!r} is not scheduled for {exactly(at)} (any more)",
+                f"number {number} of {subject!r} is not scheduled for {format_time_exactly(at)}, or no longer",
                 subject=subject,
                 number=number,
             )
@@ -125,7 +126,7 @@ def move(
     deliver_at: At,
     /,
     *,
-    delay: Annotated[str | None, Parameter(help="So long from now: 10s, 5m, level3.")] = None,
+    delay: Annotated[str | None, Parameter(help="This long from now: 10s, 5m, level3.")] = None,
     to: Annotated[str | None, Parameter(help="At this time, such as 2025-01-31T12:00.")] = None,
     partition: Partition = None,
     server: Server = DEFAULT_SERVER,
@@ -136,7 +137,7 @@ def move(
     from plait.client.send.due_time import due_of
 
     if (delay is None) == (to is None):
-        raise InvalidArgument("say when: --delay or --to")
+        raise InvalidArgument("use --delay or --to for the new time: exactly one of them")
     at = time_of(deliver_at)
     now = -(-time.time_ns() // 1000)
     due = to_datetime(due_of(None if delay is None else delay_of(delay), None if to is None else time_of(to), now))
@@ -144,7 +145,7 @@ def move(
     if output == "json":
         print_json({"subject": subject, "number": new, "deliver_at": due})
     else:
-        print_facts([("subject", subject), ("number", str(new)), ("deliver at", exactly(due))])
+        print_facts([("subject", subject), ("number", str(new)), ("deliver at", format_time_exactly(due))])
 
 
 def _fields(message: ScheduledMessage) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from cyclopts import Parameter
 
 from plait.cli.event_loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Output, Server, delay_of, time_of
-from plait.cli.output import exactly, print_json_line, print_table
+from plait.cli.output import format_time_exactly, print_json_line, print_table
 from plait.cli.progress import ProgressSteps
 from plait.errors import BufferFull, InvalidArgument, PlaitError, TooLarge
 from plait.limits import BODY_SIZE_MAX, MIB
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from plait.client.client import Client
     from plait.client.types import HeaderValue, Receipt, Ticket
 
-#: Read at once from a file or a pipe.
+#: Bytes of one read from a file or a pipe.
 BLOCK_SIZE = 1 * MIB
-#: Tickets that wait for their receipt; above it the oldest is waited for.
+#: The most tickets without a receipt. Above it, the oldest is awaited.
 TICKETS_MAX = 50_000
 
 
 def send(
-    subject: Annotated[str, Parameter(help="Where to.")],
-    body: Annotated[str | None, Parameter(help="The message; '-' or nothing reads standard input.")] = None,
+    subject: Annotated[str, Parameter(help="The subject to send to.")],
+    body: Annotated[str | None, Parameter(help="The message; omitted or '-': read standard input.")] = None,
     /,
     *,
     key: Annotated[str | None, Parameter(help="Order key of every message sent.")] = None,
@@ -51,15 +51,15 @@ def send(
         ),
     ] = None,
     delay: Annotated[
-        str | None, Parameter(help="Deliver it so much later: 10s, 5m, or level3 of RocketMQ's levels.")
+        str | None, Parameter(help="Deliver it this much later: 10s, 5m, or level3 of RocketMQ's levels.")
     ] = None,
     deliver_at: Annotated[
-        str | None, Parameter(help="Deliver it at this time, such as 2025-01-31T12:00 (UTC unless it says otherwise).")
+        str | None, Parameter(help="Deliver it at this time, such as 2025-01-31T12:00 (UTC unless it has an offset).")
     ] = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Send one message, or a line each from standard input; print the receipts."""
+    """Send one message, or each line of standard input as one; print the receipts."""
     if body is not None and file is not None and body != "-":
         raise InvalidArgument("give a body or --file, not both")
     from_stdin = (body in (None, "-") and file is None) or str(file) == "-"
@@ -69,7 +69,7 @@ def send(
         "delay": None if delay is None else delay_of(delay),
         "deliver_at": None if deliver_at is None else time_of(deliver_at),
     }
-    sending = Sending(subject, key, tag, _headers(header), when, json=output == "json")
+    sending = SendRun(subject, key, tag, _headers(header), when, json=output == "json")
     if not from_stdin and file is None:
         assert body is not None
         text = body.encode("utf-8", "surrogateescape")
@@ -85,7 +85,7 @@ def send(
         with_client(server, lambda client: sending.one(client, content))
 
 
-class Sending:
+class SendRun:
     """One run of the command."""
 
     def __init__(
@@ -113,13 +113,13 @@ class Sending:
         receipt = await client.send(
             self._subject, body, key=self._key, tags=self._tags, headers=self._headers, **self._when
         )
-        self._took(receipt)
+        self._add_receipt(receipt)
         if not self._json:
             place = ["sequence"] if receipt.deliver_at is None else ["number", "deliver at"]
             print_table(["subject", "partition", *place, "message id"], [(self._subject, *_cells(receipt))])
 
     async def lines(self, client: Client, fd: int) -> None:
-        """Send a message a line, as the lines come, and print what became of them."""
+        """Send each line as a message, as the lines arrive, and print the receipts or a summary."""
         begun = time.monotonic()
         tickets: deque[Ticket] = deque()
         size = 0
@@ -131,12 +131,12 @@ class Sending:
                     for line in block:
                         await self._post(client, line, tickets)
                     while tickets and (tickets[0].done or len(tickets) > TICKETS_MAX):
-                        self._took(await tickets.popleft())
+                        self._add_receipt(await tickets.popleft())
                     steps.update(self._count)
                     if self._json:
                         sys.stdout.flush()
                 while tickets:
-                    self._took(await tickets.popleft())
+                    self._add_receipt(await tickets.popleft())
                     steps.update(self._count)
         except PlaitError as error:
             sys.stderr.write(f"stored before this: {counted(self._count, 'message')}\n")
@@ -154,12 +154,12 @@ class Sending:
                 if not tickets:
                     await client.flush()
                 else:
-                    self._took(await tickets.popleft())
+                    self._add_receipt(await tickets.popleft())
             else:
                 tickets.append(ticket)
                 return
 
-    def _took(self, receipt: Receipt) -> None:
+    def _add_receipt(self, receipt: Receipt) -> None:
         self._count += 1
         self._first = self._first or receipt
         self._last = receipt
@@ -200,12 +200,12 @@ def _number(receipt: Receipt) -> int | None:
 
 
 def _cells(receipt: Receipt) -> list[str]:
-    when = [] if receipt.deliver_at is None else [exactly(receipt.deliver_at)]
+    when = [] if receipt.deliver_at is None else [format_time_exactly(receipt.deliver_at)]
     return [str(receipt.partition), str(_number(receipt)), *when, str(receipt.message_id)]
 
 
 def _headers(given: list[str] | None) -> dict[str, HeaderValue] | None:
-    """``name=text`` and ``name:=value``."""
+    """Parse ``name=text`` and ``name:=value``."""
     if not given:
         return None
     headers: dict[str, HeaderValue] = {}
@@ -220,7 +220,7 @@ def _headers(given: list[str] | None) -> dict[str, HeaderValue] | None:
             headers[name[:-1]] = msgspec.json.decode(value, type=bool | int | float | str)
         except msgspec.MsgspecError:
             raise InvalidArgument(
-                f"header {text!r}: {value!r} is no number, true, false or quoted text; write {name[:-1]}= for text"
+                f"header {text!r}: {value!r} is not a number, true, false or quoted text; write {name[:-1]}= for text"
             ) from None
     return headers
 
@@ -234,19 +234,21 @@ def _open(file: Path | None) -> int:
 
 
 def _whole(fd: int) -> bytes:
-    """Everything there is to read, up to what a message may hold."""
+    """Read to the end, up to the largest size of a message."""
     parts = []
     size = 0
     while part := os.read(fd, BLOCK_SIZE):
         parts.append(part)
         size += len(part)
         if size > BODY_SIZE_MAX:
-            raise TooLarge(f"the input is over the {BODY_SIZE_MAX} bytes of one message; use --lines, or split it")
+            raise TooLarge(
+                f"the input is larger than a message ({BODY_SIZE_MAX} bytes at most); use --lines or split it"
+            )
     return b"".join(parts)
 
 
 async def _blocks(fd: int) -> AsyncIterator[list[bytes]]:
-    """The lines that each read brought, without their newlines; the last one need not end in one."""
+    """The lines of each read, without newlines. The last line need not end with one."""
     loop = asyncio.get_running_loop()
     rest: list[bytes] = []
     rest_size = 0
@@ -260,6 +262,6 @@ async def _blocks(fd: int) -> AsyncIterator[list[bytes]]:
             rest.append(tail)
             rest_size += len(tail)
             if rest_size > BODY_SIZE_MAX:
-                raise TooLarge(f"a line is over the {BODY_SIZE_MAX} bytes of one message")
+                raise TooLarge(f"a line is larger than a message ({BODY_SIZE_MAX} bytes at most); split it")
     if rest:
         yield [b"".join(rest)]

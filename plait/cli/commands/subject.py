@@ -1,4 +1,4 @@
-"""``plait subject``: what there is, what is kept of it, and over which partitions it is spread."""
+"""``plait subject``: lists, creates, changes and deletes subjects, and moves them to other partitions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cyclopts import App, Parameter
 from plait.cli.event_loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Output, Server, Yes, confirm, duration_of, size_of
 from plait.cli.output import (
+    format_duration,
+    format_micros,
+    format_size,
     print_facts,
     print_json,
     print_table,
-    words_of_seconds,
-    words_of_size,
-    words_of_time,
 )
 from plait.errors import InvalidArgument, Timeout
 from plait.limits import LOGICAL_PARTITIONS
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 app = App(name="subject", help="List, describe, create, change, expand and delete subjects.")
 
-#: How often ``expand --wait`` looks.
+#: The interval at which ``expand --wait`` asks for the route.
 LOOK_SECONDS = 0.25
 
 Name = Annotated[str, Parameter(help="The subject's name.")]
@@ -37,7 +37,7 @@ Name = Annotated[str, Parameter(help="The subject's name.")]
 
 @app.command(name="list")
 def list_subjects(*, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
-    """List all subjects, a line for each partition."""
+    """List all subjects, one line per partition."""
     subjects = with_client(server, lambda client: client.admin.subjects())
     if output == "json":
         print_json(subjects)
@@ -48,12 +48,12 @@ def list_subjects(*, server: Server = DEFAULT_SERVER, output: Output = "table") 
             s.subject,
             s.partition,
             f"{s.count:,}",
-            words_of_size(s.size),
+            format_size(s.size),
             str(s.start),
             str(s.end),
             str(s.groups),
-            words_of_seconds(s.retention_seconds),
-            words_of_time(s.created),
+            format_duration(s.retention_seconds),
+            format_micros(s.created),
         )
         for s in subjects
     )
@@ -71,7 +71,7 @@ def describe(subject: Name, /, *, server: Server = DEFAULT_SERVER, output: Outpu
     if len(details.partitions) > 1:
         columns = ("partition", "messages", "size", "first", "end", "groups")
         rows = (
-            (p.partition, f"{p.count:,}", words_of_size(p.size), str(p.start), str(p.end), str(p.groups))
+            (p.partition, f"{p.count:,}", format_size(p.size), str(p.start), str(p.end), str(p.groups))
             for p in details.partitions
         )
         print_table(columns, rows, right=columns[1:])
@@ -87,25 +87,26 @@ def create(
     /,
     *,
     retention: Annotated[
-        str | None, Parameter(help="How long messages are kept, as in 7d; the server's default otherwise.")
+        str | None, Parameter(help="How long messages are kept, as in 7d; default: the server's.")
     ] = None,
     retention_size: Annotated[
-        str | None, Parameter(help="How much of the newest is kept at least, as in 10GiB.")
+        str | None, Parameter(help="How much of the newest messages is kept at least, as in 10GiB.")
     ] = None,
     order: Annotated[
         Literal["best_tried", "strict"],
-        Parameter(help="What a failed message does: its key goes on, or waits for it."),
+        Parameter(help="Whether later messages of a key pass a failed one (best_tried) or wait for it (strict)."),
     ] = "best_tried",
     partitions: Annotated[
-        int | None, Parameter(help="How many; one on each of two broker groups, or of --group, if it is not said.")
+        int | None,
+        Parameter(help="How many partitions; default: one on each of two broker groups, or of --group."),
     ] = None,
     group: Annotated[
-        list[str] | None, Parameter(help="A broker group for them; again for more. Any, if none is named.")
+        list[str] | None, Parameter(help="A broker group for the partitions; may be repeated. Default: any.")
     ] = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Create a subject; an existing one is an error."""
+    """Create a subject; it is an error if it exists."""
     size = None if retention_size is None else size_of(retention_size)
     seconds = None if retention is None else duration_of(retention)
     created = with_client(
@@ -126,17 +127,17 @@ def set_(
     /,
     *,
     retention: Annotated[
-        str | None, Parameter(help="How long messages are kept, as in 7d, or default: what the server keeps.")
+        str | None, Parameter(help="How long messages are kept, as in 7d, or default: as the server keeps them.")
     ] = None,
     retention_size: Annotated[
-        str | None, Parameter(help="How much of the newest is kept at least, as in 10GiB, or default.")
+        str | None, Parameter(help="How much of the newest messages is kept at least, as in 10GiB, or default.")
     ] = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Change what is kept of a subject; what is left out stays as it is."""
+    """Change the retention of a subject; omitted values stay unchanged."""
     if retention is None and retention_size is None:
-        raise InvalidArgument(f"nothing of {subject!r} is to be changed; say --retention or --retention-size")
+        raise InvalidArgument(f"nothing to change in {subject!r}; use --retention or --retention-size")
     seconds: float | Literal["default"] | None = None
     size: int | Literal["default"] | None = None
     if retention is not None:
@@ -160,15 +161,15 @@ def expand(
     partitions: Annotated[
         str,
         Parameter(
-            help="How many are to take its messages, more or fewer than now; or which, as name@group,name@group."
+            help="How many partitions take its messages, more or fewer than now; or which, as name@group,name@group."
         ),
     ],
-    wait: Annotated[bool, Parameter(help="Until all has moved.", show_default=False)] = False,
+    wait: Annotated[bool, Parameter(help="Wait until every logical partition has moved.", show_default=False)] = False,
     timeout: Annotated[str, Parameter(help="How long --wait waits.")] = "60s",
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
-    """Spread a subject over other partitions; its messages and the order of its keys are kept."""
+    """Change the partitions of a subject; its messages and the order of its keys are kept."""
     wanted = int(partitions) if partitions.lstrip("-").isdecimal() else [name.strip() for name in partitions.split(",")]
     seconds = duration_of(timeout)
 
@@ -180,7 +181,7 @@ def expand(
 
 
 async def _reached(client: Client, route: RouteInfo, seconds: float) -> RouteInfo:
-    """The route once nothing is left to move, with progress until then."""
+    """Wait until every logical partition has moved, show the progress, and return the route."""
     from plait.cli.progress import ProgressSteps
 
     until = time.monotonic() + seconds
@@ -191,7 +192,7 @@ async def _reached(client: Client, route: RouteInfo, seconds: float) -> RouteInf
             if time.monotonic() >= until:
                 raise Timeout(
                     f"{route.moving} of {LOGICAL_PARTITIONS} logical partitions of {route.subject!r} have not moved "
-                    f"within {seconds:g} s (--timeout); it goes on: see 'plait subject route {route.subject}'"
+                    f"within {seconds:g} s (--timeout); they still move: see 'plait subject route {route.subject}'"
                 )
             steps.update(max(first - route.moving, 0))
             await asyncio.sleep(LOOK_SECONDS)
@@ -201,7 +202,7 @@ async def _reached(client: Client, route: RouteInfo, seconds: float) -> RouteInf
 
 @app.command
 def route(subject: Name, /, *, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
-    """Show which partitions take a subject's messages, and which have older ones."""
+    """Show the partitions that take a subject's messages, and those that have older ones."""
     _print_route(with_client(server, lambda client: client.admin.route(subject)), output)
 
 
@@ -225,7 +226,7 @@ def _print_route(route: RouteInfo, output: str) -> None:
 
 @app.command
 def delete(subject: Name, /, *, yes: Yes = False, server: Server = DEFAULT_SERVER) -> None:
-    """Delete a subject with its messages and groups, for good."""
+    """Delete a subject with its messages and groups, permanently."""
     confirm(subject, f"{subject!r} with all its messages and groups", yes=yes)
     with_client(server, lambda client: client.admin.delete_subject(subject))
     sys.stderr.write(f"deleted {subject}\n")
@@ -238,12 +239,12 @@ def _print_subject(subject: SubjectInfo) -> None:
             ("subject", subject.subject),
             ("partitions" if several else "partition", subject.partition),
             ("messages", f"{subject.count:,}"),
-            ("size", words_of_size(subject.size)),
+            ("size", format_size(subject.size)),
             # Each partition has sequences of its own.
             *([] if several else [("sequences", f"{subject.start} up to {subject.end}")]),
-            ("kept for", words_of_seconds(subject.retention_seconds)),
-            ("kept at least", "-" if subject.retention_bytes is None else words_of_size(subject.retention_bytes)),
+            ("kept for", format_duration(subject.retention_seconds)),
+            ("kept at least", "-" if subject.retention_bytes is None else format_size(subject.retention_bytes)),
             ("groups", str(subject.groups)),
-            ("created", words_of_time(subject.created)),
+            ("created", format_micros(subject.created)),
         ]
     )

@@ -1,4 +1,4 @@
-"""``plait tail``: messages as they come, without a group or as a member of one."""
+"""``plait tail``: prints messages as they arrive, without a group or as a member of one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from plait.client.client import Client
     from plait.client.types import Message
 
-#: Asked for at once.
+#: Messages of one fetch.
 FETCH_COUNT = 500
-#: How long one fetch waits where nothing limits it.
+#: How long one fetch waits, without ``--wait``.
 FETCH_SECONDS = 60.0
 
 
 def tail(
-    subject: Annotated[str, Parameter(help="What to read.")],
+    subject: Annotated[str, Parameter(help="The subject to read.")],
     /,
     *,
     start: Annotated[
@@ -32,30 +32,30 @@ def tail(
         Parameter(
             allow_leading_hyphen=True,
             help="latest, earliest, a sequence, -5m before now, or a time such as 2025-01-31T12:00. "
-            "Without it: latest; a new group starts at earliest.",
+            "Default: latest; earliest for a new group.",
         ),
     ] = None,
-    count: Annotated[int | None, Parameter(help="End after so many messages.")] = None,
-    wait: Annotated[str | None, Parameter(help="End when nothing came for this long, as in 5s.")] = None,
-    group: Annotated[str | None, Parameter(help="Consume as a member of this group: what is printed is acked.")] = None,
+    count: Annotated[int | None, Parameter(help="End after this many messages.")] = None,
+    wait: Annotated[str | None, Parameter(help="End when no message arrived for this long, as in 5s.")] = None,
+    group: Annotated[str | None, Parameter(help="Consume as a member of this group, and ack what is printed.")] = None,
     server: Server = DEFAULT_SERVER,
     output: Annotated[
         Literal["table", "json", "raw"],
-        Parameter(name=("--output", "-o"), help="Columns, one JSON object a line, or the bodies as they are."),
+        Parameter(name=("--output", "-o"), help="Columns, one JSON object per line, or the raw bodies."),
     ] = "table",
 ) -> None:
-    """Print messages as they come, until Ctrl-C."""
+    """Print messages as they arrive, until Ctrl-C."""
     if count is not None and count < 1:
         raise InvalidArgument(f"--count must be 1 or more, not {count}")
     seconds = None if wait is None else duration_of(wait)
     show = {"table": _show_columns, "json": _show_json, "raw": _show_raw}[output]
 
-    printing = Printing(show, count, seconds)
+    printing = TailRun(show, count, seconds)
     with_client(server, lambda client: printing.read(client, subject, start, group))
 
 
-class Printing:
-    """One run of the command: what is printed, and when it ends."""
+class TailRun:
+    """One run of the command."""
 
     def __init__(self, show: Callable[[Message], None], count: int | None, seconds: float | None) -> None:
         self._show = show
@@ -63,7 +63,7 @@ class Printing:
         self._seconds = seconds
 
     async def read(self, client: Client, subject: str, start: str | None, group: str | None) -> None:
-        """Print until the count is reached or nothing came for long enough."""
+        """Print until the count is reached or no message arrived for the time of ``--wait``."""
         quiet = FETCH_SECONDS if self._seconds is None else self._seconds
         if group is None:
             async with client.reader(subject, start=start or "latest") as reader:
@@ -71,9 +71,9 @@ class Printing:
                     if not self._print(await reader.fetch(self._wanted(), quiet)) and self._seconds is not None:
                         return
             return
-        # Prefetching more than is printed would only take it from other members for a while.
+        # Prefetching more than is printed would withhold messages from other members.
         member = client.consumer(subject, group, start=start, prefetch=self._wanted())
-        # A consumer creates the subject; a misspelt name must not. Wrong arguments are refused before this.
+        # A consumer would create the subject: a misspelt name must not. Wrong arguments are refused before this.
         await client.admin.subject(subject)
         async with member as consumer:
             while self._left != 0:
@@ -88,7 +88,7 @@ class Printing:
     def _print(self, messages: Sequence[Message]) -> int:
         for message in messages:
             self._show(message)
-        # Somebody may read the other end of a pipe live, and an ack must not come before its output.
+        # Output must be visible before the ack, and a reader of the pipe wants it at once.
         sys.stdout.flush()
         if self._left is not None:
             self._left -= len(messages)
@@ -118,7 +118,7 @@ def _show_raw(message: Message) -> None:
 
 
 def fields_of(message: Message) -> dict[str, Any]:
-    """A message for programs; a body that is not UTF-8 is under ``body_base64`` instead of ``body``."""
+    """A message as JSON fields. A body that is not UTF-8 is in ``body_base64`` instead of ``body``."""
     fields: dict[str, Any] = {
         "subject": message.subject,
         "partition": str(message.partition),

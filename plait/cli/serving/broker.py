@@ -1,4 +1,4 @@
-"""``plait broker``: a broker of a cluster in the foreground. Where its subjects are is decided by the meta servers."""
+"""``plait broker``: runs a broker of a cluster in the foreground. The meta servers decide which partitions it has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.cli.serving.broker_process import (
     config_of,
     run_broker,
 )
-from plait.cli.serving.foreground import DEFAULT_HOST, Host, LogLevel, Port, begin_log, check_port
+from plait.cli.serving.foreground import DEFAULT_HOST, Host, LogLevel, Port, check_port, start_logging
 from plait.errors import InvalidArgument
 from plait.memory import keep_buffers
 from plait.model import names
@@ -30,8 +30,8 @@ from plait.wire.link import parse_address
 
 def broker(
     *,
-    group: Annotated[str, Parameter(help="The broker group; partitions are named by it, so it stays what it is.")],
-    meta: Annotated[str, Parameter(help="The meta servers: plait://host:port, several with commas between them.")],
+    group: Annotated[str, Parameter(help="The broker group. Partition names include it: it must never change.")],
+    meta: Annotated[str, Parameter(help="The meta servers: plait://host:port, separated by commas.")],
     data: Data,
     port: Port = 0,
     http: Http = None,
@@ -45,7 +45,7 @@ def broker(
     log_level: LogLevel = "info",
 ) -> int:
     """Run a broker of a cluster on a data directory, until SIGTERM or Ctrl-C."""
-    begin_log(log_level)
+    start_logging(log_level)
     check_port(port)
     names.check("broker group", group)
     metas = _addresses(meta)
@@ -58,7 +58,7 @@ def broker(
         dead_retention=dead_retention,
         archive_before_delete=archive_before_delete,
         lease=lease,
-        # Partitions come from the meta servers: one that a client's old route names is not made again.
+        # Only meta servers create partitions: one that a client's old route names must not be created again.
         auto_create=False,
     )
     server = Server(RealDisk(data), config, host=host, port=port, metas=metas)
@@ -71,5 +71,5 @@ def _addresses(text: str) -> list[str]:
     for address in addresses:
         parse_address(address)
     if len(set(addresses)) != len(addresses):
-        raise InvalidArgument(f"--meta {text} names an address twice")
+        raise InvalidArgument(f"--meta {text} names an address twice; remove one")
     return addresses

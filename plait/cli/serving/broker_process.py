@@ -1,7 +1,7 @@
-"""A broker in the foreground, whatever its place in a cluster: its options, its start, and how it ends.
+"""A broker in the foreground, in any cluster role: its options, its start and its end.
 
-SIGTERM and SIGINT drain and end with 0; storage that fails ends the process with 9, because what it could not write it
-must not keep in memory and acknowledge.
+SIGTERM and SIGINT drain it and end the process with code 0. Failed storage ends the process with code 9: a broker must
+not acknowledge what it could not write.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from plait import tasks
 from plait.broker.config import BrokerConfig
 from plait.broker.recovery.start_up import RecoveryReport
 from plait.cli.options import duration_of, lease_of, size_of
-from plait.cli.output import words_of_size
-from plait.cli.serving.foreground import cannot_listen, check_free, is_about_port, say_ready, stop_on_signals
-from plait.cli.serving.group_processes import Groups
+from plait.cli.output import format_size
+from plait.cli.serving.foreground import cannot_listen, check_free, is_about_port, print_ready, stop_on_signals
+from plait.cli.serving.group_processes import GroupProcesses
 from plait.cli.serving.interpreter_pauses import keep_pauses_short
-from plait.cli.serving.open_files import fit, raise_limit, segment_count
+from plait.cli.serving.open_files import fit_limits, raise_limit, segment_count
 from plait.errors import DataDirError, InvalidArgument, StorageFailed
 from plait.limits import ServerLimits
 from plait.server.broker_server import Server
@@ -35,31 +35,25 @@ from plait.storage.logs.recovery import MISSING
 
 log = logging.getLogger("plait.serve")
 
-#: A recovery that takes longer says so, this often.
+#: A recovery that takes longer logs its progress at this interval.
 RECOVERY_SECONDS = 2.0
-#: A failed disk may also hang: the process ends without it then.
+#: A failed disk may also hang: after this time the process ends without closing its files.
 ABANDON_SECONDS = 5.0
 
-Data = Annotated[Path, Parameter(help="The data directory; made if it is not there.")]
-Http = Annotated[
-    int | None, Parameter(help="A port for GET /health over HTTP; 0 takes a free one. Without it there is none.")
-]
+Data = Annotated[Path, Parameter(help="The data directory; created if it does not exist.")]
+Http = Annotated[int | None, Parameter(help="A port for GET /health over HTTP; 0 takes a free port. Default: no HTTP.")]
 Flush = Annotated[
     Literal["async", "sync"],
-    Parameter(help="sync: acknowledge when durable. async: when written; a loss of power may take the last 500 ms."),
+    Parameter(help="sync: acknowledge when durable. async: when written; a power failure may lose the last 500 ms."),
 ]
 SegmentSize = Annotated[str, Parameter(help="Bytes of one file of the message log.")]
-Retention = Annotated[
-    str, Parameter(help="How long subjects that say nothing else keep messages; 'forever' keeps them.")
-]
-DeadRetention = Annotated[
-    str, Parameter(help="How long dead letters are kept; 'forever' keeps them until they are purged.")
-]
+Retention = Annotated[str, Parameter(help="How long messages are kept, unless the subject sets it; or 'forever'.")]
+DeadRetention = Annotated[str, Parameter(help="How long dead letters are kept; 'forever': until they are purged.")]
 
 ArchiveBeforeDelete = Annotated[
     bool,
     Parameter(
-        help="Delete nothing that 'plait spark archive' has not archived; a full disk refuses sends then.",
+        help="Delete only what 'plait spark archive' has archived; sends are refused when the disk is full.",
         show_default=False,
     ),
 ]
@@ -77,7 +71,7 @@ def config_of(
     lease: str,
     auto_create: bool,
 ) -> BrokerConfig:
-    """A broker's settings from its options; as many files as can be may be open from now on."""
+    """A broker's settings from its options. Raises the process's limit of open files."""
     return BrokerConfig(
         group=group,
         flush=flush,
@@ -86,7 +80,7 @@ def config_of(
         dead_seconds=None if dead_retention == "forever" else duration_of(dead_retention),
         archive_before_delete=archive_before_delete,
         auto_create=auto_create,
-        limits=fit(ServerLimits(lease_seconds=lease_of(lease)), raise_limit(), segment_count(data)),
+        limits=fit_limits(ServerLimits(lease_seconds=lease_of(lease)), raise_limit(), segment_count(data)),
     )
 
 
@@ -94,17 +88,17 @@ def _segment_size(text: str) -> int:
     size = size_of(text)
     if size < SEGMENT_SIZE_MIN:
         raise InvalidArgument(
-            f"--segment-size {text} is too small: a segment holds any frame, {SEGMENT_SIZE_MIN} bytes"
+            f"--segment-size {text} is too small; use {SEGMENT_SIZE_MIN} bytes or more, so that any frame fits"
         )
     return size
 
 
 async def run_broker(
-    server: Server, data: Path, http: int | None, facts: str = "", groups: Groups | None = None
+    server: Server, data: Path, http: int | None, facts: str = "", groups: GroupProcesses | None = None
 ) -> int:
-    """Serve until a signal or a failure of storage, or of one of the ``groups`` beside it; the exit code.
+    """Serve until a signal, a storage failure or the end of one of the ``groups``; return the exit code.
 
-    ``facts`` go into the ready line.
+    ``facts`` are printed in the ready line.
     """
     stop = stop_on_signals()
     config = server.config
@@ -112,11 +106,11 @@ async def run_broker(
     check_free(server.host, server.port)
     check_free(server.host, http or 0)
     report = await _start(server, data)
-    _tell_limits(config.limits)
+    _log_limits(config.limits)
     if health is not None:
         await health.start()
     assert server.failed is not None
-    groups = groups or Groups(data, 1, ())
+    groups = groups or GroupProcesses(data, 1, ())
     try:
         await groups.start(server.address)
     except BaseException:
@@ -124,7 +118,7 @@ async def run_broker(
         raise
     shown = f"{facts}data={shlex.quote(str(data))} flush={config.flush} epoch={report.epoch}"
     keep_pauses_short()
-    say_ready(server.address, shown, "" if health is None else f" http=http://{server.host}:{health.port}/health")
+    print_ready(server.address, shown, "" if health is None else f" http=http://{server.host}:{health.port}/health")
     stopping, ended = tasks.child(stop.wait(), "plait-stop"), tasks.child(groups.ended(), "plait-groups")
     await asyncio.wait((stopping, ended, server.failed), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -147,7 +141,7 @@ async def run_broker(
 
 
 async def _abandon(server: Server, failure: StorageFailed) -> int:
-    """Storage failed: nothing more is acknowledged, and the process ends, with its disk or without."""
+    """End the process after a storage failure, even if the disk hangs. Nothing more is acknowledged."""
     sys.stderr.write(f"error: {failure.message} ({failure.code})\n")
     sys.stderr.flush()
     try:
@@ -168,17 +162,17 @@ async def _start(server: Server, data: Path) -> RecoveryReport:
         if is_about_port(error):
             raise cannot_listen(server.host, server.port, error) from None
         raise DataDirError(f"data directory {data} cannot be used: {error}") from error
-    _tell(report, data, time.monotonic() - begun)
+    _log_report(report, data, time.monotonic() - begun)
     return report
 
 
 def _subjects(server: Server) -> int:
-    # The broker comes into being during the start.
+    # The broker is created during the start.
     return len(server.broker.subjects) if hasattr(server, "broker") else 0
 
 
-def _tell_limits(limits: ServerLimits) -> None:
-    """That less is served than wanted, and what to do about it."""
+def _log_limits(limits: ServerLimits) -> None:
+    """Warn if the limit of open files reduces the server's limits."""
     wanted = ServerLimits()
     if (limits.connections, limits.open_maps) != (wanted.connections, wanted.open_maps):
         log.warning(
@@ -191,30 +185,30 @@ def _tell_limits(limits: ServerLimits) -> None:
         )
 
 
-def _tell(report: RecoveryReport, data: Path, seconds: float) -> None:
-    """What the start found, to standard error."""
+def _log_report(report: RecoveryReport, data: Path, seconds: float) -> None:
+    """Log what the start found."""
     how = "clean start" if report.clean else "recovered"
     log.info(
         "%s in %.2f s: epoch %d, %s of log read, %d frames, %d events",
         how,
         seconds,
         report.epoch,
-        words_of_size(report.scanned_bytes),
+        format_size(report.scanned_bytes),
         report.frames,
         report.events,
     )
     for rejected in report.rejected_checkpoints:
-        log.warning("checkpoint %s; the one before was used", rejected)
+        log.warning("checkpoint %s; the previous one was used", rejected)
     if report.rebuilt_consume_logs:
-        log.warning("%d consume logs were built anew from the message log", report.rebuilt_consume_logs)
+        log.warning("%d consume logs were rebuilt from the message log", report.rebuilt_consume_logs)
     damaged = 0
     for damage in report.damages:
         where = f"{damage.log} log, offset {damage.offset}, {damage.size} bytes: {damage.reason}"
         if damage.kind == "torn":
-            log.warning("unfinished tail cut, %s; the bytes are in quarantine/", where)
+            log.warning("torn tail removed, %s; the bytes are in quarantine/", where)
         elif damage.reason == MISSING:
             damaged += 1
-            log.error("DAMAGE, %s; the messages that were in them are skipped", where)
+            log.error("DAMAGE, %s; their messages are skipped", where)
         else:
             damaged += 1
             log.error("DAMAGE, %s; left in place and skipped, a copy is in quarantine/", where)

@@ -1,6 +1,6 @@
-"""Servers as child processes: ``Child`` is one of any kind, ``OwnNode`` a ``plait serve`` of one's own.
+"""Servers as child processes: ``Child`` runs any serving command, ``OwnNode`` runs ``plait serve``.
 
-They go with their parent, however that ends.
+A child is stopped when its parent ends, also when the parent is killed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from plait.errors import Unavailable
 START_SECONDS = 30.0
 STOP_SECONDS = 30.0
 
-#: prctl(2): which signal a process gets when its parent is gone.
+#: prctl(2): the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG: Final = 1
 
 
 class Child:
-    """A command of ours that serves; it says when it is ready. ``name`` is for whoever reads of it."""
+    """A ``plait`` command that serves and prints a ready line. ``name`` is used in messages."""
 
     def __init__(self, name: str, *arguments: str, log: Path | None = None, quiet: bool = True) -> None:
-        """Its standard error goes to ``log``; without one nowhere, or, unless ``quiet``, where the parent's goes."""
+        """Its standard error goes to ``log``; without one it is discarded, or inherited unless ``quiet``."""
         self.name = name
         self.address = ""
         self._arguments = arguments
@@ -42,18 +42,18 @@ class Child:
         return self._process.pid
 
     async def start(self, seconds: float | None = START_SECONDS) -> None:
-        """Begin; returns when it is ready. ``Unavailable``: it has ended, or was not ready in time."""
+        """Start it and wait until it is ready. Raises ``Unavailable`` if it ends or is not ready in time."""
         with contextlib.ExitStack() as stack:
-            nowhere = asyncio.subprocess.DEVNULL if self._quiet else None
-            errors = stack.enter_context(self._log.open("ab")) if self._log else nowhere
+            default = asyncio.subprocess.DEVNULL if self._quiet else None
+            errors = stack.enter_context(self._log.open("ab")) if self._log else default
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "plait.cli", *self._arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
-                # A Ctrl-C at the terminal is for its parent, which stops it in order.
+                # Ctrl-C at the terminal goes to the parent only, which stops the child in order.
                 start_new_session=True,
-                # One that is killed takes it with it, in order: it holds a directory that the next one wants.
+                # A killed parent stops the child too: the child holds a data directory that the next one needs.
                 preexec_fn=functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM),
             )
         assert self._process.stdout is not None
@@ -71,13 +71,13 @@ class Child:
         self.address = line.split()[1]
 
     async def ended(self) -> int:
-        """Its exit code, once it has one; that of a shell where a signal has ended it."""
+        """Wait for its end and return the exit code; for a signal as a shell reports it."""
         assert self._process is not None
         code = await self._process.wait()
         return 128 - code if code < 0 else code
 
     async def stop(self) -> int:
-        """Drain and end; its exit code. It is killed where it does not end in time."""
+        """Drain it, wait for its end and return the exit code. Kills it if it does not end in time."""
         process = self._process
         if process is None:
             return 0
@@ -94,7 +94,7 @@ class Child:
         return process.returncode
 
     async def kill(self) -> None:
-        """End it at once."""
+        """Kill it and wait for its end."""
         assert self._process is not None
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -103,7 +103,7 @@ class Child:
 
 
 class OwnNode(Child):
-    """A node on a directory and a free port. Starts with ``async with``; leaving drains and ends it."""
+    """A node on a data directory and a free port; an async context manager that starts and stops it."""
 
     def __init__(self, data: Path, *options: str, log: Path | None = None) -> None:
         self.data = data

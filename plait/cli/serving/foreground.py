@@ -1,4 +1,4 @@
-"""What every server does that runs in the foreground: signals, ports, its ready line and its log.
+"""The common parts of servers in the foreground: signals, ports, the ready line and the log.
 
 Standard output gets exactly one line, which starts with ``ready``, once clients are served. Everything else goes to
 standard error.
@@ -21,32 +21,32 @@ from cyclopts import Parameter
 from plait.errors import InvalidArgument
 from plait.version import VERSION
 
-#: One Ctrl-C may come twice, from the terminal and from a parent; only a later one is a second one.
+#: One Ctrl-C may arrive twice, from the terminal and from a parent. A signal counts as a second one after this time.
 IMPATIENCE_SECONDS = 1.0
 EXIT_ABANDONED = 130
 
-Port = Annotated[int, Parameter(help="0 takes a free one; the ready line names it.")]
-Host = Annotated[str, Parameter(help="The address to listen on: loopback, as there is no authentication.")]
-LogLevel = Annotated[Literal["debug", "info", "warning", "error"], Parameter(help="Of standard error.")]
+Port = Annotated[int, Parameter(help="The port; 0 takes a free one, which the ready line shows.")]
+Host = Annotated[str, Parameter(help="The address to listen on. There is no authentication: the default is loopback.")]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], Parameter(help="The log level on standard error.")]
 
 DEFAULT_HOST = "127.0.0.1"
 
 
-def begin_log(level: str) -> None:
-    """Log to standard error from now on."""
+def start_logging(level: str) -> None:
+    """Log to standard error."""
     logging.basicConfig(
         stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
 
 
 def check_port(port: int) -> None:
-    """Refuse what is no port."""
+    """Refuse an invalid port number."""
     if not 0 <= port < 65536:
-        raise InvalidArgument(f"port {port} is not one; use 1 to 65535, or 0 for a free one")
+        raise InvalidArgument(f"port {port} is out of range; use 1 to 65535, or 0 for a free one")
 
 
 def check_free(host: str, port: int) -> None:
-    """Say that a port is taken before a long start, not after it."""
+    """Raise ``InvalidArgument`` if a port is taken: before a long start, not after it."""
     if port == 0:
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -59,19 +59,19 @@ def check_free(host: str, port: int) -> None:
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> InvalidArgument:
-    """Why a port cannot be had."""
+    """The error for a port that cannot be opened."""
     if error.errno == errno.EADDRINUSE:
         return InvalidArgument(f"port {port} of {host} is in use by another process; choose another with --port")
     return InvalidArgument(f"cannot listen on {host}, port {port}: {error.strerror or error}")
 
 
 def is_about_port(error: OSError) -> bool:
-    """Whether it says that a port cannot be had."""
+    """Whether the error means that a port cannot be opened."""
     return error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
 
 def stop_on_signals() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; a later one ends the process at once, which whatever is stored survives."""
+    """An event that the first SIGTERM or SIGINT sets. A second one ends the process at once; stored data survives."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     first_at = 0.0
@@ -89,7 +89,7 @@ def stop_on_signals() -> asyncio.Event:
     return stop
 
 
-def say_ready(address: str, facts: str, more: str = "") -> None:
-    """The one line of standard output: what is the same for all servers stands between the facts and ``more``."""
+def print_ready(address: str, facts: str, more: str = "") -> None:
+    """Print the ready line: address, ``facts``, the fields common to all servers, ``more``."""
     with contextlib.suppress(BrokenPipeError):
         print(f"ready {address} {facts} pid={os.getpid()} version={VERSION}{more}", flush=True)

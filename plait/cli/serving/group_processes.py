@@ -1,7 +1,7 @@
-"""``plait serve --groups N``: the broker groups beside a node's own, each a process with a directory of its own.
+"""``plait serve --groups N``: the additional broker groups of a node, each a process with its own data directory.
 
-They belong to the node: they start after it and stop before it, and one that ends by itself ends the node, as a node
-that has lost a part of its messages must not look well.
+They start after the node and stop before it. If one ends by itself, the node ends: a node without a part of its
+messages must not look healthy.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from typing import Final
 from plait import tasks
 from plait.cli.serving.child_process import Child
 from plait.errors import InvalidArgument, Unavailable
+from plait.storage.disk import GROUPS
 
 log = logging.getLogger("plait.serve")
 
-#: Processes of one node.
+#: The most broker groups of one node.
 GROUPS_MAX: Final = 64
-#: Where the directories of the other groups are, in the node's.
-DIRECTORY: Final = "groups"
 
 
 def check_groups(data: Path, count: int) -> None:
-    """Refuse what cannot be, and fewer than there are: their messages would be out of reach."""
+    """Refuse an invalid number, and fewer groups than the node has: their messages would be unreachable."""
     if not 1 <= count <= GROUPS_MAX:
-        raise InvalidArgument(f"--groups {count} is not possible; use 1 to {GROUPS_MAX}")
-    names = [path.name for path in (data / DIRECTORY).glob("g*")] if (data / DIRECTORY).is_dir() else []
+        raise InvalidArgument(f"--groups {count} is out of range; use 1 to {GROUPS_MAX}")
+    names = [path.name for path in (data / GROUPS).glob("g*")] if (data / GROUPS).is_dir() else []
     largest = max((int(name[1:]) for name in names if re.fullmatch(r"g[1-9]\d*", name)), default=1)
     if largest > count:
-        raise InvalidArgument(f"{data} has {largest} broker groups; say --groups {largest}, or more")
+        raise InvalidArgument(f"{data} has {largest} broker groups; use --groups {largest}, or more")
 
 
-class Groups:
+class GroupProcesses:
     """The groups ``g2`` to ``gN``, as child processes."""
 
     def __init__(self, data: Path, count: int, options: Sequence[str]) -> None:
@@ -45,14 +44,14 @@ class Groups:
         self._children: list[Child] = []
 
     async def start(self, meta: str) -> None:
-        """All of them, side by side, however long they take to recover."""
+        """Start all of them concurrently, without a limit of time: recovery may be long."""
         self._children = [self._child(f"g{number}", meta) for number in self._numbers]
         starting = [tasks.child(child.start(None), "plait-group") for child in self._children]
         try:
             await asyncio.gather(*starting)
         except BaseException:
             for task in starting:
-                # Who is not ready yet is ended.
+                # Ends the children that are not ready yet.
                 task.cancel()
             await asyncio.gather(*starting, return_exceptions=True)
             await self.stop()
@@ -61,7 +60,7 @@ class Groups:
             log.info("%s is ready at %s, process %d", child.name, child.address, child.pid)
 
     async def ended(self) -> Unavailable:
-        """Until one of them ends by itself; never where there are none."""
+        """Wait until one of them ends by itself and return the error. Without groups it never returns."""
         waiting = {tasks.child(child.ended(), "plait-group"): child for child in self._children}
         if not waiting:
             await asyncio.get_running_loop().create_future()
@@ -74,13 +73,13 @@ class Groups:
         return Unavailable(f"{waiting[first].name} ended with code {first.result()}; the node stops, start it again")
 
     async def stop(self) -> None:
-        """End them in order."""
+        """Stop all of them."""
         for result in await asyncio.gather(*(child.stop() for child in self._children), return_exceptions=True):
             if isinstance(result, BaseException):
                 log.warning("a broker group had to be killed: %r", result)
         self._children = []
 
     def _child(self, group: str, meta: str) -> Child:
-        data = self._data / DIRECTORY / group
+        data = self._data / GROUPS / group
         place = ("--group", group, "--meta", meta, "--data", str(data))
         return Child(f"broker group {group}", "broker", *place, *self._options, quiet=False)

@@ -1,4 +1,4 @@
-"""``plait meta``: a meta server in the foreground. Several may share a PostgreSQL database; a SQLite file is one's."""
+"""``plait meta``: runs a meta server in the foreground. Several may share a PostgreSQL database, but no SQLite file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from plait.cli.serving.foreground import (
     Host,
     LogLevel,
     Port,
-    begin_log,
     cannot_listen,
     check_free,
     check_port,
     is_about_port,
-    say_ready,
+    print_ready,
+    start_logging,
     stop_on_signals,
 )
 from plait.cli.serving.interpreter_pauses import keep_pauses_short
@@ -52,7 +52,7 @@ def meta(
     log_level: LogLevel = "info",
 ) -> int:
     """Run a meta server, until SIGTERM or Ctrl-C."""
-    begin_log(log_level)
+    start_logging(log_level)
     check_port(port)
     url = parse(database)
     raise_limit()
@@ -64,14 +64,14 @@ def meta(
 
 @contextmanager
 def _alone(url: sa.URL) -> Iterator[None]:
-    """A SQLite file is one meta server's: another would not hear of those that this one hears of."""
+    """Lock a SQLite file for one meta server: two would not see each other's members."""
     if url.get_backend_name() != "sqlite":
         yield
         return
     assert url.database is not None
     path = Path(url.database)
     try:
-        # Beside it, as SQLite has locks of its own on the file.
+        # A separate file, as SQLite uses locks on the database itself.
         lock = path.with_name(path.name + ".lock").open("ab")
     except OSError as error:
         raise DataDirError(f"database {path} cannot be used: {error}") from None
@@ -80,7 +80,7 @@ def _alone(url: sa.URL) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise DataDirError(
-                f"database {path} is in use by another plait meta; several of them need PostgreSQL"
+                f"database {path} is in use by another plait meta; stop it, or use PostgreSQL for several meta servers"
             ) from None
         yield
 
@@ -96,7 +96,7 @@ async def _serve(server: MetaServer, database: str) -> int:
         raise
     cluster = await server.meta.call(lambda service: service.cluster)
     keep_pauses_short()
-    say_ready(server.address, f"database={shlex.quote(database)} cluster={cluster}")
+    print_ready(server.address, f"database={shlex.quote(database)} cluster={cluster}")
     await stop.wait()
     log.info("draining")
     await server.stop()

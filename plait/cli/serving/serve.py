@@ -1,4 +1,4 @@
-"""``plait serve``: a node in the foreground, with a broker and a meta server in one process, and more on request."""
+"""``plait serve``: runs a node in the foreground: a broker and a meta server in one process; more with ``--groups``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from plait.cli.serving.broker_process import (
     config_of,
     run_broker,
 )
-from plait.cli.serving.foreground import DEFAULT_HOST, Host, LogLevel, Port, begin_log, check_port
-from plait.cli.serving.group_processes import Groups, check_groups
+from plait.cli.serving.foreground import DEFAULT_HOST, Host, LogLevel, Port, check_port, start_logging
+from plait.cli.serving.group_processes import GroupProcesses, check_groups
 from plait.memory import keep_buffers
 from plait.server.broker_server import Server
 from plait.server.cluster.cluster_role import database_in
@@ -40,7 +40,7 @@ def serve(
     archive_before_delete: ArchiveBeforeDelete = False,
     lease: Lease = "10s",
     groups: Annotated[
-        int, Parameter(help="Broker groups: each beyond the first is a process of its own, to use more cores.")
+        int, Parameter(help="Broker groups; each after the first is a separate process, to use more cores.")
     ] = 1,
     auto_create: Annotated[
         bool, Parameter(negative="--no-auto-create", help="Whether the first use of a subject creates it.")
@@ -48,7 +48,7 @@ def serve(
     log_level: LogLevel = "info",
 ) -> int:
     """Run a node on a data directory, until SIGTERM or Ctrl-C."""
-    begin_log(log_level)
+    start_logging(log_level)
     check_port(port)
     check_groups(data, groups)
     config = config_of(
@@ -67,4 +67,4 @@ def serve(
     options += ["--dead-retention", dead_retention, "--lease", lease, "--log-level", log_level]
     options += ["--archive-before-delete"] if archive_before_delete else []
     facts = f"groups={groups} " if groups > 1 else ""
-    return run_loop(run_broker(server, data, http, facts, Groups(data, groups, options)))
+    return run_loop(run_broker(server, data, http, facts, GroupProcesses(data, groups, options)))

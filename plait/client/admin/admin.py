@@ -1,4 +1,4 @@
-"""Management of subjects and groups, dead letters, parked keys, the schedule and the cluster."""
+"""The ``Admin`` class: subjects and groups here, the other concerns inherited from the classes beside it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class ConsumerInfo(msgspec.Struct, frozen=True):
     client: str
     online: bool
     held: int
-    #: Locks of an ordered one: logical partitions that it may handle, over all partitions of the subject.
+    #: The number of locks that an ordered consumer has, over all partitions of the subject.
     locks: int = 0
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
-    """A group's progress on one subject; ``lag`` is what is not done yet, handed out or not."""
+    """A group's progress on one subject; ``lag`` is the number of unfinished messages, in flight or not."""
 
     subject: str
     group: str
@@ -60,37 +60,37 @@ class GroupInfo(msgspec.Struct, frozen=True):
     lost: int
     online: int
     consumers: list[ConsumerInfo]
-    #: Dead letters.
+    #: The number of dead letters.
     dead: int = 0
     ordered: bool = False
-    #: Keys that failed and hold their place, and those of them that are parked until somebody decides.
+    #: Keys held back by a failed message, and those of them that are parked until ``resume`` or ``skip``.
     holding: int = 0
     parked: int = 0
-    #: What its members keep to one of them, without order: "key", or nothing.
+    #: "key" if the messages of a key go to one member, without order; otherwise None.
     affinity: str | None = None
-    #: ``lag``, ``unacked`` and ``returned`` are estimates, or ``lost`` is one: messages that different members of an
-    #: ordered group own lie between each other, and counting them one by one would take too long.
+    #: ``lag``, ``unacked`` and ``returned`` are estimates (``estimated``), or ``lost`` is (``lost_estimated``): the
+    #: messages of different members of an ordered group are interleaved, and counting each would take too long.
     estimated: bool = False
     lost_estimated: bool = False
 
 
-#: What is added up over the partitions of a subject: all its numbers. Who is online at several of them is so once.
+#: The fields that are summed over the partitions of a subject. A consumer online at several partitions counts once.
 _GROUP_SUMS: Final = [f.name for f in msgspec.structs.fields(GroupInfo) if f.type is int and f.name != "online"]
 
 
 class SubjectDetails(msgspec.Struct, frozen=True):
-    """A subject with its groups; with several partitions, what is said of it and of them is the sum over all."""
+    """A subject with its groups; with several partitions, the numbers are sums over all of them."""
 
     subject: SubjectInfo
     groups: list[GroupInfo]
-    #: The same for each partition.
+    #: The subject's numbers for each partition.
     partitions: list[SubjectInfo] = []
 
 
 class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
-    """What ``plait subject``, ``plait group``, ``plait dlq``, ``plait schedule`` and ``plait cluster`` do, as methods.
+    """The operations of ``plait subject``, ``plait group``, ``plait dlq``, ``plait schedule`` and ``plait cluster``.
 
-    Where a subject has several partitions, ``partition`` names the one that is meant: "name@group".
+    Where a subject has several partitions, ``partition`` selects one: "name@group".
     """
 
     async def subjects(self) -> list[SubjectInfo]:
@@ -116,13 +116,13 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         partitions: int | None = None,
         groups: Sequence[str] | None = None,
     ) -> SubjectInfo:
-        """A new subject; ``retention`` is how long its messages are kept (server default: None).
+        """Create a subject; ``retention`` is how long its messages are kept (None: the server's default).
 
-        ``order`` says what a failure does to the order of its key. It has so many ``partitions`` on these broker
-        ``groups``; if nothing is said, one on each of two.
+        ``order`` decides whether a failed message holds back its key. The subject gets ``partitions`` partitions on the
+        broker ``groups``; by default one on each of two broker groups.
         """
         if isinstance(groups, str):
-            raise InvalidArgument(f"groups {groups!r} is text; use a list of names")
+            raise InvalidArgument(f"groups {groups!r} is a string; use a list of names")
         await self._run(
             "subject.create",
             Any,
@@ -142,10 +142,10 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         retention: Duration | Literal["default"] | None = None,
         retention_bytes: int | Literal["default"] | None = None,
     ) -> SubjectInfo:
-        """Change how long, or how much of, a subject's messages are kept; "default" is what the server keeps.
+        """Change how long, or how many bytes of, a subject's messages are kept; "default": the server's default.
 
-        What is left out stays as it is. A shorter retention takes effect within a minute: messages beyond it go, and
-        with them the log segments that no other subject needs. The order of a subject cannot be changed.
+        An argument that is left out changes nothing. A shorter retention takes effect within a minute: the messages
+        beyond it are deleted, and so are log segments that no other subject needs. The order cannot be changed.
         """
         changed: dict[str, Any] = {}
         if retention is not None:
@@ -153,19 +153,19 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         if retention_bytes is not None:
             changed["retention_bytes"] = None if retention_bytes == "default" else retention_bytes
         if not changed:
-            raise InvalidArgument(f"nothing of {subject!r} is to be changed; say retention= or retention_bytes=")
+            raise InvalidArgument(f"no setting of {subject!r} to change; pass retention= or retention_bytes=")
         await self._run("subject.set", Any, subject=subject, **changed)
         return (await self.subject(subject)).subject
 
     async def delete_subject(self, subject: str) -> None:
-        """Delete a subject with its messages and groups, for good."""
+        """Delete a subject with its messages and groups, permanently."""
         await self._run("subject.delete", None, subject=subject)
 
     async def groups(self, subject: str | None = None, *, partition: Partition | None = None) -> list[GroupInfo]:
         """The groups of a subject, of one of its partitions, or of all subjects."""
         if subject is None:
             if partition is not None:
-                raise InvalidArgument(f"partition {str(partition)!r} is one of a subject; name the subject too")
+                raise InvalidArgument(f"partition {str(partition)!r} needs its subject; pass subject= too")
             found = [info for each in await self._everywhere("group.list", list[GroupInfo]) for info in each]
         else:
             answers = await self._each(await self._places(subject, partition), "group.list", list[GroupInfo])
@@ -179,9 +179,9 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         return merged
 
     async def reset_group(self, subject: str, group: str, start: Start, *, partition: Partition | None = None) -> int:
-        """Move an idle group to "earliest", "latest", a sequence or a time; the sequence it goes on from.
+        """Move an idle group to "earliest", "latest", a sequence or a time; returns the sequence it continues from.
 
-        A sequence is one of a partition. Where several are moved, what it goes on from is the sum over them.
+        A sequence belongs to one partition. With several partitions the result is the sum of their sequences.
         """
         position = start_of(start, self._now())
         if not isinstance(position, str) and position[0] == "sequence":
@@ -192,9 +192,9 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         return sum(sequence for _, sequence in answers)
 
     async def set_group(self, subject: str, group: str, *, retry: Retry) -> GroupInfo:
-        """Change how an idle group retries; ``GroupBusy`` while it has consumers.
+        """Change the retry policy of an idle group; ``GroupBusy`` while it has consumers.
 
-        It holds for members that name no policy. The first member that names one sets it again.
+        The policy applies to members that name none. The first member that names one replaces it.
         """
         if not isinstance(retry, Retry):
             raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
@@ -202,13 +202,13 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         return await self.group(subject, group)
 
     async def delete_group(self, subject: str, group: str) -> None:
-        """Forget an idle group, its position and its dead letters, permanently; ``GroupBusy`` while it has consumers.
+        """Delete an idle group, its position and its dead letters, permanently; ``GroupBusy`` while it has consumers.
 
-        A consumer that comes later under the same name is the first member of a new group.
+        A later consumer with the same group name is the first member of a new group.
         """
         places = await self._places(subject)
-        # First the brokers, each of which refuses while it has a consumer of the group; then what members agreed on,
-        # and that partitions which have left the route knew it. It may be all that is known of the group.
+        # First the brokers, each of which refuses while it has a consumer of the group. Then the meta server, which has
+        # the group's settings and remembers groups of partitions that have left the route; it may be the only one.
         missing: GroupNotFound | None = None
         try:
             await self._each(places, "group.delete", None, group=group)
@@ -225,7 +225,7 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
 
 
 def merged_subject(partitions: list[SubjectInfo], groups: int) -> SubjectInfo:
-    """A subject from what its partitions say of it."""
+    """Merge the reports of a subject's partitions."""
     if len(partitions) == 1:
         return partitions[0]
     return msgspec.structs.replace(
@@ -238,7 +238,7 @@ def merged_subject(partitions: list[SubjectInfo], groups: int) -> SubjectInfo:
 
 
 def merged_groups(found: list[GroupInfo]) -> list[GroupInfo]:
-    """One entry a group from what each partition says of it, by their names."""
+    """Merge the reports of partitions into one entry per group, sorted by subject and group."""
     together: dict[tuple[str, str], list[GroupInfo]] = {}
     for info in found:
         together.setdefault((info.subject, info.group), []).append(info)

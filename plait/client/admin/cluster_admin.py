@@ -1,4 +1,4 @@
-"""Management of a cluster: routes of subjects, broker groups, and who is to handle what of a group."""
+"""Management of a cluster: routes of subjects, broker groups, and the allocation of a group."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from plait.client.types import PartitionName
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
 
-#: Whether a broker, or a broker group, can be sent to (W) and consumed from (R).
+#: Whether a broker or broker group takes messages (W) and can be consumed from (R).
 State = Literal["RW", "R", "W", "NRW"]
-#: Partitions of a subject: so many, or these.
+#: Partitions of a subject: their number, or their names.
 Partitions = int | Sequence[Partition]
 
 STATES: Final = ("RW", "R", "W", "NRW")
 
 
 class PartitionShare(msgspec.Struct, frozen=True):
-    """What a route leads to one partition, in logical partitions of 1024."""
+    """One partition of a route. Counts are of logical partitions, of 1024 in all."""
 
     #: As name@group.
     partition: str
-    #: Those whose messages it takes now, and those that it is to take.
+    #: LPs whose messages it takes now, and LPs that it is to take.
     takes: int
     wanted: int
-    #: Those whose older messages lie here, while newer ones go elsewhere or came back, and that a group has not
-    #: finished. None are where no group reads.
+    #: LPs that have moved on and whose older messages here are not finished by every group. 0 if there is no group.
     draining: int
-    #: Of its broker group: "RW", "R", "W" or "NRW", which is also one that is lost.
+    #: The state of its broker group; a lost one is "NRW".
     state: State
 
 
 class RouteInfo(msgspec.Struct, frozen=True):
-    """Where a subject's messages go. ``reached``: as it was asked for, nothing is left to move."""
+    """The route of a subject. ``reached``: the requested distribution is in place, no LP is left to move."""
 
     subject: str
     version: int
@@ -51,48 +50,48 @@ class RouteInfo(msgspec.Struct, frozen=True):
 
 
 class BrokerInfo(msgspec.Struct, frozen=True):
-    """A broker as the meta server sees it."""
+    """A broker, as registered with the meta server."""
 
     group: str
     broker: str
     address: str
-    #: What the operator wishes, and what it is: less if the broker says so, "NRW" if it is lost.
+    #: The state that the operator set, and the effective one: less if the broker reports so, "NRW" if it is lost.
     wished: State
     state: State
-    #: One more with every start that followed a crash.
+    #: The data epoch: grows by one with every start after a crash.
     epoch: int
-    #: Partitions of all subjects.
+    #: The number of its partitions, of all subjects.
     partitions: int
-    #: Why the broker takes no messages, as it reports: a full disk. Empty where it takes them.
+    #: Why the broker takes no messages, as it reports, for example a full disk. Empty if it takes messages.
     reason: str = ""
 
 
 class LostPartition(msgspec.Struct, frozen=True):
-    """What is lost with a partition of a broker group that was given up."""
+    """The loss with one partition of a broker group that was forgotten."""
 
     subject: str
     #: As name@group.
     partition: str
-    #: Logical partitions of 1024 whose messages it took: what a group has not handled of them is lost.
+    #: LPs (of 1024) whose messages it took: their unfinished messages are lost.
     takes: int
-    #: Group → logical partitions that had moved elsewhere, and whose older messages here it had not finished.
+    #: Group → number of LPs that had moved on, and whose older messages here the group had not finished.
     groups: dict[str, int]
 
 
 class MemberShare(msgspec.Struct, frozen=True):
-    """A member of a group and what it is to handle."""
+    """A member of a group and its share."""
 
     client: str
-    #: How many logical partitions.
+    #: The number of logical partitions.
     count: int
     #: (first, end, epoch) of each run of them.
     lps: list[tuple[int, int, int]]
 
 
 class AllocationInfo(msgspec.Struct, frozen=True):
-    """Who is to handle what of a group: a proposal, as only the brokers' locks give the right to.
+    """The allocation of a group. It is a proposal: only a broker's lock gives the right to handle an LP.
 
-    A group that is "shared" has members without shares, as everybody may get everything.
+    The members of a "shared" group have no shares, as each may get any message.
     """
 
     subject: str
@@ -103,7 +102,7 @@ class AllocationInfo(msgspec.Struct, frozen=True):
 
 
 class _Route(msgspec.Struct):
-    """A route as the meta server tells it."""
+    """A route, as the meta server sends it."""
 
     subject: str
     version: int
@@ -113,14 +112,14 @@ class _Route(msgspec.Struct):
     histories: list[tuple[int, int, list[tuple[int, int | None]]]]
     target: list[tuple[int, int, int]]
     brokers: dict[str, tuple[list[str], State]]
-    #: Group → (partition, first, end, fence): what it has finished in partitions that took more once.
+    #: Group → (partition, first, end, fence): LPs that the group has finished in partitions they have left.
     passed: dict[str, list[tuple[int, int, int, int]]] = {}
-    #: Partitions of which that was reported.
+    #: Partitions whose broker has reported what groups have finished.
     reported: list[int] = []
 
 
 class _Allocation(msgspec.Struct):
-    """An allocation as the meta server tells it."""
+    """An allocation, as the meta server sends it."""
 
     subject: str
     group: str
@@ -130,16 +129,16 @@ class _Allocation(msgspec.Struct):
 
 
 class ClusterAdmin(Calls):
-    """What ``plait cluster`` does, and ``plait subject`` and ``plait group`` where they ask for routes and shares."""
+    """The operations of ``plait cluster``, and the routes and shares of ``plait subject`` and ``plait group``."""
 
     async def route(self, subject: str) -> RouteInfo:
-        """Where a subject's messages go now, and where they are to go."""
+        """The route of a subject: which partitions take its messages now, and which are to."""
         return _route_info(await self._run("subject.route", _Route, subject=subject))
 
     async def expand_subject(self, subject: str, partitions: Partitions) -> RouteInfo:
-        """Spread a subject over so many partitions (more or fewer than now), or over these ("name@group").
+        """Spread a subject over a number of partitions, more or fewer than now, or over named ones ("name@group").
 
-        It begins at once and goes on by itself: ``route`` says how far it is. Order keys keep their order.
+        The change starts at once and proceeds in the background; ``route`` shows its progress. Order per key is kept.
         """
         wanted = partitions if isinstance(partitions, int) else _names(partitions)
         return _route_info(await self._run("subject.expand", _Route, subject=subject, partitions=wanted))
@@ -150,26 +149,26 @@ class ClusterAdmin(Calls):
         return found
 
     async def set_broker_state(self, group: str, state: State) -> None:
-        """Use a broker group less: with "R", "W" or "NRW" new partitions go to others; "RW" is as usual.
+        """Restrict the use of a broker group: with "R", "W" or "NRW" it gets no new partitions; "RW" lifts this.
 
-        With "R" and "NRW" clients also send elsewhere what may go elsewhere, once they have looked at their routes.
-        What is stored there is consumed all the same.
+        With "R" and "NRW" clients also send messages to other groups where the order allows it, once they have
+        refreshed their routes. Messages that are stored on the group are still consumed.
         """
         if state not in STATES:
             raise InvalidArgument(f"state {state!r} is not known; use {', '.join(STATES)}")
         await self._run("broker.state", None, group=group, state=state)
 
     async def forget_broker(self, group: str, *, lost: bool = False) -> list[LostPartition]:
-        """Give up a broker group that is switched off and will not come back: routes lead to others, permanently.
+        """Remove a broker group that will not come back from the cluster and from all routes, permanently.
 
-        Where a group has not finished what is stored there, or messages are sent there, ``InvalidArgument`` says so;
-        with ``lost`` those messages are given up, and what is lost is returned.
+        ``InvalidArgument`` if the group still takes messages, or has messages that a consumer group has not finished.
+        With ``lost`` those messages are given up, and the loss is returned.
         """
         found: list[LostPartition] = await self._run("broker.forget", list[LostPartition], group=group, lost=lost)
         return found
 
     async def allocation(self, subject: str, group: str) -> AllocationInfo:
-        """The members of a group, and who is to handle what."""
+        """The members of a group and their shares."""
         found: _Allocation = await self._run("group.allocation", _Allocation, subject=subject, group=group)
         members = [
             MemberShare(client, sum(end - first for first, end, _ in lps), lps)
@@ -180,7 +179,7 @@ class ClusterAdmin(Calls):
 
 def _names(partitions: object) -> list[str]:
     if isinstance(partitions, str) or not isinstance(partitions, Sequence):
-        raise InvalidArgument(f"partitions {partitions!r} are not understood; use a number, or names as 'name@group'")
+        raise InvalidArgument(f"partitions {partitions!r} is not valid; use a number, or a list of 'name@group'")
     for each in partitions:
         if not isinstance(each, str | PartitionName):
             raise InvalidArgument(f"partition {each!r} is a {type(each).__name__}; use 'name@group'")

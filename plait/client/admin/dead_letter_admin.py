@@ -1,7 +1,7 @@
-"""Dead letters: messages that failed for good, per subject and group; looking at them, resending and purging them.
+"""Management of the dead letters of a subject and group: listing, resending and purging them.
 
-Everything goes in pages, each a request of its own, so that no answer and no pause of the broker is long however many
-there are. A resent or purged letter is none any more: what was interrupted is simply done again.
+Every operation works in pages, one request each, so that no reply and no pause of the broker is long. A letter that is
+resent or purged is no longer a dead letter, so an interrupted operation can simply be repeated.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from plait.errors import DeadLetterNotFound, InvalidArgument
 from plait.limits import DEAD_LIST_MAX, DEAD_PAGE_MAX
 from plait.model.reason import Reason, type_name
 
-#: Sequences that one request names: they have to fit into the head of a packet.
+#: Sequences that one request names: they must fit into the header of a packet.
 SEQUENCES_MAX: Final = 4_000
-#: With a rate, a page is what is due in this time...
+#: With a rate, a page has the letters that are due within this time...
 PACE_SECONDS: Final = 0.05
-#: ...and after a pause at most what was due in this one: a rate is a maximum.
+#: ...and after a delay at most those of this time besides: a rate is a maximum.
 CATCH_UP_SECONDS: Final = 0.1
-#: More a second than any server does.
+#: Letters per second; more than any server handles.
 RATE_MAX: Final = 1e9
 
 
 class DeadQueue(msgspec.Struct, frozen=True):
-    """A group of a subject that has dead letters, and how many."""
+    """A group of a subject that has dead letters, and their number."""
 
     subject: str
     group: str
@@ -40,7 +40,7 @@ class DeadQueue(msgspec.Struct, frozen=True):
 
 
 class DeadHistory(msgspec.Struct, frozen=True):
-    """An earlier death of a letter that was resent since."""
+    """An earlier failure of a dead letter that was resent since."""
 
     attempts: int
     time: datetime
@@ -48,34 +48,34 @@ class DeadHistory(msgspec.Struct, frozen=True):
 
 
 class DeadLetter(msgspec.Struct, frozen=True):
-    """A message that failed for good. ``body`` is None where it was not asked for."""
+    """A dead letter. ``body`` is None if bodies were not requested."""
 
     subject: str
     group: str
-    #: Its place in the subject, by which it is resent and purged.
+    #: Its sequence in the partition; selects it for resending and purging.
     sequence: int
     message_id: MessageId
     key: str | None
     tags: list[str]
     headers: dict[str, HeaderValue]
     body: bytes | None
-    #: Of the body.
+    #: Bytes of the body.
     size: int
     send_time: datetime | None
     store_time: datetime
-    #: How often it was tried, over all its lives.
+    #: The number of attempts, including those before it was resent.
     attempts: int
-    #: When it failed for the first time (to the second) and for the last.
+    #: The times of its first failure (rounded to a second) and its last one.
     first_time: datetime
     last_time: datetime
     reason: Reason
     history: list[DeadHistory]
-    #: Where it is stored.
+    #: The partition that stores it.
     partition: PartitionName
 
 
 class DeadReason(msgspec.Struct, frozen=True):
-    """How many letters died of one type of error in one handler; ``text`` is what one of them says."""
+    """The number of dead letters with one type of error in one handler; ``text`` is the text of the latest one."""
 
     type: str
     handler: str
@@ -92,7 +92,7 @@ class _History(msgspec.Struct):
 
 
 class _Letter(msgspec.Struct):
-    """A letter as the broker tells of it."""
+    """A dead letter, as the broker sends it."""
 
     sequence: int
     producer: int
@@ -136,18 +136,18 @@ class _LettersDone(msgspec.Struct):
 
 
 class LetterQuery(TypedDict, total=False):
-    """Which letters are meant: all of what is given has to hold."""
+    """Selects dead letters: all given conditions must hold."""
 
     sequences: Iterable[int]
-    #: Of the reason: what it says, or the exception itself.
+    #: The type of the reason: its name, or the exception class.
     type: str | type[BaseException]
     handler: str
-    #: They died before this time.
+    #: They became dead letters before this time.
     before: datetime
 
 
 class LetterSelection(msgspec.Struct, frozen=True):
-    """The same, checked before anything is asked."""
+    """A validated ``LetterQuery``."""
 
     sequences: list[int] | None = None
     type: str | None = None
@@ -159,7 +159,7 @@ class LetterSelection(msgspec.Struct, frozen=True):
         unknown = set(select) - set(cls.__struct_fields__)
         if unknown:
             raise InvalidArgument(
-                f"letters cannot be selected by {unknown.pop()!r}; use {', '.join(cls.__struct_fields__)}"
+                f"dead letters cannot be selected by {unknown.pop()!r}; use {', '.join(cls.__struct_fields__)}"
             )
         kind: Any = select.get("type")
         handler: Any = select.get("handler")
@@ -177,7 +177,7 @@ class LetterSelection(msgspec.Struct, frozen=True):
         )
 
     def parts(self) -> list[dict[str, Any]]:
-        """As requests have it; many sequences are asked for piece by piece."""
+        """The selections of the requests; many sequences are split over several requests."""
         given = {"type": self.type, "handler": self.handler, "before": self.before}
         if self.sequences is None:
             return [{"sequences": None, **given}]
@@ -187,13 +187,13 @@ class LetterSelection(msgspec.Struct, frozen=True):
 
 
 class DeadAdmin(Calls):
-    """What ``plait dlq`` does, as methods.
+    """The operations of ``plait dlq``.
 
-    Sequences are those of a partition: where a subject has several, ``partition`` says which.
+    Sequences belong to a partition: where a subject has several, ``partition`` selects it.
     """
 
     async def dead_queues(self, subject: str | None = None) -> list[DeadQueue]:
-        """The groups that have dead letters, of a subject or of all."""
+        """The groups that have dead letters, of a subject or of all subjects."""
         if subject is None:
             answers = await self._everywhere("dlq.queues", list[DeadQueue])
         else:
@@ -206,7 +206,7 @@ class DeadAdmin(Calls):
     async def _letter_places(
         self, subject: str, group: str, partition: Partition | None, by: LetterSelection
     ) -> list[PartitionNode]:
-        """The partitions whose letters are meant; those that the group never came to have none."""
+        """The selected partitions, without those that the group has never attached to: they have no letters."""
         if by.sequences is not None:
             return [await self._place(subject, partition, "sequences")]
         places = await self._places(subject, partition)
@@ -224,9 +224,9 @@ class DeadAdmin(Calls):
         bodies: bool = False,
         **select: Unpack[LetterQuery],
     ) -> list[DeadLetter]:
-        """A group's dead letters, oldest first; with their bodies where asked for.
+        """A group's dead letters, oldest first; with their bodies if ``bodies``.
 
-        ``sequences``, ``type`` and ``handler`` of the reason and ``before``, a time, select among them.
+        ``sequences``, the ``type`` and ``handler`` of the reason, and ``before``, a time, select letters.
         """
         limit = limit_of(limit)
         selection = LetterSelection.of(select)
@@ -270,7 +270,7 @@ class DeadAdmin(Calls):
         found = await self.dead_letters(subject, group, partition=partition, limit=1, bodies=True, sequences=[sequence])
         if not found:
             raise DeadLetterNotFound(
-                f"message {sequence} of {subject!r} is no dead letter of group {group!r}",
+                f"message {sequence} of {subject!r} is not a dead letter of group {group!r}",
                 subject=subject,
                 group=group,
                 sequence=sequence,
@@ -278,7 +278,7 @@ class DeadAdmin(Calls):
         return found[0]
 
     async def dead_reasons(self, subject: str, group: str, *, partition: Partition | None = None) -> list[DeadReason]:
-        """Why a group's messages died: types of errors and handlers, the most frequent first."""
+        """Why a group's messages became dead letters: error types and handlers, most frequent first."""
         merged: dict[tuple[str, str], _Reason] = {}
         for place in await self._letter_places(subject, group, partition, LetterSelection()):
             after: int | None = -1
@@ -312,10 +312,10 @@ class DeadAdmin(Calls):
         progress: Callable[[int], None] | None = None,
         **select: Unpack[LetterQuery],
     ) -> int:
-        """Deliver dead letters to their group again, and to no other; how many. Id, attempts and history are kept.
+        """Deliver dead letters to their group again, and to no other group; returns their number.
 
-        ``rate`` is so many a second at most; ``progress`` is called with the count so far; with ``dry_run`` they are
-        only counted.
+        Message id, attempts and history are kept. ``rate`` is the maximum per second, ``progress`` is called with the
+        count so far, and with ``dry_run`` the letters are only counted.
         """
         selection = LetterSelection.of(select)
         rate = rate_of(rate)
@@ -335,7 +335,7 @@ class DeadAdmin(Calls):
         progress: Callable[[int], None] | None = None,
         **select: Unpack[LetterQuery],
     ) -> int:
-        """Give dead letters up for good; how many. The arguments are those of ``resend_dead``."""
+        """Delete dead letters permanently; returns their number. The arguments are those of ``resend_dead``."""
         selection = LetterSelection.of(select)
         rate = rate_of(rate)
         pace = LetterRate(None if dry_run else rate, progress)
@@ -376,21 +376,21 @@ def _add_reason(merged: dict[tuple[str, str], _Reason], part: _Reason) -> None:
 
 
 def rate_of(value: Any) -> float | None:
-    """So many a second; None: as fast as it goes."""
+    """A validated rate per second; None: no limit."""
     if value is None:
         return None
     if not is_number(value):
-        raise InvalidArgument(f"rate {shown(value)} is a {type(value).__name__}; use a number a second")
+        raise InvalidArgument(f"rate {shown(value)} is a {type(value).__name__}; use a number of messages per second")
     if not 0 < value <= RATE_MAX:
-        raise InvalidArgument(f"rate must be more than 0 a second and at most {RATE_MAX:g}, not {shown(value)}")
+        raise InvalidArgument(f"rate must be more than 0 and at most {RATE_MAX:g} per second, not {shown(value)}")
     return float(value)
 
 
 class LetterRate:
-    """So many a second at most. A page that is a little late does not make the next ones late.
+    """Limits letters to ``rate`` per second. A page that is a little late does not delay the next ones.
 
-    In no time do more than ``rate`` times it pass, and what is due in ``PACE_SECONDS`` and ``CATCH_UP_SECONDS`` more:
-    whatever held it up, what was missed meanwhile is not made up for.
+    In any period of t seconds at most ``rate * (t + PACE_SECONDS + CATCH_UP_SECONDS)`` letters pass: after a longer
+    delay the missed letters are not made up for.
     """
 
     def __init__(self, rate: float | None, progress: Callable[[int], None] | None = None) -> None:
@@ -400,7 +400,7 @@ class LetterRate:
         self.count = 0
 
     async def turn(self) -> int:
-        """Wait for the time of the next page; how large it may be."""
+        """Wait until the next page is due; returns its maximum number of letters."""
         rate = self._rate
         if rate is None:
             return DEAD_PAGE_MAX
@@ -413,7 +413,7 @@ class LetterRate:
         return max(1, min(int(behind + PACE_SECONDS * rate), DEAD_PAGE_MAX))
 
     def did(self, count: int) -> None:
-        """So many were done."""
+        """Count the letters of a page."""
         self.count += count
         if self._progress is not None:
             self._progress(self.count)

@@ -1,7 +1,7 @@
-"""Parked keys: order keys of a strict subject that wait for a decision, as one of their messages failed for good.
+"""Management of parked keys: keys of a strict subject that wait for ``resume`` or ``skip`` of a dead letter.
 
-A key is parked in the partition where its message failed. Where the route has led on since, later partitions hold the
-key as well until it is resumed there: they are not asked, as its consumer tells them in order.
+A key is parked in the partition of its dead letter. If its LP has moved on since, later partitions hold the key as well
+until it is resumed there. The requests here do not go to those: the key's consumer resumes them in order.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from plait.model.reason import Reason
 
 
 class ParkedKey(msgspec.Struct, frozen=True):
-    """A key that waits, and the dead letter that holds its place.
+    """A parked key, and the dead letter that holds it back.
 
-    Where that letter was purged, or is on a partition that is gone, less is known.
+    If the letter was purged, or its partition no longer exists, the fields about it are empty.
     """
 
     subject: str
     group: str
-    #: None where the letter does not say it.
+    #: None if the dead letter is not available.
     key: str | None
-    #: xxh3_64 of the key, and the logical partition that follows from it.
+    #: xxh3_64 of the key, and its logical partition.
     hash: int
     lp: int
     partition: PartitionName
-    #: Of the dead letter, as ``dead_letter`` takes it.
+    #: The sequence of the dead letter, as ``dead_letter`` takes it.
     sequence: int | None
     attempts: int
     since: datetime | None
@@ -43,7 +43,7 @@ class ParkedKey(msgspec.Struct, frozen=True):
 
 
 class _Parked(msgspec.Struct):
-    """A parked key as a broker tells it."""
+    """A parked key, as a broker sends it."""
 
     hash: int
     lp: int
@@ -65,10 +65,10 @@ class _FoundKeys(NamedTuple):
 
 
 class ParkedAdmin(Calls):
-    """What ``plait group parked``, ``resume`` and ``skip`` do."""
+    """The operations of ``plait group parked``, ``resume`` and ``skip``."""
 
     async def parked(self, subject: str, group: str, *, partition: Partition | None = None) -> list[ParkedKey]:
-        """The parked keys of a group, those that wait longest first."""
+        """The parked keys of a group, longest wait first."""
         found = await self._parked(subject, group, partition)
         keys = [
             ParkedKey(
@@ -88,32 +88,32 @@ class ParkedAdmin(Calls):
         return sorted(keys, key=lambda each: (each.since is not None, each.since, str(each.partition), each.hash))
 
     async def resume_key(self, subject: str, group: str, key: str | int | ParkedKey) -> None:
-        """Go on with a parked key: with the message that failed; ``KeyNotParked`` if it is not parked."""
-        await self._go_on_with(subject, group, key, "group.resume")
+        """Resume a parked key with the message that failed; ``KeyNotParked`` if it is not parked."""
+        await self._resume_one(subject, group, key, "group.resume")
 
     async def skip_key(self, subject: str, group: str, key: str | int | ParkedKey) -> None:
-        """Go on with a parked key behind the message that failed, which stays a dead letter."""
-        await self._go_on_with(subject, group, key, "group.skip")
+        """Resume a parked key after the message that failed, which stays a dead letter."""
+        await self._resume_one(subject, group, key, "group.skip")
 
     async def resume_all(self, subject: str, group: str) -> int:
-        """``resume_key`` every parked key of a group; how many there were."""
-        return await self._go_on(await self._parked(subject, group, None), group, "group.resume")
+        """``resume_key`` for every parked key of a group; returns their number."""
+        return await self._resume_found(await self._parked(subject, group, None), group, "group.resume")
 
     async def skip_all(self, subject: str, group: str) -> int:
-        """``skip_key`` every parked key of a group; how many there were."""
-        return await self._go_on(await self._parked(subject, group, None), group, "group.skip")
+        """``skip_key`` for every parked key of a group; returns their number."""
+        return await self._resume_found(await self._parked(subject, group, None), group, "group.skip")
 
-    async def _go_on_with(self, subject: str, group: str, key: str | int | ParkedKey, operation: str) -> None:
+    async def _resume_one(self, subject: str, group: str, key: str | int | ParkedKey, operation: str) -> None:
         shown = (key.key or f"{key.hash:#x}") if isinstance(key, ParkedKey) else encode_key(key)
         number = key.hash if isinstance(key, ParkedKey) else xxh3_64_intdigest(shown.encode())
         found = [each for each in await self._parked(subject, group, None) if each.parked.hash == number]
-        if not await self._go_on(found, group, operation):
+        if not await self._resume_found(found, group, operation):
             raise KeyNotParked(
                 f"key {shown!r} is not parked in group {group!r} on {subject!r}", subject=subject, group=group
             )
 
-    async def _go_on(self, found: list[_FoundKeys], group: str, operation: str) -> int:
-        """Tell each partition, page by page; how many keys were still parked."""
+    async def _resume_found(self, found: list[_FoundKeys], group: str, operation: str) -> int:
+        """Send the operation to each partition, page by page; returns the number of keys that were still parked."""
         count = 0
         by_place: dict[PartitionName, tuple[PartitionNode, list[int]]] = {}
         for place, parked in found:
@@ -126,15 +126,15 @@ class ParkedAdmin(Calls):
                         operation, int, at=place.node, subject=place.name.name, group=group, keys=page
                     )
                 except KeyNotParked:
-                    # Somebody else was first.
+                    # Another client has resumed or skipped them.
                     continue
         return count
 
     async def _parked(self, subject: str, group: str, partition: Partition | None) -> list[_FoundKeys]:
-        """All parked keys, each where it can be gone on with."""
+        """All parked keys, each with the partition where it can be resumed."""
         answers = await self._all(await self._places(subject, partition), lambda place: self._pages(place, group))
         found = [_FoundKeys(place, each) for place, parked in answers for each in parked]
-        # Without a letter it is held on behalf of another partition; on its own only if that is not there any more.
+        # A key without a letter is inherited from another partition. It is listed only if that one no longer has it.
         first_hand = {each.parked.hash for each in found if each.parked.sequence is not None}
         return [each for each in found if each.parked.sequence is not None or each.parked.hash not in first_hand]
 

@@ -1,4 +1,4 @@
-"""Management of delayed messages: what is scheduled, how much, and calling it off."""
+"""Management of delayed messages: listing, counting, cancelling and rescheduling them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait.limits import SCHEDULE_PAGE_MAX
 
 
 class ScheduledMessage(msgspec.Struct, frozen=True):
-    """A message that waits for its time; ``client.cancel`` and ``client.reschedule`` take it."""
+    """A delayed message that is not due yet; an argument for ``client.cancel`` and ``client.reschedule``."""
 
     subject: str
     number: int
@@ -23,12 +23,12 @@ class ScheduledMessage(msgspec.Struct, frozen=True):
     message_id: MessageId
     key: str | None
     size: int
-    #: Whose schedule it is in.
+    #: The partition whose schedule has it.
     partition: PartitionName
 
 
 class ScheduleCount(msgspec.Struct, frozen=True):
-    """How many messages wait: of a subject, or from a time on, as it was asked for."""
+    """The number of delayed messages of a subject, or of the period that starts at ``time``."""
 
     subject: str | None
     time: datetime | None
@@ -36,7 +36,7 @@ class ScheduleCount(msgspec.Struct, frozen=True):
 
 
 class _Row(msgspec.Struct):
-    """A scheduled message as the broker tells of it."""
+    """A delayed message, as the broker sends it."""
 
     subject: str
     number: int
@@ -48,7 +48,7 @@ class _Row(msgspec.Struct):
 
 
 class _SchedulePage(msgspec.Struct):
-    """A page of them, and after which place the next one begins; None: that is all."""
+    """A page of delayed messages, and the position after which the next page starts; None: this is the last page."""
 
     rows: list[_Row]
     next: tuple[int, int] | None
@@ -61,23 +61,23 @@ class _Count(msgspec.Struct):
 
 
 def place_of(scheduled: Any) -> tuple[PartitionName, int, int]:
-    """(partition, number, time in microseconds) by which its broker finds a delayed message."""
+    """(partition, number, due time in microseconds): the broker finds a delayed message by these."""
     if isinstance(scheduled, ScheduledMessage):
         return scheduled.partition, scheduled.number, micros_of(scheduled.deliver_at, "deliver_at")
     if not isinstance(scheduled, Receipt):
-        raise InvalidArgument(f"{scheduled!r} is no receipt; use what send(..., delay=...) returned")
+        raise InvalidArgument(f"{scheduled!r} is not a receipt; use the result of send(..., delay=...)")
     if scheduled.schedule is None or scheduled.deliver_at is None:
         raise InvalidArgument(
-            f"message {scheduled.message_id} has no number in a schedule: it was not delayed, "
-            "or it was sent again so late that the broker has forgotten the number"
+            f"message {scheduled.message_id} has no schedule number: it was not delayed, "
+            "or it was resent so late that the broker no longer has the number"
         )
     return scheduled.partition, scheduled.schedule, micros_of(scheduled.deliver_at, "deliver_at")
 
 
 class ScheduleAdmin(Calls):
-    """What ``plait schedule`` does, as methods.
+    """The operations of ``plait schedule``.
 
-    Numbers are those of a partition's schedule: where a subject has several partitions, ``partition`` says which.
+    Numbers belong to a partition's schedule: where a subject has several partitions, ``partition`` selects one.
     """
 
     async def scheduled(
@@ -89,12 +89,12 @@ class ScheduleAdmin(Calls):
         end: datetime | Duration | None = None,
         limit: int = 100,
     ) -> list[ScheduledMessage]:
-        """Messages of a subject that are to be delivered from ``start`` up to ``end`` (times, or "5m" from now)."""
+        """Messages of a subject that are due from ``start`` up to ``end`` (times, or durations from now as "5m")."""
         limit = limit_of(limit)
         span = self._span(start, end)
         places = await self._places(subject, partition)
         if len(places) > 1:
-            # One that is not made yet has no schedule.
+            # A partition that is not created yet has no schedule.
             places = [place for place, _ in await self._each(places, "subject.describe", msgspec.Raw)]
         found = [message for place in places for message in await self._scheduled_at(place, span, limit)]
         found.sort(key=lambda message: (message.deliver_at, message.partition, message.number))
@@ -134,7 +134,7 @@ class ScheduleAdmin(Calls):
         end: datetime | Duration | None = None,
         by: Literal["subject", "time"] = "subject",
     ) -> list[ScheduleCount]:
-        """How many messages wait for their time, by subject or by when they are due."""
+        """The number of delayed messages that are not due yet, by subject or by due time."""
         if by not in ("subject", "time"):
             raise InvalidArgument(f"by {by!r} is not known; use 'subject' or 'time'")
         span = self._span(start, end)
@@ -145,7 +145,7 @@ class ScheduleAdmin(Calls):
             answers = [a for _, a in await self._each(places, "schedule.count", list[_Count], by=by, **span)]
         counts: dict[tuple[str | None, int | None], int] = {}
         for each in (each for answer in answers for each in answer):
-            # Of one subject by time, the broker says what it was asked for: the partition.
+            # By time, the broker reports the partition's name instead of the subject.
             key = (each.subject if by == "subject" else subject, each.bucket)
             counts[key] = counts.get(key, 0) + each.count
         order = sorted(counts, key=lambda key: (key[0] or "", key[1] or 0))
@@ -157,9 +157,9 @@ class ScheduleAdmin(Calls):
     async def cancel_scheduled(
         self, subject: str, number: int, deliver_at: datetime, *, partition: Partition | None = None
     ) -> bool:
-        """Call a message off. True: it is never delivered; False: it was delivered or cancelled before.
+        """Cancel a delayed message. True: it is never delivered; False: it was delivered or cancelled before.
 
-        That is ``client.cancel`` for who has kept the number and the time of a receipt, and not the receipt.
+        Like ``client.cancel``, with the number and due time of a receipt instead of the receipt.
         """
         due, number = micros_of(deliver_at, "deliver_at"), sequence_of(number, "number")
         return await self._cancel(await self._place(subject, partition, "numbers"), number, due)
@@ -173,9 +173,9 @@ class ScheduleAdmin(Calls):
     async def reschedule(
         self, subject: str, number: int, deliver_at: datetime, *, to: datetime, partition: Partition | None = None
     ) -> int:
-        """Deliver a message at another time; its new number. ``NotScheduled``: it is too late for that.
+        """Change the due time of a message; returns its new number. ``NotScheduled``: it was delivered or cancelled.
 
-        That is ``client.reschedule`` for who has kept the number and the time of a receipt, and not the receipt.
+        Like ``client.reschedule``, with the number and due time of a receipt instead of the receipt.
         """
         due, number = micros_of(deliver_at, "deliver_at"), sequence_of(number, "number")
         new_due = micros_of(to, "to")
@@ -194,7 +194,8 @@ class ScheduleAdmin(Calls):
         if new is None:
             at = to_datetime(due)
             raise NotScheduled(
-                f"number {number} of {place.name.name!r} is not scheduled for {at} (any more)",
+                f"message number {number} of {place.name.name!r} is not scheduled for {at}: "
+                "it was delivered or cancelled, or never scheduled",
                 subject=place.name.name,
                 number=number,
             )

@@ -1,9 +1,9 @@
-"""``App``: functions that handle messages, run as a service.
+"""``App``: runs functions that handle messages as a service.
 
-Return acknowledges, raise makes the group try the message again as its retry policy says (``RetryLater``: when the
-handler says; ``Suspend``: and nothing else until then).
-SIGTERM and SIGINT drain: no new messages, what is being handled is finished within ``drain_seconds``, the rest is given
-back.
+A handler that returns acks its message. One that raises nacks it: the message is retried as the group's policy says
+(``RetryLater``: after the handler's delay; ``Suspend``: the handler also gets no other message until then).
+SIGTERM and SIGINT drain the app: it takes no new messages, finishes running handlers within ``drain_seconds``, and
+returns the rest.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class App:
-    """A service made of handlers. ``group`` is that of every subscriber that names none."""
+    """A service made of handlers. ``group`` is the default group of its subscribers."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class App:
         self._client_id = client_id
         self._compression = compression
         self._spool = spool
-        # An address or name that cannot work is found now, not when the service starts.
+        # Refuses an invalid address or client id now, not when the service starts.
         self._new_client()
         self._subscriptions: list[Subscription] = []
         self._handle_hooks: list[HandleHook] = []
@@ -113,20 +113,19 @@ class App:
     ) -> Callable[[Function], Function]:
         """Decorates a handler, ``def`` (run in a thread) or ``async def``.
 
-        Its parameters say what it gets: one annotated ``plait.Message`` the message, another the body, decoded into
-        its annotation (bytes, str, dict, a msgspec struct, a dataclass, a pydantic model). With ``batch=n`` it gets
-        lists of up to n. ``concurrency`` is how many calls run at a time. A call that takes longer than ``timeout`` has
-        failed; an ``async def`` is cancelled then. With ``suspend`` any failure keeps the handler from messages for
-        that long, as ``plait.Suspend`` does. With ``ordered`` or ``affinity`` messages of one key are handled one after
-        another, however many calls run. A body that does not decode into the annotation goes to the dead letters at
-        once, with ``undecodable="retry"`` only after the attempts that the group's policy gives any failure. The other
-        arguments are those of ``client.consumer``.
+        A parameter annotated ``plait.Message`` gets the message; another one gets the body, decoded into its annotation
+        (bytes, str, dict, a msgspec struct, a dataclass, a pydantic model). With ``batch=n`` the handler gets lists of
+        up to n. ``concurrency`` is the number of calls that run at a time. A call that takes longer than ``timeout``
+        fails; an ``async def`` is cancelled then. With ``suspend`` any failure suspends the handler for that long, as
+        ``plait.Suspend`` does. With ``ordered`` or ``affinity`` messages of one key are handled one after another,
+        however many calls run. A body that does not decode into the annotation becomes a dead letter at once; with
+        ``undecodable="retry"`` it is retried as any failure is. The other arguments are those of ``client.consumer``.
         """
         names.check("subject", subject)
         group = None if broadcast else group or self.group
         if group is None and not broadcast:
             raise InvalidArgument(
-                f"subscriber of {subject!r} has no group; name one here or in App(group=...), or say broadcast=True"
+                f"subscriber of {subject!r} has no group; pass group= here or to App(...), or pass broadcast=True"
             )
         if group is not None:
             names.check_group(group)
@@ -145,8 +144,8 @@ class App:
             (s.settings.subject, s.settings.group) == (subject, group) for s in self._subscriptions
         ):
             raise InvalidArgument(
-                f"group {group!r} has a subscriber of {subject!r} already, each would get a share of the messages; "
-                "give one of them a group of its own"
+                f"group {group!r} already has a subscriber of {subject!r}: each would get only some of the messages; "
+                "give one of them its own group"
             )
         settings = SubscriberSettings(
             subject=subject,
@@ -165,7 +164,7 @@ class App:
             handling=None if handling is None else seconds_of(handling),
             undecodable=undecodable,
         )
-        # Types that a function defined for its own handlers are found too.
+        # Annotations may name types that are local to the function in which the handler is defined.
         local_names = dict(sys._getframe(1).f_locals)
 
         def decorate(function: Function) -> Function:
@@ -176,32 +175,35 @@ class App:
         return decorate
 
     def around_handle(self, function: Function) -> Function:
-        """Decorates an ``async def`` that is put around each call of a handler; the first one declared is outermost.
+        """Decorates an ``async def`` hook that wraps each call of a handler; the first one declared is outermost.
 
-        It gets the list of messages (one, but for batch handlers) and what goes on: ``await proceed()`` calls the
-        handler and raises what it raises. What the hook raises counts as the handler's failure, its return as success.
+        The hook gets the list of messages (one, except for batch handlers) and ``proceed``: ``await proceed()`` calls
+        the handler and raises what it raises. If the hook raises, the handler failed; if it returns, it succeeded.
         """
         _check_hook("around_handle", function)
         self._handle_hooks.append(function)
         return function
 
     def around_send(self, function: Function) -> Function:
-        """Decorates an ``async def`` that is put around each ``app.send``; the first one declared is outermost.
+        """Decorates an ``async def`` hook that wraps each ``app.send``; the first one declared is outermost.
 
-        It gets the ``plait.Outgoing``, which it may change, and what goes on: ``return await proceed()`` sends and
-        gives the receipt. ``app.post`` and the client itself go past it.
+        The hook gets the ``plait.Outgoing``, which it may change, and ``proceed``: ``return await proceed()`` sends the
+        message and returns the receipt. ``app.post`` and the client's own methods do not call hooks.
         """
         _check_hook("around_send", function)
         self._send_hooks.append(function)
         return function
 
     def on_startup(self, function: Function) -> Function:
-        """Decorates what runs once connected, before the first message; ``def`` or ``async def``, no arguments."""
+        """Decorates a hook that runs once the app is connected, before the first message.
+
+        It is a ``def`` or ``async def`` without arguments.
+        """
         self._startup.append(function)
         return function
 
     def on_shutdown(self, function: Function) -> Function:
-        """Decorates what runs after the last message, while still connected; the last one declared runs first."""
+        """Decorates a hook that runs after the last message, while still connected; the last declared runs first."""
         self._shutdown.append(function)
         return function
 
@@ -209,7 +211,7 @@ class App:
 
     @property
     def client(self) -> Client:
-        """The app's client while it runs, for its loop's thread."""
+        """The client of the running app. Use it only in the thread of the app's loop."""
         if self._client is None:
             raise Closed("the app is not running; its client exists from start-up to shutdown")
         return self._client
@@ -218,7 +220,7 @@ class App:
         client = self.client
         if threading.get_ident() != self._thread:
             raise InvalidArgument(
-                "the app's client belongs to its loop; a def handler runs in another thread and sends with plait.sync"
+                "the app's client works only in the thread of the app's loop; in a def handler send with plait.sync"
             )
         return client
 
@@ -265,7 +267,7 @@ class App:
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
     ) -> Ticket:
-        """``client.post``, from hooks and ``async def`` handlers; shutdown waits for what is posted."""
+        """``client.post``, from hooks and ``async def`` handlers; shutdown waits for posted messages."""
         return self._own_client().post(
             subject, body, key=key, tags=tags, headers=headers, delay=delay, deliver_at=deliver_at
         )
@@ -273,16 +275,16 @@ class App:
     # --- running --------------------------------------------------------------------------------
 
     def run_forever(self) -> None:
-        """Run until SIGTERM or SIGINT, on a loop of its own (uvloop where it is installed).
+        """Run until SIGTERM or SIGINT, on a new event loop (uvloop if it is installed).
 
-        What Plait logs goes to standard error, from INFO on, unless the program has set up logging itself.
+        Plait logs to standard error from level INFO, unless the program has configured logging.
         """
         _log_to_stderr()
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(self.run())
 
     def stop(self) -> None:
-        """Begin to drain, as SIGTERM does; ``run`` returns when that is done. From any thread."""
+        """Start to drain, as SIGTERM does; ``run`` returns when that is done. May be called from any thread."""
         loop = self._loop
         if loop is not None:
             try:
@@ -303,11 +305,11 @@ class App:
     async def run(self) -> None:
         """Connect and handle messages until SIGTERM, SIGINT, ``stop`` or cancellation, then drain.
 
-        A second signal cuts the draining short. A stop that comes before the app is ready ends the connecting.
-        Raises what makes the service impossible: no server, a group with other settings, a start-up hook's error.
+        A second signal cuts the draining short. A stop before the app is ready cancels connecting.
+        Raises the error that prevents the service: no server, a group with other settings, a failed start-up hook.
         """
         if self._loop is not None:
-            raise InvalidArgument("the app runs already")
+            raise InvalidArgument("the app is already running; stop it first, or create another App")
         if not self._subscriptions:
             raise InvalidArgument("the app has no subscriber; decorate a function with @app.subscriber(...)")
         self._loop = asyncio.get_running_loop()
@@ -339,7 +341,7 @@ class App:
                 try:
                     loop.add_signal_handler(number, self._stop)
                 except (NotImplementedError, RuntimeError):
-                    # No such thing on this platform: control-C cancels ``run``, which drains too.
+                    # Not supported on this platform: control-C cancels ``run``, which drains too.
                     break
                 previous[number] = handler
         try:
@@ -379,13 +381,13 @@ class App:
                 raise error
 
     async def _drain(self, workers: list[asyncio.Task[None]], stopping: asyncio.Event, hurry: asyncio.Event) -> None:
-        """No new messages; finish what is being handled, within limits. The consumers' closing does the rest.
+        """Take no new messages and wait for running handlers, up to the limits. Closing the consumers returns the rest.
 
-        A cancellation meanwhile does what a second signal does: what is being handled is given up at once, in order.
+        A cancellation meanwhile has the effect of a second signal: running handlers are given up at once.
         """
         log.info("draining: no new messages, %d workers finish", sum(not worker.done() for worker in workers))
         stopping.set()
-        # Also after ``stop``, which may have come before they were there.
+        # Also after ``stop``, which may have been called before the consumers existed.
         for consumer in self._consumers:
             consumer._stop()
         draining = tasks.child(self._finish(workers, hurry), "plait-drain")
@@ -406,19 +408,19 @@ class App:
             while busy := [worker for worker in workers if not worker.done()]:
                 remaining = deadline - loop.time()
                 if remaining <= 0 or hurry.is_set():
-                    log.warning("%d handlers did not finish; their messages are given back", len(busy))
+                    log.warning("%d handlers did not finish; their messages are returned to the group", len(busy))
                     break
                 await asyncio.wait([*busy, hurried], timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
         finally:
             hurried.cancel()
             for worker in workers:
                 worker.cancel()
-        # A handler may need a moment to end, or ignore that it is cancelled.
+        # A cancelled handler may need a moment to end, or ignore the cancellation.
         await asyncio.wait(workers, timeout=self.limits.cancel_seconds)
 
 
 def _log_to_stderr() -> None:
-    """A service that says nothing looks like one that hangs."""
+    """Log to standard error unless logging is configured: a silent service looks like one that hangs."""
     plait_log = logging.getLogger("plait")
     if not plait_log.hasHandlers():
         handler = logging.StreamHandler()
@@ -445,7 +447,7 @@ def _check_count(name: str, value: int | None) -> None:
 
 
 async def _opened(stack: AsyncExitStack, thing: Client | Consumer, stopping: asyncio.Event) -> bool:
-    """Open a client or a consumer, to be closed with the stack; False: the app was stopped before it was open."""
+    """Open a client or a consumer, to be closed with the stack; returns False if the app was stopped meanwhile."""
     opening = tasks.child(stack.enter_async_context(thing), "plait-app-open")
     stopped = tasks.child(stopping.wait(), "plait-stopping")
     try:
@@ -456,7 +458,7 @@ async def _opened(stack: AsyncExitStack, thing: Client | Consumer, stopping: asy
             opening.cancel()
             await end_of(opening)
     if opening.cancelled() and stopping.is_set():
-        log.info("stopped before it was ready")
+        log.info("the app was stopped before it was ready")
         return False
     opening.result()
     return True

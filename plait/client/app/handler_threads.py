@@ -1,7 +1,7 @@
 """Threads for ``def`` handlers.
 
-A thread cannot be ended. These are daemon threads, so that the end of the program does not wait for a handler that
-does not return: after the drain time of an app its process ends.
+A thread cannot be stopped from outside. These are daemon threads, so the program does not wait at its end for a handler
+that does not return: the process of an app ends after its drain time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: A future, and the call whose outcome it gets; None: the thread ends.
+#: A future, and the call whose result it gets.
 _Work = tuple["Future[Any]", Callable[[], Any]]
 
 
@@ -32,7 +32,7 @@ class HandlerThreads(Executor):
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a call in one of the threads."""
         if self._stopped:
-            raise RuntimeError("the handlers' threads are stopped")
+            raise RuntimeError("the handler threads are stopped and take no more calls")
         future: Future[T] = Future()
         self._work.put((future, functools.partial(call, *args, **kwargs)))
         if len(self._threads) < self._count:
@@ -42,7 +42,7 @@ class HandlerThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more work. Threads end when what they do has ended; nothing waits for that unless ``wait``."""
+        """Take no more work. Each thread ends after its current call; ``wait`` waits for that."""
         self._stopped = True
         for _ in self._threads:
             self._work.put(None)

@@ -1,4 +1,4 @@
-"""What a handler may raise to say more than that it failed."""
+"""Exceptions with which a handler chooses the outcome of its message."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from plait.model.reason import Reason
 
 
 class RetryLater(Exception):
-    """Not now: the message comes again after ``delay``, whatever the group's policy is. That is no error.
+    """Retry the message after ``delay``, whatever the group's policy is. It is not logged as an error.
 
-    It is an attempt: after the last one that the policy allows, the message goes to the dead letters.
+    It counts as an attempt: after the last attempt of the policy the message becomes a dead letter.
     """
 
     def __init__(self, delay: Duration) -> None:
@@ -19,9 +19,9 @@ class RetryLater(Exception):
 
 
 class Suspend(Exception):
-    """Nothing can be handled for ``delay``: the handler gets no messages until then, and this one comes again.
+    """Suspend the handler: it gets no messages for ``delay``, and then this one again.
 
-    That is no attempt: however often it happens, the message does not die of it.
+    It does not count as an attempt: the message never becomes a dead letter because of it.
     """
 
     def __init__(self, delay: Duration) -> None:
@@ -30,19 +30,19 @@ class Suspend(Exception):
 
 
 class Reject(Exception):
-    """No attempt will ever succeed: the message goes to the dead letters at once.
+    """Make the message a dead letter at once: no attempt can succeed.
 
-    ``reason`` is text, an exception or a ``plait.Reason``; without one it is what the exception was raised from.
+    ``reason`` is text, an exception or a ``plait.Reason``; by default the exception that this one was raised from.
     """
 
     def __init__(self, reason: str | BaseException | Reason | None = None) -> None:
-        # Checked here, where the traceback leads to whoever wrote it.
-        told = reason_of(reason)
+        # Validated here, so that the traceback shows where the reason was given.
+        checked = reason_of(reason)
         self.reason: str | BaseException | Reason = "" if reason is None else reason
-        super().__init__("" if told in (None, Reason()) else str(told))
+        super().__init__("" if checked in (None, Reason()) else str(checked))
 
-    def told(self, handler: str) -> Reason | None:
-        """What the dead letter says."""
+    def reason_for(self, handler: str) -> Reason | None:
+        """The reason of the dead letter."""
         if isinstance(self.reason, str):
             if not self.reason and self.__cause__ is not None:
                 return reason_of(self.__cause__, handler)

@@ -1,7 +1,7 @@
-"""What a handler wants, read from its parameters when it is decorated.
+"""Reads the parameters of a handler when it is decorated, and builds its arguments.
 
 A parameter annotated ``plait.Message`` gets the message, the other one the body, decoded into its annotation. A batch
-handler takes lists of both. Everything that cannot work is refused at once, with the handler and the parameter named.
+handler takes lists of both. An invalid signature is refused at once; the error names the handler and the parameter.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Handler:
         self.is_async = _is_async(function)
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise InvalidArgument(
-                f"handler {self.name} yields; a handler returns to acknowledge and raises to give back"
+                f"handler {self.name} is a generator; a handler returns to ack its message and raises to nack it"
             )
-        #: Decodes a body; None when the handler asks for none.
+        #: Decodes a body; None if the handler takes no body.
         self._decode: Decode | None = None
         #: For each argument: True for the message, False for the body.
         self._takes_message: list[bool] = []
@@ -44,11 +44,11 @@ class Handler:
         try:
             parameters = list(inspect.signature(self.function).parameters.values())
         except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"handler {self.name} has no signature that can be read: {error}") from None
+            raise InvalidArgument(f"the signature of handler {self.name} cannot be read: {error}") from None
         annotations = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
 
         def stand_in() -> None:
-            """Carries the parameters' annotations alone: a return type is nobody's business."""
+            """Carries only the annotations of the parameters: the return annotation is not evaluated."""
 
         stand_in.__annotations__ = annotations
         try:
@@ -66,7 +66,7 @@ class Handler:
         if parameter.kind not in _POSITIONAL:
             if parameter.default is not parameter.empty:
                 return
-            raise InvalidArgument(f"{where}: give it by position; handlers take a body and a message, nothing else")
+            raise InvalidArgument(f"{where}: make it positional; a handler takes a body and a message, nothing else")
         annotation = parameter.annotation
         if annotation is parameter.empty:
             raise InvalidArgument(
@@ -82,7 +82,9 @@ class Handler:
         if False in self._takes_message:
             if parameter.default is not parameter.empty:
                 return
-            raise InvalidArgument(f"{where}: there is one body already; annotate it plait.Message to get the message")
+            raise InvalidArgument(
+                f"{where}: another parameter takes the body; annotate it plait.Message to get the message"
+            )
         self._decode = self._decoder(annotation, where)
         self._takes_message.append(False)
 
@@ -91,7 +93,7 @@ class Handler:
         if self.batch:
             items = typing.get_args(annotation)
             if typing.get_origin(annotation) is not list or len(items) != 1:
-                raise InvalidArgument(f"{where}: with batch= it gets many bodies; annotate it list[...]")
+                raise InvalidArgument(f"{where}: with batch= it gets a list of bodies; annotate it list[...]")
             kind = items[0]
         try:
             return decoder_for(kind)
@@ -99,11 +101,11 @@ class Handler:
             raise InvalidArgument(f"{where}: {error}") from None
 
     def decode(self, message: Message) -> Any:
-        """The body as the handler wants it; ``CodecError`` when it is something else."""
+        """The body decoded into the handler's annotation; ``CodecError`` if that is not possible."""
         return None if self._decode is None else self._decode(message.body)
 
     def arguments(self, body: Any, message: Message | Sequence[Message]) -> list[Any]:
-        """What to call the handler with."""
+        """The arguments to call the handler with."""
         return [message if wanted else body for wanted in self._takes_message]
 
 

@@ -1,4 +1,4 @@
-"""A handler with the messages it gets: returns acknowledge, exceptions make the group try again later."""
+"""Runs one handler: feeds it messages, acks those on which it returns, and nacks those on which it raises."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from plait.model.retry_policy import Retry
 
 log = logging.getLogger("plait.app")
 
-#: Called around each call of a handler, with its messages and with what goes on.
+#: Wraps each call of a handler; gets its messages, and a function that calls the next hook or the handler.
 HandleHook = Callable[[list[Message], Callable[[], Awaitable[None]]], Awaitable[None]]
 
-#: Raised in a task from outside: control-C where the loop does not handle it, and the end of the interpreter. Whatever
-#: else a decoder or a handler raises is a failure of its message alone.
+#: Raised in a task from outside: control-C where the loop does not handle it, and the end of the interpreter. Any other
+#: exception of a decoder or a handler is a failure of its message only.
 _NOT_THE_HANDLERS = (KeyboardInterrupt, GeneratorExit)
 
-#: How long one wait for a batch is; the next one follows at once.
+#: The timeout of one ``fetch`` for a batch; the next one follows at once.
 BATCH_WAIT_SECONDS = 3600.0
 
 
 class SubscriberSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``@app.subscriber`` was given."""
+    """The arguments of ``@app.subscriber``."""
 
     subject: str
     group: str | None
@@ -51,36 +51,36 @@ class SubscriberSettings(msgspec.Struct, frozen=True, kw_only=True):
     retry: Retry | None
     ordered: bool
     affinity: Literal["key"] | None
-    #: Seconds after which a consumer with locks loses what it has; None: as the limits say.
+    #: Seconds of handling after which a consumer loses its locks; None: the client's limit.
     handling: float | None
-    #: Seconds after which a call has failed; None: it may take as long as it likes.
+    #: Seconds after which a call fails; None: no limit.
     timeout: float | None
-    #: Seconds for which any failure suspends the handler; None: only ``Suspend`` does.
+    #: Seconds for which any failure suspends the handler; None: only ``Suspend`` suspends it.
     suspend: float | None
-    #: A body that does not decode is a dead letter at once ("reject"), or fails as any message does ("retry").
+    #: A body that does not decode becomes a dead letter at once ("reject"), or is retried as any failure ("retry").
     undecodable: Literal["reject", "retry"]
 
 
 class Call:
-    """One call of a handler; a ``def`` has a thread, which may run on after its time-out."""
+    """One call of a handler. A ``def`` runs in a thread, which may continue after the timeout."""
 
     __slots__ = ("arguments", "awaited", "failure", "thread")
 
     def __init__(self, arguments: list[Any]) -> None:
         self.arguments = arguments
         self.thread: asyncio.Future[Any] | None = None
-        #: Its worker waits for it.
+        #: A worker waits for the call.
         self.awaited = True
-        #: What its thread raised.
+        #: The exception that its thread raised.
         self.failure: BaseException | None = None
 
     @property
     def running(self) -> bool:
-        """It has not ended, or its thread has not."""
+        """The call or its thread has not ended."""
         return self.awaited or (self.thread is not None and not self.thread.done())
 
     async def ended(self) -> None:
-        """Until its thread is free: the next call of this worker needs one."""
+        """Wait until the call's thread is free: the worker's next call needs one."""
         if self.thread is not None and not self.thread.done():
             await asyncio.wait([self.thread])
 
@@ -91,22 +91,22 @@ class Subscription:
     def __init__(self, settings: SubscriberSettings, handler: Handler, hooks: list[HandleHook]) -> None:
         self.settings = settings
         self.handler = handler
-        #: What the app was given to put around each call, the outermost first.
+        #: The app's ``around_handle`` hooks, outermost first.
         self._hooks = hooks
-        #: On the loop's clock: until then no worker begins anything.
+        #: No worker starts a call before this time (of the loop's clock).
         self._suspended_until = 0.0
         self._resuming: asyncio.TimerHandle | None = None
-        #: Calls that no worker has seen the end of.
+        #: Calls that have not ended.
         self._calls: set[Call] = set()
 
     @property
     def unfinished(self) -> bool:
-        """A handler runs that was given up: it did not end in its time, or when it was cancelled."""
+        """A handler still runs that was given up: it did not end at its timeout or when it was cancelled."""
         return any(call.running for call in self._calls)
 
     @property
     def _one_at_a_time(self) -> bool:
-        """A key's messages are handled one after another."""
+        """Messages of one key are handled one after another."""
         return self.settings.ordered or self.settings.affinity is not None
 
     def __str__(self) -> str:
@@ -131,14 +131,14 @@ class Subscription:
         )
 
     async def work(self, consumer: Consumer, pool: Executor, stopping: asyncio.Event) -> None:
-        """One worker: handle what comes until the consumer stops."""
+        """One worker: handle messages until the consumer stops."""
         if self.settings.batch is None:
             async for message in consumer:
                 if not await self._resumed(stopping):
                     message._delivered.nack_row(message._row, UNBEGUN)
                     return
                 if not message._delivered.may_begin(message._row):
-                    # Its lock was lost during a suspension.
+                    # The consumer lost the message's lock during a suspension.
                     message._delivered.nack_row(message._row, UNBEGUN)
                     continue
                 self._suspend(consumer, await self._handle(message, pool, stopping))
@@ -154,12 +154,12 @@ class Subscription:
                 self._suspend(consumer, await self._handle_batch(batch, pool, stopping))
 
     async def _handle(self, message: Message, pool: Executor, stopping: asyncio.Event) -> BaseException | None:
-        """Why it failed."""
+        """Handle one message; returns the failure, if any."""
         try:
             arguments = self.handler.arguments(self.handler.decode(message), message)
         except _NOT_THE_HANDLERS:
             raise
-        except BaseException as error:  # noqa: BLE001 - see above
+        except BaseException as error:  # noqa: BLE001 - any exception fails only its message
             return self._refuse(message, error)
         call = Call(arguments)
         failure = await self._call(call, pool, [message], stopping)
@@ -172,7 +172,7 @@ class Subscription:
         return failure
 
     async def _handle_batch(self, batch: Batch, pool: Executor, stopping: asyncio.Event) -> BaseException | None:
-        """Why it failed, or some of its messages did."""
+        """Handle a batch; returns the failure of the call or of decoding a message, if any."""
         failure: BaseException | None = None
         bodies: list[Any] = []
         messages: list[Message] = []
@@ -182,7 +182,7 @@ class Subscription:
                 messages.append(message)
             except _NOT_THE_HANDLERS:
                 raise
-            except BaseException as error:  # noqa: BLE001 - see above
+            except BaseException as error:  # noqa: BLE001 - any exception fails only its message
                 failure = self._refuse(message, error)
         if messages:
             call = Call(self.handler.arguments(bodies, messages))
@@ -197,9 +197,9 @@ class Subscription:
         return failure
 
     def _refuse(self, message: Message, error: BaseException) -> BaseException:
-        """The body could not be decoded, which is no call of the handler."""
+        """Fail a message whose body cannot be decoded; the handler is not called."""
         if isinstance(error, CodecError) and self.settings.undecodable == "reject":
-            # It will not decode the next time either.
+            # It would not decode the next time either.
             log.error("%s cannot take %s: %s", self.handler.name, self._fate([message], rejected=True), error)
             failed = FailureOutcome(None, reason_of(error, self.handler.name), reject=True)
         elif isinstance(error, CodecError):
@@ -213,52 +213,53 @@ class Subscription:
         return error
 
     def _fate(self, messages: list[Message], *, rejected: bool = False) -> str:
-        """Where messages are that failed, and what happens to them now."""
+        """For logs: the position of failed messages, and what happens to them next."""
         place = _place(messages)
         if self.settings.delivery == "at_most_once":
-            return f"{place}, which is gone"
+            return f"{place}, which is lost (at_most_once)"
         if rejected:
             return f"{place}, which goes to the dead letters"
-        owner, attempt = messages[0]._delivered.owner, max(message.attempt for message in messages)
-        shown = f"{place} (attempt {attempt}{f' of {owner.attempts}' if owner is not None and owner.attempts else ''})"
-        # From ``reasons_from`` on the broker decides: it reports what died (``PullClient.died``).
-        return f"{shown}, which is tried again" if owner is not None and attempt < owner.reasons_from else shown
+        collector, attempt = messages[0]._delivered.collector, max(message.attempt for message in messages)
+        most = f" of {collector.attempts}" if collector is not None and collector.attempts else ""
+        shown = f"{place} (attempt {attempt}{most})"
+        # From attempt ``reasons_from`` on the broker decides; ``PullClient.dead_lettered`` logs new dead letters.
+        return f"{shown}, which is tried again" if collector is not None and attempt < collector.reasons_from else shown
 
     def _failed(self, failure: BaseException) -> FailureOutcome:
-        """What happens to the message, and what is reported of it."""
+        """The failure outcome of an exception."""
         name = self.handler.name
         try:
             if isinstance(failure, Reject):
-                return FailureOutcome(None, failure.told(name), reject=True)
+                return FailureOutcome(None, failure.reason_for(name), reject=True)
             if isinstance(failure, Suspend):
-                # Nothing is wrong with the message: it keeps its attempts.
+                # The message is not at fault: no attempt is counted.
                 return FailureOutcome(failure.seconds, counted=False)
             if isinstance(failure, RetryLater):
                 return FailureOutcome(failure.seconds, reason_of(failure, name))
         except Exception:
-            log.exception("%s raised a %s that is not complete", name, type(failure).__qualname__)
+            log.exception("%s raised a %s without its attributes; call its __init__", name, type(failure).__qualname__)
         return FailureOutcome(None, reason_of(failure, name))
 
     async def _invoke(self, call: Call, pool: Executor) -> None:
-        """The handler itself; raises what it raises."""
+        """Call the handler; raises what it raises."""
         if self.handler.is_async:
             await self.handler.function(*call.arguments)
             return
         context = contextvars.copy_context()
         work = functools.partial(_outcome, context, self.handler.function, call.arguments)
         call.thread = asyncio.get_running_loop().run_in_executor(pool, work)
-        # A thread cannot be stopped: after the time-out it goes on, and its worker waits for it.
+        # A thread cannot be stopped: it continues after the timeout, and the worker waits for it.
         result, call.failure = await asyncio.shield(call.thread)
         if call.failure is not None:
             raise call.failure
         if inspect.isawaitable(result):
-            # A plain function around an asynchronous one.
+            # A plain function that returns a coroutine.
             await result
 
     async def _call(
         self, call: Call, pool: Executor, messages: list[Message], stopping: asyncio.Event
     ) -> BaseException | None:
-        """Why the handler failed; None: it returned."""
+        """Call the handler with its hooks; returns the failure, or None if it returned."""
         self._calls.add(call)
         failure: BaseException | None = None
         task = asyncio.current_task()
@@ -270,13 +271,13 @@ class Subscription:
             async with asyncio.timeout(self.settings.timeout) as limit:
                 await invoke()
                 if task.cancelling():
-                    # It is cancelled at the next await, which is to be in here.
+                    # A pending cancellation is raised at the next await, which must be inside this block.
                     await asyncio.sleep(0)
             if limit.expired():
-                # It was told to stop, and returned as if nothing had happened.
+                # The handler suppressed the cancellation at the timeout and returned.
                 raise TimeoutError
         except asyncio.CancelledError as error:
-            # The app cancels its workers only while it drains. Before that, the handler cancelled the task it runs in.
+            # The app cancels its workers only while it drains. Before that, the handler has cancelled its own task.
             if task.cancelling() and stopping.is_set():
                 raise
             while task.cancelling():
@@ -293,7 +294,7 @@ class Subscription:
         finally:
             call.awaited = False
         if self._one_at_a_time:
-            # The next of its key, or this one again, may be handled as soon as the broker knows of the failure.
+            # Once the broker has the failure it may deliver this message or the next one of its key, to any consumer.
             await call.ended()
         if isinstance(failure, RetryLater | Suspend):
             log.info("%s: %s, %s", self.handler.name, _place(messages), failure)
@@ -304,7 +305,7 @@ class Subscription:
         return failure
 
     def _suspend(self, consumer: Consumer, failure: BaseException | None) -> None:
-        """Begin nothing for a while, if that is what the failure means; what was pulled ahead is for others."""
+        """Suspend the handler if the failure requires it, and return the prefetched messages."""
         if isinstance(failure, Suspend):
             seconds = getattr(failure, "seconds", 0.0)
         elif failure is not None and self.settings.suspend is not None and not isinstance(failure, RetryLater | Reject):
@@ -320,7 +321,7 @@ class Subscription:
         self._resuming = loop.call_at(self._suspended_until, consumer._resume)
 
     async def _resumed(self, stopping: asyncio.Event) -> bool:
-        """Wait for the end of a suspension; False: the app stops."""
+        """Wait for the end of a suspension; returns False if the app stops."""
         loop = asyncio.get_running_loop()
         while loop.time() < self._suspended_until and not stopping.is_set():
             try:
@@ -334,7 +335,7 @@ class Subscription:
 def _outcome(
     context: contextvars.Context, function: Callable[..., Any], arguments: list[Any]
 ) -> tuple[Any, BaseException | None]:
-    """Result or error of a call: a StopIteration cannot pass through a future, a SystemExit ends the loop."""
+    """Returns (result, error) of a call: a future cannot carry a StopIteration, and a SystemExit would end the loop."""
     try:
         return context.run(function, *arguments), None
     except BaseException as error:  # noqa: BLE001 - the caller looks at it
@@ -342,6 +343,6 @@ def _outcome(
 
 
 def _place(messages: list[Message]) -> str:
-    """Where they are stored; what is in them is not for logs."""
+    """The position of messages, for logs; their content must not be logged."""
     first = f"{messages[0].subject}#{messages[0].sequence}"
     return first if len(messages) == 1 else f"{len(messages)} messages from {first}"

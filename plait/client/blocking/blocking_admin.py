@@ -19,7 +19,7 @@ from plait.model.retry_policy import Retry
 
 
 class Admin:
-    """What ``plait subject``, ``group``, ``dlq``, ``schedule`` and ``cluster`` do, as methods."""
+    """The operations of ``plait subject``, ``group``, ``dlq``, ``schedule`` and ``cluster``."""
 
     def __init__(self, admin: LoopAdmin, run: RunInLoop) -> None:
         self._admin = admin
@@ -43,7 +43,7 @@ class Admin:
         partitions: int | None = None,
         groups: Sequence[str] | None = None,
     ) -> SubjectInfo:
-        """A new subject; ``retention`` is how long its messages are kept (server default: None)."""
+        """Create a subject; ``retention`` is how long its messages are kept (None: the server's default)."""
         return self._run(
             self._admin.create_subject(
                 subject,
@@ -62,11 +62,11 @@ class Admin:
         retention: Duration | Literal["default"] | None = None,
         retention_bytes: int | Literal["default"] | None = None,
     ) -> SubjectInfo:
-        """Change how long, or how much of, a subject's messages are kept; "default" is what the server keeps."""
+        """Change how long, or how many bytes of, a subject's messages are kept; "default": the server's default."""
         return self._run(self._admin.set_subject(subject, retention=retention, retention_bytes=retention_bytes))
 
     def delete_subject(self, subject: str) -> None:
-        """Delete a subject with its messages and groups, for good."""
+        """Delete a subject with its messages and groups, permanently."""
         self._run(self._admin.delete_subject(subject))
 
     def groups(self, subject: str | None = None, *, partition: Partition | None = None) -> list[GroupInfo]:
@@ -78,15 +78,15 @@ class Admin:
         return self._run(self._admin.group(subject, group, partition=partition))
 
     def reset_group(self, subject: str, group: str, start: Start, *, partition: Partition | None = None) -> int:
-        """Move an idle group to "earliest", "latest", a sequence or a time; the sequence it goes on from."""
+        """Move an idle group to "earliest", "latest", a sequence or a time; returns the sequence it continues from."""
         return self._run(self._admin.reset_group(subject, group, start, partition=partition))
 
     def set_group(self, subject: str, group: str, *, retry: Retry) -> GroupInfo:
-        """Change how an idle group retries; ``GroupBusy`` while it has consumers."""
+        """Change the retry policy of an idle group; ``GroupBusy`` while it has consumers."""
         return self._run(self._admin.set_group(subject, group, retry=retry))
 
     def delete_group(self, subject: str, group: str) -> None:
-        """Forget an idle group, its position and its dead letters, permanently."""
+        """Delete an idle group, its position and its dead letters, permanently."""
         self._run(self._admin.delete_group(subject, group))
 
     def server(self) -> dict[str, Any]:
@@ -96,11 +96,11 @@ class Admin:
     # --- the cluster ----------------------------------------------------------------------------
 
     def route(self, subject: str) -> RouteInfo:
-        """Where a subject's messages go now, and where they are to go."""
+        """The route of a subject: which partitions take its messages now, and which are to."""
         return self._run(self._admin.route(subject))
 
     def expand_subject(self, subject: str, partitions: Partitions) -> RouteInfo:
-        """Spread a subject over so many partitions (more or fewer than now), or over these ("name@group")."""
+        """Spread a subject over a number of partitions, more or fewer than now, or over named ones ("name@group")."""
         return self._run(self._admin.expand_subject(subject, partitions))
 
     def brokers(self) -> list[BrokerInfo]:
@@ -108,43 +108,43 @@ class Admin:
         return self._run(self._admin.brokers())
 
     def set_broker_state(self, group: str, state: State) -> None:
-        """Use a broker group less: with "R", "W" or "NRW" new partitions go to others; "RW" is as usual."""
+        """Restrict the use of a broker group: with "R", "W" or "NRW" it gets no new partitions; "RW" lifts this."""
         self._run(self._admin.set_broker_state(group, state))
 
     def forget_broker(self, group: str, *, lost: bool = False) -> list[LostPartition]:
-        """Give up a broker group that will not come back; with ``lost`` also what was not consumed there."""
+        """Remove a broker group that will not come back; with ``lost``, even if it has unconsumed messages."""
         return self._run(self._admin.forget_broker(group, lost=lost))
 
     def allocation(self, subject: str, group: str) -> AllocationInfo:
-        """The members of a group, and who is to handle what."""
+        """The members of a group and their shares."""
         return self._run(self._admin.allocation(subject, group))
 
     # --- parked keys ----------------------------------------------------------------------------
 
     def parked(self, subject: str, group: str, *, partition: Partition | None = None) -> list[ParkedKey]:
-        """The parked keys of a group, those that wait longest first."""
+        """The parked keys of a group, longest wait first."""
         return self._run(self._admin.parked(subject, group, partition=partition))
 
     def resume_key(self, subject: str, group: str, key: str | int | ParkedKey) -> None:
-        """Go on with a parked key: with the message that failed; ``KeyNotParked`` if it is not parked."""
+        """Resume a parked key with the message that failed; ``KeyNotParked`` if it is not parked."""
         self._run(self._admin.resume_key(subject, group, key))
 
     def skip_key(self, subject: str, group: str, key: str | int | ParkedKey) -> None:
-        """Go on with a parked key behind the message that failed, which stays a dead letter."""
+        """Resume a parked key after the message that failed, which stays a dead letter."""
         self._run(self._admin.skip_key(subject, group, key))
 
     def resume_all(self, subject: str, group: str) -> int:
-        """``resume_key`` every parked key of a group; how many there were."""
+        """``resume_key`` for every parked key of a group; returns their number."""
         return self._run(self._admin.resume_all(subject, group))
 
     def skip_all(self, subject: str, group: str) -> int:
-        """``skip_key`` every parked key of a group; how many there were."""
+        """``skip_key`` for every parked key of a group; returns their number."""
         return self._run(self._admin.skip_all(subject, group))
 
     # --- dead letters ---------------------------------------------------------------------------
 
     def dead_queues(self, subject: str | None = None) -> list[DeadQueue]:
-        """The groups that have dead letters, of a subject or of all."""
+        """The groups that have dead letters, of a subject or of all subjects."""
         return self._run(self._admin.dead_queues(subject))
 
     def dead_letters(
@@ -157,7 +157,7 @@ class Admin:
         bodies: bool = False,
         **select: Unpack[LetterQuery],
     ) -> list[DeadLetter]:
-        """A group's dead letters, oldest first; with their bodies where asked for."""
+        """A group's dead letters, oldest first; with their bodies if ``bodies``."""
         return self._run(
             self._admin.dead_letters(subject, group, partition=partition, limit=limit, bodies=bodies, **select)
         )
@@ -167,7 +167,7 @@ class Admin:
         return self._run(self._admin.dead_letter(subject, group, sequence, partition=partition))
 
     def dead_reasons(self, subject: str, group: str, *, partition: Partition | None = None) -> list[DeadReason]:
-        """Why a group's messages died: types of errors and handlers, the most frequent first."""
+        """Why a group's messages became dead letters: error types and handlers, most frequent first."""
         return self._run(self._admin.dead_reasons(subject, group, partition=partition))
 
     def resend_dead(
@@ -181,7 +181,7 @@ class Admin:
         progress: Callable[[int], None] | None = None,
         **select: Unpack[LetterQuery],
     ) -> int:
-        """Deliver dead letters to their group again; how many. ``progress`` is called on the client's own thread."""
+        """Deliver dead letters to their group again; returns their number. The client's thread calls ``progress``."""
         return self._run(
             self._admin.resend_dead(
                 subject, group, partition=partition, rate=rate, dry_run=dry_run, progress=progress, **select
@@ -199,7 +199,7 @@ class Admin:
         progress: Callable[[int], None] | None = None,
         **select: Unpack[LetterQuery],
     ) -> int:
-        """Give dead letters up for good; how many. The arguments are those of ``resend_dead``."""
+        """Delete dead letters permanently; returns their number. The arguments are those of ``resend_dead``."""
         return self._run(
             self._admin.purge_dead(
                 subject, group, partition=partition, rate=rate, dry_run=dry_run, progress=progress, **select
@@ -217,7 +217,7 @@ class Admin:
         end: datetime | Duration | None = None,
         limit: int = 100,
     ) -> list[ScheduledMessage]:
-        """Messages of a subject that are to be delivered from ``start`` up to ``end`` (times, or "5m" from now)."""
+        """Messages of a subject that are due from ``start`` up to ``end`` (times, or durations from now as "5m")."""
         return self._run(self._admin.scheduled(subject, partition=partition, start=start, end=end, limit=limit))
 
     def schedule_counts(
@@ -228,17 +228,17 @@ class Admin:
         end: datetime | Duration | None = None,
         by: Literal["subject", "time"] = "subject",
     ) -> list[ScheduleCount]:
-        """How many messages wait for their time, by subject or by when they are due."""
+        """The number of delayed messages that are not due yet, by subject or by due time."""
         return self._run(self._admin.schedule_counts(subject, start=start, end=end, by=by))
 
     def cancel_scheduled(
         self, subject: str, number: int, deliver_at: datetime, *, partition: Partition | None = None
     ) -> bool:
-        """Call a message off by what its receipt says. True: it is never delivered; False: it was, or was cancelled."""
+        """Cancel a delayed message. True: it is never delivered; False: it was delivered or cancelled before."""
         return self._run(self._admin.cancel_scheduled(subject, number, deliver_at, partition=partition))
 
     def reschedule(
         self, subject: str, number: int, deliver_at: datetime, *, to: datetime, partition: Partition | None = None
     ) -> int:
-        """Deliver a message at another time; its new number. ``NotScheduled``: it is too late for that."""
+        """Change the due time of a message; returns its new number. ``NotScheduled``: it was delivered or cancelled."""
         return self._run(self._admin.reschedule(subject, number, deliver_at, to=to, partition=partition))

@@ -1,8 +1,8 @@
-"""The client for blocking code: the same names, without await, from any thread.
+"""The client for blocking code: the same names without ``await``, for use from any thread.
 
 One loop in a background thread serves all blocking clients of a process. Each call runs there and the caller waits; an
-interrupt, such as control-C, cancels the call and leaves the client usable. A forked child starts a loop of its own; a
-client that its parent opened raises ``ForkedClient`` there.
+interrupt, such as control-C, cancels the call and leaves the client usable. A forked child starts its own loop; clients
+that the parent opened raise ``ForkedClient`` in the child.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("plait.client")
 
-#: How long the end of a program waits for each client that it did not close.
+#: How long the exit of the program waits for each client that is not closed.
 EXIT_SECONDS = 2.0
 
 _open: weakref.WeakSet[Client] = weakref.WeakSet()
@@ -94,10 +94,9 @@ class Client:
         return self
 
     def close(self) -> None:
-        """Send what is posted and hang up; raises the first error of posted messages since the last flush.
+        """Send the posted messages and disconnect; raises the first error of posted messages since the last flush.
 
-        Control-C ends the waiting, not the closing: that continues in the background, and the end of the program waits
-        for it for a moment.
+        Control-C ends the wait. Closing continues in the background, and the exit of the program waits briefly for it.
         """
         if self._thread is not None and self._thread.running:
             self._thread.run(self._close(), cancel=False)
@@ -109,7 +108,7 @@ class Client:
         await self._client.close()
 
     def _close_at_exit(self) -> None:
-        """The program ends without having closed: what it posted still gets a moment."""
+        """Send posted messages for up to ``EXIT_SECONDS`` if the program exits without closing the client."""
         if self._thread is None or not self._thread.running:
             return
         try:
@@ -133,7 +132,7 @@ class Client:
     # --- running --------------------------------------------------------------------------------
 
     def _run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None, *, cancel: bool = True) -> T:
-        """Run on the loop and wait."""
+        """Run a coroutine on the loop and wait for its result."""
         if self._thread is None or self._client._producer.closed is not None:
             coroutine.close()
             self._client._check_open()
@@ -141,7 +140,7 @@ class Client:
         return self._thread.run(coroutine, timeout, cancel=cancel)
 
     def _take_posted(self) -> None:
-        """On the loop: what was posted before this call goes before it."""
+        """Send the messages that were posted before this call. Runs on the loop."""
         if self._inbox is not None:
             self._inbox.take_all()
 
@@ -161,7 +160,7 @@ class Client:
     ) -> Receipt:
         """Store a message and wait for its receipt. ``oneway`` sends once and waits for nothing.
 
-        It is delivered after ``delay`` (10 ms to 2 years), or not before ``deliver_at``.
+        ``delay`` (10 ms to 2 years) or ``deliver_at`` makes it a delayed message.
         """
         return self._run(self._send(subject, body, key, tags, headers, delay, deliver_at, oneway))
 
@@ -192,7 +191,7 @@ class Client:
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
     ) -> Ticket:
-        """Buffer a message and go on. ``ticket.result()`` gives the receipt; ``BufferFull`` when there is no room."""
+        """Buffer a message and return at once. ``ticket.result()`` gives the receipt. Raises ``BufferFull``."""
         inbox = self._inbox
         if inbox is None or self._client._producer.closed is not None:
             self._client._check_open()
@@ -215,8 +214,8 @@ class Client:
     ) -> Receipts:
         """Store many messages, in order, and wait for all receipts. Bodies may be an Arrow array.
 
-        ``tags`` and ``headers`` are those of every message, or a list with those of each. ``delay`` and ``deliver_at``
-        are one for all, or one a row.
+        ``tags`` and ``headers`` apply to every message, or are lists with one entry per message. ``delay`` and
+        ``deliver_at`` are one value for all messages, or one per message.
         """
         return self._run(self._send_many(subject, bodies, keys, tags, headers, delay, deliver_at))
 
@@ -229,7 +228,7 @@ class Client:
         )
 
     def cancel(self, scheduled: Receipt | ScheduledMessage) -> bool:
-        """Call a delayed message off. True: it is never delivered; False: it was delivered or cancelled before."""
+        """Cancel a delayed message. True: it is never delivered; False: it was delivered or cancelled before."""
         return self._run(self._client.cancel(scheduled))
 
     def reschedule(
@@ -239,7 +238,10 @@ class Client:
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
     ) -> Receipt:
-        """Deliver a delayed message at another time; its new receipt. ``NotScheduled``: it is too late for that."""
+        """Change the due time of a delayed message; returns its new receipt.
+
+        ``NotScheduled``: it was delivered or cancelled.
+        """
         return self._run(self._client.reschedule(scheduled, delay=delay, deliver_at=deliver_at))
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""Consuming from blocking code: ``Consumer`` and what its fetches return."""
+"""The consumer for blocking code, and the results of its fetches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from plait.client.consume.consumer import Consumer as LoopConsumer
 from plait.client.types import Message, Why
 from plait.errors import Closed, ForkedClient
 
-#: How long one wait of an iteration is; the next one follows at once.
+#: The longest single wait of an iteration, which then waits again.
 ITERATION_SECONDS = 3600.0
 
 
 class Batch(Sequence[Message]):
-    """Messages in a consumer's hands, list-like. An empty batch means that nothing came in time."""
+    """A list-like batch of messages held by a consumer. It is empty when no message arrived in time."""
 
     def __init__(self, inner: LoopBatch, run: RunInLoop) -> None:
         self._inner = inner
@@ -46,15 +46,15 @@ class Batch(Sequence[Message]):
         return iter(self._inner)
 
     def ack(self) -> None:
-        """All that were not nacked are done; returns when the broker has it."""
+        """Ack all messages that are not nacked; returns when the broker has stored the acks."""
         self._run(self._inner.ack())
 
     def nack(self, delay: Duration | None = None, reason: Why | None = None) -> None:
-        """All that were not acked failed: the group gets them again after ``delay``, or as it retries."""
+        """Nack all messages that are not acked: they are redelivered after ``delay``, or as the group's policy says."""
         self._run(self._inner.nack(delay, reason))
 
     def reject(self, reason: Why | None = None) -> None:
-        """All that were not acked or nacked go to the group's dead letters at once."""
+        """Make all messages that are not acked or nacked dead letters of the group at once."""
         self._run(self._inner.reject(reason))
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class Batch(Sequence[Message]):
 
 
 class ArrowBatch:
-    """Messages as an Arrow table over the memory they were received in."""
+    """Messages as an Arrow table, over the memory they were received in."""
 
     def __init__(self, inner: LoopArrowBatch, run: RunInLoop) -> None:
         self._inner = inner
@@ -77,18 +77,18 @@ class ArrowBatch:
         return self._inner.table
 
     def ack(self) -> None:
-        """All rows that were not nacked are done; returns when the broker has it."""
+        """Ack all rows that are not nacked; returns when the broker has stored the acks."""
         self._run(self._inner.ack())
 
     def nack(self, rows: Rows | None = None, delay: Duration | None = None, reason: Why | None = None) -> None:
-        """These rows (all: None) failed: the group gets them again after ``delay``, or as it retries.
+        """Nack these rows (None: all): they are redelivered after ``delay``, or as the group's policy says.
 
-        ``rows`` are their numbers in the table, or a mask of all its rows; also of NumPy or Arrow.
+        ``rows`` are row numbers of the table, or a mask of all its rows: lists, or arrays of NumPy or Arrow.
         """
         self._run(self._inner.nack(rows, delay, reason))
 
     def reject(self, rows: Rows | None = None, reason: Why | None = None) -> None:
-        """These rows (all: None) go to the group's dead letters at once; ``rows`` as for ``nack``."""
+        """Make these rows (None: all) dead letters of the group at once; ``rows`` as for ``nack``."""
         self._run(self._inner.reject(rows, reason))
 
     def __repr__(self) -> str:
@@ -96,9 +96,9 @@ class ArrowBatch:
 
 
 class Consumer:
-    """A member of a group. Use it with ``with``; leaving gives back what is not acked.
+    """A member of a group. Use it with ``with``; leaving the block returns messages that are not acked.
 
-    Threads may share it: each message goes to one of them, and may be acked by any.
+    Threads may share it: one thread gets each message, and any thread may ack it.
     """
 
     def __init__(self, inner: LoopConsumer, run: RunInLoop) -> None:
@@ -107,7 +107,7 @@ class Consumer:
         self.subject = inner.subject
         self.group = inner.group
         self.client_id = inner.client_id
-        #: What the loop handed over and nobody has taken: an interrupted call loses nothing.
+        #: Rows that the loop handed over and no caller has taken: an interrupted call loses none.
         self._handed_over = inner._handed_over
 
     def __enter__(self) -> Self:
@@ -120,24 +120,24 @@ class Consumer:
         self.close()
 
     def close(self) -> None:
-        """Send the acks that are left, give back the rest, and leave the group.
+        """Send the pending acks, return all other messages, and leave the group.
 
-        Control-C ends the waiting, not the closing: that continues in the background.
+        Control-C ends the wait. Closing continues in the background.
         """
-        # Closed with its client, or its parent's: nothing is left to do.
+        # If the client is closed or belongs to the parent process, there is nothing to close.
         with contextlib.suppress(Closed, ForkedClient):
             self._run(self._inner.close(), cancel=False)
 
     def flush(self) -> None:
-        """Until the broker has every ack and nack so far."""
+        """Wait until the brokers have every ack and nack reported so far."""
         self._run(self._inner.flush())
 
     def fetch(self, count: int = 500, wait: Duration = 1.0) -> Batch:
-        """Up to ``count`` messages: all that are there, or the first that come within ``wait`` seconds."""
+        """Up to ``count`` messages: those available now, or else the first that arrive within ``wait`` seconds."""
         return Batch(LoopBatch(self._fetch(count, wait)), self._run)
 
     def fetch_arrow(self, count: int = 50_000, wait: Duration = 1.0) -> ArrowBatch:
-        """Like ``fetch``, as an Arrow table that is not copied."""
+        """Like ``fetch``, as an Arrow table over the received memory, without a copy."""
         return ArrowBatch(LoopArrowBatch(self._fetch(count, wait)), self._run)
 
     def _fetch(self, count: int, wait: Duration) -> list[Piece]:
@@ -152,17 +152,17 @@ class Consumer:
         return pieces
 
     async def _hand_over(self, count: int, wait: float, *, apart: bool = False) -> None:
-        """On the loop."""
-        self._inner._unhand()
+        """Fetch rows and hand them over. Runs on the loop."""
+        self._inner._put_back_handed_over()
         self._handed_over.add(await self._inner._fetch(count, wait, apart=apart))
-        # They may be for callers who wait for rows of their own.
+        # Other callers may wait for these rows.
         self._inner._wake()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Message:
-        """The next message, however long it takes."""
+        """Wait for the next message, without a timeout."""
         while True:
             message = self._handed_over.next()
             if message is not None:

@@ -1,4 +1,4 @@
-"""Reading without a group from blocking code."""
+"""The reader for blocking code: reads without a group."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from plait.client.types import Message
 
 
 class Reader:
-    """A position in a subject that moves as it reads; a restart of the server is invisible to it."""
+    """Reads a subject from a position. A restart of the server only delays it."""
 
     def __init__(self, inner: LoopReader, run: RunInLoop) -> None:
         self._inner = inner
         self._run = run
         self.subject = inner.subject
-        #: What the loop handed over and nobody has taken: an interrupted call loses nothing.
+        #: Messages that the loop handed over and no caller has taken: an interrupted call loses none.
         self._ready: deque[Message] = deque()
         self._lock = threading.Lock()
 
     @property
     def position(self) -> Any:
-        """Where the next read starts."""
+        """The position of the next read."""
         return self._inner.position
 
     def __enter__(self) -> Self:
@@ -41,27 +41,27 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._inner._closed = True
         if self._inner._router.meta.closed is None:
             self._run(self._inner.close())
 
     def fetch(self, count: int = 500, wait: Duration = 1.0) -> list[Message]:
-        """Up to ``count`` messages: what is there, or the first that come within ``wait`` seconds."""
+        """Up to ``count`` messages: those available now, or else the first that arrive within ``wait`` seconds."""
         if not self._ready or count < 1:
             self._run(self._hand_over(count, wait))
         with self._lock:
             return [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
 
     async def _hand_over(self, count: int, wait: Duration) -> None:
-        """On the loop."""
+        """Fetch messages and hand them over. Runs on the loop."""
         self._ready.extend(await self._inner.fetch(count, wait))
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Message:
-        """The next message, however long it takes."""
+        """Wait for the next message, without a timeout."""
         while True:
             with self._lock:
                 if self._ready:

@@ -1,4 +1,4 @@
-"""Event loops: which kind, and one in a thread of its own for blocking callers."""
+"""Event loops: creates them, and runs one in a background thread for blocking callers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STOP_SECONDS = 2.0
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed, asyncio's own otherwise."""
+    """A loop of uvloop if it is installed, otherwise of asyncio."""
     try:
         import uvloop
     except ImportError:
@@ -62,18 +62,18 @@ class LoopThread:
         return self._thread.is_alive()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None, *, cancel: bool = True) -> T:
-        """Run a coroutine over there and wait for its result; ``TimeoutError`` if it takes longer than ``timeout``.
+        """Run a coroutine on the loop and wait for its result; ``TimeoutError`` after ``timeout`` seconds.
 
-        Whatever interrupts the waiting, control-C above all, cancels the coroutine, unless ``cancel`` is False.
+        An interrupt of the wait, such as control-C, cancels the coroutine unless ``cancel`` is False.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise RuntimeError("a blocking call on the loop's own thread would wait for itself")
+            raise RuntimeError("a blocking call on the loop's thread would never return; call it from another thread")
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError:
             coroutine.close()
-            raise Closed("the interpreter is ending; nothing can be sent or received any more") from None
+            raise Closed("the interpreter is exiting; close clients before it exits") from None
         try:
             return future.result(timeout)
         except BaseException:
@@ -82,24 +82,24 @@ class LoopThread:
             raise
 
     def stop(self, seconds: float | None = None) -> None:
-        """Cancel what runs there and end the thread."""
+        """Cancel the loop's tasks and end the thread."""
         if self._thread.is_alive():
             try:
                 self.loop.call_soon_threadsafe(self.loop.stop)
             except RuntimeError:
-                # It ended by itself meanwhile.
+                # The loop has ended already.
                 return
             self._thread.join(seconds)
 
 
 _shared: LoopThread | None = None
 _lock = threading.Lock()
-#: The loops of parent processes: never touched, not even by the garbage collector.
+#: The loops of parent processes. They are referenced here so that the garbage collector does not close them.
 _inherited: list[LoopThread] = []
 
 
 def shared_loop() -> LoopThread:
-    """The process's one loop for blocking clients, started by the first of them."""
+    """The process's loop for blocking clients; starts it at the first call."""
     global _shared
     with _lock:
         if _shared is None or not _shared.running:
@@ -108,7 +108,7 @@ def shared_loop() -> LoopThread:
 
 
 def _after_fork() -> None:
-    """A child has none of its parent's threads: it starts a loop of its own when it needs one."""
+    """Forget the parent's loop in a forked child, which does not have the thread. The child starts its own loop."""
     global _shared, _lock
     _lock = threading.Lock()
     if _shared is not None:

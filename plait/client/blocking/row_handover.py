@@ -1,7 +1,7 @@
-"""Rows between the loop and blocking callers.
+"""Hands rows from the loop to blocking callers.
 
-The loop puts them here for a caller that has not asked for them yet, so that an interrupted call loses nothing. Threads
-take them, and the loop takes back what is not theirs any more: each row goes to one of them alone.
+The loop adds fetched rows, and callers take them from any thread, so an interrupted call loses no row. The loop takes
+rows back when the consumer loses the right to handle them. Each row is taken once.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from plait.client.types import Message, PartitionName
 
 
 class RowHandover:
-    """Safe to use from any thread."""
+    """Rows that the loop fetched and no caller has taken. Thread-safe."""
 
     def __init__(self, may_go: Callable[[DeliveredFrame], bool] | None = None) -> None:
-        #: Says whether rows of a frame may be taken now.
+        #: Returns whether rows of a frame may be taken now.
         self._may_go = may_go
         self._pieces: deque[Piece] = deque()
-        #: Messages of the first piece that were made already, the next one last.
+        #: Messages of the first piece in reverse order, decoded together.
         self._ready: list[Message] = []
         self._lock = threading.Lock()
         self._stopped = False
 
     def __bool__(self) -> bool:
-        """There is something that nobody has taken."""
+        """True if there are rows."""
         return bool(self._pieces)
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """For whoever asks next."""
+        """Add rows for the next callers."""
         with self._lock:
             self._pieces.extend(pieces)
 
     def take(self, count: int) -> list[Piece]:
-        """Up to so many rows."""
+        """Take up to ``count`` rows."""
         taken: list[Piece] = []
         with self._lock:
             self._ready = []
@@ -51,7 +51,7 @@ class RowHandover:
         return taken
 
     def next(self) -> Message | None:
-        """One row as a message; None where there is none."""
+        """Take one row as a message; None if there is none."""
         with self._lock:
             if not self._takeable():
                 return None
@@ -65,18 +65,18 @@ class RowHandover:
             return message
 
     def _takeable(self) -> bool:
-        """The first rows may be taken."""
+        """True if there are rows and the first may be taken."""
         if not self._pieces or self._stopped:
             return False
         return self._may_go is None or self._may_go(self._pieces[0][0])
 
     def stop(self) -> None:
-        """Nobody gets anything any more; what is here is given back."""
+        """Give out no more rows. ``take_back`` still returns them."""
         with self._lock:
             self._stopped = True
 
     def take_back(self, partition: PartitionName | None = None) -> list[Piece]:
-        """What nobody has taken of a partition (None: of any), which nobody can take any more."""
+        """Remove and return the rows of a partition (None: of all)."""
         with self._lock:
             pieces = [piece for piece in self._pieces if partition is None or piece[0].partition == partition]
             self._pieces = deque(p for p in self._pieces if partition is not None and p[0].partition != partition)

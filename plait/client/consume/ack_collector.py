@@ -1,8 +1,8 @@
-"""Acks and nacks on their way to the broker.
+"""Collects the outcomes of delivered rows and sends them to the broker as acks and nacks.
 
-Those of one moment leave together as ranges, one request at a time, so that acking each message by itself costs little.
-What could not be sent because the connection is lost is sent after the next attach. The first word on a message
-counts: an ack after a nack, or a nack after an ack, changes nothing.
+Outcomes reported in one turn of the event loop are sent together as ranges, one request at a time, so that acking each
+message by itself is cheap. Outcomes that cannot be sent because the connection is lost are sent after the next attach.
+The first outcome of a message counts: an ack after a nack, or a nack after an ack, has no effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 from plait import tasks
 from plait.client.consume.ack_requests import split_ack, split_nack
 from plait.client.consume.ack_spool import AckSpool
-from plait.client.consume.delivered import DeliveredFrame, Owner
+from plait.client.consume.delivered import DeliveredFrame, OutcomeCollector
 from plait.client.consume.failure import FAILED, EpochRange, FailureOutcome
 from plait.client.consume.pending_outcomes import PendingOutcomes, SharedPending
 from plait.errors import Closed, PlaitError, StaleSession, Timeout, Unavailable
@@ -24,41 +24,42 @@ from plait.wire.link import Link
 
 #: Rows [start, stop) of a delivered frame.
 Piece = tuple[DeliveredFrame, int, int]
-#: Where a consumer has several partitions, the acks of a frame wait for each other so long: its rows are handled one
-#: after another, and an ack for each partition and each moment would cost more than the rows.
+#: With several partitions, the collector waits this long for further acks of a frame before it sends: rows are handled
+#: one after another, and one ack request per row and partition would cost more than the rows.
 LINGER_SECONDS = 0.001
-#: Requests under way at a time: where every row has a reason of its own, nobody waits for each.
+#: Nack requests in flight at a time. If every row has its own reason there is one request per row, and waiting for each
+#: reply in turn would be slow.
 REQUESTS_MAX = 64
 
 
 class OutcomeListener(Protocol):
-    """Who is told what became of the rows: the partition's pull client."""
+    """Receives the progress of an ``AckCollector``: the partition's pull client."""
 
     @property
     def alone(self) -> bool:
-        """It is the only one of its consumer."""
+        """The consumer has no other partition."""
 
-    def settled(self, delivered: DeliveredFrame) -> None:
-        """No row of the frame is open any more."""
+    def frame_closed(self, delivered: DeliveredFrame) -> None:
+        """Every row of the frame has an outcome."""
 
     def progressed(self) -> None:
-        """Rows were settled: there may be room for new ones."""
+        """Rows got an outcome, so there may be room to pull more."""
 
-    def told(self) -> None:
-        """The broker knows what was said."""
+    def outcomes_stored(self) -> None:
+        """The broker has stored the outcomes that were sent."""
 
-    def died(self, count: int, failed: FailureOutcome) -> None:
-        """So many of the rows that failed in this way are dead letters."""
+    def dead_lettered(self, count: int, failed: FailureOutcome) -> None:
+        """``count`` of the rows that failed with this outcome became dead letters."""
 
     def lost(self, *, stale: bool) -> None:
-        """The link is gone, or the broker has given the session up (``stale``)."""
+        """The link is closed, or the broker has ended the session (``stale``)."""
 
     def failed(self, error: PlaitError) -> None:
-        """Nothing can be settled any more."""
+        """No further outcome can be sent."""
 
 
 class AckCollector:
-    """See the module. Everything but ``from_thread`` is for the loop's thread alone."""
+    """The outcomes of one partition's rows. Only ``from_thread`` may be called from another thread than the loop's."""
 
     def __init__(
         self,
@@ -70,33 +71,33 @@ class AckCollector:
         self._listener = listener
         self._limits = limits
         self._spool = spool
-        #: The partition that what is said is of.
+        #: The id of the partition whose rows the pending outcomes belong to.
         self.partition = 0
-        #: From this attempt on the broker wants to know why a message failed.
+        #: The first attempt whose failure reason the broker needs.
         self.reasons_from = 1
-        #: How many attempts the group gives a message; 0: no limit.
+        #: The group's maximum number of attempts per message; 0: no limit.
         self.attempts = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._session = 0
         self._attached: asyncio.Event | None = None
-        #: Frames with rows that were acked or nacked and not collected.
+        #: Frames with acks or nacks that are not collected yet.
         self._unsent: dict[DeliveredFrame, None] = {}
         self._pending: PendingOutcomes = SharedPending() if pending is None else pending
-        #: What is being said.
-        self._saying: PendingOutcomes | None = None
+        #: The outcomes of the request in flight.
+        self._in_flight: PendingOutcomes | None = None
         self._task: asyncio.Task[None] | None = None
         self._scheduled = False
-        #: The last change of the spool.
+        #: The latest write of the spool.
         self._writing: asyncio.Future[None] | None = None
-        #: Words of other threads: a row, and how it failed; None: it is done.
+        #: Outcomes reported by other threads: a frame, a row, and its failure; None: acked.
         self._inbox: deque[tuple[DeliveredFrame, int, FailureOutcome | None]] = deque()
         self._inbox_scheduled = False
         self._error: PlaitError | None = None
         self._closed = False
 
     def forget(self) -> None:
-        """What was said is of no use any more: the messages are gone."""
+        """Discard all pending outcomes: their messages no longer exist."""
         self.gather()
         self._pending.clear()
         if self._spool is not None and not self._closed:
@@ -105,33 +106,33 @@ class AckCollector:
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._attached = asyncio.Event()
-        words = self._spool.load() if self._spool is not None else None
-        if words is not None:
-            self.partition = words.partition
-            self._pending.add(words.acks, words.failures())
+        outcomes = self._spool.load() if self._spool is not None else None
+        if outcomes is not None:
+            self.partition = outcomes.partition
+            self._pending.add(outcomes.acks, outcomes.failures())
 
-    def _change(self) -> Callable[[], None] | None:
-        """What is to be done so that what cannot be said now is kept; None: nothing, or there is no place for it."""
+    def _spool_write(self) -> Callable[[], None] | None:
+        """The write that saves the pending outcomes in the spool; None: no spool, or it is up to date."""
         return None if self._spool is None else self._spool.change(self.partition, *self._pending.plain())
 
-    async def _keep(self) -> None:
-        """What cannot be said now is kept, where there is a place for it. Acks that come meanwhile are kept next."""
-        change = self._change()
-        if change is not None:
+    async def _save(self) -> None:
+        """Write the pending outcomes to the spool, if any. Outcomes that arrive meanwhile need another write."""
+        write = self._spool_write()
+        if write is not None:
             assert self._loop is not None
-            self._writing = self._loop.run_in_executor(None, change)
+            self._writing = self._loop.run_in_executor(None, write)
             await asyncio.shield(self._writing)
 
-    async def _kept(self) -> bool:
-        """``_keep``; whether there is something to be said or kept by now."""
+    async def _save_and_recheck(self) -> bool:
+        """``_save``; returns True if there are outcomes to send or to save by now."""
         if self._spool is None:
             return False
-        await self._keep()
+        await self._save()
         up = self._link is not None and not self._link.closed
         return bool(self._unsent) or (up and bool(self._pending))
 
     def attached(self, link: Link, session: int, reasons_from: int = 1, attempts: int = 0) -> None:
-        """The way to the broker is open, for the first time or again."""
+        """A session with the broker has started, the first one or a later one."""
         self._link = link
         self._session = session
         self._pending.new_session()
@@ -143,40 +144,42 @@ class AckCollector:
             self._schedule()
 
     def detached(self) -> None:
-        """The way to the broker is closed."""
+        """The session is lost."""
         self._link = None
         if self._attached is not None:
             self._attached.clear()
 
     @property
     def unsent(self) -> list[EpochRange]:
-        """Rows that were spoken of, which the broker does not know: until then nobody else may get them."""
-        words = [self._pending.plain()] if self._saying is None else [self._saying.plain(), self._pending.plain()]
-        return [piece for acks, nacks in words for ranges in (acks, *nacks.values()) for piece in ranges]
+        """Rows whose outcome the broker does not have yet: it must not deliver them to another consumer meanwhile."""
+        outcomes = (
+            [self._pending.plain()] if self._in_flight is None else [self._in_flight.plain(), self._pending.plain()]
+        )
+        return [piece for acks, nacks in outcomes for ranges in (acks, *nacks.values()) for piece in ranges]
 
-    # --- words on rows --------------------------------------------------------------------------
+    # --- outcomes of rows -----------------------------------------------------------------------
 
-    def settle_soon(self, delivered: DeliveredFrame) -> None:
-        """Rows were acked or nacked: tell the broker at the end of this turn."""
+    def collect_soon(self, delivered: DeliveredFrame) -> None:
+        """Rows of the frame were acked or nacked: send their outcomes at the end of this turn of the loop."""
         self._unsent[delivered] = None
         if not self._scheduled:
             self._schedule(linger=delivered.open_count > 1 and not self._listener.alone)
 
-    def settle_now(self, delivered: DeliveredFrame) -> None:
-        """Collect what was said so far before anything else is said of the frame."""
+    def collect_now(self, delivered: DeliveredFrame) -> None:
+        """Collect the frame's outcomes now, before the caller adds other outcomes to the frame."""
         self._pending.collect([delivered])
 
     def gather(self) -> None:
-        """Collect what was said so far of all frames."""
+        """Collect the outcomes of all frames."""
         self.absorb()
         unsent, self._unsent = self._unsent, {}
         self._pending.collect(unsent)
         for delivered in unsent:
             if not delivered.open_count:
-                self._listener.settled(delivered)
+                self._listener.frame_closed(delivered)
 
     def from_thread(self, delivered: DeliveredFrame, row: int, failed: FailureOutcome | None) -> None:
-        """The same from any thread: kept aside, and the loop is woken once for all that come before it looks."""
+        """Report an outcome from any thread. It is queued; the loop is woken once for all queued outcomes."""
         loop = self._loop
         if self._closed or loop is None:
             raise _closed()
@@ -189,14 +192,14 @@ class AckCollector:
                 raise _closed() from None
 
     def absorb(self) -> None:
-        """Take what other threads have said so far."""
+        """Take the outcomes that other threads have queued."""
         self._inbox_scheduled = False
         inbox = self._inbox
         while inbox:
             delivered, row, failed = inbox.popleft()
             delivered.note(row, failed)
             if not self._closed:
-                self.settle_soon(delivered)
+                self.collect_soon(delivered)
 
     # --- to the broker --------------------------------------------------------------------------
 
@@ -214,73 +217,73 @@ class AckCollector:
         if self._closed or self._loop is None:
             return
         if self._task is None or self._task.done():
-            self._task = tasks.start(self._settle(), "plait-acks", failed=self._defect)
+            self._task = tasks.start(self._send_all(), "plait-acks", failed=self._defect)
 
     def _defect(self, error: Exception) -> None:
         self._error = tasks.error_of(error)
         self._listener.failed(self._error)
 
-    async def _settle(self) -> None:
-        """Send until there is nothing left; whatever is added meanwhile goes with the next request."""
+    async def _send_all(self) -> None:
+        """Send until nothing is pending. Outcomes that are added meanwhile leave with the next request."""
         while True:
             self.gather()
             if not self._pending:
-                if await self._kept():
+                if await self._save_and_recheck():
                     continue
                 break
             self._listener.progressed()
             link = self._link
             if link is None or link.closed:
                 # Sent after the next attach.
-                if await self._kept():
+                if await self._save_and_recheck():
                     continue
                 break
-            saying, session = self._pending.take(), self._session
-            self._saying = saying
+            sending, session = self._pending.take(), self._session
+            self._in_flight = sending
             try:
-                # Failures first: a success must never be known before the failures that came with it.
-                await self._tell_failures(link, session, saying)
-                acks = saying.ack(session)
+                # Nacks first: the broker must not store an ack before the nacks that were reported with it.
+                await self._send_nacks(link, session, sending)
+                acks = sending.ack(session)
                 if acks is not None:
                     for ack in split_ack(acks):
                         await link.request(ack)
-                self._listener.told()
+                self._listener.outcomes_stored()
             except BaseException as error:
-                self._saying = None
+                self._in_flight = None
                 if session != self._session:
-                    # There is another session already, where its words mean something else.
-                    saying.new_session()
-                # Also when close gives up on an answer: what the broker may not know is said again.
-                self._pending.give_back(saying)
+                    # A new session has started, in which the tags of these ranges are not valid.
+                    sending.new_session()
+                # Also when ``close`` stops waiting for a reply: outcomes that the broker may not have are sent again.
+                self._pending.give_back(sending)
                 if not isinstance(error, PlaitError):
-                    # There may be no loop that waits for a thread any more.
-                    change = self._change()
-                    if change is not None:
-                        change()
+                    # The loop may be ending, so the spool is written here and not in a thread.
+                    write = self._spool_write()
+                    if write is not None:
+                        write()
                     raise
                 failure: PlaitError | None = error
             else:
-                self._saying = None
+                self._in_flight = None
                 failure = None
             if failure is None:
                 continue
             if isinstance(failure, Unavailable | StaleSession):
                 if session == self._session:
                     self._listener.lost(stale=isinstance(failure, StaleSession))
-                    if not await self._kept():
+                    if not await self._save_and_recheck():
                         break
             elif failure.retryable:
-                await self._keep()
+                await self._save()
                 await asyncio.sleep(self._limits.reconnect_max_seconds)
             else:
                 self._error = failure
                 self._listener.failed(failure)
-                await self._keep()
+                await self._save()
                 break
 
-    async def _tell_failures(self, link: Link, session: int, saying: PendingOutcomes) -> None:
-        """Send them all; what the broker has is taken out. Raises the first error, once all answers are in."""
-        nacks = [(failed, nack) for failed in saying.failures() for nack in split_nack(saying.nack(session, failed))]
+    async def _send_nacks(self, link: Link, session: int, sending: PendingOutcomes) -> None:
+        """Send all nacks and remove those that the broker has stored. After all replies, raises the first error."""
+        nacks = [(failed, nack) for failed in sending.failures() for nack in split_nack(sending.nack(session, failed))]
         unanswered = Counter(failed for failed, _ in nacks)
         for at in range(0, len(nacks), REQUESTS_MAX):
             some = nacks[at : at + REQUESTS_MAX]
@@ -289,15 +292,15 @@ class AckCollector:
                 if not isinstance(answer, BaseException):
                     unanswered[failed] -= 1
                     if not unanswered[failed]:
-                        saying.told(failed)
+                        sending.confirm(failed)
                     if answer.dead:
-                        self._listener.died(answer.dead, failed)
+                        self._listener.dead_lettered(answer.dead, failed)
             for answer in answers:
                 if isinstance(answer, BaseException):
                     raise answer
 
     async def flush(self) -> None:
-        """Until the broker has every ack and nack so far."""
+        """Wait until the broker has every ack and nack reported so far."""
         while True:
             self.absorb()
             if self._error is not None:
@@ -307,7 +310,7 @@ class AckCollector:
             if self._running:
                 task = self._task
                 assert task is not None
-                # Not by its result: ``close`` cancels the task, not those who wait for it.
+                # ``asyncio.wait`` rather than ``await task``: ``close`` cancels the task, not the callers of ``flush``.
                 await asyncio.wait([task])
                 if not task.cancelled() and (error := task.exception()) is not None:
                     raise error
@@ -316,98 +319,99 @@ class AckCollector:
                 return
             if self._closed or self._attached is None:
                 raise _closed()
-            # Not attached at the moment: they leave after the next attach.
+            # There is no session: the outcomes leave after the next attach.
             limit = self._limits.send_seconds
             try:
                 async with asyncio.timeout(limit):
                     await self._attached.wait()
             except TimeoutError:
                 raise Timeout(
-                    f"acks could not be sent within {limit:g} s; what they are about may be delivered again"
+                    f"acks could not be sent within {limit:g} s (limit `send_seconds`); "
+                    "their messages may be delivered again"
                 ) from None
             self._start()
 
     @property
     def closed(self) -> bool:
-        """Nothing can be said any more."""
+        """The collector takes no more outcomes."""
         return self._closed
 
     @property
     def quiet(self) -> bool:
-        """There is nothing to wait for, and nothing to raise."""
+        """``flush`` would return at once: nothing is pending, and there is no error to raise."""
         return self._error is None and not self.under_way
 
     @property
     def under_way(self) -> bool:
-        """Something was said that the broker does not know yet."""
+        """There are outcomes that the broker does not have yet."""
         return bool(self._unsent or self._pending or self._inbox or self._running)
 
     @property
     def _running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    async def close(self, *, tell: bool = True) -> None:
-        """Send what is left (``tell``), within a request's time; afterwards every word raises ``Closed``."""
-        if tell and not self._closed:
+    async def close(self, *, flush: bool = True) -> None:
+        """Send the pending outcomes (if ``flush``) within ``request_seconds``. Then acks and nacks raise ``Closed``."""
+        if flush and not self._closed:
             try:
                 async with asyncio.timeout(self._limits.request_seconds):
                     await self.flush()
             except (PlaitError, TimeoutError):
-                # What was not acked is delivered again: that is the promise.
+                # Messages whose ack was not sent are delivered again: delivery is at least once.
                 pass
         self._closed = True
         if self._running:
             assert self._task is not None
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._keep()
+        await self._save()
         if self._writing is not None:
             await self._writing
 
 
 def ack_pieces(pieces: list[Piece]) -> None:
-    """All of their rows that are open are done."""
+    """Ack all rows of the pieces that have no outcome."""
     _absorb_all(pieces)
     for delivered, start, stop in pieces:
-        if delivered.owner is not None:
-            delivered.owner.settle_soon(delivered)
+        if delivered.collector is not None:
+            delivered.collector.collect_soon(delivered)
             delivered.acking.append(slice(start, stop))
 
 
 def nack_pieces(pieces: list[Piece], failed: FailureOutcome = FAILED) -> None:
-    """All of their rows that are open failed."""
+    """Nack all rows of the pieces that have no outcome."""
     _absorb_all(pieces)
     for delivered, start, stop in pieces:
-        if delivered.owner is not None:
-            delivered.owner.settle_soon(delivered)
+        if delivered.collector is not None:
+            delivered.collector.collect_soon(delivered)
             delivered.nack_rows(slice(start, stop), failed)
 
 
 async def flush_pieces(pieces: list[Piece]) -> None:
-    """Until their brokers have every ack and nack so far."""
-    await flush_all(_owners(pieces))
+    """Wait until the brokers have every ack and nack reported so far for the pieces' partitions."""
+    await flush_all(_collectors(pieces))
 
 
-async def flush_all(owners: Iterable[Owner]) -> None:
-    """Until the brokers have what was said to these; one that cannot be told does not keep the others waiting."""
-    several = list(owners)
+async def flush_all(collectors: Iterable[OutcomeCollector]) -> None:
+    """Flush all collectors at the same time, so that an unreachable broker does not delay the others."""
+    several = list(collectors)
     if len(several) == 1:
         await several[0].flush()
     elif several:
-        for outcome in await asyncio.gather(*(owner.flush() for owner in several), return_exceptions=True):
+        for outcome in await asyncio.gather(*(collector.flush() for collector in several), return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
 
 
 def _absorb_all(pieces: list[Piece]) -> None:
-    """What other threads said before counts before."""
-    for owner in _owners(pieces):
-        owner.absorb()
+    """Outcomes that other threads reported earlier count first."""
+    for collector in _collectors(pieces):
+        collector.absorb()
 
 
-def _owners(pieces: list[Piece]) -> list[Owner]:
-    return list(dict.fromkeys(delivered.owner for delivered, _, _ in pieces if delivered.owner is not None))
+def _collectors(pieces: list[Piece]) -> list[OutcomeCollector]:
+    return list(dict.fromkeys(delivered.collector for delivered, _, _ in pieces if delivered.collector is not None))
 
 
 def _closed() -> Closed:
-    return Closed("the consumer is closed; what was not acked then was given back")
+    return Closed("the consumer is closed; messages that were not acked by then were returned to the group")

@@ -1,4 +1,4 @@
-"""Acks and nacks in requests of as many ranges as a broker takes at once."""
+"""Splits acks and nacks into requests of at most as many ranges as a broker accepts in one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from plait.wire import messages as m
 
 
 def split_ack(ack: m.AckRequest) -> Iterator[m.AckRequest]:
-    """The same ack, in several requests where it has many ranges."""
+    """Yield the ack as requests of at most ``REQUEST_RANGES_MAX`` ranges; none if it has no ranges."""
     for part in _parts(len(ack.ranges), REQUEST_RANGES_MAX):
         yield replace(ack, ranges=ack.ranges[part], tags=ack.tags[part])
 
 
 def split_nack(nack: m.NackRequest) -> Iterator[m.NackRequest]:
-    """The same nack, in several requests where it has many ranges; one at least."""
+    """Yield the nack as one or more requests of at most ``FAILED_RANGES_MAX`` ranges.
+
+    Returns, which count no attempt, may have ``REQUEST_RANGES_MAX`` ranges.
+    """
     most = FAILED_RANGES_MAX if nack.counted else REQUEST_RANGES_MAX
     if len(nack.ranges) + len(nack.lp_ranges) <= most:
         yield nack

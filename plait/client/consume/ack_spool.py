@@ -1,8 +1,8 @@
-"""Acks and nacks that could not be sent, on disk until the broker answers.
+"""Keeps unsent acks and nacks on disk until the broker has stored them.
 
-Without it they are in memory: a process that ends while the broker is away takes them along, and what it had done is
-delivered again. Each consumer has a file of its own for each partition, named by subject, group, client id and
-partition; so the id has to be one that the next process has, too.
+Without a spool they are in memory only: if the process ends while the broker is unreachable they are lost, and the
+messages are delivered again. Each consumer has one file per partition, named after subject, group, client id and
+partition, so the next process must use the same client id to find it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("plait.client")
 
 
 class SpooledNack(msgspec.Struct, array_like=True):
-    """Ranges that failed in one way. A file of an older version ends after the ranges."""
+    """Ranges with the same failure outcome. A file of an older version ends after ``ranges``."""
 
     delay: float | None
     ranges: list[EpochRange]
@@ -35,7 +35,7 @@ class SpooledNack(msgspec.Struct, array_like=True):
 
 
 class SpooledOutcomes(msgspec.Struct, array_like=True):
-    """What is to be said, and of what; the names tell who the file belongs to."""
+    """The content of a spool file: unsent outcomes, and the names that identify the consumer and partition."""
 
     subject: str
     group: str
@@ -47,7 +47,7 @@ class SpooledOutcomes(msgspec.Struct, array_like=True):
     place: str = ""
 
     def failures(self) -> Nacks:
-        """What failed, by how."""
+        """The failed ranges by failure outcome."""
         return {FailureOutcome(nack.delay, nack.reason, nack.reject, nack.counted): nack.ranges for nack in self.nacks}
 
 
@@ -56,57 +56,59 @@ _decoder = msgspec.msgpack.Decoder(SpooledOutcomes)
 
 
 def spool_directory(path: str | os.PathLike[str], client_id: str | None) -> Path:
-    """The directory, made if need be; refused where it could be of no use."""
+    """Create the spool directory if needed and return it. ``InvalidArgument`` without a client id."""
     if client_id is None:
-        raise InvalidArgument("a spool needs a client_id: only who comes back under the same one finds it again")
+        raise InvalidArgument("spool= needs client_id=: a restarted process finds its spool by the client id")
     directory = Path(path)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidArgument(f"the spool {str(directory)!r} cannot be made: {error.strerror or error}") from None
+        raise InvalidArgument(
+            f"spool directory {str(directory)!r} cannot be created: {error.strerror or error}"
+        ) from None
     return directory
 
 
 class AckSpool:
-    """The file of one consumer for one partition."""
+    """The spool file of one consumer for one partition."""
 
     def __init__(self, directory: Path, subject: str, group: str, client: str, place: str) -> None:
         self._names = (subject, group, client)
         self._place = place
-        self._path = directory / f"{xxh3_64_hexdigest(' '.join((*self._names, place)).encode())}.words"
-        #: What the file is to have; None: there is to be none.
+        self._path = directory / f"{xxh3_64_hexdigest(' '.join((*self._names, place)).encode())}.outcomes"
+        #: The content that the file should have; None: there should be no file.
         self._wanted: bytes | None = None
-        #: Changes so far, and the newest that was carried out: threads may carry them out in any order.
+        #: The number of changes requested, and the newest change written: threads may run the writes in any order.
         self._number = 0
         self._written = 0
         self._lock = threading.Lock()
 
     def load(self) -> SpooledOutcomes | None:
-        """What an earlier process could not say."""
+        """The outcomes that an earlier process could not send; None: there are none, or the file cannot be read."""
         try:
             data = self._path.read_bytes()
-            words = _decoder.decode(data)
+            outcomes = _decoder.decode(data)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            log.warning("%s cannot be read, what it says is delivered again: %s", self._path, error)
+            log.warning("spool file %s cannot be read, its messages are delivered again: %s", self._path, error)
             return None
-        if (words.subject, words.group, words.client, words.place) != (*self._names, self._place):
+        if (outcomes.subject, outcomes.group, outcomes.client, outcomes.place) != (*self._names, self._place):
             return None
         self._wanted = data
-        return words
+        return outcomes
 
     def change(self, partition: int, acks: list[EpochRange], nacks: Nacks) -> Callable[[], None] | None:
-        """Keep this, and nothing of what was kept before: what a thread has to do for it; None: nothing.
+        """Replace the spooled outcomes. Returns the write, to be run in a thread; None: the file is up to date.
 
-        It ends with a sync, which takes as long as the disk does: not on a user's loop.
+        The write ends with an fsync, so it must not run on the user's event loop.
         """
         data = None
         if acks or nacks:
-            kept = [
+            spooled = [
                 SpooledNack(how.delay, ranges, how.reason, how.reject, how.counted) for how, ranges in nacks.items()
             ]
-            data = _encode(SpooledOutcomes(*self._names, partition, acks, kept, self._place))
+            data = _encode(SpooledOutcomes(*self._names, partition, acks, spooled, self._place))
         if data == self._wanted:
             return None
         self._wanted = data
@@ -114,7 +116,7 @@ class AckSpool:
         return functools.partial(self._write, self._number, data)
 
     def _write(self, number: int, data: bytes | None) -> None:
-        """From any thread; a change that came later counts, also where it was carried out before."""
+        """Write the file, from any thread. A change older than the one already written is skipped."""
         with self._lock:
             if number < self._written:
                 return
@@ -125,13 +127,13 @@ class AckSpool:
                 else:
                     self._replace(data)
             except OSError as error:
-                # They are in memory still; the next change tries again.
+                # The outcomes are still in memory. The empty content differs from any, so the next change writes again.
                 self._wanted = b""
-                log.warning("acks cannot be kept on disk: %s", error)
+                log.warning("unsent acks cannot be written to spool file %s: %s", self._path, error)
 
     def _replace(self, data: bytes) -> None:
         new = self._path.with_suffix(".new")
-        # What failed, and why, is for the user of this process alone.
+        # Readable by the owner only: failure reasons may contain private data.
         with open(new, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(data)
             file.flush()

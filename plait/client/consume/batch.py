@@ -1,4 +1,4 @@
-"""What ``fetch`` and ``fetch_arrow`` return."""
+"""The results of ``fetch`` and ``fetch_arrow``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.client.types import Message, Why
 from plait.errors import InvalidArgument
 from plait.frame.arrow import MESSAGE_ID, SAME_TEXT, SCHEMA, arrays, attempts, message_ids, same_text
 
-#: Rows of a table: their numbers, or a mask of all of them.
+#: Rows of a table: row numbers, or a mask over all rows.
 Rows: TypeAlias = Iterable[int] | Iterable[bool] | npt.NDArray[Any] | pa.Array | pa.ChunkedArray
 
 TABLE_SCHEMA = pa.schema(
@@ -31,7 +31,7 @@ TABLE_SCHEMA = pa.schema(
 
 
 class Batch(Sequence[Message]):
-    """Messages in a consumer's hands, list-like. An empty batch means that nothing came in time."""
+    """A list-like batch of messages held by a consumer. It is empty when no message arrived in time."""
 
     def __init__(self, pieces: list[Piece]) -> None:
         self._pieces = pieces
@@ -57,22 +57,22 @@ class Batch(Sequence[Message]):
         return iter(self._messages)
 
     async def ack(self) -> None:
-        """All that were not nacked are done; returns when the broker has it."""
+        """Ack all messages that are not nacked; returns when the broker has stored the acks."""
         self._ack_soon()
         await flush_pieces(self._pieces)
 
     async def nack(self, delay: Duration | None = None, reason: Why | None = None) -> None:
-        """All that were not acked failed: the group gets them again after ``delay``, or as it retries."""
+        """Nack all messages that are not acked: they are redelivered after ``delay``, or as the group's policy says."""
         self._nack_soon(failed_of(delay, reason))
         await flush_pieces(self._pieces)
 
     async def reject(self, reason: Why | None = None) -> None:
-        """All that were not acked or nacked go to the group's dead letters at once."""
+        """Make all messages that are not acked or nacked dead letters of the group at once."""
         self._nack_soon(rejected_of(reason))
         await flush_pieces(self._pieces)
 
     def _may_begin(self) -> bool:
-        """All of it is still the user's to handle."""
+        """The consumer still holds the right to handle every message of the batch."""
         return all(delivered.may_begin(slice(start, stop)) for delivered, start, stop in self._pieces)
 
     def _ack_soon(self) -> None:
@@ -86,7 +86,7 @@ class Batch(Sequence[Message]):
 
 
 class ArrowBatch:
-    """Messages as an Arrow table over the memory they were received in."""
+    """Messages as an Arrow table, over the memory they were received in."""
 
     def __init__(self, pieces: list[Piece]) -> None:
         self._pieces = pieces
@@ -112,29 +112,29 @@ class ArrowBatch:
         return pa.Table.from_batches(batches, schema=TABLE_SCHEMA)
 
     async def ack(self) -> None:
-        """All rows that were not nacked are done; returns when the broker has it."""
+        """Ack all rows that are not nacked; returns when the broker has stored the acks."""
         ack_pieces(self._pieces)
         await flush_pieces(self._pieces)
 
     async def nack(self, rows: Rows | None = None, delay: Duration | None = None, reason: Why | None = None) -> None:
-        """These rows (all: None) failed: the group gets them again after ``delay``, or as it retries.
+        """Nack these rows (None: all): they are redelivered after ``delay``, or as the group's policy says.
 
-        ``rows`` are their numbers in the table, or a mask of all its rows; also of NumPy or Arrow.
+        ``rows`` are row numbers of the table, or a mask over all its rows; a NumPy or Arrow array works too.
         """
         await self._fail(rows, failed_of(delay, reason))
 
     async def reject(self, rows: Rows | None = None, reason: Why | None = None) -> None:
-        """These rows (all: None) go to the group's dead letters at once; ``rows`` as for ``nack``."""
+        """Make these rows (None: all) dead letters of the group at once; ``rows`` as for ``nack``."""
         await self._fail(rows, rejected_of(reason))
 
     async def _fail(self, rows: Rows | None, failed: FailureOutcome) -> None:
-        # All rows are looked at before anything is said of any.
+        # All of ``rows`` is validated before any row is nacked.
         pieces = self._pieces if rows is None else self._pieces_of(row_mask(rows, len(self)))
         nack_pieces(pieces, failed)
         await flush_pieces(self._pieces)
 
     def _pieces_of(self, mask: npt.NDArray[np.bool_]) -> list[Piece]:
-        """Where the marked rows are, neighbours together."""
+        """The marked rows as pieces; adjacent rows of a frame are one piece."""
         found: list[Piece] = []
         before = 0
         for delivered, start, stop in self._pieces:
@@ -149,7 +149,7 @@ class ArrowBatch:
 
 
 def row_mask(rows: Any, count: int) -> npt.NDArray[np.bool_]:
-    """Which of ``count`` rows are meant; refused as a whole where one of them cannot be."""
+    """``rows`` as a mask over ``count`` rows. ``InvalidArgument`` if any row is out of range."""
     if isinstance(rows, pa.Array | pa.ChunkedArray):
         values = np.asarray(rows.to_numpy(zero_copy_only=False))
     elif isinstance(rows, np.ndarray):
@@ -167,15 +167,15 @@ def row_mask(rows: Any, count: int) -> npt.NDArray[np.bool_]:
         raise _no_rows(rows)
     if values.dtype.kind == "b":
         if len(values) != count:
-            raise InvalidArgument(f"a mask of {len(values)} rows does not fit a batch of {count}")
+            raise InvalidArgument(f"the row mask has {len(values)} values, the batch has {count} rows; use one per row")
         return values
     outside = values[(values < 0) | (values >= count)]
     if len(outside):
-        raise InvalidArgument(f"row {outside[0]} is outside a batch of {count}")
+        raise InvalidArgument(f"row {outside[0]} is out of range for a batch of {count} rows")
     mask = np.zeros(count, bool)
     mask[values] = True
     return mask
 
 
 def _no_rows(rows: Any) -> InvalidArgument:
-    return InvalidArgument(f"rows {shown(rows)} are not understood; use whole numbers, or a mask of all rows")
+    return InvalidArgument(f"rows {shown(rows)} are not valid; use row numbers (int), or a mask over all rows (bool)")

@@ -1,4 +1,4 @@
-"""Rows that arrived and that nobody has got yet, in the order of their arrival."""
+"""The rows that were delivered and not yet handed to the user, in the order of their arrival."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ from plait.client.consume.ack_collector import Piece
 from plait.client.consume.delivered import DeliveredFrame
 from plait.client.types import Message, PartitionName
 
-#: Rows that iteration makes into messages at a time, and asks for where nothing is pulled ahead.
+#: Rows that iteration converts to messages at a time, and pulls at a time where nothing is prefetched.
 ITERATION_COUNT = 100
 
 
 class BufferedRows(Protocol):
-    """Rows that arrived and that nobody has got yet."""
+    """A buffer of rows that are delivered and not yet handed to the user."""
 
-    #: So many.
+    #: The number of rows in the buffer.
     count: int
 
     def append(self, delivered: DeliveredFrame) -> None:
-        """A frame came."""
+        """Add a delivered frame."""
 
     def available(self) -> int:
-        """How many rows can be handed out now."""
+        """The number of rows that can be handed out now."""
 
     def take(self, count: int) -> list[Piece]:
-        """Up to so many rows, which are the user's now."""
+        """Hand up to ``count`` rows to the user."""
 
     def next(self) -> Message | None:
-        """One row as a message, which is the user's now; None: there is none."""
+        """Hand one row to the user, as a message; None: there is none."""
 
     def take_back(self, partition: PartitionName | None = None) -> list[Piece]:
-        """All rows of a partition (None: of all of them), which nobody gets from here any more."""
+        """Remove and return all rows of a partition (None: of all partitions)."""
 
 
 class RowBuffer:
-    """What the pulls of all partitions brought. Any row may be handed out at any time."""
+    """The buffer of a shared consumer: rows of all its partitions. Any row may be handed out at any time."""
 
     __slots__ = ("_frames", "_ready", "count")
 
     def __init__(self) -> None:
-        #: Frames with rows that the user has not got yet.
+        #: Frames with rows that are not handed out yet.
         self._frames: deque[DeliveredFrame] = deque()
-        #: Messages of the first frame that iteration has made already, the next one last.
+        #: Messages of the first frame that iteration has converted already, in reverse order.
         self._ready: list[Message] = []
-        #: Rows in here.
+        #: The number of rows in the buffer.
         self.count = 0
 
     def append(self, delivered: DeliveredFrame) -> None:
-        """A frame came."""
+        """Add a delivered frame."""
         self._frames.append(delivered)
         self.count += delivered.count
 
     def available(self) -> int:
-        """How many rows can be handed out now."""
+        """The number of rows that can be handed out now."""
         return self.count
 
     def take(self, count: int) -> list[Piece]:
-        """Up to so many rows, which are the user's now."""
+        """Hand up to ``count`` rows to the user."""
         pieces: list[Piece] = []
         self._ready = []
         while count > 0 and self._frames:
@@ -74,7 +74,7 @@ class RowBuffer:
         return pieces
 
     def next(self) -> Message | None:
-        """One row as a message, which is the user's now; None: there is none."""
+        """Hand one row to the user, as a message; None: there is none."""
         if not self._frames:
             return None
         delivered = self._frames[0]
@@ -89,7 +89,7 @@ class RowBuffer:
         return message
 
     def take_back(self, partition: PartitionName | None = None) -> list[Piece]:
-        """All rows of a partition (None: of all of them), which nobody gets from here any more."""
+        """Remove and return all rows of a partition (None: of all partitions)."""
         chosen = [d for d in self._frames if partition is None or d.partition == partition]
         pieces = [(d, d.taken, d.count) for d in chosen]
         for delivered in chosen:

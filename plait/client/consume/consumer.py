@@ -1,8 +1,8 @@
-"""Consuming: a consumer has a pull client for each partition of its subject, and hands out what they bring.
+"""The consumer: has a pull client for each partition of its subject, and hands their rows to the user.
 
-The rows of all partitions are handed out in the order of their arrival. A partition whose broker is away keeps nobody
-from the others'. When the route changes, new partitions get a pull client; those that are not in the route any more
-are left once nothing of them is in the user's hands.
+Rows of all partitions are handed out in the order of their arrival. A partition whose broker is unreachable does not
+delay the others. When the route changes, the consumer adds a pull client for each new partition; it leaves a partition
+that is no longer in the route once the user holds no row of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from plait.client.consume.batch import ArrowBatch, Batch
 from plait.client.consume.buffer import ITERATION_COUNT, BufferedRows, RowBuffer
 from plait.client.consume.delivered import DeliveredFrame, SharedDeliveredFrame
 from plait.client.consume.failure import UNBEGUN
-from plait.client.consume.group_start import began
+from plait.client.consume.group_start import find_start_version
 from plait.client.consume.prefetch import Prefetch
 from plait.client.consume.pull_client import PullClient, Terms
 from plait.client.net.router import Router, SubjectRoute
@@ -35,7 +35,7 @@ from plait.model.logical_partitions import LpSet
 
 log = logging.getLogger("plait.client")
 
-#: More than any fetch can mean.
+#: A bound on the prefetch that one ``fetch`` call can request.
 FETCH_COUNT_MAX = 1 << 20
 
 #: Makes the spool of a partition.
@@ -43,7 +43,7 @@ Spools = Callable[[PartitionName], AckSpool | None]
 
 
 class Consumer:
-    """A member of a group. Use it with ``async with``; leaving gives back what is not acked."""
+    """A member of a group. Use it with ``async with``; leaving the block returns messages that are not acked."""
 
     def __init__(
         self,
@@ -63,33 +63,33 @@ class Consumer:
         self._terms = terms
         self._any_thread = any_thread
         self._spools = spools
-        #: Nothing is pulled for the time being.
+        #: Pulling is paused by ``_suspend``.
         self._suspended = False
         self._tracks = terms.tracks
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clients: deque[PullClient] = deque()
-        #: Newer routes count.
+        #: The consumer is open and applies newer routes.
         self._following = False
-        #: Of partitions that are not in the route any more.
+        #: Tasks that leave partitions which are no longer in the route.
         self._leaving: set[asyncio.Task[None]] = set()
         self._buffer: BufferedRows = RowBuffer() if buffer is None else buffer
-        #: Rows that were taken for a blocking caller who has not asked for them yet.
+        #: Rows taken from the buffer for a blocking caller, before its next call asks for them.
         self._handed_over = RowHandover()
         self._prefetch: Prefetch[PullClient] = Prefetch(limits)
-        #: Partitions that wait for room are looked at at the end of this turn.
+        #: ``_relieve`` is scheduled for the end of this turn of the loop.
         self._relieving = False
-        #: Partitions that are attached and have more rows at their brokers.
+        #: Attached partitions whose broker has more rows.
         self._more: dict[PullClient, None] = {}
-        #: Some partition is not in the route any more.
+        #: Some partition is no longer in the route.
         self._retiring = False
         self._demand = 0
-        #: Who waits for rows: told True when there is news, False when its time is up.
+        #: Callers that wait for rows: the result is True when something changed, False at their timeout.
         self._waiting: list[asyncio.Future[bool]] = []
         self._warned = False
         self._error: PlaitError | None = None
         self._stopping = False
         self._closed = False
-        #: Consumers with the same member id that are closing: they end before this one attaches.
+        #: Consumers with the same client id that are closing: this one attaches after they are closed.
         self._after: Sequence[Consumer] = ()
         self._opening: asyncio.Task[None] | None = None
         self._closing = Closing(self.subject, self._close)
@@ -98,7 +98,7 @@ class Consumer:
 
     async def __aenter__(self) -> Self:
         if self._closing.begun or self._loop is not None:
-            raise Closed("a consumer is opened once; ask the client for another one")
+            raise Closed(f"the consumer of {self.subject!r} was opened before; create another one with client.consumer")
         loop = self._loop = asyncio.get_running_loop()
         self._router.on_route.append(self._routed)
         self._router.users.append(self._uses)
@@ -109,7 +109,7 @@ class Consumer:
                 raise self._closed_while_opening()
         except BaseException as error:
             closed = self._closing.begun
-            # Some partitions may be attached, and have rows.
+            # Some partitions may be attached and hold rows.
             await self.close()
             task = asyncio.current_task()
             if closed and isinstance(error, asyncio.CancelledError) and not (task is not None and task.cancelling()):
@@ -118,12 +118,12 @@ class Consumer:
         for client in self._clients:
             client.start()
         self._following = True
-        # It may have changed meanwhile.
+        # The route may have changed while the consumer opened.
         self._follow(self._router.known(self.subject))
         return self
 
     def _closed_while_opening(self) -> Closed:
-        return Closed(f"the consumer of {self.subject!r} was closed while it was opened")
+        return Closed(f"the consumer of {self.subject!r} was closed before it was open")
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
         for consumer in self._after:
@@ -133,13 +133,13 @@ class Consumer:
         while True:
             route = await self._first_route(loop, deadline)
             try:
-                version = await began(self._router, route, self._terms, self._limits, deadline)
+                version = await find_start_version(self._router, route, self._terms, self._limits, deadline)
                 self._terms = self._terms._replace(began=version)
                 self._add_clients(route, self._terms)
                 self._retire_others(route)
                 return await self._attach_first(loop, deadline)
             except StaleRoute:
-                # The route was known for a while, and a partition has left it meanwhile.
+                # The cached route was old, and a partition has left it. Retry if there is a newer route.
                 if self._router.known(self.subject) is route:
                     raise
 
@@ -152,20 +152,20 @@ class Consumer:
                     raise
 
     async def _attach_first(self, loop: asyncio.AbstractEventLoop, deadline: float) -> None:
-        """Attach to all partitions; to one at least, the others may follow later."""
+        """Attach to all partitions. Succeeds with at least one; the others may attach later."""
         clients = [client for client in self._clients if not client.attached]
         if len(self._clients) == len(clients) == 1:
             await clients[0].attach_first(deadline - loop.time())
             return
         if len(clients) < len(self._clients):
-            # Some were attached before a partition left the route.
+            # Some were attached by an earlier call, before a partition left the route.
             deadline = min(deadline, loop.time() + self._limits.attach_seconds)
         attaching = {tasks.child(client.attach_first(deadline - loop.time()), "plait-attach") for client in clients}
         errors: list[BaseException] = []
         try:
             pending = attaching
             while pending and (loop.time() < deadline or len(errors) + len(pending) == len(self._clients)):
-                # Once there is one of them, the others are not looked at one by one.
+                # Once one partition is attached, wait for all others together.
                 some = len(errors) + len(pending) < len(self._clients)
                 done, pending = await asyncio.wait(
                     pending,
@@ -191,9 +191,9 @@ class Consumer:
         await self.close()
 
     async def close(self) -> None:
-        """Send the acks that are left, give back the rest, and leave the group.
+        """Send the pending acks, return all other messages, and leave the group.
 
-        A caller that is cancelled meanwhile waits for the end of it all the same: closing is never interrupted.
+        Closing is never interrupted: a caller that is cancelled still waits until the consumer is closed.
         """
         await self._closing()
 
@@ -205,24 +205,24 @@ class Consumer:
         if self._routed in self._router.on_route:
             self._router.on_route.remove(self._routed)
             self._router.users.remove(self._uses)
-        # A consumer that was never opened has no acks to send.
-        await all_of([client.settling.close(tell=self._following) for client in self._clients])
+        # A consumer that was never open has no acks to send.
+        await all_of([client.collector.close(flush=self._following) for client in self._clients])
         self._closed = True
         await all_of([*(client.leave() for client in self._clients), *self._leaving])
         self._wake()
 
     def _halt(self) -> None:
-        """Whoever comes from now on gets nothing."""
+        """Hand out nothing from now on."""
         self._stopping = True
         self._handed_over.stop()
 
     def _stop(self) -> None:
-        """Pull no more and hand out no more; who waits for rows gets none."""
+        """Stop pulling and handing out; callers that wait for rows get none."""
         self._halt()
         self._wake()
 
     def _suspend(self) -> None:
-        """Pull nothing until ``_resume``; what was pulled and not begun is for others."""
+        """Pull nothing until ``_resume``; return the rows that no handler has begun."""
         self._suspended = True
         self._hand_back()
 
@@ -231,11 +231,11 @@ class Consumer:
         self._pull_all()
 
     def _hand_back(self) -> None:
-        if self._tracks and not any(client.settling.closed for client in self._clients):
+        if self._tracks and not any(client.collector.closed for client in self._clients):
             nack_pieces([*self._handed_over.take_back(), *self._buffer.take_back()], UNBEGUN)
 
     def _take_back(self, client: PullClient, _: LpSet | None) -> list[Piece]:
-        """A partition's rows that nobody began with."""
+        """Remove and return a partition's rows that no handler has begun."""
         return [*self._handed_over.take_back(client.partition), *self._buffer.take_back(client.partition)]
 
     def _fail(self, error: PlaitError) -> None:
@@ -261,26 +261,26 @@ class Consumer:
         return subject == self.subject
 
     def _routed(self, route: SubjectRoute) -> None:
-        """There is a newer route."""
+        """The router has a newer route."""
         if route.subject == self.subject and self._following:
             self._follow(route)
 
     def _follow(self, route: SubjectRoute | None) -> None:
-        """A pull client for each partition of the route, and for those that are left until nothing of them is here."""
+        """Apply a route: add pull clients for its new partitions, and retire those of partitions it does not name."""
         if route is None or self._stopping:
             return
-        # All of what is new came after the group began.
+        # Every message of a new partition was sent after the group began.
         for client in self._add_clients(route, self._terms._replace(start="earliest")):
             client.start()
         self._retire_others(route)
 
     def _add_clients(self, route: SubjectRoute, terms: Terms) -> list[PullClient]:
-        """A pull client for each partition that has none."""
+        """Add a pull client for each partition of the route that has none."""
         known = {client.partition for client in self._clients}
         return [self._add_client(route, each, terms) for each in route.partitions if each not in known]
 
     def _retire_others(self, route: SubjectRoute) -> None:
-        """Leave partitions that the route does not name."""
+        """Retire the pull clients of partitions that the route does not name."""
         named = set(route.partitions)
         for client in self._clients:
             retiring = client.partition not in named
@@ -301,42 +301,42 @@ class Consumer:
             task.add_done_callback(self._leaving.discard)
 
     async def _left(self, client: PullClient) -> None:
-        await client.settling.close()
+        await client.collector.close()
         await client.leave()
 
-    async def _astray(self) -> None:
-        """A partition is not where the route says: ask again. A subject that is gone for good ends the consumer."""
+    async def _refresh_route(self) -> None:
+        """Refresh the route, as a broker does not have a partition that it names. Fails if the subject is deleted."""
         try:
             await self._router.refresh(self.subject)
         except SubjectNotFound as error:
             self._fail(error)
         except PlaitError:
-            # It is asked again with the next attempt.
+            # The next attach attempt refreshes the route again.
             pass
 
     # --- pulling --------------------------------------------------------------------------------
 
     def _wanted(self, client: PullClient, *, patient: bool = True) -> int:
-        """How many rows the next pull of a partition asks for; 0: none now."""
+        """The number of rows that the next pull of a partition requests; 0: do not pull now."""
         if self._tracks:
             return self._prefetch.wanted(client, patient=patient)
         return self._prefetch.wanted_now(self._demand - self._buffer.count, client)
 
     def _pull_on_demand(self) -> None:
-        """Rows are asked for that are not here. At most once nothing else pulls; others pull ahead by themselves."""
+        """The user requests more rows than are buffered. Only this pulls for at_most_once; other consumers prefetch."""
         if self._stopping or self._suspended:
             return
         if not self._tracks:
             self._pull_all()
         elif self._demand > self._buffer.count:
             if not self._buffer.count:
-                # The user waits: few rows are better than none.
+                # The user waits: pull even where the limits allow only a few rows.
                 for client in self._prefetch.patient():
                     client.pull(patient=False)
             self._warn_of_unacked()
 
     def _more_comes(self) -> bool:
-        """A partition that has more rows pulls them: the limits allow it."""
+        """Returns True if some partition with more rows at its broker is pulling them, or starts to."""
         for client in list(self._more):
             if not client.pulls:
                 client.pull(patient=False)
@@ -346,7 +346,7 @@ class Consumer:
 
     def _pull_all(self) -> None:
         if len(self._clients) > 1:
-            # What is for all of them goes to another one first each time.
+            # A different partition pulls first each time, so that all get their turn.
             self._clients.rotate()
         for client in self._clients:
             client.pull()
@@ -358,22 +358,23 @@ class Consumer:
             self._loop.call_soon(self._relieve)
 
     def _relieve(self) -> None:
-        """Partitions that waited for room pull, the one that has waited longest first, until there is none left."""
+        """Let starved partitions pull, longest wait first, until the limits are reached."""
         self._relieving = False
         while (client := self._prefetch.relieved()) is not None:
             client.pull()
 
     def _warn_of_unacked(self) -> None:
-        """Once, when nothing comes because nothing is acked."""
+        """Warn once if nothing can be pulled because too many messages are unacked."""
         if self._warned or not any(client.attached for client in self._clients):
             return
         if any(
-            client.pulls or client.settling.under_way or self._wanted(client, patient=False) for client in self._clients
+            client.pulls or client.collector.under_way or self._wanted(client, patient=False)
+            for client in self._clients
         ):
             return
         self._warned = True
         log.warning(
-            "%s has %d messages that are not acked, which is its limit: ack or nack some to get more",
+            "%s: %d messages are not acked, which is the prefetch limit; ack or nack some to get more",
             self.subject,
             sum(client.held() for client in self._clients),
         )
@@ -381,25 +382,25 @@ class Consumer:
     # --- handing out ----------------------------------------------------------------------------
 
     async def fetch(self, count: int = 500, wait: Duration = 1.0) -> Batch:
-        """Up to ``count`` messages: all that are there, or the first that come within ``wait`` seconds."""
+        """Up to ``count`` messages: those available now, or else the first that arrive within ``wait`` seconds."""
         return Batch(await self._fetch(count, wait))
 
     async def fetch_arrow(self, count: int = 50_000, wait: Duration = 1.0) -> ArrowBatch:
-        """Like ``fetch``, as an Arrow table that is not copied."""
+        """Like ``fetch``, as an Arrow table over the received memory, without a copy."""
         return ArrowBatch(await self._fetch(count, wait))
 
     async def flush(self) -> None:
-        """Until the broker has every ack and nack so far."""
-        await flush_all(client.settling for client in self._clients if not client.settling.quiet)
+        """Wait until the brokers have every ack and nack reported so far."""
+        await flush_all(client.collector for client in self._clients if not client.collector.quiet)
 
     async def _fetch(self, count: int, wait: Duration, *, apart: bool = False) -> list[Piece]:
-        """What ``fetch`` gives; ``apart``: each row may be handled by itself."""
+        """The rows for ``fetch``; ``apart``: no two rows of one key, so that each row may be handled by itself."""
         if count < 1:
             raise InvalidArgument(f"count must be 1 or more, not {count}")
         seconds = seconds_of(wait)
         loop = self._opened()
         if count > self._limits.prefetch_count:
-            # Who asks for so many gets them: one batch in the user's hands, the next one on its way.
+            # Prefetch two such batches: the user handles one while the next one is pulled.
             self._enlarge(2 * min(count, FETCH_COUNT_MAX))
         deadline = loop.time() + seconds
         try:
@@ -411,7 +412,7 @@ class Consumer:
                 self._demand = count
                 self._pull_on_demand()
                 if available and not self._more_comes():
-                    # The limits allow no more until some are acked: what is here has to do.
+                    # The limits allow no further pull until some rows are acked: return what is available.
                     break
                 longest = self._gathering(available)
                 if longest is not None:
@@ -427,20 +428,20 @@ class Consumer:
             self._pull_all()
 
     def _gathering(self, _: int) -> float | None:
-        """How long to wait for more when there is something, and more at the brokers; None: as long as it takes."""
+        """The longest wait for more rows when some are available and the brokers have more; None: no limit."""
         return None
 
     def _take(self, count: int, _: bool) -> list[Piece]:
         return self._buffer.take(count)
 
-    def _unhand(self) -> None:
-        """What was taken for blocking callers and not asked for is theirs all the same."""
+    def _put_back_handed_over(self) -> None:
+        """Rows taken for blocking callers stay reserved for them, although they have not asked for them."""
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Message:
-        """The next message, however long it takes. Several tasks may iterate over one consumer."""
+        """Wait for the next message, without a timeout. Several tasks may iterate over one consumer."""
         while not self._stopping:
             message = self._buffer.next()
             if message is not None:
@@ -457,7 +458,7 @@ class Consumer:
         raise StopAsyncIteration
 
     async def _arrival(self, seconds: float | None) -> bool:
-        """Until there is news, at most so long; whether there is."""
+        """Wait until something changes, for at most ``seconds``; returns False at the timeout."""
         loop = self._opened()
         future: asyncio.Future[bool] = loop.create_future()
         self._waiting.append(future)
@@ -482,7 +483,7 @@ class Consumer:
         if self._router.meta.closed is not None:
             raise self._router.meta.closed
         if self._closed:
-            raise Closed("the consumer is closed")
+            raise Closed(f"the consumer of {self.subject!r} is closed; create another one with client.consumer")
         if self._loop is None:
             how = "with" if self._router.meta.blocking else "async with"
             raise Closed(f"the consumer is not open; use '{how} client.consumer(...)'")
@@ -495,7 +496,7 @@ def _time_out(future: asyncio.Future[bool]) -> None:
 
 
 class Feeding:
-    """What pull clients tell their consumer and ask it, kept off the consumer's public face."""
+    """The ``Feed`` that a consumer gives to its pull clients: keeps these methods out of the consumer's public API."""
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
@@ -554,5 +555,5 @@ class Feeding:
         route = self._consumer._router.known(self._consumer.subject)
         return route is None or client.partition in route.partitions
 
-    async def astray(self) -> None:
-        await self._consumer._astray()
+    async def refresh_route(self) -> None:
+        await self._consumer._refresh_route()

@@ -1,4 +1,7 @@
-"""A frame in a consumer's hands: its columns, read when asked for, and which of its rows are done."""
+"""A frame delivered to a consumer: its columns, decoded on demand, and the outcomes of its rows.
+
+A row is open until it has an outcome.
+"""
 
 from __future__ import annotations
 
@@ -22,43 +25,43 @@ from plait.frame.columns import Column
 from plait.frame.validation import SMALL_COUNT
 from plait.frame.view import FrameView
 
-#: Looked up once: Python 3.11 runs a function for each look at a member.
+#: Looked up once: Python 3.11 runs a function for each access to an enum member.
 _BODY, _KEY, _SELECTION = int(Column.BODY), int(Column.KEY), int(Column.SELECTION)
 
-#: A row, rows from one to another, or a mask of all.
-Which = int | slice | npt.NDArray[np.bool_]
+#: One row, a slice of rows, or a mask over all rows.
+RowSelection = int | slice | npt.NDArray[np.bool_]
 _SEVERAL = (slice, np.ndarray)
 
-#: Later than any word.
+#: Later than any outcome.
 NEVER = np.iinfo(np.int64).max
 
 
-class Owner(Protocol):
-    """Who collects acks and nacks."""
+class OutcomeCollector(Protocol):
+    """Collects the outcomes of frames: an ``AckCollector``."""
 
-    def settle_soon(self, delivered: DeliveredFrame) -> None:
-        """There is something to collect."""
+    def collect_soon(self, delivered: DeliveredFrame) -> None:
+        """The frame has outcomes to collect."""
 
     def from_thread(self, delivered: DeliveredFrame, row: int, failed: FailureOutcome | None) -> None:
-        """A word from another thread: how the row failed; None: it is done."""
+        """Another thread reports an outcome: how the row failed; None: acked."""
 
     def absorb(self) -> None:
-        """Take what other threads have said so far."""
+        """Take the outcomes that other threads have reported."""
 
     def gather(self) -> None:
-        """Collect what was said so far of all frames."""
+        """Collect the outcomes of all frames."""
 
     async def flush(self) -> None:
-        """Until the broker has every ack and nack so far."""
+        """Wait until the broker has every ack and nack reported so far."""
 
-    #: From this attempt on reasons are wanted.
+    #: The first attempt whose failure reason the broker needs.
     reasons_from: int
-    #: How many attempts the group gives a message; 0: no limit.
+    #: The group's maximum number of attempts per message; 0: no limit.
     attempts: int
 
 
 class DeliveredFrame:
-    """One frame, or part of one, that a pull brought."""
+    """One frame, or part of one, that was delivered in reply to a pull."""
 
     __slots__ = (
         "_attempts",
@@ -68,12 +71,12 @@ class DeliveredFrame:
         "_rows",
         "_tags",
         "acking",
+        "collector",
         "count",
         "epoch",
         "frame",
         "nacking",
         "open_count",
-        "owner",
         "partition",
         "position",
         "rows_done",
@@ -87,15 +90,15 @@ class DeliveredFrame:
         frame: FrameView,
         subject: str,
         partition: PartitionName,
-        owner: Owner | None,
+        collector: OutcomeCollector | None,
         attempts: list[tuple[int, int, int]],
     ) -> None:
         self.frame = frame
         self.subject = subject
         self.partition = partition
-        self.owner = owner
+        self.collector = collector
         self.count = frame.count
-        #: Bytes of memory that it takes once its rows are looked at.
+        #: Bytes of memory that the frame takes once its rows are decoded.
         self.size = frame.size + frame.inflated_size
         self.epoch = frame.epoch
         if len(attempts) > 1:
@@ -103,15 +106,15 @@ class DeliveredFrame:
             attempts = attempts[:1] if all(a == number for _, _, a in attempts) else sorted(attempts)
         self._attempts = attempts
         self._rows: list[int] | None = None
-        #: Rows handed to the user; the rest waits in the consumer's buffer.
+        #: The number of rows handed to the user; the rest is in the consumer's buffer.
         self.taken = 0
-        #: Rows pulled before this frame's first, counted over the consumer's life: what the span is measured in.
+        #: The number of rows that the pull client received before this frame; ``PullClient.span`` is computed from it.
         self.position = 0
         self.open_count = frame.count
         self.rows_done: npt.NDArray[np.bool_] | None = None
         self.acking: list[int | slice] = []
-        #: How many acks had been said before, rows, and how they failed.
-        self.nacking: list[tuple[int, Which, FailureOutcome]] = []
+        #: (number of entries of ``acking`` at that time, rows, failure outcome).
+        self.nacking: list[tuple[int, RowSelection, FailureOutcome]] = []
         self._ids: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
         self._tags: list[bytes] | None = None
         self._headers: list[bytes] | None = None
@@ -186,43 +189,46 @@ class DeliveredFrame:
         return attempts[at][2] if at >= 0 and sequence < attempts[at][1] else 1
 
     def epoch_of(self, row: int) -> int:
-        """The epoch that a row's handling stands under."""
+        """The epoch under which a row is handled."""
         return self.epoch
 
     def may_begin(self, rows: int | slice) -> bool:
-        """They are still the user's to handle."""
+        """The consumer still holds the right to handle these rows."""
         return True
 
-    # --- settling -------------------------------------------------------------------------------
+    # --- outcomes -------------------------------------------------------------------------------
 
     def ack_row(self, row: int) -> Acknowledgement:
         acking = self.acking
         if acking:
-            # The owner knows already that there is something to collect.
+            # The collector has been notified already.
             acking.append(row)
-        elif self.owner is not None:
-            # Before the row is noted: it raises when there is nobody left to collect it.
-            self.owner.settle_soon(self)
+        elif self.collector is not None:
+            # Before the row is recorded: this raises if the consumer is closed.
+            self.collector.collect_soon(self)
             acking.append(row)
         return ACKNOWLEDGED
 
     def nack_row(self, row: int, failed: FailureOutcome = FAILED) -> Acknowledgement:
-        owner = self.owner
-        if owner is not None:
-            owner.settle_soon(self)
+        collector = self.collector
+        if collector is not None:
+            collector.collect_soon(self)
             self.nack_rows(row, failed)
         return ACKNOWLEDGED
 
     def note(self, row: int, failed: FailureOutcome | None) -> None:
-        """What another thread said: how the row failed; None: it is done."""
+        """Record an outcome that another thread reported: how the row failed; None: acked."""
         if failed is None:
             self.acking.append(row)
         else:
             self.nack_rows(row, failed)
 
-    def nack_rows(self, rows: Which, failed: FailureOutcome = FAILED) -> None:
-        """Note a failure; ``collect`` tells of it. Reasons that nobody wants are left out, so that few words do."""
-        wanted = 1 if self.owner is None else self.owner.reasons_from
+    def nack_rows(self, rows: RowSelection, failed: FailureOutcome = FAILED) -> None:
+        """Record a failure, to be returned by ``collect``.
+
+        Reasons that the broker does not need are dropped, so that more rows share one failure outcome.
+        """
+        wanted = 1 if self.collector is None else self.collector.reasons_from
         if isinstance(rows, np.ndarray) or failed.reason is None or failed.reject or wanted <= 1:
             self.nacking.append((len(self.acking), rows, failed))
             return
@@ -247,25 +253,25 @@ class DeliveredFrame:
         return np.where(within, numbers[at], 1)
 
     def collect(self) -> tuple[list[EpochRange], Nacks]:
-        """(acks, nacks) as sequence ranges of rows that were open, which they no longer are. The first word counts."""
+        """Close the rows that have an outcome; returns (acks, nacks) as sequence ranges. The first outcome counts."""
         acking, self.acking = self.acking, []
         nacking, self.nacking = self.nacking, []
         if not nacking:
-            return self._settle(acking), {}
+            return self._close_items(acking), {}
         kinds = {failed: number for number, failed in enumerate(dict.fromkeys(failed for _, _, failed in nacking))}
         if len(kinds) == 1 and not acking:
-            return [], {nacking[0][2]: self._settle([rows for _, rows, _ in nacking])}
-        return self._settle_mixed(acking, nacking, kinds)
+            return [], {nacking[0][2]: self._close_items([rows for _, rows, _ in nacking])}
+        return self._close_mixed(acking, nacking, kinds)
 
-    def _settle_mixed(
+    def _close_mixed(
         self,
-        acking: Sequence[Which],
-        nacking: list[tuple[int, Which, FailureOutcome]],
+        acking: Sequence[RowSelection],
+        nacking: list[tuple[int, RowSelection, FailureOutcome]],
         kinds: dict[FailureOutcome, int],
     ) -> tuple[list[EpochRange], Nacks]:
-        acked_by = self._first_words(acking)
-        nacked_by = np.minimum(self._first_words([rows for _, rows, _ in nacking]), len(nacking))
-        # Behind the last one stand those of rows on which nothing was said.
+        acked_by = self._first_indexes(acking)
+        nacked_by = np.minimum(self._first_indexes([rows for _, rows, _ in nacking]), len(nacking))
+        # The element after the last one is for rows that were not nacked.
         before = np.array([*(count for count, _, _ in nacking), NEVER])[nacked_by]
         how = np.array([*(kinds[failed] for _, _, failed in nacking), -1])[nacked_by]
         acked = acked_by < before
@@ -274,35 +280,35 @@ class DeliveredFrame:
         failed_rows = ~acked & (how >= 0) & ~self.rows_done
         acks = self._close(acked)
         self._close(failed_rows)
-        # By kind, all at once: every row may have failed in a way of its own.
+        # Split by failure outcome in one pass: each row may have its own.
         rows = np.flatnonzero(failed_rows)
         rows = rows[np.argsort(how[rows], kind="stable")]
         parts = np.split(rows, np.flatnonzero(np.diff(how[rows])) + 1) if len(rows) else []
         names = list(kinds)
         return acks, {names[how[part[0]]]: self._row_ranges(part) for part in parts}
 
-    def _first_words(self, words: Sequence[Which]) -> npt.NDArray[np.int64]:
-        """For each row which of the words was the first on it; ``NEVER``: none."""
+    def _first_indexes(self, items: Sequence[RowSelection]) -> npt.NDArray[np.int64]:
+        """For each row the index of the first item that contains it; ``NEVER``: none does."""
         first = np.full(self.count, NEVER)
-        # The earlier overwrites the later.
-        rows = [(row, number) for number, row in enumerate(words) if not isinstance(row, _SEVERAL)][::-1]
+        # Reversed: the earlier index overwrites the later one.
+        rows = [(row, number) for number, row in enumerate(items) if not isinstance(row, _SEVERAL)][::-1]
         if rows:
             at, numbers = np.array(rows).T
             first[at] = numbers
-        for number, row in enumerate(words):
+        for number, row in enumerate(items):
             if isinstance(row, _SEVERAL):
                 first[row] = np.minimum(first[row], number)
         return first
 
     def _close(self, marked: npt.NDArray[np.bool_]) -> list[EpochRange]:
-        """The marked rows that are open are so no longer; their sequences."""
+        """Close the marked rows that are open; returns their sequences."""
         assert self.rows_done is not None
         marked &= ~self.rows_done
         self.rows_done |= marked
         self.open_count = self.count - int(np.count_nonzero(self.rows_done))
         return self._ranges(marked)
 
-    def _settle(self, items: Sequence[Which]) -> list[EpochRange]:
+    def _close_items(self, items: Sequence[RowSelection]) -> list[EpochRange]:
         if not items:
             return []
         if self.rows_done is None:
@@ -325,8 +331,8 @@ class DeliveredFrame:
                 marked[item] = True
         return self._close(marked)
 
-    def _names_all(self, items: Sequence[Which]) -> bool:
-        """As many words as rows: each row by itself."""
+    def _names_all(self, items: Sequence[RowSelection]) -> bool:
+        """The items, one per row, are single rows and name every row once."""
         return all(type(item) is int for item in items) and len({*items}) == self.count
 
     def _ranges(self, mask: npt.NDArray[np.bool_] | None) -> list[EpochRange]:
@@ -346,14 +352,14 @@ class DeliveredFrame:
         return self._row_ranges(rows)
 
     def _row_ranges(self, rows: npt.NDArray[np.int64]) -> list[EpochRange]:
-        """The sequences of some rows, which ascend."""
+        """The sequence ranges of some rows, given in ascending order."""
         if not len(rows):
             return []
         epoch = self.epoch
         selected = _SELECTION in self.frame.places
         sequences = self.frame.sequences()[rows] if selected else rows + self.frame.base
         if len(sequences) == 1:
-            # Where every row has a reason of its own there are many of these.
+            # A fast path: if every row has its own reason there are many single rows.
             return [(int(sequences[0]), int(sequences[0]) + 1, epoch)]
         breaks = np.flatnonzero(np.diff(sequences) != 1) + 1
         starts = sequences[np.concatenate([[0], breaks])]
@@ -361,7 +367,7 @@ class DeliveredFrame:
         return [(start, end, epoch) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
     def open_ranges(self) -> list[EpochRange]:
-        """The rows that are neither acked nor nacked, or whose ack has not been collected."""
+        """The rows without an outcome, or whose outcome is not collected yet."""
         if self.rows_done is None:
             return self._ranges(None)
         return self._ranges(~self.rows_done)
@@ -373,11 +379,11 @@ class SharedDeliveredFrame(DeliveredFrame):
     __slots__ = ()
 
     def ack_row(self, row: int) -> Acknowledgement:
-        if self.owner is not None:
-            self.owner.from_thread(self, row, None)
+        if self.collector is not None:
+            self.collector.from_thread(self, row, None)
         return ACKNOWLEDGED
 
     def nack_row(self, row: int, failed: FailureOutcome = FAILED) -> Acknowledgement:
-        if self.owner is not None:
-            self.owner.from_thread(self, row, failed)
+        if self.collector is not None:
+            self.collector.from_thread(self, row, failed)
         return ACKNOWLEDGED

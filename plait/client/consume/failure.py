@@ -1,4 +1,4 @@
-"""What is said of a message that failed: when it comes again, why it failed, or that it never comes again."""
+"""The outcome of a message that failed: when it is redelivered, why it failed, or that it becomes a dead letter."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ EpochRange = tuple[int, int, int]
 
 
 class FailureOutcome(NamedTuple):
-    """Rows that failed in the same way are told in one request."""
+    """How rows failed. Rows with equal outcomes share one nack request."""
 
-    #: Seconds to wait; None: as the group retries.
+    #: Seconds until redelivery; None: as the group's retry policy says.
     delay: float | None = None
     reason: Reason | None = None
-    #: To the dead letters at once.
+    #: The rows become dead letters at once.
     reject: bool = False
-    #: It was an attempt: somebody had begun with it.
+    #: The delivery counts as an attempt: a handler had begun.
     counted: bool = True
 
 
-#: As the group retries.
+#: Redelivered as the group's retry policy says.
 FAILED = FailureOutcome()
-#: Nobody began with it: others may have it at once, and it was no attempt.
+#: Returned: no handler has begun. The rows are redelivered at once, and no attempt is counted.
 UNBEGUN = FailureOutcome(0.0, counted=False)
 
-#: What failed, by how.
+#: The failed ranges by failure outcome.
 Nacks = dict[FailureOutcome, list[EpochRange]]
 
 
 def failed_of(delay: Duration | None, reason: Any) -> FailureOutcome:
-    """What ``nack(delay, reason)`` says."""
+    """The outcome of ``nack(delay, reason)``."""
     if delay is None and reason is None:
         return FAILED
     return FailureOutcome(None if delay is None else wait_of(delay), reason_of(reason))
 
 
 def rejected_of(reason: Any) -> FailureOutcome:
-    """What ``reject(reason)`` says."""
+    """The outcome of ``reject(reason)``."""
     return FailureOutcome(None, reason_of(reason), reject=True)
 
 
 def reason_of(value: Any, handler: str = "") -> Reason | None:
-    """A reason as users give it: an exception, text or a ``Reason``."""
+    """The ``Reason`` for what a user passes: an exception, text or a ``Reason``."""
     if value is None:
         return None
     if isinstance(value, Reason):
@@ -56,12 +56,12 @@ def reason_of(value: Any, handler: str = "") -> Reason | None:
     if isinstance(value, BaseException):
         try:
             found = Reason.of(value, handler)
-        except Exception as error:  # noqa: BLE001 - an exception that cannot say what it is has failed all the same
-            return _clean(type(value).__qualname__, f"its text cannot be read: {type(error).__name__}", handler)
+        except Exception as error:  # noqa: BLE001 - the __str__ of a user's exception may raise anything
+            return _clean(type(value).__qualname__, f"str() of the exception raised {type(error).__name__}", handler)
         return _clean(found.type, found.text, found.handler)
     raise InvalidArgument(f"reason {value!r} is a {type(value).__name__}; use an exception, text or a plait.Reason")
 
 
 def _clean(*parts: str) -> Reason:
-    """Half of a surrogate pair is text to Python and to nobody else."""
+    """Escape lone surrogates: Python strings may contain them, UTF-8 cannot."""
     return Reason(*(part.encode("utf-8", "backslashreplace").decode() for part in parts))

@@ -1,9 +1,9 @@
-"""Since when a group consumes a subject: what tells partitions that were added later from those it began with.
+"""Finds the route version that a group began with: partitions added by a later version are new to the group.
 
-``start=`` says where a group begins that no partition of the subject knows. What went to a partition that was added
-since belongs to the group from the first message on, also if no member was there meanwhile. So an opening consumer asks
-the brokers, and a meta server, which remembers the groups of partitions that have left the route or been emptied; and
-tells each partition the version of the route that the group began with.
+``start=`` applies to a group that no partition of the subject knows. In a partition that was added after the group
+began, every message belongs to the group, even if the group had no member at the time. So an opening consumer asks the
+brokers, and a meta server, which remembers the groups of partitions that have left the route or been emptied. The
+consumer then sends each partition the route version that the group began with.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ from plait.wire import messages as m
 
 log = logging.getLogger("plait.client")
 
-#: Partitions that one request names.
+#: The most partitions that one request names.
 NAMES_MAX: Final = 200
 
 EARLIEST: Final = "earliest"
 
 
 class _Remembered(msgspec.Struct):
-    """What a meta server knows of a group that partitions knew which have left the route or been emptied."""
+    """A group that a meta server remembers from partitions that have left the route or been emptied."""
 
     version: int
     began: int | None
 
 
-async def began(router: Router, route: SubjectRoute, terms: Terms, limits: ClientLimits, deadline: float) -> int:
-    """The version of the route that the group began with; that of ``route`` for one that no partition knows or knew.
+async def find_start_version(
+    router: Router, route: SubjectRoute, terms: Terms, limits: ClientLimits, deadline: float
+) -> int:
+    """The route version that the group began with; the version of ``route`` for a new group.
 
-    A server that is away is waited for until the deadline, as it may be the only one that knows the group; once one
-    knows it, the others have ``attach_seconds``. A group that none knows by the deadline counts as new. ``StaleRoute``:
-    none knows it, and the route is not the newest, so a partition that knows it may not be in it. The router has the
-    newest then.
+    Waits until the deadline for a server that does not answer, as it may be the only one that knows the group. Once one
+    server knows the group, the others have ``attach_seconds``. A group that no server knows by the deadline counts as
+    new. Raises ``StaleRoute`` if no server knows the group and ``route`` is not the newest: a partition that knows the
+    group may be missing from it. The router has the newest route by then.
     """
     if terms.start == EARLIEST or (terms.start is None and terms.group is not None):
         # Every message belongs to the group.
@@ -71,7 +73,7 @@ async def began(router: Router, route: SubjectRoute, terms: Terms, limits: Clien
                 deadline = min(deadline, loop.time() + limits.attach_seconds)
             known += found
             if known:
-                # What meta servers remember is for a group that no broker knows.
+                # The meta server's answer is needed only for a group that no broker knows.
                 pending.discard(remembering)
     finally:
         for task in asking:
@@ -82,10 +84,12 @@ async def began(router: Router, route: SubjectRoute, terms: Terms, limits: Clien
     if remembering not in pending and remembering.result().version > route.version:
         newest = await router.refresh(terms.subject)
         if newest.version > route.version:
-            raise StaleRoute(f"the route of {terms.subject!r} has changed since version {route.version}")
+            raise StaleRoute(
+                f"route version {route.version} of {terms.subject!r} is outdated, the newest is {newest.version}"
+            )
     if pending:
         log.warning(
-            "%s did not answer whether group %s has consumed %s before: it counts as new, begins at %s",
+            "%s did not answer whether group %s has consumed %s before: it counts as a new group and begins at %s",
             ", ".join(sorted({asking[task] for task in pending})),
             terms.group or f"of {terms.client} (broadcast)",
             terms.subject,
@@ -95,13 +99,13 @@ async def began(router: Router, route: SubjectRoute, terms: Terms, limits: Clien
 
 
 async def _ask(node: Node, partitions: list[str], terms: Terms, limits: ClientLimits) -> _Remembered:
-    """What one broker knows."""
+    """The route version that the group began with, as one broker knows it."""
     request = m.AdminRequest("group.began", {"partitions": partitions, "group": terms.group, "client": terms.client})
     return _Remembered(0, msgspec.msgpack.decode(await _answer(node, request, limits), type=int | None))
 
 
 async def _ask_meta(node: Node, terms: Terms, limits: ClientLimits) -> _Remembered:
-    """What the meta servers remember."""
+    """The route version that the group began with, as the meta server remembers it."""
     request = m.AdminRequest(
         "group.remembered", {"subject": terms.subject, "group": terms.group, "client": terms.client}
     )
@@ -109,7 +113,7 @@ async def _ask_meta(node: Node, terms: Terms, limits: ClientLimits) -> _Remember
 
 
 async def _answer(node: Node, request: m.AdminRequest, limits: ClientLimits) -> msgspec.Raw:
-    """The answer; asked again while the server is away or cannot give it."""
+    """The reply to a request, repeated while the server is unreachable or returns a retryable error."""
     while True:
         try:
             answer: m.AdminReply = await node.request(request)

@@ -1,4 +1,4 @@
-"""What is to be said to a broker and was not yet: which ranges are done, and which failed in which way."""
+"""Outcomes that are collected and not yet sent to the broker: acked ranges, and failed ranges by failure outcome."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from plait.wire import messages as m
 
 
 class PendingOutcomes(Protocol):
-    """Words on rows, as they leave for the broker."""
+    """The pending outcomes of one partition."""
 
     def collect(self, frames: Iterable[DeliveredFrame]) -> None:
-        """Take what was said of the rows of frames."""
+        """Add the outcomes of the frames' rows."""
 
     def add(self, acks: list[EpochRange], nacks: Nacks) -> None:
-        """Take what was said in an earlier process."""
+        """Add outcomes from the spool of an earlier process."""
 
     def __bool__(self) -> bool:
-        """There is something to be said."""
+        """There are pending outcomes."""
 
     def clear(self) -> None:
-        """Nothing of it is to be said any more."""
+        """Discard all outcomes."""
 
     def take(self) -> Self:
-        """All of it, to be said now."""
+        """Remove and return all outcomes, for sending."""
 
-    def give_back(self, unsaid: Self) -> None:
-        """It could not be said: it goes before what came meanwhile."""
+    def give_back(self, unsent: Self) -> None:
+        """Put back outcomes that could not be sent, before those that were added meanwhile."""
 
     def plain(self) -> tuple[list[EpochRange], Nacks]:
-        """All of it as ranges of sequences, whatever the session."""
+        """All outcomes as sequence ranges, which are valid in every session."""
 
     def new_session(self) -> None:
-        """What was said so far is of rows that an earlier session brought."""
+        """A new session starts: the pending outcomes belong to rows delivered in an earlier one."""
 
     def ack(self, session: int) -> m.AckRequest | None:
-        """What is done; None: nothing is."""
+        """The request for the acked ranges; None: there are none."""
 
     def failures(self) -> list[FailureOutcome]:
-        """The ways in which rows failed."""
+        """The distinct failure outcomes."""
 
     def nack(self, session: int, failed: FailureOutcome) -> m.NackRequest:
-        """What failed in one way."""
+        """The request for the ranges with one failure outcome."""
 
-    def told(self, failed: FailureOutcome) -> None:
-        """The broker has that."""
+    def confirm(self, failed: FailureOutcome) -> None:
+        """Remove the ranges with one failure outcome: the broker has stored them."""
 
 
 class SharedPending:
-    """The words of a member that shares: ranges mean just what they say."""
+    """Pending outcomes of a shared consumer: plain sequence ranges."""
 
     def __init__(self) -> None:
         self._acks: list[EpochRange] = []
@@ -79,15 +79,15 @@ class SharedPending:
         self.clear()
         return taken
 
-    def give_back(self, unsaid: SharedPending) -> None:
-        self._acks = unsaid._acks + self._acks
-        self.add([], unsaid._nacks)
+    def give_back(self, unsent: SharedPending) -> None:
+        self._acks = unsent._acks + self._acks
+        self.add([], unsent._nacks)
 
     def plain(self) -> tuple[list[EpochRange], Nacks]:
         return self._acks, self._nacks
 
     def new_session(self) -> None:
-        """Nothing changes."""
+        """No effect: sequence ranges are valid in every session."""
 
     def ack(self, session: int) -> m.AckRequest | None:
         return m.AckRequest(session, self._acks) if self._acks else None
@@ -98,12 +98,12 @@ class SharedPending:
     def nack(self, session: int, failed: FailureOutcome) -> m.NackRequest:
         return m.NackRequest(session, merged(self._nacks[failed]), *failed)
 
-    def told(self, failed: FailureOutcome) -> None:
+    def confirm(self, failed: FailureOutcome) -> None:
         del self._nacks[failed]
 
 
 def merged(ranges: list[EpochRange]) -> list[EpochRange]:
-    """Neighbouring ranges of one epoch joined."""
+    """The ranges sorted, with overlapping and adjacent ranges of one epoch joined."""
     if len(ranges) < 2:
         return ranges
     ranges.sort()

@@ -1,11 +1,12 @@
-"""How much a consumer pulls ahead of need, and each partition's part of it.
+"""How many rows a consumer prefetches, and the share of each partition.
 
-The limits are of the consumer as a whole. With several partitions half of them is shared out evenly: that much each may
-use whatever the others do, so that a busy one does not starve another. The other half is for those that have more.
+The limits apply to the consumer as a whole. With several partitions one half is divided evenly: each partition may
+always use its own share, so a busy partition cannot starve another. The other half is common: partitions that have more
+rows take from it.
 
-Sums over all partitions are kept, not computed: a partition reports its own use when it changes, so that a pull costs
-the same on a thousand partitions as on two. A partition that gets nothing because the others use the common half is
-starved: it is listed, and asked again once there is room.
+Sums over all partitions are maintained incrementally: a partition reports its use when it changes, so a pull costs the
+same with a thousand partitions as with two. A partition that may not pull because the others use up the common half is
+*starved*: it is listed, and pulls once there is room.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from plait.limits import PREFETCH_SHARE_MIN, PREFETCH_SHARES_MAX, ClientLimits
 
 
 class Puller(Protocol):
-    """What a partition uses of it."""
+    """A partition, and its use of the limits."""
 
     #: The last pull left rows at the broker.
     more: bool
-    #: Rows that the pulls under way ask for.
+    #: Rows that the pulls in flight request.
     asked: int
-    #: Bytes of frames with rows that are not settled.
+    #: Bytes of frames with open rows.
     open_bytes: int
 
     def held(self) -> int:
-        """Rows in the user's hands, and those that wait for it."""
+        """Open rows: those that the user holds and those in the buffer."""
 
     def span(self) -> int:
-        """Rows pulled since the oldest one that is still open."""
+        """Rows received since the oldest row that is still open."""
 
 
 P = TypeVar("P", bound=Puller)
@@ -40,49 +41,49 @@ class Prefetch(Generic[P]):
 
     def __init__(self, limits: ClientLimits, *, spans: bool = True) -> None:
         self._limits = limits
-        #: One stuck row does not let the rest run away.
+        #: Bound ``span``, so that one row without an outcome does not let the consumer pull without limit past it.
         self._spans = spans
-        #: Rows.
+        #: Rows to prefetch, over all partitions.
         self.ahead = limits.prefetch_count
         #: Each partition's rows beyond its own share, and its bytes, as last reported.
         self._used: dict[P, tuple[int, int]] = {}
-        #: The sums of both.
+        #: The sums of both over all partitions.
         self._over = 0
         self._bytes = 0
-        #: Each partition's own share, in rows and bytes; 0: to be computed again.
+        #: Each partition's own share, in rows and bytes; ``_own`` is 0 when they must be computed again.
         self._own = 0
         self._size = 0
-        #: Partitions that wait for room, the one that has waited longest first.
+        #: Starved partitions, longest wait first.
         self._starved: dict[P, None] = {}
-        #: Partitions that could pull a few rows, and wait until they are more: half of their share.
+        #: Partitions that could pull a few rows, and wait until they can pull half of their share.
         self._patient: dict[P, None] = {}
 
     @property
     def large(self) -> bool:
-        """Large fetches made it more than what is usual."""
+        """Large fetches have raised ``ahead`` above the configured limit."""
         return self.ahead > self._limits.prefetch_count
 
     def enlarge(self, ahead: int) -> bool:
-        """Pull so many rows ahead at least; whether that is more than before."""
+        """Prefetch at least ``ahead`` rows; returns True if that is more than before."""
         if ahead <= self.ahead:
             return False
         self.ahead, self._own = ahead, 0
         return True
 
     def add(self, puller: P) -> None:
-        """Another partition shares the limits."""
+        """Add a partition that shares the limits."""
         self._used[puller] = (0, 0)
         self._own = 0
 
     def remove(self, puller: P) -> None:
-        """A partition uses nothing any more."""
+        """Remove a partition."""
         del self._used[puller]
         self._starved.pop(puller, None)
         self._patient.pop(puller, None)
         self._own = 0
 
     def report(self, puller: P) -> None:
-        """What a partition uses has changed."""
+        """Update the use of a partition."""
         before = self._used.get(puller)
         if before is None or len(self._used) == 1:
             return
@@ -99,7 +100,7 @@ class Prefetch(Generic[P]):
             self._used[puller] = used
 
     def _count(self) -> None:
-        """The shares, and what is used: when there are more or fewer partitions, or larger limits."""
+        """Compute the shares and the sums again, after a change of the partitions or the limits."""
         count = len(self._used)
         smallest = min(self.ahead // PREFETCH_SHARES_MAX, PREFETCH_SHARE_MIN)
         self._own = max(self.ahead // (2 * count), smallest, 1)
@@ -109,9 +110,9 @@ class Prefetch(Generic[P]):
         self._bytes = sum(size for _, size in self._used.values())
 
     def wanted(self, puller: P, *, patient: bool = True) -> int:
-        """How many rows the next pull of one partition asks for, which it uses from now on; 0: none now.
+        """The number of rows that the next pull of a partition requests, which count as used at once; 0: do not pull.
 
-        ``patient``: none rather than few.
+        ``patient``: 0 rather than a few rows.
         """
         limits, count = self._limits, len(self._used)
         held = puller.held() + puller.asked
@@ -149,7 +150,7 @@ class Prefetch(Generic[P]):
 
     @property
     def _rows_left(self) -> int:
-        """Of the common half."""
+        """Unused rows of the common half."""
         return self.ahead - len(self._used) * self._own - self._over
 
     @property
@@ -157,7 +158,7 @@ class Prefetch(Generic[P]):
         return self._bytes < self._limits.prefetch_bytes - (len(self._used) - 1) * self._size
 
     def relieved(self) -> P | None:
-        """A starved partition that may have room now; None: there is none. It is not listed any more."""
+        """Remove and return a starved partition that may have room now; None: there is none."""
         if self._starved and self._rows_left > 0 and self._bytes_left:
             puller = next(iter(self._starved))
             del self._starved[puller]
@@ -165,20 +166,20 @@ class Prefetch(Generic[P]):
         return None
 
     def patient(self) -> list[P]:
-        """Partitions that could pull a few rows."""
+        """Partitions that could pull a few rows and wait for more room."""
         return list(self._patient)
 
     @property
     def starved(self) -> bool:
-        """Partitions wait for room."""
+        """Some partition is starved."""
         return bool(self._starved)
 
     def _whole(self, wanted: int, count: int) -> int:
-        """The bytes of a large pull limit it, not a number that ends inside a frame."""
+        """Raise a large pull to at least half a share: its bytes limit it, not a count that ends inside a frame."""
         if wanted <= 0:
             return 0
         return max(wanted, self.ahead // (2 * count)) if self.large else wanted
 
     def wanted_now(self, demand: int, puller: P) -> int:
-        """The same where nothing is pulled ahead of ``demand``: the partitions share it."""
+        """The number of rows to pull where nothing is prefetched: the partitions share ``demand`` evenly."""
         return -(-demand // len(self._used)) - puller.asked if demand > 0 else 0

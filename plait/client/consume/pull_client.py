@@ -1,8 +1,8 @@
-"""One partition of a consumer: attaches, pulls, and tells its broker what became of the rows.
+"""One partition of a consumer: attaches to the broker, pulls rows, and reports their outcomes.
 
-What became of the rows is told by ``AckCollector``. After a lost connection it attaches again and names what is still in
-the consumer's hands (R13); when it was out of contact for too long, or the broker has given it up, it drops what the
-user has not started, because somebody else has it by now.
+``AckCollector`` sends the outcomes. After a lost connection the pull client attaches again and names the rows that the
+consumer still holds (R13). If it was disconnected for too long, or the broker has ended its session, it drops the rows
+that no handler has begun, because the broker has delivered them to another consumer by then.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from plait.wire.link import Link
 
 log = logging.getLogger("plait.client")
 
-#: Damaged answers in a row before the consumer gives up: the broker checks what it hands out a second time.
+#: Consecutive damaged replies after which the consumer fails. The broker verifies rows that it delivers a second time.
 BROKEN_MAX = 3
-#: A pull for a large fetch may bring so many times the bytes of others.
+#: A pull for a large fetch may return this many times ``pull_bytes``.
 LARGE_PULL = 4
-#: Pulls under way at a time.
+#: Pulls in flight at a time, per partition.
 PULLS_MAX = 3
 
 
 class Terms(NamedTuple):
-    """What a consumer asks of its group, on each partition."""
+    """The settings that a consumer attaches with, the same on each partition."""
 
     subject: str
     group: str | None
@@ -52,69 +52,69 @@ class Terms(NamedTuple):
     retry: Retry | None = None
     ordered: bool = False
     affinity: bool = False
-    #: The version of the route that the group began with.
+    #: The route version that the group began with.
     began: int = 0
 
     @property
     def tracks(self) -> bool:
-        """At most once: what is pulled counts as handled, unless it is given back when the consumer closes."""
+        """Rows need outcomes. False for at_most_once: pulled rows count as handled unless ``close`` returns them."""
         return self.delivery != "at_most_once"
 
 
 class Feed(Protocol):
-    """The consumer, as its partitions see it."""
+    """The interface of a consumer to its pull clients."""
 
     @property
     def pulling(self) -> bool:
-        """Rows are wanted at all."""
+        """The consumer pulls rows: it is neither stopping nor suspended."""
 
     @property
     def several(self) -> bool:
-        """There are several partitions."""
+        """The consumer has several partitions."""
 
     @property
     def suspended(self) -> bool:
-        """What comes is for others."""
+        """The consumer is suspended and returns rows that arrive."""
 
     def wanted(self, client: PullClient, *, patient: bool) -> int:
-        """How many rows the next pull asks for; 0: none now. ``patient``: none rather than few."""
+        """The number of rows that the next pull requests; 0: do not pull. ``patient``: 0 rather than a few rows."""
 
     def large(self) -> bool:
-        """It is for large fetches."""
+        """The pulls are for large fetches."""
 
     def arrived(self, delivered: DeliveredFrame) -> None:
-        """A frame came."""
+        """A frame was delivered."""
 
     def take_back(self, client: PullClient, lps: LpSet | None = None) -> list[Piece]:
-        """The partition's rows (of some logical partitions) that nobody began with; nobody gets them from us now."""
+        """Remove and return the partition's rows (of ``lps``; None: all) that no handler has begun."""
 
     def hand_back(self) -> None:
-        """The same of all partitions, and they are for others."""
+        """Return the rows of all partitions that no handler has begun to their brokers."""
 
     def news(self) -> None:
-        """Whoever waits for rows is to look again."""
+        """Wake the callers that wait for rows."""
 
     def pulled(self) -> None:
-        """A partition got what it asked for, or less, and has asked for more: others may have room."""
+        """A partition has sent its pulls, possibly for fewer rows than before: starved partitions may have room."""
 
     def has_more(self, client: PullClient) -> None:
-        """Whether a partition is attached and has more rows at its broker has changed."""
+        """``client.attached`` or ``client.more`` has changed."""
 
     def room(self, client: PullClient) -> None:
-        """Rows of a partition were settled: there may be room for new ones."""
+        """Rows of a partition got an outcome: there may be room to pull more."""
 
     def failed(self, error: PlaitError) -> None:
-        """Nothing works any more."""
+        """The consumer cannot continue."""
 
     def named(self, client: PullClient) -> bool:
-        """The newest route names its partition."""
+        """The newest known route names the client's partition."""
 
-    async def astray(self) -> None:
-        """The partition is not where the route says: look at the route again."""
+    async def refresh_route(self) -> None:
+        """Refresh the route: the broker does not have the partition."""
 
 
 class PullClient:
-    """See the module."""
+    """The consumer's connection to one partition."""
 
     def __init__(
         self,
@@ -131,47 +131,46 @@ class PullClient:
         self._limits = limits
         self._terms = terms
         self._kind = kind
-        #: Where its messages are stored.
         self.partition = partition
-        self.settling = AckCollector(self, limits, spool)
+        self.collector = AckCollector(self, limits, spool)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._link: Link | None = None
         self._session = 0
         self.attached = False
-        #: Leaving ends the session at the broker at once; otherwise it ends with the lease.
+        #: ``leave`` ends the session at the broker at once; False: it ends when its lease expires.
         self.detaches = True
         self._detached: asyncio.Future[None] | None = None
         self._stale = False
         self._lost_at = 0.0
         self._partition_id = 0
-        #: The route does not name the partition any more.
+        #: The route no longer names the partition.
         self.retiring = False
-        #: Frames with rows that are not settled, oldest first.
+        #: Frames with open rows, oldest first.
         self.open: dict[DeliveredFrame, None] = {}
         self.open_bytes = 0
         self._pulled_count = 0
-        #: Pulls under way, and the rows they ask for.
+        #: Pulls in flight, and the rows they request.
         self.pulls = 0
         self.asked = 0
-        #: Pulls so far.
+        #: The number of the last pull.
         self._pull_number = 0
         #: The last pull left rows at the broker.
         self.more = False
-        #: Damaged answers in a row.
+        #: Consecutive damaged replies.
         self._broken = 0
 
     # --- opening and closing --------------------------------------------------------------------
 
     def prepare(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Before anything else."""
+        """Bind the client to the loop and load its spool. Called once, before anything else."""
         self._loop = loop
-        self.settling.open(loop)
-        self._partition_id = self.settling.partition
+        self.collector.open(loop)
+        self._partition_id = self.collector.partition
         self._node.on_lost.append(self._link_lost)
 
     def start(self) -> None:
-        """Attach, if that was not done, and stay so."""
+        """Attach if needed, and attach again after every lost connection."""
         assert self._loop is not None
         name = f"plait-consumer-{self.partition.name}"
         self._task = tasks.start(self._stay_attached(self._loop), name, failed=self._defect)
@@ -180,7 +179,7 @@ class PullClient:
         self._feed.failed(tasks.error_of(error))
 
     async def leave(self) -> None:
-        """Give back what nobody began with and leave the group; what was said was sent before."""
+        """Return the rows that no handler has begun, and leave the group. The caller has sent all outcomes before."""
         if self._link_lost in self._node.on_lost:
             self._node.on_lost.remove(self._link_lost)
         if self._task is not None:
@@ -196,17 +195,17 @@ class PullClient:
                         await link.request(m.DetachRequest(self._session))
             except (PlaitError, TimeoutError):
                 if self.detaches and not link.closed:
-                    # The connection keeps the session alive. A broker that stood still reads this before the attach of
-                    # this consumer's successor, which would find its name taken.
+                    # The connection keeps the session alive. A stalled broker reads this request before a later
+                    # consumer with the same client id attaches, which would otherwise be refused.
                     link.call(m.DetachRequest(self._session), _ignore)
         self.attached = False
 
     async def _give_back(self, link: Link) -> None:
-        """What was pulled ahead and nobody began with goes back as if it had not been delivered."""
+        """Return prefetched rows that no handler has begun, as if they had not been delivered."""
         ranges = self._unbegun()
         while ranges or self.pulls:
-            # It ends the pulls that wait at the broker, too: they would only bring the same rows again. What such a
-            # pull brought just before comes before the answer.
+            # The nack also ends the pulls suspended at the broker, which would return the same rows again. Rows of a
+            # pull that was answered just before arrive before the reply to the nack.
             for nack in split_nack(m.NackRequest(self._session, ranges, *UNBEGUN)):
                 await link.request(nack)
             ranges = self._unbegun()
@@ -214,14 +213,14 @@ class PullClient:
                 break
 
     def _unbegun(self) -> list[EpochRange]:
-        """Rows that nobody began with, which are not ours any more."""
+        """Close the rows that no handler has begun; returns their ranges."""
         pieces = self._feed.take_back(self)
         for delivered, start, stop in pieces:
             delivered.nack_rows(slice(start, stop), UNBEGUN)
         return [piece for d in dict.fromkeys(d for d, _, _ in pieces) for piece in d.collect()[1].get(UNBEGUN, [])]
 
     async def attach_first(self, seconds: float) -> None:
-        """Attach within so many seconds, or raise why that cannot be."""
+        """Attach within ``seconds``, or raise the reason why it is not possible."""
         assert self._loop is not None
         deadline = self._loop.time() + seconds
         while True:
@@ -232,7 +231,7 @@ class PullClient:
                 if self._loop.time() >= deadline:
                     raise
                 await asyncio.sleep(self._limits.reconnect_first_seconds)
-                await self._feed.astray()
+                await self._feed.refresh_route()
                 if not self._feed.named(self):
                     raise
             except Unavailable:
@@ -240,21 +239,21 @@ class PullClient:
                     raise
 
     def _token(self) -> int:
-        """What proves that a session is this one's, where that is needed."""
+        """The session token; 0: the session needs none."""
         return 0
 
     def _holds(self) -> list[EpochRange]:
-        """What is still here, in as many ranges as one attach takes."""
+        """The rows that the consumer still holds, as at most ``REQUEST_RANGES_MAX`` ranges."""
         holds = merged([piece for delivered in self.open for piece in delivered.open_ranges()])
         if len(holds) > REQUEST_RANGES_MAX:
-            # Rows that no handler has begun with come again.
+            # Drop the rows that no handler has begun: the broker redelivers them.
             self._drop(self._feed.take_back(self))
             holds = merged([piece for delivered in self.open for piece in delivered.open_ranges()])
-        holds += merged(self.settling.unsent)
+        holds += merged(self.collector.unsent)
         if len(holds) > REQUEST_RANGES_MAX:
             log.warning(
-                "%s: messages being handled lie in %d separate ranges, and a broker takes %d when a consumer attaches; "
-                "the rest may be delivered again",
+                "%s: the messages being handled form %d separate ranges, and an attach request takes %d; "
+                "the other messages may be delivered again",
                 self.partition,
                 len(holds),
                 REQUEST_RANGES_MAX,
@@ -283,18 +282,18 @@ class PullClient:
         )
         if self._partition_id not in (0, attached.partition):
             self._forget_all()
-        self._partition_id = self.settling.partition = attached.partition
+        self._partition_id = self.collector.partition = attached.partition
         self._session = attached.session
         self._link = link
         self.attached = True
         self._feed.has_more(self)
         self.pulls = self.asked = 0
-        self.settling.attached(link, attached.session, attached.reasons_from, attached.attempts)
+        self.collector.attached(link, attached.session, attached.reasons_from, attached.attempts)
         self._attached_as(attached, link)
         self.pull()
 
     def _attached_as(self, attached: m.AttachReply, link: Link) -> None:
-        """The session is new."""
+        """A new session has started."""
 
     async def _stay_attached(self, loop: asyncio.AbstractEventLoop) -> None:
         """Attach again whenever the link or the session is lost."""
@@ -317,27 +316,30 @@ class PullClient:
                         return
                     await asyncio.sleep(pause)
                     if isinstance(error, StaleRoute):
-                        await self._feed.astray()
+                        await self._feed.refresh_route()
                     pause = min(2 * pause, self._limits.reconnect_max_seconds)
 
     def _link_lost(self) -> None:
         self._lose(stale=False)
 
     def _lose(self, *, stale: bool) -> None:
-        """The link is gone, or the broker has given the session up."""
+        """The link is closed, or the broker has ended the session (``stale``)."""
         self._stale |= stale
         if self.attached:
             self.attached = False
             self._feed.has_more(self)
-            self._lost_at = self._node.heard
-            self.settling.detached()
+            self._lost_at = self._node.last_contact
+            self.collector.detached()
         if self._detached is not None and not self._detached.done():
             self._detached.set_result(None)
 
     def _drop_unstarted(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
-        """Given up, or out of contact long enough to be: others have what we had not started."""
+        """Drop the rows that no handler has begun, if the broker may have delivered them to other consumers.
+
+        That is so after it ended the session, and after a disconnection long enough for it to do so.
+        """
         if not self._terms.tracks:
-            # What was handed out at most once is nobody else's.
+            # Rows delivered at most once are never redelivered.
             self._stale = False
             return
         lost_seconds = link.welcome.consumer_lost_seconds if link.welcome else 5.0
@@ -347,38 +349,38 @@ class PullClient:
         self._drop(self._feed.take_back(self))
 
     def _drop(self, pieces: list[Piece]) -> None:
-        """The broker has them back already: nobody is told."""
+        """Close rows without reporting an outcome: the broker has taken them back already."""
         frames = dict.fromkeys(d for d, _, _ in pieces)
         for delivered in frames:
-            self.settling.settle_now(delivered)
+            self.collector.collect_now(delivered)
         for delivered, start, stop in pieces:
             delivered.nack_rows(slice(start, stop))
         for delivered in frames:
             delivered.collect()
             if not delivered.open_count:
-                self.settled(delivered)
+                self.frame_closed(delivered)
 
     # --- pulling --------------------------------------------------------------------------------
 
     def held(self) -> int:
-        """Rows in the user's hands, and those that wait for it."""
+        """Open rows: those that the user holds and those in the buffer."""
         return sum([delivered.open_count for delivered in self.open]) if self.open else 0
 
     def span(self) -> int:
-        """Rows pulled since the oldest one that is still open."""
+        """Rows received since the oldest row that is still open."""
         oldest = next(iter(self.open), None)
         return 0 if oldest is None else self._pulled_count - oldest.position
 
     def pull(self, *, patient: bool = True) -> None:
-        """Ask for rows, as many as there is room for; where that is few, ``patient`` waits for more room."""
+        """Pull as many rows as there is room for. If that is only a few, ``patient`` waits for more room."""
         link = self._link
         if not self.attached or self.retiring or link is None or link.closed or not self._feed.pulling:
             return
-        # While there is more at the broker, it reads the next rows during the transfer of these.
+        # While the broker has more rows, it reads the next ones during the transfer of these.
         while self.pulls < (PULLS_MAX if self.more else 1) and (count := self._feed.wanted(self, patient=patient)) > 0:
             size = self._limits.pull_bytes
             if self._feed.large():
-                # Whole frames: their bytes limit a large pull, not a count that ends inside of one.
+                # Bytes limit a large pull, not a count that ends inside a frame.
                 size *= LARGE_PULL
             self.pulls += 1
             self.asked += count
@@ -417,69 +419,72 @@ class PullClient:
             except FrameError as broken:
                 self._take_back(broken)
         self._feed.news()
-        # After whoever was woken: the rows that are here come first.
+        # After the woken callers have run: they take the buffered rows first, which makes room.
         self._loop.call_soon(self.pull)
 
     def _take_in(self, answer: m.PullReply, payload: memoryview, number: int) -> None:
-        owner = self.settling if self._terms.tracks else None
+        collector = self.collector if self._terms.tracks else None
         ranges = answer.ranges
         for frame in frames_in(payload):
             frame.verify()
             attempts = ranges if len(ranges) == 1 else [r for r in ranges if r[0] < frame.end and r[1] > frame.base]
-            delivered = self._kind(frame, self._terms.subject, self.partition, owner, attempts)
-            if owner is not None:
+            delivered = self._kind(frame, self._terms.subject, self.partition, collector, attempts)
+            if collector is not None:
                 self._opened(delivered)
             self._feed.arrived(delivered)
 
     def _opened(self, delivered: DeliveredFrame) -> None:
-        """Its rows are in our hands until they are settled."""
+        """Track a frame: its rows are held until they have outcomes."""
         delivered.position = self._pulled_count
         self._pulled_count += delivered.count
         self.open[delivered] = None
         self.open_bytes += delivered.size
 
     def _take_back(self, broken: FrameError) -> None:
-        """Rows came damaged: the broker gets back what is not in our hands, looks closer, and leaves out the bad."""
+        """The reply is damaged: end the session and attach again.
+
+        The broker then redelivers the rows that this consumer does not hold. It verifies them and leaves out bad ones.
+        """
         self._broken += 1
         if self._broken > BROKEN_MAX or not self._terms.tracks:
             self._feed.failed(broken)
             return
-        log.warning("rows of %s came damaged and are asked for again: %s", self.partition, broken)
+        log.warning("rows of %s arrived damaged and are pulled again: %s", self.partition, broken)
         assert self._link is not None
         self._link.call(m.DetachRequest(self._session), _ignore)
         self._lose(stale=False)
 
     def _forget_all(self) -> None:
-        """The subject was deleted and made anew: its old messages are nobody's, and their acks mean nothing."""
-        self.settling.forget()
+        """The subject was deleted and created again: drop its old messages and their outcomes."""
+        self.collector.forget()
         for delivered in self.open:
-            delivered.owner = None
+            delivered.collector = None
         self.open.clear()
         self.open_bytes = 0
         self._feed.take_back(self)
 
-    # --- what became of the rows ----------------------------------------------------------------
+    # --- outcomes (OutcomeListener) -------------------------------------------------------------
 
     @property
     def alone(self) -> bool:
-        """It is the only partition of its consumer."""
+        """The consumer has no other partition."""
         return not self._feed.several
 
-    def settled(self, delivered: DeliveredFrame) -> None:
-        """No row of the frame is open any more."""
+    def frame_closed(self, delivered: DeliveredFrame) -> None:
+        """Every row of the frame has an outcome."""
         if delivered in self.open:
             del self.open[delivered]
             self.open_bytes -= delivered.size
 
     def progressed(self) -> None:
-        """Rows were settled: there may be room for new ones."""
+        """Rows got an outcome: there may be room to pull more."""
         self._feed.room(self)
 
-    def told(self) -> None:
-        """The broker knows what was said."""
+    def outcomes_stored(self) -> None:
+        """The broker has stored the outcomes that were sent."""
 
-    def died(self, count: int, failed: FailureOutcome) -> None:
-        """So many of the rows that failed in this way are dead letters."""
+    def dead_lettered(self, count: int, failed: FailureOutcome) -> None:
+        """``count`` of the rows that failed with this outcome became dead letters."""
         log.warning(
             "%d message%s of %s went to the dead letters of group %s: %s",
             count,
@@ -490,16 +495,16 @@ class PullClient:
         )
 
     def lost(self, *, stale: bool) -> None:
-        """The link is gone, or the broker has given the session up."""
+        """The link is closed, or the broker has ended the session (``stale``)."""
         self._lose(stale=stale)
 
     def failed(self, error: PlaitError) -> None:
-        """Nothing can be settled any more."""
+        """No further outcome can be sent."""
         self._feed.failed(error)
 
 
 async def _attach(link: Link, attach: m.AttachRequest) -> m.AttachReply:
-    """Ask for a session. Who does not wait for it any more leaves none behind: it would be in its own way next time."""
+    """Start a session. If the caller is cancelled, end the session, as it would block the consumer's next attach."""
     future: asyncio.Future[m.AttachReply] = asyncio.get_running_loop().create_future()
 
     def leave(session: int) -> None:
@@ -520,10 +525,10 @@ async def _attach(link: Link, attach: m.AttachRequest) -> m.AttachReply:
         return await future
     except asyncio.CancelledError:
         if not future.cancelled() and future.exception() is None:
-            # It came in the same moment.
+            # The reply arrived in the same turn of the loop.
             leave(future.result().session)
         raise
 
 
 def _ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:
-    """What is said next comes after it, whatever the answer."""
+    """Ignore the reply to a detach: requests are processed in order, so the next one follows it in any case."""

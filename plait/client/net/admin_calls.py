@@ -1,6 +1,6 @@
-"""Management requests by name: who is asked, and what they answer.
+"""Sends admin requests to the right nodes, and decodes their replies.
 
-What is about a subject is asked of each of its partitions, by the partition's name, at the broker that has it.
+A request about a subject goes to each of its partitions, at the broker of the partition.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from plait.wire import messages as m
 
 _T = TypeVar("_T")
 
-#: Which partition is meant: "name@group", the name alone where that is enough, or what receipts and messages have.
+#: A partition: "name@group", the name alone if it is unique, or the ``partition`` of a receipt or message.
 Partition = str | PartitionName
 
 
 class PartitionNode(NamedTuple):
-    """A partition, and the node that has it."""
+    """A partition and the node of its broker."""
 
     name: PartitionName
     node: Node
 
 
 class Calls:
-    """What every part of ``client.admin`` is built on."""
+    """The requests that every part of ``client.admin`` uses."""
 
     def __init__(self, router: Router, now: Callable[[], int]) -> None:
         self._router = router
-        #: Microseconds since 1970: what times from now on are counted from.
+        #: The current time in microseconds since 1970; relative times count from it.
         self._now = now
 
     async def _run(self, operation: str, kind: Any, *, at: Node | None = None, **arguments: Any) -> Any:
-        """Ask one node; the meta server, if none is named."""
+        """Send a request to one node, by default the meta server."""
         request = m.AdminRequest(operation, arguments)
         try:
             m.encode(request)
         except (OverflowError, TypeError, UnicodeEncodeError) as error:
-            raise InvalidArgument(f"{operation} cannot be asked for with these arguments: {error}") from None
+            raise InvalidArgument(f"the arguments of {operation} cannot be encoded: {error}") from None
         reply: m.AdminReply = await (at or self._router.meta).request(request)
         return msgspec.msgpack.decode(reply.result, type=kind)
 
     async def _places(self, subject: str, partition: Partition | None = None) -> list[PartitionNode]:
-        """The subject's partitions, or the one that is named."""
+        """The nodes of all partitions of a subject, or of the given one."""
         route = await self._router.refresh(subject, create=False)
         names = route.partitions if partition is None else [_named(subject, partition, route.partitions)]
         return [PartitionNode(name, self._router.node(route, name.group)) for name in names]
 
     async def _place(self, subject: str, partition: Partition | None, what: str) -> PartitionNode:
-        """The one partition that is meant, where something is named that each counts for itself."""
+        """The node of the only partition, or of the given one. ``what`` is numbered separately by each partition."""
         places = await self._places(subject, partition)
         if len(places) > 1:
             raise InvalidArgument(
-                f"{subject!r} has {len(places)} partitions, each with {what} of its own: say which, "
+                f"{subject!r} has {len(places)} partitions, each with {what} of its own: name one, "
                 f"as in partition={str(places[0].name)!r}"
             )
         return places[0]
@@ -67,7 +67,7 @@ class Calls:
     async def _each(
         self, places: list[PartitionNode], operation: str, kind: Any, **arguments: Any
     ) -> list[tuple[PartitionNode, Any]]:
-        """Ask all of them at once; those that have no such thing have no part in it, unless none has."""
+        """Send a request to all partitions at once. ``_all`` describes the result."""
         return await self._all(
             places, lambda place: self._run(operation, kind, at=place.node, subject=place.name.name, **arguments)
         )
@@ -75,7 +75,7 @@ class Calls:
     async def _all(
         self, places: list[PartitionNode], ask: Callable[[PartitionNode], Awaitable[_T]]
     ) -> list[tuple[PartitionNode, _T]]:
-        """The same with whatever is to be asked of each."""
+        """Ask all partitions at once. Leaves out those without the subject or the group; raises if all lack it."""
         answers = await asyncio.gather(*(ask(place) for place in places), return_exceptions=True)
         found: list[tuple[PartitionNode, _T]] = []
         missing: PlaitError | None = None
@@ -91,7 +91,7 @@ class Calls:
         return found
 
     async def _everywhere(self, operation: str, kind: Any, **arguments: Any) -> list[Any]:
-        """Ask every broker there is."""
+        """Send a request to every broker."""
         nodes = await self._router.all_nodes()
         return list(await asyncio.gather(*(self._run(operation, kind, at=node, **arguments) for node in nodes)))
 

@@ -1,8 +1,8 @@
-"""Which broker groups answer well: those that are slow or fail are avoided for a while, by rows that may go anywhere.
+"""Measures how fast broker groups answer. Rows that may go to any partition avoid slow or failing groups for a while.
 
-Pure: the time is passed in. A group's answer time is smoothed, so that one slow answer means little and a slow broker
-is noticed within a few. The worse it is, the longer it is left alone; then it gets its share again, and shows
-whether it is better.
+Pure: the time is passed in. The answer time of a group is smoothed: one slow answer changes little, and a slow broker
+is detected after a few. The slower a group, the longer it is avoided; after that it gets its share of rows again and is
+measured from the start.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Final
 
 #: The weight of the newest answer in the smoothed time.
 SMOOTHING: Final = 0.25
-#: (smoothed answer time from which on, seconds that the group is avoided): the last that applies counts.
+#: (minimum smoothed answer time in seconds, seconds for which the group is avoided); the last match counts.
 SLOW: Final = ((0.5, 2.0), (1.0, 5.0), (3.0, 15.0), (15.0, 60.0))
-#: A failed send counts as an answer after this.
+#: A failed send counts as an answer after this time.
 FAILURE_SECONDS: Final = 3.0
 
 
@@ -26,33 +26,33 @@ class _GroupRecord:
 
 
 class GroupHealth:
-    """What is known of each broker group."""
+    """The answer time of each broker group, and until when it is avoided."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _GroupRecord] = {}
-        #: Grows with every change of who can be sent to; the end of a time is none.
+        #: Grows when the set of usable groups changes, except when the time of an avoided group ends.
         self.changes = 0
 
     def answered(self, group: str, seconds: float, now: float) -> None:
-        """A send was answered after so long."""
+        """A send was answered after ``seconds``."""
         known = self._groups.get(group)
         if known is None:
             known = self._groups[group] = _GroupRecord()
             known.seconds = seconds
         elif known.avoided_until and known.avoided_until <= now:
-            # Left alone for a while: what it was before does not count any more.
+            # The group was avoided for a while: its earlier answer time no longer counts.
             known.seconds, known.avoided_until = seconds, 0.0
         else:
             known.seconds += SMOOTHING * (seconds - known.seconds)
         if known.seconds >= SLOW[0][0]:
             self._avoid(known, now)
         elif known.avoided_until:
-            # It is well again before its time.
+            # The group is fast again before its time is over.
             known.avoided_until = 0.0
             self.changes += 1
 
     def failed(self, group: str, now: float) -> None:
-        """A send was refused, or the broker is not reached."""
+        """A send was refused, or the broker could not be reached."""
         known = self._groups.setdefault(group, _GroupRecord())
         known.seconds = max(known.seconds, FAILURE_SECONDS)
         self._avoid(known, now)
@@ -62,12 +62,12 @@ class GroupHealth:
         known.avoided_until = max(known.avoided_until, now + pause)
         self.changes += 1
 
-    def news(self) -> None:
-        """Something else has changed: who is connected, or what the route says."""
+    def changed(self) -> None:
+        """Something else changed: which brokers are connected, or the route."""
         self.changes += 1
 
     def avoided_until(self, group: str) -> float:
-        """Rows that may go anywhere do not go there before then."""
+        """Until when rows that may go to any partition avoid the group."""
         known = self._groups.get(group)
         return known.avoided_until if known is not None else 0.0
 

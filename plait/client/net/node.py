@@ -1,4 +1,4 @@
-"""A server as a client sees it: one link, made again whenever it is lost."""
+"""The client's connection to one server, which reconnects whenever the link is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("plait.client")
 
 
 class Node:
-    """Keeps a link to one of the addresses, with heartbeats; a restart of the server is only a pause."""
+    """Keeps a link to one of the addresses and sends heartbeats. A restart of the server only delays requests."""
 
     def __init__(self, addresses: list[str], client: str, limits: ClientLimits) -> None:
         for address in addresses:
@@ -30,24 +30,24 @@ class Node:
         self._up: asyncio.Future[Link] | None = None
         self._task: asyncio.Task[None] | None = None
         self._heartbeat: asyncio.TimerHandle | None = None
-        #: Why nothing works any more.
+        #: The error of every request after the node is closed.
         self.closed: PlaitError | None = None
         self.last_error: PlaitError | None = None
-        #: The first connection is waited for.
+        #: ``open`` waits for the first connection.
         self._opening = False
-        #: Why there is no connection, as far as it was logged.
+        #: The connection errors that were logged since the last connection.
         self._reported: set[str] = set()
-        #: Called with every new link, before anybody else uses it.
+        #: Called with every new link, before it is used.
         self.on_link: list[Callable[[Link], None]] = []
-        #: Called when the link is gone.
+        #: Called when the link is lost.
         self.on_lost: list[Callable[[], None]] = []
-        #: When the server was last heard from (loop time).
-        self.heard = 0.0
-        #: Since when there is no link (loop time); of no meaning while there is one.
+        #: When the last packet of the server arrived (loop time).
+        self.last_contact = 0.0
+        #: Since when there is no link (loop time); undefined while there is one.
         self.down_since = 0.0
-        #: The broker group that the last link led to.
+        #: The broker group of the last link.
         self.group = ""
-        #: It serves blocking code: what is said of its use names ``plait.sync``.
+        #: It serves blocking code: errors about its use name ``plait.sync``.
         self.blocking = False
 
     @property
@@ -58,22 +58,22 @@ class Node:
 
     @property
     def addresses(self) -> list[str]:
-        """Where it may be."""
+        """The addresses that are tried in turn."""
         return self._addresses
 
     @property
     def alone(self) -> bool:
-        """There is one address only: every link leads to the same server."""
+        """There is only one address, so every link leads to the same server."""
         return len(self._addresses) == 1
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start to connect in the background."""
         self._loop = asyncio.get_running_loop()
         self.down_since = self._loop.time()
         self._task = tasks.keep(self._run, "plait-connect")
 
     async def open(self) -> None:
-        """Connect for the first time; raises when no address answers in time, and can be called again then."""
+        """Connect for the first time; raises if no address answers in time. May be called again after that."""
         if self.closed is not None:
             raise self.closed
         self.start()
@@ -87,32 +87,32 @@ class Node:
             self._opening = False
 
     def move(self, addresses: list[str]) -> None:
-        """The next link is made to one of these."""
+        """Use these addresses for the next link."""
         if addresses:
             self._addresses = list(addresses)
 
     def learn(self, addresses: list[str]) -> None:
-        """These are as good as those that it was made with; what was learned before is forgotten."""
+        """Use these addresses in addition to the original ones; replaces those of an earlier call."""
         self._addresses = list(dict.fromkeys([*self._given, *addresses]))
 
     @property
     def resting(self) -> bool:
-        """It was started, and is not dialled now."""
+        """It was started, and does not connect now."""
         return self._loop is not None and self._task is None
 
     def rest(self) -> None:
-        """Dial no more until ``resume``. Only while there is no link."""
+        """Stop connecting until ``resume``. Call it only while there is no link."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
 
     def resume(self) -> None:
-        """Dial again, if it rests."""
+        """Connect again, after ``rest``."""
         if self.resting and self.closed is None:
             self.start()
 
     async def ready(self, seconds: float | None = None) -> Link:
-        """A link that is up, waiting for it at most ``seconds`` (None: for ever)."""
+        """The link when it is up; waits at most ``seconds`` (None: without limit)."""
         if self.closed is not None:
             raise self.closed
         link = self.link
@@ -129,7 +129,7 @@ class Node:
             raise self._unreachable() from None
 
     def not_open(self) -> Closed:
-        """The error for a use of a client that was never opened."""
+        """The error for a client that is used before it was opened."""
         how = "with plait.sync.connect(...)" if self.blocking else "async with plait.connect(...)"
         return Closed(f"the client is not connected; use '{how}', or open() and close()")
 
@@ -141,24 +141,25 @@ class Node:
         )
 
     async def request(self, message: m.PacketHead, seconds: float | None = None) -> Any:
-        """One request with its answer, over whatever link is up; not repeated when the link is lost meanwhile."""
+        """Send one request and return its reply. The request is not repeated if the link is lost."""
         limit = self._limits.request_seconds if seconds is None else seconds
         link = await self.ready(limit)
         try:
             async with asyncio.timeout(limit):
                 return await link.request(message)
         except TimeoutError:
-            raise Timeout(f"no answer from the server within {limit:g} s", seconds=limit) from None
+            where = ", ".join(self._addresses)
+            raise Timeout(f"no answer from {where} within {limit:g} s; try again", seconds=limit) from None
 
     async def close(self) -> None:
-        """Hang up."""
+        """Disconnect permanently."""
         if self.closed is None:
-            self.closed = Closed("the client is closed")
+            self.closed = Closed("the client is closed; connect again")
         await self._hang_up()
         self._fail_waiting(self.closed)
 
     async def _hang_up(self) -> None:
-        """End the link and connect no more."""
+        """Close the link and stop connecting."""
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         if self._task is not None:
@@ -171,7 +172,7 @@ class Node:
         up, self._up = self._up, None
         if up is not None and not up.done():
             up.set_exception(error)
-            # Whether anybody waits or not, the error is looked at.
+            # Mark the exception as retrieved, in case no caller waits.
             up.exception()
 
     async def _run(self) -> None:
@@ -205,26 +206,26 @@ class Node:
                 try:
                     await self._serve(link, loop)
                 except Exception:
-                    # A part of this client failed: the next link finds it in order, or not at all.
+                    # A callback of this client failed: start again with a new link.
                     link.abort()
                     raise
                 log.info("the connection to %s was lost; connecting again", address)
                 if loop.time() - born >= self._limits.reconnect_steady_seconds:
                     pause = first
                     continue
-            # A server that takes connections and drops them at once is as bad as one that takes none.
+            # A server that drops connections at once is treated like one that refuses them.
             if turn % len(self._addresses) == 0:
                 await asyncio.sleep(pause * chance.uniform(0.5, 1.0))
                 pause = min(pause * 2, longest)
 
     def _report(self, error: PlaitError) -> None:
-        """Why there is no connection: each reason once, until there is one."""
+        """Log why there is no connection: each reason once until the next connection."""
         if error.message not in self._reported:
             self._reported.add(error.message)
             log.warning("%s; trying again", error.message)
 
     async def _serve(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
-        """The link is up; returns when it is lost."""
+        """Use a new link; returns when it is lost."""
         lost: asyncio.Future[None] = loop.create_future()
 
         def on_lost() -> None:
@@ -234,14 +235,14 @@ class Node:
         link.on_lost = on_lost
         self._link = link
         self.last_error = None
-        self.heard = loop.time()
+        self.last_contact = loop.time()
         self.group = link.welcome.group if link.welcome is not None else ""
         for new_link in list(self.on_link):
             new_link(link)
         up, self._up = self._up, None
         if up is not None and not up.done():
             up.set_result(link)
-        self._beat(link, link.received, loop)
+        self._send_heartbeat(link, link.received, loop)
         if not link.closed:
             await lost
         if self._heartbeat is not None:
@@ -250,14 +251,14 @@ class Node:
         for call in list(self.on_lost):
             call()
 
-    def _beat(self, link: Link, received: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Heartbeats; a server from which nothing came for too long is gone."""
+    def _send_heartbeat(self, link: Link, received: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Send a heartbeat and schedule the next one; close the link of a server that was silent for too long."""
         if link.closed or self.closed is not None:
             return
         now = loop.time()
         if link.received != received:
-            self.heard = now
-        elif now - self.heard > self._lost_seconds(link):
+            self.last_contact = now
+        elif now - self.last_contact > self._lost_seconds(link):
             link.abort()
             return
         link.call(m.HeartbeatRequest(), _ignore)
@@ -266,9 +267,9 @@ class Node:
 
         def again() -> None:
             if loop.time() - due > seconds:
-                # This process was late, not the server: what it said may still wait in the socket.
-                self.heard = loop.time()
-            self._beat(link, link_received, loop)
+                # This process was late, not the server: its packets may still wait in the socket.
+                self.last_contact = loop.time()
+            self._send_heartbeat(link, link_received, loop)
 
         link_received = link.received
         self._heartbeat = loop.call_at(due, again)
@@ -279,4 +280,4 @@ class Node:
 
 
 def _ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:
-    """Any answer will do: that something came is what counts."""
+    """The reply of a heartbeat has no content; that it arrived is enough."""

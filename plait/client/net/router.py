@@ -1,8 +1,8 @@
-"""Where a subject's messages are: its partitions, and the nodes that have them.
+"""Caches the routes of subjects, and the nodes of broker groups.
 
-Routes come from a meta server and are kept until somebody finds that they lead nowhere (``refresh``), or until the next
-look at them, every ``route_seconds``. The node of a broker group is dialled when it is first needed. A server that is
-meta server and broker at once is one node.
+Routes come from a meta server. A cached route is replaced when a caller finds that it is wrong (``refresh``), and
+checked every ``route_seconds``. The router connects to a broker group when it is first needed. A server that is meta
+server and broker at once is one node.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from plait.wire import messages as m
 
 log = logging.getLogger("plait.client")
 
-#: Time between the looks at two routes, at least.
+#: The minimum time between the checks of two routes.
 ROUTE_GAP_SECONDS: Final = 0.01
 
 
 class RouteSpan(NamedTuple):
-    """Where rows of some logical partitions were, or are."""
+    """Rows of some LPs in one partition, up to a fence."""
 
-    #: Which of the route's partitions.
+    #: The index of the partition in the route.
     partition: int
-    #: The partition's rows of them end here; None: it is where they are sent now.
+    #: The sequence at which these rows end; None: the partition takes new rows.
     fence: int | None
 
 
@@ -48,34 +48,34 @@ class SubjectRoute:
         self.version = found.version
         #: "best_tried" or "strict".
         self.order = found.order
-        # Those that rows are, were or may be in; others are to come, and their brokers may not have them yet.
+        # Only partitions with a span. Others are planned, and their brokers may not have made them yet.
         used = sorted({partition for _, _, spans in found.histories for partition, _ in spans})
         index = {partition: number for number, partition in enumerate(used)}
         self.partitions = [PartitionName(*found.partitions[partition]) for partition in used]
-        #: Logical partitions [first, end) and their spans, the oldest first.
+        #: LPs [first, end) and their spans, the oldest first.
         self.histories = [
             (first, end, [RouteSpan(index[partition], fence) for partition, fence in spans])
             for first, end, spans in found.histories
         ]
-        #: Group → (index of the partition, first, end, fence): what it has finished where rows were before.
+        #: Group → (index of the partition, first, end, fence): the earlier spans that the group has finished.
         self.passed = {
             group: [(index[partition], *run) for partition, *run in runs if partition in index]
             for group, runs in found.passed.items()
         }
         #: Broker group → its addresses and its state ("RW", "R", "W", "NRW").
         self.brokers = found.brokers
-        #: Logical partition → the index of the partition that takes its rows.
+        #: LP → the index of the partition that takes its rows.
         self.table: npt.NDArray[np.int64] = np.zeros(LOGICAL_PARTITIONS, np.int64)
         for first, end, spans in self.histories:
             self.table[first:end] = spans[-1].partition
 
     def open(self) -> list[int]:
-        """The partitions that rows are sent to."""
+        """The indexes of the partitions that take new rows."""
         return sorted(set(self.table.tolist()))
 
 
 class Router:
-    """Routes and nodes of one client."""
+    """The routes and nodes of one client."""
 
     def __init__(self, meta: Node, client: str, limits: ClientLimits) -> None:
         self.meta = meta
@@ -84,27 +84,27 @@ class Router:
         self._routes: dict[str, SubjectRoute] = {}
         self._asking: dict[tuple[str, bool], asyncio.Task[SubjectRoute]] = {}
         self._looking: asyncio.Task[None] | None = None
-        #: Looks at broker groups that are away.
+        #: Timers of broker groups that are disconnected.
         self._watched: dict[str, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._nodes: dict[str, Node] = {}
-        #: Called with every route that is newer than what was known, or has news of the brokers.
+        #: Called with every route that is newer than the cached one, or has changed broker states.
         self.on_route: list[Callable[[SubjectRoute], None]] = []
-        #: Called with every subject that was found to be deleted.
+        #: Called with every subject that turns out to be deleted.
         self.on_deleted: list[Callable[[str], None]] = []
-        #: Asked whether a subject's route is still in use.
+        #: Functions that return whether they still need the route of a subject.
         self.users: list[Callable[[str], bool]] = []
 
     def known(self, subject: str) -> SubjectRoute | None:
-        """The subject's route, if it was asked for before."""
+        """The cached route of a subject, if there is one."""
         return self._routes.get(subject)
 
     async def route(self, subject: str, *, create: bool = True) -> SubjectRoute:
-        """The subject's route; asked for if it is not known."""
+        """The route of a subject, from the cache or a meta server."""
         return self._routes.get(subject) or await self.refresh(subject, create=create)
 
     async def refresh(self, subject: str, *, create: bool = True) -> SubjectRoute:
-        """Ask for the subject's route, whatever is known; several who ask at a time share the answer."""
+        """Ask a meta server for the route of a subject. Concurrent callers share one request."""
         asking = self._asking.get((subject, create))
         if asking is None:
             asking = tasks.child(self._ask(subject, create), f"plait-ask-{subject}")
@@ -115,12 +115,12 @@ class Router:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if asking.cancelled() and not (task is not None and task.cancelling()):
-                # ``close`` cancelled the question, not the caller.
-                raise Closed("the client is closed") from None
+                # ``close`` cancelled the request, not the caller.
+                raise Closed("the client is closed; connect again") from None
             raise
 
     async def find(self, subject: str, create: bool) -> m.RouteReply:
-        """Ask a meta server."""
+        """Ask a meta server for a route, without caching it."""
         found: m.RouteReply = await self.meta.request(m.RouteRequest(subject, create))
         return found
 
@@ -129,7 +129,7 @@ class Router:
         self.learn(found.metas)
         known = self._routes.get(subject)
         if known is not None and known.version > found.version:
-            # A meta server that lags behind the one asked before.
+            # This meta server lags behind the one that answered before.
             return known
         route = SubjectRoute(found)
         self._routes[subject] = route
@@ -148,16 +148,16 @@ class Router:
         return route
 
     def learn(self, metas: list[str]) -> None:
-        """These are all meta servers. A link that leads to one server for all purposes stays with it."""
+        """Use all meta servers of the cluster, unless the meta server is also a broker of this client."""
         if len(metas) > 1 and self.meta not in self._nodes.values():
             self.meta.learn(metas)
 
     async def _look_again(self) -> None:
-        """Now and then look at all routes, whether they are still the same, and still in use."""
+        """Check periodically whether routes have changed, and drop those that are not used."""
         while self._routes:
             subjects = list(self._routes)
             for subject in subjects:
-                # One after another: a client of very many subjects takes longer, and leaves the meta server alone.
+                # One at a time: with very many subjects a round takes longer, and the meta server is not flooded.
                 await asyncio.sleep(max(self._limits.route_seconds / len(subjects), ROUTE_GAP_SECONDS))
                 if any(uses(subject) for uses in self.users):
                     await self._look_at(subject)
@@ -173,10 +173,10 @@ class Router:
             for call in list(self.on_deleted):
                 call(subject)
         except PlaitError as error:
-            log.info("the route of %s cannot be looked at: %s", subject, error)
+            log.info("cannot check the route of %s: %s", subject, error)
 
     def node(self, route: SubjectRoute, group: str) -> Node:
-        """The node of a broker group that the route leads to; connecting, or connected."""
+        """The node of a broker group in the route; connected or connecting."""
         return self._node(group, route.brokers[group][0])
 
     def _node(self, group: str, addresses: list[str]) -> Node:
@@ -195,14 +195,14 @@ class Router:
         return node
 
     def _dial(self, group: str, node: Node, addresses: list[str]) -> None:
-        """The broker group is at these addresses, be it that it was given up and is there again."""
+        """Use these addresses for a broker group, and connect again if its node rests."""
         node.move(addresses)
         if node.resting:
             node.resume()
             self._watch(group)
 
     def _watch(self, group: str) -> None:
-        """A broker that stays away may be found at another address: the meta server is asked until it is back."""
+        """Ask the meta server for new addresses of a disconnected broker group until it is connected."""
         if group not in self._watched:
             loop = asyncio.get_running_loop()
             self._watched[group] = loop.call_later(self._limits.unreached_seconds, self._still_away, group)
@@ -219,19 +219,19 @@ class Router:
         self._watch(group)
 
     def _subject_at(self, group: str) -> str | None:
-        """One whose route leads to the broker group."""
+        """A subject whose route has the broker group."""
         return next((subject for subject, route in self._routes.items() if group in route.brokers), None)
 
     async def _look_for(self, group: str) -> None:
-        """Ask whether a broker group that no route leads to is still there; one that was given up rests."""
+        """Check whether a broker group that is in no route still exists; stop connecting to a removed one."""
         try:
             found = await self.find_brokers()
         except PlaitError as error:
-            log.info("broker group %s is away, and no meta server knows where it is: %s", group, error)
+            log.info("broker group %s is disconnected, and no meta server has its address: %s", group, error)
             return
         node = self._nodes[group]
         if group not in found and self._subject_at(group) is None and node.link is None:
-            log.info("broker group %s was given up; it is dialled no more", group)
+            log.info("broker group %s was removed from the cluster; not connecting to it again", group)
             node.rest()
             if (timer := self._watched.pop(group, None)) is not None:
                 timer.cancel()
@@ -242,25 +242,25 @@ class Router:
         return msgspec.msgpack.decode(reply.result, type=dict[str, tuple[list[str], str]])
 
     async def all_nodes(self) -> list[Node]:
-        """A node for every broker group that there is, by its name."""
+        """The nodes of all broker groups, in the order of their names."""
         found = await self.find_brokers()
         return [self._node(group, addresses) for group, (addresses, _) in sorted(found.items())]
 
     async def group_node(self, group: str) -> Node:
-        """The node of a broker group, whether a route led there before or not."""
+        """The node of a broker group, even if no route has it."""
         if group not in self._nodes or self._nodes[group].resting:
             found = await self.find_brokers()
             if group not in found:
-                raise InvalidArgument(f"there is no broker group {group!r}; there are {', '.join(sorted(found))}")
+                raise InvalidArgument(f"broker group {group!r} does not exist; use one of {', '.join(sorted(found))}")
             self._node(group, found[group][0])
         return self._nodes[group]
 
     def nodes(self) -> list[Node]:
-        """All that were needed so far, the meta server's among them."""
+        """All nodes, including the meta server's."""
         return list(dict.fromkeys([self.meta, *self._nodes.values()]))
 
     async def close(self) -> None:
-        """Hang up on everybody but the meta server."""
+        """Disconnect from all nodes except the meta server."""
         for timer in self._watched.values():
             timer.cancel()
         running = [*self._asking.values(), *self._tasks, *([self._looking] if self._looking is not None else [])]
@@ -272,6 +272,6 @@ class Router:
                 await node.close()
 
     def abandon(self, error: PlaitError) -> None:
-        """Nothing works any more."""
+        """Make all requests of all nodes raise ``error``."""
         for node in self._nodes.values():
             node.closed = error

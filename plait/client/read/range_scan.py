@@ -1,9 +1,9 @@
-"""Reading a whole range of one partition through its broker, as fast as it comes or at a rate.
+"""Reads a whole range of one partition through its broker, at full speed or at a limited rate.
 
-The range is cut where frames end, into reads of about a MiB; several are under way at a time, and what they bring is
-handed on in order. A broker that restarts meanwhile is asked again for what is missing.
+The range is cut at frame boundaries into reads of about a MiB. Several reads run at a time, and their results are
+returned in order. Reads that fail because the broker restarts are repeated.
 
-Promise: every row of the range is in exactly one piece, in order, or lies in a gap that a piece names.
+Promise: every row of the range is in exactly one piece, in order, or in a gap that a piece names.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from plait.frame.view import FrameView, frames_in
 from plait.limits import KIB, MIB
 from plait.wire import messages as m
 
-#: One read: large enough that asking costs next to nothing, small enough that a broker's loop hardly notices it.
+#: Bytes of one read: large enough to make the request's cost negligible, small enough not to delay the broker's loop.
 READ_SIZE: Final = 1 * MIB
-#: Reads under way: while one is decoded, others are on their way and being answered.
+#: Reads at a time: while the client decodes one, the broker answers others.
 AHEAD: Final = 4
-#: At a rate, a read is what may be read in this time, so that others' requests never wait behind a heap.
+#: With a rate limit, a read takes the bytes of this time, so that requests of other clients do not wait long.
 PACE_SECONDS: Final = 0.1
 PACED_SIZE_MIN: Final = 64 * KIB
 
 
 class ScanGap(NamedTuple):
-    """Sequences [start, end) that are not there: removed by retention, or else damaged."""
+    """Missing sequences [start, end): removed by retention if ``expired``, otherwise damaged."""
 
     start: int
     end: int
@@ -39,29 +39,29 @@ class ScanGap(NamedTuple):
 
 
 class ScanPiece(NamedTuple):
-    """Frames that follow on each other but for the gaps; the checksums of none have been looked at."""
+    """Consecutive frames, except for the gaps. Their checksums are not verified."""
 
     frames: list[FrameView]
     gaps: list[ScanGap]
 
 
 class ByteRate:
-    """A token bucket: so many bytes a second, and no more at once than a tenth of a second brings."""
+    """A token bucket of ``bytes_per_second``, with a burst of ``PACE_SECONDS``."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
-        #: When what was taken so far is paid for (loop time).
+        #: When the rate has caught up with all bytes taken (loop time).
         self._paid = -math.inf
 
     def take(self, size: int, now: float) -> float:
-        """Take ``size`` bytes; how long to wait first."""
+        """Take ``size`` bytes; returns the seconds to wait first."""
         begin = max(self._paid, now - PACE_SECONDS)
         self._paid = begin + size / self._rate
         return max(begin - now, 0.0)
 
 
 class RangeScan:
-    """One pass over [start, end) of a partition that ``Surveyor.find`` has found."""
+    """One pass over [start, end) of a partition that ``Surveyor.find`` returned."""
 
     def __init__(
         self, surveyor: Surveyor, span: PartitionSpan, start: int, end: int, *, bytes_per_second: float | None = None
@@ -76,7 +76,7 @@ class RangeScan:
             self._read_size = int(min(max(bytes_per_second * PACE_SECONDS, PACED_SIZE_MIN), READ_SIZE))
 
     async def __aiter__(self) -> AsyncIterator[ScanPiece]:
-        """Piece after piece; leaving early drops the reads that are under way."""
+        """Yield the pieces in order. Leaving early cancels the running reads."""
         pieces = await self._pieces()
         reads: deque[tuple[int, int, asyncio.Task[list[FrameView]]]] = deque()
         try:
@@ -94,11 +94,11 @@ class RangeScan:
             await asyncio.gather(*(read for _, _, read in reads), return_exceptions=True)
 
     async def _pieces(self) -> deque[tuple[int, int, int]]:
-        """(start, end, about how many bytes) of each read."""
+        """(start, end, approximate bytes) of each read."""
         whole = SpanRange(self._span.place, self._start, self._end)
         (cuts,) = await self._surveyor.cuts([whole], self._read_size)
         ends = cuts.ends or [self._end]
-        # What is expired or gone by now is asked for all the same, and becomes a gap.
+        # Rows that have expired by now are still requested, and become a gap.
         ends[-1] = self._end
         starts = [self._start, *ends[:-1]]
         share = cuts.size // len(ends) + 1
@@ -112,14 +112,14 @@ class RangeScan:
         while at < end:
             reply, payload = await self._ask(at, end)
             if reply.partition != self._span.number:
-                raise DataLost(f"{self._span.place} was deleted and made anew while it was read; read again")
+                raise DataLost(f"{self._span.place} was deleted and created again while it was read; read again")
             if reply.next < at or (reply.next == at and not payload):
-                # At its end, or only busy with what it has sent already.
+                # The partition has ended, or the broker is still busy sending earlier replies.
                 await self._check_end(at, end)
                 continue
             found = frames_in(payload)
             if reply.next > end:
-                # Rows at the beginning have expired meanwhile, or do not read back: others came in their place.
+                # Rows at the start have expired or are damaged, and the broker returned later rows instead.
                 found, at = _before(end, found)
             else:
                 at = reply.next
@@ -132,7 +132,7 @@ class RangeScan:
         deadline = asyncio.get_running_loop().time() + limits.send_seconds
         while True:
             link = await node.ready(limits.send_seconds)
-            # One frame at least is answered with, and none is cut for its size: the count alone says what is wanted.
+            # A reply has at least one frame and cuts none because of its size, so the count alone limits the read.
             request = m.ReadRequest(self._span.name, ("sequence", at), end - at, 2 * READ_SIZE, 0.0)
             try:
                 async with asyncio.timeout(limits.request_seconds):
@@ -142,23 +142,23 @@ class RangeScan:
                     raise
                 await asyncio.sleep(AGAIN_SECONDS)
             except TimeoutError:
-                raise Timeout(f"no answer to a read of {self._span.place} at sequence {at}") from None
+                raise Timeout(f"no answer to a read of {self._span.place} at sequence {at}; read again") from None
 
     async def _check_end(self, at: int, end: int) -> None:
-        """``DataLost`` where the partition ends before it should."""
+        """Raise ``DataLost`` if the partition ends before ``end``, or was deleted."""
         spans = await self._surveyor.spans([self._span.place])
         if not spans or spans[0].number != self._span.number:
-            raise DataLost(f"{self._span.place} was deleted while it was read")
+            raise DataLost(f"{self._span.place} was deleted while it was read; plan the query again")
         if spans[0].end < end:
             raise DataLost(
-                f"{self._span.place} ends at sequence {spans[0].end}, and {at} to {end - 1} were there when the query "
-                "was planned: its broker lost the tail of its log",
+                f"{self._span.place} ends at sequence {spans[0].end}, but had {at} to {end - 1} when the query was "
+                "planned: its broker lost the tail of its log",
                 start=spans[0].end,
                 end=end,
             )
 
     async def _gaps(self, frames: list[FrameView], start: int, end: int) -> list[ScanGap]:
-        """What of [start, end) no frame has."""
+        """The sequences of [start, end) that no frame has."""
         gaps: list[tuple[int, int]] = []
         expected = start
         for frame in frames:
@@ -171,18 +171,21 @@ class RangeScan:
         if not gaps:
             return []
         spans = await self._surveyor.spans([self._span.place])
-        kept_from = spans[0].start if spans else end
-        return [ScanGap(first, last, first < kept_from) for first, last in gaps]
+        log_start = spans[0].start if spans else end
+        return [ScanGap(first, last, first < log_start) for first, last in gaps]
 
 
 def _first(frame: FrameView) -> int:
-    """The sequence of its first row."""
+    """The sequence of the first row of a frame."""
     selection = frame.selection()
     return frame.base if selection is None else frame.base + int(selection.rows[0])
 
 
 def _before(end: int, frames: list[FrameView]) -> tuple[list[FrameView], int]:
-    """Those that lie before ``end``, and where to go on: one that passes it is asked for again, up to there."""
+    """The frames before ``end``, and the sequence of the next read.
+
+    A frame that crosses ``end`` is left out, and requested again up to there.
+    """
     for index, frame in enumerate(frames):
         first = _first(frame)
         if first + frame.count > end:

@@ -1,4 +1,4 @@
-"""A place in one partition that moves as it is read."""
+"""The position of a reader in one partition, which advances as it reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.wire import messages as m
 
 
 class ReadPosition:
-    """See the module; a restart of the broker is invisible to it."""
+    """Reads one partition from a position. Resumes after a restart of the broker."""
 
     def __init__(
         self,
@@ -31,21 +31,24 @@ class ReadPosition:
         self._limits = limits
         self._subject = subject
         self.name = name
-        #: Where the next read starts: as given until the first answer, then a sequence.
+        #: Where the next read starts: the given start until the first reply, then a sequence.
         self.position: Any = start
-        #: Where messages go in the same step in which the position moves past them: a reader that is cancelled while it
-        #: waits for other partitions finds them there.
+        #: Receives the messages in the same step in which the position advances: a reader that is cancelled while it
+        #: waits for other partitions does not lose them.
         self._rows: deque[Message] = deque() if rows is None else rows
-        #: A read that nobody waits for at present.
+        #: A read that runs in the background.
         self.reading: asyncio.Task[None] | None = None
 
     async def fix(self) -> None:
-        """ "latest" and times mean what they mean now, not at the first read."""
+        """Resolve "latest" and times to a sequence now, not at the first read."""
         answer, _ = await self._ask(0, 0.0)
         self.position = ["sequence", answer.next]
 
     async def read(self, count: int, wait: float) -> None:
-        """Up to ``count`` messages, waiting that long for the first; none where another read was faster."""
+        """Read up to ``count`` messages, waiting ``wait`` seconds for the first.
+
+        Adds nothing if a concurrent read has advanced the position.
+        """
         begun = self.position
         answer, payload = await self._ask(count, wait)
         if self.position is not begun:
@@ -59,7 +62,7 @@ class ReadPosition:
         self.position = ["sequence", answer.next]
 
     async def read_frames(self, count: int, wait: float) -> list[FrameView]:
-        """Up to ``count`` messages as the frames that hold them, verified."""
+        """Read up to ``count`` messages, as verified frames."""
         answer, payload = await self._ask(count, wait)
         frames = [frame.verify() for frame in frames_in(payload)]
         self.position = ["sequence", answer.next]
@@ -75,4 +78,4 @@ class ReadPosition:
             except Unavailable:
                 continue
             except TimeoutError:
-                raise Timeout(f"no answer to a read of {self._subject!r}") from None
+                raise Timeout(f"no answer to a read of {self._subject!r} in {self.name}; read again") from None

@@ -1,6 +1,6 @@
-"""Reading without a group: tail or browse a subject. Nothing is acked and nothing is remembered.
+"""Reads a subject without a group. Nothing is acked, and the broker stores no position.
 
-The rows of each partition come in its order; those of several partitions as they arrive.
+The rows of each partition are returned in its order; those of several partitions as they arrive.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from plait.limits import ClientLimits
 
 log = logging.getLogger("plait.client")
 
-#: Messages that iteration asks for at a time.
+#: Messages that iteration requests at a time.
 ITERATION_COUNT = 1_000
 
 
 class Reader:
-    """A position in a subject that moves as it reads; a restart of the server is invisible to it."""
+    """A position in a subject that advances as it reads. Resumes after a restart of the server."""
 
     def __init__(self, router: Router, limits: ClientLimits, subject: str, start: Any) -> None:
         self._router = router
@@ -34,26 +34,26 @@ class Reader:
         self.subject = subject
         self._start = start
         self._route: SubjectRoute | None = None
-        self._cursors: dict[PartitionName, ReadPosition] = {}
+        self._partitions: dict[PartitionName, ReadPosition] = {}
         self._opened = False
         self._closed = False
         self._rest: deque[Message] = deque()
 
     @property
     def position(self) -> Any:
-        """Where the next read starts; with several partitions, where it starts in each by the partition's name."""
-        if not self._cursors:
+        """Where the next read starts; with several partitions, a dict of their names to their positions."""
+        if not self._partitions:
             return self._start
-        # What was read and not fetched yet is read again by a reader that starts there.
+        # A reader that starts at this position must get the messages that were read and not fetched.
         first = {message.partition: message.sequence for message in reversed(self._rest)}
         positions = {
-            str(name): ["sequence", first[name]] if name in first else cursor.position
-            for name, cursor in self._cursors.items()
+            str(name): ["sequence", first[name]] if name in first else partition.position
+            for name, partition in self._partitions.items()
         }
         return positions if len(positions) > 1 else next(iter(positions.values()))
 
     async def __aenter__(self) -> Self:
-        # Before the route is known: it is kept from then on.
+        # Before the route is requested, so that the router does not drop it.
         self._router.users.append(self._uses)
         try:
             await self._open()
@@ -70,22 +70,22 @@ class Reader:
                 "'earliest', 'latest' or a time"
             )
         self._follow(route, self._start)
-        # Fixes "latest" and times now, not at the first read.
-        await asyncio.gather(*(cursor.fix() for cursor in self._cursors.values()))
+        # Resolves "latest" and times now, not at the first read.
+        await asyncio.gather(*(partition.fix() for partition in self._partitions.values()))
         self._opened = True
 
     def _uses(self, subject: str) -> bool:
         return subject == self.subject
 
     def _follow(self, route: SubjectRoute, start: Any) -> None:
-        """Read what the route leads to; partitions that are new begin at ``start``."""
+        """Read the partitions of the route; new ones start at ``start``."""
         self._route = route
-        for name in self._cursors.keys() - set(route.partitions):
-            self._give_up(self._cursors.pop(name))
+        for name in self._partitions.keys() - set(route.partitions):
+            self._give_up(self._partitions.pop(name))
         for name in route.partitions:
-            if name not in self._cursors:
+            if name not in self._partitions:
                 node = self._router.node(route, name.group)
-                self._cursors[name] = ReadPosition(node, self._limits, self.subject, name, start, self._rest)
+                self._partitions[name] = ReadPosition(node, self._limits, self.subject, name, start, self._rest)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -93,21 +93,21 @@ class Reader:
         await self.close()
 
     async def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._closed = True
         if self._uses in self._router.users:
             self._router.users.remove(self._uses)
-        for cursor in self._cursors.values():
-            self._give_up(cursor)
+        for partition in self._partitions.values():
+            self._give_up(partition)
 
     @staticmethod
-    def _give_up(cursor: ReadPosition) -> None:
-        reading, cursor.reading = cursor.reading, None
+    def _give_up(partition: ReadPosition) -> None:
+        reading, partition.reading = partition.reading, None
         if reading is not None:
             reading.cancel()
 
     async def fetch(self, count: int = 500, wait: Duration = 1.0) -> list[Message]:
-        """Up to ``count`` messages, or ``pull_bytes`` of them: what is there, or the first within ``wait`` seconds."""
+        """Up to ``count`` messages, or ``pull_bytes`` of them. Waits up to ``wait`` seconds for the first."""
         if count < 1:
             raise InvalidArgument(f"count must be 1 or more, not {count}")
         await self._fill(count, seconds_of(wait))
@@ -115,7 +115,7 @@ class Reader:
         return [rest.popleft() for _ in range(min(count, len(rest)))]
 
     async def _fill(self, count: int, seconds: float) -> None:
-        """Have messages at hand, waiting at most that long for the first of them."""
+        """Read messages into ``_rest``, waiting at most ``seconds`` for the first."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while not self._rest:
@@ -125,53 +125,53 @@ class Reader:
             route = self._router.known(self.subject)
             if route is not None and route is not self._route:
                 self._follow(route, "earliest")
-            first = next(iter(self._cursors.values()))
+            first = next(iter(self._partitions.values()))
             try:
-                if len(self._cursors) == 1 and first.reading is None:
+                if len(self._partitions) == 1 and first.reading is None:
                     await first.read(count, wait)
                 else:
                     await self._fill_from_all(count, wait)
             except StaleRoute:
                 route = await self._router.refresh(self.subject, create=False)
-                if self._cursors.keys() <= set(route.partitions):
+                if self._partitions.keys() <= set(route.partitions):
                     raise
-                # Retention has emptied a partition, and it has left the route.
+                # Retention has emptied a partition, and it was removed from the route.
                 continue
             if remaining <= 0:
                 break
 
     async def _fill_from_all(self, count: int, wait: float) -> None:
-        """Read from all partitions at once, until one of them has something."""
+        """Read from all partitions at once, until one of them has messages."""
         if wait <= 0:
-            # What is there now; who waits already would only say what comes.
+            # Only stored messages are wanted. A background read would wait for new ones, so start new reads.
             answers = await asyncio.gather(
-                *(cursor.read(count, 0.0) for cursor in self._cursors.values()), return_exceptions=True
+                *(partition.read(count, 0.0) for partition in self._partitions.values()), return_exceptions=True
             )
             for answer in answers:
                 if isinstance(answer, Unavailable | Timeout):
-                    log.info("a partition of %s cannot be read: %s", self.subject, answer)
+                    log.info("cannot read a partition of %s: %s", self.subject, answer)
                 elif isinstance(answer, BaseException):
                     raise answer
             self._collect()
             return
-        for cursor in self._cursors.values():
-            if cursor.reading is None:
-                cursor.reading = tasks.child(cursor.read(count, wait), f"plait-read-{self.subject}")
-        reads = [cursor.reading for cursor in self._cursors.values() if cursor.reading is not None]
+        for partition in self._partitions.values():
+            if partition.reading is None:
+                partition.reading = tasks.child(partition.read(count, wait), f"plait-read-{self.subject}")
+        reads = [partition.reading for partition in self._partitions.values() if partition.reading is not None]
         await asyncio.wait(reads, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
         self._collect()
 
     def _collect(self) -> None:
-        """Reads that have ended, also while no caller waited for them: the next ones may begin."""
-        for cursor in self._cursors.values():
-            reading = cursor.reading
+        """Remove the background reads that have ended, so that the next ones can start."""
+        for partition in self._partitions.values():
+            reading = partition.reading
             if reading is not None and reading.done():
-                cursor.reading = None
+                partition.reading = None
                 try:
                     reading.result()
                 except (Unavailable, Timeout) as error:
-                    # The others go on.
-                    log.info("partition %s cannot be read: %s", cursor.name, error)
+                    # The other partitions continue.
+                    log.info("cannot read partition %s: %s", partition.name, error)
 
     def _check_open(self) -> None:
         if self._router.meta.closed is not None:
@@ -186,7 +186,7 @@ class Reader:
         return self
 
     async def __anext__(self) -> Message:
-        """The next message, however long it takes."""
+        """The next message; waits without limit."""
         while not self._rest:
             if self._closed:
                 raise StopAsyncIteration

@@ -1,6 +1,6 @@
-"""Which sequences a subject's partitions have, asked of their brokers: what reading whole ranges is planned by.
+"""Asks brokers which sequences the partitions of a subject have. Scans of whole ranges are planned with the replies.
 
-A broker that is away for a moment is asked again until it is back, for ``send_seconds`` at most.
+Requests to a disconnected broker are repeated for up to ``send_seconds``.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from plait.wire import messages as m
 
 T = TypeVar("T")
 
-#: Partitions that one request names, whose names fit a management request whatever they are; and routes that are asked
-#: for at a time.
+#: Partitions in one request: their names fit an admin request at any length. Also the number of routes that are
+#: requested at a time.
 NAMES_MAX: Final = 200
-#: Names of subjects that an error message lists.
+#: Subjects that an error message lists.
 SHOWN_MAX: Final = 20
-#: Pause before a broker that was lost is asked again.
+#: Pause before a failed request is repeated.
 AGAIN_SECONDS: Final = 0.05
 
 
 class PartitionSpan(msgspec.Struct, frozen=True):
-    """A partition, the sequences [start, end) that it has, and which epoch stored what of them.
+    """A partition, the sequences [start, end) that it has, and the data epochs that stored them.
 
-    ``number`` is another one when a subject of that name was deleted and made anew. For each time that was asked for,
-    ``at`` is the first sequence stored then or later, and ``until`` the one after the last that was stored before.
+    ``number`` changes when a subject of that name is deleted and created again. For each requested time, ``at`` has the
+    first sequence stored at that time or later, and ``until`` the sequence after the last one stored before it.
     """
 
     name: str
@@ -50,30 +50,30 @@ class PartitionSpan(msgspec.Struct, frozen=True):
     at: list[int] = []
     until: list[int] = []
     group: str = ""
-    #: The partition takes no more messages: ``end`` is behind its last one.
+    #: The partition takes no more messages, so ``end`` does not change.
     sealed: bool = False
 
     @property
     def place(self) -> PartitionName:
-        """Prints as ``name@group``."""
+        """The name of the partition; prints as ``name@group``."""
         return PartitionName(self.name, self.group)
 
     def range(self, start: int, end: int) -> SpanRange:
-        """Some of its sequences."""
+        """A range of its sequences."""
         return SpanRange(self.place, start, end, self.number)
 
     def epoch_at(self, sequence: int) -> int:
-        """The epoch that stored a sequence; 0: not known."""
+        """The data epoch that stored a sequence; 0 if unknown."""
         index = bisect_right(self.epochs, sequence, key=lambda entry: entry[0]) - 1
         return self.epochs[index][1] if index >= 0 else 0
 
     def first_after(self, epoch: int) -> int:
-        """The first sequence that a later epoch stored; the end where there is none."""
+        """The first sequence of a later data epoch; ``end`` if there is none."""
         return next((first for first, number in self.epochs if number > epoch), self.end)
 
 
 class SpanCuts(msgspec.Struct, frozen=True):
-    """The size of a range, and where its pieces end."""
+    """The bytes of a range, and the sequences at which its pieces end."""
 
     size: int
     ends: list[int]
@@ -85,23 +85,23 @@ class SpanRange(msgspec.Struct, frozen=True):
     place: PartitionName
     start: int
     end: int
-    #: That of the span, where partitions of one name are told apart.
+    #: The number of the span; distinguishes partitions that had the same name at different times.
     number: int = 0
 
 
 class Surveyor:
-    """Asks brokers, over links of its own, for ``async with``."""
+    """Asks brokers, over its own connections. Use it with ``async with``."""
 
     def __init__(self, addresses: Sequence[str], limits: ClientLimits | None = None) -> None:
         self.limits = limits or ClientLimits()
         client = f"spans-{chance.process_number()}-{chance.token(6)}"
         self._meta = Node(list(addresses), client, self.limits)
         self._router = Router(self._meta, client, self.limits)
-        #: Who has each partition that was found.
+        #: The broker of each partition that ``find`` returned.
         self._places: dict[PartitionName, Node] = {}
 
     async def open(self) -> Self:
-        """Connect; raises when no address answers in time."""
+        """Connect; raises if no address answers in time."""
         try:
             await self._meta.open()
         except BaseException:
@@ -122,21 +122,21 @@ class Surveyor:
         await self.close()
 
     def node(self, place: PartitionName) -> Node:
-        """The broker of a partition that ``find`` has found; ``DataLost`` where it has not."""
+        """The broker of a partition that ``find`` returned; raises ``DataLost`` for any other."""
         node = self._places.get(place)
         if node is None:
             raise DataLost(
-                f"{place} is not one of the partitions of its subject (any more): "
-                "it was deleted, or made anew with fewer of them"
+                f"{place} is not a partition of its subject: the subject was deleted, "
+                "or created again with fewer partitions; plan the query again"
             )
         return node
 
     async def find(self, subjects: Iterable[str], prefixes: Iterable[str] = ()) -> list[PartitionName]:
-        """The partitions of these subjects, and of those that begin so; ``SubjectNotFound`` where there is none."""
+        """The partitions of these subjects, and of subjects with these prefixes; raises ``SubjectNotFound``."""
         wanted = set(subjects)
         prefixes = list(prefixes)
         if prefixes:
-            known = await self._patiently(self._subjects)
+            known = await self._with_retries(self._subjects)
             for prefix in prefixes:
                 matching = [name for name in known if name.startswith(prefix)]
                 if not matching:
@@ -151,10 +151,10 @@ class Surveyor:
         return found
 
     async def _route(self, subject: str) -> SubjectRoute:
-        return await self._patiently(functools.partial(self._router.refresh, subject, create=False))
+        return await self._with_retries(functools.partial(self._router.refresh, subject, create=False))
 
     async def _subjects(self) -> list[str]:
-        """All there are."""
+        """The names of all subjects."""
         found: set[str] = set()
         for node in await self._router.all_nodes():
             answer: m.AdminReply = await node.request(m.AdminRequest("subject.list"))
@@ -162,7 +162,7 @@ class Surveyor:
         return sorted(found)
 
     async def spans(self, places: Sequence[PartitionName], times: Sequence[int] = ()) -> list[PartitionSpan]:
-        """What each partition has now; those that their brokers do not have are left out."""
+        """The current span of each partition; leaves out those that their broker does not have."""
         found: list[PartitionSpan] = []
         for group, members in _by_group(places).items():
             for some in _pages(members):
@@ -173,11 +173,11 @@ class Surveyor:
         return found
 
     async def cuts(self, ranges: Sequence[SpanRange], size: int) -> list[SpanCuts]:
-        """Cut each range into pieces of at most about ``size`` bytes; 0: only measure them."""
+        """Cut each range into pieces of at most about ``size`` bytes; 0: only measure the range."""
         return await self._cut(ranges, [size] * len(ranges), reach=False)
 
     async def reach(self, ranges: Sequence[SpanRange], sizes: Sequence[int]) -> list[SpanCuts]:
-        """How far each of the sizes reaches from the start of its range: one cut each."""
+        """For each range, one cut: the sequence that ``size`` bytes from its start reach."""
         return await self._cut(ranges, sizes, reach=True)
 
     async def _cut(self, ranges: Sequence[SpanRange], sizes: Sequence[int], *, reach: bool) -> list[SpanCuts]:
@@ -198,10 +198,10 @@ class Surveyor:
             answer: m.AdminReply = await self.node(place).request(m.AdminRequest(operation, arguments))
             return answer.result
 
-        return await self._patiently(ask)
+        return await self._with_retries(ask)
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask again while nobody is there."""
+    async def _with_retries(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a request while the server cannot be reached, for up to ``send_seconds``."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.limits.send_seconds
         while True:

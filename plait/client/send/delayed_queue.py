@@ -1,4 +1,4 @@
-"""Delayed rows on their way to the schedule of one partition: frames of their own, with a time for each row."""
+"""The queue of delayed rows of one partition. They go to its schedule, in frames that have a due time for each row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait.client.types import PendingBatch, Ticket
 
 
 class DelayedQueue(PartitionQueue):
-    """See the module."""
+    """A ``PartitionQueue`` whose rows have due times."""
 
     __slots__ = ()
 
@@ -26,7 +26,7 @@ class DelayedQueue(PartitionQueue):
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
     ) -> Ticket:
-        """``post`` a row that is delivered at a time of its own."""
+        """``post`` a row with its due time."""
         dues = self._due_times(due)
         try:
             return self.post(body, key, tags, headers)
@@ -42,7 +42,7 @@ class DelayedQueue(PartitionQueue):
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
     ) -> tuple[PendingBatch, int]:
-        """``send`` a row that is delivered at a time of its own."""
+        """``send`` a row with its due time."""
         dues = self._due_times(due)
         try:
             return self.send(body, key, tags, headers)
@@ -51,7 +51,10 @@ class DelayedQueue(PartitionQueue):
             raise
 
     def _due_times(self, due: int) -> list[int]:
-        """Noted before the row, which may complete its frame; taken back when the row is refused."""
+        """Append the due time before the row, because adding the row may seal the frame.
+
+        The caller removes it again if the row is refused.
+        """
         dues = self._rows.dues
         assert dues is not None
         dues.append(due)

@@ -1,4 +1,4 @@
-"""When a delayed message is due, from what its sender writes: a delay, a level, or a time."""
+"""Computes due times from what senders pass: a delay, a delay level, or a time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from plait.client.arguments import Duration, micros_of, seconds_of, shown
 from plait.errors import InvalidArgument
 from plait.limits import DELAY_SECONDS_MAX, DELAY_SECONDS_MIN
 
-#: Microseconds since 1970, of each row or of all.
+#: Due times in microseconds since 1970: one for each row, or one for all.
 Dues = int | npt.NDArray[np.int64]
 
 _MAX_MICROS: Final = round(DELAY_SECONDS_MAX * 1_000_000)
 _LIMITS: Final = f"use {DELAY_SECONDS_MIN * 1000:g} ms to {DELAY_SECONDS_MAX / 86400:.0f} days"
-#: Nanoseconds of Arrow's units.
+#: Nanoseconds in each of Arrow's units.
 _UNITS: Final = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
 _MANY: Final = (Sequence, np.ndarray, pa.Array, pa.ChunkedArray)
-#: Seconds of NumPy's units whose length is fixed.
+#: Seconds in each of NumPy's units whose length is fixed.
 _NUMPY_UNITS: Final = {
     "W": 604_800.0,
     "D": 86_400.0,
@@ -35,7 +35,7 @@ _NUMPY_UNITS: Final = {
 
 
 class DelayLevel(enum.Enum):
-    """RocketMQ's 18 levels, by their numbers."""
+    """The 18 delay levels of RocketMQ."""
 
     LEVEL_1 = timedelta(seconds=1)
     LEVEL_2 = timedelta(seconds=5)
@@ -58,20 +58,20 @@ class DelayLevel(enum.Enum):
 
 
 Delay = Duration | DelayLevel
-#: For ``send_many``: one for all, or one a row.
+#: For ``send_many``: one value for all rows, or one for each.
 Delays = Delay | Sequence[Delay] | npt.NDArray[Any] | pa.Array
 DeliverAts = datetime | Sequence[datetime] | pa.Array
 
 
 def due_of(delay: Any, deliver_at: Any, now: int) -> int:
-    """When a message is due; ``now`` is rounded up, and so is this: never early."""
+    """The due time of a message. ``now`` and the result are rounded up, so that no message is early."""
     if delay is not None and deliver_at is not None:
         raise InvalidArgument("give a delay or deliver_at, not both")
     if deliver_at is not None:
         due = micros_of(deliver_at, "deliver_at")
         if due - now > _MAX_MICROS:
             raise InvalidArgument(f"deliver_at {deliver_at} is too far ahead; {_LIMITS} from now")
-        # What is due since before 1970 is due.
+        # A time before 1970 is due at once.
         return max(due, 0)
     if isinstance(delay, DelayLevel):
         delay = delay.value
@@ -84,16 +84,16 @@ def due_of(delay: Any, deliver_at: Any, now: int) -> int:
 
 
 def dues_of(delay: Any, deliver_at: Any, now: int, count: int) -> Dues:
-    """When many messages are due: one time for all, or one a row."""
+    """The due times of many messages: one time for all, or one for each row."""
     if delay is not None and deliver_at is not None:
         raise InvalidArgument("give a delay or deliver_at, not both")
     name, values = ("delay", delay) if delay is not None else ("deliver_at", deliver_at)
     if not isinstance(values, _MANY) or isinstance(values, str | bytes):
         return due_of(delay, deliver_at, now)
     if isinstance(values, np.ndarray) and values.ndim != 1:
-        raise InvalidArgument(f"{name} is a NumPy array of {values.ndim} dimensions; use one number, or a row of them")
+        raise InvalidArgument(f"{name} is a NumPy array of {values.ndim} dimensions; use one number, or 1 dimension")
     if len(values) != count:
-        raise InvalidArgument(f"{len(values)} times in {name} do not fit {count} bodies")
+        raise InvalidArgument(f"{name} has {len(values)} values for {count} bodies; give one for all, or one for each")
     if isinstance(values, pa.Array | pa.ChunkedArray):
         return _of_arrow(name, values, now)
     if isinstance(values, np.ndarray):
@@ -109,14 +109,14 @@ def dues_of(delay: Any, deliver_at: Any, now: int, count: int) -> Dues:
 
 def _given(value: Any) -> Any:
     if value is None:
-        raise InvalidArgument("deliver_at is None; send rows without one by themselves")
+        raise InvalidArgument("deliver_at is None; send rows without a due time in another call")
     return value
 
 
 def _of_arrow(name: str, values: pa.Array | pa.ChunkedArray, now: int) -> Dues:
     kind = values.type
     if values.null_count:
-        raise InvalidArgument(f"{name} has null rows; send rows without one by themselves")
+        raise InvalidArgument(f"{name} has null rows; send rows without a due time in another call")
     if pa.types.is_timestamp(kind) and name == "deliver_at":
         if kind.tz is None:
             raise InvalidArgument("deliver_at has no time zone; add one, as in pa.timestamp('us', tz='UTC')")
@@ -138,8 +138,8 @@ def _of_numpy(name: str, values: npt.NDArray[Any], now: int) -> Dues:
     if kind == "m":
         unit, multiple = np.datetime_data(values.dtype)
         if unit not in _NUMPY_UNITS:
-            raise InvalidArgument(f"delay is a NumPy array of {values.dtype}, whose length is not fixed")
-        # Roughly, first: what is far too long would come out as any number of microseconds.
+            raise InvalidArgument(f"delay is a NumPy array of {values.dtype}, a unit of no fixed length; use days")
+        # A rough check first: a delay that is far too long would overflow in the conversion to microseconds.
         rough = values.astype(np.int64) * (multiple * _NUMPY_UNITS[unit])
         wrong = np.flatnonzero((rough < 0) | (rough > 2 * DELAY_SECONDS_MAX))
         if len(wrong):
@@ -160,7 +160,7 @@ def _integers(values: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.int64]:
 
 
 def _micros(values: npt.NDArray[np.int64], unit: str) -> npt.NDArray[np.int64]:
-    """Rounded up; what does not fit is as far away as anything can be."""
+    """Microseconds, rounded up. A value that does not fit is clipped to one that is far out of range."""
     size = _UNITS[unit]
     bound = np.iinfo(np.int64).max // 4 // max(size // 1_000, 1)
     values = np.clip(values, -bound, bound)

@@ -1,4 +1,4 @@
-"""From what users pass to what frames hold: bodies, order keys, tags and headers."""
+"""Encodes bodies, order keys, tags and headers from what users pass to what frames store."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from plait.frame.columns import TAG_SEPARATOR
 from plait.limits import BODY_SIZE_MAX, HEADERS_SIZE_MAX, KEY_SIZE_MAX, TAGS_MAX
 from plait.model import names
 
-#: The name of the header that stands for headers which do not decode; its value is their bytes as hexadecimal text, the
-#: first few of them.
+#: The header that replaces headers which cannot be decoded. Its value is their first ``UNREADABLE_SHOWN`` bytes, as
+#: hexadecimal text.
 UNREADABLE: Final = "plait-unreadable"
 UNREADABLE_SHOWN: Final = 256
 
@@ -23,7 +23,7 @@ _decode_headers = msgspec.msgpack.Decoder(dict[str, str | bool | int | float])
 
 
 def encode_body(body: Any) -> bytes:
-    """bytes as they are, str as UTF-8, anything else as JSON: dicts, msgspec structs, dataclasses, pydantic models."""
+    """bytes unchanged, str as UTF-8, anything else as JSON: dicts, msgspec structs, dataclasses, pydantic models."""
     if isinstance(body, bytes):
         encoded = body
     elif isinstance(body, str):
@@ -51,7 +51,7 @@ def encode_body(body: Any) -> bytes:
 
 
 def encode_key(key: Any) -> str:
-    """An order key as text: str as it is, int as its decimal text."""
+    """An order key as text: str unchanged, int in decimal."""
     if isinstance(key, str):
         text = key
     elif isinstance(key, int) and not isinstance(key, bool):
@@ -66,7 +66,7 @@ def encode_key(key: Any) -> str:
         raise InvalidArgument(f"key {text!r} cannot be encoded: {error}") from None
     if size > KEY_SIZE_MAX:
         raise TooLarge(
-            f"a key of {size} bytes is over the limit of {KEY_SIZE_MAX}",
+            f"a key of {size} bytes is over the limit of {KEY_SIZE_MAX}; use a shorter one",
             limit="KEY_SIZE_MAX",
             value=KEY_SIZE_MAX,
             size=size,
@@ -75,13 +75,16 @@ def encode_key(key: Any) -> str:
 
 
 def encode_tags(tags: Iterable[str] | str | None) -> bytes:
-    """Tags joined, with a separator at each end; empty for none."""
+    """The tags joined by separators, with one at each end; empty if there are no tags."""
     if not tags:
         return b""
     tags = [tags] if isinstance(tags, str) else list(tags)
     if len(tags) > TAGS_MAX:
         raise TooLarge(
-            f"{len(tags)} tags are over the limit of {TAGS_MAX}", limit="TAGS_MAX", value=TAGS_MAX, size=len(tags)
+            f"{len(tags)} tags are over the limit of {TAGS_MAX}; use headers for the rest",
+            limit="TAGS_MAX",
+            value=TAGS_MAX,
+            size=len(tags),
         )
     for tag in tags:
         names.check_tag(tag)
@@ -89,12 +92,12 @@ def encode_tags(tags: Iterable[str] | str | None) -> bytes:
 
 
 def decode_tags(encoded: bytes) -> list[str]:
-    """What ``encode_tags`` made."""
+    """The reverse of ``encode_tags``."""
     return encoded.decode().strip(TAG_SEPARATOR).split(TAG_SEPARATOR) if encoded else []
 
 
 def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
-    """Typed headers as a msgpack map; empty for none."""
+    """Headers as a msgpack map; empty if there are no headers."""
     if not headers:
         return b""
     for name, value in headers.items():
@@ -103,14 +106,14 @@ def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
         if not isinstance(value, str | int | float):
             raise InvalidArgument(f"header {name!r} is a {type(value).__name__}; use str, int, float or bool")
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-            raise InvalidArgument(f"header {name!r} does not fit 64 bits")
+            raise InvalidArgument(f"header {name!r} does not fit 64 bits; send it as text")
     try:
         encoded = _headers.encode(dict(headers))
     except UnicodeEncodeError as error:
         raise InvalidArgument(f"headers cannot be encoded: {error}") from None
     if len(encoded) > HEADERS_SIZE_MAX:
         raise TooLarge(
-            f"headers of {len(encoded)} bytes are over the limit of {HEADERS_SIZE_MAX}",
+            f"headers of {len(encoded)} bytes are over the limit of {HEADERS_SIZE_MAX}; put large values in the body",
             limit="HEADERS_SIZE_MAX",
             value=HEADERS_SIZE_MAX,
             size=len(encoded),
@@ -119,8 +122,11 @@ def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
 
 
 def decode_headers(encoded: bytes) -> dict[str, str | int | float | bool]:
-    """What ``encode_headers`` made. Brokers do not look into headers, so a sender may have stored anything in their
-    place: that is shown as one header, ``UNREADABLE``, and the message is like any other."""
+    """The reverse of ``encode_headers``.
+
+    Brokers do not check headers, so another sender may have stored any bytes. Bytes that cannot be decoded are
+    returned as one header, ``UNREADABLE``; the message is delivered like any other.
+    """
     if not encoded:
         return {}
     headers = read_headers(encoded)
@@ -128,10 +134,10 @@ def decode_headers(encoded: bytes) -> dict[str, str | int | float | bool]:
 
 
 def read_headers(encoded: bytes) -> dict[str, str | int | float | bool] | None:
-    """The headers; None: the bytes are not what ``encode_headers`` makes."""
+    """The headers; None if ``encode_headers`` cannot have made the bytes."""
     try:
         headers = _decode_headers.decode(encoded)
     except ValueError:
-        # Of msgspec, or of text that is not UTF-8.
+        # From msgspec, or because text is not UTF-8.
         return None
     return None if "" in headers else headers

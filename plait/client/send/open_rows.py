@@ -1,4 +1,4 @@
-"""The open rows of a subject: what was added since the last frame left."""
+"""Open rows: the rows that were added to a queue after its last frame was sealed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from plait.client.send.encoding import encode_body, encode_headers, encode_key, 
 from plait.client.types import PendingBatch, ScheduledBatch
 from plait.frame.builder import ONE_ROW_SIZE_MAX, FrameParts, build_frame, build_one
 
-#: What a row costs beside its bytes, about.
+#: Bytes that a row costs in addition to its data, approximately.
 ROW_SIZE = 16
-#: ASCII keys and bodies below these cannot pass their limits: no need to look closer.
+#: ASCII keys and bodies below these sizes are within their limits: they need no further check.
 SHORT_KEY_MAX = 256
 SHORT_BODY_MAX = 1_000_000
 
@@ -27,13 +27,13 @@ def hash_keys(keys: Iterable[str], count: int) -> npt.NDArray[np.uint64]:
 
 
 def _one_or_all(dues: list[int]) -> int | npt.NDArray[np.int64]:
-    """Times of rows that are often the same."""
+    """One due time if all rows have the same, which is common; otherwise all of them."""
     first = dues[0]
     return first if len(dues) == 1 or dues.count(first) == len(dues) else np.array(dues, np.int64)
 
 
 class OpenRows:
-    """Columns that grow by a row at a time; a column exists from the first row that has it."""
+    """Columns that grow row by row. A column is created with the first row that has a value for it."""
 
     __slots__ = ("batch", "bodies", "dues", "headers", "keys", "plain", "size", "tags")
 
@@ -43,16 +43,16 @@ class OpenRows:
         self.tags: list[bytes] | None = None
         self.headers: list[bytes] | None = None
         self.size = 0
-        #: No row so far has tags or headers.
+        #: No row has tags or headers.
         self.plain = True
-        #: When each row is to be delivered; None: they are not delayed.
+        #: The due time of each row; None: the rows are not delayed.
         self.dues = dues
         self.batch = PendingBatch() if dues is None else ScheduledBatch(dues)
 
     def add(
         self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
     ) -> int:
-        """Append a row; its size. Nothing is added when something is wrong with it."""
+        """Append a row and return its size. An invalid row raises and is not added."""
         if type(body) is not bytes or len(body) > SHORT_BODY_MAX:
             body = encode_body(body)
         if key is not None and (type(key) is not str or not 0 < len(key) < SHORT_KEY_MAX or not key.isascii()):
@@ -90,7 +90,7 @@ class OpenRows:
     def build(
         self, producer: int, first: int, previous: int, send_time: int, compression: str | None, flags: int = 0
     ) -> FrameParts:
-        """The rows as a frame."""
+        """Build a frame of the rows."""
         count = len(self.bodies)
         keys, dues = self.keys, self.dues
         batch = self.batch

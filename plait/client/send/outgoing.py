@@ -1,4 +1,4 @@
-"""A message on its way out, for those who look at it before it leaves."""
+"""A message before it is sent, as the send hooks of an app see it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.client.types import HeaderValue, Receipt
 
 @dataclass(slots=True)
 class Outgoing:
-    """What ``app.send`` was given; hooks may change it."""
+    """The arguments of ``app.send``; hooks may change them."""
 
     subject: str
     body: Any
@@ -26,7 +26,7 @@ class Outgoing:
     deliver_at: datetime | None = None
 
     async def send(self, client: Client) -> Receipt:
-        """Send it as it is now."""
+        """Send the message with its current values."""
         return await client.send(
             self.subject,
             self.body,
@@ -39,5 +39,5 @@ class Outgoing:
         )
 
 
-#: Called around each send, with the message and with what goes on.
+#: Called around each send, with the message and a function that continues the send.
 SendHook = Callable[[Outgoing, Callable[[], Awaitable[Receipt]]], Awaitable[Receipt]]

@@ -1,4 +1,4 @@
-"""One partition's rows on their way in: what was added since the last frame left, and when it leaves."""
+"""The queue of one partition: collects open rows, and decides when they become a frame."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from plait.wire import messages as m
 if TYPE_CHECKING:
     from plait.client.send.subject_sender import SubjectSender
 
-#: Fewer rows than this are not sent in halves.
+#: A group of fewer rows is not sent in two halves.
 AHEAD_COUNT = 64
 
 
 class PartitionQueue(PartitionSender):
-    """See the module; the frames are the lane's."""
+    """Collects rows into frames; its base class sends them."""
 
     __slots__ = ("_ahead", "_frame_bytes", "_frame_count", "_linger", "_oneway", "_rows", "urgent")
 
-    def __init__(self, outlet: SubjectSender) -> None:
-        super().__init__(outlet)
-        #: Its open rows leave at the end of this turn.
+    def __init__(self, subject_sender: SubjectSender) -> None:
+        super().__init__(subject_sender)
+        #: The open rows are sealed at the end of this loop turn.
         self.urgent = False
         self._frame_bytes = self.producer.limits.frame_bytes
         self._frame_count = self.producer.limits.frame_count
         self._rows = self._new_rows()
-        #: The row with which open rows go ahead, if no frame waits: half of what the last frame had.
+        #: If no frame waits, open rows are sealed early with this row: half of what the last frame had.
         self._ahead = AHEAD_COUNT // 2 - 1
         self._oneway = OpenRows()
         self._linger: asyncio.TimerHandle | None = None
@@ -41,13 +41,13 @@ class PartitionQueue(PartitionSender):
         return OpenRows()
 
     @property
-    def fresh(self) -> bool:
-        """No row was added since the last frame left."""
+    def no_open_rows(self) -> bool:
+        """No row was added after the last frame was sealed."""
         return not self._rows.bodies
 
     @property
     def empty(self) -> bool:
-        """No row is here, and no frame of any."""
+        """There are no rows, no frames, and no request for the route."""
         return not (self._rows.bodies or self._oneway.bodies or self._frames or self._routing is not None)
 
     def post(
@@ -57,11 +57,11 @@ class PartitionQueue(PartitionSender):
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
     ) -> Ticket:
-        """Add a row that leaves when the frame is full or has lingered."""
+        """Add a row. It is sent when the frame is full, or after ``linger_seconds``."""
         rows = self._rows
         bodies, keys = rows.bodies, rows.keys
         row = len(bodies)
-        # What most rows are, in as few steps as possible: bytes and a short text key, in rows without anything else.
+        # The fast path for most rows: a bytes body and a short text key, and no row here has tags or headers.
         if (
             tags is None
             and headers is None
@@ -96,9 +96,10 @@ class PartitionQueue(PartitionSender):
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
     ) -> tuple[PendingBatch, int]:
-        """Add a row that leaves at the end of this loop turn, with the others of the turn; where its fate shows.
+        """Add a row that is sent at the end of this loop turn, with the other rows of the turn.
 
-        When nothing is under way, the first half of many rows goes ahead: the broker works on it meanwhile.
+        Returns the batch that gets the result, and the row's number in it. When no frame waits, the first half of many
+        rows is sent early, so that the broker works on it while the client adds the second half.
         """
         rows = self._rows
         bodies = rows.bodies
@@ -133,16 +134,16 @@ class PartitionQueue(PartitionSender):
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
     ) -> Receipt:
-        """Add a row that leaves at the end of this turn, once, without an answer."""
+        """Add a row that is sent once, at the end of this loop turn, and gets no reply."""
         if self.name is None:
-            entry = await self.outlet.ready()
+            entry = await self.subject_sender.ready()
             if entry is not self:
                 return await entry.send_oneway(body, key, tags, headers)
         while self._partition is None:
             await self._find()
         rows = self._oneway
         if rows.bodies and rows.batch.first + len(rows.bodies) != self.producer.oneway_next:
-            # Numbers in between went to rows of another queue: those of a frame follow on each other.
+            # The producer sequences of a frame must be consecutive, and another queue took some in between.
             self._seal_oneway()
             rows = self._oneway
         rows.add(body, key, tags, headers)
@@ -151,7 +152,7 @@ class PartitionQueue(PartitionSender):
             rows.batch.first = number
         if rows.size >= self.producer.limits.frame_bytes:
             self._seal_oneway()
-            # Nothing counts what is under way: the socket says when it takes more, and others get their turn.
+            # No window limits oneway frames: wait until the socket accepts more, and let other tasks run.
             if self._link is not None:
                 await self._link.drained()
             await asyncio.sleep(0)
@@ -173,7 +174,7 @@ class PartitionQueue(PartitionSender):
         link.notify(m.SendRequest(self._partition, oneway=True), parts.parts, parts.size)
 
     def seal(self) -> None:
-        """Make a frame of the open rows and send it as soon as the window allows."""
+        """Make a frame of the open rows; it is sent as soon as the window allows."""
         if self._oneway.bodies:
             self._seal_oneway()
         if self._linger is not None:
@@ -196,17 +197,17 @@ class PartitionQueue(PartitionSender):
 
     def _fail_rows(self, rows: OpenRows, error: PlaitError) -> None:
         if rows.batch.posted:
-            self.outlet.note(error)
+            self.subject_sender.note(error)
         rows.batch.settle(None, error)
         self.producer.released(rows.size)
 
     def take_back(self) -> list[SentFrame]:
-        """All rows, none of which is stored, as frames in order; they are no longer here."""
+        """Remove all rows, none of which is stored, and return them as frames in order."""
         self.seal()
         return super().take_back()
 
     def abandon(self, error: PlaitError) -> None:
-        """Everything open fails."""
+        """Fail all rows with ``error``."""
         if self._linger is not None:
             self._linger.cancel()
             self._linger = None

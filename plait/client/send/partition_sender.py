@@ -1,16 +1,18 @@
-"""One partition's frames on their way, in order.
+"""Sends the frames of one partition, in order.
 
-A frame is under way until the broker answers. When the link is lost, the frames that were under way are in doubt and
-are sent again in order over the next one: the broker knows those it has. When the broker refuses a frame for good, its
-rows fail to their caller or go elsewhere (``client.outlet``); the frames behind it name it as their predecessor and
-are refused too, so once all answers are in they are signed anew as successors of what the broker really has.
+A frame is under way from its send until the broker's reply. When the link is lost, the frames that were under way are
+in doubt and are resent in order over the next link; the broker recognizes the ones that it has stored. When the broker
+permanently refuses a frame, its rows fail or move to another partition (``SubjectSender``). Later frames name it as
+their predecessor, so the broker refuses them too; when all replies have arrived, those frames are changed to follow the
+last row that the broker has stored.
 
-A lane whose partition does not take some of the rows any more *drains*: it sends nothing new, and what is in doubt is
-sent again until it is answered. Then the fate of every frame is known, and what is not stored is taken back (R8).
+A sender *drains* when its partition no longer takes some of the rows: it sends no new frames, and resends the frames in
+doubt until they are answered. Then every sent frame has a result, and the frames that are not stored are taken back
+(R8).
 
-A row that got no answer in time fails to its caller, with its fate unknown, and those behind it go on. That breaks no
-order: if it is not stored, it never will be. Once a frame behind it is stored here, the broker refuses it as one
-that does not follow; once its key has moved, this partition is sealed for it.
+A row without a reply in time fails: whether it is stored is unknown, and later rows continue. This breaks no order,
+because a row that is not stored by then never will be: once a later frame is stored here, the broker refuses the row as
+out of sequence; once its key has moved, this partition is sealed for the key.
 """
 
 from __future__ import annotations
@@ -42,36 +44,36 @@ if TYPE_CHECKING:
     from plait.client.net.node import Node
     from plait.client.send.subject_sender import SubjectSender
 
-#: A broker that says so has not stored the frame, and might later.
+#: Errors of a broker that has not stored the frame and may store it later.
 REFUSALS: Final = (ReadOnly, DiskFull, FlowControl)
 
 
 class SentFrame:
-    """A sealed frame and who waits for it."""
+    """A sealed frame, its batch, and the state of its send."""
 
     __slots__ = ("batch", "deadline", "doubt", "parts", "refusal", "sent", "sent_at", "size", "tries", "under_way")
 
     def __init__(self, parts: FrameParts, batch: PendingBatch, size: int, deadline: float) -> None:
         self.parts = parts
         self.batch = batch
-        #: Buffer bytes that its rows take.
+        #: Bytes of the send buffer that its rows take.
         self.size = size
         self.deadline = deadline
-        #: Sent over the present link and not answered.
+        #: Sent over the current link and not answered.
         self.under_way = False
         #: Sent over any link.
         self.sent = False
-        #: Under way when a link was lost, and not answered since: the broker may have it.
+        #: Under way when a link was lost, and not answered since: the broker may have stored it.
         self.doubt = False
         self.sent_at = 0.0
-        #: Partitions that it was definitely refused by.
+        #: How many partitions definitely refused it.
         self.tries = 0
-        #: What it was last refused with.
+        #: The error of the last refusal.
         self.refusal: PlaitError | None = None
 
 
 class PartitionSender:
-    """See the module."""
+    """Sends and resends the frames of one partition; see the states in the module docstring."""
 
     __slots__ = (
         "_broken",
@@ -95,30 +97,30 @@ class PartitionSender:
         "last",
         "name",
         "node",
-        "outlet",
         "producer",
         "subject",
+        "subject_sender",
     )
 
-    def __init__(self, outlet: SubjectSender) -> None:
-        self.outlet = outlet
-        self.producer = outlet.producer
-        self.subject = outlet.subject
-        #: The partition and the node that has it; None: the route is not known yet.
+    def __init__(self, subject_sender: SubjectSender) -> None:
+        self.subject_sender = subject_sender
+        self.producer = subject_sender.producer
+        self.subject = subject_sender.subject
+        #: The partition and its node; None until the route is known.
         self.name: PartitionName | None = None
         self.node: Node | None = None
-        #: Producer sequence of the last row sealed for this partition: the next frame's predecessor.
+        #: Producer sequence of the last row sealed for this partition, the predecessor of the next frame.
         self.last = 0
-        #: Producer sequence of the last row that the broker is known to have, and of which producer id.
+        #: Producer sequence of the last row that the broker is known to have stored, and the producer id of that row.
         self._confirmed = 0
         self._confirmed_of = 0
-        #: A frame was refused: those behind it wait until all answers are in, then follow ``_confirmed``.
+        #: A frame was refused: later ones wait until all replies have arrived, and then follow ``_confirmed``.
         self._broken = False
-        #: The broker does not know the producer any more: as it said so.
+        #: The error of a broker that no longer knows the producer.
         self._forgotten: UnknownProducer | None = None
-        #: Nothing new is sent: the partition does not take some of it.
+        #: No new frames are sent, because the partition no longer takes some of the rows.
         self.draining = False
-        #: The partition's number at its broker, and the epoch that gave it; another one may have given it to another.
+        #: The partition's number at its broker, valid in this data epoch; a later epoch may reuse the number.
         self._partition: int | None = None
         self._epoch = 0
         self._stale: int | None = None
@@ -128,15 +130,15 @@ class PartitionSender:
         self._link: Link | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
-        #: After a refusal: when to try again, and how long that was.
+        #: After a refusal: the timer of the next attempt, and its pause.
         self._retry: asyncio.TimerHandle | None = None
         self._pause = 0.0
-        #: When what was never sent goes elsewhere, as the broker is not reached.
+        #: The timer after which unsent frames move to another partition, because the broker cannot be reached.
         self._elsewhere: asyncio.TimerHandle | None = None
         self._idle: list[asyncio.Future[None]] = []
 
     def bind(self, node: Node, name: PartitionName) -> None:
-        """It is known where the rows go."""
+        """Set the partition, and start to send."""
         self.node, self.name = node, name
         self.producer.attach(self, node)
         self._link = node.link
@@ -145,16 +147,16 @@ class PartitionSender:
     # --- frames in ------------------------------------------------------------------------------
 
     def push(self, parts: FrameParts, batch: PendingBatch, size: int) -> None:
-        """Queue a sealed frame that follows ``last``."""
+        """Append a sealed frame whose predecessor is ``last``."""
         self._add(SentFrame(parts, batch, size, self.producer.loop.time() + self.producer.limits.send_seconds))
 
     def take_over(self, frame: SentFrame) -> None:
-        """Queue a frame that is not stored anywhere, under numbers of its own, behind all others."""
-        self._sign(frame)
+        """Append a frame of another queue that is not stored anywhere, with new producer sequences."""
+        self._renumber_frame(frame)
         self._add(frame)
 
-    def _sign(self, frame: SentFrame) -> None:
-        """Numbers of its own, as the successor of the last frame."""
+    def _renumber_frame(self, frame: SentFrame) -> None:
+        """Give a frame new producer sequences, as the successor of the last frame."""
         producer, parts = self.producer, frame.parts
         parts.producer = frame.batch.producer = producer.id
         parts.first = frame.batch.first = producer.take(parts.count)
@@ -170,7 +172,7 @@ class PartitionSender:
         self._pump()
 
     def take_back(self) -> list[SentFrame]:
-        """All frames, none of which is stored, in order; they are no longer here."""
+        """Remove all frames, none of which is stored, and return them in order."""
         frames, self._frames = self._frames, deque()
         self.last = self._confirmed if self._confirmed_of == self.producer.id else 0
         self._broken = False
@@ -182,17 +184,17 @@ class PartitionSender:
 
     @property
     def full(self) -> bool:
-        """As many frames wait as may be under way: the sender had better wait too."""
+        """The window is full: callers that can wait should do so."""
         return len(self._frames) >= self.producer.limits.in_flight_frames
 
     @property
     def connected(self) -> bool:
-        """Its broker is there."""
+        """There is a link to the broker."""
         return self._link is not None and not self._link.closed
 
     @property
     def resolved(self) -> bool:
-        """The fate of everything that was sent is known."""
+        """Every sent frame has a result: none is under way or in doubt."""
         return not self._under_way and not any(frame.doubt for frame in self._frames)
 
     def _pump(self) -> None:
@@ -232,28 +234,28 @@ class PartitionSender:
             frame.parts.size,
         )
 
-    # --- the way there --------------------------------------------------------------------------
+    # --- partition number and link --------------------------------------------------------------
 
     def _find_route(self) -> None:
         if self._routing is None:
             self._routing = tasks.start(self._route(), f"plait-route-{self.subject}", failed=self._defect)
 
     def _defect(self, error: Exception) -> None:
-        """What asked for the route failed: what waits for it fails, the next send asks again."""
-        self.outlet.abandon(tasks.error_of(error))
+        """The task that asks for the number failed: fail the rows that wait for it. The next send asks again."""
+        self.subject_sender.abandon(tasks.error_of(error))
 
     async def _find(self) -> None:
-        """Learn the partition's number at its broker."""
+        """Ask the broker for the partition's number."""
         assert self.node is not None
         assert self.name is not None
         link = self._link
         routed: m.PartitionNumberReply = await self.node.request(
-            m.PartitionNumberRequest(self.name.name, self.outlet.delayed)
+            m.PartitionNumberRequest(self.name.name, self.subject_sender.delayed)
         )
         self._partition = routed.partition
         self._epoch = link.welcome.epoch if link is not None and link.welcome is not None else 0
         if self._stale is not None and self._stale != self._partition:
-            # Elsewhere than before: nothing of this producer is there.
+            # A different partition now, which has no rows of this producer.
             self._confirmed = 0
             self._broken = True
         self._stale = None
@@ -265,7 +267,7 @@ class PartitionSender:
             # The next link asks again.
             pass
         except (StaleRoute, SubjectNotFound) as error:
-            self._astray(error)
+            self._wrong_partition(error)
         except PlaitError as error:
             self._refuse_all(error)
         finally:
@@ -273,19 +275,19 @@ class PartitionSender:
         self._pump()
 
     def _refuse_all(self, error: PlaitError) -> None:
-        """The broker takes nothing at all at present."""
+        """The broker refused to tell the partition's number: refuse all frames."""
         if isinstance(error, REFUSALS):
             for frame in list(self._frames):
-                self._turned_away(frame, error)
+                self._refused_for_now(frame, error)
         else:
-            self.outlet.abandon(error)
+            self.subject_sender.abandon(error)
 
     def new_link(self, link: Link) -> None:
-        """The connection was made again: what was under way is sent again, in order."""
+        """There is a new link: resend the frames that were under way, in order."""
         self._link = link
         self._stop_elsewhere()
         if self._partition is not None and (link.welcome is None or link.welcome.epoch != self._epoch):
-            # A broker that lost its last moments may have given the number to another subject since.
+            # A broker that lost the tail of its log may have given the number to another partition.
             self._stale, self._partition = self._partition, None
         self._under_way = 0
         for frame in self._frames:
@@ -294,16 +296,16 @@ class PartitionSender:
         self._pump()
 
     def link_lost(self) -> None:
-        """The connection is gone; the broker may be back at once, or not for long."""
+        """The link is lost: wait for the next one, for a limited time."""
         if self._frames:
             self._unreached()
 
     def _unreached(self) -> None:
-        """Frames wait for a broker that is not connected; where the rows may go elsewhere, they do so after a while."""
+        """Frames wait for a disconnected broker. Start the timer after which they move, if they may."""
         if self.node is None:
-            self.outlet.look()
-        elif self._elsewhere is None and self.outlet.movable:
-            pause = self.outlet.patience(self)
+            self.subject_sender.look()
+        elif self._elsewhere is None and self.subject_sender.movable:
+            pause = self.subject_sender.patience(self)
             self._elsewhere = self.producer.loop.call_later(pause, self._go_elsewhere)
 
     def _go_elsewhere(self) -> None:
@@ -313,10 +315,10 @@ class PartitionSender:
         error = self.node.last_error if self.node is not None else None
         refusal = error or Unavailable(f"the broker of {self.name} is not connected")
         for frame in list(self._frames):
-            if not frame.sent and self.outlet.move(frame, self, refusal):
+            if not frame.sent and self.subject_sender.move(frame, self, refusal):
                 self._broken = True
         if any(not frame.sent for frame in self._frames):
-            # Nobody else takes them at present.
+            # No other partition takes them now.
             pause = self.producer.limits.send_retry_max_seconds
             self._elsewhere = self.producer.loop.call_later(pause, self._go_elsewhere)
 
@@ -328,29 +330,29 @@ class PartitionSender:
     # --- draining -------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Send nothing new; the outlet is told when the fate of what was sent is known."""
+        """Send no new frames, and call ``SubjectSender.resolved`` when every sent frame has a result."""
         self.draining = True
 
     def resume(self) -> None:
-        """Go on."""
+        """Send new frames again."""
         if self.draining:
             self.draining = False
             self._pump()
 
-    def _astray(self, error: PlaitError) -> None:
-        """The partition is not here, or does not take some of the rows: the route is another one."""
+    def _wrong_partition(self, error: PlaitError) -> None:
+        """The broker does not have the partition, or the partition does not take some rows: get a newer route."""
         self._broken = True
         version = error.details.get("version")
         if version is None:
-            # What was in it is gone with it.
+            # The partition was deleted, with its rows.
             self._partition = None
             self._confirmed = 0
             for frame in self._frames:
                 frame.doubt = False
         self.drain()
-        self.outlet.stale(int(version or 0))
+        self.subject_sender.stale(int(version or 0))
 
-    # --- answers --------------------------------------------------------------------------------
+    # --- replies --------------------------------------------------------------------------------
 
     def _answered(self, link: Link, frame: SentFrame, answer: Any, error: PlaitError | None) -> None:
         if link is not self._link or not frame.under_way:
@@ -364,16 +366,16 @@ class PartitionSender:
                 self.remove(frame)
             self._confirmed, self._confirmed_of = frame.parts.last, frame.parts.producer
             self._pause = 0.0
-            self.outlet.stored(self, frame)
+            self.subject_sender.stored(self, frame)
             frame.batch.partition = self.name
             self._settle(frame, answer.sequence, None)
         elif isinstance(error, Unavailable):
-            # The link is gone; the next one sends the frame again.
+            # The link is lost; the frame is resent over the next one.
             frame.doubt = True
             return
         elif isinstance(error, StaleRoute):
             frame.doubt = False
-            self._astray(error)
+            self._wrong_partition(error)
         elif isinstance(error, OutOfSequence):
             self._confirmed, self._confirmed_of = int(error.details.get("last", 0)), frame.parts.producer
             self._refused(frame, error)
@@ -381,26 +383,26 @@ class PartitionSender:
             if self._confirmed and self._confirmed_of == frame.parts.producer:
                 self._forget(frame, error)
             else:
-                # The broker never had a row of this queue: the frame's predecessor was refused or timed out.
+                # The broker never stored a row of this queue: the frame's predecessor was refused or timed out.
                 self._refused(frame, error)
         elif isinstance(error, REFUSALS):
-            self._turned_away(frame, error)
+            self._refused_for_now(frame, error)
         else:
             self.remove(frame)
             self._settle(frame, None, error)
             self._broken = True
             if isinstance(error, ProducerConflict) and frame.parts.producer == self.producer.id:
-                # Another process sends under this id: what is not sent yet gets another one.
+                # Another process uses this producer id: unsent frames get a new one.
                 self.producer.renew()
-        self._go_on()
+        self._after_answer()
 
-    def _go_on(self) -> None:
+    def _after_answer(self) -> None:
         if self.draining and self.resolved:
-            self.outlet.resolved()
+            self.subject_sender.resolved()
         self._pump()
 
     def _refused(self, frame: SentFrame, error: PlaitError) -> None:
-        """A frame does not follow what the broker has: sign it anew, unless that has been tried."""
+        """A frame does not follow the last stored row: make it do so and resend it, or fail it if it did so already."""
         self._broken = True
         frame.doubt = False
         confirmed = self._confirmed if self._confirmed_of == frame.parts.producer else 0
@@ -408,20 +410,20 @@ class PartitionSender:
             self.remove(frame)
             self._settle(frame, None, error)
 
-    def _turned_away(self, frame: SentFrame, error: PlaitError) -> None:
-        """The broker takes nothing at present.
+    def _refused_for_now(self, frame: SentFrame, error: PlaitError) -> None:
+        """The broker refuses all sends for now.
 
-        A frame in doubt stays, as the broker may have it from before, and so does one of a strict subject, or one that
-        is pinned: all are tried again until their time is over. Others go to another partition, or fail.
+        A frame in doubt stays, because the broker may have stored it earlier, and so does a frame of a strict subject
+        or of a pinned sender: they are resent until their deadline. Other frames move to another partition, or fail.
         """
         self._broken = True
         frame.refusal = error
-        if frame.doubt or self.outlet.holds:
+        if frame.doubt or self.subject_sender.holds:
             if self._retry is None:
                 limits = self.producer.limits
                 self._pause = min(self._pause * 2 or limits.send_retry_first_seconds, limits.send_retry_max_seconds)
                 self._retry = self.producer.loop.call_later(self._pause, self._try_again)
-        elif not self.outlet.move(frame, self, error):
+        elif not self.subject_sender.move(frame, self, error):
             self.remove(frame)
             self._settle(frame, None, error)
 
@@ -430,7 +432,7 @@ class PartitionSender:
         self._pump()
 
     def _repair(self) -> None:
-        """All answers are in: what is left follows what the broker has, in order."""
+        """All replies have arrived: make the remaining frames follow the last stored row, in order."""
         self._broken = False
         if self._forgotten is not None:
             self._renew(self._forgotten)
@@ -447,16 +449,17 @@ class PartitionSender:
         self.last = last if producer == self.producer.id else 0
 
     def _renumber(self) -> None:
-        """Frames of a producer id that was given up, and that the broker cannot have, are of the present one."""
+        """Give the current producer id to frames of an older one, unless the broker may have stored them."""
         for frame in self._frames:
             if frame.parts.producer != self.producer.id and not frame.doubt:
                 frame.parts.producer = frame.batch.producer = self.producer.id
                 frame.parts.first = frame.batch.first = self.producer.take(frame.parts.count)
 
     def _forget(self, frame: SentFrame, error: UnknownProducer) -> None:
-        """The broker has forgotten the producer: a frame that it may have from before is in doubt and fails (R9).
+        """The broker no longer knows the producer: a frame in doubt, which it may have stored earlier, fails (R9).
 
-        One that was sent once is definitely refused. It waits, with those behind it, until all answers are in.
+        A frame that was sent only once is definitely refused. It waits with the later ones until all replies have
+        arrived.
         """
         self._broken = True
         self._forgotten = error
@@ -465,21 +468,21 @@ class PartitionSender:
             self._settle(frame, None, error)
 
     def _renew(self, error: UnknownProducer) -> None:
-        """All answers are in, and the broker does not know the producer: what is not in doubt has a new id (R9)."""
+        """All replies have arrived. The broker no longer knows the producer: frames not in doubt get a new id (R9)."""
         self._forgotten = None
         if self._confirmed_of == self.producer.id:
             self.producer.renew()
         frames, self._frames = self._frames, deque()
         self._confirmed = self.last = 0
         for frame in frames:
-            if frame.doubt or self.outlet.pinned:
+            if frame.doubt or self.subject_sender.pinned:
                 self._settle(frame, None, error)
             else:
-                self._sign(frame)
+                self._renumber_frame(frame)
                 self._frames.append(frame)
 
     def remove(self, frame: SentFrame) -> None:
-        """The frame is no longer here."""
+        """Remove a frame, if it is still here."""
         try:
             self._frames.remove(frame)
         except ValueError:
@@ -487,11 +490,11 @@ class PartitionSender:
 
     def _settle(self, frame: SentFrame, sequence: int | None, error: PlaitError | None) -> None:
         if error is not None and frame.batch.posted:
-            self.outlet.note(error)
+            self.subject_sender.note(error)
         frame.batch.settle(sequence, error)
         self.producer.released(frame.size)
         if self._idle:
-            self._tell_idle()
+            self._wake_idle()
 
     def _arm(self, deadline: float) -> None:
         if self._timer is not None:
@@ -500,7 +503,7 @@ class PartitionSender:
         self._timer = self.producer.loop.call_at(deadline, self._expire)
 
     def _expire(self) -> None:
-        """Rows that got no answer in time fail to their caller; their fate is unknown unless they were refused."""
+        """Fail the rows without a reply in time. Whether they are stored is unknown, unless the broker refused them."""
         self._timer = None
         now = self.producer.loop.time()
         expired = [frame for frame in self._frames if frame.deadline <= now]
@@ -514,38 +517,40 @@ class PartitionSender:
         if self._frames:
             self._arm(min(frame.deadline for frame in self._frames))
         if expired:
-            self._go_on()
+            self._after_answer()
 
     def _timeout(self) -> Timeout:
         node = self.node or self.producer.router.meta
-        trouble = self.outlet.trouble or (node.last_error if node.link is None else None)
-        detail = f": {trouble}" if trouble else ""
+        cause = self.subject_sender.route_error or (node.last_error if node.link is None else None)
+        detail = f": {cause}" if cause else ""
         limit = self.producer.limits.send_seconds
         return Timeout(
-            f"no answer for a send to {self.subject!r} within {limit:g} s{detail}", subject=self.subject, seconds=limit
+            f"no answer for a send to {self.subject!r} within {limit:g} s{detail}",
+            subject=self.subject,
+            seconds=limit,
         )
 
     # --- waiting --------------------------------------------------------------------------------
 
-    def _tell_idle(self) -> None:
+    def _wake_idle(self) -> None:
         idle, self._idle = self._idle, []
         for future in idle:
             if not future.done():
                 future.set_result(None)
 
     async def wait_for_room(self) -> None:
-        """Until fewer frames wait than may be under way."""
+        """Wait until the window has room."""
         while self.full and self.producer.closed is None:
             future: asyncio.Future[None] = self.producer.loop.create_future()
             self._idle.append(future)
             await future
 
     def batches(self) -> list[PendingBatch]:
-        """Of all frames that wait."""
+        """The batches of all frames."""
         return [frame.batch for frame in self._frames]
 
     def stop(self) -> None:
-        """It is not used any more."""
+        """Cancel the timers: the sender is no longer used."""
         self._stop_timers()
 
     def _stop_timers(self) -> None:
@@ -554,11 +559,11 @@ class PartitionSender:
             if timer is not None:
                 timer.cancel()
         self._timer = self._retry = None
-        # Whoever waits for room looks again.
-        self._tell_idle()
+        # Callers that wait for room check again.
+        self._wake_idle()
 
     def abandon(self, error: PlaitError) -> None:
-        """Everything open fails."""
+        """Fail all frames with ``error``."""
         if self._routing is not None and error.code == "closed":
             self._routing.cancel()
         self._under_way = 0

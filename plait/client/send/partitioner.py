@@ -1,8 +1,8 @@
-"""Which partition a row goes to, where a subject has several.
+"""Chooses the partition of a row, where a subject has several.
 
-A row with a key goes where the route leads its logical partition. One without goes anywhere: to a partition at random,
-by its share of the logical partitions, among those whose broker is well. Rows that follow it go along until that
-frame leaves, as one frame of many rows costs less than many of one.
+A row with a key goes to the partition of its LP in the route. A row without a key may go to any partition: one is
+chosen at random, weighted by its number of LPs, among those whose broker is healthy. Later rows without keys go to the
+same partition until its frame is sealed, because one frame of many rows costs less than many frames of one row.
 """
 
 from __future__ import annotations
@@ -37,30 +37,40 @@ _LPS: Final = np.uint64(_MASK)
 
 
 class Partitioner(Generic[Queue]):
-    """The queues of one version of a route."""
+    """Chooses among the queues of one version of a route."""
 
-    __slots__ = ("_changes", "_loose", "_outlet", "_owners", "_table", "_until", "_weights", "_well", "queues")
+    __slots__ = (
+        "_changes",
+        "_healthy",
+        "_keyless",
+        "_owners",
+        "_subject_sender",
+        "_table",
+        "_until",
+        "_weights",
+        "queues",
+    )
 
-    def __init__(self, outlet: SubjectSender, queues: list[Queue], owners: npt.NDArray[np.int64]) -> None:
-        self._outlet = outlet
-        #: Those that rows are sent to.
+    def __init__(self, subject_sender: SubjectSender, queues: list[Queue], owners: npt.NDArray[np.int64]) -> None:
+        self._subject_sender = subject_sender
+        #: One for each partition that takes rows.
         self.queues = queues
-        #: Logical partition → the index of its queue, and the queue.
+        #: LP → the index of its queue; ``_table`` has the queue itself.
         self._owners = owners
         self._table: list[Queue] = [queues[owner] for owner in owners.tolist()]
-        self._well: list[Queue] = []
+        self._healthy: list[Queue] = []
         self._weights: list[int] = []
         self._changes = -1
         self._until = 0.0
-        self._loose = self.pick()
+        self._keyless = self.pick()
 
     # --- rows in --------------------------------------------------------------------------------
 
     def _queue(self, key: str | int | None) -> Queue:
         if key is None:
-            queue = self._loose
-            if queue.fresh:
-                queue = self._loose = self.pick()
+            queue = self._keyless
+            if queue.no_open_rows:
+                queue = self._keyless = self.pick()
             return queue
         if type(key) is not str or not 0 < len(key) < SHORT_KEY_MAX or not key.isascii():
             key = encode_key(key)
@@ -70,52 +80,55 @@ class Partitioner(Generic[Queue]):
     def post(
         self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
     ) -> Ticket:
-        """Add a row that leaves when its frame is full or has lingered."""
-        # What most rows are, in as few steps as possible.
+        """Add a row. It is sent when its frame is full, or after ``linger_seconds``."""
+        # The fast path for most rows.
         if type(key) is str and key.isascii() and 0 < len(key) < SHORT_KEY_MAX:
             return self._table[xxh3_64_intdigest(key.encode()) & _MASK].post(body, key, tags, headers)
-        queue = self._loose if key is None and self._loose._rows.bodies else self._queue(key)
+        queue = self._keyless if key is None and self._keyless._rows.bodies else self._queue(key)
         return queue.post(body, key, tags, headers)
 
     def send(
         self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
     ) -> tuple[PendingBatch, int]:
-        """Add a row that leaves at the end of this loop turn; where its fate shows."""
+        """Add a row that is sent at the end of this loop turn; returns its batch and its row number there."""
         return self._queue(key).send(body, key, tags, headers)
 
     async def send_oneway(
         self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
     ) -> Receipt:
-        """Add a row that leaves at the end of this turn, once, without an answer."""
+        """Add a row that is sent once, at the end of this loop turn, and gets no reply."""
         queue = self.pick() if key is None else self._queue(key)
         return await queue.send_oneway(body, key, tags, headers)
 
     # --- choosing -------------------------------------------------------------------------------
 
     def pick(self, *, but: PartitionSender | None = None) -> Queue:
-        """A queue for rows that may go anywhere; not ``but``."""
-        outlet = self._outlet
-        health = outlet.producer.health
-        if self._changes != health.changes or outlet.producer.loop.time() >= self._until:
-            self._look()
+        """A random queue for rows that may go to any partition, other than ``but``."""
+        sender = self._subject_sender
+        health = sender.producer.health
+        if self._changes != health.changes or sender.producer.loop.time() >= self._until:
+            self._choose_healthy()
         if but is not None:
-            others = [queue for queue in self._well if queue is not but]
+            others = [queue for queue in self._healthy if queue is not but]
             others = others or [queue for queue in self.queues if queue is not but]
             return others[min(int(chance.uniform(0, len(others))), len(others) - 1)]
-        last = len(self._well) - 1
-        return self._well[min(bisect_right(self._weights, chance.uniform(0, self._weights[-1])), last)]
+        last = len(self._healthy) - 1
+        return self._healthy[min(bisect_right(self._weights, chance.uniform(0, self._weights[-1])), last)]
 
-    def _look(self) -> None:
-        """Who is well: connected, taking sends, and not slow or failing of late. Never nobody."""
-        outlet = self._outlet
-        producer = outlet.producer
+    def _choose_healthy(self) -> None:
+        """Choose the healthy queues: connected, writable, and not recently slow or failing.
+
+        If there are none, the conditions are dropped one by one, so that at least one queue is chosen.
+        """
+        sender = self._subject_sender
+        producer = sender.producer
         now = producer.loop.time()
-        ends = [producer.health.avoided_until(outlet.group_of(queue)) for queue in self.queues]
-        writable = [n for n, queue in enumerate(self.queues) if outlet.writable(queue)]
+        ends = [producer.health.avoided_until(sender.group_of(queue)) for queue in self.queues]
+        writable = [n for n, queue in enumerate(self.queues) if sender.writable(queue)]
         connected = [n for n in writable if self.queues[n].connected]
         chosen = [n for n in connected if ends[n] <= now] or connected or writable or range(len(self.queues))
         shares = np.bincount(self._owners, minlength=len(self.queues)).tolist()
-        self._well = [self.queues[n] for n in chosen]
+        self._healthy = [self.queues[n] for n in chosen]
         self._weights = list(accumulate(shares[n] for n in chosen))
         self._changes = producer.health.changes
         self._until = min((end for end in ends if end > now), default=float("inf"))
@@ -123,9 +136,10 @@ class Partitioner(Generic[Queue]):
     # --- many rows ------------------------------------------------------------------------------
 
     def spread(self, hashes: Hashes | None, home: PartitionQueue | None = None) -> list[tuple[Queue, Rows | None]]:
-        """The queues of rows with these key hashes, and which rows each gets; None: all.
+        """The queues for rows with these key hashes, each with its row numbers; None: all rows.
 
-        Rows without keys go along with others, or where they are at ``home``, or anywhere.
+        Rows without keys go to the queue of the first row with a key. If no row has a key, they go to ``home`` if it is
+        still one of the queues, otherwise to a random queue.
         """
         if hashes is None:
             return [(self._home(home), None)]
@@ -144,23 +158,23 @@ class Partitioner(Generic[Queue]):
         return self.pick()
 
     def lps_of(self, queue: PartitionQueue) -> npt.NDArray[np.uint64]:
-        """The logical partitions that the route leads to a queue."""
+        """The LPs whose rows go to this queue."""
         return np.flatnonzero(self._owners == self.queues.index(queue)).astype(np.uint64)  # type: ignore[arg-type]
 
 
 class DelayedPartitioner(Partitioner[DelayedQueue]):
-    """The same for rows that are delivered at a time of their own."""
+    """Chooses the partition of delayed rows."""
 
     __slots__ = ()
 
     def post_at(
         self, due: int, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
     ) -> Ticket:
-        """``post`` such a row."""
+        """``post`` a row with its due time."""
         return self._queue(key).post_at(due, body, key, tags, headers)
 
     def send_at(
         self, due: int, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
     ) -> tuple[PendingBatch, int]:
-        """``send`` such a row."""
+        """``send`` a row with its due time."""
         return self._queue(key).send_at(due, body, key, tags, headers)

@@ -1,7 +1,7 @@
-"""What other threads post, on its way to the loop.
+"""Hands messages that other threads post to the event loop.
 
-``post`` of a blocking client appends here and wakes the loop once for all that come before it looks: no coroutine, no
-future and no waiting per message.
+``post`` of a blocking client appends here and wakes the loop once for all messages that are posted until the loop takes
+them. A posted message needs no coroutine and no future, and its thread does not wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plait.client.types import Ticket as LoopTicket
 from plait.errors import BufferFull, Closed, PlaitError, Timeout
 from plait.model import names
 
-#: Rows that one turn of the loop takes over; the socket is served in between.
+#: Rows that the loop takes in one turn; it serves the sockets between turns.
 TURN_COUNT = 5_000
 
 
@@ -33,42 +33,47 @@ class Ticket:
 
     def __init__(self, inbox: PostInbox) -> None:
         self._inbox = inbox
-        #: The loop's own ticket, once it has taken the row over...
+        #: The ticket of the asynchronous client, after the loop has taken the row...
         self._ticket: LoopTicket | None = None
-        #: ...or why it did not.
+        #: ...or the error if the client was closed before that.
         self._error: PlaitError | None = None
 
     @property
     def done(self) -> bool:
-        """Its fate is known."""
+        """The receipt or the error is known."""
         return self._error is not None or (self._ticket is not None and self._ticket.done)
 
     def result(self, timeout: Duration | None = None) -> Receipt:
-        """The receipt, or what went wrong; ``Timeout`` when its fate is open for longer, and it may still be stored."""
+        """The receipt; raises the error of the send.
+
+        Raises ``Timeout`` if neither is known within ``timeout``; the message may still be stored.
+        """
         if not self.done:
             seconds = None if timeout is None else seconds_of(timeout)
             try:
                 self._inbox.run(self._settled(), seconds)
             except TimeoutError:
-                raise Timeout(f"no receipt within {seconds:g} s; the message is still on its way") from None
+                raise Timeout(
+                    f"no receipt within {seconds:g} s; the message may still be stored, call result() again"
+                ) from None
         if self._error is not None:
             raise self._error
         assert self._ticket is not None
         return self._ticket._batch.receipt(self._ticket._row)
 
     async def _settled(self) -> None:
-        """On the loop: until its fate is known."""
+        """Runs on the loop: wait for the result."""
         self._inbox.take_all()
         if self._ticket is not None:
             await self._ticket._batch.wait()
 
 
-#: Subject, body, key, tags, headers, when it is due (None: at once), size and ticket.
+#: Subject, body, key, tags, headers, due time (None: not delayed), size and ticket.
 _Row = tuple[str, bytes, str | None, list[str] | None, dict[str, Any] | None, int | None, int, Ticket]
 
 
 class PostInbox:
-    """See the module."""
+    """Rows that were posted and not yet taken by the loop."""
 
     def __init__(self, producer: Producer, loop: asyncio.AbstractEventLoop, run: RunInLoop) -> None:
         self.run = run
@@ -90,7 +95,7 @@ class PostInbox:
         headers: Mapping[str, Any] | None,
         due: int | None = None,
     ) -> Ticket:
-        """From any thread. What is wrong with the row is raised here."""
+        """Add a row, from any thread. An invalid row raises here."""
         if subject not in self._known:
             names.check("subject", subject)
             self._known.add(subject)
@@ -121,7 +126,7 @@ class PostInbox:
             try:
                 self._loop.call_soon_threadsafe(self._turn)
             except RuntimeError:
-                raise Closed("the interpreter is ending; nothing can be sent any more") from None
+                raise Closed("the interpreter is shutting down; post before the program ends") from None
         return ticket
 
     def _turn(self) -> None:
@@ -133,7 +138,7 @@ class PostInbox:
             self._loop.call_soon(self._turn)
 
     def take_all(self) -> None:
-        """On the loop: everything posted so far is in the producer's hands."""
+        """Runs on the loop: give all posted rows to the producer."""
         self._take(len(self._rows))
 
     def _take(self, count: int) -> None:

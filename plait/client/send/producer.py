@@ -1,7 +1,8 @@
-"""Sending: rows into frames, frames to the broker, and every frame's fate back to who asked.
+"""The sending side of a client: numbers rows, bounds the buffer, and gives each subject a sender.
 
-Sequences count over all subjects of one producer id; each partition of a subject has a queue that sends its frames in
-order and names each one's predecessor, so that a resend after a lost connection stores nothing twice (R7).
+Producer sequences count over all subjects of one producer id. Each partition has a queue that sends its frames in
+order, each with the producer sequence of its predecessor, so that a resend after a lost connection stores nothing
+twice (R7).
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
     from plait.client.send.partition_sender import PartitionSender
 
 
-#: Senders that look again at a time when the buffer has room.
+#: Callers that are woken at a time when the buffer has room.
 WAKE_MAX = 500
 
 
 def new_producer_id() -> int:
-    """A number nobody else has: 63 random bits, never 0."""
+    """A unique number: 63 random bits, never 0."""
     return chance.bits(63) | 1
 
 
 class Producer:
-    """All sending of one client."""
+    """Sends everything that one client sends."""
 
     def __init__(
         self,
@@ -51,32 +52,32 @@ class Producer:
     ) -> None:
         self.router = router
         self.limits = limits
-        #: What may be buffered; 0 while senders wait for room, so that those that come later wait behind them.
+        #: The limit of the buffer; 0 while callers wait for room, so that later callers queue behind them.
         self.buffer_bytes = limits.buffer_bytes
         self.now = clock_now
-        #: The first microsecond that is not over: what delays are counted from, so that none ends early.
+        #: The current time rounded up to a microsecond. Delays count from it, so that none ends early.
         self.next_now = clock_next
         self.compression = compression
         self.id = new_producer_id()
         self.next = 1
-        #: Oneway rows have an id of their own: a lost one must not break the order of the others.
+        #: Oneway rows have a separate id: a lost one must not leave a hole in the sequences of the others.
         self.oneway_id = new_producer_id()
         self.oneway_next = 1
-        #: Bytes of rows that are buffered or under way.
+        #: Bytes of rows that are buffered or sent and not yet answered.
         self.buffered = 0
         self.closed: PlaitError | None = None
         #: The first error of a posted frame since the last flush.
         self.error: PlaitError | None = None
-        #: What a subject's rows are given to at present: its one queue, or who chooses among several...
+        #: Where the rows of a subject enter: its only queue, or a partitioner...
         self.queues: dict[str, Entry] = {}
-        #: ...and its delayed rows.
+        #: ...and where its delayed rows enter.
         self.delayed: dict[str, DelayedQueue | DelayedPartitioner] = {}
-        #: By subject, and whether it is for delayed rows.
-        self._outlets: dict[tuple[str, bool], SubjectSender] = {}
-        #: Which broker groups answer well.
+        #: (subject, delayed) → its sender; delayed rows have a separate one.
+        self._subject_senders: dict[tuple[str, bool], SubjectSender] = {}
+        #: How fast each broker group answers.
         self.health = GroupHealth()
-        self._lanes: dict[Node, list[PartitionSender]] = {}
-        #: Senders that wait for room in the buffer, the one that came first first.
+        self._partition_senders: dict[Node, list[PartitionSender]] = {}
+        #: Callers that wait for room in the buffer, in the order of arrival.
         self._room: dict[object, asyncio.Future[None]] = {}
         self._urgent: list[PartitionQueue] = []
         router.on_route.append(self._new_route)
@@ -86,54 +87,54 @@ class Producer:
     def open(self) -> None:
         self.loop = asyncio.get_running_loop()
 
-    def outlet(self, subject: str, *, delayed: bool = False) -> SubjectSender:
-        """A subject's way out."""
-        outlet = self._outlets.get((subject, delayed))
-        if outlet is None:
+    def subject_sender(self, subject: str, *, delayed: bool = False) -> SubjectSender:
+        """The sender of a subject, made on first use."""
+        sender = self._subject_senders.get((subject, delayed))
+        if sender is None:
             names.check("subject", subject)
-            outlet = self._outlets[subject, delayed] = SubjectSender(self, subject, delayed=delayed)
-        outlet.used_at = self.loop.time()
-        return outlet
+            sender = self._subject_senders[subject, delayed] = SubjectSender(self, subject, delayed=delayed)
+        sender.used_at = self.loop.time()
+        return sender
 
     def _uses(self, subject: str) -> bool:
-        """Something was sent to the subject of late; what is kept for one that is idle is dropped."""
+        """Whether the subject still needs its route. Drops its senders if they are idle."""
         self._drop_idle(subject, self.loop.time() - self.limits.sender_idle_seconds)
-        return any((subject, delayed) in self._outlets for delayed in (False, True))
+        return any((subject, delayed) in self._subject_senders for delayed in (False, True))
 
     def _drop_idle(self, subject: str, oldest: float = math.inf) -> None:
-        """Drop what is kept for a subject, unless rows wait there or were sent after ``oldest`` (loop time)."""
+        """Drop the senders of a subject, unless they have rows or sent some after ``oldest`` (loop time)."""
         for delayed in (False, True):
-            outlet = self._outlets.get((subject, delayed))
-            if outlet is not None and outlet.idle(oldest):
-                self._drop(outlet)
+            sender = self._subject_senders.get((subject, delayed))
+            if sender is not None and sender.idle(oldest):
+                self._drop(sender)
 
-    def _drop(self, outlet: SubjectSender) -> None:
-        """The next send finds its way again: the broker says which row of this producer it had last."""
-        del self._outlets[outlet.subject, outlet.delayed]
-        (self.delayed if outlet.delayed else self.queues).pop(outlet.subject, None)
-        for queue in outlet.queues():
+    def _drop(self, sender: SubjectSender) -> None:
+        """Forget a sender. The next send makes a new one; the broker then reports the last row that it has stored."""
+        del self._subject_senders[sender.subject, sender.delayed]
+        (self.delayed if sender.delayed else self.queues).pop(sender.subject, None)
+        for queue in sender.queues():
             if queue.node is not None:
-                self._lanes[queue.node].remove(queue)
+                self._partition_senders[queue.node].remove(queue)
             queue.stop()
 
     def queue(self, subject: str) -> Entry:
-        """What a subject's rows are given to."""
-        return self.queues.get(subject) or self.outlet(subject).entry
+        """Where the rows of a subject enter."""
+        return self.queues.get(subject) or self.subject_sender(subject).entry
 
     def delayed_queue(self, subject: str) -> DelayedQueue | DelayedPartitioner:
-        """What a subject's delayed rows are given to."""
+        """Where the delayed rows of a subject enter."""
         if subject not in self.delayed:
-            self.outlet(subject, delayed=True)
+            self.subject_sender(subject, delayed=True)
         return self.delayed[subject]
 
     def _new_route(self, route: SubjectRoute) -> None:
         for delayed in (False, True):
-            outlet = self._outlets.get((route.subject, delayed))
-            if outlet is not None:
-                outlet.begin(route)
+            sender = self._subject_senders.get((route.subject, delayed))
+            if sender is not None:
+                sender.begin(route)
 
     def take(self, count: int) -> int:
-        """The next ``count`` producer sequences; the first of them."""
+        """Reserve ``count`` producer sequences; returns the first."""
         first = self.next
         self.next += count
         return first
@@ -144,17 +145,17 @@ class Producer:
         return first
 
     def renew(self) -> None:
-        """Another producer id: the broker does not know this one any more (R9)."""
+        """Take a new producer id, because the broker no longer knows this one (R9)."""
         self.id = new_producer_id()
         self.next = 1
-        for lanes in self._lanes.values():
-            for lane in lanes:
-                lane.last = 0
+        for senders in self._partition_senders.values():
+            for sender in senders:
+                sender.last = 0
 
     # --- the turn -------------------------------------------------------------------------------
 
     def soon(self, queue: PartitionQueue) -> None:
-        """Send the queue's open rows at the end of this loop turn."""
+        """Seal the queue's open rows at the end of this loop turn."""
         if not self._urgent:
             self.loop.call_soon(self._end_turn)
         self._urgent.append(queue)
@@ -168,7 +169,7 @@ class Producer:
     # --- room -----------------------------------------------------------------------------------
 
     def refuse_when_full(self) -> None:
-        """For ``post``, which does not wait."""
+        """Raise ``BufferFull`` if the buffer is full: ``post`` does not wait."""
         if self.closed is not None:
             raise self.closed
         if self.buffered >= self.buffer_bytes:
@@ -180,7 +181,7 @@ class Producer:
             )
 
     async def room(self) -> None:
-        """Wait until the buffer takes more and those that came before have gone; the caller adds its rows at once."""
+        """Wait until the buffer has room and all earlier callers are served. The caller must add its rows at once."""
         if self.closed is not None:
             raise self.closed
         limit = self.limits.buffer_bytes
@@ -191,7 +192,7 @@ class Producer:
         try:
             async with asyncio.timeout(self.limits.send_seconds):
                 while True:
-                    # In its place, also when it waits again.
+                    # A dict keeps the position of a key, so a caller that waits again keeps its turn.
                     future = self._room[me] = self.loop.create_future()
                     await future
                     if self.closed is not None:
@@ -200,7 +201,8 @@ class Producer:
                         return
         except TimeoutError:
             raise Timeout(
-                f"the send buffer stayed full for {self.limits.send_seconds:g} s; the server takes less than is sent"
+                f"the send buffer was full for {self.limits.send_seconds:g} s (limit `buffer_bytes`); "
+                "the server stores less than this client sends: send more slowly"
             ) from None
         finally:
             self._room.pop(me, None)
@@ -210,15 +212,15 @@ class Producer:
                 self._wake_waiting()
 
     def released(self, size: int) -> None:
-        """Rows are settled: their bytes are free."""
+        """Rows have a result: free their bytes in the buffer."""
         self.buffered -= size
         if self._room and self.buffered < self.limits.buffer_bytes:
             self._wake_waiting()
 
     def _wake_waiting(self) -> None:
-        """Let those that wait look again, in their order: many at a time, so that their rows leave in one frame."""
+        """Wake waiting callers in order: many at a time, so that their rows share a frame."""
         if next(iter(self._room.values())).done():
-            # They have not looked yet.
+            # Callers that were woken before have not run yet.
             return
         for future in list(itertools.islice(self._room.values(), WAKE_MAX)):
             if not future.done():
@@ -226,37 +228,37 @@ class Producer:
 
     # --- connection -----------------------------------------------------------------------------
 
-    def attach(self, lane: PartitionSender, node: Node) -> None:
-        """The lane's frames go over this node's links."""
-        lanes = self._lanes.get(node)
-        if lanes is None:
-            lanes = self._lanes[node] = []
+    def attach(self, sender: PartitionSender, node: Node) -> None:
+        """Notify the sender of this node's new and lost links."""
+        senders = self._partition_senders.get(node)
+        if senders is None:
+            senders = self._partition_senders[node] = []
             node.on_link.append(lambda link: self._new_link(node, link))
             node.on_lost.append(lambda: self._link_lost(node))
-        lanes.append(lane)
+        senders.append(sender)
 
     def _new_link(self, node: Node, link: Link) -> None:
-        self.health.news()
-        for lane in list(self._lanes[node]):
-            lane.new_link(link)
+        self.health.changed()
+        for sender in list(self._partition_senders[node]):
+            sender.new_link(link)
 
     def _link_lost(self, node: Node) -> None:
-        self.health.news()
-        for lane in list(self._lanes[node]):
-            lane.link_lost()
+        self.health.changed()
+        for sender in list(self._partition_senders[node]):
+            sender.link_lost()
 
     async def flush(self) -> None:
-        """Until the fate of everything posted so far is known; raises the first error since the last flush."""
-        batches = [batch for outlet in list(self._outlets.values()) for batch in outlet.unsettled()]
+        """Wait until every posted row has a result; raises the first error since the last flush."""
+        batches = [batch for sender in list(self._subject_senders.values()) for batch in sender.unsettled()]
         for batch in batches:
             await batch.wait()
-        # In one step with raising it: a flush that is cancelled while it waits leaves the error to the next one.
+        # No await before the raise: a flush that is cancelled while it waits leaves the error to the next flush.
         error, self.error = self.error, None
         if error is not None:
             raise error
 
     async def close(self) -> PlaitError | None:
-        """Send what is buffered, then refuse more; what went wrong with posted messages since the last flush."""
+        """Send the buffered rows, then refuse more. Returns the first error of posted messages since the last flush."""
         error: PlaitError | None = None
         try:
             async with asyncio.timeout(self.limits.send_seconds):
@@ -268,14 +270,14 @@ class Producer:
                 f"{self.buffered} bytes of messages had no answer within {self.limits.send_seconds:g} s; "
                 "they may or may not be stored"
             )
-        self.abandon(Closed("the client is closed"))
+        self.abandon(Closed("the client is closed; connect again"))
         return error
 
     def abandon(self, error: PlaitError) -> None:
-        """Settle everything that is open with an error."""
+        """Fail everything that has no result yet, and refuse more."""
         self.closed = error
-        for outlet in self._outlets.values():
-            outlet.abandon(error)
+        for sender in self._subject_senders.values():
+            sender.abandon(error)
         for future in self._room.values():
             if not future.done():
                 future.set_result(None)

@@ -1,4 +1,4 @@
-"""Rows of a frame that is not stored, as other frames: split over partitions, or under other logical partitions."""
+"""Rebuilds a frame that is not stored: splits it over partitions, or moves its rows to other LPs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def take_rows(
     first: int,
     flags: int = 0,
 ) -> FrameParts:
-    """These rows of a frame (None: all) with these hashes of all its rows, as a frame of their own."""
+    """A new frame of some rows of ``frame`` (None: all). ``hashes`` are the key hashes of all its rows."""
     index = None if rows is None else pa.array(rows)
 
     def column(number: Column) -> pa.Array | None:
@@ -60,14 +60,14 @@ def take_rows(
 
 
 def restamp(hashes: Hashes, lps: npt.NDArray[np.uint64]) -> Hashes:
-    """The hashes under some of these logical partitions (R6): what tells keys apart, the upper bits, stays."""
+    """Replace the LP in each hash by one of ``lps`` (R6). The upper bits, which distinguish keys, do not change."""
     keys = hashes >> _LP_BITS
     stamped = keys << _LP_BITS | lps[(keys % np.uint64(len(lps))).astype(np.int64)]
     return np.where(hashes == NO_KEY_HASH, hashes, stamped)
 
 
 def groups_of(targets: npt.NDArray[np.int64]) -> list[tuple[int, Rows | None]]:
-    """Each target with its rows in order; None: all rows have one target."""
+    """Each target with its rows in order; None instead of the rows if there is only one target."""
     first = int(targets[0])
     if (targets == first).all():
         return [(first, None)]

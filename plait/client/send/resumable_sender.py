@@ -1,12 +1,12 @@
-"""Sending that another process can go on with, so that a resend after its end stores nothing twice.
+"""A sender whose state is saved, so that another process can resend without storing anything twice.
 
-A client numbers what it sends, and brokers know a number again; the numbers die with the process. Here they are the
-caller's: he is told them before rows leave, writes them down, and whoever comes after him sends the same rows under the
-same numbers. A broker that has them says so and stores nothing.
+A client numbers its rows, and brokers recognize a number that they have stored; normally the numbers are lost with the
+process. This sender returns its numbers to the caller (``position``), which saves them before rows are sent. After a
+crash the next process sends the same rows with the same numbers, and a broker that has them stores nothing.
 
-That holds as long as the same rows go to the same partitions, which ``Prepared.digest`` shows, and as long as brokers
-remember a producer that is silent, which is a week. So no row goes elsewhere because its broker is away or takes
-nothing: it waits, and fails when its time is over, whatever the subject's order.
+This works only if the same rows go to the same partitions, which the caller checks with ``Prepared.digest``, and only
+while brokers remember an idle producer, which is a week. Rows therefore never move to another partition because their
+broker is down or refuses them: they wait, and fail after ``send_seconds``, for every order strategy.
 """
 
 from __future__ import annotations
@@ -28,85 +28,85 @@ from plait.model.logical_partitions import NO_KEY_HASH, Hashes
 
 
 class SendPosition(msgspec.Struct, frozen=True):
-    """The numbers that the next rows get."""
+    """The state of a resumable sender: the numbers of the next rows."""
 
     producer: int
     next: int
-    #: The send time of the next rows: a broker knows a frame again by its checksum, so a resend has to be the same.
+    #: The send time of the next rows. A broker recognizes a frame by its checksum, so a resend must be identical.
     send_time: int = 0
-    #: Partition, as ``name@group`` → the number of the last row that is stored there.
+    #: Partition as ``name@group`` → the producer sequence of the last row sent to it.
     last: dict[str, int] = {}
 
 
 class OutgoingRows(NamedTuple):
-    """Rows to be sent, a few frames' worth; columns of equal length."""
+    """Rows to send, enough for a few frames, as columns of equal length."""
 
     bodies: pa.Array
-    #: "": none.
+    #: "" for a row without a key.
     keys: Sequence[str]
-    #: Encoded, empty where there are none.
+    #: Encoded; empty for a row without tags, and likewise for headers.
     tags: Sequence[bytes]
     headers: Sequence[bytes]
-    #: What tells each row apart; one without a key goes to a partition by it.
+    #: Unique for each row; the id chooses the partition of a row without a key.
     ids: Sequence[str]
 
 
 class Prepared(NamedTuple):
-    """Rows and where they are about to go."""
+    """Rows and the partitions that they are to be sent to."""
 
     rows: OutgoingRows
     pieces: Pieces
     hashes: Hashes
-    #: The same for the same rows on the same ways.
+    #: Equal for the same rows and the same partitions.
     digest: str
 
 
 class ResumableSender:
-    """Sends to one subject; the client sends nothing else meanwhile."""
+    """Sends to one subject. Its client must not send anything else."""
 
     def __init__(self, client: Client, subject: str) -> None:
         self._node = client._node
         self._producer = client._producer
-        self._outlet = self._producer.outlet(subject)
-        self._outlet.pinned = True
+        self._sender = self._producer.subject_sender(subject)
+        self._sender.pinned = True
         self._send_time = 0
 
     async def open(self) -> None:
-        """Find out where the subject's rows go."""
-        await self._outlet.ready()
+        """Get the route of the subject."""
+        await self._sender.ready()
 
     @property
     def servers(self) -> list[str]:
-        """The addresses that its client was given, and those of the same cluster that it has learned of."""
+        """The addresses that the client was given, and the other addresses of the cluster that it knows."""
         return list(self._node.addresses)
 
     @property
     def position(self) -> SendPosition:
-        """To be written down before rows leave."""
-        last = {str(queue.name): queue.last for queue in self._outlet.queues() if queue.name is not None and queue.last}
+        """The state to save before rows are sent."""
+        last = {str(queue.name): queue.last for queue in self._sender.queues() if queue.name is not None and queue.last}
         return SendPosition(self._producer.id, self._producer.next, self._send_time, last)
 
-    def go_on(self, position: SendPosition) -> None:
-        """The next rows get these numbers; before any were sent."""
+    def resume_at(self, position: SendPosition) -> None:
+        """Restore a saved state. Call it before rows are sent."""
         self._producer.id, self._producer.next = position.producer, position.next
         self._send_time = position.send_time
-        for queue in self._outlet.queues():
+        for queue in self._sender.queues():
             queue.last = position.last.get(str(queue.name), 0)
 
     def prepare(self, rows: OutgoingRows) -> Prepared:
-        """Decide where rows go, and when they are sent; nothing is sent yet."""
+        """Choose the partitions and the send time of rows, without sending them."""
         self._send_time = self._producer.now()
         count = len(rows.ids)
         hashes = hash_keys(rows.keys, count)
-        # By chance would do for rows without keys, if it fell twice the same way.
+        # A row without a key could go to any partition, but a resend must choose the same one: hash its id.
         ways = np.where(hashes == NO_KEY_HASH, hash_keys(rows.ids, count), hashes)
-        pieces = self._outlet.spread(ways)
+        pieces = self._sender.spread(ways)
         parts = [f"{queue.name}:{count if chosen is None else len(chosen)}" for queue, chosen in pieces]
         digest = xxh3_64_intdigest("\n".join([*parts, *rows.ids]).encode())
         return Prepared(rows, pieces, hashes, f"{digest:016x}")
 
     async def send(self, prepared: Prepared) -> None:
-        """Store the rows, in order; raises the first error. Nothing may be awaited between ``prepare`` and this."""
+        """Store the rows in order; raises the first error. The caller must not await between ``prepare`` and this."""
         batch = PendingBatch()
         batch.count = len(prepared.rows.ids)
         pieces = prepared.pieces

@@ -1,4 +1,4 @@
-"""``send_many``: columns straight into frames, a frame at a time, with the broker working meanwhile."""
+"""``send_many``: builds frames from columns, and builds the next frame while the broker stores the last one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from plait.model.logical_partitions import Hashes
 if TYPE_CHECKING:
     from plait.client.send.producer import Producer
 
-#: Of all rows, or of each.
+#: One value for all rows, or one for each.
 Tags = str | Iterable[str] | Sequence[Iterable[str] | None]
 Headers = Mapping[str, str | int | float | bool] | Sequence[Mapping[str, str | int | float | bool] | None]
 
-#: Rows looked at first, to learn how large they are.
+#: Rows that are measured first, to estimate the size of a row.
 SAMPLE_COUNT = 256
-#: Frames' worth of rows that are taken together, where they are spread over partitions: all may go to the same one.
+#: If rows are spread over partitions, one step takes rows for this many frames: all may go to the same partition.
 SPREAD_MAX = 4
 
 
@@ -43,10 +43,10 @@ async def send_many(
     tags: Tags | None = None,
     headers: Headers | None = None,
 ) -> Receipts:
-    """Store all bodies in order; the receipts once the broker has them.
+    """Store all bodies in order; returns the receipts when the broker has stored them.
 
-    ``tags`` and ``headers`` are for all rows, or one a row. ``when`` says for so many rows when they are to be
-    delivered. Raises the first error; the bodies before the one it is about may be stored.
+    ``tags`` and ``headers`` are one value for all rows, or one for each. ``when`` returns the due times of that many
+    rows. Raises the first error; other bodies may be stored.
     """
     if isinstance(bodies, pa.ChunkedArray):
         bodies = bodies.combine_chunks()
@@ -54,30 +54,30 @@ async def send_many(
         raise InvalidArgument("send_many takes a list of bodies; use send for one")
     total = len(bodies)
     if keys is not None and len(keys) != total:
-        raise InvalidArgument(f"{len(keys)} keys do not fit {total} bodies")
+        raise InvalidArgument(f"{len(keys)} keys for {total} bodies; give one for each, or None")
     labels = _Encoded(tags, encode_tags, _is_one_tags, "tags", total)
     properties = _Encoded(headers, encode_headers, lambda given: isinstance(given, Mapping), "headers", total)
     dues = None if when is None else when(total)
-    outlet = producer.outlet(subject, delayed=dues is not None)
+    sender = producer.subject_sender(subject, delayed=dues is not None)
     limits = producer.limits
-    outlet.seal()
+    sender.seal()
     batches: list[PendingBatch] = []
     position = 0
-    step = _rows_for(outlet, _column(bodies, 0, min(total, SAMPLE_COUNT))) if total else 0
+    step = _rows_for(sender, _column(bodies, 0, min(total, SAMPLE_COUNT))) if total else 0
     while position < total:
         array = _column(bodies, position, min(position + step, total))
         count = len(array)
         tagged, described = labels.rows(position, count), properties.rows(position, count)
         size = _size(array) + sum(map(len, tagged or ())) + sum(map(len, described or ()))
-        if size > 2 * limits.many_frame_bytes * _lanes(outlet) and count > 1:
-            step = max(1, count // (1 + size // (limits.many_frame_bytes * _lanes(outlet))))
+        if size > 2 * limits.many_frame_bytes * _frames_per_step(sender) and count > 1:
+            step = max(1, count // (1 + size // (limits.many_frame_bytes * _frames_per_step(sender))))
             continue
         _refuse_large(array, _size(array))
         if producer.buffered >= producer.buffer_bytes:
             await producer.room()
         texts = None if keys is None else [_key(key) for key in keys[position : position + count]]
         hashes = None if texts is None else hash_keys(texts, count)
-        pieces = await _room(producer, outlet, hashes)
+        pieces = await _room(producer, sender, hashes)
         due = dues if dues is None or isinstance(dues, int) else dues[position : position + count]
         batch = PendingBatch() if due is None else ScheduledBatch(due)
         texts_column = None if texts is None else pa.array(texts, pa.string())
@@ -85,8 +85,8 @@ async def send_many(
         batches.append(batch)
         _push(producer, pieces, columns, batch)
         position += count
-        step = _rows_for(outlet, array, size)
-        # The socket is served between frames.
+        step = _rows_for(sender, array, size)
+        # Lets the loop serve the socket between frames.
         await asyncio.sleep(0)
     for batch in batches:
         await batch.wait()
@@ -98,7 +98,7 @@ async def send_many(
 
 
 class Columns(NamedTuple):
-    """Rows on their way into frames."""
+    """Rows that are to become frames, as columns."""
 
     bodies: pa.Array
     keys: pa.Array | None
@@ -108,7 +108,7 @@ class Columns(NamedTuple):
     headers: pa.Array | None = None
 
     def take(self, rows: Rows) -> Columns:
-        """Some of them."""
+        """The rows with these numbers."""
         index = pa.array(rows)
         return Columns(
             self.bodies.take(index),
@@ -121,7 +121,7 @@ class Columns(NamedTuple):
 
 
 class _Encoded:
-    """Tags or headers of rows: one for all of them, or one a row."""
+    """Tags or headers of rows: one value for all, or one for each."""
 
     def __init__(
         self,
@@ -140,12 +140,12 @@ class _Encoded:
             self._one = encode(given)
         elif not isinstance(given, Sequence) or len(given) != total:
             found = f"{len(given)}" if isinstance(given, Sequence) else f"a {type(given).__name__}"
-            raise InvalidArgument(f"{name} for {total} bodies: give one for all, or a list of one a row, not {found}")
+            raise InvalidArgument(f"{name} for {total} bodies: give one for all, or one for each, not {found}")
         else:
             self._each = given
 
     def rows(self, start: int, count: int) -> list[bytes] | None:
-        """The encoded values of some rows; None: none has any."""
+        """The encoded values of ``count`` rows from ``start``; None if no row has any."""
         if self._one is not None:
             return [self._one] * count
         if self._each is None:
@@ -157,7 +157,7 @@ class _Encoded:
 
 
 def _is_one_tags(given: Any) -> bool:
-    """Text, or texts: the tags of every row. Lists of texts are one a row."""
+    """True for the tags of all rows: a str, or a sequence of str. A sequence of lists has the tags of each row."""
     return isinstance(given, str) or (isinstance(given, Sequence) and all(isinstance(each, str) for each in given))
 
 
@@ -165,12 +165,12 @@ def _bytes_column(rows: list[bytes] | None) -> pa.Array | None:
     return None if rows is None else pa.array(rows, pa.binary())
 
 
-async def _room(producer: Producer, outlet: SubjectSender, hashes: Hashes | None) -> Pieces:
-    """Where rows with these hashes go, once there is room in all of those queues."""
+async def _room(producer: Producer, sender: SubjectSender, hashes: Hashes | None) -> Pieces:
+    """The queues for rows with these hashes, when all of those queues have room."""
     while True:
         if producer.closed is not None:
             raise producer.closed
-        pieces = outlet.spread(hashes)
+        pieces = sender.spread(hashes)
         full = next((queue for queue, _ in pieces if queue.full), None)
         if full is None:
             return pieces
@@ -178,11 +178,11 @@ async def _room(producer: Producer, outlet: SubjectSender, hashes: Hashes | None
 
 
 def _push(producer: Producer, pieces: Pieces, columns: Columns, batch: PendingBatch) -> None:
-    """A frame for each piece."""
+    """Push a frame to the queue of each piece."""
     batch.count = len(columns.bodies)
     batches = [batch] if len(pieces) == 1 else split_batch(batch, [rows for _, rows in pieces])
     for (queue, rows), part in zip(pieces, batches, strict=True):
-        # Rows that were added while this call waited for room come first, as their calls did.
+        # Rows that other calls added while this one waited for room are sent first.
         queue.seal()
         bodies, keys, hashes, dues, tags, headers = columns if rows is None else columns.take(rows)
         count = len(bodies)
@@ -204,16 +204,16 @@ def _push(producer: Producer, pieces: Pieces, columns: Columns, batch: PendingBa
         queue.push(parts, part, parts.size)
 
 
-def _lanes(outlet: SubjectSender) -> int:
-    """Frames that rows are spread over, about; more than a few do not make one step larger."""
-    return min(len(outlet.entry.queues), SPREAD_MAX) if isinstance(outlet.entry, Partitioner) else 1
+def _frames_per_step(sender: SubjectSender) -> int:
+    """How many frames one step makes: one for each partition, at most ``SPREAD_MAX``."""
+    return min(len(sender.entry.queues), SPREAD_MAX) if isinstance(sender.entry, Partitioner) else 1
 
 
-def _rows_for(outlet: SubjectSender, sample: pa.Array, size: int | None = None) -> int:
-    """Rows like these that make a frame, or one for each of the partitions."""
-    limits, lanes = outlet.producer.limits, _lanes(outlet)
+def _rows_for(sender: SubjectSender, sample: pa.Array, size: int | None = None) -> int:
+    """How many rows like those of ``sample`` one step takes."""
+    limits, frames = sender.producer.limits, _frames_per_step(sender)
     count = len(sample) * limits.many_frame_bytes // max(_size(sample) if size is None else size, 1)
-    return max(1, min(limits.many_frame_count, count) * lanes)
+    return max(1, min(limits.many_frame_count, count) * frames)
 
 
 def _column(bodies: Sequence[Any] | pa.Array, start: int, stop: int) -> pa.Array:
@@ -227,7 +227,7 @@ def _column(bodies: Sequence[Any] | pa.Array, start: int, stop: int) -> pa.Array
 
 
 def _size(array: pa.Array) -> int:
-    """Bytes of the rows themselves; an array cut out of a larger one counts only its own."""
+    """The bytes of the rows. A slice of a larger array counts only its own rows."""
     if array.type not in (pa.binary(), pa.string()):
         return int(array.nbytes)
     offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset : array.offset + len(array) + 1]

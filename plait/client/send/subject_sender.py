@@ -1,12 +1,12 @@
-"""One subject's way out: its route, a queue for each partition, and the change from one route to the next.
+"""Sends the rows of one subject: has its route, a queue for each partition, and changes from one route to the next.
 
-When the route changes, every queue that loses logical partitions drains: it sends nothing new, and what it has sent is
-answered or sent again until it is. Rows that come meanwhile still join the old queues. Once the fate of everything is
-known, what is not stored is taken back and goes where the new route leads, split where it has to be, and from then on
-so does what is new: in one step, so no row overtakes another of its key (R8).
+When the route changes, every queue that loses LPs drains: it sends no new frames, and resends sent frames until they
+are answered. New rows still enter the old queues. When every sent frame has a result, the frames that are not stored
+are taken back and given to the queues of the new route, split where necessary, and new rows enter those queues as well.
+All of this is one step, so no row overtakes another row of its key (R8).
 
-What a broker definitely refused goes to another partition, unless the subject is strict (R6), or the outlet is pinned:
-then its rows have numbers that a later process goes by, and those mean something at one partition only.
+A frame that a broker definitely refused moves to another partition, unless the subject is strict (R6) or the sender is
+pinned. Rows of a pinned sender have numbers that a later process resends, and those are valid at one partition only.
 """
 
 from __future__ import annotations
@@ -25,38 +25,39 @@ from plait.client.send.partitioner import DelayedPartitioner, Partitioner
 from plait.client.send.regroup import Rows, restamp, take_rows
 from plait.client.types import PartitionName, PendingBatch, ScheduledBatch
 from plait.errors import DiskFull, FlowControl, LimitExceeded, PlaitError, ReadOnly
+from plait.frame.frame_lps import key_hashes
 from plait.frame.view import FrameView
-from plait.model.logical_partitions import Hashes, key_hashes
+from plait.model.logical_partitions import Hashes
 
 if TYPE_CHECKING:
     from plait.client.send.producer import Producer
 
-#: What rows are given to: the one queue, or who chooses among several.
+#: Where rows enter: the only queue, or a partitioner that chooses among several.
 Entry = PartitionQueue | Partitioner[PartitionQueue]
-#: Queues, and which rows each gets; None: all.
+#: Queues, each with the numbers of its rows; None: all rows.
 Pieces = list[tuple[PartitionQueue, Rows | None]]
 
-#: A meta server that cannot make the subject now: it is not asked again, the rows fail.
+#: The meta server cannot create the subject now: the rows fail without another attempt.
 _FINAL: Final = (ReadOnly, DiskFull, FlowControl, LimitExceeded)
 
 
 class SubjectSender:
-    """See the module; ``delayed``: for rows that are delivered at a time of their own."""
+    """Sends the rows of one subject, or with ``delayed`` its delayed rows."""
 
     __slots__ = (
         "_looking",
         "_next",
         "_queues",
         "_wanted",
-        "astray",
         "closed",
         "delayed",
         "entry",
         "pinned",
         "producer",
         "route",
+        "route_backoff",
+        "route_error",
         "subject",
-        "trouble",
         "used_at",
     )
 
@@ -65,23 +66,23 @@ class SubjectSender:
         self.subject = subject
         self.delayed = delayed
         self.route: SubjectRoute | None = None
-        #: The route that is to come, once what drains has drained.
+        #: The next route, while queues drain for it.
         self._next: SubjectRoute | None = None
-        #: A queue was told that there is a route of this version.
+        #: The newest route version that a broker has reported to a queue.
         self._wanted = 0
-        #: How long the next look at the route waits first: looks since something was stored did not help.
-        self.astray = 0.0
-        #: Why the route cannot be had at present.
-        self.trouble: PlaitError | None = None
+        #: The pause before the next request for the route; grows until a frame is stored.
+        self.route_backoff = 0.0
+        #: Why the last request for the route failed.
+        self.route_error: PlaitError | None = None
         self._looking: asyncio.Task[None] | None = None
         self._queues: dict[PartitionName, PartitionQueue] = {}
         self.closed = False
         #: When rows were last added or stored (loop time).
         self.used_at = 0.0
-        #: Rows keep their partition and their numbers, whatever the subject's order.
+        #: Rows keep their partition and their numbers, for every order strategy.
         self.pinned = False
         self.entry: Entry
-        # Until the route is known, rows wait in a queue of no partition.
+        # Until the route is known, rows wait in a queue without a partition.
         self._enter(self._new_queue())
 
     def _new_queue(self) -> PartitionQueue:
@@ -93,52 +94,52 @@ class SubjectSender:
         registry[self.subject] = entry  # type: ignore[assignment]
 
     def queues(self) -> list[PartitionQueue]:
-        """All there are; those that rows wait in until the route is known among them."""
+        """All queues, including the one in which rows wait until the route is known."""
         found = list(self._queues.values())
         if isinstance(self.entry, PartitionQueue) and self.entry not in found:
             found.append(self.entry)
         return found
 
     def seal(self) -> None:
-        """What was added so far leaves."""
+        """Seal the open rows of all queues."""
         for queue in self.queues():
             queue.seal()
 
     def spread(self, hashes: Hashes | None) -> Pieces:
-        """Where rows with these key hashes go."""
+        """The queues for rows with these key hashes, each with its rows."""
         return [(self.entry, None)] if isinstance(self.entry, PartitionQueue) else self.entry.spread(hashes)
 
     # --- the route ------------------------------------------------------------------------------
 
     async def ready(self) -> Entry:
-        """The route is known; what rows are given to."""
+        """Wait until the route is known; returns where rows enter."""
         if self.route is None:
             self.begin(await self.producer.router.route(self.subject))
         return self.entry
 
     def look(self) -> None:
-        """Ask for the route."""
+        """Start a request for the route, unless one runs."""
         if self._looking is None and not self.closed:
             self._looking = tasks.start(self._look(), f"plait-route-{self.subject}", failed=self._defect)
 
     def stale(self, version: int) -> None:
-        """A queue was told that the route is another one by now."""
+        """A broker reported to a queue that the route has changed to this version or a later one."""
         self._wanted = max(self._wanted, version)
         self.look()
 
     def _defect(self, error: Exception) -> None:
-        """What looked at the route failed: what waits for it fails, the next send looks again."""
+        """The task that asks for the route failed: fail the rows that wait for it. The next send asks again."""
         self.abandon(tasks.error_of(error))
 
     async def _look(self) -> None:
         router, limits = self.producer.router, self.producer.limits
         pause = limits.send_retry_first_seconds
         try:
-            if self.astray:
-                # What was found last time led nowhere either.
-                await self._rest(self.astray)
+            if self.route_backoff:
+                # The route of the last request was wrong as well.
+                await self._sleep_about(self.route_backoff)
             if self.route is not None:
-                self.astray = min(2 * (self.astray or pause), limits.send_retry_max_seconds)
+                self.route_backoff = min(2 * (self.route_backoff or pause), limits.send_retry_max_seconds)
             while True:
                 try:
                     found = await (router.route if self.route is None else router.refresh)(self.subject)
@@ -149,23 +150,23 @@ class SubjectSender:
                     if not error.retryable:
                         self.abandon(error)
                         return
-                    self.trouble = error
+                    self.route_error = error
                 else:
-                    self.trouble = None
+                    self.route_error = None
                     if found.version >= self._wanted:
                         break
-                await self._rest(pause)
+                await self._sleep_about(pause)
                 pause = min(pause * 2, limits.send_retry_max_seconds)
         finally:
             self._looking = None
         self.begin(found)
 
     @staticmethod
-    async def _rest(seconds: float) -> None:
+    async def _sleep_about(seconds: float) -> None:
         await asyncio.sleep(seconds * chance.uniform(0.5, 1.0))
 
     def begin(self, route: SubjectRoute) -> None:
-        """Change over to a route, as soon as what that concerns has drained."""
+        """Change to a route when the queues that it affects have drained."""
         if self.closed:
             return
         if self.route is None:
@@ -176,9 +177,9 @@ class SubjectSender:
         if route.version < self.route.version:
             return
         if route.version == self.route.version and not any(queue.draining for queue in self.queues()):
-            # The same, with news of the brokers.
+            # The same version with changed broker states.
             self.route = route
-            self.producer.health.news()
+            self.producer.health.changed()
             return
         losers = self._losers(self.route, route)
         for queue in losers:
@@ -191,7 +192,7 @@ class SubjectSender:
         return {index: route.partitions[index] for index in route.open()}
 
     def _losers(self, old: SubjectRoute, new: SubjectRoute) -> list[PartitionQueue]:
-        """Queues of partitions that rows of some logical partition are not sent to any more."""
+        """The queues of partitions that lose some LP."""
         if old is new or old.version == new.version:
             return []
         numbers = {name: number for number, name in enumerate(dict.fromkeys([*old.partitions, *new.partitions]))}
@@ -214,7 +215,7 @@ class SubjectSender:
             self._give(frame, None)
 
     def _adopt(self, route: SubjectRoute) -> None:
-        """Rows go by this route from now on."""
+        """Use this route for all rows from now on."""
         self.route = route
         names = self._names(route)
         queues = {}
@@ -233,7 +234,7 @@ class SubjectSender:
         self._enter(kind(self, list(queues.values()), places[route.table]))  # type: ignore[arg-type]
 
     def resolved(self) -> None:
-        """A queue that drains knows the fate of what it sent; when all do, the route changes."""
+        """A draining queue has a result for every sent frame. When all draining queues have, change the route."""
         draining = [queue for queue in self._queues.values() if queue.draining]
         if self._next is None or not all(queue.resolved for queue in draining):
             return
@@ -245,10 +246,10 @@ class SubjectSender:
         for queue in draining:
             queue.resume()
 
-    # --- rows that go elsewhere -----------------------------------------------------------------
+    # --- frames that move -----------------------------------------------------------------------
 
     def _give(self, frame: SentFrame, home: PartitionQueue | None) -> None:
-        """Send a frame that is not stored where the route leads its rows."""
+        """Give a frame that is not stored to the queues of the current route."""
         entry = self.entry
         if isinstance(entry, PartitionQueue):
             entry.take_over(frame)
@@ -281,25 +282,26 @@ class SubjectSender:
 
     @property
     def holds(self) -> bool:
-        """A refused send holds its place."""
+        """A refused frame keeps its partition and its position."""
         return self.pinned or (self.route is not None and self.route.order == "strict")
 
     @property
     def movable(self) -> bool:
-        """A refused send may go to another partition."""
+        """A refused frame may move to another partition."""
         return isinstance(self.entry, Partitioner) and not self.holds
 
     def patience(self, queue: PartitionSender) -> float:
-        """How long a broker that is not connected is waited for before rows go elsewhere."""
+        """Seconds to wait for a disconnected broker before frames move to another partition."""
         if queue.node is None or not self.writable(queue):
             return 0.0
         away = self.producer.loop.time() - queue.node.down_since
         return max(self.producer.limits.unreached_seconds - away, 0.0)
 
     def move(self, frame: SentFrame, queue: PartitionSender, error: PlaitError) -> bool:
-        """Send a frame that a broker definitely refused to another partition; False: there is none, or no more tries.
+        """Move a frame that a broker definitely refused to another partition.
 
-        Its rows get logical partitions that the other one takes (R6).
+        Its rows get LPs of the other partition (R6). Returns False if no partition takes it, or if it was moved
+        ``send_attempts`` times.
         """
         entry, producer = self.entry, self.producer
         producer.health.failed(self.group_of(queue), producer.loop.time())
@@ -323,25 +325,25 @@ class SubjectSender:
 
     @staticmethod
     def group_of(queue: PartitionSender) -> str:
-        """The broker group that has the queue's partition."""
+        """The broker group of the queue's partition."""
         return queue.name.group if queue.name is not None else ""
 
     def writable(self, queue: PartitionSender) -> bool:
-        """As far as is known, its broker takes sends."""
+        """The route says that the queue's broker takes sends."""
         assert self.route is not None
         _, state = self.route.brokers.get(self.group_of(queue), ([], "NRW"))
         return "W" in state and state != "NRW"
 
     def stored(self, queue: PartitionSender, frame: SentFrame) -> None:
-        """A frame was answered."""
-        self.astray = 0.0
+        """The broker has stored a frame."""
+        self.route_backoff = 0.0
         self.used_at = frame.sent_at
         if isinstance(self.entry, Partitioner):
             now = self.producer.loop.time()
             self.producer.health.answered(self.group_of(queue), now - frame.sent_at, now)
 
     def idle(self, oldest: float) -> bool:
-        """Nothing was sent since then, and nothing is left to be said or done."""
+        """Nothing was sent after ``oldest``, no row waits, and no route change is pending."""
         if self.pinned or self.used_at > oldest or self._looking is not None or self._next is not None:
             return False
         return all(queue.empty for queue in self.queues())
@@ -349,17 +351,17 @@ class SubjectSender:
     # --- the end --------------------------------------------------------------------------------
 
     def note(self, error: PlaitError) -> None:
-        """A posted frame failed; ``flush`` raises the first such error."""
+        """Record the error of a posted frame; ``flush`` raises the first one."""
         if self.producer.error is None:
             self.producer.error = error
 
     def unsettled(self) -> list[PendingBatch]:
-        """Everything so far that has no answer; what was added last leaves."""
+        """Seal the open rows; returns the batches that have no result yet."""
         self.seal()
         return [batch for queue in self.queues() for batch in queue.batches()]
 
     def abandon(self, error: PlaitError) -> None:
-        """Everything open fails."""
+        """Fail all rows with ``error``."""
         if error.code == "closed":
             self.closed = True
             if self._looking is not None:
@@ -371,7 +373,7 @@ class SubjectSender:
 
 
 def split_batch(batch: PendingBatch, pieces: list[Rows | None]) -> list[PendingBatch]:
-    """A batch for each piece of a batch's rows; the whole is settled when they are."""
+    """A new batch for each piece of a batch's rows; ``batch`` has a result when all of them have."""
     batches: list[PendingBatch] = []
     count = 0
     for rows in pieces:

@@ -1,9 +1,10 @@
-"""A batch is committed: decided once at the meta server, then published by every broker that has stages of it (R23).
+"""Commits a batch: the meta server decides it once, then every broker that has stages of it publishes them (R23).
 
-Whatever breaks in between, the decision stands, and whoever comes next carries it out: publishing a stage that is
-published already changes nothing. A stage whose partition does not take its keys any more, because the route has
-changed, is written again to where the route leads now, and exchanged in the decision; so a key's rows stay in order.
-What is published by then is not named any more, so that the decision does not outgrow what one may name.
+A decision is final. If its driver fails before all stages are published, the next driver publishes them; publishing a
+stage is idempotent. If the route has changed and a partition no longer takes the keys of its stage, the stage is
+written again to the partitions of the new route, and replaces the old one in the decision; so the rows of a key stay in
+order. The new decision leaves out the stages that are already published, so that it does not exceed the limit of its
+size.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from plait.limits import STAGES_PAGE_MAX
 
 log = logging.getLogger("plait.client")
 
-#: How often a decision is carried out again after the route has changed, or others have.
+#: How often a decision is carried out again because the route, or another driver, has changed it.
 ATTEMPTS: Final = 20
-#: A broker, or the meta server, that is away comes back within this, or the commit fails and is repeated by whoever
-#: comes next.
+#: How long requests to a disconnected server are repeated. After that the commit fails, and the next driver repeats
+#: it.
 PATIENCE_SECONDS: Final = 60.0
-#: A batch that somebody else left undone is tried for so long: its broker may be away, and others wait behind it.
+#: Time limit for the batch of another driver: its broker may be down, and other batches wait.
 OTHER_SECONDS: Final = 5.0
 
 _PASSING: Final = (Unavailable, FlowControl, DiskFull, ReadOnly, MetaUnavailable, MetaBusy)
 
 
 class DecisionReply(msgspec.Struct, frozen=True):
-    """The last batch of a query that was decided, as the meta server tells it."""
+    """The last decided batch of a query, as the meta server returns it."""
 
     query: str
     batch: int
@@ -59,12 +60,12 @@ class DecisionReply(msgspec.Struct, frozen=True):
 
     @property
     def staged(self) -> list[Staged]:
-        """Its stages."""
+        """The stages of the batch."""
         return [Staged(group, name, *each) for group, name, found in self.stages for each in found]
 
 
 class _StagePage(msgspec.Struct, array_like=True):
-    """Some frames of a stage, and where the next one begins."""
+    """Some frames of a stage, and the row at which the next page starts."""
 
     subject: str
     frames: list[bytes]
@@ -72,7 +73,7 @@ class _StagePage(msgspec.Struct, array_like=True):
 
 
 async def commit(client: Client, query: str, batch: int, stages: Iterable[Staged]) -> bool:
-    """These stages become visible, all of them; False: the batch was committed before, and these are dropped."""
+    """Make all these stages visible. Returns False if the batch was committed before; these stages are then dropped."""
     mine = list(stages)
     for _ in range(ATTEMPTS):
         decision = await _decide(client, query, batch, mine)
@@ -84,14 +85,16 @@ async def commit(client: Client, query: str, batch: int, stages: Iterable[Staged
                 kept = {staged.producer for staged in decision.staged}
                 await _drop(client, [staged for staged in mine if staged.producer not in kept])
             return ours
-    raise FlowControl(f"batch {batch} of query {query} cannot be committed: the one before it is not done; try again")
+    raise FlowControl(
+        f"batch {batch} of query {query} cannot be committed: the batch before it is not published; try again"
+    )
 
 
 async def abort(client: Client, query: str, batch: int, stages: Iterable[Staged]) -> None:
-    """The attempt that wrote these stages failed: nobody will see them, unless they are decided already."""
+    """Drop the stages of a failed attempt. If they are already decided, publish them instead."""
     mine = list(stages)
     if mine:
-        decision = await _patiently(
+        decision = await _with_retries(
             client, "commit.veto", DecisionReply | None, query=query, batch=batch, producer=mine[0].producer
         )
         if decision is None:
@@ -101,10 +104,10 @@ async def abort(client: Client, query: str, batch: int, stages: Iterable[Staged]
 
 
 async def finish_others(client: Client, query: str = "") -> int:
-    """Carry out what drivers that are gone have decided and left undone; how many batches that was.
+    """Publish batches that stopped drivers have decided and not published; returns how many.
 
-    One that cannot be finished, or takes long, holds up nobody: it is logged, and left to who comes next. Those behind
-    ``query`` are first, by name: with names of their own, not all begin with the same ones.
+    A batch that fails or takes too long is logged and left to the next driver, so that it does not block others. The
+    queries after ``query`` in the order of names are first: drivers with different names start with different ones.
     """
     count = 0
     tried: set[str] = set()
@@ -120,34 +123,34 @@ async def finish_others(client: Client, query: str = "") -> int:
 
 async def _finish(client: Client, decision: DecisionReply) -> bool:
     batch, query = decision.batch, decision.query
-    log.warning("batch %d of query %s was decided and left undone; it is published now", batch, query)
+    log.warning("batch %d of query %s is decided and not published; publishing it", batch, query)
     try:
         async with asyncio.timeout(OTHER_SECONDS):
             await carry_out(client, decision)
     except PlaitError as error:
-        log.warning("batch %d of query %s stays undone: %s", batch, query, error)
+        log.warning("batch %d of query %s is still not published: %s", batch, query, error)
     except TimeoutError:
-        log.warning("batch %d of query %s stays undone: it takes longer than %g s", batch, query, OTHER_SECONDS)
+        log.warning("batch %d of query %s is not published within %g s", batch, query, OTHER_SECONDS)
     else:
         return True
     return False
 
 
 async def carry_out(client: Client, decision: DecisionReply) -> None:
-    """Publish what was decided; returns when all of it is visible, durably."""
+    """Publish a decided batch; returns when all of it is visible and durable."""
     for _ in range(ATTEMPTS):
         try:
             await _carry_out(client, decision)
             return
         except Expired:
-            # Somebody else may have done all of it meanwhile, or exchanged stages, and cleaned up.
+            # Another driver may have published all of it, or replaced stages, and dropped the old ones.
             newest = await _decide(client, decision.query, decision.batch, [])
             if newest.done or newest.batch != decision.batch:
                 return
             if newest.version == decision.version:
                 raise
             decision = newest
-    raise _unsteady(decision)
+    raise _route_unstable(decision)
 
 
 async def _carry_out(client: Client, decision: DecisionReply) -> None:
@@ -156,28 +159,28 @@ async def _carry_out(client: Client, decision: DecisionReply) -> None:
         groups.update(staged.group for staged in decision.staged)
         moved = await _publish(client, decision.staged)
         if not moved:
-            if await _patiently(
+            if await _with_retries(
                 client, "commit.done", bool, query=decision.query, batch=decision.batch, version=decision.version
             ):
                 await _forget(client, decision, groups)
                 return
-            # Somebody else has exchanged stages meanwhile, and may be gone.
+            # Another driver has replaced stages, and may have stopped.
             decision = await _decide(client, decision.query, decision.batch, [])
             if decision.done:
                 return
         else:
             decision = await _exchange(client, decision, moved)
-    raise _unsteady(decision)
+    raise _route_unstable(decision)
 
 
-def _unsteady(decision: DecisionReply) -> FlowControl:
+def _route_unstable(decision: DecisionReply) -> FlowControl:
     return FlowControl(
-        f"batch {decision.batch} of query {decision.query}: its route changes again and again; try again"
+        f"batch {decision.batch} of query {decision.query} is not published: its route keeps changing; try again"
     )
 
 
 async def _publish(client: Client, stages: list[Staged]) -> list[Staged]:
-    """Publish stages, at all brokers at once; those whose keys have moved."""
+    """Publish stages at all brokers at once; returns those whose keys have moved to other partitions."""
     groups = [(group, list(found)) for group, found in groupby(sorted(stages), key=lambda staged: staged.group)]
     answers = await asyncio.gather(*(_publish_at(client, group, found) for group, found in groups))
     return [staged for moved in answers for staged in moved]
@@ -190,7 +193,7 @@ async def _publish_at(client: Client, group: str, stages: list[Staged]) -> list[
         page, left = left[:STAGES_PAGE_MAX], left[STAGES_PAGE_MAX:]
         try:
             named = [(staged.producer, staged.rows) for staged in page]
-            await _patiently(client, "stage.publish", None, group=group, stages=named)
+            await _with_retries(client, "stage.publish", None, group=group, stages=named)
         except StaleRoute as error:
             refused = {error.details.get("producer"), *error.details.get("producers", ())}
             gone = [staged for staged in page if staged.producer in refused]
@@ -202,9 +205,9 @@ async def _publish_at(client: Client, group: str, stages: list[Staged]) -> list[
 
 
 async def _exchange(client: Client, decision: DecisionReply, moved: list[Staged]) -> DecisionReply:
-    """Write stages anew to where the route leads now, and let them count in the place of the old ones.
+    """Write stages again by the current route, and replace the old ones in the decision.
 
-    All others are published. Each place gets one stage, whatever the number of those that had its rows.
+    All other stages are published. Each partition gets one new stage, however many old ones had its rows.
     """
     writers: dict[str, StageWriter] = {}
     try:
@@ -216,7 +219,7 @@ async def _exchange(client: Client, decision: DecisionReply, moved: list[Staged]
             with contextlib.suppress(PlaitError):
                 await writer.drop()
         raise
-    exchanged = await _patiently(
+    exchanged = await _with_retries(
         client,
         "commit.exchange",
         DecisionReply | None,
@@ -225,20 +228,20 @@ async def _exchange(client: Client, decision: DecisionReply, moved: list[Staged]
         version=decision.version,
         stages=_by_place(new),
     )
-    # Either way one of the two is of no use: the old ones now, or the new ones because others have exchanged them.
+    # Drop the old stages, or the new ones if another driver has replaced the stages first.
     await _drop(client, new if exchanged is None else moved)
     return exchanged or await _decide(client, decision.query, decision.batch, [])
 
 
 async def _copy(client: Client, decision: DecisionReply, staged: Staged, writers: dict[str, StageWriter]) -> None:
-    """Write a stage's rows once more, with the writer of their subject."""
+    """Write the rows of a stage again, with the writer of their subject."""
     start = 0
     while start < staged.rows:
-        found: _StagePage = await _patiently(
+        found: _StagePage = await _with_retries(
             client, "stage.read", _StagePage, group=staged.group, producer=staged.producer, start=start
         )
         if found.end <= start:
-            raise Expired(f"row {start} of the stage of producer {staged.producer:016x} is gone")
+            raise Expired(f"row {start} of the stage of producer {staged.producer:016x} no longer exists")
         if found.subject not in writers:
             writers[found.subject] = StageWriter(client, found.subject, decision.query, decision.batch)
         for data in found.frames:
@@ -247,14 +250,14 @@ async def _copy(client: Client, decision: DecisionReply, staged: Staged, writers
 
 
 async def _decide(client: Client, query: str, batch: int, stages: list[Staged]) -> DecisionReply:
-    decision: DecisionReply = await _patiently(
+    decision: DecisionReply = await _with_retries(
         client, "commit.decide", DecisionReply, query=query, batch=batch, stages=_by_place(stages)
     )
     return decision
 
 
 async def _drop(client: Client, stages: list[Staged]) -> None:
-    """These are of no use any more. Where a broker does not answer, they expire."""
+    """Drop stages that are not needed. If a broker does not answer, they expire."""
     for group, found in groupby(sorted(stages), key=lambda staged: staged.group):
         producers = [staged.producer for staged in found]
         for start in range(0, len(producers), STAGES_PAGE_MAX):
@@ -262,7 +265,7 @@ async def _drop(client: Client, stages: list[Staged]) -> None:
 
 
 async def _forget(client: Client, decision: DecisionReply, groups: set[str]) -> None:
-    """What failed attempts have left at the batch's brokers goes. Elsewhere, or without an answer, it expires."""
+    """Drop the stages of failed attempts at the brokers of the batch. Other stages, and those without reply, expire."""
     for group in sorted(groups):
         await _try(client, group, "stage.forget", query=decision.query, batch=decision.batch)
 
@@ -274,8 +277,10 @@ async def _try(client: Client, group: str, operation: str, **arguments: Any) -> 
         log.info("%s at %s: %s", operation, group, error)
 
 
-async def _patiently(client: Client, operation: str, kind: Any, *, group: str | None = None, **arguments: Any) -> Any:
-    """Ask a broker group, or the meta server, again and again while it is away: every request here may be repeated."""
+async def _with_retries(
+    client: Client, operation: str, kind: Any, *, group: str | None = None, **arguments: Any
+) -> Any:
+    """Ask a broker group or the meta server; repeat while it is down. Every request here is idempotent."""
     loop = asyncio.get_running_loop()
     patience = loop.time() + PATIENCE_SECONDS
     pause = client.limits.send_retry_first_seconds
@@ -284,7 +289,7 @@ async def _patiently(client: Client, operation: str, kind: Any, *, group: str | 
             node = client._router.meta if group is None else await client._router.group_node(group)
             return await ask(node, operation, kind, **arguments)
         except Timeout:
-            # It is there, and busy with it.
+            # The server is connected and still works on the request.
             patience = loop.time() + PATIENCE_SECONDS
         except _PASSING:
             if loop.time() > patience:

@@ -1,4 +1,4 @@
-"""A stage's frames on their way to the broker: in order, several at a time, and again after a lost connection."""
+"""Sends the frames of a stage to the broker: in order, several at a time, and again after a lost connection."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from plait.limits import ClientLimits
 from plait.wire import messages as m
 from plait.wire.link import Link
 
-#: What passes. A frame that comes after one that was refused is out of sequence, and follows it when it is sent again.
+#: Temporary errors. ``OutOfSequence``: the frame before was refused; resending both in order succeeds.
 _PASSING: Final = (Unavailable, Timeout, FlowControl, DiskFull, ReadOnly, OutOfSequence)
 
 
 async def ask(node: Node, operation: str, kind: Any = None, **arguments: Any) -> Any:
-    """A management request to one broker, or to the meta server."""
+    """Send an admin request to one broker, or to the meta server."""
     reply: m.AdminReply = await node.request(m.AdminRequest(operation, arguments))
     return msgspec.msgpack.decode(reply.result, type=kind)
 
 
 class StageSender:
-    """One stage as its writer sees it. A broker that is away for longer than ``send_seconds`` ends it."""
+    """Writes one stage. Fails if the broker is down for longer than ``send_seconds``."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class StageSender:
     ) -> None:
         self.place = place
         self.producer = producer
-        #: Rows so far.
+        #: Rows that were pushed.
         self.count = 0
         self._node = node
         self._limits = limits
@@ -61,32 +61,32 @@ class StageSender:
             "batch": batch,
             "delayed": delayed,
         }
-        #: The stage's number at its broker, and the link on which it counts: behind the next one there may be a broker
-        #: that lost its last moments, and has given the number to another partition since.
+        #: The stage's number at its broker, and the link on which it is valid. After a reconnect the broker may have
+        #: lost the tail of its log and given the number to another partition.
         self._partition = 0
         self._link: Link | None = None
-        #: Frames that are not answered, the oldest first.
+        #: Frames without a reply, the oldest first.
         self._frames: deque[FrameParts] = deque()
-        #: Answers to frames that were sent before the last time that all were sent again do not count.
+        #: Counts the resends; replies to frames of an earlier turn are ignored.
         self._turn = 0
         self._error: PlaitError | None = None
         self._news = asyncio.Event()
 
     async def open(self) -> None:
-        """Make the stage. ``StaleRoute``: its partition is not there."""
+        """Create the stage. Raises ``StaleRoute`` if the broker does not have its partition."""
         link = await self._node.ready(self._limits.request_seconds)
         self._partition = await ask(self._node, "stage.open", int, **self._arguments)
         self._link = link
 
     async def push(self, parts: FrameParts) -> None:
-        """Send a frame; waits while too many are under way. Raises what ended the stage."""
+        """Send a frame; waits while the window is full. Raises the error that ended the stage."""
         self.count += parts.count
         self._frames.append(parts)
         self._send(parts)
         await self._wait_until(self._limits.in_flight_frames - 1)
 
     async def complete(self) -> None:
-        """Everything is stored, on the broker's disk."""
+        """Wait until all rows are durable at the broker."""
         await self._wait_until(0)
         patience = asyncio.get_running_loop().time() + self._limits.send_seconds
         while True:
@@ -99,7 +99,7 @@ class StageSender:
                 await asyncio.sleep(self._limits.send_retry_first_seconds)
 
     async def drop(self) -> None:
-        """The stage goes, with what is in it."""
+        """Delete the stage and its rows."""
         self._turn += 1
         self._frames.clear()
         await ask(self._node, "stage.drop", int, producers=[self.producer])
@@ -119,7 +119,7 @@ class StageSender:
         if error is not None:
             self._fail(error)
         elif self._error is None:
-            # The broker answers in the order in which frames were sent; behind an error nothing is certain.
+            # The broker replies in the order of the frames. After an error, later replies are ignored.
             self._frames.popleft()
             self._news.set()
 
@@ -148,10 +148,10 @@ class StageSender:
                 async with asyncio.timeout_at(patience):
                     await self._news.wait()
             except TimeoutError:
-                raise Timeout(f"{self.place} did not answer within {limit:g} s") from None
+                raise Timeout(f"{self.place} did not answer within {limit:g} s; write the stage again") from None
 
     async def _again(self) -> None:
-        """Send everything that is not answered once more."""
+        """Resend every frame without a reply."""
         self._turn += 1
         try:
             await self.open()

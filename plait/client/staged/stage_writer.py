@@ -1,7 +1,7 @@
-"""What a task of a batch writes: rows that nobody sees before the batch is committed (R23).
+"""Writes the rows of one task of a batch to stages. They are invisible until the batch is committed (R23).
 
-The rows go by the route that is found when the task begins, to the end: all of one key are in one stage, in order. A
-route that changes meanwhile is the commit's business (``committing.py``).
+A task uses the route of its first write until it ends, so that all rows of a key are in one stage, in order. If the
+route changes meanwhile, the commit moves the rows (``batch_commit``).
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH, Hashes
 
 _LPS = np.uint64(LOGICAL_PARTITIONS - 1)
-#: How often a route is asked for whose partitions are not there yet.
+#: How often a stage is opened again because its broker does not have the partition yet.
 ROUTE_ATTEMPTS = 10
 
 
 class Staged(NamedTuple):
-    """A stage that is whole."""
+    """A complete stage."""
 
     group: str
-    #: The partition that it is for.
+    #: The name of its partition.
     name: str
     producer: int
     rows: int
 
 
 class StagedRows(NamedTuple):
-    """Rows on their way into frames, column by column; ``None``: no row has it."""
+    """Rows that are to become frames, as columns; ``None`` if no row has a value."""
 
     bodies: pa.Array
     keys: pa.Array | None = None
     hashes: Hashes | None = None
     tags: pa.Array | None = None
     headers: pa.Array | None = None
-    #: When they are to be delivered; None: at once.
+    #: Due times; None: the rows are not delayed.
     dues: Dues | None = None
 
     def take(self, rows: npt.NDArray[np.int64]) -> StagedRows:
-        """Some of them."""
+        """The rows with these numbers."""
         index = pa.array(rows)
 
         def some(column: pa.Array | None) -> pa.Array | None:
@@ -72,7 +72,7 @@ class StagedRows(NamedTuple):
         )
 
     def slice(self, start: int, stop: int) -> StagedRows:
-        """Those from ``start`` to ``stop``, where they lie."""
+        """The rows [start, stop), without a copy."""
 
         def some(column: pa.Array | None) -> pa.Array | None:
             return None if column is None else column.slice(start, stop - start)
@@ -87,7 +87,7 @@ class StagedRows(NamedTuple):
         )
 
     def frames(self, size: int, count: int) -> Iterator[StagedRows]:
-        """The same in pieces that make frames of about so many bytes and at most so many rows."""
+        """The rows in pieces of about ``size`` bytes and at most ``count`` rows."""
         columns = [each for each in (self.bodies, self.keys, self.tags, self.headers) if each is not None]
         if sum(each.nbytes for each in columns) <= size and len(self.bodies) <= count:
             yield self
@@ -102,7 +102,7 @@ class StagedRows(NamedTuple):
 
 
 class StageWriter:
-    """All that one attempt of a task writes to one subject."""
+    """Writes the rows of one attempt of a task to one subject."""
 
     def __init__(self, client: Client, subject: str, query: str, batch: int) -> None:
         self._client = client
@@ -110,44 +110,44 @@ class StageWriter:
         self._query = query
         self._batch = batch
         self._route: SubjectRoute | None = None
-        #: Where rows without keys go, all of them: which of the route's partitions.
+        #: The index of the partition that takes all rows without keys.
         self._home = 0
-        #: By the partition, and whether its rows are delayed.
-        self._lanes: dict[tuple[int, bool], StageSender] = {}
+        #: (index of the partition, delayed) → its stage.
+        self._senders: dict[tuple[int, bool], StageSender] = {}
 
     async def write(self, rows: StagedRows) -> None:
-        """Stage rows, in order; returns when they are on their way."""
+        """Write rows in order; returns when they are sent."""
         if len(rows.bodies):
             limits, compression = self._client.limits, self._client._producer.compression
             now = self._client._producer.now()
             for target, chosen in await self._targets(rows.hashes):
                 mine = rows if chosen is None else rows.take(chosen)
-                lane = await self._lane(target, delayed=rows.dues is not None)
+                sender = await self._sender(target, delayed=rows.dues is not None)
                 for part in mine.frames(limits.many_frame_bytes, limits.many_frame_count):
-                    await lane.push(_frame(part, lane, now, compression))
+                    await sender.push(_frame(part, sender, now, compression))
 
     async def copy(self, frame: FrameView) -> None:
-        """Stage the rows of a frame, as they are."""
+        """Write the rows of a frame unchanged."""
         hashes = frame.fixed(Column.KEY_HASH) if frame.has(Column.KEY_HASH) else None
         for target, chosen in await self._targets(hashes):
-            lane = await self._lane(target, delayed=frame.has(Column.DELIVER_AT))
-            first, flags = lane.count + 1, FLAG_UNSEQUENCED
-            parts = take_rows(frame, chosen, hashes, None, producer=lane.producer, first=first, flags=flags)
-            await lane.push(parts)
+            sender = await self._sender(target, delayed=frame.has(Column.DELIVER_AT))
+            first, flags = sender.count + 1, FLAG_UNSEQUENCED
+            parts = take_rows(frame, chosen, hashes, None, producer=sender.producer, first=first, flags=flags)
+            await sender.push(parts)
 
     async def complete(self) -> list[Staged]:
-        """Everything is on the disks of its brokers; the stages, for the commit."""
-        lanes = [lane for lane in self._lanes.values() if lane.count]
-        await asyncio.gather(*(lane.complete() for lane in lanes))
-        return [Staged(lane.place.group, lane.place.name, lane.producer, lane.count) for lane in lanes]
+        """Wait until all rows are durable; returns the stages, for the commit."""
+        senders = [sender for sender in self._senders.values() if sender.count]
+        await asyncio.gather(*(sender.complete() for sender in senders))
+        return [Staged(sender.place.group, sender.place.name, sender.producer, sender.count) for sender in senders]
 
     async def drop(self) -> None:
-        """Nobody will commit this."""
-        for lane in self._lanes.values():
-            await lane.drop()
+        """Drop the stages: the attempt is not committed."""
+        for sender in self._senders.values():
+            await sender.drop()
 
     async def _targets(self, hashes: Hashes | None) -> list[tuple[int, Rows | None]]:
-        """The partitions that rows with these key hashes go to, and which rows each gets; None: all."""
+        """The partitions for rows with these key hashes, each with its row numbers; None: all rows."""
         route = self._route or await self._find_route()
         if hashes is None:
             return [(self._home, None)]
@@ -163,35 +163,35 @@ class StageWriter:
         self._home = int(self._route.table[slot])
         return self._route
 
-    async def _lane(self, target: int, *, delayed: bool) -> StageSender:
-        lane = self._lanes.get((target, delayed))
-        if lane is None:
+    async def _sender(self, target: int, *, delayed: bool) -> StageSender:
+        sender = self._senders.get((target, delayed))
+        if sender is None:
             assert self._route is not None
             place = self._route.partitions[target]
             node = self._client._router.node(self._route, place.group)
             limits = self._client.limits
-            lane = StageSender(node, place, new_producer_id(), self._query, self._batch, limits, delayed)
-            await self._open(lane)
-            self._lanes[target, delayed] = lane
-        return lane
+            sender = StageSender(node, place, new_producer_id(), self._query, self._batch, limits, delayed)
+            await self._open(sender)
+            self._senders[target, delayed] = sender
+        return sender
 
-    async def _open(self, lane: StageSender) -> None:
+    async def _open(self, sender: StageSender) -> None:
         for left in reversed(range(ROUTE_ATTEMPTS)):
             try:
-                await lane.open()
+                await sender.open()
                 return
             except StaleRoute:
-                # A broker hears of its partitions a moment after the route was made.
+                # A broker makes its partitions a moment after the meta server has changed the route.
                 if not left:
                     raise
                 await asyncio.sleep(self._client.limits.send_retry_first_seconds)
 
 
-def _frame(rows: StagedRows, lane: StageSender, now: int, compression: str | None) -> FrameParts:
+def _frame(rows: StagedRows, sender: StageSender, now: int, compression: str | None) -> FrameParts:
     return build_frame(
         rows.bodies,
-        producer=lane.producer,
-        first=lane.count + 1,
+        producer=sender.producer,
+        first=sender.count + 1,
         send_time=now,
         deliver_at=rows.dues,
         keys=rows.keys,
@@ -204,7 +204,7 @@ def _frame(rows: StagedRows, lane: StageSender, now: int, compression: str | Non
 
 
 def _lengths(column: pa.Array) -> npt.NDArray[np.int64]:
-    """The bytes of each row."""
+    """The bytes of each row of a column."""
     offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
     lengths: npt.NDArray[np.int64] = np.diff(offsets).astype(np.int64)
     return lengths

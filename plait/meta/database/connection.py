@@ -1,7 +1,8 @@
 """The connection to the meta server's database: SQLite in a file, or PostgreSQL.
 
-Whatever the database does, callers see one of three things: it worked, ``MetaUnavailable`` (ask again later; it
-reconnects by itself), or ``ConcurrentChange`` (somebody else was first; look again and decide anew).
+A call has one of three results: it succeeds, it raises ``MetaUnavailable`` (retry later; the connection is restored
+automatically), or it raises ``ConcurrentChange`` (another meta server changed the same row first; read and decide
+again).
 """
 
 from __future__ import annotations
@@ -17,46 +18,50 @@ from sqlalchemy import event, exc
 
 from plait.errors import DamageError, InvalidArgument, MetaUnavailable
 
-#: How long a connection, a statement or a lock is waited for, in seconds: a call that takes longer is of no use.
+#: Timeout of a connection, a statement or a lock, in seconds. A slower reply would be useless to the caller.
 WAIT_SECONDS: Final = 5
+
+#: The database file of a node, in its data directory.
+DATABASE: Final = "meta.db"
 
 _WRITES: Final = "plait_writes"
 
-#: What a database says of itself and not of what it was asked for; also that it may only be read for a while.
+#: Errors about the state of the database, not about the statement. They include a database that is temporarily
+#: read-only.
 _PASSING: Final = (exc.OperationalError, exc.InterfaceError, exc.InternalError, exc.NotSupportedError)
 
 
 def file_url(path: str) -> str:
-    """The URL of a SQLite database in a file, whatever characters its name has."""
+    """The URL of a SQLite database file. The path may contain any characters."""
     return sa.URL.create("sqlite", database=path).render_as_string(hide_password=False)
 
 
 def parse(url: str) -> sa.URL:
-    """The URL of a database that a meta server can use."""
+    """Parse the URL of a meta database. Raises ``InvalidArgument`` unless it is SQLite in a file or PostgreSQL."""
     try:
         parsed = sa.make_url(url)
     except exc.ArgumentError:
-        raise InvalidArgument(f"{url!r} is no database: use sqlite:///FILE or postgresql://...") from None
+        raise InvalidArgument(f"{url!r} is not a database URL; use sqlite:///FILE or postgresql://...") from None
     kind = parsed.get_backend_name()
     if kind not in ("sqlite", "postgresql"):
         name = parsed.render_as_string(hide_password=True)
-        raise InvalidArgument(f"{name} is no database that Plait can use: SQLite and PostgreSQL are")
+        raise InvalidArgument(f"database {name} is not supported; use sqlite:///FILE or postgresql://...")
     if kind == "sqlite" and parsed.database in (None, "", ":memory:"):
-        # It would be one connection, and a meta server's threads would be in each other's transactions.
-        raise InvalidArgument("a database in memory is gone with the meta server: use sqlite:///FILE")
+        # All threads would share one connection and therefore one transaction.
+        raise InvalidArgument("a meta database in memory is lost when the meta server stops; use sqlite:///FILE")
     return parsed
 
 
 class ConcurrentChange(Exception):
-    """What was to be changed had been changed by somebody else; nothing was written."""
+    """Another meta server changed the same row first; nothing was written."""
 
 
 class Database:
-    """Transactions on one database; any thread may use it, each transaction one of them."""
+    """Transactions on one database. Any thread may use it; a transaction belongs to one thread."""
 
     def __init__(self, url: str) -> None:
         parsed = parse(url)
-        #: For people: without the password.
+        #: The URL without its password, for messages.
         self.name = parsed.render_as_string(hide_password=True)
         kind = parsed.get_backend_name()
         if kind == "sqlite":
@@ -64,9 +69,9 @@ class Database:
             self._reading = self._engine
         else:
             self._engine = _postgresql(parsed)
-            # All statements of a reading transaction see the same moment.
+            # All statements of a reading transaction see the same snapshot.
             self._reading = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
-        #: SQLite has one writer at a time, and looks again only every now and then whether that may be the next one.
+        #: SQLite has one writer at a time, and a waiting writer only polls for its turn: a lock hands over at once.
         self._one: AbstractContextManager[object] = threading.Lock() if kind == "sqlite" else nullcontext()
         self._writing = self._engine.execution_options(**{_WRITES: True})
 
@@ -77,18 +82,21 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sa.Connection]:
-        """A transaction that sees one moment."""
+        """A read-only transaction that sees one snapshot."""
         with self._translated(), self._reading.connect() as connection, connection.begin():
             yield connection
 
     @contextmanager
     def writing(self) -> Iterator[sa.Connection]:
-        """A transaction that is carried out as a whole, or not at all if the block raises."""
+        """A transaction that is committed at the end of the block, and rolled back if the block raises."""
         with self._one, self._translated(), self._writing.connect() as connection, connection.begin():
             yield connection
 
     def quick(self, statement: str) -> int | None:
-        """One number, past all that is done around other statements; None: ask in a transaction, which says why."""
+        """One number, read without the overhead of a transaction.
+
+        Returns None when that is not possible; a transaction then gives the number or the error.
+        """
         if self.dialect != "sqlite":
             return None
         try:
@@ -111,14 +119,16 @@ class Database:
             if isinstance(error, _PASSING) or error.connection_invalidated:
                 raise self._unavailable(error.orig) from error
             if type(error) is exc.DatabaseError:
-                raise DamageError(f"the meta database {self.name} is damaged: {error.orig}") from error
+                raise DamageError(
+                    f"meta database {self.name} is damaged: {error.orig}; stop the meta server and restore a copy"
+                ) from error
             raise
         except exc.TimeoutError as error:
             raise self._unavailable(error) from error
 
     def _unavailable(self, error: BaseException | None) -> MetaUnavailable:
         reason = str(error).strip().partition("\n")[0]
-        return MetaUnavailable(f"the meta database {self.name} cannot be used: {reason}")
+        return MetaUnavailable(f"meta database {self.name} is unavailable: {reason}; it is retried")
 
 
 def _sqlite(url: sa.URL) -> sa.Engine:
@@ -126,14 +136,14 @@ def _sqlite(url: sa.URL) -> sa.Engine:
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, _: object) -> None:
-        # Transactions begin where we say so, not where the driver guesses.
+        # Transactions begin explicitly, not where the driver guesses.
         connection.isolation_level = None
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
 
     @event.listens_for(engine, "begin")
     def begin(connection: sa.Connection) -> None:
-        # A transaction that is going to write takes the lock at once: it could not get it later without a conflict.
+        # A writing transaction takes the write lock at once: upgrading a read lock later can conflict.
         writes = connection.get_execution_options().get(_WRITES, False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -162,4 +172,6 @@ def _postgresql(url: sa.URL) -> sa.Engine:
             pool_timeout=WAIT_SECONDS,
         )
     except ImportError as error:
-        raise InvalidArgument(f"PostgreSQL needs pip install 'plait[postgres]': {error}") from None
+        raise InvalidArgument(
+            f"a PostgreSQL meta database needs a driver; run pip install 'plait[postgres]' ({error})"
+        ) from None

@@ -1,4 +1,4 @@
-"""Brings a database to the schema of this version; refuses one that is ahead of it, untouched."""
+"""Upgrades a database to the newest schema. A database with a newer schema is refused and not changed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from plait.meta.database.connection import Database
 log = logging.getLogger("plait.meta")
 
 VERSION_TABLE: Final = "plait_schema"
-#: All versions of the schema, oldest first; what each one does is in ``migrations/versions``.
-VERSIONS: Final = ("0001", "0002")
+#: All schema versions, oldest first. ``migrations/versions`` has one module for each.
+VERSIONS: Final = ("0001",)
 
-#: Several meta servers may start at once: one migrates, the others wait. The number is any that nobody else uses.
+#: Advisory lock of PostgreSQL: of several meta servers that start at once, one migrates and the others wait. The number
+#: is arbitrary.
 _LOCK: Final = 0x706C_6169
 
 
 def migrate(database: Database) -> None:
-    """The database has the newest schema afterwards."""
+    """Upgrade the database to the newest schema."""
     with database.reading() as connection:
         if _version(connection, database) == VERSIONS[-1]:
             return
@@ -33,27 +34,27 @@ def migrate(database: Database) -> None:
 
 
 def _version(connection: sa.Connection, database: Database) -> str | None:
-    """The schema's version; None: there is none yet."""
+    """The schema version of the database, or None when it has no schema. Raises ``VersionMismatch`` if it is newer."""
     if not sa.inspect(connection).has_table(VERSION_TABLE):
         return None
     found: str | None = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
     if found is not None and found not in VERSIONS:
         raise VersionMismatch(
-            f"the meta database {database.name} has schema {found}, this Plait knows up to {VERSIONS[-1]}:"
-            " use the newer Plait; nothing was changed",
+            f"meta database {database.name} has schema {found}, this Plait supports up to {VERSIONS[-1]};"
+            " use a newer Plait (nothing was changed)",
             schema=found,
         )
     return found
 
 
 def _upgrade(connection: sa.Connection) -> None:
-    # A user of Plait has no use for Alembic's steps; that the schema is new is said in Plait's own words.
+    # Hide Alembic's own log lines; Plait logs the new schema version below.
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    # Only who migrates pays for it: this takes longer to import than all of the rest to start.
+    # Imported only for a migration: the import takes longer than the rest of the start.
     from alembic import command
     from alembic.config import Config
 
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", "plait.meta.database:migrations")
     command.upgrade(config, "head")
-    log.info("the meta database has schema %s", VERSIONS[-1])
+    log.info("meta database upgraded to schema %s", VERSIONS[-1])

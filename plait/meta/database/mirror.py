@@ -1,7 +1,7 @@
-"""Everything that the database has, in a meta server's memory, as of one change.
+"""A meta server's copy of the database in memory, as of one change.
 
-The same method takes in what others have changed and what this server has, in the order of the changes; so what is
-here is always the whole of some moment. One thread does that. Another one may look only while it holds ``changing``.
+Changes of this meta server and of others are applied in the order of their numbers, so the mirror always equals the
+database after some change. One thread applies changes. Another thread may read only while it holds ``changing``.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _route = msgspec.msgpack.Decoder(Route)
 
 
 class Changes(NamedTuple):
-    """What is new since somebody asked last, so that who waits for it can be told."""
+    """The changes since the last call of ``MetaService.step`` or ``tick``, and the clients to notify."""
 
-    #: Subjects whose route is another one.
+    #: Subjects whose route changed.
     subjects: set[str]
-    #: Groups whose allocation is another one.
+    #: Groups whose allocation changed.
     groups: set[GroupKey]
-    #: Broker groups whose state is another one.
+    #: Broker groups whose state changed.
     brokers: set[str]
     #: Clients that are members of those groups, or of any group of those subjects.
     clients: set[str]
-    #: There is more to do at once.
+    #: There is more work; call ``step`` again at once.
     more: bool
 
 
 class Allocated:
-    """What heartbeats ask of an ordered group's allocation; the same object for as long as there is the group."""
+    """What heartbeats need of an ordered group's allocation. The object lives as long as the group."""
 
     __slots__ = ("changed", "key", "shares")
 
@@ -59,12 +59,12 @@ class Allocated:
         self.key = key
         #: The change that made the allocation.
         self.changed = 0
-        #: None: not packed yet.
+        #: None until the shares are packed.
         self.shares: Shares | None = None
 
 
 class Packed(NamedTuple):
-    """An allocation that was just written: there is no need to decode it, nor to pack it for heartbeats."""
+    """An allocation that was just written, decoded and packed for heartbeats."""
 
     body: bytes
     allocation: Allocation
@@ -72,12 +72,12 @@ class Packed(NamedTuple):
 
 
 class Mirror:
-    """All rows by key, and what is asked of them often."""
+    """All rows by key, and indexes for frequent questions."""
 
     def __init__(self) -> None:
-        #: The last change that is in here; -1: nothing is.
+        #: The last applied change; -1 before the first.
         self.seen = -1
-        #: Held while something changes; never while the database is asked.
+        #: Held while changes are applied, never during a database call.
         self.changing = threading.Lock()
         self.new_subjects: set[str] = set()
         self.new_groups: set[GroupKey] = set()
@@ -88,7 +88,7 @@ class Mirror:
         self._clear()
 
     def _clear(self) -> None:
-        #: When something changed for all clients, and when for each of them; see ``turn_of``.
+        #: The turn of the last change that affects all clients, and per client; see ``turn_of``.
         self._turn_of_all = self._next_turn()
         self._turns: dict[str, int] = {}
         self.brokers: dict[str, dict[str, BrokerRow]] = defaultdict(dict)
@@ -96,14 +96,14 @@ class Mirror:
         self.routes: dict[str, RouteRow] = {}
         self.partitions: dict[PartitionId, PartitionAssignment] = {}
         self.partitions_of: dict[str, set[PartitionId]] = defaultdict(set)
-        #: How many partitions each broker group has.
+        #: Partitions per broker group.
         self.load: dict[str, int] = defaultdict(int)
         self.groups: dict[GroupKey, GroupRow] = {}
         self.groups_of: dict[str, set[str]] = defaultdict(set)
         self.settings: dict[GroupKey, GroupSettings] = {}
         self.allocations: dict[GroupKey, AllocationRow] = {}
         self.allocated: dict[GroupKey, Allocated] = {}
-        #: Members that are online, of each group and of each client.
+        #: Online members, by group and by client.
         self.members: dict[GroupKey, dict[str, MemberRow]] = defaultdict(dict)
         self.memberships: dict[str, set[GroupKey]] = defaultdict(set)
         #: Members that have left and are still in the database.
@@ -112,13 +112,13 @@ class Mirror:
         self.touched: dict[GroupKey, int] = defaultdict(int)
         #: Groups whose allocation may be older than their members, the longest waiting first.
         self.stale: dict[GroupKey, None] = {}
-        #: Subjects whose route or partitions have changed since ``Routing`` looked at them.
+        #: Subjects whose route or partitions changed since ``RouteChanges`` computed their orders.
         self.unsettled: set[str] = set()
         self.dropping: set[PartitionId] = set()
         self._decoded: dict[GroupKey, Allocation] = {}
 
     def take(self, news: News, packed: Mapping[GroupKey, Packed]) -> None:
-        """What the database had to say."""
+        """Apply changes that were read from the database."""
         if news.number == self.seen and not news.everything:
             return
         with self.changing:
@@ -134,11 +134,11 @@ class Mirror:
             self.seen = news.number
 
     def follows(self, change: StoreChange) -> bool:
-        """The change is the next one: nothing of others came between."""
+        """True if the change directly follows the mirror: no other meta server made a change in between."""
         return change.number == self.seen + 1
 
     def take_own(self, change: StoreChange, packed: Mapping[GroupKey, Packed]) -> None:
-        """What this server has changed, if nothing of others came between."""
+        """Apply a change of this meta server that ``follows`` the mirror."""
         with self.changing:
             for row in change.rows:
                 self._apply(row)
@@ -155,7 +155,7 @@ class Mirror:
         return None if row is None or row.deleted else row
 
     def is_taken(self, place: PartitionId) -> bool:
-        """There is such a partition, or it is not certain yet that there is none any more."""
+        """True if the partition exists, or if its broker has not confirmed that it is dropped."""
         row = self.partitions.get(place)
         return row is not None and row.state != "gone"
 
@@ -169,16 +169,16 @@ class Mirror:
         return known
 
     def shares(self, key: GroupKey) -> Shares:
-        """The allocation as members hear of it."""
+        """The allocation as it is sent to members."""
         allocated = self.allocated[key]
         if allocated.shares is None:
             allocated.shares = Shares(*key, self.allocation(key))
         return allocated.shares
 
     def turn_of(self, client: str) -> int:
-        """Another number than before: what a client is a member of, or what a group is like, may have changed.
+        """A number that changes whenever the memberships of a client, or the settings of its groups, may have changed.
 
-        From any thread.
+        Any thread may call this.
         """
         return max(self._turn_of_all, self._turns.get(client, 0))
 
@@ -187,7 +187,7 @@ class Mirror:
         return self._turn
 
     def clients_of(self, subjects: Iterable[str], groups: Iterable[GroupKey]) -> set[str]:
-        """Members of those groups and of all groups of those subjects."""
+        """The members of these groups, and of all groups of these subjects."""
         keys = {*groups, *((subject, name) for subject in subjects for name in self.groups_of.get(subject, ()))}
         return {client for key in keys for client in self.members.get(key, ())}
 
@@ -226,7 +226,7 @@ class Mirror:
                 self.new_brokers.add(row.broker_group)
 
     def _touch_members(self, key: GroupKey) -> None:
-        """Their group is another one: what they said of it is to be looked at again."""
+        """The group changed: the next heartbeat of each of its members must be checked against it."""
         turn = self._next_turn()
         for client in self.members.get(key, ()):
             self._turns[client] = turn
@@ -253,7 +253,7 @@ class Mirror:
                 del self.memberships[client]
 
     def _remember(self, packed: Mapping[GroupKey, Packed]) -> None:
-        """In one go with the rows: heartbeats find them packed."""
+        """Store packed shares together with the rows, so that heartbeats need not pack them."""
         for key, each in packed.items():
             row = self.allocations.get(key)
             if row is not None and row.body == each.body:
@@ -287,7 +287,7 @@ class Mirror:
             case MemberRow():
                 self.left.pop((row.subject, row.name, row.client), None)
                 if row.client not in self.memberships and self._turns.pop(row.client, None) is not None:
-                    # Not the number that it had before.
+                    # The client must not get its earlier number again.
                     self._turn_of_all = self._next_turn()
             case AllocationRow():
                 self.allocations.pop((row.subject, row.name), None)

@@ -1,7 +1,7 @@
-"""The meta server's tables, and what a row of each is in memory.
+"""The tables of the meta database, and the struct of a row of each.
 
-``changed`` is the number of the change (see ``store.py``) that wrote a row last. It only grows, so it is the
-row's version, which every change compares before it sets, and by it others find what is new to them.
+``changed`` is the number of the change (see ``store.py``) that last wrote the row. It only grows. It serves as the
+row's version for compare-and-set, and other meta servers find new rows by it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any, ClassVar, Self
 import msgspec
 import sqlalchemy as sa
 
-#: What is added to every table's name, so that a database can be shared with others.
+#: Prefix of all table names, so that other applications can share the database.
 PREFIX = "plait_"
 
 metadata = sa.MetaData()
 
 
 class TableRow(msgspec.Struct, frozen=True, gc=False):
-    """One row. Its first fields, as many as the table's key has, identify it.
+    """One row. Its first fields are the table's key.
 
-    There are many, and none refers to another: the garbage collector need not look at them.
+    Rows are numerous and never refer to each other, so the garbage collector does not track them (``gc=False``).
     """
 
     TABLE: ClassVar[sa.Table]
@@ -30,22 +30,22 @@ class TableRow(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, values: sa.Row[Any]) -> Self:
-        """The row that a statement found, with the columns in order."""
+        """The row of a result whose columns are in the order of ``COLUMNS``."""
         return cls(*values)
 
 
 class BrokerRow(TableRow, frozen=True, gc=False):
-    """A broker that has registered itself."""
+    """A registered broker."""
 
     broker_group: str
     broker: str
     address: str
-    #: "RW", "R", "W" or "NRW": what the operator wants of it, and what it says of itself.
+    #: "RW", "R", "W" or "NRW": the state that the operator set, and the state that the broker reports.
     wished: str
     reported: str
-    #: The epoch of its data.
+    #: The data epoch.
     epoch: int
-    #: Why it takes no messages, as it says: a full disk. Empty where it does.
+    #: Why the broker accepts no messages, as it reports (a full disk). Empty if it accepts messages.
     reason: str = ""
     changed: int = 0
 
@@ -76,17 +76,18 @@ class PartitionAssignment(TableRow, frozen=True, gc=False):
     broker_group: str
     name: str
     subject: str
-    #: The newest route that its broker has carried out; 0: it has not made the partition yet.
+    #: The newest route version that the broker has applied to the partition; 0 until the broker has created it.
     told: int = 0
-    #: "kept"; "dropping": no route leads to it any more, its broker is to drop it; "gone": it has.
+    #: "kept": a route names it. "dropping": no route names it, and its broker must drop it. "gone": its broker dropped
+    #: it.
     state: str = "kept"
-    #: What its broker has reported last of what is finished there (``retiring.Progress``); empty: nothing.
+    #: The last report of its broker about finished rows (``known_groups.ReportedProgress``); empty without a report.
     progress: bytes = b""
     changed: int = 0
 
 
 class GroupRow(TableRow, frozen=True, gc=False):
-    """A consumer group of a subject; its settings, as JSON, are those of its first member."""
+    """A consumer group of a subject. Its settings, as JSON, are those of its first member."""
 
     subject: str
     name: str
@@ -106,19 +107,19 @@ class MemberRow(TableRow, frozen=True, gc=False):
 
 
 class AllocationRow(TableRow, frozen=True, gc=False):
-    """Which member of an exclusive group is to handle what."""
+    """The allocation of an ordered group: which member is to own which LPs."""
 
     subject: str
     name: str
     epoch: int
-    #: All changes of members up to this one are in it.
+    #: The allocation includes all membership changes up to this one.
     seen: int
     body: bytes
     changed: int = 0
 
 
 def _name(column: str, *, key: bool = False) -> sa.Column[str]:
-    # Compared byte by byte everywhere: how a database sorts words is up to its administrator.
+    # Compared byte by byte: the default collation depends on the database's configuration.
     text = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
     return sa.Column(column, text, primary_key=key, nullable=False)
 
@@ -214,7 +215,7 @@ _table(
     _number("changed"),
 )
 
-#: Rows that every meta server has in memory.
+#: The rows that every meta server mirrors in memory.
 KINDS: tuple[type[TableRow], ...] = (
     BrokerRow,
     SubjectRow,
@@ -225,11 +226,11 @@ KINDS: tuple[type[TableRow], ...] = (
     AllocationRow,
 )
 
-#: How often each broker and client was heard of: that it grows is all that counts, and nobody is told.
-BEATS = sa.Table(PREFIX + "beats", metadata, _name("who", key=True), _number("count"))
+#: Heartbeats of each broker, client and meta server. Only the growth of a count matters; it makes no change number.
+HEARTBEATS = sa.Table(PREFIX + "heartbeats", metadata, _name("name", key=True), _number("count"))
 
-#: Of each query that writes batches with exactly one effect, the last that was decided (``commits.py``). Nobody has it
-#: in memory: whoever asks is told by the database.
+#: The last decided batch of each query that writes through the exactly-once sink (``batch_commits.py``). Not mirrored:
+#: every request reads it from the database.
 COMMITS = sa.Table(
     PREFIX + "commits",
     metadata,
@@ -237,13 +238,13 @@ COMMITS = sa.Table(
     _number("batch"),
     _number("version"),
     _flag("done"),
-    #: The cluster's age when it was last changed, in seconds (``age.py``).
+    #: The cluster's age at the last change of the row, in seconds (``cluster_age.py``).
     _number("time"),
     sa.Column("body", sa.LargeBinary, nullable=False),
     sa.Index(PREFIX + "commits_time", "time"),
 )
 
-#: Facts of the cluster: its id, its age, the number of the last change, and up to which change rows were removed.
+#: Facts of the cluster: its id, its age, the number of the last change, and the newest change of a removed row.
 CLUSTER = sa.Table(
     PREFIX + "cluster",
     metadata,

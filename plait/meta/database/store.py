@@ -1,9 +1,9 @@
-"""Rows in the database, changed by compare-and-set, and found again by what changed.
+"""Rows in the database: written by compare-and-set, read by change number.
 
-Every change has a number, one more than that of the change before. It is drawn by updating a row that stays locked to
-the end of the transaction, so changes are committed in the order of their numbers: who has seen all up to one number
-misses nothing when asking for what came after. A row carries the number of the change that wrote it last, and is
-replaced only by who knows that number.
+Every change has a number, one higher than that of the previous change. A transaction draws its number by updating a row
+that stays locked until the transaction ends, so changes are committed in the order of their numbers: a meta server that
+has read all changes up to a number misses none when it asks for later ones. A row carries the number of the change that
+last wrote it. To replace a row, a caller must know that number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from plait.meta.database.connection import ConcurrentChange, Database
 from plait.meta.database.migrate import migrate
-from plait.meta.database.schema import BEATS, CLUSTER, KINDS, TableRow
+from plait.meta.database.schema import CLUSTER, HEARTBEATS, KINDS, TableRow
 
 _R = TypeVar("_R", bound=TableRow)
 
@@ -35,49 +35,51 @@ _COUNT: Final = (
 
 
 class News(NamedTuple):
-    """What changed since a caller looked last."""
+    """The changes since a given change."""
 
-    #: All up to this change is known now.
+    #: The rows include all changes up to this one.
     number: int
     rows: list[TableRow]
-    #: The rows are all there are: what the caller has besides is gone.
+    #: True if these are all rows of the database; any other row that the caller has was removed.
     everything: bool
 
 
 class StoreChange:
-    """A transaction under way; ``number`` is its own, which every row it writes gets."""
+    """An open transaction. Every row that it writes gets its ``number``."""
 
     def __init__(self, connection: sa.Connection, number: int) -> None:
         self._connection = connection
         self.number = number
-        #: What was written.
+        #: Written rows.
         self.rows: list[TableRow] = []
-        #: What was removed.
+        #: Removed rows.
         self.removed: list[TableRow] = []
 
     def insert(self, *rows: TableRow) -> None:
-        """New rows; ``ConcurrentChange`` if there is one with that key."""
+        """Insert rows. Raises ``ConcurrentChange`` if a key exists."""
         for kind, stamped in self._stamped(rows):
             self._connection.execute(_STATEMENTS[kind].insert, [msgspec.structs.asdict(row) for row in stamped])
 
     def put(self, *rows: TableRow) -> None:
-        """Rows that replace whatever is there: for facts that only the newest word counts of."""
+        """Insert or overwrite rows, without a comparison: for facts of which only the newest value matters."""
         for kind, stamped in self._stamped(rows):
             statement = _STATEMENTS[kind].put[self._connection.dialect.name]
             self._connection.execute(statement, [msgspec.structs.asdict(row) for row in stamped])
 
     def replace(self, *pairs: tuple[_R, _R]) -> None:
-        """(old, new) rows of one kind and key; ``ConcurrentChange`` unless every old one is what the database has."""
+        """Replace (old, new) pairs of one kind and key. Raises ``ConcurrentChange`` unless every old row is current."""
         if not pairs:
             return
         for kind, stamped in self._stamped([new for _, new in pairs]):
             values = [_expected(old) | _content(new) for (old, _), new in zip(pairs, stamped, strict=True)]
             result = self._connection.execute(_STATEMENTS[kind].update, values)
             if result.rowcount != len(values):
-                raise ConcurrentChange(f"{len(values) - result.rowcount} of {len(values)} rows were changed by others")
+                raise ConcurrentChange(
+                    f"{len(values) - result.rowcount} of {len(values)} rows were changed by another meta server"
+                )
 
     def remove(self, *rows: TableRow) -> None:
-        """Rows that are of no use to anybody any more; those that somebody has changed since stay."""
+        """Delete rows. A row that was changed since it was read stays."""
         for kind in KINDS:
             old = [_expected(row) for row in rows if type(row) is kind]
             if old:
@@ -87,9 +89,9 @@ class StoreChange:
         statement = sa.update(CLUSTER).where(CLUSTER.c.name == "removed", CLUSTER.c.number < newest)
         self._connection.execute(statement.values(number=newest))
 
-    def beats(self, whos: Sequence[str]) -> dict[str, int]:
-        """How often each of these was heard of."""
-        statement = sa.select(BEATS.c.who, BEATS.c.count).where(BEATS.c.who.in_(whos))
+    def heartbeats(self, names: Sequence[str]) -> dict[str, int]:
+        """The heartbeat count of each of these names."""
+        statement = sa.select(HEARTBEATS.c.name, HEARTBEATS.c.count).where(HEARTBEATS.c.name.in_(names))
         return dict(self._connection.execute(statement).all())
 
     def _stamped(self, rows: Sequence[TableRow]) -> Iterator[tuple[type[TableRow], list[TableRow]]]:
@@ -105,8 +107,8 @@ class Store:
     def __init__(self, database: Database, *, cluster: str, alone: bool | None = None) -> None:
         """``cluster`` becomes the id of a cluster that has none yet.
 
-        ``alone``: no other meta server uses the database, so heartbeats need not be noted for others. A SQLite file is
-        one server's.
+        ``alone``: no other meta server uses the database, so heartbeats are not written to it. Default: True for
+        SQLite.
         """
         migrate(database)
         self.database = database
@@ -121,16 +123,16 @@ class Store:
         self.database.close()
 
     def news(self, seen: int) -> News:
-        """What changed after the change numbered ``seen``; -1: everything."""
+        """The rows changed after change ``seen``; all rows if it is -1."""
         if seen >= 0 and self.database.quick(_QUICK_COUNTER) == seen:
-            # Asked before every decision, and nearly always so.
+            # The usual case; this runs before every decision.
             return News(seen, [], everything=False)
         with self.database.reading() as connection:
             number = connection.execute(_COUNTER).scalar_one()
             if number == seen:
                 return News(number, [], everything=False)
             removed = connection.execute(_REMOVED).scalar_one()
-            # Number before removed, by one who has not heard of its rows: there is nothing left to hear of them by.
+            # A caller whose last change predates a removal cannot be sent a delta, which has no removed rows: send all.
             everything = seen < removed or seen > number
             rows: list[TableRow] = []
             for kind in KINDS:
@@ -144,39 +146,39 @@ class Store:
 
     @contextmanager
     def change(self) -> Iterator[StoreChange]:
-        """Write rows: all of them, or none if the block raises (``ConcurrentChange`` if others were faster)."""
+        """Write rows in one transaction; it is rolled back if the block raises (``ConcurrentChange`` on a conflict)."""
         with self.database.writing() as connection:
             yield StoreChange(connection, connection.execute(_COUNT).scalar_one())
 
     def advance(self, number: int) -> None:
-        """Changes from now on have higher numbers than this."""
+        """Raise the change counter: later changes have higher numbers than this."""
         with self.database.writing() as connection:
             statement = sa.update(CLUSTER).where(CLUSTER.c.name == "changes", CLUSTER.c.number < number)
             connection.execute(statement.values(number=number))
 
-    def beat(self, whos: Sequence[str]) -> None:
-        """These were heard of once more."""
-        if not whos:
+    def add_heartbeats(self, names: Sequence[str]) -> None:
+        """Add one heartbeat to the count of each name."""
+        if not names:
             return
-        # In one order everywhere, so that two servers do not wait for each other.
-        ordered = sorted(whos)
+        # Sorted, so that two meta servers lock rows in the same order and do not deadlock.
+        ordered = sorted(names)
         with self.database.writing() as connection:
             if connection.dialect.name == "postgresql":
-                connection.execute(_BEAT_ALL, {"whos": ordered})
+                connection.execute(_ADD_HEARTBEATS, {"names": ordered})
             else:
-                connection.execute(_BEAT, [{"who": who, "count": 1} for who in ordered])
+                connection.execute(_ADD_HEARTBEAT, [{"name": name, "count": 1} for name in ordered])
 
-    def beats(self, after: str, end: str, limit: int) -> list[tuple[str, int]]:
-        """How often those with names between these two were heard of, in the order of their names."""
+    def heartbeats(self, after: str, end: str, limit: int) -> list[tuple[str, int]]:
+        """(name, heartbeat count) of the names between ``after`` and ``end``, both excluded, in order."""
         between = {"after": after, "end": end, "limit": limit}
         with self.database.reading() as connection:
-            return [(who, count) for who, count in connection.execute(_BEATS_BETWEEN, between)]
+            return [(name, count) for name, count in connection.execute(_HEARTBEATS_BETWEEN, between)]
 
-    def forget_beats(self, whos: Sequence[str]) -> None:
-        """These will not be heard of again."""
-        if whos:
+    def forget_heartbeats(self, names: Sequence[str]) -> None:
+        """Delete the heartbeat counts of these names."""
+        if names:
             with self.database.writing() as connection:
-                connection.execute(sa.delete(BEATS).where(BEATS.c.who.in_(whos)))
+                connection.execute(sa.delete(HEARTBEATS).where(HEARTBEATS.c.name.in_(names)))
 
 
 def _changed(row: TableRow) -> int:
@@ -185,7 +187,7 @@ def _changed(row: TableRow) -> int:
 
 
 def _content(row: TableRow) -> dict[str, Any]:
-    """The columns that a change may change."""
+    """The columns outside the key."""
     return {field: getattr(row, field) for field in _fields(type(row))}
 
 
@@ -194,12 +196,12 @@ def _fields(kind: type[TableRow]) -> tuple[str, ...]:
 
 
 def _expected(old: TableRow) -> dict[str, Any]:
-    """What the database must have for a row to be the one we know; see ``_Statements``."""
+    """Key and version that the stored row must have; see ``_Statements``."""
     return {f"old_{field}": getattr(old, field) for field in (*old.KEY, "changed")}
 
 
 class _Statements:
-    """What is done with rows of one kind, built once: the database's driver then knows it again by itself."""
+    """The statements for one kind of row, built once so that the driver can cache them."""
 
     def __init__(self, kind: type[TableRow]) -> None:
         table = kind.TABLE
@@ -209,7 +211,7 @@ class _Statements:
         self.insert = sa.insert(table)
         self.update = sa.update(table).where(*still)
         self.delete = sa.delete(table).where(*still)
-        #: Each database has its own word for it.
+        #: By dialect: an upsert is written differently in each.
         self.put = {name: _put(insert(table), kind) for name, insert in _INSERTS.items()}
 
 
@@ -220,15 +222,18 @@ def _put(insert: Any, kind: type[TableRow]) -> Any:
 
 _INSERTS: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _STATEMENTS: Final = {kind: _Statements(kind) for kind in KINDS}
-_BEAT: Final = sqlite.insert(BEATS).on_conflict_do_update(index_elements=["who"], set_={"count": BEATS.c.count + 1})
-#: The same for many at once, without a round trip for each.
-_BEAT_ALL: Final = sa.text(
-    f"INSERT INTO {BEATS.name} (who, count) SELECT who, 1 FROM unnest(CAST(:whos AS text[])) AS who ORDER BY who"
-    f" ON CONFLICT (who) DO UPDATE SET count = {BEATS.name}.count + 1"
+_ADD_HEARTBEAT: Final = sqlite.insert(HEARTBEATS).on_conflict_do_update(
+    index_elements=["name"], set_={"count": HEARTBEATS.c.count + 1}
 )
-_BEATS_BETWEEN: Final = (
-    sa.select(BEATS.c.who, BEATS.c.count)
-    .where(BEATS.c.who > sa.bindparam("after"), BEATS.c.who < sa.bindparam("end"))
-    .order_by(BEATS.c.who)
+#: ``_ADD_HEARTBEAT`` for many names in one round trip.
+_ADD_HEARTBEATS: Final = sa.text(
+    f"INSERT INTO {HEARTBEATS.name} (name, count)"
+    " SELECT name, 1 FROM unnest(CAST(:names AS text[])) AS name ORDER BY name"
+    f" ON CONFLICT (name) DO UPDATE SET count = {HEARTBEATS.name}.count + 1"
+)
+_HEARTBEATS_BETWEEN: Final = (
+    sa.select(HEARTBEATS.c.name, HEARTBEATS.c.count)
+    .where(HEARTBEATS.c.name > sa.bindparam("after"), HEARTBEATS.c.name < sa.bindparam("end"))
+    .order_by(HEARTBEATS.c.name)
     .limit(sa.bindparam("limit"))
 )

@@ -1,4 +1,4 @@
-"""Removes from the database what was deleted a while ago, and that nobody has to hear of any more."""
+"""Removes rows that were deleted long enough ago for every meta server to have seen the deletion."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from plait.meta.core import Core
 from plait.meta.database.connection import ConcurrentChange
 from plait.meta.database.schema import TableRow
 
-#: Rows that are removed in one transaction.
+#: Rows per transaction.
 ROWS_MAX = 1_000
 
 
 class Sweep:
-    """Now and then, in small pieces one after another until nothing is left to remove."""
+    """Runs every ``clean_seconds``, in small transactions until nothing is left to remove."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._waited = 0.0
-        #: Everything up to this change has been in the database for the whole of the last pause...
+        #: Changes up to this one are older than the last pause ...
         self._old = -1
-        #: ...and up to this one since it ended.
+        #: ... and changes up to this one are older than its end.
         self._next = -1
         #: There may be more to remove.
         self._due = False
 
     def run(self, seconds: float) -> None:
-        """Time has passed."""
+        """Called every tick, with the time since the last call."""
         self._waited += seconds
         if self._waited >= self._core.limits.clean_seconds:
             self._waited = 0.0
@@ -49,11 +49,12 @@ class Sweep:
         mirror, old = self._core.mirror, self._old
         for member in list(mirror.left.values()):
             allocation = mirror.allocations.get((member.subject, member.name))
-            # Its leaving must be in the allocation: who starts anew learns of it from there only.
+            # The allocation must include the leave: after this row is gone, a meta server that restarts sees it only
+            # there.
             if member.changed <= old and (allocation is None or allocation.seen >= member.changed):
                 yield member
         yield from [row for row in mirror.partitions.values() if row.state == "gone" and row.changed <= old]
-        # What others still refer to stays.
+        # A subject stays while partitions or members refer to it.
         in_use = {row.subject for row in mirror.partitions.values()} | {row.subject for row in mirror.left.values()}
         for name, subject in mirror.subjects.items():
             if subject.deleted and subject.changed <= old and name not in in_use:

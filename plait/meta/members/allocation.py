@@ -1,7 +1,7 @@
-"""Which member of an exclusive group is to handle which logical partitions.
+"""Which member of an ordered group is to own which logical partitions.
 
-An allocation is a proposal: the broker's lock is the right to handle. Each LP has the *epoch* in which it last changed
-hands, by which brokers tell the newer proposal from the older.
+An allocation is a proposal; the pull lock of a broker is the right to consume. Each LP has the lock *epoch* at which
+its owner last changed, so that brokers can order proposals.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta.members.balance import balance
+from plait.model.balance import balance
 from plait.model.lp_runs import NumberedRun, Numbers, edges, runs_of
 
 _END = np.dtype("<u2")
@@ -28,19 +28,19 @@ class _AllocationColumns(msgspec.Struct, array_like=True, frozen=True):
     members: list[str]
     ends: bytes
     owners: bytes
-    #: How far the run's epoch is behind the newest.
+    #: The newest epoch minus the epoch of the run.
     behind: bytes
 
 
 class Allocation:
-    """Every LP's owner and epoch. Without members nobody owns anything."""
+    """The owner and the epoch of every LP. Without members no LP has an owner."""
 
     def __init__(self, members: tuple[str, ...], owners: Numbers, epochs: Numbers, epoch: int) -> None:
-        #: In order; ``owners`` has indexes of it, or -1.
+        #: Sorted. ``owners`` has indexes into it, or -1 for no owner.
         self.members = members
         self.owners = owners
         self.epochs = epochs
-        #: The newest of all.
+        #: The newest epoch.
         self.epoch = epoch
 
     def __eq__(self, other: object) -> bool:
@@ -51,26 +51,29 @@ class Allocation:
 
     @cached_property
     def floors(self) -> list[NumberedRun]:
-        """(first, end, epoch): older epochs of these LPs have lost them for good."""
+        """(first, end, epoch): owners with older epochs have permanently lost these LPs."""
         return runs_of(self.epochs)
 
     @cached_property
     def _edges(self) -> Numbers:
-        """Where runs with one owner and one epoch begin, and the end of the last."""
+        """The starts of the runs with one owner and one epoch, and the end of the last."""
         return edges(self.owners, self.epochs)
 
     def by_member(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-        """First, end and epoch of all runs, nobody's and then member by member; where each one's begin, and the end."""
+        """First, end and epoch of all runs, ordered by owner, and per member the index of its first run.
+
+        Runs without an owner come first. The index list has the total as its last entry.
+        """
         firsts, ends = self._edges[:-1], self._edges[1:]
         owners = self.owners[firsts]
-        # Each one's in order.
+        # Stable: the runs of one owner stay in order.
         order = np.argsort(owners, kind="stable")
         firsts = firsts[order]
         begins = np.searchsorted(owners[order], np.arange(len(self.members) + 1))
         return firsts, ends[order], self.epochs[firsts], begins
 
     def encode(self) -> bytes:
-        """As it is in the database: about 10 bytes a run, and the names."""
+        """The stored form: about 10 bytes per run, and the member names."""
         begins, ends = self._edges[:-1], self._edges[1:]
         return msgspec.msgpack.encode(
             _AllocationColumns(
@@ -84,7 +87,7 @@ class Allocation:
 
 
 def decode(body: bytes) -> Allocation:
-    """What ``encode`` has made."""
+    """The inverse of ``Allocation.encode``."""
     stored = msgspec.msgpack.decode(body, type=_AllocationColumns)
     ends = np.frombuffer(stored.ends, dtype=_END).astype(np.int64)
     lengths = np.diff(ends, prepend=0)
@@ -93,25 +96,25 @@ def decode(body: bytes) -> Allocation:
     return Allocation(tuple(stored.members), owners, epochs, stored.epoch)
 
 
-def nobody(epoch: int = 0) -> Allocation:
-    """The allocation of a group that has no members yet, whose epochs are to be above this one."""
+def unallocated(epoch: int = 0) -> Allocation:
+    """The allocation of a group without members. Later epochs are higher than ``epoch``."""
     nothing = np.full(LOGICAL_PARTITIONS, -1, dtype=np.int64)
     return Allocation((), nothing, np.full(LOGICAL_PARTITIONS, epoch, dtype=np.int64), epoch)
 
 
 def allocate(members: Sequence[str], present: Allocation | None, *, above: int = 0) -> Allocation:
-    """Fair shares for these members: only what must move moves, and what moves gets a new epoch, above that number.
+    """Allocate the LPs to these members in equal shares, moving as few LPs as possible.
 
-    The same members and the same allocation before give the same one after.
+    LPs that move get a new epoch, higher than ``above``. The result depends only on the arguments.
     """
     ordered = tuple(sorted(set(members)))
     if present is None:
-        present = nobody()
+        present = unallocated()
     if ordered == present.members:
         return present
     before = _renumbered(present, ordered)
     after = balance(before, len(ordered)) if ordered else np.full(LOGICAL_PARTITIONS, -1, dtype=np.int64)
-    # What has lost its owner and gets no other keeps its epoch: nobody is to be fenced out by nobody.
+    # An LP that only lost its owner keeps its epoch: there is no new owner to fence for.
     moved = (after != before) & (after >= 0)
     if not moved.any():
         return Allocation(ordered, after, present.epochs, present.epoch)
@@ -120,9 +123,9 @@ def allocate(members: Sequence[str], present: Allocation | None, *, above: int =
 
 
 def _renumbered(present: Allocation, members: tuple[str, ...]) -> Numbers:
-    """The present owners as indexes of ``members``; -1 for those who left."""
+    """The present owners as indexes into ``members``; -1 for owners that left."""
     index = dict(zip(members, range(len(members)), strict=True))
     numbers = [index.get(member, -1) for member in present.members]
-    # Nobody is nobody still.
+    # Index -1 (no owner) maps to -1.
     numbers.append(-1)
     return np.array(numbers, dtype=np.int64)[present.owners]

@@ -1,8 +1,9 @@
-"""Brings the allocations of ordered groups up to date: computed slice by slice, written many at a time.
+"""Recomputes the allocations of ordered groups whose members changed.
 
-A slice is short, so that heartbeats pass between two of them. What was computed may be written by another thread, while
-this one answers heartbeats: a disk takes what time it likes. Every row is compared before it is set, so that is as safe
-as another meta server that does the same; a group whose members change meanwhile is behind afterwards, and comes again.
+Allocations are computed in short slices, so that heartbeats are answered in between, and written many at a time.
+Another thread may write them while this one answers heartbeats, so a slow disk does not delay heartbeats. Every write
+is a compare-and-set, so the second thread is as safe as a second meta server. A group whose members change during the
+write is stale again and is recomputed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from plait.meta.members.shares import Shares
 
 
 class _Computed(NamedTuple):
-    """A new allocation."""
+    """A computed allocation that is not written yet."""
 
     before: AllocationRow
     row: AllocationRow
@@ -27,7 +28,7 @@ class _Computed(NamedTuple):
 
 
 class AllocationWrite:
-    """Allocations on their way to the database."""
+    """Allocations that are written in one transaction."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -36,19 +37,19 @@ class AllocationWrite:
         self._error: Exception | None = None
 
     def carry_out(self) -> None:
-        """Write them, unless that is done. Any thread may do this, while nobody else uses the object."""
+        """Write the allocations. Idempotent. Any thread may call this while no other thread uses the object."""
         if self._change is not None or self._error is not None:
             return
         try:
             with self._store.change() as change:
                 change.replace(*((each.before, each.row) for each in self.made.values()))
-        except Exception as error:  # noqa: BLE001 - told to who asks for the result
+        except Exception as error:  # noqa: BLE001 - raised by ``result``
             self._error = error
         else:
             self._change = change
 
     def result(self) -> StoreChange:
-        """What was written, or why it could not be."""
+        """The committed change. Raises the error of a failed write."""
         if self._error is not None:
             raise self._error
         assert self._change is not None
@@ -56,16 +57,16 @@ class AllocationWrite:
 
 
 class Allocator:
-    """See the module."""
+    """Computes allocations in slices and passes them on as ``writing``."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._made = AllocationWrite(core.store)
-        #: To be carried out before the next call of ``run``, which otherwise does it.
+        #: The caller should carry this out before the next ``run``; otherwise ``run`` does it.
         self.writing: AllocationWrite | None = None
 
     def run(self) -> None:
-        """Take in what was written, and compute some more: as much as fits into a slice of time."""
+        """Apply the written allocations to the mirror, then compute more for one slice of time."""
         if self.writing is not None:
             self._take_in(self.writing)
         core, mirror, made = self._core, self._core.mirror, self._made.made
@@ -73,7 +74,7 @@ class Allocator:
         for key in mirror.stale:
             if key in made:
                 continue
-            # Above every change that is known: a group's own epochs may be those of an older copy of the database.
+            # Above every known change: the group's own epochs may come from an older copy of the database.
             after = allocate(list(mirror.members[key]), mirror.allocation(key), above=mirror.seen)
             row = AllocationRow(*key, after.epoch, mirror.touched[key], after.encode())
             made[key] = _Computed(mirror.allocations[key], row, Packed(row.body, after, Shares(*key, after)))

@@ -1,7 +1,7 @@
-"""Clients that leave: written many at a time, and by another thread than the one that answers heartbeats.
+"""Leaves of clients: written many at a time, by another thread than the one that answers heartbeats.
 
-A leave is answered when it is in the database. Until then its client counts as a member still; if it is back by then,
-that waits for the leave: what a client says counts in the order in which it says it.
+A leave is acknowledged when it is in the database. Until then the client is still a member. If the client sends another
+heartbeat meanwhile, that heartbeat waits for the leave: requests of a client take effect in the order it sent them.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from plait.meta.database.store import StoreChange
 
 
 class Leave:
-    """A client on its way out."""
+    """A request of one client to leave all its groups."""
 
     def __init__(self, client: str, rows: list[MemberRow]) -> None:
         self.client = client
         self.rows = rows
-        #: It is in the database, or it is known why it is not.
+        #: True once the rows are written or ``error`` is set.
         self.done = not rows
         self.error: Exception | None = None
 
 
 class LeaveQueue:
-    """One thread begins and ends leaves; any may write them in between."""
+    """One thread begins and ends leaves; any thread may write them in between."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._leaves: dict[str, Leave] = {}
         self._waiting: deque[Leave] = deque()
-        #: Not yet in the mirror.
+        #: Committed changes that are not in the mirror yet.
         self._written: deque[StoreChange] = deque()
 
     def begin(self, client: str) -> Leave:
-        """A client says that it leaves all its groups."""
+        """Begin the leave of a client from all its groups. Returns the existing leave if there is one."""
         leave = self._leaves.get(client)
         if leave is None:
             self._core.refresh()
@@ -46,7 +46,7 @@ class LeaveQueue:
         return leave
 
     def carry_out(self, leave: Leave) -> None:
-        """Write it, and others that wait; nothing if that is done. Any thread may do this, one at a time."""
+        """Write this leave together with others that wait. Idempotent. Any thread may call this, one at a time."""
         while not leave.done:
             self._write(self._gathered())
 
@@ -62,7 +62,7 @@ class LeaveQueue:
         try:
             with self._core.store.change() as change:
                 change.put(*(row for leave in leaves for row in leave.rows))
-        except Exception as failed:  # noqa: BLE001 - told to who ends the leave
+        except Exception as failed:  # noqa: BLE001 - raised by ``end``
             error = failed
         else:
             self._written.append(change)
@@ -70,7 +70,7 @@ class LeaveQueue:
             leave.error, leave.done = error, True
 
     def end(self, leave: Leave) -> None:
-        """The client is no member any more; raises why it is one still."""
+        """Complete the leave, after which the client is no member. Raises the error of a failed write."""
         self.carry_out(leave)
         if self._leaves.get(leave.client) is leave:
             del self._leaves[leave.client]
@@ -80,12 +80,12 @@ class LeaveQueue:
                 raise leave.error
 
     def end_of(self, client: str) -> None:
-        """The same for a client that has something else to say by now."""
+        """Complete the leave of a client, if there is one, before another request of it."""
         leave = self._leaves.get(client)
         if leave is not None:
             self.end(leave)
 
     def take_in(self) -> None:
-        """What was written is in the mirror afterwards."""
+        """Apply committed leaves to the mirror."""
         while self._written:
             self._core.take_in(self._written.popleft())

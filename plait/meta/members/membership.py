@@ -1,8 +1,8 @@
-"""Members of groups: who is there, and which logical partitions each is to handle.
+"""Members of groups: heartbeats of clients, joins and leaves, and lost clients.
 
-A heartbeat names all groups that a client is a member of; the difference to what is known are joins and leaves. They
-are written down at once; the new allocation follows (``Allocating``). Most heartbeats say what the one before said: any
-thread may answer those (``repeat``), so that they wait for nobody's decisions.
+A heartbeat names all groups of a client. The difference to the known memberships are joins and leaves. They are written
+at once; the new allocation follows later (``Allocator``). Most heartbeats repeat the one before. Any thread may answer
+those (``repeat``), so that they do not wait for decisions about other clients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plait.meta.database.connection import ConcurrentChange
 from plait.meta.database.mirror import Allocated, GroupKey, Mirror
 from plait.meta.database.schema import AllocationRow, GroupRow, MemberRow
 from plait.meta.database.store import StoreChange
-from plait.meta.members.allocation import nobody
+from plait.meta.members.allocation import unallocated
 from plait.meta.members.leaving import Leave, LeaveQueue
 from plait.meta.members.liveness import Liveness
 from plait.meta.members.shares import join, split
@@ -29,12 +29,12 @@ from plait.meta.views import AllocationView, HeartbeatView
 from plait.model import names
 from plait.model.settings import GroupSettings, group_settings, text_of
 
-#: Names of clients among those whose heartbeats are counted.
+#: Prefix of clients among the names whose heartbeats are counted.
 _PREFIX = "c/"
 _PREFIX_END = "c0"
 
-#: A change is taken in within a millisecond or two, nearly always: who asks meanwhile waits for that, as it would wait
-#: longer for the thread that does it.
+#: How long ``news`` waits while a change is applied to the mirror. That nearly always takes one or two milliseconds;
+#: asking the deciding thread instead would take longer.
 CHANGING_SECONDS = 0.003
 
 #: (subject, group, ordered).
@@ -42,7 +42,7 @@ Membership = tuple[str, str, bool]
 
 
 class _LastHeartbeat(NamedTuple):
-    """What a client said last. It need not be looked at again for as long as nothing changes by others."""
+    """The last heartbeat of a client. While its turn is current, an equal heartbeat needs no decision."""
 
     turn: int
     members: Sequence[Membership]
@@ -54,14 +54,14 @@ class _LastHeartbeat(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """What a client is a member of, in order, as long as none of the turns is another one."""
+    """The groups of a client, in order. Valid while both turns are current."""
 
     turn: int
     route_turn: int
     exclusive: list[Allocated]
-    #: Shares.
+    #: Packed shares of the groups that are not ordered.
     shared: list[bytes]
-    #: Subject → version of its route, and the change that made the newest.
+    #: Subject → route version; and the change that made the newest of these routes.
     versions: dict[str, int]
     routed: int
 
@@ -81,12 +81,12 @@ class _Groups(NamedTuple):
 
 
 class _Newer(NamedTuple):
-    """What a client has not heard yet."""
+    """What a client does not know yet."""
 
     groups: _Groups
-    #: The change that it has heard all up to once it is told.
+    #: The client knows everything up to this change after the reply.
     newest: int
-    #: Ordered groups with another allocation.
+    #: Ordered groups whose allocation the client does not have.
     allocated: list[Allocated]
 
 
@@ -96,25 +96,25 @@ class Members:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._watch = Liveness(core.limits.member_lost_seconds)
-        #: Up to when the watch has counted.
+        #: The time up to which the watch has counted.
         self._passed = core.clock.monotonic()
-        #: Heard of since their counters were written.
-        self._heard: dict[str, None] = {}
-        #: By client, as long as it is a member of something.
-        self._said: dict[str, _LastHeartbeat] = {}
+        #: Clients with heartbeats that are not yet written to the database.
+        self._unwritten: dict[str, None] = {}
+        #: By client, while it is a member of a group.
+        self._last: dict[str, _LastHeartbeat] = {}
         self._groups: dict[str, _Groups] = {}
-        #: What is to be said to a client that says the same again and has heard all there is.
-        self._told: dict[str, HeartbeatView] = {}
-        #: Who was answered by ``repeat``, and when; not yet known to the watch.
+        #: The reply to a client that repeats its last heartbeat and knows everything.
+        self._repeat_views: dict[str, HeartbeatView] = {}
+        #: Clients answered by ``repeat``, with the time; the watch does not know these heartbeats yet.
         self._repeated: deque[tuple[str, float]] = deque()
         self._leaving = LeaveQueue(core)
         self._flushed = 0.0
-        #: Counters of clients are read behind this name; "": all are read.
+        #: Heartbeat counts after this name are still to be read; "" when all are read.
         self._reading = ""
 
     # --- heartbeats -----------------------------------------------------------------------------
 
-    def beat(
+    def heartbeat(
         self,
         client: str,
         members: Sequence[Membership],
@@ -123,7 +123,7 @@ class Members:
         leaving: bool = False,
         affinity: Collection[GroupKey] = (),
     ) -> HeartbeatView:
-        """A client lives and is a member of these groups, and of no others; it has heard all up to ``seen``."""
+        """Answer a heartbeat: the client is a member of exactly these groups and knows all changes up to ``seen``."""
         if leaving:
             return self.left(self.leave(client))
         if self._core.down is not None:
@@ -131,68 +131,76 @@ class Members:
         names.check("client", client)
         self._leaving.end_of(client)
         mirror = self._core.mirror
-        said = _LastHeartbeat(mirror.turn_of(client), members, affinity)
+        heartbeat = _LastHeartbeat(mirror.turn_of(client), members, affinity)
         refused: dict[GroupKey, PlaitError] = {}
-        if said != self._said.get(client):
-            refused = self._hear(client, said)
+        if heartbeat != self._last.get(client):
+            refused = self._update_memberships(client, heartbeat)
         self._pass_time()
         if client in mirror.memberships:
             self._note(client)
         else:
-            self._is_out(client)
+            self._unwatch(client)
         return self._answer(client, refused, self._newer(client, seen))
 
     def repeat(
         self, client: str, members: Sequence[Membership], affinity: Collection[GroupKey], seen: int
     ) -> HeartbeatView | None:
-        """The answer to a heartbeat that says nothing new; None: ask ``beat``.
+        """Answer a heartbeat that repeats the client's last one. Returns None if ``heartbeat`` must answer it.
 
-        From any thread. Who has said something else meanwhile asks for all there is, which is not answered here: that
-        is heard first. Where nobody has looked for long, this server may be the only one that thinks the client lives.
+        Any thread may call this. A client whose memberships changed sends ``seen`` = 0, which is not answered here,
+        because the change must be processed first. Nor is a heartbeat answered here if time was not counted for
+        ``gap_seconds``: other meta servers may have given up the client meanwhile.
         """
         core, mirror = self._core, self._core.mirror
         now, turn = core.clock.monotonic(), mirror.turn_of(client)
         if (
             not seen
             or now - self._passed > core.limits.gap_seconds
-            or self._said.get(client) != (turn, members, affinity)
+            or self._last.get(client) != (turn, members, affinity)
         ):
             return None
-        beaten = self.news(client, seen)
-        if beaten is None or mirror.turn_of(client) != turn:
+        view = self.news(client, seen)
+        if view is None or mirror.turn_of(client) != turn:
             return None
         self._repeated.append((client, now))
-        return beaten
+        return view
 
     def news(self, client: str, seen: int) -> HeartbeatView | None:
-        """What ``known`` says, from any thread; None: ask ``known``, as something changes, or is to be packed."""
-        core, mirror, told = self._core, self._core.mirror, self._told.get(client)
+        """The result of ``known``, for any thread.
+
+        Returns None if ``known`` must be called, because the mirror is changing or shares must be packed.
+        """
+        core, mirror, view = self._core, self._core.mirror, self._repeat_views.get(client)
         if core.down is not None:
             return None
-        if told is not None and told.seen == seen:
-            return told
+        if view is not None and view.seen == seen:
+            return view
         if not mirror.changing.acquire(timeout=CHANGING_SECONDS):
             return None
         try:
             newer = self._newer(client, seen)
-            # What is told is noted before the next change, by which it is out of date.
+            # Under the lock: the reply is recorded before the next change makes it outdated.
             return self._answer(client, {}, newer) if all(each.shares for each in newer.allocated) else None
         finally:
             mirror.changing.release()
 
     def changed(self, clients: Iterable[str]) -> None:
-        """There is something new to tell them."""
+        """Something changed for these clients: their recorded replies are outdated."""
         for client in clients:
-            self._told.pop(client, None)
+            self._repeat_views.pop(client, None)
 
-    def _hear(self, client: str, said: _LastHeartbeat) -> dict[GroupKey, PlaitError]:
-        """A client says something else than before, or others may have; what it cannot be a member of, and why."""
+    def _update_memberships(self, client: str, heartbeat: _LastHeartbeat) -> dict[GroupKey, PlaitError]:
+        """Process a heartbeat that differs from the last one, or after changes by others.
+
+        Returns refused memberships.
+        """
         mirror, limit = self._core.mirror, self._core.limits.groups_per_client
-        self._told.pop(client, None)
-        wanted = said.settings()
+        self._repeat_views.pop(client, None)
+        wanted = heartbeat.settings()
         if len(wanted) > limit:
             raise LimitExceeded(
-                f"client {client!r} is a member of {len(wanted)} groups, the limit is {limit}",
+                f"client {client!r} is a member of {len(wanted)} groups (limit {limit}, `groups_per_client`); "
+                "use fewer groups per client or raise it",
                 limit="groups_per_client",
                 value=limit,
             )
@@ -200,45 +208,45 @@ class Members:
         if mirror.memberships.get(client, set()) != wanted.keys() or not self._agree(wanted):
             refused = self._core.decide(lambda: self._join(client, wanted))
         if refused or not wanted or not self._agree(wanted):
-            # The next heartbeat is looked at again: what it joined may have been deleted at the same moment.
-            self._said.pop(client, None)
+            # The next heartbeat is processed in full: a group may have been deleted at the same moment.
+            self._last.pop(client, None)
         else:
-            self._said[client] = said._replace(turn=mirror.turn_of(client))
+            self._last[client] = heartbeat._replace(turn=mirror.turn_of(client))
         return refused
 
     def leave(self, client: str) -> Leave:
-        """A client leaves all groups: to be written (``carry_out``), and then told to ``left``."""
+        """Begin the leave of a client from all groups; ``carry_out`` writes it and ``left`` completes it."""
         if self._core.down is not None:
             raise self._core.down
         names.check("client", client)
-        self._said.pop(client, None)
-        self._told.pop(client, None)
+        self._last.pop(client, None)
+        self._repeat_views.pop(client, None)
         return self._leaving.begin(client)
 
     def carry_out(self, leave: Leave) -> None:
-        """Write a leave, with others that wait. Any thread may do this, one at a time."""
+        """Write a leave together with others that wait. Any thread may call this, one at a time."""
         self._leaving.carry_out(leave)
 
     def left(self, leave: Leave) -> HeartbeatView:
-        """The client is no member any more, unless it has become one again."""
+        """Complete a leave. The client is no member afterwards, unless it joined again."""
         self._leaving.end(leave)
         self._pass_time()
         if leave.client not in self._core.mirror.memberships:
-            self._is_out(leave.client)
+            self._unwatch(leave.client)
         return self._answer(leave.client, {}, self._newer(leave.client, 0))
 
     def _note(self, client: str, ago: float = 0.0) -> None:
-        """It lives, and has said so so many seconds ago."""
-        who = _PREFIX + client
-        self._watch.hear(who, ago)
-        self._heard[who] = None
+        """Record a heartbeat, ``ago`` seconds old."""
+        name = _PREFIX + client
+        self._watch.notice(name, ago)
+        self._unwritten[name] = None
 
-    def _is_out(self, client: str) -> None:
+    def _unwatch(self, client: str) -> None:
         if _PREFIX + client in self._watch:
             self._forget([_PREFIX + client])
 
     def known(self, client: str, seen: int = 0) -> HeartbeatView:
-        """What is a client's, by what it said last, and newer than ``seen``."""
+        """The shares and routes of a client that are newer than ``seen``, for its last heartbeat's groups."""
         if self._core.down is not None:
             raise self._core.down
         return self._answer(client, {}, self._newer(client, seen))
@@ -252,19 +260,19 @@ class Members:
                 self._groups[client] = groups
         newest = max([groups.routed, *(each.changed for each in groups.exclusive)])
         if newest < seen:
-            # The database is an older copy of what the client has heard of.
+            # The client knows more than the database, which was restored from an older copy.
             seen = 0
         return _Newer(groups, newest, [each for each in groups.exclusive if each.changed > seen])
 
     def _answer(self, client: str, refused: dict[GroupKey, PlaitError], newer: _Newer) -> HeartbeatView:
         groups, newest, allocated = newer
-        if client in self._said:
-            self._told[client] = HeartbeatView(newest, join(groups.shared), {}, groups.versions)
+        if client in self._last:
+            self._repeat_views[client] = HeartbeatView(newest, join(groups.shared), {}, groups.versions)
         shares = [(each.shares or self._core.mirror.shares(each.key)).of(client) for each in allocated]
         return HeartbeatView(newest, join([*groups.shared, *shares]), refused, groups.versions)
 
     def _agree(self, wanted: dict[GroupKey, GroupSettings]) -> bool:
-        """All groups are there, and are as the client says."""
+        """True if all groups exist with these settings."""
         mirror = self._core.mirror
         return all(
             mirror.settings.get(key) == settings and not mirror.groups[key].deleted and mirror.subject(key[0])
@@ -272,7 +280,7 @@ class Members:
         )
 
     def _join(self, client: str, wanted: dict[GroupKey, GroupSettings]) -> dict[GroupKey, PlaitError]:
-        """Write down what is new; what cannot be, and why."""
+        """Write the joins and leaves. Returns refused memberships and the reasons."""
         mirror = self._core.mirror
         known = mirror.memberships.get(client, set())
         refused: dict[GroupKey, PlaitError] = {}
@@ -282,7 +290,7 @@ class Members:
                 if not self._admit(key, settings, len(new_groups), joins=key not in known):
                     new_groups.append(GroupRow(*key, text_of(settings)))
             except PlaitError as error:
-                # Only this membership is refused: its client goes on with the others.
+                # Only this membership is refused; the client keeps the others.
                 error.details.update(subject=key[0], group=key[1])
                 refused[key] = error
         joins = [key for key in wanted if key not in known and key not in refused]
@@ -297,7 +305,7 @@ class Members:
         return refused
 
     def _admit(self, key: GroupKey, settings: GroupSettings, founded: int, *, joins: bool) -> bool:
-        """The client may be a member; False: the group has to be founded."""
+        """Check that the client may join. Returns False if the group must be created first."""
         mirror, limits = self._core.mirror, self._core.limits
         subject, name = key
         names.check("subject", subject)
@@ -310,14 +318,16 @@ class Members:
         if group is None or group.deleted:
             if len(mirror.groups) + founded >= limits.groups:
                 raise LimitExceeded(
-                    f"this cluster has its {limits.groups} groups; delete some or raise the limit",
+                    f"group limit reached ({limits.groups} per cluster, limit `groups`); "
+                    "delete unused groups or raise it",
                     limit="groups",
                     value=limits.groups,
                 )
             return False
         if mirror.settings[key] != settings:
             raise GroupMismatch(
-                f"group {name!r} of subject {subject!r} has {mirror.settings[key]}, this member {settings}",
+                f"group {name!r} of subject {subject!r} is {mirror.settings[key]}, this member asks for {settings}; "
+                "use the same settings or another group name",
                 subject=subject,
                 group=name,
                 has=str(mirror.settings[key]),
@@ -325,26 +335,27 @@ class Members:
             )
         if joins and len(mirror.members.get(key, ())) >= limits.members_per_group:
             raise LimitExceeded(
-                f"group {name!r} of subject {subject!r} has its {limits.members_per_group} members",
+                f"member limit of group {name!r} of subject {subject!r} reached ({limits.members_per_group} per group, "
+                "limit `members_per_group`); close idle consumers or raise it",
                 limit="members_per_group",
                 value=limits.members_per_group,
             )
         return True
 
     def _found(self, change: StoreChange, groups: Sequence[GroupRow]) -> None:
-        """New groups; one whose name was in use before goes on with higher epochs."""
+        """Create groups. A group whose name was used before continues with higher epochs."""
         mirror = self._core.mirror
         before = [
             (mirror.groups[row.subject, row.name], row) for row in groups if (row.subject, row.name) in mirror.groups
         ]
         change.replace(*before)
         change.insert(*(row for row in groups if (row.subject, row.name) not in mirror.groups))
-        number, body = change.number, nobody(change.number).encode()
+        number, body = change.number, unallocated(change.number).encode()
         ordered = [row for row in groups if group_settings(row.settings).ordered]
         change.put(*(AllocationRow(row.subject, row.name, number, 0, body) for row in ordered))
 
     def forget_group(self, subject: str, name: str) -> None:
-        """Delete a group without members; one of that name that comes later continues with higher epochs."""
+        """Delete a group without members. A later group of the same name continues with higher epochs."""
 
         def decision() -> None:
             mirror, key = self._core.mirror, (subject, name)
@@ -365,36 +376,39 @@ class Members:
 
         self._core.decide(decision)
 
-    # --- who is lost ----------------------------------------------------------------------------
+    # --- lost clients ---------------------------------------------------------------------------
 
     def _pass_time(self) -> None:
-        """Up to the moment: silence is counted from the very heartbeat, not from when was looked last."""
+        """Count time up to now, so that silence is measured from the heartbeat itself and not from the last tick."""
         now = self._core.clock.monotonic()
         passed, self._passed = self._core.noticeable(now - self._passed), now
         self._watch.advance(passed)
         while self._repeated:
             client, at = self._repeated.popleft()
             if client in self._core.mirror.memberships:
-                # Not before the watch looked last: then it would not be in order.
+                # Not before the last ``advance``: heartbeats must be recorded in order.
                 self._note(client, min(max(now - at, 0.0), passed))
 
     @property
     def next_loss(self) -> float:
-        """After so many seconds of silence a client is lost."""
+        """Seconds of further silence until the next client is lost."""
         return self._watch.next_loss
 
     def watch(self, seconds: float) -> None:
-        """Time has passed under this server's eyes."""
+        """Called every tick, with the seconds that count as silence."""
         self._pass_time()
         for client in self._core.mirror.memberships:
             self._watch.expect(_PREFIX + client)
         self._flushed += seconds
-        if self._flushed >= self._core.limits.beat_flush_seconds and not self._core.store.alone:
+        if self._flushed >= self._core.limits.heartbeat_flush_seconds and not self._core.store.alone:
             self._flushed = 0.0
             self._reading = _PREFIX
 
     def look(self) -> bool:
-        """Note who was heard here, see who was heard elsewhere, give up who was nowhere; whether there are more."""
+        """Exchange heartbeat counts with other meta servers and remove lost clients.
+
+        Returns True if more is left to do.
+        """
         self._leaving.take_in()
         self._pass_time()
         page = self._core.limits.page
@@ -405,35 +419,35 @@ class Members:
         return bool(self._reading) or len(lost) == page or given_up < len(lost)
 
     def _exchange(self, page: int) -> None:
-        """Write a page of counters, and read one."""
-        heard = list(self._heard)[:page]
+        """Write one page of heartbeat counts and read one."""
+        unwritten = list(self._unwritten)[:page]
         with self._core.noted():
-            self._core.store.beat(heard)
-            for who in heard:
-                self._watch.raised(who)
-            found = self._core.store.beats(self._reading, _PREFIX_END, page)
-        for who in heard:
-            del self._heard[who]
-        for who, count in found:
-            if who in self._watch:
-                self._watch.see(who, count)
+            self._core.store.add_heartbeats(unwritten)
+            for name in unwritten:
+                self._watch.raised(name)
+            found = self._core.store.heartbeats(self._reading, _PREFIX_END, page)
+        for name in unwritten:
+            del self._unwritten[name]
+        for name, count in found:
+            if name in self._watch:
+                self._watch.observe(name, count)
         if len(found) == page:
             self._reading = found[-1][0]
-        elif not self._heard:
+        elif not self._unwritten:
             self._reading = ""
 
     def _give_up(self, silent: Sequence[str]) -> int:
-        """These were silent for a lease, as far as this meta server can tell; how many of them were seen to.
+        """Remove clients that were silent for a lease, as this meta server knows. Returns how many it processed.
 
-        The first ones, until they are members of so much that more would hold up heartbeats when it is known.
+        It stops at ``write_members`` memberships, because applying more would delay heartbeats.
         """
         core, mirror = self._core, self._core.mirror
         lost: list[str] = []
         rows: list[MemberRow] = []
-        for who in silent:
-            client = who.removeprefix(_PREFIX)
+        for name in silent:
+            client = name.removeprefix(_PREFIX)
             rows += [mirror.members[key][client] for key in sorted(mirror.memberships.get(client, ()))]
-            lost.append(who)
+            lost.append(name)
             if len(rows) >= core.limits.write_members:
                 break
         count = len(lost)
@@ -443,41 +457,45 @@ class Members:
         try:
             with core.change() as change:
                 if not core.store.alone:
-                    counts = change.beats(lost)
-                    moved = {who for who in lost if counts.get(who) != self._watch.count(who)}
-                    for who in moved:
-                        self._watch.hear(who)
+                    counts = change.heartbeats(lost)
+                    moved = {name for name in lost if counts.get(name) != self._watch.count(name)}
+                    for name in moved:
+                        self._watch.notice(name)
                     rows = [row for row in rows if _PREFIX + row.client not in moved]
-                    lost = [who for who in lost if who not in moved]
+                    lost = [name for name in lost if name not in moved]
                 change.replace(*((row, msgspec.structs.replace(row, online=False)) for row in rows))
         except ConcurrentChange:
-            # Somebody else gave them up, or they are back: the next look tells.
+            # Another meta server removed them, or they joined again: the next ``look`` finds out.
             core.refresh()
             return count
         self._forget(lost)
         return count
 
-    def _forget(self, whos: Sequence[str]) -> None:
-        for who in whos:
-            self._watch.forget(who)
-            self._heard.pop(who, None)
-        # Who answers it in another thread at this moment notes what it was told.
+    def _forget(self, watched: Sequence[str]) -> None:
+        for name in watched:
+            self._watch.forget(name)
+            self._unwritten.pop(name, None)
+        # Under the lock: another thread may be recording a reply to one of these clients.
         with self._core.mirror.changing:
-            for client in (who.removeprefix(_PREFIX) for who in whos):
-                self._said.pop(client, None)
+            for client in (name.removeprefix(_PREFIX) for name in watched):
+                self._last.pop(client, None)
                 self._groups.pop(client, None)
-                self._told.pop(client, None)
+                self._repeat_views.pop(client, None)
         if not self._core.store.alone:
             with self._core.noted():
-                self._core.store.forget_beats(whos)
+                self._core.store.forget_heartbeats(watched)
 
-    # --- what is seen of them -------------------------------------------------------------------
+    # --- views ----------------------------------------------------------------------------------
 
     def view(self, subject: str, name: str) -> AllocationView:
         mirror, key = self._core.mirror, (subject, name)
         group = mirror.groups.get(key)
         if group is None or group.deleted:
-            raise GroupNotFound(f"group {name!r} has never consumed subject {subject!r}", subject=subject, group=name)
+            raise GroupNotFound(
+                f"group {name!r} has never consumed subject {subject!r}; see 'plait group list'",
+                subject=subject,
+                group=name,
+            )
         clients = sorted(mirror.members.get(key, ()))
         if not mirror.settings[key].ordered:
             return AllocationView(subject, name, "shared", 0, {client: [] for client in clients})

@@ -1,7 +1,7 @@
-"""An allocation as its members hear of it: the share of each in msgpack, packed once for all heartbeats.
+"""An allocation as it is sent to members: the share of each in msgpack, packed once for all heartbeats.
 
-Every number has one size, also where msgpack has a shorter word for it: so all runs are packed at once, and a share is
-a piece of that. A heartbeat's answer puts pieces together.
+Every number has a fixed size, even where msgpack has a shorter encoding. All runs are therefore packed in one array
+operation, and a share is a slice of the result. A heartbeat's reply concatenates such slices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.members.allocation import Allocation
 from plait.model.lp_runs import NumberedRun
 
-#: (first, end, epoch) of logical partitions: an array of three numbers, each behind a byte that tells its size.
+#: (first, end, epoch) of LPs: a msgpack array of three numbers, each preceded by its type byte.
 _RUN: Final = np.dtype(
     [
         ("array", "u1"),
@@ -34,19 +34,19 @@ _EMPTY: Final = np.array([(0x93, 0xCD, 0, 0xCD, 0, 0xCF, 0)], dtype=_RUN)
 
 
 _RUN_SIZE: Final = _RUN.itemsize
-#: What stands before a list of so many runs.
+#: The msgpack header of a list of n runs, by n.
 _COUNTS: Final = [b"\xdc" + count.to_bytes(2, "big") for count in range(LOGICAL_PARTITIONS + 1)]
 _NONE: Final = b"\x90"
 
 
 class Share(NamedTuple):
-    """What one member of a group is to do."""
+    """The share of one member of a group."""
 
     subject: str
     group: str
     #: "exclusive" or "shared".
     strategy: str
-    #: (first, end, epoch) of logical partitions; only where the strategy is exclusive.
+    #: (first, end, epoch) of LPs; empty if the strategy is shared.
     lps: list[NumberedRun]
 
 
@@ -59,34 +59,34 @@ def shared(subject: str, group: str) -> bytes:
 
 
 def join(shares: Sequence[bytes]) -> msgspec.Raw:
-    """A list of them."""
+    """The msgpack list of packed shares."""
     return msgspec.Raw(b"\xdd%b%b" % (len(shares).to_bytes(4, "big"), b"".join(shares)))
 
 
 def split(joined: msgspec.Raw) -> list[Share]:
-    """What is in such a list."""
+    """Decode a list made by ``join``."""
     return _decoder.decode(joined)
 
 
 class Shares:
     """The shares of an ordered group's members."""
 
-    # One piece of memory for all: most are cut out for few members before the next change.
+    # One buffer for all shares: most shares are never requested before the next change.
     __slots__ = ("_begins", "_head", "_members", "_runs")
 
     def __init__(self, subject: str, group: str, allocation: Allocation) -> None:
         self._head = msgspec.msgpack.encode(Share(subject, group, "exclusive", []))[:-1]
-        #: In order.
+        #: Sorted.
         self._members = allocation.members
         firsts, ends, epochs, begins = allocation.by_member()
-        #: In bytes. Not a list, which the garbage collector would look through.
+        #: Byte offsets. An array, not a list, which the garbage collector would traverse.
         self._begins = array("I", (begins * _RUN_SIZE).astype(np.uint32).tobytes())
         runs = np.repeat(_EMPTY, len(firsts))
         runs["first"], runs["end"], runs["epoch"] = firsts, ends, epochs
         self._runs = runs.tobytes()
 
     def of(self, client: str) -> bytes:
-        """A member's share; one that nothing is allocated to yet has nothing."""
+        """The packed share of a member; empty if nothing is allocated to it yet."""
         members = self._members
         at = bisect_left(members, client)
         if at == len(members) or members[at] != client:

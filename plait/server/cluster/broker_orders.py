@@ -1,4 +1,4 @@
-"""A meta server's orders on their way to brokers: over the wire, or to the broker in the same process."""
+"""Sends a meta server's broker orders, over the wire or to the broker in the same process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.wire import messages as m
 if TYPE_CHECKING:
     from plait.server.broker_server import Server
 
-#: A broker that does not answer within this is asked again later.
+#: Timeout of an order, which is then repeated later.
 ORDER_SECONDS = 5.0
 CLIENT = "%meta"
 
@@ -44,7 +44,7 @@ def _dropping(drop: Drop) -> dict[str, Any]:
 
 
 class RemoteOrders:
-    """To brokers elsewhere, over one link to each."""
+    """Sends orders to brokers in other processes, over one link to each."""
 
     def __init__(self) -> None:
         self._links = Links(CLIENT, ORDER_SECONDS)
@@ -67,7 +67,7 @@ class RemoteOrders:
 
 
 class LocalOrders:
-    """To the broker in this process; to others over the wire."""
+    """Gives orders to the broker in this process, and sends them to other brokers."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -106,4 +106,4 @@ class LocalOrders:
             async with asyncio.timeout(ORDER_SECONDS):
                 return await done
         except TimeoutError:
-            raise Timeout(f"the disk has not taken {operation} within {ORDER_SECONDS:g} s") from None
+            raise Timeout(f"{operation} was not durable within {ORDER_SECONDS:g} s; it is retried") from None

@@ -1,4 +1,4 @@
-"""A broker's place in its cluster: with a meta server in the same process, with others, or alone."""
+"""A broker's cluster role: alone, with a meta server in its process, or registered with other meta servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from plait.errors import InvalidArgument, PlaitError, Timeout, Unavailable
 from plait.limits import MetaLimits
-from plait.meta.database.connection import file_url
+from plait.meta.database.connection import DATABASE, file_url
 from plait.server.cluster.broker_orders import LocalOrders
 from plait.server.cluster.links import Links
 from plait.server.cluster.registrar import Registrar
@@ -24,41 +24,42 @@ if TYPE_CHECKING:
     from plait.server.broker_server import Server
     from plait.server.connection import Connection
 
-#: The meta server's database, beside the broker's logs.
-DATABASE = "meta.db"
-#: A meta server that does not answer within this is given up for another.
+
+#: Timeout of a request to a meta server; then another one is asked.
 ASK_SECONDS = 3.0
 
 
 def database_in(directory: Path) -> str:
-    """The URL of the meta server's database of a node that has everything in one directory."""
+    """The URL of the meta database of a node that has everything in one directory."""
     return file_url(str(directory.resolve() / DATABASE))
 
 
 class ClusterRole:
-    """See the module."""
+    """Starts what the role needs, and serves or forwards requests to meta servers."""
 
     def __init__(self, server: Server, url: str | None, addresses: Sequence[str]) -> None:
         if url is not None and addresses:
-            raise InvalidArgument("a server has a meta server of its own, or others; not both")
+            raise InvalidArgument(
+                "a broker has a meta server in its process or uses others, not both; give one of `meta` and `metas`"
+            )
         self._server = server
         self._url = url
         self._addresses = list(addresses)
         self._host: MetaHost | None = None
         self._handlers: MetaHandlers | None = None
         self._registrar: Registrar | None = None
-        #: To the meta servers.
+        #: Connections to the meta servers.
         self._links: Links | None = None
-        #: The meta server that is asked next.
+        #: Index of the meta server for the next request.
         self._turn = 0
 
     @property
     def alone(self) -> bool:
-        """There is no meta server."""
+        """True if there is no meta server."""
         return self._url is None and not self._addresses
 
     async def start(self) -> None:
-        """Become known; where no meta server can be reached, go on trying."""
+        """Register with a meta server. If none is reachable, registration is retried in the background."""
         server = self._server
         if self._url is not None:
             limits = MetaLimits.of_lease(server.limits.lease_seconds)
@@ -69,7 +70,7 @@ class ClusterRole:
             self._handlers = MetaHandlers(self._host)
             self._registrar = Registrar(server, server.config.group, self._ask_here)
         elif self._addresses:
-            # A group's name is the operator's to give, and may be given twice.
+            # The operator may give two brokers the same group name; the directory's identity tells them apart.
             name = await asyncio.get_running_loop().run_in_executor(server.threads, identity, server.disk)
             self._links = Links(f"%broker-{name}", ASK_SECONDS)
             self._registrar = Registrar(server, name, self._ask_there)
@@ -84,20 +85,20 @@ class ClusterRole:
         await self.abandon()
 
     async def abandon(self) -> None:
-        """End without a word."""
+        """Stop without notifying the meta servers."""
         if self._registrar is not None:
             await self._registrar.abandon()
         if self._handlers is not None:
             await self._handlers.stop()
         if self._host is not None:
             await self._host.stop()
-        # The handlers stay: until the last connection is hung up they tell who asks that this is ending.
+        # The handlers stay: until the last connection is closed they refuse requests with ``Unavailable``.
         self._host = self._registrar = None
         if self._links is not None:
             self._links.close()
 
     def take(self, connection: Connection, correlation: int, message: m.PacketHead) -> bool:
-        """Serve a request that is a meta server's; False: it is not, or there is none here."""
+        """Serve a request to a meta server. Returns False if it is not one, or if there is no meta server here."""
         if self._handlers is not None:
             if self._handlers.takes(message):
                 self._handlers.handle(connection, correlation, message)
@@ -106,7 +107,7 @@ class ClusterRole:
             isinstance(message, m.RouteRequest | m.MemberHeartbeatRequest)
             or (isinstance(message, m.AdminRequest) and message.operation in ("subject.create", "subject.delete"))
         ):
-            raise InvalidArgument(f"this is a broker; ask a meta server: {', '.join(self._addresses)}")
+            raise InvalidArgument(f"this is a broker; send this request to a meta server: {', '.join(self._addresses)}")
         return False
 
     async def _ask_here(self, operation: str, arguments: dict[str, Any]) -> Any:
@@ -116,7 +117,7 @@ class ClusterRole:
         return msgspec.msgpack.decode(answer.result)
 
     async def route(self, subject: str) -> m.RouteReply:
-        """The newest route of a subject, as a meta server knows it."""
+        """The newest route of a subject, from a meta server."""
         find = m.RouteRequest(subject, create=False)
         found = await (self._request_there(find) if self._handlers is None else self._handlers.serve(find))
         assert isinstance(found, m.RouteReply)
@@ -128,16 +129,16 @@ class ClusterRole:
         return msgspec.msgpack.decode(answer.result)
 
     async def _request_there(self, request: m.PacketHead) -> m.PacketHead:
-        """Ask one meta server after another until one answers."""
+        """Send a request to one meta server after another until one answers."""
         assert self._links is not None
-        last: PlaitError = Unavailable("no meta server could be reached")
+        last: PlaitError = Unavailable("no meta server is reachable")
         for _ in self._addresses:
             turn = self._turn
             try:
                 answer: m.PacketHead = await self._links.request(self._addresses[turn % len(self._addresses)], request)
             except (Timeout, Unavailable) as error:
                 last = error
-                # Others may have found that out meanwhile.
+                # A concurrent request may have advanced it already.
                 self._turn = max(self._turn, turn + 1)
             else:
                 return answer

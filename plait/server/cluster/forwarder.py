@@ -1,8 +1,7 @@
-"""Sends delayed rows that became due after their logical partition had moved to the partition that takes them now.
+"""Forwards delayed rows whose LP moved before they became due, to the partition that takes them now.
 
-What is sent, to where and how it stays in order and happens once is decided by ``broker.forwards``. Here are the
-network and time: routes come from a meta server, each frame is sent when it is durable here, and what cannot be sent
-yet is tried again.
+``broker.forwards`` decides what is sent where, in order and exactly once. This module does the network and the timing:
+it gets routes from a meta server, sends each frame once it is durable here, and retries.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("plait.server")
 
-#: A broker that does not answer within this is asked again later.
+#: Timeout of a request to a broker, which is then repeated later.
 SEND_SECONDS: Final = 5.0
-#: Time before what could not be sent, or a route that did not help, is tried again.
+#: Pause before a failed send, or a route that did not help, is retried.
 PAUSE_SECONDS: Final = 0.2
 
 
 class Forwarder:
-    """Empties the forward partitions of a broker."""
+    """Sends the rows of a broker's forward partitions."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -51,20 +50,20 @@ class Forwarder:
         self._forwards = server.broker.forwards
         self._work = asyncio.Event()
         self._forwards.on_work = self._work.set
-        #: Broker group → where it can be reached, as of the last route that names it.
+        #: Broker group → its addresses, from the last route that names it.
         self._addresses: dict[str, list[str]] = {}
         self._links = Links("%forward", SEND_SECONDS)
-        #: When each route was asked for last, on the loop's clock.
+        #: Subject → when its route was last requested, on the loop's clock.
         self._asked: dict[str, float] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        #: Subjects whose route cannot be found, and partitions whose rows cannot be sent.
+        #: Subjects without a route, and partitions whose rows cannot be sent.
         self._astray = Notices(log)
         self._stuck = Notices(log)
-        # What a crash left behind is sent first.
+        # Rows left over from a crash are sent first.
         self._work.set()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Run until cancelled."""
         try:
             while True:
                 await self._work.wait()
@@ -74,7 +73,7 @@ class Forwarder:
                         task = tasks.start(self._empty(partition), "plait-server-forward")
                         self._tasks[partition.id] = task
                         task.add_done_callback(lambda _, number=partition.id: self._tasks.pop(number))  # type: ignore[misc]
-                # What can be sent does not wait for a meta server.
+                # After the tasks: rows with a known route do not wait for a meta server.
                 await self._find_routes()
         finally:
             for task in list(self._tasks.values()):
@@ -82,37 +81,41 @@ class Forwarder:
             self._links.close()
 
     async def _find_routes(self) -> None:
-        """Routes that rows wait for; one that cannot be had is asked for again after a pause."""
+        """Request the routes that rows wait for. A failed request is repeated after a pause."""
         now = asyncio.get_running_loop().time()
         self._asked = {subject: at for subject, at in self._asked.items() if now < at + PAUSE_SECONDS}
-        for subject in sorted(self._forwards.astray):
+        for subject in sorted(self._forwards.unrouted):
             if not self._broker.schedules.any_held(subject):
-                # Its partitions were dropped, with all that waited there.
-                self._forwards.astray.discard(subject)
+                # Its partitions were dropped with their delayed rows.
+                self._forwards.unrouted.discard(subject)
                 continue
             if subject in self._asked:
-                # It did not help: rows are between a seal and the route that follows it.
+                # The last route did not help: the LP is sealed and its new route is not published yet.
                 self._look_later()
                 continue
             self._asked[subject] = now
             try:
                 await self._find(subject)
             except PlaitError as error:
-                # A deleted subject's partitions are dropped soon; those of a lost database are known again soon.
-                self._astray.begin(subject, f"delayed messages of {subject} wait for its route: {error}", error.code)
+                # Temporary: the partitions of a deleted subject are dropped soon, and a lost database is rebuilt soon.
+                self._astray.begin(
+                    subject, f"delayed messages of subject {subject} wait for its route: {error}", error.code
+                )
                 self._look_later()
                 if isinstance(error, Unavailable | Timeout):
-                    # The next one would wait as long for an answer.
+                    # The next request would time out as well.
                     return
             else:
-                self._astray.end(subject, f"the route of {subject} is known; its delayed messages are sent")
+                self._astray.end(
+                    subject, f"the route of subject {subject} is known again; its delayed messages are forwarded"
+                )
                 self._server.arm_timer()
 
     def _look_later(self) -> None:
         asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._work.set)
 
     async def _find(self, subject: str) -> m.RouteReply:
-        """Ask a meta server for the newest route."""
+        """Get the newest route from a meta server."""
         found = await self._server.cluster.route(subject)
         table = np.zeros(LOGICAL_PARTITIONS, np.int64)
         for first, end, spans in found.histories:
@@ -127,30 +130,37 @@ class Forwarder:
         try:
             while (waiting := self._forwards.first(partition)) is not None:
                 if self._broker.message_log.durable < waiting.log_end:
-                    # A crash must not take back what another broker has: its number would be given to other rows.
+                    # Send only durable frames: after a crash the same producer sequences would be given to other rows.
                     await self._durable()
                     continue
                 if not await self._sent(partition, waiting):
                     return
-                self._stuck.end(str(partition.id), f"delayed messages of {name} are forwarded again")
+                self._stuck.end(str(partition.id), f"delayed messages of partition {name} are forwarded again")
         except PlaitError as error:
-            # Whatever else is wrong meanwhile is one state: a broker that is away refuses, is silent or is not known.
+            # One notice for all errors: an absent broker may refuse, time out or be unregistered in turn.
             self._stuck.begin(
-                str(partition.id), f"delayed messages of {name} cannot be forwarded yet: {error}", "waits"
+                str(partition.id),
+                f"delayed messages of partition {name} cannot be forwarded yet: {error}; this is retried",
+                "waits",
             )
             self._look_later()
         except Exception:
-            log.exception("delayed messages of %s were not forwarded; it is tried again", name)
+            log.exception("delayed messages of partition %s were not forwarded; this is retried", name)
             self._look_later()
 
     async def _sent(self, partition: Partition, waiting: WaitingForward) -> bool:
-        """Send one frame; False: the rows that are left go another way."""
+        """Send one frame. Returns False if the remaining rows were taken back, to be forwarded by another route."""
         forward = partition.row.forward
         assert forward is not None
         try:
             await self._store(forward.name, forward.group, bytes(waiting.frame.buffer))
         except (OutOfSequence, ProducerConflict, UnknownProducer) as error:
-            log.warning("%s@%s takes delayed messages under a new producer id: %s", forward.name, forward.group, error)
+            log.warning(
+                "delayed messages are sent to partition %s@%s under a new producer id: %s",
+                forward.name,
+                forward.group,
+                error,
+            )
             await self._take_back(partition)
             return False
         except (StaleRoute, Unavailable, Timeout) as error:
@@ -159,24 +169,24 @@ class Forwarder:
             if refused or (forward.name, forward.group) not in found.partitions:
                 await self._take_back(partition)
                 return False
-            # It is away, or does not know yet that it takes them.
+            # The broker is down, or has not applied the new route yet.
             raise
         self._forwards.stored(partition, waiting.end)
         return True
 
     async def _take_back(self, partition: Partition) -> None:
         while not self._forwards.take_back(partition):
-            # No faster than the disk takes it.
+            # Wait for the disk between two steps.
             await self._durable()
 
     async def _store(self, name: str, group: str, frame: bytes) -> None:
-        """Have a frame stored by the partition of a broker group, this broker's own or another's."""
+        """Send a frame to a partition of a broker group, which may be this broker's own."""
         if group == self._server.config.group:
             await self._store_here(name, frame)
             return
         addresses = self._addresses.get(group)
         if not addresses:
-            raise Unavailable(f"where broker group {group} is has to be asked first")
+            raise Unavailable(f"the address of broker group {group} is not known yet")
         routed: m.PartitionNumberReply = await self._links.request(addresses[0], m.PartitionNumberRequest(name))
         await self._links.request(addresses[0], m.SendRequest(routed.partition), [frame], len(frame))
 

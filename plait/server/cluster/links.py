@@ -1,4 +1,4 @@
-"""A server's connections to other servers: one to each address, made when it is needed."""
+"""A server's connections to other servers: one per address, opened when needed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from plait.wire.packets import Buffer
 
 
 class Links:
-    """All connections that one part of a server asks others over."""
+    """The connections of one part of a server."""
 
     def __init__(self, client: str, seconds: float) -> None:
-        """``client`` is the name that the others see; one that does not answer within ``seconds`` is given up."""
+        """``client`` is the client id sent to the other servers; ``seconds`` is the timeout of a request."""
         self._client = client
         self._seconds = seconds
         self._links: dict[str, Link] = {}
-        #: Held while a connection is made: other requests to the same address use that one.
+        #: Held while a connection is opened, so that concurrent requests to one address share it.
         self._dialling: dict[str, asyncio.Lock] = {}
 
     async def request(self, address: str, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0) -> Any:
-        """Ask the server at an address; ``Unavailable``, ``Timeout``, or what it answered."""
+        """Send a request and return the reply. Raises ``Unavailable``, ``Timeout``, or the error of the reply."""
         link = await self._link(address)
         try:
             async with asyncio.timeout(self._seconds):
@@ -41,6 +41,6 @@ class Links:
             return link
 
     def close(self) -> None:
-        """End all of them."""
+        """Close all connections."""
         for link in self._links.values():
             link.close()

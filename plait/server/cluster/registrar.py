@@ -1,6 +1,7 @@
-"""A broker's standing with the meta servers: registered, heard from every second, and told of epochs (R15).
+"""Registers a broker with the meta servers and sends a heartbeat every second; the replies carry epochs (R15).
 
-While no meta server can be reached everything goes on as it is; only locks are not granted before the first word.
+While no meta server is reachable the broker continues unchanged, except that it grants no locks before its first
+registration.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("plait.broker")
 
-BEAT_SECONDS = 1.0
-#: How often a broker asks for the name of its group: for longer than meta servers take to notice that another is gone.
+HEARTBEAT_SECONDS = 1.0
+#: Attempts to register under a group name that is in use: long enough for meta servers to notice that the other broker
+#: is lost.
 CLAIMS = 7
-#: Partitions that one request tells of.
+#: Partitions in one registration request.
 PAGE = 200
-#: Partitions whose progress is looked at with each heartbeat: a few milliseconds of work.
+#: Partitions whose progress is checked with each heartbeat: a few milliseconds of work.
 REPORTED_MAX = 50
 
-NOT_TAKEN = "no meta server takes this broker at present: {}"
+NOT_TAKEN = "this broker is not registered with a meta server at present: {}"
 
-#: Asks a meta server: an operation and its arguments.
+#: Sends an operation with its arguments to a meta server and returns the result.
 Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
 class Registrar:
-    """See the module."""
+    """Registers a broker, sends its heartbeats and reports its progress."""
 
     def __init__(self, server: Server, name: str, ask: Ask) -> None:
         self._server = server
@@ -46,15 +48,15 @@ class Registrar:
         self._ask = ask
         self._task: asyncio.Task[None] | None = None
         self._registered = False
-        #: Partition → what was reported of it; and how far round the last report came.
+        #: Partition → its last report; and the index at which the next round of reports starts.
         self._reported: dict[str, dict[str, Any]] = {}
         self._turn = 0
-        self._refusal = Notice("a meta server takes this broker again", log)
+        self._refusal = Notice("this broker is registered with a meta server again", log)
 
     async def start(self) -> None:
-        """Register; where no meta server can be reached, go on trying.
+        """Register. If no meta server is reachable, registration is retried in the background.
 
-        ``InvalidArgument``: another broker has the group's name, and lives.
+        Raises ``InvalidArgument`` if a live broker uses the same group name.
         """
         self._server.broker.leases.waits_for_floors = True
         for left in reversed(range(CLAIMS)):
@@ -64,39 +66,39 @@ class Registrar:
             except InvalidArgument as error:
                 if not left:
                     raise
-                # The other one may have ended a moment ago.
+                # The other broker may have stopped a moment ago.
                 log.warning("%s", error)
-                await asyncio.sleep(BEAT_SECONDS)
+                await asyncio.sleep(HEARTBEAT_SECONDS)
             except PlaitError as error:
                 self._refusal.begin(NOT_TAKEN.format(error), error.code)
                 break
         self._task = tasks.keep(self._run, "plait-registrar")
 
     async def stop(self) -> None:
-        """Say that nothing can be sent here any more, and what is finished here."""
+        """Report the final progress and the state "NRW"."""
         await self.abandon()
         if self._registered:
             try:
                 await self._report(self._sealed())
-                await self._ask("broker.beat", self._facts("NRW"))
+                await self._ask("broker.heartbeat", self._facts("NRW"))
             except PlaitError:
-                # They notice by themselves.
+                # The meta servers notice the loss by themselves.
                 pass
 
     async def abandon(self) -> None:
-        """Without a word."""
+        """Stop without notifying the meta servers."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
             await self._step()
 
     async def _step(self) -> None:
         try:
-            if self._registered and (newest := await self._ask("broker.beat", self._facts(self._state()))):
+            if self._registered and (newest := await self._ask("broker.heartbeat", self._facts(self._state()))):
                 self._server.broker.numbers.learn(newest)
                 await self._report(self._next_sealed())
             else:
@@ -105,21 +107,21 @@ class Registrar:
         except PlaitError as error:
             self._refusal.begin(NOT_TAKEN.format(error), error.code)
 
-    # --- what is finished -----------------------------------------------------------------------
+    # --- progress reports -----------------------------------------------------------------------
 
     def _sealed(self) -> list[Partition]:
-        """Partitions that take fewer logical partitions than they did once."""
+        """Partitions with sealed LPs."""
         return [each for each in self._server.broker.subjects.values() if each.fences is not None]
 
     def _next_sealed(self) -> list[Partition]:
-        """Some of them each time, all of them in turn."""
+        """The next ``REPORTED_MAX`` sealed partitions, round robin."""
         sealed = self._sealed()
         start = self._turn % len(sealed) if sealed else 0
         self._turn = start + REPORTED_MAX
         return [*sealed[start:], *sealed[:start]][:REPORTED_MAX]
 
     async def _report(self, partitions: list[Partition]) -> None:
-        """Tell the meta servers what is finished, where that has changed."""
+        """Send the progress of partitions whose report changed."""
         known = self._server.broker.subjects
         self._reported = {name: report for name, report in self._reported.items() if name in known}
         reports = {each.row.name: self._progress(each) for each in partitions}
@@ -140,7 +142,7 @@ class Registrar:
             "began": began(partition),
         }
 
-    # --- who this is ----------------------------------------------------------------------------
+    # --- registration ---------------------------------------------------------------------------
 
     def _state(self) -> str:
         broker = self._server.broker
@@ -155,12 +157,12 @@ class Registrar:
         facts = {**self._facts(self._state()), "address": server.address, "epoch": server.broker.epoch}
         partitions = [self._partition(name) for name in sorted(server.broker.subjects)]
         pages = [partitions[at : at + PAGE] for at in range(0, len(partitions), PAGE)] or [[]]
-        # A meta server whose database is another one knows nothing of earlier reports.
+        # The meta database may be a new one without the earlier reports.
         self._reported = {}
         for page in pages:
             answer = await self._ask("broker.register", {**facts, "partitions": page})
             for name in answer["unrouted"]:
-                log.warning("no route leads to partition %s: nothing is read from it", name)
+                log.warning("no route names partition %s: nothing is read from it", name)
         server.broker.numbers.learn(answer["newest"])
         server.broker.leases.set_floors({(subject, group): runs for subject, group, runs in answer["floors"]})
         self._registered = True
@@ -179,7 +181,7 @@ class Registrar:
             "subject": row.subject,
             "settings": {key: value for key, value in settings.items() if value is not None},
             "created": row.created,
-            # A damaged log may say anything: what cannot be is not believed, and prevents no start.
+            # A damaged log may contain any number: bound it, so that it does not prevent the start.
             "newest": min(max([row.route, *epochs]), NUMBER_MAX),
             "route": min(row.route, NUMBER_MAX),
             "lps": row.lps,

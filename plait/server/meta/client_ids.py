@@ -1,9 +1,8 @@
-"""Which process speaks for a client id at this meta server.
+"""Which process owns a client id at this meta server.
 
-A heartbeat names all groups of a client id, so two processes with one id would undo each other's memberships with each
-of theirs. The process that came first speaks for the id. Another one is refused until the first has left, its
-connection is gone, or nothing was heard of it for ``speaker_seconds``: a process that is started again takes the place
-of the one before it.
+A heartbeat names all groups of a client id, so two processes with the same id would undo each other's memberships. The
+first process owns the id. Another process is refused until the first has left, its connection is closed, or it has sent
+no heartbeat for ``speaker_seconds``. So a restarted process can replace its predecessor.
 """
 
 from __future__ import annotations
@@ -24,59 +23,59 @@ class Peer(Protocol):
 
     @property
     def address(self) -> str:
-        """Where it comes from."""
+        """The remote address."""
 
 
 class _IdOwner(NamedTuple):
     instance: int
-    heard: float
+    last_heartbeat: float
     peer: Peer
-    #: The last other one that was refused.
+    #: The instance that was refused last.
     refused: int = 0
 
 
 class ClientIds:
-    """See the module."""
+    """The owners of client ids."""
 
     def __init__(self, clock: Clock, limits: MetaLimits) -> None:
         self._clock = clock
         self._limits = limits
-        #: By client id; who was not heard of for longest comes first.
-        self._speakers: dict[str, _IdOwner] = {}
+        #: By client id, the longest silent first.
+        self._owners: dict[str, _IdOwner] = {}
 
     def refuse(self, client: str, instance: int, peer: Peer, *, leaving: bool) -> str | None:
-        """A process speaks for a client id; where another one does, what it is to be told."""
+        """Check a heartbeat of a process. Returns the text of the refusal if another process owns the client id."""
         if not instance:
             return None
         now = self._clock.monotonic()
-        speaker = self._speakers.get(client)
-        if speaker is not None and speaker.instance != instance and self._lives(speaker, now):
-            if speaker.refused != instance:
-                self._speakers[client] = speaker._replace(refused=instance)
+        owner = self._owners.get(client)
+        if owner is not None and owner.instance != instance and self._lives(owner, now):
+            if owner.refused != instance:
+                self._owners[client] = owner._replace(refused=instance)
                 log.warning(
-                    "client id %r is used by two processes: the one at %s has it, the one at %s is refused",
+                    "two processes use client id %r: the one at %s owns it, the one at %s is refused",
                     client,
-                    speaker.peer.address,
+                    owner.peer.address,
                     peer.address,
                 )
             return (
-                f"client id {client!r} is used by another live process, at {speaker.peer.address}; "
-                "give every process a client_id of its own"
+                f"client id {client!r} is used by another live process, at {owner.peer.address}; "
+                "give every process its own client_id"
             )
-        self._speakers.pop(client, None)
+        self._owners.pop(client, None)
         if not leaving:
-            refused = speaker.refused if speaker is not None and speaker.instance == instance else 0
-            self._speakers[client] = _IdOwner(instance, now, peer, refused)
+            refused = owner.refused if owner is not None and owner.instance == instance else 0
+            self._owners[client] = _IdOwner(instance, now, peer, refused)
         self._forget(now)
         return None
 
-    def _lives(self, speaker: _IdOwner, now: float) -> bool:
-        return not speaker.peer.closed and now - speaker.heard < self._limits.speaker_seconds
+    def _lives(self, owner: _IdOwner, now: float) -> bool:
+        return not owner.peer.closed and now - owner.last_heartbeat < self._limits.speaker_seconds
 
     def _forget(self, now: float) -> None:
-        """Drop those of whom nothing was heard for long."""
-        while self._speakers:
-            client = next(iter(self._speakers))
-            if self._speakers[client].heard > now - self._limits.member_lost_seconds:
+        """Remove owners that were silent for ``member_lost_seconds``."""
+        while self._owners:
+            client = next(iter(self._owners))
+            if self._owners[client].last_heartbeat > now - self._limits.member_lost_seconds:
                 return
-            del self._speakers[client]
+            del self._owners[client]

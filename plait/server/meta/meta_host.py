@@ -1,9 +1,9 @@
-"""A meta server's doing: its decisions run in a thread of their own, its orders go to brokers, who waits is told.
+"""Runs a meta server: decisions in a thread, broker orders over the network, notifications of waiting clients.
 
-Decisions are ``MetaService``, which blocks on its database; one thread runs it, so nothing there happens at the same
-time. Another one writes new allocations and leaves, so that heartbeats do not wait for that; those that say nothing new
-are answered without either. What brokers are ordered to do (make a partition, seal logical partitions, drop) is
-idempotent and is found again by whoever looks next, so an order that fails is only late.
+``MetaService`` makes the decisions and blocks on its database. One thread runs it, so decisions never run concurrently.
+A second thread writes new allocations and leaves, so that heartbeats do not wait for these writes. A heartbeat that
+repeats the last one needs neither thread. Broker orders (create a partition, seal LPs, drop a partition) are idempotent
+and are computed again as long as they are pending, so a failed order is only delayed.
 """
 
 from __future__ import annotations
@@ -32,49 +32,49 @@ from plait.storage.catalog import Fence
 
 log = logging.getLogger("plait.meta")
 
-#: How often is looked who lives...
+#: Interval of ``MetaService.tick`` ...
 TICK_SECONDS = 0.5
-#: ...and sooner when a client is about to be lost, as others wait for what it had.
+#: ... and its lower bound if a client is about to be lost, because other members wait for its LPs.
 TICK_SECONDS_MIN = 0.02
-#: How long a client may wait for news.
-BEAT_WAIT_MAX = 30.0
-#: How often a meta server that has just started looks whether it has heard of all brokers.
+#: The longest wait of a heartbeat for changes.
+HEARTBEAT_WAIT_MAX = 30.0
+#: How often a meta server that has just started checks whether all brokers are alive or lost.
 SETTLE_SECONDS = 0.1
-#: While allocations of many groups change, members hear of theirs this often.
-TELL_SECONDS = 0.05
-#: Orders that are carried out at a time.
+#: While allocations of many groups change, clients are notified this often.
+NOTIFY_SECONDS = 0.05
+#: Concurrent broker orders.
 ORDERS_MAX = 64
 
 _T = TypeVar("_T")
 
 
 def make_private(url: str) -> None:
-    """A SQLite database that is not there yet is made closed to other users; its journals are as it is."""
+    """Create a missing SQLite database file without access for other users; SQLite gives its journals the same mode."""
     parsed = parse(url)
     if parsed.get_backend_name() == "sqlite" and parsed.database is not None:
-        # Where it cannot be made, opening it says why.
+        # If this fails, opening the database raises the error.
         with contextlib.suppress(OSError):
             os.close(os.open(parsed.database, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o640))
 
 
 class Orders(Protocol):
-    """The way to the brokers."""
+    """Sends broker orders."""
 
     async def make(self, address: str, make: Make) -> None:
-        """A partition takes logical partitions, and is made if it is not there."""
+        """Create the partition if it does not exist, and open it for LPs."""
 
     async def seal(self, address: str, move: Move) -> list[Fence]:
-        """A partition takes logical partitions no more; where their rows end, once that is durable."""
+        """Seal LPs of a partition. Returns their fences once the seal is durable."""
 
     async def drop(self, address: str, drop: Drop) -> None:
-        """A partition goes, with all that is in it."""
+        """Drop a partition with all its messages."""
 
     async def close(self) -> None:
-        """No more orders."""
+        """Close the connections."""
 
 
 class MetaHost:
-    """See the module."""
+    """Runs a ``MetaService`` on an event loop."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class MetaHost:
         auto_create: bool = True,
         alone: bool | None = None,
     ) -> None:
-        """``alone``: no other meta server uses the database; None: that is so if it is a SQLite file."""
+        """``alone``: no other meta server uses the database. Default: True for SQLite."""
         self._url = url
         self._alone = alone
         self._orders = orders
@@ -97,23 +97,23 @@ class MetaHost:
         self._writer = ThreadPoolExecutor(1, "plait-meta-writer")
         self._service: MetaService | None = None
         self._store: Store | None = None
-        #: The addresses of all meta servers that live, this one's first.
+        #: The addresses of all live meta servers, this one first.
         self.metas: list[str] = []
-        #: Client → who waits for news of it.
+        #: Client → its heartbeats that wait for changes.
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
-        #: Clients that leave: what they say before that is through waits for it.
+        #: Clients with a leave in progress: their next heartbeats wait for it.
         self._leaves: dict[str, asyncio.Event] = {}
-        #: Orders under way, by what they are about.
+        #: Broker orders in progress.
         self._busy: set[tuple[Any, ...]] = set()
-        self.speakers = ClientIds(clock, self._limits)
+        self.client_ids = ClientIds(clock, self._limits)
         self._tasks: set[asyncio.Task[None]] = set()
-        #: Orders that fail, until they do not.
+        #: Failing broker orders: logged once, until they succeed.
         self._failing = Notices(log)
         self._looking: asyncio.Task[None] | None = None
         self._look_again = False
 
     async def start(self, address: str) -> None:
-        """Open the database, bring it up to date, and begin to look after the cluster; reached at ``address``."""
+        """Open and migrate the database, and start the periodic work. ``address`` is the address for clients."""
         self._loop = asyncio.get_running_loop()
         self.metas = [address]
         await self._loop.run_in_executor(self._thread, self._open)
@@ -121,12 +121,12 @@ class MetaHost:
 
     def _open(self) -> None:
         make_private(self._url)
-        # Kept if the database has one already.
+        # Ignored if the database has a cluster id already.
         self._store = Store(Database(self._url), cluster=chance.token(8), alone=self._alone)
         self._service = MetaService(self._store, self._clock, self._limits, address=self.metas[0])
 
     async def stop(self) -> None:
-        """Decide nothing more; what was decided is in the database."""
+        """Stop making decisions. All decisions are in the database."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -142,7 +142,7 @@ class MetaHost:
         return task
 
     async def call(self, decide: Callable[[MetaService], _T]) -> _T:
-        """Run a decision in the thread; what follows from it is seen to afterwards."""
+        """Run a decision in the deciding thread."""
         return await self._loop.run_in_executor(self._thread, lambda: decide(self._opened()))
 
     def _opened(self) -> MetaService:
@@ -150,24 +150,25 @@ class MetaHost:
         return self._service
 
     async def change(self, decide: Callable[[MetaService], _T]) -> _T:
-        """The same, for what changes something that others wait for."""
+        """Run a decision that may lead to broker orders or notifications, and start them."""
         result = await self.call(decide)
         self.look_soon()
         return result
 
     async def choose(self, decide: Callable[[MetaService], _T]) -> _T:
-        """The same, for what chooses among brokers: not before each has been heard of, or is lost.
+        """Run a decision that chooses brokers, once every broker is known to be alive or lost.
 
-        A subject stays where it is put, so a meta server that has just started does not take the first that speaks.
+        A subject stays where it is created, so a meta server that has just started must not choose the first brokers
+        that send a heartbeat.
         """
-        while not await self.call(lambda s: s.settled()):  # noqa: ASYNC110 (it is time that settles it)
+        while not await self.call(lambda s: s.settled()):  # noqa: ASYNC110 (only time settles it)
             await asyncio.sleep(SETTLE_SECONDS)
         return await self.change(decide)
 
     # --- requests -------------------------------------------------------------------------------
 
     async def route(self, subject: str, *, create: bool) -> RouteView:
-        """The subject's route; a new subject's partitions are made before it is told."""
+        """The route of a subject. The partitions of a new subject are created before the reply."""
         try:
             view, makes = await self.call(lambda s: (s.route(subject, create=False), s.unmade(subject)))
         except SubjectNotFound:
@@ -181,28 +182,28 @@ class MetaHost:
         return view
 
     async def set_subject(self, subject: str, settings: dict[str, Any]) -> None:
-        """Change some settings of a subject; its brokers have them before that is told, where they can be reached."""
+        """Change settings of a subject. Reachable brokers have them before the reply."""
         await self.call(lambda s: s.set_subject(subject, settings))
         makes = await self.call(lambda s: s.pending_makes(subject))
         await asyncio.gather(*(self._make(make) for make in makes))
         self.look_soon()
 
     async def delete_subject(self, subject: str) -> None:
-        """The subject is gone; its partitions go before that is told, where their brokers can be reached."""
+        """Delete a subject. Reachable brokers drop its partitions before the reply."""
         await self.call(lambda s: s.delete_subject(subject))
         drops = await self.call(lambda s: s.pending_drops())
         await asyncio.gather(*(self._drop(drop) for drop in drops if drop.subject == subject))
         self.look_soon()
 
-    def beat_at_once(
+    def heartbeat_at_once(
         self, client: str, members: list[tuple[str, str, bool]], seen: int, affinity: list[tuple[str, str]]
     ) -> HeartbeatView | None:
-        """The answer to a heartbeat that waits for nothing and says nothing new; None: ``beat``."""
+        """Answer a heartbeat that repeats the last one. Returns None if ``heartbeat`` must answer it."""
         if client in self._leaves:
             return None
-        return self._opened().repeat_client(client, members, affinity, seen)
+        return self._opened().repeated_heartbeat(client, members, affinity, seen)
 
-    async def beat(
+    async def heartbeat(
         self,
         client: str,
         members: list[tuple[str, str, bool]],
@@ -212,34 +213,35 @@ class MetaHost:
         leaving: bool,
         affinity: list[tuple[str, str]],
     ) -> HeartbeatView:
-        """A client lives; answered when there is something new for it, or when it has waited long enough.
+        """Answer a heartbeat of a client when there is a change for it, or after ``wait`` seconds.
 
-        What it says counts once, when it comes: by the time it is answered the client may have said something else.
+        The memberships are applied once, when the heartbeat arrives: by the time of the reply the client may have sent
+        another one.
         """
         while client in self._leaves:
             await self._leaves[client].wait()
         if leaving:
             return await self._leave(client)
-        service, deadline = self._opened(), self._loop.time() + min(max(wait, 0.0), BEAT_WAIT_MAX)
-        # Before the look: what changes meanwhile is not missed.
+        service, deadline = self._opened(), self._loop.time() + min(max(wait, 0.0), HEARTBEAT_WAIT_MAX)
+        # Registered before the first reply is computed, so that no change is missed.
         news = self._wait_for(client)
         try:
-            beaten = service.repeat_client(client, members, affinity, seen) or await self._answer(
-                lambda s: s.beat_client(client, members, seen=seen, affinity=affinity)
+            view = service.repeated_heartbeat(client, members, affinity, seen) or await self._answer(
+                lambda s: s.client_heartbeat(client, members, seen=seen, affinity=affinity)
             )
-            while beaten.seen == seen and not beaten.refused:
+            while view.seen == seen and not view.refused:
                 left = deadline - self._loop.time()
-                if left <= 0 or not await self._is_told(news, left):
+                if left <= 0 or not await self._notified(news, left):
                     break
                 self._wait_no_more(client, news)
                 news = self._wait_for(client)
-                beaten = service.client_news(client, seen) or await self._answer(lambda s: s.client(client, seen))
-            return beaten
+                view = service.client_news(client, seen) or await self._answer(lambda s: s.client(client, seen))
+            return view
         finally:
             self._wait_no_more(client, news)
 
     async def _leave(self, client: str) -> HeartbeatView:
-        """It is out when that is answered. Written beside the thread, so that others' heartbeats do not wait."""
+        """Remove a client from all groups. The writer thread writes it, so that other heartbeats do not wait."""
         over = self._leaves[client] = asyncio.Event()
         try:
             leave = await self.call(lambda s: s.leave_client(client))
@@ -251,14 +253,14 @@ class MetaHost:
             del self._leaves[client]
 
     async def _answer(self, decide: Callable[[MetaService], HeartbeatView]) -> HeartbeatView:
-        """What follows from it is seen to if there is anything."""
-        beaten, busy = await self.call(lambda s: (decide(s), s.busy))
+        """Run a decision in the deciding thread; start orders and notifications if it left any."""
+        view, busy = await self.call(lambda s: (decide(s), s.busy))
         if busy:
             self.look_soon()
-        return beaten
+        return view
 
-    async def _is_told(self, news: asyncio.Future[None], seconds: float) -> bool:
-        """There is news by then."""
+    async def _notified(self, news: asyncio.Future[None], seconds: float) -> bool:
+        """Wait for a notification. Returns False after ``seconds``."""
         await asyncio.wait([news], timeout=seconds)
         return news.done()
 
@@ -274,41 +276,42 @@ class MetaHost:
             if not waiting:
                 del self._waiting[client]
 
-    # --- what follows ---------------------------------------------------------------------------
+    # --- periodic work, notifications and orders ------------------------------------------------
 
     async def _tick_loop(self) -> None:
         while True:
             pause = TICK_SECONDS
             try:
                 changes, self.metas, pause = await self.call(lambda s: (s.tick(), s.metas(), s.next_loss()))
-                self._tell(changes.clients)
+                self._notify(changes.clients)
                 self.look_soon()
             except PlaitError as error:
                 log.warning("%s", error)
             except Exception:
-                # Whatever it is: a server that looked after nobody any more would go on answering.
-                log.exception("looking after the cluster failed; it is tried again")
+                # Catch everything: without this loop the server would still answer, but no longer watch the cluster.
+                log.exception("a tick of the meta server failed; it is retried")
             await asyncio.sleep(min(max(pause, TICK_SECONDS_MIN), TICK_SECONDS))
 
     def look_soon(self) -> None:
-        """Something has changed: see to what follows."""
+        """Start the notifications and broker orders that follow from a change."""
         if self._looking is not None and not self._looking.done():
             self._look_again = True
             return
         self._looking = self._spawn(tasks.start(self._look(), "plait-meta-look"))
 
     async def _look(self) -> None:
-        #: Who has news, and since when: a client that is told asks at once, and there may be more for it by then.
-        told: set[str] = set()
+        #: Clients to notify, collected since ``since``: a notified client asks at once, and more may have changed by
+        #: then.
+        changed: set[str] = set()
         since = self._loop.time()
         try:
             while True:
                 self._look_again = False
                 changes, writing, makes, moves, drops = await self.call(_work)
-                told |= changes.clients
-                if not changes.more or self._loop.time() - since >= TELL_SECONDS:
-                    self._tell(told)
-                    told, since = set(), self._loop.time()
+                changed |= changes.clients
+                if not changes.more or self._loop.time() - since >= NOTIFY_SECONDS:
+                    self._notify(changed)
+                    changed, since = set(), self._loop.time()
                 for make in makes:
                     self._order(("make", make.place, make.version), self._make(make))
                 for move in moves:
@@ -322,19 +325,19 @@ class MetaHost:
         except PlaitError as error:
             log.warning("%s", error)
         except Exception:
-            log.exception("what follows from a change failed; it is tried again")
+            log.exception("notifications and broker orders failed; they are retried")
         finally:
-            self._tell(told)
+            self._notify(changed)
 
-    def _tell(self, clients: set[str]) -> None:
-        # In the order in which they came, so that it is the same whenever it is done again.
+    def _notify(self, clients: set[str]) -> None:
+        # In order of arrival, so that a simulation is repeatable.
         for client in [each for each in self._waiting if each in clients]:
             for news in self._waiting[client]:
                 if not news.done():
                     news.set_result(None)
 
     def _order(self, what: tuple[Any, ...], job: Any) -> None:
-        """Carry an order out, unless that is under way."""
+        """Start a broker order, unless it is in progress or too many are."""
         if what in self._busy or len(self._busy) >= ORDERS_MAX:
             job.close()
             return
@@ -363,14 +366,14 @@ class MetaHost:
         await self._at_broker(drop.place.group, order, f"partition {drop.place} could not be dropped")
 
     async def _at_broker(self, group: str, order: Callable[[str], Any], failed: str) -> None:
-        """An order to the broker of a group; one that fails is found again with the next look."""
+        """Send an order to the broker of a group. A failed order is repeated by a later ``look_soon``."""
         try:
             addresses = await self.call(lambda s: [each.address for each in s.brokers() if each.group == group])
             if not addresses:
-                raise Unavailable(f"broker group {group} is not known")
+                raise Unavailable(f"broker group {group} is not registered")
             await order(addresses[0])
         except PlaitError as error:
-            # It is tried twice a second: that it fails is logged once.
+            # Retried twice a second, but logged only once.
             self._failing.begin(failed, f"{failed} yet: {error}", error.code)
         else:
             self._failing.end(failed)

@@ -1,7 +1,7 @@
 """Requests to a meta server: routes, heartbeats of clients and brokers, and the management of subjects.
 
-Decisions are made in another thread, so each request is a task; its answer goes to the connection it came from, if that
-is still there.
+Decisions run in another thread, so each request is a task. Its reply goes to the connection that it came from, if that
+is still open.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("plait.meta")
 
-#: Batches that their drivers left undone and that one answer names: they are published at the same time.
+#: Unfinished batches in one reply. The client publishes them concurrently.
 UNDONE_MAX = 4
 
 
 class CreateSubject(msgspec.Struct, forbid_unknown_fields=True):
-    """A new subject: what it keeps, how it is ordered, and how it is spread."""
+    """Create a subject with retention, order strategy and partitions."""
 
     subject: str
     retention_seconds: float | None = None
     retention_bytes: int | None = None
     order: str = "best_tried"
-    #: How many partitions; None: one on each of two broker groups.
+    #: Number of partitions; None: one on each of two broker groups.
     partitions: int | None = None
-    #: The broker groups they are on; None: any.
+    #: Their broker groups; None: any.
     groups: list[str] | None = None
 
 
 class SetSubject(msgspec.Struct, forbid_unknown_fields=True):
-    """Other settings of a subject: what is unset stays, None is the brokers' default."""
+    """Change settings of a subject. Unset fields stay; None is the brokers' default."""
 
     subject: str
     retention_seconds: float | msgspec.UnsetType | None = msgspec.UNSET
@@ -64,7 +64,7 @@ class OfSubject(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ExpandSubject(msgspec.Struct, forbid_unknown_fields=True):
-    """How many partitions are to take its messages, or which (as name@group)."""
+    """Set how many partitions take the subject's messages, or which (as name@group)."""
 
     subject: str
     partitions: int | list[str]
@@ -78,7 +78,7 @@ class OfGroup(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RegisterBroker(msgspec.Struct, forbid_unknown_fields=True):
-    """A broker has started; what it has comes page by page."""
+    """Register a broker that has started; its partitions come page by page."""
 
     group: str
     broker: str
@@ -86,22 +86,22 @@ class RegisterBroker(msgspec.Struct, forbid_unknown_fields=True):
     state: State
     epoch: BrokerEpoch
     partitions: list[RegisteredPartition]
-    #: Why it takes no messages; empty where it does.
+    #: Why the broker takes no messages; empty: it takes them.
     reason: str = ""
 
 
-class BeatBroker(msgspec.Struct, forbid_unknown_fields=True):
-    """A broker lives."""
+class BrokerHeartbeat(msgspec.Struct, forbid_unknown_fields=True):
+    """A heartbeat of a broker."""
 
     group: str
     broker: str
     state: State
-    #: Why it takes no messages; empty where it does.
+    #: Why the broker takes no messages; empty: it takes them.
     reason: str = ""
 
 
 class ReportProgress(msgspec.Struct, forbid_unknown_fields=True):
-    """What is finished in some partitions of a broker."""
+    """Reports of finished LPs and removed rows, for some partitions of a broker."""
 
     group: str
     broker: str
@@ -109,21 +109,21 @@ class ReportProgress(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ForgetBroker(msgspec.Struct, forbid_unknown_fields=True):
-    """A broker group that will not come back; ``lost``: also if messages are lost with it."""
+    """Remove a broker group that will not return; with ``lost``, even if messages are lost."""
 
     group: str
     lost: bool = False
 
 
 class WishState(msgspec.Struct, forbid_unknown_fields=True):
-    """What the operator wants of a broker group."""
+    """Set the state that the operator wants for a broker group."""
 
     group: str
     state: State
 
 
 class DecideBatch(msgspec.Struct, forbid_unknown_fields=True):
-    """A batch of a query that is to count, and the stages that hold its rows."""
+    """Commit a batch of a query with the stages that hold its rows."""
 
     query: str
     batch: int
@@ -131,7 +131,7 @@ class DecideBatch(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class VetoBatch(msgspec.Struct, forbid_unknown_fields=True):
-    """An attempt to write a batch that was called off, by the producer of one of its stages."""
+    """Cancel an attempt to write a batch; ``producer`` is that of one of its stages."""
 
     query: str
     batch: int
@@ -139,7 +139,7 @@ class VetoBatch(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ExchangeStages(msgspec.Struct, forbid_unknown_fields=True):
-    """Where a batch's rows are now."""
+    """Replace the stages of a committed batch."""
 
     query: str
     batch: int
@@ -148,7 +148,7 @@ class ExchangeStages(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class BatchDone(msgspec.Struct, forbid_unknown_fields=True):
-    """A batch that is published."""
+    """Mark a batch as published."""
 
     query: str
     batch: int
@@ -156,7 +156,7 @@ class BatchDone(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UndoneBatches(msgspec.Struct, forbid_unknown_fields=True):
-    """Batches that were left undone, of the queries whose names come behind one."""
+    """List unfinished batches of queries whose names come after ``after``."""
 
     after: str = ""
 
@@ -166,7 +166,7 @@ class Nothing(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def route_found(subject: str, view: RouteView, metas: list[str]) -> m.RouteReply:
-    """A route as clients get it."""
+    """A route as it is sent to clients."""
     route = view.route
     return m.RouteReply(
         subject,
@@ -181,7 +181,7 @@ def route_found(subject: str, view: RouteView, metas: list[str]) -> m.RouteReply
 
 
 class MetaHandlers:
-    """See the module."""
+    """Serves requests to a meta server."""
 
     def __init__(self, host: MetaHost) -> None:
         self._host = host
@@ -197,7 +197,7 @@ class MetaHandlers:
             "subject.route": (OfSubject, self._route),
             "subject.expand": (ExpandSubject, self._expand),
             "broker.register": (RegisterBroker, self._register),
-            "broker.beat": (BeatBroker, self._beat_broker),
+            "broker.heartbeat": (BrokerHeartbeat, self._broker_heartbeat),
             "broker.progress": (ReportProgress, self._progress),
             "broker.forget": (ForgetBroker, self._forget_broker),
             "broker.state": (WishState, self._wish),
@@ -212,13 +212,13 @@ class MetaHandlers:
         }
 
     def takes(self, message: m.PacketHead) -> bool:
-        """Whether the request is for a meta server."""
+        """True if the request is for a meta server."""
         if isinstance(message, m.AdminRequest):
             return message.operation in self._operations
         return isinstance(message, m.RouteRequest | m.MemberHeartbeatRequest)
 
     def handle(self, connection: Connection, correlation: int, message: m.PacketHead) -> None:
-        """Serve a request; it is answered later, but for heartbeats that say nothing new and wait for nothing."""
+        """Serve a request. The reply comes later, except for repeated heartbeats that do not wait."""
         if (
             isinstance(message, m.MemberHeartbeatRequest)
             and (refused := self._refused(connection, message)) is not None
@@ -226,9 +226,9 @@ class MetaHandlers:
             connection.answer(correlation, refused)
             return
         if isinstance(message, m.MemberHeartbeatRequest) and not message.leaving and not self._stopped:
-            beaten = self._host.beat_at_once(message.client, message.members, message.seen, message.affinity)
-            if beaten is not None and (beaten.seen != message.seen or message.wait <= 0):
-                connection.answer(correlation, self._beaten(beaten))
+            view = self._host.heartbeat_at_once(message.client, message.members, message.seen, message.affinity)
+            if view is not None and (view.seen != message.seen or message.wait <= 0):
+                connection.answer(correlation, self._heartbeat_reply(view))
                 return
         poll = connection.begin_poll(correlation, None)
 
@@ -239,9 +239,12 @@ class MetaHandlers:
                 if connection.end_poll(poll):
                     connection.fail(correlation, error)
             except Exception as error:
-                log.exception("a request of %s failed", connection.client)
+                log.exception("a request of client %s failed", connection.client)
                 if connection.end_poll(poll):
-                    connection.fail(correlation, InternalError(f"the meta server failed ({type(error).__name__})"))
+                    connection.fail(
+                        correlation,
+                        InternalError(f"the meta server failed on this request ({type(error).__name__}); see its log"),
+                    )
             else:
                 if connection.end_poll(poll):
                     connection.answer(correlation, result)
@@ -251,22 +254,22 @@ class MetaHandlers:
         task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
-        """Nobody is answered any more: who asks is told to ask another."""
+        """Cancel all requests. Later ones are refused with ``Unavailable``, so that clients ask another meta server."""
         self._stopped = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def serve(self, message: m.PacketHead) -> m.PacketHead:
-        """The answer to a request."""
+        """The reply to a request."""
         if self._stopped:
-            raise Unavailable("this meta server is stopping; ask another, or again")
+            raise Unavailable("this meta server is stopping; ask another one, or try again later")
         if isinstance(message, m.RouteRequest):
             names.check("subject", message.subject)
             view = await self._host.route(message.subject, create=message.create)
             return route_found(message.subject, view, self._host.metas)
         if isinstance(message, m.MemberHeartbeatRequest):
-            return await self._beat(message)
+            return await self._heartbeat(message)
         assert isinstance(message, m.AdminRequest)
         kind, call = self._operations[message.operation]
         try:
@@ -275,24 +278,29 @@ class MetaHandlers:
             raise InvalidArgument(f"{message.operation}: {error}") from None
         return m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(await call(request))))
 
-    def _refused(self, connection: Connection, beat: m.MemberHeartbeatRequest) -> m.MemberHeartbeatReply | None:
-        """The answer to a process that beats for a client id for which another one does; None: it is the only one."""
-        text = self._host.speakers.refuse(beat.client, beat.instance, connection, leaving=beat.leaving)
+    def _refused(self, connection: Connection, heartbeat: m.MemberHeartbeatRequest) -> m.MemberHeartbeatReply | None:
+        """The reply that refuses a heartbeat, if another process owns its client id; otherwise None."""
+        text = self._host.client_ids.refuse(heartbeat.client, heartbeat.instance, connection, leaving=heartbeat.leaving)
         if text is None:
             return None
-        refused = [(subject, group, GroupBusy.code, text) for subject, group, _ in beat.members]
-        return m.MemberHeartbeatReply(beat.seen, [], self._host.metas, {}, refused)
+        refused = [(subject, group, GroupBusy.code, text) for subject, group, _ in heartbeat.members]
+        return m.MemberHeartbeatReply(heartbeat.seen, [], self._host.metas, {}, refused)
 
-    async def _beat(self, beat: m.MemberHeartbeatRequest) -> m.MemberHeartbeatReply:
-        beaten = await self._host.beat(
-            beat.client, beat.members, beat.seen, beat.wait, leaving=beat.leaving, affinity=beat.affinity
+    async def _heartbeat(self, heartbeat: m.MemberHeartbeatRequest) -> m.MemberHeartbeatReply:
+        view = await self._host.heartbeat(
+            heartbeat.client,
+            heartbeat.members,
+            heartbeat.seen,
+            heartbeat.wait,
+            leaving=heartbeat.leaving,
+            affinity=heartbeat.affinity,
         )
-        return self._beaten(beaten)
+        return self._heartbeat_reply(view)
 
-    def _beaten(self, beaten: HeartbeatView) -> m.MemberHeartbeatReply:
-        # Shares are packed already.
-        refused = [(*key, error.code, error.message) for key, error in beaten.refused.items()]
-        return m.MemberHeartbeatReply(beaten.seen, beaten.packed, self._host.metas, beaten.routes, refused)  # type: ignore[arg-type]
+    def _heartbeat_reply(self, view: HeartbeatView) -> m.MemberHeartbeatReply:
+        # The shares are already packed.
+        refused = [(*key, error.code, error.message) for key, error in view.refused.items()]
+        return m.MemberHeartbeatReply(view.seen, view.packed, self._host.metas, view.routes, refused)  # type: ignore[arg-type]
 
     # --- management -----------------------------------------------------------------------------
 
@@ -364,11 +372,13 @@ class MetaHandlers:
             "newest": registered.newest,
         }
 
-    async def _beat_broker(self, request: BeatBroker) -> int:
-        """How far the counter of routes and epochs has come; 0: the broker is not known."""
+    async def _broker_heartbeat(self, request: BrokerHeartbeat) -> int:
+        """The newest change number; 0 if the broker must register."""
         return await self._host.call(
             lambda s: (
-                max(s.newest, 1) if s.beat_broker(request.group, request.broker, request.state, request.reason) else 0
+                max(s.newest, 1)
+                if s.broker_heartbeat(request.group, request.broker, request.state, request.reason)
+                else 0
             )
         )
 
@@ -385,7 +395,7 @@ class MetaHandlers:
         return await self._host.call(lambda s: s.brokers())
 
     async def _broker_groups(self, _: Nothing) -> dict[str, tuple[list[str], str]]:
-        """Addresses and state by the name of the broker group."""
+        """Addresses and state of each broker group."""
         groups: dict[str, tuple[list[str], str]] = {}
         for view in await self._host.call(lambda s: s.brokers()):
             groups.setdefault(view.group, ([], view.state))[0].append(view.address)
@@ -419,15 +429,15 @@ class MetaHandlers:
 def _place(text: str) -> PartitionId:
     name, _, group = text.rpartition("@")
     if not name:
-        raise InvalidArgument(f"partition {text!r} is not understood; write name@group")
+        raise InvalidArgument(f"partition {text!r} is invalid; write name@group")
     return PartitionId(name, group)
 
 
 def _check_address(address: str) -> None:
-    """Clients are sent there, with all that they send: it is understood, and on this machine, as all servers are."""
+    """Check a broker's address. Clients send messages there, so it must be on this machine, as all servers are."""
     host, _ = parse_address(address)
     if host not in LOOPBACK:
         raise InvalidArgument(
-            f"broker address {address!r} is not of this machine; without authentication servers are on "
-            f"{', '.join(LOOPBACK)} only"
+            f"broker address {address!r} is not on this machine; servers have no authentication, "
+            f"so use one of {', '.join(LOOPBACK)}"
         )

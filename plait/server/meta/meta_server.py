@@ -22,7 +22,7 @@ TICK_SECONDS = 1.0
 
 
 class MetaServer(Listener):
-    """Answers routes and heartbeats; looks after subjects, routes and allocations."""
+    """Listens for clients and brokers, and runs a ``MetaHost``."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class MetaServer(Listener):
         auto_create: bool = True,
         alone: bool | None = None,
     ) -> None:
-        """``alone``: no other meta server uses the database; None: that is so if it is a SQLite file."""
+        """``alone``: no other meta server uses the database. Default: True for SQLite."""
         super().__init__(host, port, clock or SystemClock(), limits or ServerLimits())
         self.meta = MetaHost(url, RemoteOrders(), self.clock, meta_limits, auto_create=auto_create, alone=alone)
         self._meta_handlers = MetaHandlers(self.meta)
@@ -44,7 +44,7 @@ class MetaServer(Listener):
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Open the database and serve. The port is known afterwards."""
+        """Open the database and serve; ``port`` is set afterwards."""
         await self.bind()
         try:
             await self.meta.start(self.address)
@@ -55,7 +55,7 @@ class MetaServer(Listener):
         self._task = tasks.keep(self._tick_loop, "plait-meta-tick")
 
     async def stop(self) -> None:
-        """Serve no more."""
+        """Stop serving and close the database."""
         if self._stopping:
             return
         self._stopping = True
@@ -86,15 +86,15 @@ class MetaServer(Listener):
             elif self._meta_handlers.takes(message):
                 self._meta_handlers.handle(connection, packet.correlation, message)
             else:
-                raise InvalidArgument("this is a meta server; messages are sent to and fetched from brokers")
+                raise InvalidArgument("this is a meta server; send to and consume from a broker")
         except PlaitError as error:
             connection.fail(packet.correlation, error)
 
     def _hello(self, connection: Connection, correlation: int, hello: m.Hello) -> None:
         if not hello.version_min <= m.PROTOCOL_VERSION <= hello.version_max:
             raise VersionMismatch(
-                f"this server speaks protocol {m.PROTOCOL_VERSION}, "
-                f"the client {hello.version_min} to {hello.version_max}"
+                f"this server supports protocol {m.PROTOCOL_VERSION}, the client {hello.version_min} to "
+                f"{hello.version_max}; use matching versions of Plait"
             )
         names.check("client", hello.client)
         connection.client = hello.client

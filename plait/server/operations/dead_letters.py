@@ -1,4 +1,4 @@
-"""Management of dead letters, page by page: what is asked for at once is bounded, whatever there is."""
+"""Management of dead letters, page by page, so that each request is bounded however many letters there are."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from plait.storage.logs.retained_log import DeathRecord
 if TYPE_CHECKING:
     from plait.server.broker_server import Server
 
-#: Bytes of one page, about; one letter is always there.
+#: Approximate size limit of one page. A page has at least one letter.
 PAGE_BYTES = 8 * MIB
-#: What a letter takes beside its own bytes, at most: its reason.
+#: Upper bound for the size of a letter's reason, in addition to its message.
 LETTER_BYTES = 8 * KIB
 
 
 class ListQueues(msgspec.Struct, forbid_unknown_fields=True):
-    """The dead letter queues of a subject, or of all."""
+    """List the dead letter queues of a subject; None: of all subjects."""
 
     subject: str | None = None
 
 
 class LetterFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which letters are meant: those that match everything that is given."""
+    """Selects the letters that match every field that is set."""
 
     sequences: list[int] | None = None
     type: str | None = None
@@ -43,7 +43,7 @@ class LetterFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Page(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a group's letters: at most ``limit`` of those that are meant and come after a sequence."""
+    """At most ``limit`` selected letters of a group, after the sequence ``after``."""
 
     subject: str
     group: str
@@ -53,13 +53,13 @@ class Page(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ListLetters(Page, forbid_unknown_fields=True):
-    """Letters to be looked at."""
+    """List a page of letters."""
 
     bodies: bool = False
 
 
 class ChangeLetters(Page, forbid_unknown_fields=True):
-    """Letters to be resent or purged; with ``dry_run`` they are only counted."""
+    """Resend or purge a page of letters; with ``dry_run`` only count them."""
 
     dry_run: bool = False
 
@@ -73,7 +73,7 @@ class QueueView(msgspec.Struct, frozen=True):
 
 
 class PastView(msgspec.Struct, frozen=True):
-    """A death before the last."""
+    """An earlier death of a letter that was resent."""
 
     attempts: int
     time: int
@@ -81,7 +81,7 @@ class PastView(msgspec.Struct, frozen=True):
 
 
 class LetterView(msgspec.Struct, frozen=True, kw_only=True):
-    """A dead letter. Where it does not read back, only its sequence and attempts are known."""
+    """A dead letter. If it is unreadable, only its sequence and attempts are set."""
 
     sequence: int
     attempts: int
@@ -101,7 +101,7 @@ class LetterView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReasonView(msgspec.Struct):
-    """How many letters have one kind of reason; ``text`` is that of one of them."""
+    """The number of letters with one type of reason and handler; ``text`` is from one of them."""
 
     type: str
     handler: str
@@ -128,7 +128,7 @@ def list_queues(server: Server, request: ListQueues) -> list[QueueView]:
 def list_letters(server: Server, request: ListLetters) -> dict[str, Any]:
     group, found, following = _page(server, request, DEAD_LIST_MAX)
     if found:
-        # Cut before anything is copied: all letters together may be larger than any answer.
+        # Cut before the letters are copied: together they may be larger than a packet.
         sequences = np.concatenate([part.sequences for part in found])
         sizes = np.concatenate([_sizes(part, bodies=request.bodies) for part in found])
         order = np.argsort(sequences)
@@ -142,7 +142,7 @@ def list_letters(server: Server, request: ListLetters) -> dict[str, Any]:
 
 
 def _sizes(letters: Letters, *, bodies: bool) -> npt.NDArray[np.int64]:
-    """About what each letter takes in an answer."""
+    """The approximate size of each letter in a reply."""
     sequences, frame, death = letters
     if frame is None or death is None:
         return np.full(len(sequences), LETTER_BYTES)
@@ -184,7 +184,7 @@ def purge(server: Server, request: ChangeLetters) -> dict[str, Any]:
 
 def _page(server: Server, request: Page, limit: int) -> tuple[Group, list[Letters], int | None]:
     if not 1 <= request.limit <= limit:
-        raise InvalidArgument(f"a page of {request.limit} dead letters is not possible; use 1 to {limit}")
+        raise InvalidArgument(f"a page of {request.limit} dead letters is invalid; use 1 to {limit}")
     group = server.membership.group(request.subject, request.group)
     select = request.select
     if select.sequences is not None:
@@ -193,9 +193,9 @@ def _page(server: Server, request: Page, limit: int) -> tuple[Group, list[Letter
                 f"{len(select.sequences)} sequences are too many; name {DEAD_SEQUENCES_MAX} at a time"
             )
         if any(not 0 <= sequence < SEQUENCE_MAX for sequence in select.sequences):
-            raise InvalidArgument("a sequence of a dead letter is a number from 0 on")
+            raise InvalidArgument(f"the sequence of a dead letter must be 0 to {SEQUENCE_MAX - 1}")
     choice = Choice(select.sequences, select.type, select.handler, select.before)
-    # Where few are meant, a page that looked at few would be one of very many.
+    # Search up to ``limit`` letters per page: with few matches, a smaller search would take very many pages.
     return group, *server.broker.dead_letters.page(group, choice, request.after, request.limit, limit)
 
 
@@ -204,7 +204,7 @@ def _count(found: list[Letters]) -> int:
 
 
 def _views(group: Group, letters: Letters, *, bodies: bool) -> list[LetterView]:
-    """Each letter of a frame; a page has few enough to look at one by one."""
+    """The views of a frame's letters. A page is small enough for a loop over its rows."""
     sequences, frame, death = letters
     if frame is None or death is None:
         attempts = [group.pull_log.dead.overlap(s, s + 1)[0].attempt for s in sequences.tolist()]

@@ -1,4 +1,4 @@
-"""Management requests about delayed messages: calling them off, moving them, listing and counting them."""
+"""Management of delayed messages: cancel, reschedule, list and count them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Cancel(msgspec.Struct, forbid_unknown_fields=True):
-    """A message that waits, as its receipt names it."""
+    """Cancel a delayed message. The fields are those of its receipt."""
 
     subject: str
     number: int
@@ -24,7 +24,7 @@ class Cancel(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Reschedule(msgspec.Struct, forbid_unknown_fields=True):
-    """A message that waits, and when it is to be delivered instead."""
+    """Give a delayed message the due time ``to``. The other fields are those of its receipt."""
 
     subject: str
     number: int
@@ -33,7 +33,7 @@ class Reschedule(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ListScheduled(msgspec.Struct, forbid_unknown_fields=True):
-    """The messages of a subject that are due in [start, end), after one that is named by its time and number."""
+    """List a subject's messages that are due in [start, end), after the message with ``after`` (due time, number)."""
 
     subject: str
     start: int | None = None
@@ -43,7 +43,7 @@ class ListScheduled(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CountScheduled(msgspec.Struct, forbid_unknown_fields=True):
-    """What is counted together: the messages of a subject, or of ten minutes."""
+    """Count the messages that are due in [start, end), per subject or per ten minutes."""
 
     subject: str | None = None
     start: int | None = None
@@ -63,7 +63,7 @@ def reschedule(server: Server, request: Reschedule) -> int | None:
 
 def list_(server: Server, request: ListScheduled) -> ScheduledPage:
     if not 1 <= request.limit <= SCHEDULE_PAGE_MAX:
-        raise InvalidArgument(f"a listing takes a limit of 1 to {SCHEDULE_PAGE_MAX}, not {request.limit}")
+        raise InvalidArgument(f"a limit of {request.limit} messages is invalid; use 1 to {SCHEDULE_PAGE_MAX}")
     start, end = _span(request.start, request.end)
     if request.after is not None:
         _check(deliver_at=request.after[0], number=request.after[1])

@@ -1,7 +1,7 @@
-"""Management of parked keys (R19): which there are, and going on with them.
+"""Management of parked keys (R19): list, resume and skip them.
 
-A key of a strict subject is parked when one of its messages has failed for good: the dead letter holds the key's place.
-To *resume* goes on with that message, to *skip* behind it.
+A key of a strict subject is parked when one of its messages becomes a dead letter. *Resume* delivers that message
+again; *skip* leaves it as a dead letter and delivers the key's next message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ListParked(msgspec.Struct, forbid_unknown_fields=True):
-    """A page of a group's parked keys: at most ``limit`` of those whose hashes come after one."""
+    """List at most ``limit`` parked keys of a group, in order of their hashes, after the hash ``after``."""
 
     subject: str
     group: str
@@ -32,7 +32,7 @@ class ListParked(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Unpark(msgspec.Struct, forbid_unknown_fields=True):
-    """Parked keys to go on with, by their hashes."""
+    """Resume or skip parked keys, given by their hashes."""
 
     subject: str
     group: str
@@ -40,25 +40,25 @@ class Unpark(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ParkedView(msgspec.Struct, frozen=True, kw_only=True):
-    """A parked key. Of a letter that does not read back, or is in another partition, less is known."""
+    """A parked key. If its letter is unreadable or in another partition, only the first three fields are set."""
 
     hash: int
     lp: int
-    #: The dead letter that holds the key's place; None: it is in the partition where the key's rows were before.
+    #: The sequence of the dead letter; None: the letter is in the key's earlier partition.
     sequence: int | None
     key: str | None = None
     attempts: int = 0
-    #: When it died, in microseconds.
+    #: Time of death in microseconds.
     since: int | None = None
     reason: Reason = Reason()
 
 
 def list_parked(server: Server, request: ListParked) -> dict[str, Any]:
     if not 1 <= request.limit <= PARKED_PAGE_MAX:
-        raise InvalidArgument(f"a page of {request.limit} parked keys is not possible; use 1 to {PARKED_PAGE_MAX}")
+        raise InvalidArgument(f"a page of {request.limit} parked keys is invalid; use 1 to {PARKED_PAGE_MAX}")
     group = _group(server, request.subject, request.group)
     letters = {
-        strand.key: strand.letter for strand in group.parked() if strand.key is not None and strand.key > request.after
+        cursor.key: cursor.letter for cursor in group.parked() if cursor.key is not None and cursor.key > request.after
     }
     page = sorted(letters)[: request.limit]
     views = _views(server, group, {key: letters[key] for key in page})
@@ -66,7 +66,7 @@ def list_parked(server: Server, request: ListParked) -> dict[str, Any]:
 
 
 def _views(server: Server, group: OrderedGroup, letters: dict[int, int]) -> list[ParkedView]:
-    """Each key with what its letter says; a page has few enough to look at one by one."""
+    """The views of parked keys. A page is small enough for a loop over its letters."""
     sequences = [letter for letter in letters.values() if letter >= 0]
     found: dict[int, ParkedView] = {}
     by_letter = {letter: key for key, letter in letters.items() if letter >= 0}
@@ -95,34 +95,34 @@ def _views(server: Server, group: OrderedGroup, letters: dict[int, int]) -> list
 
 
 def resume(server: Server, request: Unpark) -> int:
-    """Go on with the messages that failed; with how many keys."""
-    return _go_on(server, request, skip=False)
+    """Deliver the failed messages again. Returns the number of keys."""
+    return _unpark(server, request, skip=False)
 
 
 def skip(server: Server, request: Unpark) -> int:
-    """Go on behind the messages that failed, which stay dead letters; with how many keys."""
-    return _go_on(server, request, skip=True)
+    """Continue after the failed messages, which stay dead letters. Returns the number of keys."""
+    return _unpark(server, request, skip=True)
 
 
-def _go_on(server: Server, request: Unpark, *, skip: bool) -> int:
+def _unpark(server: Server, request: Unpark, *, skip: bool) -> int:
     group = _group(server, request.subject, request.group)
     if not 1 <= len(request.keys) <= PARKED_PAGE_MAX:
-        raise InvalidArgument(f"{len(request.keys)} keys are named; name 1 to {PARKED_PAGE_MAX} at a time")
+        raise InvalidArgument(f"the request names {len(request.keys)} keys; name 1 to {PARKED_PAGE_MAX} at a time")
     broker = server.broker
     broker.refuse_when_stalled()
-    parked = {strand.key: strand.owner for strand in group.parked()}
-    # Some may have been resumed by others meanwhile, which is as good.
+    parked = {cursor.key: cursor.owner for cursor in group.parked()}
+    # Ignore keys that a concurrent request has resumed already.
     owners = {parked[key] for key in request.keys if key in parked}
     count = sum(group.resume(key, broker, skip=skip) for key in dict.fromkeys(request.keys))
     if not count:
         raise KeyNotParked(
-            f"no such key is parked in group {request.group!r} on {request.subject!r}",
+            f"none of these keys is parked in group {request.group!r} on {request.subject!r}",
             subject=request.subject,
             group=request.group,
         )
     for owner in sorted(owners):
-        # Where the route has led on, it looks at what is to be done first.
-        broker.leases.news(group, owner)
+        # If the key has moved to another partition, its owner finds out what to consume first.
+        broker.leases.notify(group, owner)
     broker.wake_group(group)
     return count
 
@@ -130,5 +130,5 @@ def _go_on(server: Server, request: Unpark, *, skip: bool) -> int:
 def _group(server: Server, subject: str, name: str) -> OrderedGroup:
     group = server.membership.group(subject, name)
     if not isinstance(group, OrderedGroup):
-        raise InvalidArgument(f"group {name!r} on {subject!r} is not an ordered one; no key of it is ever parked")
+        raise InvalidArgument(f"group {name!r} on {subject!r} is not ordered; only ordered groups park keys")
     return group

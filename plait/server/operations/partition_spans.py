@@ -1,6 +1,6 @@
-"""Which sequences partitions have, and where to cut them: what a reader without a group plans by.
+"""The sequences of partitions, and where to cut them: a reader without a group plans with them.
 
-Answered from the consume log by whole arrays. Nothing is read of the messages and nothing changes.
+The replies are computed from the consume log, with array operations. No message is read and no state changes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from plait.storage.logs.consume_log import Records
 if TYPE_CHECKING:
     from plait.server.broker_server import Server
 
-#: Partitions and times that one request names, so that its answer takes a few milliseconds.
+#: Partitions and times in one request: the reply takes a few milliseconds.
 SPAN_NAMES_MAX = 1_000
 SPAN_TIMES_MAX = 64
-#: Cuts that one range has at most: a listing of them stays well below a packet's size. Larger pieces are made instead.
+#: Cuts of one range, well below the size of a packet. Beyond it the pieces are larger than requested.
 CUTS_MAX = 100_000
 
 
@@ -35,10 +35,10 @@ class DescribeSpans(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SpanView(msgspec.Struct, frozen=True):
-    """What a partition has: [start, end), and which epoch stored what of it.
+    """The sequences [start, end) of a partition, and the data epochs that stored them.
 
-    For each time that was asked for, ``at`` is the first sequence stored then or later, and ``until`` the one after the
-    last that was stored before.
+    For each requested time, ``at`` is the first sequence stored at that time or later, and ``until`` the sequence after
+    the last one stored before it.
     """
 
     name: str
@@ -50,14 +50,14 @@ class SpanView(msgspec.Struct, frozen=True):
     epochs: list[tuple[int, int]]
     at: list[int]
     until: list[int]
-    #: The partition takes no more messages: ``end`` is behind its last one.
+    #: True if the partition takes no more messages and ``end`` is final.
     sealed: bool
 
 
 class CutSpans(msgspec.Struct, forbid_unknown_fields=True):
-    """(name, start, end, size): a range of a partition's sequences, and how large its pieces may be; 0: do not cut.
+    """Cut ranges (name, start, end, size) of partitions into pieces of at most ``size`` bytes; 0: do not cut.
 
-    With ``reach`` each is answered with one cut: how far its size reaches from its start.
+    With ``reach`` the reply has one cut per range: where ``size`` bytes from its start end.
     """
 
     ranges: list[tuple[str, Int64, Int64, Int64]]
@@ -65,19 +65,19 @@ class CutSpans(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CutView(msgspec.Struct, frozen=True):
-    """The size of a range, and where its pieces end."""
+    """The size of a range in bytes, and the end of each piece."""
 
     size: int
     ends: list[int]
 
 
 def describe(server: Server, request: DescribeSpans) -> list[SpanView]:
-    """Those of the partitions that are here, each once."""
+    """The views of the named partitions that exist on this broker, each once."""
     found = []
     if len(request.names) > SPAN_NAMES_MAX or len(request.times) > SPAN_TIMES_MAX:
         raise InvalidArgument(
             f"{len(request.names)} partitions and {len(request.times)} times are too many for one request; "
-            f"ask for at most {SPAN_NAMES_MAX} and {SPAN_TIMES_MAX}"
+            f"use at most {SPAN_NAMES_MAX} and {SPAN_TIMES_MAX}"
         )
     for name in dict.fromkeys(request.names):
         names.check_partition(name)
@@ -100,12 +100,14 @@ def _view(partition: Partition, times: list[int]) -> SpanView:
 
 
 def cut(server: Server, request: CutSpans) -> list[CutView]:
-    """One answer a range, in their order; of what is not there any more there is nothing to cut."""
+    """One view per range, in order. Removed sequences are not part of a range."""
     answers = []
     for name, start, end, size in request.ranges:
         partition = server.broker.partition_of(names.check_partition(name), create=False)
         if start < 0 or size < 0:
-            raise InvalidArgument(f"range {start} of {name!r} by {size} bytes: neither may be below 0")
+            raise InvalidArgument(
+                f"a range of {name!r} from {start} with size {size} is invalid; use 0 or more for both"
+            )
         start, end = max(start, partition.start), min(end, partition.visible)
         if start >= end:
             answers.append(CutView(0, []))

@@ -1,4 +1,4 @@
-"""What a meta server tells a broker: which logical partitions each of its partitions takes."""
+"""Broker orders of a meta server: open, seal or drop a partition."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _T = TypeVar("_T")
 OPEN: Final = "partition.open"
 SEAL: Final = "partition.seal"
 DROP: Final = "partition.drop"
-#: Those that are answered when they are durable.
+#: The orders. The reply is sent when the order is durable.
 ORDERS: Final = (OPEN, SEAL, DROP)
 
 
 class OpenPartition(msgspec.Struct, forbid_unknown_fields=True):
-    """A partition of a subject that takes these logical partitions from now on; it is made if it is not there."""
+    """Create a partition of a subject if it does not exist, and open it for logical partitions."""
 
     subject: str
     name: str
@@ -36,7 +36,7 @@ class OpenPartition(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SealPartition(msgspec.Struct, forbid_unknown_fields=True):
-    """A partition that takes these no more."""
+    """Seal logical partitions of a partition."""
 
     name: str
     lps: list[Lps]
@@ -44,7 +44,7 @@ class SealPartition(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DropPartition(msgspec.Struct, forbid_unknown_fields=True):
-    """A partition that nothing leads to any more, as of a version of the route."""
+    """Drop a partition that is no longer in its subject's route, as of a version of the route."""
 
     subject: str
     name: str
@@ -52,7 +52,7 @@ class DropPartition(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def order(server: Server, operation: str, arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
-    """Carry out what a meta server asks for; ``reply`` gets the result once it is durable."""
+    """Execute an order. Calls ``reply`` with the result when it is durable."""
     broker = server.broker
     if operation == SEAL:
         sealed = _checked(operation, arguments, SealPartition)

@@ -1,4 +1,4 @@
-"""What tasks and drivers of Spark's sink ask a broker: to keep rows that nobody sees, to publish or to drop them."""
+"""Requests of the Spark sink's tasks and drivers: open, complete, publish, read and drop stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUMBER_MAX: Final = 1 << 63
 
 
 class OpenStage(msgspec.Struct, forbid_unknown_fields=True):
-    """A stage of its producer, for a partition."""
+    """Open the stage of a producer for a partition."""
 
     name: str
     producer: int
@@ -33,26 +33,26 @@ class OpenStage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NameStages(msgspec.Struct, forbid_unknown_fields=True):
-    """(producer, rows) of each."""
+    """Complete or publish stages, each given by (producer, number of rows)."""
 
     stages: list[tuple[int, int]]
 
 
 class DropStages(msgspec.Struct, forbid_unknown_fields=True):
-    """The producers of stages that shall not be published."""
+    """Drop the stages of these producers."""
 
     producers: list[int]
 
 
 class ForgetBatches(msgspec.Struct, forbid_unknown_fields=True):
-    """A query whose batches up to this one are published."""
+    """Forget the batches of a query up to this one, which are published."""
 
     query: str
     batch: int
 
 
 class ReadStage(msgspec.Struct, forbid_unknown_fields=True):
-    """Rows of a stage, from this one on."""
+    """Read rows of a stage, starting with row ``start``."""
 
     producer: int
     start: int
@@ -64,7 +64,7 @@ def _open(server: Server, request: OpenStage, answer: Answer) -> None:
     _check_numbers([request.producer, request.batch])
     stage = Stage(request.producer, request.query, request.batch, request.delayed)
     partition = server.broker.stages.open(request.name, stage)
-    # A number that a crash takes back would be given to another partition.
+    # Reply after the commit: after a crash an uncommitted number is given to another partition.
     server.broker.answer_after_commit(lambda: answer(partition.id, None))
 
 
@@ -108,7 +108,7 @@ OPERATIONS: Final = {
 
 
 def order(server: Server, name: str, arguments: dict[str, Any], answer: Answer) -> None:
-    """Carry out a request; ``answer`` is called when its result counts. Raises when it is refused."""
+    """Execute a request. Calls ``answer`` when the result is committed; raises an error if the request is refused."""
     operation = OPERATIONS[name]
     try:
         request = msgspec.convert(arguments, operation.request)
@@ -119,7 +119,7 @@ def order(server: Server, name: str, arguments: dict[str, Any], answer: Answer) 
 
 def _checked(request: NameStages) -> list[tuple[int, int]]:
     if len(request.stages) > STAGES_PAGE_MAX:
-        raise InvalidArgument(f"{len(request.stages)} stages are over the limit of {STAGES_PAGE_MAX} a request")
+        raise InvalidArgument(f"{len(request.stages)} stages exceed the limit of {STAGES_PAGE_MAX} per request")
     _check_numbers([number for stage in request.stages for number in stage])
     return request.stages
 
@@ -127,4 +127,4 @@ def _checked(request: NameStages) -> list[tuple[int, int]]:
 def _check_numbers(numbers: list[int]) -> None:
     for number in numbers:
         if not 0 <= number < _NUMBER_MAX:
-            raise InvalidArgument(f"{number} is not possible; use 0 to {_NUMBER_MAX - 1}")
+            raise InvalidArgument(f"{number} is invalid; use 0 to {_NUMBER_MAX - 1}")

@@ -1,6 +1,6 @@
-"""Management requests: listing, creating and deleting subjects, describing and resetting groups.
+"""Management of subjects and groups: list, create, describe, change and delete them.
 
-A broker without a meta server is a cluster of its own: its subjects have one partition each, and no route to change.
+A broker without a meta server is the whole cluster: each of its subjects has one partition, and its route is fixed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 class CreateSubject(msgspec.Struct, forbid_unknown_fields=True):
-    """A new subject, what it keeps and how it is ordered."""
+    """Create a subject with retention and order strategy."""
 
     subject: str
     retention_seconds: float | None = None
     retention_bytes: int | None = None
     order: Literal["best_tried", "strict"] = "best_tried"
-    #: How it is spread, which without a meta server is not at all.
+    #: Number and broker groups of its partitions; without a meta server only one partition, on this broker.
     partitions: int | None = None
     groups: list[str] | None = None
 
 
 class SetSubject(msgspec.Struct, forbid_unknown_fields=True):
-    """Other settings of a subject: what is unset stays, None is the server's default."""
+    """Change settings of a subject. Unset fields stay; None is the broker's default."""
 
     subject: str
     retention_seconds: float | msgspec.UnsetType | None = msgspec.UNSET
@@ -59,13 +59,13 @@ class OfGroup(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ListGroups(msgspec.Struct, forbid_unknown_fields=True):
-    """The groups of a subject, or of all."""
+    """List the groups of a subject; None: of all subjects."""
 
     subject: str | None = None
 
 
 class Began(msgspec.Struct, forbid_unknown_fields=True):
-    """Which version of the route did a group begin with? No group: the broadcast of a client."""
+    """Get the version of the route that a group began with. No group: the broadcast of a client."""
 
     partitions: list[str]
     group: str | None
@@ -73,7 +73,7 @@ class Began(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AskRemembered(msgspec.Struct, forbid_unknown_fields=True):
-    """Did partitions that have left the route know a group? No group: the broadcast of a client."""
+    """Ask whether retired partitions had a group. No group: the broadcast of a client."""
 
     subject: str
     group: str | None
@@ -81,7 +81,7 @@ class AskRemembered(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResetGroup(msgspec.Struct, forbid_unknown_fields=True):
-    """Where a group goes on from."""
+    """Move an idle group to a position."""
 
     subject: str
     group: str
@@ -89,7 +89,7 @@ class ResetGroup(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SetGroup(msgspec.Struct, forbid_unknown_fields=True):
-    """How an idle group retries from now on."""
+    """Change the retry settings of an idle group."""
 
     subject: str
     group: str
@@ -117,10 +117,12 @@ def _create_subject(server: Server, request: CreateSubject) -> SubjectView:
     here = server.config.group
     if request.partitions not in (None, 1):
         raise InvalidArgument(
-            f"{request.partitions} partitions are not possible: without a meta server a subject has one, on {here}"
+            f"a subject cannot have {request.partitions} partitions: without a meta server it has one, on {here}"
         )
     if request.groups not in (None, [here]):
-        raise InvalidArgument(f"broker groups {', '.join(request.groups or ())}: without a meta server there is {here}")
+        raise InvalidArgument(
+            f"broker groups {', '.join(request.groups or ())} are invalid: without a meta server there is only {here}"
+        )
     settings = SubjectSettings(request.retention_seconds, request.retention_bytes, order=request.order)
     return subject_view(server.broker, server.broker.create_subject(request.subject, settings))
 
@@ -133,7 +135,7 @@ def _set_subject(server: Server, request: SetSubject) -> SubjectView:
 
 
 def set_fields(request: msgspec.Struct) -> dict[str, Any]:
-    """The settings that a request names."""
+    """The settings that a request sets."""
     names_of = ("retention_seconds", "retention_bytes")
     return {name: value for name in names_of if (value := getattr(request, name)) is not msgspec.UNSET}
 
@@ -171,12 +173,12 @@ def _delete_group(server: Server, request: OfGroup) -> None:
 
 
 def _forget_group(server: Server, request: OfGroup) -> bool:
-    """What the members of a group agreed on is known to meta servers alone: there is nothing to forget."""
+    """Only meta servers store allocations, so a broker has none to forget."""
     return False
 
 
 def _remembered(server: Server, request: AskRemembered) -> dict[str, Any]:
-    """No partition leaves the route of a broker without a meta server."""
+    """Without a meta server no partition is ever retired."""
     return {"version": 0, "began": None}
 
 
@@ -185,12 +187,12 @@ def _describe_server(server: Server, _: Nothing) -> dict[str, Any]:
 
 
 def _list_brokers(server: Server, _: Nothing) -> dict[str, tuple[list[str], str]]:
-    """This one: addresses and state by the name of its group."""
+    """The address and state of this broker, by the name of its group."""
     return {server.broker.config.group: ([server.address], "R" if server.broker.read_only else "RW")}
 
 
 class Operation(NamedTuple):
-    """What a request has to hold, what is done, and whether that changes anything."""
+    """The type of a request's arguments, its function, and whether it changes state."""
 
     request: type[Any]
     call: Callable[[Any, Any], Any]
@@ -229,7 +231,7 @@ _OPERATIONS: dict[str, Operation] = {
     "schedule.count": Operation(admin_schedule.CountScheduled, admin_schedule.count),
 }
 
-#: What only a meta server can do.
+#: Operations of meta servers.
 _META_OPERATIONS = frozenset(
     (
         "subject.route",
@@ -247,10 +249,10 @@ _META_OPERATIONS = frozenset(
 
 
 def run(server: Server, name: str, arguments: dict[str, Any]) -> tuple[Any, bool]:
-    """Carry out a request; its result, to be encoded as msgpack, and whether it counts only once committed."""
+    """Execute a request. Returns its result, and whether the reply must wait for the commit."""
     operation = _OPERATIONS.get(name)
     if name in _META_OPERATIONS:
-        raise InvalidArgument(f"{name} is asked of a meta server, and this is a broker")
+        raise InvalidArgument(f"this is a broker; send {name} to a meta server")
     if operation is None:
         raise InvalidArgument(f"operation {name!r} is not known; is the client newer than the server?")
     try:

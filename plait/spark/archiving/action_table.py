@@ -1,7 +1,7 @@
 """Events of the action log as Arrow record batches, with names in place of numbers; built from arrays, not row by row.
 
-One row for each event, in log order, and one for each group and consumer when the log first names it. Nothing here
-needs Spark. docs/archive.md describes the columns to users.
+One row for each event, in log order, and one for each group and consumer where the log first defines it. Nothing here
+needs Spark. docs/archive.md describes the columns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from plait.storage.logs.action_log import (
     read_events,
 )
 
-#: Events of this many rows become one batch.
+#: A batch is complete when it has this many events.
 BATCH_COUNT: Final = 65_536
 
 _TIME: Final = pa.timestamp("us", tz="UTC")
@@ -41,77 +41,78 @@ _TEXT: Final = pa.string()
 
 ACTION_SCHEMA: Final = pa.schema(
     [
-        # When it happened, by the broker's clock.
+        # The time of the event, by the broker's clock.
         pa.field("time", _TIME, nullable=False),
         # "pull", "ack", ... (``Action``), and "group" and "consumer" for definitions.
         pa.field("action", _TEXT, nullable=False),
-        # Null where the log does not say any more which partition it was.
+        # Null where the log no longer has the definition of the partition.
         pa.field("subject", _TEXT),
         pa.field("partition", _TEXT),
         pa.field("consumer_group", _TEXT),
         # The client's name; null where an event is about no consumer.
         pa.field("consumer", _TEXT),
-        # What the event names in the consumer's place: his number; of an ordered group the strand's.
+        # The number of the consumer; in most events of an ordered group, the number of the cursor.
         pa.field("number", pa.int64(), nullable=False),
         pa.field("attempt", pa.int32(), nullable=False),
         pa.field("epoch", pa.int64(), nullable=False),
-        # Sequences [start, end); of ``NOT_OF_ROWS`` what docs/formats.md says.
+        # Sequences [start, end). For the actions in ``NOT_OF_ROWS``, docs/formats.md says what they hold.
         pa.field("start", pa.int64(), nullable=False),
         pa.field("end", pa.int64(), nullable=False),
         pa.field("flags", pa.int32(), nullable=False),
-        # When the rows come again, or would have been due.
+        # When the rows are redelivered, or would have been due.
         pa.field("due", _TIME),
-        # The same field, where it is no time: a lock's epoch, a strand's number, a key's hash.
+        # The same field of the event where it is not a time: the epoch of a lock, a cursor's number, the hash of a key.
         pa.field("value", pa.int64()),
-        # The frame's place in the action log, and the row's in the frame.
+        # The offset of the frame in the action log, and the row's index in the frame.
         pa.field("log_offset", pa.int64(), nullable=False),
         pa.field("log_row", pa.int32(), nullable=False),
-        # Of definitions: all of it, as JSON.
+        # The whole definition as JSON; null for events.
         pa.field("detail", _TEXT),
     ]
 )
 
-#: Action numbers → how they are called; what a later version writes has its number for a name.
+#: Action number → name. An action of a later version is named after its number.
 _KNOWN: Final = {int(action): action.name.lower() for action in Action}
 _NOT_OF_ROWS: Final = np.isin(np.arange(256), list(NOT_OF_ROWS))
-#: Of an ordered group these are about a consumer, all others about a strand.
+#: In an ordered group these actions name a consumer; all others name a cursor.
 _OF_CONSUMERS: Final = np.isin(np.arange(256), [Action.LOCK, Action.OFFLINE, Action.FORGET_CONSUMER])
 
 
 @cache
 def _names() -> pa.Array:
-    """By action number. Made when needed: the first array of a process brings pandas in, which lookups do without."""
+    """Names by action number. Built on first use: the first array of a process imports pandas, which lookups avoid."""
     return pa.array([_KNOWN.get(number, f"action_{number}") for number in range(256)], _TEXT)
 
 
 class Names:
-    """What the numbers of events stand for, as far as the log was read."""
+    """The names behind the numbers of events, from the definitions read up to now."""
 
     def __init__(self, partitions: Mapping[int, PartitionRow], group: str) -> None:
         self._partitions = partitions
         self._broker_group = group
         self.groups: dict[int, GroupDefinition] = {}
         self.consumers: dict[int, ConsumerDefinition] = {}
-        self._told: dict[tuple[type[Definition], int], Definition] = {}
+        self._reported: dict[tuple[type[Definition], int], Definition] = {}
 
-    def learn(self, definitions: list[Definition], *, head: bool = False) -> list[Definition]:
-        """Take definitions; those that are news. At the ``head`` of a segment none is: their own frame tells of them.
+    def learn(self, definitions: list[Definition], *, header: bool = False) -> list[Definition]:
+        """Add definitions and return the new ones. None of a segment ``header`` counts as new: a header repeats
+        definitions that have a frame of their own.
 
-        That frame may come right behind, since a head has all names that there are when it is made.
+        That frame may directly follow the header, since a header has all definitions that exist when it is written.
         """
-        news = []
+        new = []
         for definition in definitions:
             if isinstance(definition, GroupDefinition):
                 self.groups[definition.id] = definition
             else:
                 self.consumers[definition.id] = definition
-            place = (type(definition), definition.id)
-            if not head and self._told.get(place) != definition:
-                self._told[place] = definition
-                news.append(definition)
-        return news
+            key = (type(definition), definition.id)
+            if not header and self._reported.get(key) != definition:
+                self._reported[key] = definition
+                new.append(definition)
+        return new
 
-    def place(self, partition: int) -> tuple[str | None, str | None]:
+    def of_partition(self, partition: int) -> tuple[str | None, str | None]:
         """Subject and printed name of a partition."""
         row = self._partitions.get(partition)
         return (None, None) if row is None else (row.subject, f"{row.name}@{self._broker_group}")
@@ -121,7 +122,7 @@ class Names:
         group = self.groups.get(number)
         if group is None:
             return None, None, None, False
-        return *self.place(group.partition), group.name, group.ordered or group.affinity
+        return *self.of_partition(group.partition), group.name, group.ordered or group.affinity
 
 
 def action_batches(
@@ -129,20 +130,20 @@ def action_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Batches of ``ACTION_SCHEMA`` for (log offset, frame) in log order.
 
-    What stands before ``start`` is read for its names alone, as are the names that each segment begins with again.
-    ``first``: nobody has read what stood before, so the names that the first segment begins with are news.
+    Frames before ``start`` and segment headers only supply names. ``first``: no earlier part of the log was read, so
+    the definitions in the first segment header are new.
     """
     events: list[tuple[int, FrameView, npt.NDArray[Any]]] = []
     count = 0
     for offset, frame in frames:
-        # The head of a segment says where the one before ended, and nothing else does.
+        # Only the header of a segment records where the segment before it ended.
         first = first and frame.partition == DEFINITIONS
         if frame.partition == DEFINITIONS:
-            news = names.learn(_definitions(frame), head=frame.previous != 0 and not first)
-            if news and offset >= start:
+            new = names.learn(_definitions(frame), header=frame.previous != 0 and not first)
+            if new and offset >= start:
                 yield from _batch(events, names)
                 events, count = [], 0
-                yield _defined(news, names, offset, frame)
+                yield _defined(new, names, offset, frame)
         elif frame.partition == EVENTS:
             if offset < start:
                 continue
@@ -152,7 +153,7 @@ def action_batches(
                 yield from _batch(events, names)
                 events, count = [], 0
         else:
-            raise FrameError(f"frame kind {frame.partition} of the action log is not known")
+            raise FrameError(f"unknown frame kind {frame.partition} in the action log")
     yield from _batch(events, names)
 
 
@@ -198,32 +199,32 @@ def _batch(frames: list[tuple[int, FrameView, npt.NDArray[Any]]], names: Names) 
 
 
 def _names_of(events: npt.NDArray[Any], names: Names) -> tuple[pa.Array, pa.Array, pa.Array, pa.Array]:
-    """Subject, partition, group and consumer of events: looked up once for each number there is."""
+    """Subject, partition, group and consumer of events; each distinct number is looked up once."""
     group_ids, by_group = np.unique(events["group"], return_inverse=True)
     found = [names.of_group(int(number)) for number in group_ids]
     is_ordered = np.array([ordered for *_, ordered in found])[by_group]
-    columns = [pa.array([facts[place] for facts in found], _TEXT) for place in range(3)]
+    columns = [pa.array([facts[index] for facts in found], _TEXT) for index in range(3)]
     rows = pa.array(by_group)
     subject, partition, group = (column.take(rows) for column in columns)
     consumer_ids, by_consumer = np.unique(events["consumer"], return_inverse=True)
     clients = [names.consumers.get(int(number)) for number in consumer_ids]
     known = pa.array([None if client is None else client.client for client in clients], _TEXT)
-    is_strand = is_ordered & ~_OF_CONSUMERS[events["action"]]
-    of_nobody = (events["group"] == 0) | is_strand
-    consumer = known.take(pa.array(by_consumer, mask=of_nobody))
+    is_cursor = is_ordered & ~_OF_CONSUMERS[events["action"]]
+    has_no_consumer = (events["group"] == 0) | is_cursor
+    consumer = known.take(pa.array(by_consumer, mask=has_no_consumer))
     cancelled = np.flatnonzero(events["group"] == 0)
     if len(cancelled):
-        # Delayed rows are nobody's yet: the event names their schedule partition.
-        places = [names.place(int(number)) for number in consumer_ids]
+        # Delayed rows belong to no group yet: the event names their schedule partition.
+        partitions = [names.of_partition(int(number)) for number in consumer_ids]
         mask = pa.array(events["group"] == 0)
         chosen = pa.array(by_consumer[cancelled])
-        subject = pc.replace_with_mask(subject, mask, pa.array([p[0] for p in places], _TEXT).take(chosen))
-        partition = pc.replace_with_mask(partition, mask, pa.array([p[1] for p in places], _TEXT).take(chosen))
+        subject = pc.replace_with_mask(subject, mask, pa.array([p[0] for p in partitions], _TEXT).take(chosen))
+        partition = pc.replace_with_mask(partition, mask, pa.array([p[1] for p in partitions], _TEXT).take(chosen))
     return subject, partition, group, consumer
 
 
 def _defined(definitions: list[Definition], names: Names, offset: int, frame: FrameView) -> pa.RecordBatch:
-    """Rows of definitions; a start brings few."""
+    """Rows of definitions, one by one: there are few."""
     rows = []
     for number, definition in enumerate(definitions):
         if isinstance(definition, GroupDefinition):

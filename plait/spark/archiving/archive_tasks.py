@@ -1,7 +1,7 @@
-"""What an archiver's tasks do, each for one piece of a log or of an archive; what they did comes back as facts.
+"""The tasks of an archiver, each for one piece of a log or of an archive. A task returns `TaskFacts`.
 
-Spark only says where and when: the bytes go from the segment files through Arrow into the archive inside one Python
-process, and never through Java. A task that runs twice leaves two sets of files, of which the manifest names one.
+Spark only schedules the tasks: the bytes go from the segment files through Arrow into the archive inside one Python
+process, and never through Java. A task that runs twice leaves two sets of files, and the manifest names one of them.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ from plait.storage.reading.action_reader import ActionPart, read_actions
 from plait.storage.reading.log_chunks import ChunkPartition, LogChunk, WantedRows, extend, read_chunk
 from plait.storage.reading.log_reader import MappedLog, MappedSegment, damage_error, expired_error
 
-#: Frames that a task collects, by their size when they are not compressed: it holds what was until it is written.
+#: Bytes of frames, stored and inflated, that a task collects before it writes files.
 HELD_SIZE_MAX: Final = 256 * MIB
-#: Rows that it collects: a short message takes ten times its size, as columns that are sorted and compared.
+#: Rows that a task collects before it writes files. A short message takes ten times its size as sorted columns.
 HELD_COUNT_MAX: Final = 1_500_000
 #: A segment is copied in pieces of this size.
 COPY_SIZE: Final = 8 * MIB
 
 
 class TaskFacts(msgspec.Struct):
-    """What a task has done."""
+    """The result of a task."""
 
     files: list[ArchivedFile] = []
-    #: ``name@group`` → rows that were written, and read back.
+    #: ``name@group`` → rows that were written and read back.
     counts: dict[str, int] = {}
     #: A partition's number → the sequences [first, end) that were written, ascending.
     ranges: dict[int, list[tuple[int, int]]] = {}
     raw: list[RawSegment] = []
-    #: (code, message) of what went wrong.
+    #: (code, message) of the error that ended the task.
     error: tuple[str, str] | None = None
 
 
 class ArchiveTask(Protocol):
-    """A piece of work that can be sent to another process."""
+    """A piece of work that can be pickled to another process."""
 
     @property
     def weight(self) -> int:
-        """Bytes, for progress."""
+        """Size in bytes, for progress."""
         ...
 
     def run(self, writer: FileWriter) -> TaskFacts: ...
@@ -77,7 +77,7 @@ class ArchiveTask(Protocol):
 
 
 class Collector:
-    """Takes frames in log order and writes files: one for each subject and day, as often as memory is full."""
+    """Collects frames in log order and writes one file for each subject and day whenever it holds the maximum."""
 
     def __init__(self, writer: FileWriter, group: str, offsets: tuple[int, int]) -> None:
         self._writer = writer
@@ -90,18 +90,17 @@ class Collector:
         self.facts = TaskFacts()
 
     def add(self, partition: ChunkPartition, view: FrameView) -> None:
-        """One more frame."""
         size = view.size + view.inflated_size
         if self._held + size > HELD_SIZE_MAX or self._count + view.count > HELD_COUNT_MAX:
             self.flush()
         self._held += size
         self._count += view.count
-        place = (partition.subject, view.store_time // DAY_MICROS)
+        file_key = (partition.subject, view.store_time // DAY_MICROS)
         name = f"{partition.name}@{self._group}"
-        self._frames.setdefault(place, {}).setdefault(name, []).append((partition, view))
+        self._frames.setdefault(file_key, {}).setdefault(name, []).append((partition, view))
 
     def flush(self) -> None:
-        """Write all that was taken."""
+        """Write all collected frames."""
         for (subject, day), partitions in self._frames.items():
             batches: list[pa.RecordBatch] = []
             ranges: dict[str, tuple[int, int]] = {}
@@ -118,7 +117,7 @@ class Collector:
 
 @dataclass(frozen=True)
 class MessageTask:
-    """One chunk of a message log."""
+    """Archives one chunk of a message log."""
 
     data: str
     group: str
@@ -133,7 +132,7 @@ class MessageTask:
         return self.chunk.size
 
     def expected(self) -> dict[str, int]:
-        """Rows of each partition, as the log's headers have them."""
+        """Number of rows of each partition, from the frame headers of the log."""
         counts: dict[str, int] = {}
         for number, pieces in self.chunk.ranges.items():
             name = f"{self.chunk.partitions[number].name}@{self.group}"
@@ -162,7 +161,7 @@ class MessageTask:
 
 @dataclass(frozen=True)
 class ActionTask:
-    """One part of an action log."""
+    """Archives one part of an action log."""
 
     data: str
     group: str
@@ -187,13 +186,13 @@ class ActionTask:
 
 @dataclass(frozen=True)
 class DeathTask:
-    """One part of a kept log."""
+    """Archives the deaths in one part of a retained log."""
 
     data: str
     group: str
     part: ActionPart
     partitions: Mapping[int, PartitionRow]
-    #: By their numbers, as far as the action log names them.
+    #: Group number → definition, for the groups that the action log defines.
     groups: Mapping[int, GroupDefinition]
     wanted: WantedRows
 
@@ -215,7 +214,7 @@ class DeathTask:
 
 
 def _by_day(writer: FileWriter, kind: DayKind, table: pa.Table, part: ActionPart) -> TaskFacts:
-    """A file for each day."""
+    """Write one file for each day."""
     facts = TaskFacts()
     days = table.column("time").cast(pa.int64()).to_numpy() // DAY_MICROS
     for day in np.unique(days).tolist():
@@ -229,13 +228,13 @@ def _by_day(writer: FileWriter, kind: DayKind, table: pa.Table, part: ActionPart
 
 @dataclass(frozen=True)
 class RawTask:
-    """One segment file, copied as it is."""
+    """Copies one segment file unchanged."""
 
     data: str
     segment: str
     start: int
     end: int
-    #: Where it goes, below the archive.
+    #: The path of the copy, relative to the archive.
     target: str
     fail_on_damage: bool
 
@@ -266,14 +265,14 @@ class RawTask:
                 stream.write(piece)
         copied = raw_crc(archive, aside)
         if copied != crc:
-            raise ArchiveError(f"{archive.place}/{self.target} does not read back as it was written; run again")
+            raise ArchiveError(f"{archive.location}/{self.target} does not read back as it was written; run again")
         archive.make_durable(aside)
         archive.files.move(archive.path(aside), archive.path(self.target))
         segment = RawSegment(path=self.target, start=self.start, end=self.end, size=len(view), crc=crc)
         return TaskFacts(raw=[segment])
 
     def _check_frames(self, view: memoryview) -> None:
-        """Nothing is added to it any more: whatever does not verify is damage."""
+        """Verify all frames. The segment is complete, so a frame that does not verify is damage."""
         segment = MappedSegment(self.segment, self.start, view, len(view))
         scan = LogScan(MappedLog(self.data, [segment]), self.start, self.start, stamps_durable=False)
         for _ in scan:
@@ -283,7 +282,7 @@ class RawTask:
 
 
 def raw_crc(archive: Archive, relative: str) -> int:
-    """Of a file as it lies in the archive."""
+    """The CRC-32C of a file, read back from the archive."""
     crc = 0
     with archive.files.open_input_stream(archive.path(relative)) as stream:
         while piece := stream.read(COPY_SIZE):
@@ -291,12 +290,12 @@ def raw_crc(archive: Archive, relative: str) -> int:
     return crc
 
 
-# --- files that are there already ---------------------------------------------------------------
+# --- archived files -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CompactTask:
-    """Small files of one source, kind, subject and day, which become one."""
+    """Merges small files of one source, kind, subject and day into one file."""
 
     files: tuple[ArchivedFile, ...]
 
@@ -311,7 +310,7 @@ class CompactTask:
         for file in self.files:
             check_file(archive, file)
             tables.append(read_file(archive, file.path))
-        # A later Plait may have added a column.
+        # Files of a later Plait may have more columns.
         table = pa.concat_tables(tables, promote_options="default")
         if first.kind != "messages":
             return TaskFacts(files=[writer.of_day(first.kind, first.date, joined(table.to_batches()), offsets)])
@@ -320,7 +319,6 @@ class CompactTask:
             for name, (low, high) in file.partitions.items():
                 known = partitions.get(name, (low, high))
                 partitions[name] = (min(low, known[0]), max(high, known[1]))
-        # Each file was what the manifest says, and the new one has to be all of them.
         rows = joined(table.to_batches())
         rows = arranged(rows, log_order(rows))
         return TaskFacts(files=[writer.messages(first.subject, first.date, rows, offsets, partitions)])
@@ -328,7 +326,7 @@ class CompactTask:
 
 @dataclass(frozen=True)
 class VerifyTask:
-    """A few files, read back and compared with what the manifest says."""
+    """Reads some files back and compares them with the manifest."""
 
     files: tuple[ArchivedFile, ...] = ()
     raw: tuple[RawSegment, ...] = ()
@@ -346,20 +344,21 @@ class VerifyTask:
                 crc = raw_crc(archive, segment.path)
             except OSError as error:
                 reason = str(error).partition("\n")[0]
-                raise ArchiveError(f"{archive.place}/{segment.path} cannot be read: {reason}") from error
+                raise ArchiveError(f"{archive.location}/{segment.path} cannot be read: {reason}") from error
             if crc != segment.crc:
-                raise ArchiveError(f"{archive.place}/{segment.path} is damaged: restore the file from a copy")
+                raise ArchiveError(f"{archive.location}/{segment.path} is damaged: restore the file from a copy")
         return TaskFacts(files=list(self.files), raw=list(self.raw))
 
 
-# --- running them -------------------------------------------------------------------------------
+# --- running tasks ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Job:
-    """Tasks of one commit; called by Spark in its workers."""
+    """The tasks of one commit; Spark calls it in its workers."""
 
-    place: str
+    #: The address of the archive.
+    archive: str
     number: int
     source: str
     tasks: tuple[ArchiveTask, ...]
@@ -370,13 +369,14 @@ class Job:
             yield msgspec.msgpack.encode(self.run(self.tasks[number]))
 
     def run(self, task: ArchiveTask) -> TaskFacts:
-        """One task, here; what goes wrong on purpose is a fact, too: it reaches its reader without Java's words."""
+        """Run one task in this process. An expected error is part of the facts, so that the driver can raise it without
+        a Java stack trace."""
         try:
-            return task.run(FileWriter(Archive.at(self.place), self.number, self.source))
+            return task.run(FileWriter(Archive.at(self.archive), self.number, self.source))
         except PlaitError as error:
             return TaskFacts(error=(error.code, error.message))
         except (pa.ArrowException, OSError) as error:
-            # A full disk, a missing right, a file system that does not answer.
+            # A full disk, a missing permission, a file system that does not answer.
             reason = str(error).partition("\n")[0]
-            message = f"{self.place} cannot be written: {reason}; nothing was committed, run again when it can"
+            message = f"cannot write to {self.archive}: {reason}; nothing was committed. Fix the cause and run again"
             return TaskFacts(error=(ArchiveError.code, message))

@@ -1,10 +1,10 @@
 """``plait.spark.archive``: bring an archive up to date with a data directory.
 
-A run looks at the first-hand logs from where the manifest says that the archive ends, cuts what is new into tasks, has
-Spark run them, compares what they wrote with what the log's headers said, and commits a manifest. Then it leaves a
-note in the data directory, which retention may wait for, and removes files that no manifest names any more.
+A run reads the first-hand logs from the offsets that the manifest records, splits the new part into tasks, runs them on
+Spark, compares the written rows with the frame headers of the log, and commits a manifest. Then it writes the archive
+mark into the data directory, which retention may wait for, and removes files that no manifest names any more.
 
-Promise: whenever a run ends, and however, each message and event is in the archive once, or not yet.
+Promise: whenever and however a run ends, each message and event is in the archive once, or not yet.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("plait.spark")
 
-#: Files that one task reads back, at most: listing them costs little, a task more.
+#: The maximum of files that one verify task reads back: a task costs more than its entries do.
 VERIFY_FILES_MAX: Final = 50
 
-#: What a run names its files: the manifest that is to name them, and who he is.
+#: The name of a file that an archiver wrote: manifest number, token of the writer, counter.
 _OURS: Final = re.compile(r"(\d{20})-[0-9a-f]{16}-\d+\..+")
 
 
 class ArchiveReport(msgspec.Struct, kw_only=True):
-    """What a run has done."""
+    """The result of a run."""
 
     archive: str
-    #: The manifest's number; 0: there is no archive yet.
+    #: The number of the newest manifest; 0: there is no archive yet.
     manifest: int = 0
     messages: int = 0
     events: int = 0
-    #: Of messages, with what they died of.
+    #: Deaths of messages, with their reasons.
     deaths: int = 0
-    #: Files that were written, and their bytes.
+    #: Files that the run wrote, and their bytes.
     files: int = 0
     size: int = 0
-    #: Bytes of the logs that they come from.
+    #: Bytes of the logs that these files were made from.
     log_size: int = 0
     segments: int = 0
-    #: Files that compaction has replaced, that were read back, and that nobody named any more.
+    #: Files that compaction replaced, files that were read back, and files that no manifest named and were removed.
     merged: int = 0
     verified: int = 0
     removed: int = 0
-    #: New gaps in sequences, and new damage that was left out.
+    #: New gaps in sequences, and new damaged ranges that were left out.
     gaps: int = 0
     left_out: int = 0
     seconds: float = 0.0
@@ -97,21 +97,21 @@ def archive(
     skip_damage: bool = False,
     progress: ProgressListener | None = None,
 ) -> ArchiveReport:
-    """Archive what is new in a data directory, which may be in use, as Parquet files below ``to``.
+    """Archive the new part of a data directory, which may be in use, as Parquet files below ``to``.
 
-    Sealed segments by default, everything up to the end with ``now``; segment files as they are with ``raw``. Without
-    ``data`` an archive is only compacted and verified. Starts a session of ``master`` where none is given and there is
-    something to do.
+    Archives full segments by default, everything up to the end of the log with ``now``, and copies of segment files
+    with ``raw``. Without ``data`` it only compacts and verifies the archive. Starts a session on ``master`` if there is
+    work to do and ``spark`` is not given.
     """
     run = Archiver(to, spark=spark, master=master, progress=progress)
     if data is not None:
         try:
             run.take_in(os.fspath(data), group=group, subjects=subjects, now=now, raw=raw, skip_damage=skip_damage)
         except DamageError as error:
-            # What helps whoever reads a log is not what helps whoever archives it.
+            # The message names the option of a reader: replace it by the option of the archiver.
             raise DamageError(error.message.replace(LEAVE_OUT, "--skip-damage"), **error.details) from error
     elif not compact and not verify:
-        raise InvalidArgument("there is nothing to do: name a data directory, or ask for compact or verify")
+        raise InvalidArgument("nothing to do: give a data directory, or compact or verify")
     if compact:
         run.compact()
     if verify:
@@ -138,7 +138,7 @@ class Archiver:
         self._clock = clock or SystemClock()
         self._begun = self._clock.monotonic()
         self._manifest = self._archive.load()
-        self.report = ArchiveReport(archive=self._archive.place, manifest=self._manifest.number)
+        self.report = ArchiveReport(archive=self._archive.location, manifest=self._manifest.number)
 
     # --- the steps ------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Archiver:
         raw: bool = False,
         skip_damage: bool = False,
     ) -> None:
-        """What is new in a data directory."""
+        """Archive the new part of a data directory."""
         wanted = wanted_of(subjects)
         if raw and (now or subjects):
             other = "everything up to now" if now else "some subjects"
@@ -168,22 +168,22 @@ class Archiver:
             source = _copied(source, each, facts) if raw else settle(source, each, facts, group)
             self._commit({name: source}, [file for fact in facts for file in fact.files], [])
             self._count(facts, before, source)
-            # After each: a disk that is nearly full has room again before the last round is done.
-            self._leave_note(data, disk, source)
+            # After each round, so that retention can free a nearly full disk before the last round is done.
+            self._write_mark(data, disk, source)
         if not rounds:
-            # An earlier run may have ended between its commit and this.
-            self._leave_note(data, disk, source)
+            # An earlier run may have ended between its commit and this step.
+            self._write_mark(data, disk, source)
 
     def compact(self) -> None:
-        """Make few large files of many small ones; the old ones go with the commit after this one."""
+        """Merge small files into large ones. The replaced files are removed with the next commit after this one."""
         tasks: list[ArchiveTask] = [*compaction_tasks(self._manifest.files, self._manifest.sources)]
         by_source: dict[str, list[ArchiveTask]] = {}
         for task in tasks:
             assert isinstance(task, CompactTask)
             by_source.setdefault(task.files[0].source, []).append(task)
-        for source, mine in by_source.items():
-            facts = self._run(source, mine, "merging small files")
-            old = [file for task in mine if isinstance(task, CompactTask) for file in task.files]
+        for source, merges in by_source.items():
+            facts = self._run(source, merges, "merging small files")
+            old = [file for task in merges if isinstance(task, CompactTask) for file in task.files]
             new = [file for fact in facts for file in fact.files]
             self._commit({}, new, old)
             self.report.merged += len(old)
@@ -191,27 +191,27 @@ class Archiver:
             self.report.size += sum(file.size for file in new)
 
     def verify(self) -> None:
-        """Read every file and compare it with the manifest; ``ArchiveError`` names the first one that differs."""
+        """Read every file and compare it with the manifest; ``ArchiveError`` names the first file that differs."""
         files = sorted(self._archive.open().files, key=lambda file: file.size, reverse=True)
         raw = [segment for source in self._manifest.sources.values() for segment in source.raw]
         tasks: list[ArchiveTask] = [VerifyTask(raw=(segment,)) for segment in raw]
-        # Large and small ones by turns, so that tasks take about the same time.
-        share = max(-(-len(files) // VERIFY_FILES_MAX), min(len(files), 2 * (os.cpu_count() or 1)))
-        tasks += [VerifyTask(tuple(files[place::share])) for place in range(share)]
+        # Each task gets large and small files, so that tasks take about the same time.
+        count = max(-(-len(files) // VERIFY_FILES_MAX), min(len(files), 2 * (os.cpu_count() or 1)))
+        tasks += [VerifyTask(tuple(files[index::count])) for index in range(count)]
         self._run("", tasks, "reading the archive back")
         self.report.verified = len(files) + len(raw)
 
     def end(self) -> ArchiveReport:
-        """Remove what nobody names, and say what was done."""
+        """Remove files that no manifest names, and return the report."""
         self._clean()
         self.report.manifest = self._manifest.number
         self.report.seconds = self._clock.monotonic() - self._begun
         return self.report
 
-    # --- how ------------------------------------------------------------------------------------
+    # --- details --------------------------------------------------------------------------------
 
-    def _leave_note(self, data: str, disk: RealDisk, source: ArchivedSource) -> None:
-        """Report to retention how far all subjects of a data directory are archived."""
+    def _write_mark(self, data: str, disk: RealDisk, source: ArchivedSource) -> None:
+        """Write the archive mark: up to which offsets all subjects of the data directory are archived."""
         if not source.whole or not self._is_newest():
             return
         reached = ArchiveMark(
@@ -225,27 +225,29 @@ class Archiver:
             write_archived(disk, reached)
         except OSError as error:
             log.warning(
-                "%s is archived, and cannot be told so (%s): a server with --archive-before-delete goes on waiting",
+                "%s is archived, but its archive mark cannot be written (%s): a server with --archive-before-delete "
+                "deletes nothing until a run writes it",
                 data,
                 error,
             )
 
     def _source(self, data: str, group: str, directory: str, subjects: Sequence[str]) -> tuple[str, ArchivedSource]:
-        """The manifest's entry of a data directory."""
+        """The manifest's entry for a data directory, or a new one."""
         name = source_id(group, directory)
         for other, source in self._manifest.sources.items():
             if other != name and other == source_id(source.group, directory):
                 raise InvalidArgument(
-                    f"{data} is in this archive as group {source.group!r}: say --group {source.group}, or use another "
+                    f"{data} is in this archive as group {source.group!r}: use --group {source.group}, or another "
                     "archive"
                 )
-        asked = sorted(set(subjects)) if "*" not in subjects else []
-        source = self._manifest.sources.get(name) or ArchivedSource(group=group, subjects=asked)
-        if source.subjects != asked:
-            shown = [", ".join(each) or "all" for each in (source.subjects, asked)]
+        requested = sorted(set(subjects)) if "*" not in subjects else []
+        source = self._manifest.sources.get(name) or ArchivedSource(group=group, subjects=requested)
+        if source.subjects != requested:
+            shown = [", ".join(each) or "all" for each in (source.subjects, requested)]
             raise InvalidArgument(
-                f"this archive holds the subjects {shown[0]} of {data}, and {shown[1]} are asked for: what it has "
-                "passed it cannot take in later. Ask for the same ones, or use another archive"
+                f"this archive has the subjects {shown[0]} of {data}, and this run asks for {shown[1]}: an archive "
+                "cannot add subjects from a part of the log that it has passed. Give the same subjects, or use another "
+                "archive"
             )
         return name, source
 
@@ -300,10 +302,10 @@ class Archiver:
         report.left_out += len(after.left_out) - len(before.left_out)
 
     def _clean(self) -> None:
-        """Files of runs that can commit no more, unless the last two manifests name them.
+        """Remove files of runs that can no longer commit, unless one of the last two manifests names them.
 
-        A reader of the manifest before this one may still be at work with it. A later manifest names no file of a
-        number up to this one's that this one does not name: what is removed here is in no manifest, now or later.
+        A reader may still use the manifest before this one. A later manifest adds no file with a number up to this
+        one's: a file that is removed here is in no manifest, now or later.
         """
         number = self._manifest.number
         if not self._is_newest():
@@ -320,12 +322,12 @@ class Archiver:
                     self.report.removed += 1
 
     def _is_newest(self) -> bool:
-        """No other archiver has committed since this run read the manifest or committed its own."""
+        """Whether no other archiver has committed since this run read the manifest or committed its own."""
         return self._archive.newest() == (self._manifest.number, self._manifest.writer)
 
 
 def wanted_of(subjects: Sequence[str]) -> WantedRows:
-    """Subjects by name, or by a beginning and "*"; none: all."""
+    """Subjects by name, or by a prefix and "*"; none: all."""
     exact = frozenset(names.check("subject", name) for name in subjects if not name.endswith("*"))
     prefixes = tuple(name[:-1] for name in subjects if name.endswith("*"))
     return WantedRows(exact, prefixes if subjects else ("",))
@@ -353,16 +355,16 @@ def _identity(data: str, disk: RealDisk) -> str:
         return identity(disk)
     except OSError as error:
         raise DataDirError(
-            f"{data} has no name yet, and none can be written there ({error.strerror}): run it once as a user who may, "
-            "or start its server"
+            f"{data} has no directory id yet, and it cannot be written there ({error.strerror}): run the archiver once "
+            "as a user with write permission, or start the server of the directory"
         ) from error
 
 
 def _data_directory(data: str) -> tuple[str, RealDisk]:
-    """Its path, as tasks elsewhere know it, and the disk; ``DataDirError`` where it is none."""
+    """The absolute path of a data directory, and its disk; ``DataDirError`` where it is not a data directory."""
     if not os.path.isdir(os.path.join(data, MESSAGE_DIRECTORY)):
         raise DataDirError(
-            f"{data!r} is not a Plait data directory: it has no {MESSAGE_DIRECTORY!r} directory. Name the one that "
-            "'plait serve --data' was given"
+            f"{data!r} is not a Plait data directory: it has no {MESSAGE_DIRECTORY!r} directory. Give the directory of "
+            "'plait serve --data'"
         )
     return os.path.abspath(data), RealDisk(data)

@@ -1,7 +1,7 @@
-"""Texts and bytes as views: 16 bytes a row say where its value is, so that rows change places and no value is copied.
+"""Text and binary columns as Arrow views: 16 bytes per row point to its value, so sorting rows copies no value.
 
-A body of an archived message stays in the mapped segment file until Parquet encodes it. Files of views and of plain
-columns are the same.
+The body of an archived message stays in the mapped segment file until Parquet encodes it. Views and plain columns give
+the same Parquet file.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-#: Plain type → that of its views.
+#: Plain type → view type.
 _VIEWS: Final = {pa.string(): pa.string_view(), pa.binary(): pa.binary_view()}
-#: A view as numpy moves it; it begins with the value's length.
+#: One view as a NumPy item; it begins with the length of the value.
 _VIEW: Final = np.dtype("V16")
 
 
 def viewed(array: pa.Array) -> pa.Array:
-    """The same values; of texts and bytes views."""
+    """The array with text and binary values as views; any other array as it is."""
     kind = _VIEWS.get(array.type)
     return array if kind is None else array.cast(kind)
 
 
 def viewed_schema(schema: pa.Schema) -> pa.Schema:
-    """The schema of the same columns."""
+    """The schema with text and binary columns as views."""
     return pa.schema([field.with_type(_VIEWS.get(field.type, field.type)) for field in schema])
 
 
 def viewed_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The same rows."""
+    """The batch with text and binary columns as views."""
     return pa.RecordBatch.from_arrays([viewed(array) for array in batch.columns], schema=viewed_schema(batch.schema))
 
 
 def joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """The rows of all of them, texts and bytes as views; there is at least one."""
+    """The rows of all batches (one at least), with text and binary columns as views."""
     parts = [viewed_batch(batch) for batch in batches]
     if len(parts) == 1:
         return parts[0]
@@ -44,7 +44,7 @@ def joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def raw_size(batch: pa.RecordBatch) -> int:
-    """Bytes of the rows as plain columns."""
+    """The size of the rows as plain columns."""
     size = 0
     for array in batch.columns:
         if array.type in _VIEWS.values():
@@ -62,13 +62,13 @@ def moved(batch: pa.RecordBatch, order: npt.NDArray[np.int64]) -> pa.RecordBatch
 
 
 def is_moved(batch: pa.RecordBatch, order: npt.NDArray[np.int64], result: pa.RecordBatch) -> bool:
-    """``result`` has the rows of ``batch`` in another order, each once: put back they are what they were."""
+    """Whether ``result`` has each row of ``batch`` once, in ``order``: sorted back, it equals ``batch``."""
     if len(order) != batch.num_rows or result.num_rows != batch.num_rows:
         return False
     places = np.full(len(order), -1)
     places[order] = np.arange(len(order))
     if places.min() < 0:
-        # A row has no place; as many others have two.
+        # A row is missing from the order, and another one is in it twice.
         return False
     return all(_is_same(_moved(mine, places), was) for mine, was in zip(result.columns, batch.columns, strict=True))
 
@@ -86,7 +86,7 @@ def _moved(array: pa.Array, order: npt.NDArray[np.int64]) -> pa.Array:
 
 
 def _is_same(array: pa.Array, other: pa.Array) -> bool:
-    """The same values; views that are the same need not be followed."""
+    """Whether the values are equal. Equal views into the same memory are not dereferenced."""
     if array.type in _VIEWS.values() and not array.null_count and not other.null_count:
         mine, others = (_records(each).view(np.uint64) for each in (array, other))
         are_same = _places(array) == _places(other) and np.array_equal(mine, others)
@@ -96,7 +96,7 @@ def _is_same(array: pa.Array, other: pa.Array) -> bool:
 
 
 def _places(array: pa.Array) -> list[tuple[int, int] | None]:
-    """The memory that views are into."""
+    """Address and size of the buffers that views point into."""
     return [None if buffer is None else (buffer.address, buffer.size) for buffer in array.buffers()[2:]]
 
 

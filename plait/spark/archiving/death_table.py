@@ -1,7 +1,7 @@
-"""Why messages died, as an Arrow table: what stands beside the dead letters of a kept log, without their bodies.
+"""The reasons of dead letters as an Arrow table: the records of a retained log without the bodies.
 
-One row for each death of a message, in log order: one that was resent and died again has two. Nothing here needs Spark.
-docs/archive.md describes the columns to users.
+One row for each death of a message, in log order: a message that was resent and died again has two rows. Nothing here
+needs Spark. docs/archive.md describes the columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from plait.frame.view import FrameView
 from plait.spark.archiving.action_table import Names
-from plait.storage.logs.retained_log import DeathRecord, is_head, note_of
+from plait.storage.logs.retained_log import DeathRecord, is_header, note_of
 from plait.storage.reading.log_chunks import WantedRows
 
 _TIME: Final = pa.timestamp("us", tz="UTC")
@@ -22,65 +22,67 @@ _TEXT: Final = pa.string()
 
 DEATH_SCHEMA: Final = pa.schema(
     [
-        # The failure that it died of, by the broker's clock.
+        # The time of the last failure, by the broker's clock.
         pa.field("time", _TIME, nullable=False),
-        # Null where the log does not say any more which partition it was.
+        # Null where the log no longer has the definition of the partition.
         pa.field("subject", _TEXT),
         pa.field("partition", _TEXT),
         pa.field("consumer_group", _TEXT),
-        # The group's, in its data directory: what tells apart two that had the same name.
+        # The group's number in its data directory: it distinguishes two groups that had the same name.
         pa.field("group_number", pa.int64(), nullable=False),
-        # The message's, as the messages of an archive have them.
+        # Epoch and sequence of the message, as in the messages of the archive.
         pa.field("epoch", pa.int64(), nullable=False),
         pa.field("sequence", pa.int64(), nullable=False),
         pa.field("attempts", pa.int32(), nullable=False),
         pa.field("first_failure", _TIME, nullable=False),
-        # Of the exception, and who raised it; null where nobody said.
+        # Type and text of the exception, and the handler that raised it; null where the consumer did not report them.
         pa.field("type", _TEXT),
         pa.field("text", _TEXT),
         pa.field("handler", _TEXT),
-        # Of the kept log.
+        # An offset in the retained log.
         pa.field("log_offset", pa.int64(), nullable=False),
-        # When the message was stored; an earlier Plait did not say.
+        # When the message was stored; null in files of an earlier Plait.
         pa.field("store_time", _TIME),
     ]
 )
 
 
 def death_table(frames: Iterable[tuple[int, FrameView]], names: Names, wanted: WantedRows) -> pa.Table:
-    """The deaths that (log offset, frame) of a kept log tell of, as far as their subjects are wanted.
+    """The deaths of wanted subjects in the (log offset, frame) pairs of a retained log.
 
-    ``FrameError`` where a note does not decode. What is kept for another attempt has not died.
+    Raises ``FrameError`` where a note does not decode. A message that is retained for another attempt has not died.
     """
-    told: list[tuple[int, FrameView, int, DeathRecord]] = []
+    deaths: list[tuple[int, FrameView, int, DeathRecord]] = []
     for offset, frame in frames:
-        if is_head(frame):
+        if is_header(frame):
             continue
         note = note_of(frame)
-        # One that nobody knows any more belongs to an archive of all subjects.
-        if note.death is not None and wanted.names(names.place(frame.partition)[0] or ""):
-            told.append((offset, frame, note.group, note.death))
-    if not told:
+        # Deaths of a partition whose name is not known belong to an archive of all subjects.
+        if note.death is not None and wanted.names(names.of_partition(frame.partition)[0] or ""):
+            deaths.append((offset, frame, note.group, note.death))
+    if not deaths:
         return DEATH_SCHEMA.empty_table()
-    sequences = [frame.sequences() for _, frame, _, _ in told]
-    # All rows of a frame died together, of one thing.
-    of = pa.array(np.repeat(np.arange(len(told)), [len(each) for each in sequences]))
-    places = [names.place(frame.partition) for _, frame, _, _ in told]
+    sequences = [frame.sequences() for _, frame, _, _ in deaths]
+    # All rows of a frame died together, for one reason.
+    frame_of_row = pa.array(np.repeat(np.arange(len(deaths)), [len(each) for each in sequences]))
+    partitions = [names.of_partition(frame.partition) for _, frame, _, _ in deaths]
     columns = {
-        "time": [death.last_time for *_, death in told],
-        "subject": [subject for subject, _ in places],
-        "partition": [partition for _, partition in places],
-        "consumer_group": [names.of_group(group)[2] for _, _, group, _ in told],
-        "group_number": [group for _, _, group, _ in told],
-        "epoch": [frame.epoch for _, frame, _, _ in told],
-        "attempts": [death.attempts for *_, death in told],
-        "first_failure": [death.first_time for *_, death in told],
-        "type": [death.reason.type or None for *_, death in told],
-        "text": [death.reason.text or None for *_, death in told],
-        "handler": [death.reason.handler or None for *_, death in told],
-        "log_offset": [offset for offset, *_ in told],
-        "store_time": [frame.store_time for _, frame, _, _ in told],
+        "time": [death.last_time for *_, death in deaths],
+        "subject": [subject for subject, _ in partitions],
+        "partition": [partition for _, partition in partitions],
+        "consumer_group": [names.of_group(group)[2] for _, _, group, _ in deaths],
+        "group_number": [group for _, _, group, _ in deaths],
+        "epoch": [frame.epoch for _, frame, _, _ in deaths],
+        "attempts": [death.attempts for *_, death in deaths],
+        "first_failure": [death.first_time for *_, death in deaths],
+        "type": [death.reason.type or None for *_, death in deaths],
+        "text": [death.reason.text or None for *_, death in deaths],
+        "handler": [death.reason.handler or None for *_, death in deaths],
+        "log_offset": [offset for offset, *_ in deaths],
+        "store_time": [frame.store_time for _, frame, _, _ in deaths],
     }
-    arrays = {name: pa.array(values, DEATH_SCHEMA.field(name).type).take(of) for name, values in columns.items()}
+    arrays = {
+        name: pa.array(values, DEATH_SCHEMA.field(name).type).take(frame_of_row) for name, values in columns.items()
+    }
     arrays["sequence"] = pa.array(np.concatenate(sequences))
     return pa.Table.from_arrays([arrays[name] for name in DEATH_SCHEMA.names], schema=DEATH_SCHEMA)

@@ -1,7 +1,7 @@
-"""The checksum of a file's rows, by columns: what tells that an archive still holds what it did.
+"""The checksum of a file's rows: it shows that an archived file still has the content that was written.
 
-Each column has a CRC-32C over validity, lengths and values of its rows, in the order in which they stand in the file.
-How they are cut does not matter: it is the same at once and years later, a row group at a time.
+Each column has a CRC-32C over the validity, lengths and values of its rows, in file order. The result does not depend
+on how the rows are split into batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Digest:
         self._crcs: dict[str, int] = {}
 
     def feed(self, batch: pa.RecordBatch) -> None:
-        """More rows."""
+        """Add the next rows."""
         self.count += batch.num_rows
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
             self._array(name, array)
@@ -56,7 +56,7 @@ class Digest:
         elif pa.types.is_list(kind):
             self._items(name, array, [("element", array.values)])
         else:
-            # What stands where a value is missing is nobody's.
+            # The bytes of a null value are undefined: replace them by zeros.
             filled = array.fill_null(pa.scalar(0, pa.int64()).cast(kind)) if array.null_count else array
             width = kind.bit_width // 8
             values = memoryview(filled.buffers()[1])
@@ -77,6 +77,6 @@ def _offsets(array: pa.Array) -> npt.NDArray[np.int32]:
 
 
 def bounds(column: pa.ChunkedArray) -> tuple[Any, Any]:
-    """The least and the greatest value; None where there is none."""
+    """The least and the greatest value; None where the column has no value."""
     found = pc.min_max(column)
     return found["min"].as_py(), found["max"].as_py()

@@ -1,8 +1,8 @@
-"""What the text of a header's value was before: archives keep it beside the text, so that messages can be sent again as
-they were.
+"""The original types of header values: archives store them beside the text of the values, so that a replay can send
+messages with the same headers.
 
-One letter a header, in their order: s(tr), i(nt), f(loat), b(ool). Null where all are text, as most are. An x alone:
-the headers do not decode, and their bytes are the text, as hexadecimal digits.
+One letter per header, in order: s(tr), i(nt), f(loat), b(ool). Null where all values are text, which is the usual case.
+A single x means that the headers do not decode; their text is their bytes as hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LETTERS: Final = {str: "s", bool: "b", int: "i", float: "f", bytes: "x"}
 
 
 def letters_of(rows: Iterable[dict[str, Any] | None]) -> pa.Array:
-    """Of headers as they were sent."""
+    """The type letters of decoded headers, one string per row."""
     return pa.array([None if row is None else _letters(row) for row in rows], pa.string())
 
 
@@ -30,7 +30,7 @@ def _letters(headers: dict[str, Any]) -> str | None:
 
 
 def encoded_of(maps: pa.ChunkedArray, types: pa.ChunkedArray) -> pa.Array:
-    """Headers as frames have them, from the text and the types; null where there are no types."""
+    """Headers as frames encode them, from their text and their types; null where there are no types."""
     if types.null_count == len(types):
         return pa.nulls(len(types), pa.binary())
     rows = zip(maps.to_pylist(), types.to_pylist(), strict=True)

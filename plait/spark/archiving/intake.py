@@ -1,7 +1,7 @@
-"""What is new in a data directory since it was last archived: tasks, in rounds that are committed one by one.
+"""Plans what is new in a data directory since it was last archived: tasks, in rounds that are committed one by one.
 
-The files may be in use by a server. They are made durable before anybody reads them for good: a loss of power then
-takes nothing from the log that the archive holds, and gives its sequences to nothing else.
+The files may be in use by a server. The intake makes them durable before tasks read them: otherwise a power loss could
+remove rows from the log that are in the archive, and the log would give their sequences to other messages.
 """
 
 from __future__ import annotations
@@ -36,38 +36,39 @@ from plait.storage.logs.recovery import Damage
 from plait.storage.reading.action_reader import ActionReader, open_actions
 from plait.storage.reading.log_chunks import ChunkPlan, WantedRows, extend, logical_ends, note_epoch, plan
 from plait.storage.reading.log_reader import LogReader, MappedSegment, expired_error, open_log
-from plait.storage.reading.retained_reader import open_kept
+from plait.storage.reading.retained_reader import open_retained
 
-#: So much of a message log is committed at once: what a crash makes a run do again is bounded by it.
+#: The size of the message log that is committed at once. It bounds the work that a run repeats after a crash.
 ROUND_SIZE: Final = 8 * GIB
-#: A smaller part of a log is not shared: two small files cost readers more than a second core saves.
+#: A smaller part of a log is not split between tasks: two small files cost readers more than a second core saves.
 SHARE_SIZE_MIN: Final = 16 * MIB
-#: What one task reads of a kept log: many short messages may have died of one long reason, which each of them is told.
+#: The part of a retained log that one task reads. Small, because each row of the result repeats the reason of its
+#: death, which may be long and shared by many short messages.
 DEATHS_SIZE: Final = 8 * MIB
 
 
 @dataclass(frozen=True)
 class Round:
-    """Tasks that are committed together, and what the source is when they are done."""
+    """Tasks that are committed together, and the state of the source after them."""
 
     tasks: list[ArchiveTask]
     message_offset: int
     action_offset: int
     kept_offset: int
     damages: list[Damage] = field(default_factory=list)
-    #: Stretches before the round's that retention removed.
+    #: Ranges before this round that retention removed before they were archived.
     lost: list[Damage] = field(default_factory=list)
-    #: The end of the message log that the events rest on.
+    #: The end of the message log that the archived events refer to.
     rests_on: int | None = None
-    #: A frame of the message log, by which the next run knows it again; None: that of the run before.
+    #: A frame of the message log, by which the next run recognizes the log; None: keep the mark of the run before.
     mark: FrameMark | None = None
-    #: ``name@group`` → what the partition is like now, and what former ones of the name were like.
+    #: ``name@group`` → the settings of the partition, and those of deleted partitions with the same name.
     settings: dict[str, ArchivedSettings] = field(default_factory=dict)
     former: list[ArchivedSettings] = field(default_factory=list)
 
 
 class Intake:
-    """A data directory with regard to one archive."""
+    """Plans the rounds that bring one archive up to date with a data directory."""
 
     def __init__(self, data: str, group: str, source: ArchivedSource, *, now: bool, fail_on_damage: bool) -> None:
         self._data = data
@@ -79,7 +80,8 @@ class Intake:
     # --- rows -----------------------------------------------------------------------------------
 
     def rounds(self, wanted: WantedRows, *, round_size: int = ROUND_SIZE) -> list[Round]:
-        """Everything new, message log first, then the events that rest on it and the deaths that they tell of."""
+        """Rounds for everything new: first the message log, then the events that refer to it and the deaths that these
+        events record."""
         source, fail = self._source, self._fail_on_damage
         reader = open_log(self._data)
         self._check_mark(reader)
@@ -95,21 +97,21 @@ class Intake:
             may_be_empty=not source.subjects,
         )
         self._check_copy(reader, planned, source.message_offset)
-        # Behind a torn tail there may be segments that a server cuts off when it starts.
+        # After a torn tail there may be segments that a server removes when it starts.
         message_end = max(planned.end if self._now else min(sealed_end, planned.end), source.message_offset)
-        # Before the events: those that rest on what is kept since then come with the next run.
-        kept = open_kept(self._data)
+        # Before the action log: events that refer to a later part of the retained log come with the next run.
+        kept = open_retained(self._data)
         kept_plan = kept.look(source.kept_offset, part_size=DEATHS_SIZE, fail_on_damage=fail)
         actions = open_actions(self._data)
         action_plan = actions.look(
             source.action_offset,
-            sealed=not self._now,
+            closed_only=not self._now,
             message_end=planned.end,
-            kept_end=kept_plan.end,
+            retained_end=kept_plan.end,
             fail_on_damage=fail,
         )
-        # What died is known as far as archived events say so, whether its segment is full or not.
-        kept_end = max(min(action_plan.kept, kept_plan.end), source.kept_offset)
+        # Deaths are archived up to the last one that an archived event records, whether their segment is full or not.
+        kept_end = max(min(action_plan.retained_end, kept_plan.end), source.kept_offset)
         self._make_durable(reader, source.message_offset, message_end)
         self._make_durable(kept, source.kept_offset, kept_end)
         self._make_durable(actions, source.action_offset, action_plan.end)
@@ -133,11 +135,11 @@ class Intake:
         last = rounds[-1]
         damages = last.damages + _of_log("action", action_plan.damages)
         damages += _of_log("kept", [damage for damage in kept_plan.damages if damage.offset < kept_end])
-        rests_on = max(action_plan.messages, source.rests_on or 0)
+        rests_on = max(action_plan.message_end, source.rests_on or 0)
         tasks = [*last.tasks, *events]
         mark = _mark(reader, planned.last)
         rounds[-1] = Round(tasks, message_end, action_plan.end, kept_end, damages, rests_on=rests_on, mark=mark)
-        # What is archived in any round lies behind what is gone.
+        # Lost ranges lie before the first round.
         lost = self._lost(reader, "message", source.message_offset)
         lost += self._lost(actions, "action", source.action_offset)
         lost += self._lost(kept, "kept", source.kept_offset)
@@ -147,7 +149,7 @@ class Intake:
             rounds.pop()
         is_whole = _is_whole(source, reader, lost)
         for number, each in enumerate(rounds, 1):
-            # Some of what a checkpoint knows of is archived in a later round or, without ``now``, by a later run.
+            # A checkpoint covers rows that a later round or, without ``now``, a later run archives.
             nexts = logical_ends(reader.checkpoint) if self._now and number == len(rounds) else {}
             settings, former = self._settings(wanted, planned, nexts, is_whole)
             rounds[number - 1] = replace(each, settings=settings, former=former)
@@ -156,11 +158,11 @@ class Intake:
     def _settings(
         self, wanted: WantedRows, planned: ChunkPlan, nexts: Mapping[int, int], is_whole: Callable[[str, int], bool]
     ) -> tuple[dict[str, ArchivedSettings], list[ArchivedSettings]]:
-        """Of all partitions there are, and of those before them of which something is archived."""
+        """The settings of all current partitions, and of deleted ones that have archived rows."""
         archived = {life.number for lives in self._source.lives.values() for life in lives}
         known = dict(self._source.settings)
         former = {settings.number: settings for settings in self._source.former}
-        # One that was made again comes after the one that was deleted.
+        # A partition that was created again has a higher id than the deleted one.
         for row in sorted(planned.partitions.values(), key=lambda row: row.id):
             if not wanted.covers(row):
                 continue
@@ -169,7 +171,7 @@ class Intake:
             if before is not None and before.number != row.id and before.number in archived:
                 former[before.number] = msgspec.structs.replace(before, deleted=True)
             begun = before.next if before is not None and before.number == row.id else 0
-            # The last messages of one that was deleted are in no archive.
+            # The last messages of a deleted partition may be in no archive.
             reached = 0 if row.deleted else nexts.get(row.id, 0)
             known[name] = ArchivedSettings(
                 row.settings.order,
@@ -186,7 +188,7 @@ class Intake:
         return known, [settings for number, settings in sorted(former.items()) if number not in now]
 
     def _rounds_of(self, tasks: list[MessageTask], end: int, round_size: int) -> list[Round]:
-        """Whole segments; a round ends where the next one's first segment starts."""
+        """Rounds of whole segments; a round ends where the first segment of the next round starts."""
         rounds: list[Round] = []
         taken: list[ArchiveTask] = []
         size = base = 0
@@ -201,7 +203,7 @@ class Intake:
         return rounds
 
     def _lost(self, reader: LogReader, log: str, begun: int) -> list[Damage]:
-        """Retention was faster than the archiver, which had come to ``begun``."""
+        """The range that retention removed before it was archived; the archive has the log up to ``begun``."""
         segment = _first(reader)
         if not begun or segment is None or segment.base <= begun:
             return []
@@ -210,18 +212,18 @@ class Intake:
         except FrameError:
             ended = 0
         if 0 < ended <= begun:
-            # The segment that is gone had no more than was archived.
+            # The removed segment ended before ``begun``: all of it is archived.
             return []
         reason = "retention removed it before it was archived"
         return [Damage(log, begun, segment.base - begun, "damaged", reason)]
 
     def _check_copy(self, reader: LogReader, planned: ChunkPlan, archived: int) -> None:
-        """The log is the one that was archived: it goes on where that ended."""
+        """Check that the log is the one that was archived: it continues at the offset where the archive ends."""
         older = "older copy of the data directory that was archived. Use the newest one, or another archive"
         if planned.end < archived:
             raise DataDirError(
-                f"the message log of {self._data} ends at {planned.end}, and the archive has it up to {archived}: this "
-                f"is an {older}"
+                f"the message log of {self._data} ends at offset {planned.end}, and the archive has it up to "
+                f"{archived}: this is an {older}"
             )
         first = _first(reader)
         if planned.meets_start or archived in (0, planned.end) or first is None or first.base > archived:
@@ -229,27 +231,27 @@ class Intake:
         if any(damage.offset <= archived <= damage.offset + damage.size for damage in planned.damages):
             return
         raise DataDirError(
-            f"the message log of {self._data} has no frame at {archived}, up to where the archive has it: it went on "
+            f"the message log of {self._data} has no frame at offset {archived}, where the archive ends: it continued "
             f"from an {older}"
         )
 
     def _check_mark(self, reader: LogReader) -> None:
-        """The log has the frame by which it was known when it was archived last, unless that is gone or damaged."""
+        """Check that the log has the frame of the mark of the last run, unless that frame is gone or damaged."""
         known = self._source.mark
         found = None if known is None else _mark(reader, known.offset)
         if known is not None and found is not None and found != known:
             raise DataDirError(
-                f"the message log of {self._data} has another frame at {known.offset} than the log that was archived: "
-                "it is another log, or went on from an older copy of that data directory. Use the one that was "
-                "archived, or another archive"
+                f"the message log of {self._data} has another frame at offset {known.offset} than the log that was "
+                "archived: it is another log, or continued from an older copy of that data directory. Use the one that "
+                "was archived, or another archive"
             )
 
     # --- whole segments -------------------------------------------------------------------------
 
     def raw_rounds(self, source_name: str) -> list[Round]:
-        """Segments that nothing is added to any more, and that are not copied yet."""
+        """Rounds for the complete segments that are not copied yet."""
         source = self._source
-        message, kept, action = open_log(self._data), open_kept(self._data), open_actions(self._data)
+        message, kept, action = open_log(self._data), open_retained(self._data), open_actions(self._data)
         self._check_mark(message)
         sealed_end = _sealed_end(message)
         _skip_before(message, source.raw_message_offset)
@@ -257,8 +259,8 @@ class Intake:
         there = (source.raw_message_offset, sealed_end)
         planned = plan(message, WantedRows(), fail_on_damage=fail, offsets=there, expired=True, may_be_empty=True)
         self._check_copy(message, planned, source.raw_message_offset)
-        kept_end = kept.look(source.raw_kept_offset, sealed=True, fail_on_damage=fail).end
-        looked = action.look(source.raw_action_offset, sealed=True, message_end=planned.end, fail_on_damage=fail)
+        kept_end = kept.look(source.raw_kept_offset, closed_only=True, fail_on_damage=fail).end
+        looked = action.look(source.raw_action_offset, closed_only=True, message_end=planned.end, fail_on_damage=fail)
         tasks: list[ArchiveTask] = []
         ends = []
         for reader, start, found in (
@@ -266,7 +268,7 @@ class Intake:
             (action, source.raw_action_offset, looked.end),
             (kept, source.raw_kept_offset, kept_end),
         ):
-            # Whole segments: one that a server cuts when it starts is not full yet.
+            # Whole segments only: a segment that a server truncates when it starts is not complete.
             end = max(max((base for base, _ in reader.files if base <= found), default=0), start)
             self._make_durable(reader, start, end)
             bases = [base for base, _ in reader.files if base <= end]
@@ -281,7 +283,7 @@ class Intake:
 
     def _make_durable(self, reader: LogReader, start: int, end: int) -> None:
         for (base, path), following in zip_longest(reader.files, reader.files[1:]):
-            # Also the segment that follows: if its first frame were lost, the log would go on before ``end``.
+            # Also the next segment: if its first frame were lost, the log would continue before ``end``.
             if base <= end and (following is None or following[0] > start):
                 try:
                     file = RealDisk(self._data, read_only=True).open(path)
@@ -296,13 +298,13 @@ class Intake:
 
 
 def settle(source: ArchivedSource, done: Round, facts: Iterable[TaskFacts], group: str) -> ArchivedSource:
-    """The source after a round: how far it is, and what was missing. ``ArchiveError`` where rows are missing that the
-    log's headers told of, and nobody chose to go without."""
+    """The source after a round: its offsets, gaps and left-out ranges. Raises ``ArchiveError`` where rows are missing
+    that the frame headers of the log announce, unless damage is to be skipped."""
     lives = dict(source.lives)
     gaps = list(source.gaps)
     left_out = [*source.left_out, *(LeftOut(d.log, d.offset, d.size, d.reason) for d in done.lost + done.damages)]
     overtaken = set(source.overtaken)
-    if any(stretch.log == "message" for stretch in done.lost):
+    if any(lost.log == "message" for lost in done.lost):
         overtaken.update(lives)
     for task, fact in zip(done.tasks, facts, strict=True):
         if not isinstance(task, MessageTask):
@@ -311,15 +313,15 @@ def settle(source: ArchivedSource, done: Round, facts: Iterable[TaskFacts], grou
             missing = expected - fact.counts.get(name, 0)
             if missing and (task.fail_on_damage or missing < 0):
                 raise ArchiveError(
-                    f"{task.data}/{task.chunk.segment} has {expected} messages of {name} by its headers, and "
+                    f"{task.data}/{task.chunk.segment} has {expected} messages of {name} by its frame headers, and "
                     f"{expected - missing} were archived; nothing was committed. Run 'plait doctor {task.data}'"
                 )
             if missing:
                 reason = f"{missing} messages of {name} do not verify"
                 offset = task.base + task.chunk.start
                 left_out.append(LeftOut("message", offset, task.chunk.end - task.chunk.start, reason))
-        for number, told in task.chunk.ranges.items():
-            pieces = _held(told, fact.ranges.get(number, []))
+        for number, planned in task.chunk.ranges.items():
+            pieces = _written(planned, fact.ranges.get(number, []))
             name = f"{task.chunk.partitions[number].name}@{group}"
             life = PartitionLife(number=number, offset=source.message_offset, ranges=[], epochs=[])
             known = lives.get(name, [])
@@ -348,19 +350,19 @@ def settle(source: ArchivedSource, done: Round, facts: Iterable[TaskFacts], grou
     )
 
 
-def _held(told: Sequence[tuple[int, int]], written: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What was written of what the headers told of: frames may not verify. It has the same start and the same end: an
-    empty range stands there where a frame was left out."""
+def _written(planned: Sequence[tuple[int, int]], written: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The written ranges of the planned ones, which may lack frames that do not verify. Start and end are those of the
+    plan: an empty range takes the place of a frame that was left out there."""
     pieces = list(written)
-    if not pieces or pieces[0][0] > told[0][0]:
-        pieces.insert(0, (told[0][0], told[0][0]))
-    if pieces[-1][1] < told[-1][1]:
-        pieces.append((told[-1][1], told[-1][1]))
+    if not pieces or pieces[0][0] > planned[0][0]:
+        pieces.insert(0, (planned[0][0], planned[0][0]))
+    if pieces[-1][1] < planned[-1][1]:
+        pieces.append((planned[-1][1], planned[-1][1]))
     return pieces
 
 
 def _grown(life: PartitionLife, pieces: Sequence[tuple[int, int]], epochs: Sequence[tuple[int, int]]) -> PartitionLife:
-    """With the sequences of one more chunk."""
+    """The life with the sequences of one more chunk."""
     ranges, changes = list(life.ranges), list(life.epochs)
     for first, end in pieces:
         extend(ranges, first, end)
@@ -370,10 +372,11 @@ def _grown(life: PartitionLife, pieces: Sequence[tuple[int, int]], epochs: Seque
 
 
 def _is_whole(source: ArchivedSource, reader: LogReader, lost: list[Damage]) -> Callable[[str, int], bool]:
-    """Whether nothing was removed of a partition (its name and number) before it was archived."""
+    """Returns a function that says, by name and number, whether nothing of a partition was removed before it was
+    archived."""
     first = _first(reader)
     from_start = first is not None and first.base == 0
-    overtaken = any(stretch.log == "message" for stretch in lost)
+    overtaken = any(each.log == "message" for each in lost)
 
     def is_whole(name: str, number: int) -> bool:
         if not source.message_offset:
@@ -381,14 +384,14 @@ def _is_whole(source: ArchivedSource, reader: LogReader, lost: list[Damage]) -> 
         known = source.settings.get(name)
         if known is not None and known.number in (0, number):
             return known.whole and not overtaken
-        # It was made since the last run, which knew all that there were.
+        # The partition was created since the last run, which recorded all partitions.
         return bool(source.settings) and not overtaken
 
     return is_whole
 
 
 def _mark(reader: LogReader, offset: int) -> FrameMark | None:
-    """The frame at an offset; None: there is none any more, or it does not verify."""
+    """The mark of the frame at an offset; None: the frame is gone or does not verify."""
     index = bisect_right([base for base, _ in reader.files], offset) - 1
     segment = reader.map(index) if index >= 0 else None
     if segment is None or offset + HEADER_SIZE > segment.end:
@@ -402,30 +405,30 @@ def _mark(reader: LogReader, offset: int) -> FrameMark | None:
 
 
 def _skip_before(reader: LogReader, offset: int) -> None:
-    """Leave out segments that end before a log offset: each begins with what it takes to be read."""
+    """Skip segments that end before a log offset. Each segment header has all that its frames need."""
     del reader.files[: max(bisect_right([base for base, _ in reader.files], offset) - 1, 0)]
 
 
 def _of_log(log: str, damages: list[Damage]) -> list[Damage]:
-    """As the manifest names it: a scan names the place it was made of, which may be another one tomorrow."""
+    """Damages with the name of the log, as in the manifest, instead of the path that a scan gives."""
     return [msgspec.structs.replace(damage, log=log) for damage in damages]
 
 
 def _first(reader: LogReader) -> MappedSegment | None:
-    """The oldest segment: some may have gone since they were listed."""
-    there = (reader.map(index) for index in range(len(reader.files)))
-    return next((segment for segment in there if segment is not None), None)
+    """The oldest segment. Some may have been removed since they were listed."""
+    segments = (reader.map(index) for index in range(len(reader.files)))
+    return next((segment for segment in segments if segment is not None), None)
 
 
 def _shares(reader: LogReader, start: int) -> int:
-    """How many tasks at least share what follows ``start``: one for each core, unless files became small by it."""
+    """The minimum number of tasks for the log after ``start``: one per core, unless that makes files too small."""
     last = reader.map(len(reader.files) - 1) if reader.files else None
     size = last.end - start if last is not None else 0
     return min(max(size // SHARE_SIZE_MIN, 1), os.cpu_count() or 1)
 
 
 def _sealed_end(reader: LogReader | ActionReader) -> int:
-    """Where the segment starts that frames are added to."""
+    """The offset of the segment that frames are appended to."""
     for index in range(len(reader.files) - 1, -1, -1):
         segment = reader.map(index)
         if segment is not None and not segment.blank:

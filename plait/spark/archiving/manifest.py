@@ -1,11 +1,11 @@
-"""The manifest of an archive: which files it consists of, and how far each data directory is in it.
+"""The manifest of an archive: its files, and up to which offsets each data directory is archived.
 
-A directory of Parquet files is an archive by what ``_plait/manifest-<number>-<writer>.json`` says, once there is a file
-``_plait/commit-<number>-<writer>`` beside it. The highest number is the truth; a manifest is written once, whole, and
-never changed. A file that it does not name does not exist: a run that ended early left it. Nothing here needs Spark:
-lookups read the manifest in a process without Java.
+An archive consists of the Parquet files that ``_plait/manifest-<number>-<writer>.json`` names, once the file
+``_plait/commit-<number>-<writer>`` exists. The manifest with the highest number counts. A manifest is written once and
+never changed. A file that it does not name is not part of the archive: a run that ended early left it. Nothing here
+needs Spark: lookups read the manifest in a process without Java.
 
-Promise: manifests are a chain. Of several archivers that commit one number one succeeds, however slow each of them is;
+Promise: manifests are a chain. If several archivers commit the same number, one succeeds, however slow each of them is;
 the others get ``ArchiveConflict`` and have changed nothing (``plait.spark.archiving.manifest_votes``).
 """
 
@@ -25,36 +25,36 @@ from pyarrow import fs
 from plait.errors import ArchiveError
 from plait.spark.archiving import manifest_votes as commits
 
-#: 2: reasons of deaths, and what subjects' settings say; an archive of version 1 is read, and gone on with.
+#: Version 2 adds reasons of deaths and settings of partitions. An archive of version 1 can be read and extended.
 FORMAT_VERSION: Final = 2
 DIRECTORY: Final = "_plait"
 MESSAGES: Final = "messages"
 ACTIONS: Final = "actions"
 DEATHS: Final = "deaths"
 RAW: Final = "raw"
-#: What has files by day alone.
+#: The kinds of files that are partitioned by day alone.
 DayKind = Literal["actions", "deaths"]
-#: Listings of an archive in a row, each of whose newest manifest others removed before it was read.
+#: Attempts to read the newest manifest: other archivers may remove it between the listing and the read.
 LOOKS_MAX: Final = 10
-#: What a partition value of a path may not hold as it is (as Hive and Spark have it), and what would end a path's part.
+#: Characters that a partition value in a path keeps unescaped, as in Hive and Spark.
 _PLAIN: Final = " !\"$&'()+,-.;<>@_`|~"
 
 
 class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One Parquet file. Its rows come from [start, end) of the source's message log, action log or kept log."""
+    """One Parquet file. Its rows come from [start, end) of the source's message log, action log or retained log."""
 
-    #: Below the archive.
+    #: Relative to the archive.
     path: str
     kind: Literal["messages"] | DayKind
-    #: Of actions and deaths: empty.
+    #: Empty for actions and deaths.
     subject: str = ""
     #: YYYY-MM-DD, in UTC.
     date: str
     count: int
-    #: Of the file, and of what is in it before compression.
+    #: Size of the file, and of its rows before compression.
     size: int
     raw_size: int = 0
-    #: Of the rows, in the order of the file (``plait.spark.archiving.digest``).
+    #: Checksum of the rows in file order (``plait.spark.archiving.digest``).
     checksum: int
     source: str
     start: int
@@ -70,7 +70,7 @@ class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class RawSegment(msgspec.Struct, frozen=True, kw_only=True):
-    """A segment file, copied whole."""
+    """A copied segment file."""
 
     path: str
     #: Log offsets.
@@ -86,24 +86,24 @@ class ArchivedGap(msgspec.Struct, frozen=True, omit_defaults=True):
     partition: str
     start: int
     end: int
-    #: Retention removed log before it was archived, these among it: nothing was lost that was to be kept.
+    #: Retention removed these sequences before they were archived: they were past their retention time, not lost.
     expired: bool = False
-    #: The partition's number in its data directory; 0: an earlier Plait did not say.
+    #: The partition's number in its data directory; 0: an earlier Plait did not record it.
     number: int = 0
 
 
 class PartitionLife(msgspec.Struct, frozen=True, kw_only=True):
-    """What is archived of a partition from when it was made until its subject was deleted.
+    """The archived rows of a partition from its creation until the deletion of its subject.
 
-    A subject that is made anew has partitions of the same names, which count from 0 again.
+    A subject that is deleted and created again has partitions with the same names, and their sequences restart at 0.
     """
 
-    #: The partition's number in its data directory: another one each time.
+    #: The partition's number in its data directory: different for each life.
     number: int
     #: Log offset: files with its rows start here or later, and before the next life.
     offset: int
-    #: The sequences [start, end) that were archived, ascending; what lies between is in no file. The first starts, and
-    #: the last ends, where those of the log did: it is empty if what was there did not verify.
+    #: The archived ranges of sequences [start, end), ascending; sequences between them are in no file. The first range
+    #: starts, and the last ends, where the log did; such a range is empty if its frames did not verify.
     ranges: list[tuple[int, int]]
     #: (first sequence, epoch), ascending.
     epochs: list[tuple[int, int]]
@@ -119,7 +119,7 @@ class PartitionLife(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """Damaged bytes of a log that somebody chose to go on without."""
+    """Bytes of a log that are not in the archive: damaged and skipped on request, or removed by retention."""
 
     log: str
     offset: int
@@ -128,29 +128,30 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 
 class ArchivedSettings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an audit has to know of a partition beside its rows, as of the last commit."""
+    """The facts about a partition that an audit needs besides its rows, as of the last commit."""
 
     #: "best_tried" or "strict".
     order: str = "best_tried"
-    #: When it was made, in microseconds since 1970: older rows are of one that was deleted.
+    #: When it was created, in microseconds since 1970: older rows belong to a deleted partition of the same name.
     created: int = 0
-    #: It was deleted, and the last of its messages may not have been archived. Without a number: one of its name was.
+    #: It was deleted, and its last messages may not have been archived. Without a number: a partition of this name was.
     deleted: bool = False
     #: The logical partitions [first, end) that it took from each of these sequences on; none: all.
     taken: list[tuple[int, list[tuple[int, int]]]] = []
-    #: The logical partitions [first, end) that it takes no more, and the sequence behind the last row that it took.
+    #: The sealed logical partitions [first, end), and the sequence after the last row that the partition took of them.
     fences: list[tuple[int, int, int]] = []
-    #: Its number in its data directory (``PartitionLife.number``), and its subject; 0: an earlier Plait did not say.
+    #: Its number in its data directory (``PartitionLife.number``), and its subject; 0: an earlier Plait did not record
+    #: them.
     number: int = 0
     subject: str = ""
-    #: Nothing of it was removed from the log before it was archived: it begins with sequence 0.
+    #: Nothing of it was removed from the log before it was archived: its archived rows begin with sequence 0.
     whole: bool = False
-    #: The log that is archived had come to this sequence at least, whether it can be read or not.
+    #: The archived log had reached at least this sequence, whether its rows can be read or not.
     next: int = 0
 
 
 class FrameMark(msgspec.Struct, frozen=True, kw_only=True):
-    """A frame of a log: where it is, and the checksums of its stamp and of the rest of it."""
+    """Identifies a frame of a log: its offset, and the checksums of its stamp and of the rest of the frame."""
 
     offset: int
     stamp_crc: int
@@ -158,40 +159,41 @@ class FrameMark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArchivedSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A data directory, and how far its first-hand logs are in the archive."""
+    """A data directory, and up to which offsets its first-hand logs are archived."""
 
-    #: The broker group, as partitions are named by it.
+    #: The broker group in the names of its partitions.
     group: str
-    #: Everything before these log offsets is in the archive, as far as ``subjects`` asks for it.
+    #: The archive has everything before these log offsets, for the subjects in ``subjects``.
     message_offset: int = 0
     action_offset: int = 0
-    #: Of the kept log: why messages died, as far as archived events tell of their deaths.
+    #: Of the retained log: the archive has the deaths before this offset, which archived events record.
     kept_offset: int = 0
-    #: The subjects that are archived: names, or beginnings and "*"; none: all of them.
+    #: The archived subjects: names, or prefixes with "*"; none: all of them.
     subjects: list[str] = []
     #: ``name@group`` → its lives, the oldest first.
     lives: dict[str, list[PartitionLife]] = {}
     gaps: list[ArchivedGap] = []
     left_out: list[LeftOut] = []
-    #: Partitions of which nothing was archived since retention removed log that was not: their next gap is expired.
+    #: Partitions without archived rows since retention removed a part of the log that was not archived: their next gap
+    #: is marked as expired.
     overtaken: list[str] = []
-    #: The end of the message log that archived events rest on; None: it is not known.
+    #: The end of the part of the message log that archived events refer to; None: unknown.
     rests_on: int | None = None
-    #: ``name@group`` → what it is like; none: it is not known.
+    #: ``name@group`` → settings of the partition; empty: unknown.
     settings: dict[str, ArchivedSettings] = {}
-    #: The same, of partitions that were deleted, have another one of their name now, and have archived messages.
+    #: Settings of deleted partitions that have archived messages and whose name another partition has now.
     former: list[ArchivedSettings] = []
-    #: The same, of segments that are kept as they are.
+    #: The archive has copies of all segments before these log offsets.
     raw_message_offset: int = 0
     raw_action_offset: int = 0
     raw_kept_offset: int = 0
     raw: list[RawSegment] = []
-    #: A frame of the message log, by which the log is known again; none: there was none.
+    #: A frame of the message log, by which a later run recognizes the log; None: the log had no frame.
     mark: FrameMark | None = None
 
     def has_all_of(self, partition: str) -> bool:
-        """Each message of the partition that has this name now, and that an archived event can be about, was archived,
-        or is told to be missing."""
+        """Whether every message that an archived event can refer to is archived or recorded as missing, for the current
+        partition of this name."""
         settings = self.settings.get(partition)
         return (
             settings is not None
@@ -199,12 +201,12 @@ class ArchivedSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             and self.rests_on is not None
             and self.rests_on <= self.message_offset
             and partition not in self.overtaken
-            and not any(stretch.log == "message" for stretch in self.left_out)
+            and not any(left_out.log == "message" for left_out in self.left_out)
         )
 
     @property
     def whole(self) -> bool:
-        """Every subject is archived, not only some."""
+        """Whether all subjects are archived, not only some."""
         return not self.subjects
 
     @property
@@ -218,19 +220,19 @@ class ArchiveManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = FORMAT_VERSION
     number: int = 0
-    #: When it was committed, in microseconds since 1970, by its archiver's clock: for people, it decides nothing.
+    #: When it was committed, in microseconds since 1970, by the archiver's clock. For people; no code depends on it.
     time: int = 0
-    #: Drawn for this manifest, in lower-case letters and digits; and that of the manifest before it.
+    #: A random token of this manifest, in lower-case letters and digits, and the token of the manifest before it.
     writer: str = ""
     previous: str = ""
-    #: Source id (``<group>-<identity of the data directory>``) → how far it is.
+    #: Source id (``<group>-<directory id>``) → source.
     sources: dict[str, ArchivedSource] = {}
     files: list[ArchivedFile] = []
 
     def find(
         self, kind: str, *, subjects: Iterable[str] | None = None, time_min: int = 0, time_max: int | None = None
     ) -> list[ArchivedFile]:
-        """Files of a kind that may hold rows of these subjects and times."""
+        """Files of a kind that may have rows of these subjects and times."""
         wanted = None if subjects is None else frozenset(subjects)
         return [
             file
@@ -243,25 +245,25 @@ class ArchiveManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _ManifestFile(msgspec.Struct, frozen=True):
-    """The manifest as it lies in its file; ``crc`` is of its bytes."""
+    """The content of a manifest file; ``crc`` is the CRC-32C of the bytes of ``manifest``."""
 
     crc: int
     manifest: msgspec.Raw
 
 
 class Archive:
-    """A place for archived files: any file system that Arrow reaches (local, s3://, hdfs://, gs://)."""
+    """The directory of an archive, on any file system that Arrow supports (local, s3://, hdfs://, gs://)."""
 
-    def __init__(self, files: fs.FileSystem, root: str, place: str) -> None:
+    def __init__(self, files: fs.FileSystem, root: str, location: str) -> None:
         self.files = files
         self.root = root.rstrip("/")
-        #: For messages: the path as its user wrote it.
-        self.place = place
+        #: The path or URI as the user wrote it, for messages.
+        self.location = location
 
     @classmethod
-    def at(cls, place: str | os.PathLike[str]) -> Archive:
-        """The archive at a path or a URI; there need not be one yet."""
-        text = os.fspath(place)
+    def at(cls, location: str | os.PathLike[str]) -> Archive:
+        """The archive at a path or a URI; it need not exist yet."""
+        text = os.fspath(location)
         try:
             if "://" in text:
                 files, root = fs.FileSystem.from_uri(text)
@@ -273,17 +275,17 @@ class Archive:
 
     @property
     def address(self) -> str:
-        """As other processes find it, wherever they were started."""
-        return self.place if "://" in self.place else self.root
+        """The path or URI for other processes, independent of their working directory."""
+        return self.location if "://" in self.location else self.root
 
     def path(self, relative: str) -> str:
-        """A path below the archive, as its file system knows it."""
+        """The path in the file system for a path relative to the archive."""
         return f"{self.root}/{relative}" if relative else self.root
 
     # --- reading --------------------------------------------------------------------------------
 
     def numbers(self) -> list[int]:
-        """The numbers of the manifests there are, ascending."""
+        """The numbers of the committed manifests that exist, ascending."""
         votes = commits.look(self)
         return sorted(number for number, writer in votes.committed.items() if (number, writer) in votes.manifests)
 
@@ -293,31 +295,30 @@ class Archive:
         return votes.newest, votes.committed.get(votes.newest, "")
 
     def load(self) -> ArchiveManifest:
-        """The newest manifest; an empty one, of number 0, where nothing was archived yet."""
+        """The newest manifest; an empty one with number 0 where nothing was archived yet."""
         number, writer = self.newest()
         for _ in range(LOOKS_MAX):
             try:
                 return self._read(number, writer) if number else ArchiveManifest()
             except ArchiveError:
-                # It may have become history since it was listed.
+                # Another archiver may have removed it since it was listed.
                 before, (number, writer) = number, self.newest()
                 if number == before:
                     raise
-        raise ArchiveError(f"archivers change {self.place!r} faster than its manifest can be read")
+        raise ArchiveError(f"archivers replace the manifest of {self.location!r} faster than it can be read; try again")
 
     def open(self) -> ArchiveManifest:
         """The newest manifest; ``ArchiveError`` where there is no archive."""
         manifest = self.load()
         if not manifest.number:
-            raise ArchiveError(f"{self.place!r} is not an archive: it has no {DIRECTORY}/commit-* file")
+            raise ArchiveError(f"{self.location!r} is not an archive: it has no {DIRECTORY}/commit-* file")
         return manifest
 
     def read(self, number: int) -> ArchiveManifest:
-        """One manifest that was committed. One that does not read back whole is damage, and no older one takes its
-        place."""
+        """A committed manifest. One that cannot be read is damage: no older manifest replaces it."""
         writer = commits.look(self).committed.get(number)
         if writer is None:
-            raise ArchiveError(f"{self.place!r} has no manifest {number}, or not any more")
+            raise ArchiveError(f"{self.location!r} has no manifest {number}: it was removed or never committed")
         return self._read(number, writer)
 
     def _read(self, number: int, writer: str) -> ArchiveManifest:
@@ -326,7 +327,7 @@ class Archive:
             with self.files.open_input_stream(self.path(relative)) as stream:
                 data = stream.read()
         except OSError as error:
-            raise ArchiveError(f"{self.place}/{relative} cannot be read: {_first_line(error)}") from error
+            raise ArchiveError(f"{self.location}/{relative} cannot be read: {_first_line(error)}") from error
         try:
             stored = msgspec.json.decode(data, type=_ManifestFile)
             raw = bytes(stored.manifest)
@@ -335,40 +336,40 @@ class Archive:
             version = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get("version")
             if version is not None and int(bytes(version)) > FORMAT_VERSION:
                 raise ArchiveError(
-                    f"{self.place}/{relative} has format version {int(bytes(version))}, this Plait reads "
-                    f"up to {FORMAT_VERSION}; use the newer Plait that wrote it (nothing was touched)"
+                    f"{self.location}/{relative} has format version {int(bytes(version))}, this Plait reads "
+                    f"up to {FORMAT_VERSION}; use the newer Plait that wrote it (nothing was changed)"
                 )
             return msgspec.json.decode(raw, type=ArchiveManifest)
         except ValueError as error:
             raise ArchiveError(
-                f"{self.place}/{relative} is damaged: {error}. Restore the file from a copy; the archived files "
-                "themselves are untouched"
+                f"{self.location}/{relative} is damaged: {error}. Restore the file from a copy; the archived Parquet "
+                "files are not affected"
             ) from error
 
     def names(self) -> list[str]:
-        """Names of the files beside the manifest."""
+        """Names of the files in the directory of the manifest."""
         return [info.base_name for info in self.list(DIRECTORY)]
 
     def list(self, relative: str, *, recursive: bool = False) -> list[fs.FileInfo]:
-        """What is in a directory; empty when there is none."""
+        """The content of a directory; empty where it does not exist."""
         selector = fs.FileSelector(self.path(relative), recursive=recursive, allow_not_found=True)
         try:
             found: list[fs.FileInfo] = self.files.get_file_info(selector)
         except (pa.ArrowException, OSError) as error:
-            raise ArchiveError(f"{self.place}/{relative} cannot be listed: {_first_line(error)}") from error
+            raise ArchiveError(f"{self.location}/{relative} cannot be listed: {_first_line(error)}") from error
         return found
 
     def relative(self, info: fs.FileInfo) -> str:
-        """A listed path, below the archive."""
+        """The path of a listed file, relative to the archive."""
         path: str = info.path
         return path[len(self.root) + 1 :]
 
     # --- writing --------------------------------------------------------------------------------
 
     def commit(self, manifest: ArchiveManifest) -> None:
-        """Make it the archive's state; durable when this returns. Older manifests go, but for the last few.
+        """Commit a manifest; it is durable when this returns. Removes older manifests except the last few.
 
-        ``ArchiveConflict`` where another archiver has committed this number, or a higher one.
+        Raises ``ArchiveConflict`` where another archiver has committed this number or a higher one.
         """
         raw = msgspec.json.encode(manifest)
         data = msgspec.json.encode(_ManifestFile(crc32c(raw), msgspec.Raw(raw)))
@@ -376,12 +377,12 @@ class Archive:
         commits.commit(self, manifest.number, manifest.writer, manifest.previous, data)
 
     def has(self, name: str) -> bool:
-        """There is such a file beside the manifest."""
+        """Whether a file exists in the directory of the manifest."""
         found: bool = self.files.get_file_info(self.path(f"{DIRECTORY}/{name}")).type != fs.FileType.NotFound
         return found
 
     def put(self, name: str, data: bytes = b"") -> None:
-        """A file beside the manifest, whole and durable when this returns."""
+        """Write a file in the directory of the manifest; it is complete and durable when this returns."""
         relative = f"{DIRECTORY}/{name}"
         self.write(relative, data)
         if data:
@@ -389,11 +390,11 @@ class Archive:
         self.sync_names([relative])
 
     def discard(self, name: str) -> None:
-        """Remove a file beside the manifest; nothing when there is none."""
+        """Remove a file in the directory of the manifest if it exists."""
         self.remove(f"{DIRECTORY}/{name}")
 
     def make_directory(self, relative: str) -> None:
-        """With its parents, closed to other users. Object stores have none: a file's name is all there is."""
+        """Create a directory and its parents without permissions for other users. Object stores have no directories."""
         path = self.path(relative)
         if isinstance(self.files, fs.LocalFileSystem):
             missing = []
@@ -407,9 +408,9 @@ class Archive:
             self.files.create_dir(path, recursive=True)
 
     def make_durable(self, relative: str) -> None:
-        """A file that was written survives the machine when this returns, once its name does (``sync_names``).
+        """The content of a file is durable when this returns; its name is after ``sync_names``.
 
-        Other file systems than a local one promise it when a file is closed.
+        File systems other than the local one guarantee both when a file is closed.
         """
         if isinstance(self.files, fs.LocalFileSystem):
             fd = os.open(self.path(relative), os.O_RDONLY)
@@ -431,18 +432,18 @@ class Archive:
             sync_directory(self.path(directory))
 
     def remove(self, relative: str) -> None:
-        """Remove a file; nothing when there is none."""
+        """Remove a file if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self.files.delete_file(self.path(relative))
 
     def write(self, relative: str, data: bytes) -> None:
-        """A small file, whole."""
+        """Write a small file."""
         with self.files.open_output_stream(self.path(relative)) as stream:
             stream.write(data)
 
 
 def sync_directory(path: str) -> None:
-    """Names in a local directory are durable when this returns."""
+    """The names in a local directory are durable when this returns."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -451,17 +452,17 @@ def sync_directory(path: str) -> None:
 
 
 def source_id(group: str, identity: str) -> str:
-    """How the manifest names a data directory."""
+    """The name of a data directory in the manifest."""
     return f"{group}-{identity}"
 
 
 def subject_directory(subject: str, date: str) -> str:
-    """Where the messages of a subject and a day are, escaped as Hive and Spark do it."""
+    """The directory of the messages of a subject and a day, escaped as in Hive and Spark."""
     return f"{MESSAGES}/subject={quote(subject, safe=_PLAIN)}/date={date}"
 
 
 def day_directory(kind: str, date: str) -> str:
-    """Where the events or deaths of a day are."""
+    """The directory of the events or deaths of a day."""
     return f"{kind}/date={date}"
 
 

@@ -43,32 +43,32 @@ Ballot = tuple[int, str]
 
 
 class Directory(Protocol):
-    """Where manifests are, with what every store can do."""
+    """The directory of the manifests, with the operations that every store has."""
 
-    place: str
+    location: str
 
     def names(self) -> list[str]:
-        """Names of all files that were there when this was called and still are; others may be among them."""
+        """Names of all files that existed when this was called and still do, and perhaps of newer files."""
         ...
 
     def has(self, name: str) -> bool: ...
 
     def put(self, name: str, data: bytes = b"") -> None:
-        """A file, whole and durable when this returns."""
+        """Write a file; it is complete and durable when this returns."""
         ...
 
     def discard(self, name: str) -> None:
-        """Remove a file; nothing when there is none."""
+        """Remove a file if it exists."""
         ...
 
 
 class Votes:
-    """What the names of one listing say."""
+    """The votes and manifests in one listing of the directory."""
 
-    def __init__(self, place: str, names: Iterable[str]) -> None:
+    def __init__(self, location: str, names: Iterable[str]) -> None:
         #: Number → the writer whose manifest counts.
         self.committed: dict[int, str] = {}
-        #: (number, writer) of manifests that are there, chosen or not.
+        #: (number, writer) of all manifests in the listing, chosen or not.
         self.manifests: set[tuple[int, str]] = set()
         self._ballots: dict[int, Ballot] = {}
         self._accepted: dict[int, tuple[Ballot, str]] = {}
@@ -88,8 +88,8 @@ class Votes:
                 number, other = int(match[1]), self.committed.get(int(match[1]), match[2])
                 if other != match[2]:
                     raise ArchiveError(
-                        f"{place!r} has two manifests of number {number}, {other} and {match[2]}: a file was copied "
-                        "there from elsewhere. Remove the commit file of the one that is not of this archive"
+                        f"{location!r} has two manifests of number {number}, {other} and {match[2]}: a file was copied "
+                        "there from elsewhere. Remove the commit file of the manifest that is not of this archive"
                     )
                 self.committed[number] = match[2]
                 self._names[name] = number
@@ -111,21 +111,22 @@ class Votes:
         return self._accepted[number][1] if number in self._accepted else None
 
     def history(self, number: int) -> tuple[list[str], list[str]]:
-        """Manifests up to a number, and then the votes on them: in this order they may be removed."""
+        """Manifests up to a number, and the votes on them. They may be removed in this order."""
         manifests = [manifest_name(*each) for each in sorted(self.manifests) if each[0] <= number]
         return manifests, [name for name, each in self._names.items() if 1 < each <= number]
 
 
 def look(directory: Directory) -> Votes:
-    """The votes there are."""
-    return Votes(directory.place, directory.names())
+    """The votes and manifests that exist now."""
+    return Votes(directory.location, directory.names())
 
 
 def commit(directory: Directory, number: int, writer: str, previous: str, data: bytes) -> None:
-    """Make a manifest the newest one, the one after ``previous``'s; durable when this returns.
+    """Commit a manifest as the successor of ``previous``; it is the newest and durable when this returns.
 
-    ``ArchiveConflict`` where another manifest has its number, or a higher one. Then the archive is as the others left
-    it; where the others were faster only after this one was chosen, what it says is in theirs.
+    Raises ``ArchiveConflict`` where another manifest has this number or a higher one. If this manifest was chosen and
+    another archiver committed a successor before this call returned, the successor includes this manifest's changes.
+    Otherwise this manifest has no effect.
     """
     directory.put(manifest_name(number, writer), data)
     chosen = _decide(directory, number, writer, previous)
@@ -136,14 +137,14 @@ def commit(directory: Directory, number: int, writer: str, previous: str, data: 
 
 
 def prune(directory: Directory, votes: Votes) -> None:
-    """Remove what is history, each manifest before the votes on its successor."""
+    """Remove old manifests and votes, each manifest before the votes on its successor."""
     for names in votes.history(votes.newest - KEEP):
         for name in names:
             directory.discard(name)
 
 
 def _decide(directory: Directory, number: int, writer: str, previous: str) -> str:
-    """The writer whose manifest has the number: this one, or another one that was chosen before."""
+    """The writer whose manifest is chosen for the number: this one, or another one that was chosen before."""
     base = manifest_name(number - 1, previous) if number > 1 else ""
     ballots: list[str] = []
     proposed = False
@@ -161,7 +162,7 @@ def _decide(directory: Directory, number: int, writer: str, previous: str) -> st
         proposed = proposed or chosen == writer
         directory.put(f"accept-{number:020d}-{ballot[0]:010d}-{writer}-{chosen}")
         votes = look(directory)
-        # In this order: a predecessor that is there now was there while the votes were listed.
+        # In this order: a predecessor that exists now existed while the votes were listed.
         if votes.highest(number) > ballot or _is_late(directory, votes, number, base):
             continue
         directory.put(f"commit-{number:020d}-{chosen}")
@@ -169,22 +170,22 @@ def _decide(directory: Directory, number: int, writer: str, previous: str) -> st
     if votes.committed.get(number) == writer:
         return writer
     if not proposed:
-        # No other archiver can choose it.
+        # No other archiver can choose this manifest.
         for name in (*ballots, manifest_name(number, writer)):
             directory.discard(name)
     raise conflict(directory, number, votes.newest)
 
 
 def _is_late(directory: Directory, votes: Votes, number: int, base: str) -> bool:
-    """The number is decided, or history: votes on it may have been removed."""
+    """Whether the number is decided, or so old that votes on it may have been removed."""
     return votes.newest >= number or bool(base and not directory.has(base))
 
 
 def conflict(directory: Directory, number: int, newest: int) -> ArchiveConflict:
     which = f"its newest manifest is {newest}" if newest >= number else "they commit at the same time"
     return ArchiveConflict(
-        f"another archiver has changed {directory.place!r} meanwhile ({which}, this run was to commit {number}); "
-        "nothing was removed and nothing is lost: run again, one at a time",
+        f"another archiver has changed {directory.location!r} meanwhile ({which}, this run was to commit {number}); "
+        "nothing was removed and nothing is lost: run archivers again, one at a time",
         number=number,
         newest=newest,
     )

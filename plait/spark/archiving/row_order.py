@@ -1,4 +1,4 @@
-"""The orders that rows of an archive stand in, and bringing them there without losing, doubling or changing one."""
+"""The row orders of archived files, and sorting rows into them without losing, duplicating or changing a row."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Order = npt.NDArray[np.int64]
 
 
 def arranged(rows: pa.RecordBatch, order: Order) -> pa.RecordBatch:
-    """Rows in another order. They are put back and compared with what they were: ``ArchiveError`` where they differ."""
+    """Rows in another order. The result is sorted back and compared: ``ArchiveError`` where it differs."""
     if np.array_equal(order, np.arange(rows.num_rows)):
         return rows
     result = moved(rows, order)
     if not is_moved(rows, order, result):
         raise ArchiveError(
-            "sorted rows are not those that were read; nothing was committed. Check the memory of this machine, then "
-            "run again"
+            "sorted rows differ from the rows that were read; nothing was committed. Check the memory of this machine, "
+            "then run again"
         )
     return result
 
 
 def lookup_order(rows: pa.RecordBatch) -> Order:
-    """The places of rows that stand in log order, by key (those without one last), partition and sequence."""
+    """Sorts rows in log order by key (rows without a key last), partition and sequence; returns row indices."""
     keys = rows.column("key")
     partitions = rows.column("partition").dictionary_encode()
     ranks = _ranks(partitions)
@@ -40,18 +40,18 @@ def lookup_order(rows: pa.RecordBatch) -> Order:
 
 
 def _ranks(encoded: pa.DictionaryArray) -> Any:
-    """Each row's place among the different values in their order; nulls come last."""
-    # Arrow sorts no views.
+    """The rank of each row's value among the sorted distinct values; nulls rank last."""
+    # Arrow cannot sort views.
     order = pc.array_sort_indices(encoded.dictionary.cast(pa.string())).to_numpy()
-    places = np.empty(len(order) + 1, np.int64)
-    places[order] = np.arange(len(order))
-    places[-1] = len(order)
+    ranks = np.empty(len(order) + 1, np.int64)
+    ranks[order] = np.arange(len(order))
+    ranks[-1] = len(order)
     codes = encoded.indices.fill_null(len(order)) if encoded.indices.null_count else encoded.indices
-    return places[codes.to_numpy()]
+    return ranks[codes.to_numpy()]
 
 
 def log_order(rows: pa.RecordBatch) -> Order:
-    """The places of rows in the order of the log: for each partition by epoch and sequence."""
+    """Sorts rows into log order, for each partition by epoch and sequence; returns row indices."""
     sequence, epoch = (rows.column(column).to_numpy() for column in ("sequence", "epoch"))
-    # A subject that was deleted and made again counts from 0 again: the later one comes later.
+    # The sequences of a subject that was deleted and created again restart at 0: its later rows come later.
     return np.lexsort([rows.column("store_time").cast(pa.int64()).to_numpy(), sequence, epoch])

@@ -1,5 +1,7 @@
-"""The audit: what the first-hand logs say of Plait's promises, judged in blocks of arrays (docs/audit.md).
+"""The audit: checks the first-hand logs against Plait's promises, block by block, as array operations (docs/audit.md).
 
-``job`` plans and schedules with Spark, ``block`` does one block's work, ``judging`` is where rows and events meet;
-all but ``job`` runs without Spark.
+``run`` is the entry, called by ``plait.spark.audit``. ``inputs`` reads a data directory or an archive, ``block`` judges
+the rows of one block, ``verdicts`` compares rows with events, ``summary`` adds up the facts of all blocks into a
+``report``. Only ``job`` needs Spark. May import storage, frame, model, the archive reader and ``plait.spark.runtime``;
+not the broker, the server or the command line.
 """

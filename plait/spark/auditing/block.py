@@ -1,4 +1,4 @@
-"""One block's work: some rows of a partition against the events of its groups."""
+"""The work of one block: judge some rows of a partition against the events of its groups."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from plait.spark.auditing.tally import Tally, latency_bins
 from plait.spark.auditing.touches import touches
 from plait.spark.auditing.verdicts import Fate, GroupVerdict, judge
 
-#: Keys that a block names of those it has most of: one that is hot in most blocks is among them.
+#: The most frequent keys of a block that are reported by name. A key that is hot in most blocks is among them.
 KEYS_MAX: Final = 64
-#: Broken promises that a block names one by one.
+#: Examples that a block reports for each broken promise.
 EXAMPLES_MAX: Final = 5
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Moments on the axis of time: ``count`` of them, each ``width`` microseconds long."""
+    """The time axis of a report: ``count`` moments of ``width`` microseconds each."""
 
     start: int
     width: int
     count: int
 
     def moments(self, times: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The moment of each time; what lies before or behind is in the first or last."""
+        """The moment of each time. Times before or after the axis fall into the first or the last moment."""
         return np.clip((times - self.start) // self.width, 0, self.count - 1)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one partition, how to find the text of a row's key, and the events of a group about them."""
+    """Rows of one partition, the lookup of a row's key as text, and the lookup of a group's events about the rows."""
 
     partition: int
     rows: BlockRows
@@ -51,19 +51,19 @@ class Block:
 
 @dataclass(frozen=True)
 class Domain:
-    """What a partition's rows and groups are compared with in other blocks."""
+    """Identifies the rows and groups of other partitions that a partition's rows and groups are compared with."""
 
-    #: The least number of its subject's partitions.
+    #: The lowest partition number of its subject.
     subject: int = 0
     strict: bool = False
-    #: Group → the least number of the subject's groups of that name.
+    #: Group → the lowest number among the subject's groups of the same name.
     groups: Mapping[int, int] = field(default_factory=dict)
 
 
 def audit_block(
     block: Block, groups: Iterable[GroupFacts], scale: Scale, facts: Tally, domain: Domain | None = None
 ) -> None:
-    """Add what a block says of its partition and of each group."""
+    """Add the facts of a block about its partition and each group."""
     rows = block.rows
     if not len(rows):
         return
@@ -94,7 +94,7 @@ def _add_keys(block: Block, facts: Tally) -> None:
 
 
 def _add_stored(block: Block, domain: Domain, facts: Tally) -> None:
-    """How the messages were stored."""
+    """Add how the messages were stored."""
     rows = block.rows
     for name, numbers in judge_stored(rows, strict=domain.strict).items():
         facts.add(tally.FLAW, block.partition, name, len(numbers))
@@ -113,7 +113,7 @@ def _add_stored(block: Block, domain: Domain, facts: Tally) -> None:
 
 
 def _add_moved(rows: BlockRows, verdict: GroupVerdict, group: GroupFacts, domain: Domain, facts: Tally) -> None:
-    """Keys whose logical partitions may have come from, or gone to, another partition."""
+    """Add the ack times of keys whose LPs may have moved from or to another partition."""
     if rows.spans is None or rows.places is None or not group.ordered or group.affinity or not group.whole:
         return
     for span in np.unique(rows.spans).tolist():
@@ -153,7 +153,7 @@ def _add_times(
     facts.histogram(tally.STORED, group.id, scale.moments(rows.store_times[of_group]))
     settled = of_group & (verdict.settled_by >= 0)
     facts.histogram(tally.SETTLED, group.id, scale.moments(events["time"][verdict.settled_by[settled]]))
-    # A reset went on behind them: nobody waits for them any more.
+    # A reset moved the group past these rows: they no longer count as lag.
     left = of_group & (verdict.settled_by < 0) & (rows.sequences < group.start)
     facts.histogram(tally.SETTLED, group.id, scale.moments(np.maximum(rows.store_times[left], group.reset_time)))
     acked = verdict.first_acks >= 0

@@ -1,7 +1,7 @@
-"""What all of the action log says of each group, beside what it says of single rows.
+"""Facts about each group as a whole, from the whole action log.
 
-Learned in one pass in log order that keeps nothing row by row: where the group began and was reset, when consumers went
-away, how its strands changed, and how far it has surely come.
+One pass in log order collects them and keeps nothing per row: where the group began and was reset, when consumers went
+offline, how its cursors changed, and up to where its scan has provably passed.
 """
 
 from __future__ import annotations
@@ -14,88 +14,88 @@ import numpy as np
 from plait.spark.auditing.inputs.events import Events, merged
 from plait.storage.logs.action_log import Action, ConsumerDefinition, Definition, GroupDefinition
 
-#: How the strands of an ordered group came to be.
-_OF_STRANDS: Final = np.isin(np.arange(256), [Action.MOVE, Action.HOLD, Action.JOIN, Action.RESET])
+#: Actions that change which cursor of an ordered group a row belongs to.
+_CHANGES_CURSORS: Final = np.isin(np.arange(256), [Action.MOVE, Action.HOLD, Action.JOIN, Action.RESET])
 _GONE: Final = np.isin(np.arange(256), [Action.OFFLINE, Action.FORGET_CONSUMER])
 _MOVES_SCAN: Final = np.isin(np.arange(256), [Action.PULL, Action.ACK, Action.BURY, Action.SKIP])
-_ROWS_MADE: Final = np.isin(np.arange(256), [Action.PULL, Action.ACK, Action.NACK, Action.BURY])
+_NAMES_ROWS: Final = np.isin(np.arange(256), [Action.PULL, Action.ACK, Action.NACK, Action.BURY])
 AT_MOST_ONCE: Final = "at_most_once"
 STRICT: Final = "strict"
-#: A strand or a key's strand, changed at ``place``: (place, action, number, start, end, value, epoch).
+#: A cursor (of LPs or of one key) changed at ``place``: (place, action, number, start, end, value, epoch).
 Change = tuple[int, int, int, int, int, int, int]
 
 
 @dataclass
 class GroupFacts:
-    """A group of one partition, as far as the log was read."""
+    """A group of one partition, as of the end of the log that was read."""
 
     id: int
     name: str
     partition: int
-    #: From which sequence on it consumes, as it was defined and since it was last reset.
+    #: The sequence that it consumes from: as defined (``first``), and since its last reset (``start``).
     first: int
     start: int
     broadcast: bool = False
     at_most_once: bool = False
     ordered: bool = False
     affinity: bool = False
-    #: Of an ordered group: a failed message holds its key. None: it is not known whether it does.
+    #: Of an ordered group: a failed message holds back its key. None: not known.
     strict: bool | None = False
-    #: The log has it from its definition on...
+    #: The log that was read has all events of the group, from its definition on.
     whole: bool = True
-    #: ...or only from this time on.
+    #: Where ``whole`` is False: the time from which on the log has its events.
     begins: int = 0
     forgotten: bool = False
-    #: Places of resets: what is between two of them is an *era*.
+    #: Places of resets. The log between two of them is an *era*.
     resets: list[int] = field(default_factory=list)
-    #: When the last of them was.
+    #: The time of the last reset.
     reset_time: int = 0
-    #: Consumer number → one number for all that the same client had.
+    #: Consumer number → client number. A client may have had several consumers.
     clients: dict[int, int] = field(default_factory=dict)
-    #: Client → the places where it left or was taken for lost.
+    #: Client → the places where it left or was declared lost.
     gone: dict[int, list[int]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
-    #: Of an ordered group: logical partitions [first, end) went to an owner (0: none): (place, owner, first, end).
+    #: Of an ordered group: the lock of LPs [first, end) went to an owner (0: none): (place, owner, first, end).
     locks: list[tuple[int, int, int, int]] = field(default_factory=list)
-    #: The scan has come so far in this era...
+    #: The sequence that the scan of this era has reached.
     scan: int = 0
-    #: ...and took something new from here, which it does when nothing below is left to be handed out.
+    #: The last sequence at which the scan took new rows. It does so only when no row below is left to deliver.
     passed: int = 0
-    #: Behind the highest sequence that anybody was handed, acked, gave back or buried.
+    #: One past the highest sequence that was delivered, acked, nacked or buried.
     reach: int = 0
-    #: Rows that retention or damage took.
+    #: Rows that the group skipped because retention removed them or damage destroyed them.
     skips: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def logs_pulls(self) -> bool:
-        """Who was handed what is told: by pulls or, at most once, by the acks in their place."""
+        """The log records deliveries, with their consumers: as pulls or, at most once, as acks in their place."""
         return (self.at_most_once or not self.broadcast) and not self.ordered
 
     def learn_order(self, order: str | None) -> None:
-        """The order of its subject; None: it is not known."""
+        """Set the order strategy of its subject. None: not known."""
         if self.ordered and not self.affinity:
             self.strict = None if order is None else order == STRICT
 
     @property
     def kind(self) -> str:
-        """In a word, as the command line calls it."""
+        """How the group distributes messages, as the command line names it."""
         if self.affinity:
             return "affinity"
         return "broadcast" if self.broadcast else "ordered" if self.ordered else "shared"
 
 
 class GroupTable:
-    """All groups of a log; ``define`` and ``take`` in log order."""
+    """All groups of a log. ``define`` and ``take`` must be called in log order."""
 
     def __init__(self, *, whole: bool = True) -> None:
         self.groups: dict[int, GroupFacts] = {}
-        #: The log begins where the broker began.
+        #: The log begins with the broker's first event.
         self._whole = whole
         self._begins = 0
         self._client_numbers: dict[tuple[int, str], int] = {}
 
     def define(self, definition: Definition, *, head: bool = False) -> None:
-        """A group or a consumer; ``head``: said again where a segment begins."""
+        """Add a group or a consumer. ``head``: the definition is repeated in a segment header."""
         if isinstance(definition, ConsumerDefinition):
             group = self.groups.get(definition.group)
             if group is not None:
@@ -107,13 +107,13 @@ class GroupTable:
             self.groups[definition.id] = _facts(definition, whole=self._whole or not head, begins=self._begins)
 
     def cut(self, begins: int) -> None:
-        """Events are missing here, and the log goes on at this time: what was before it is not known."""
+        """Events are missing here and the log resumes at time ``begins``: the state before it is not known."""
         self._whole, self._begins = False, begins
         for group in self.groups.values():
             group.whole, group.begins = False, begins
 
     def take(self, events: Events) -> None:
-        """The next events."""
+        """Add the next events."""
         for number in np.unique(events["group"]).tolist():
             group = self.groups.get(number)
             if group is not None:
@@ -126,10 +126,10 @@ class GroupTable:
             group.gone.setdefault(client, []).append(event[11])
         if group.ordered:
             fields = ["place", "action", "consumer", "start", "end", "value", "epoch"]
-            group.changes += events[_OF_STRANDS[action]][fields].tolist()
+            group.changes += events[_CHANGES_CURSORS[action]][fields].tolist()
             group.locks += events[action == Action.LOCK][["place", "consumer", "start", "end"]].tolist()
         group.forgotten |= bool((action == Action.FORGET_GROUP).any())
-        made = events[_ROWS_MADE[action]]
+        made = events[_NAMES_ROWS[action]]
         if len(made):
             group.reach = max(group.reach, int(made["end"].max()))
         resets = np.flatnonzero(action == Action.RESET)
@@ -146,12 +146,12 @@ class GroupTable:
 
     @staticmethod
     def _follow_scan(group: GroupFacts, events: Events) -> None:
-        """A pull that begins where the scan is took something new: everything that came back went out before."""
+        """A first delivery that begins where the scan is takes new rows: all returned rows were delivered before it."""
         if not len(events):
             return
         reached = np.maximum.accumulate(np.concatenate([[group.scan], events["end"]]))
-        handed = events["action"] == (Action.ACK if group.at_most_once else Action.PULL)
-        new = handed & (events["attempt"] == 1) & (events["start"] == reached[:-1])
+        delivered = events["action"] == (Action.ACK if group.at_most_once else Action.PULL)
+        new = delivered & (events["attempt"] == 1) & (events["start"] == reached[:-1])
         if new.any():
             group.passed = max(group.passed, int(events["start"][new].max()))
         group.scan = int(reached[-1])

@@ -1,6 +1,6 @@
-"""The audit as a Spark job: the driver plans and adds up, tasks judge a block each. What crosses Java is small.
+"""The audit as a Spark job: the driver plans and adds up, each task judges a block. Little data passes through Java.
 
-Only what lies in several blocks needs a shuffle: of two numbers for each key that a block has, and of one for 64 ids.
+Only comparisons between blocks need a shuffle: two numbers for each key of a block, and one number for 64 message ids.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from plait.spark.runtime.worker import prepare_worker
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-#: How often it is looked at how far the job has come.
+#: The interval at which the driver reports progress.
 LOOK_SECONDS: Final = 0.5
 
 
 def judge_part(source: AuditInput, number: int) -> pa.Table:
-    """All facts of one part of the work."""
+    """The facts of one part of the work."""
     facts = Tally()
     scale = scale_of(source)
     groups: dict[int, list[GroupFacts]] = {}
@@ -52,7 +52,7 @@ def judge_part(source: AuditInput, number: int) -> pa.Table:
 
 
 def _judged(source: AuditInput, number: int) -> pa.Table:
-    """What goes wrong on purpose comes to the driver as it is, not as Java's trace of it."""
+    """``judge_part``, with a ``PlaitError`` returned as a fact: raised in a task, it would arrive as a Java trace."""
     try:
         return judge_part(source, number)
     except PlaitError as error:
@@ -68,7 +68,7 @@ def _raise_errors(table: pa.Table) -> None:
 
 
 def domains_of(source: AuditInput) -> dict[int, Domain]:
-    """Partition → what its rows and groups are compared with."""
+    """Partition → its ``Domain``."""
     subjects: dict[str, int] = {}
     for number, each in source.partitions.items():
         subjects[each.subject] = min(subjects.get(each.subject, number), number)
@@ -85,7 +85,7 @@ def domains_of(source: AuditInput) -> dict[int, Domain]:
 
 
 def crossed_of(table: pa.Table) -> Counter[tuple[str, int]]:
-    """What is wrong between blocks, by kind of fact and its id, of ``SHUFFLED`` facts."""
+    """The number of violations between blocks, by kind and id, from ``SHUFFLED`` facts."""
     total: Counter[tuple[str, int]] = Counter()
     for kind in tally.SHUFFLED:
         facts = table.filter(pc.field("kind") == kind)
@@ -109,29 +109,29 @@ def _crossed_of(kind: str, facts: pa.Table) -> Numbers:
 def run(
     spark: SparkSession, source: AuditInput, *, since: int | None, until: int | None, progress: Progress
 ) -> AuditReport:
-    """Judge all parts, and add up. ``PlaitError`` where Spark does not get to the end."""
-    with failures_in_words():
+    """Judge all parts and add up their facts. Raises ``PlaitError`` if the Spark job fails."""
+    with spark_failures():
         table, crossed = _judge_all(spark, source, progress)
     return summarize(source, tally.added_up(table), crossed, since=since, until=until)
 
 
 @contextmanager
-def failures_in_words() -> Iterator[None]:
-    """What Spark itself has to say about its end, in one line: it tells nothing of any promise."""
+def spark_failures() -> Iterator[None]:
+    """Turn an exception of Spark itself into a ``PlaitError`` of one line."""
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]
     from pyspark.errors import PySparkException
 
     try:
         yield
     except (PySparkException, Py4JError) as error:
-        words = " ".join(str(error).split())[:SHOWN_LENGTH_MAX]
-        raise PlaitError(f"Spark did not end the audit, and nothing was judged; run again: {words}") from error
+        reason = " ".join(str(error).split())[:SHOWN_LENGTH_MAX]
+        raise PlaitError(f"the Spark job of the audit failed, nothing was judged; run it again: {reason}") from error
 
 
 def _judge_all(
     spark: SparkSession, source: AuditInput, progress: Progress
 ) -> tuple[pa.Table, dict[tuple[str, int], int]]:
-    """The facts of all parts, and what is wrong between blocks (``crossed_of``)."""
+    """The facts of all parts, and the violations between blocks (``crossed_of``)."""
     from pyspark import StorageLevel
     from pyspark.sql.pandas.types import from_arrow_schema
 
@@ -165,7 +165,7 @@ def _crossed(facts: DataFrame, count: int, progress: Progress) -> dict[tuple[str
     progress("comparing keys and ids between blocks", 0, 1)
 
     def compare(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        # A share of the keys and producers, and all of each: there are as many shares as blocks.
+        # Each task gets some keys and producers, with all facts of each. There are as many tasks as blocks.
         found = crossed_of(pa.Table.from_batches(batches, tally.SCHEMA))
         columns = {"kind": [kind for kind, _ in found], "id": [number for _, number in found]}
         yield pa.RecordBatch.from_pydict({**columns, "count": list(found.values())}, _CROSSED)
@@ -181,7 +181,7 @@ _CROSSED: Final = pa.schema([pa.field("kind", pa.string()), pa.field("id", pa.in
 
 
 def _collected(spark: SparkSession, frame: DataFrame, look: Callable[[], None]) -> pa.Table:
-    """All rows of a frame; ``look`` is called now and then until they are there."""
+    """All rows of a data frame. ``look`` is called every ``LOOK_SECONDS`` until they arrive."""
     context = spark.sparkContext
     tag = f"plait-audit-{chance.token(8)}"
 

@@ -1,12 +1,12 @@
 """Whether each key's messages were acked in their order.
 
-Within a block rows are sorted by key and compared; a key's rows in other blocks are stood for by the earliest and the
-latest of its acks there.
+Within a block, rows are sorted by key and compared. The rows of a key in another block are represented by the earliest
+and the latest of its acks there.
 
-What an ordered group has handed out is not in the log, and its owner may ack what it has in any order. So of one
-partition an ack before an earlier message's counts as wrong where the earlier one was acked by a later owner, or had
-failed before. Between partitions that a key moved through it always does: the second one hands out nothing of the key
-before the first one is done with it.
+The log does not record deliveries of an ordered group, and the owner may ack the rows that it holds in any order. So
+within one partition an ack before that of an earlier message counts as wrong only if the earlier message was acked by a
+later owner or had failed before. Between partitions that a key moved through it always counts: the second partition
+delivers nothing of the key before the first one is done with it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from plait.spark.auditing.verdicts import NEVER, GroupVerdict
 
 
 class KeyTimes(NamedTuple):
-    """Of each key of a block: when its first ack was, and the last of those that others had to wait for.
+    """For each key of a block: its first ack, and the last ack that later messages of the key had to wait for.
 
-    As log offsets or, of an ordered group within a partition, as numbers of owners (``GroupVerdict.tenures``).
+    Acks are log offsets or, for an ordered group within a partition, numbers of owners (``GroupVerdict.tenures``).
     """
 
     hashes: npt.NDArray[np.uint64]
-    #: ``NEVER``: none of it was acked.
+    #: ``NEVER``: no message of the key was acked.
     earliest: Numbers
-    #: -1: there was nothing to wait for.
+    #: -1: no message had to be waited for.
     latest: Numbers
-    #: Where in the message log its first row is.
+    #: The place of its first row in the message log.
     places: Numbers
 
 
 def out_of_order(rows: BlockRows, verdict: GroupVerdict) -> tuple[Numbers, KeyTimes]:
-    """Rows that were acked before an earlier one of their key, and what other blocks have to know."""
+    """Rows that were acked before an earlier row of their key, and the key times for other blocks."""
     order, key = _by_key(rows, np.arange(len(rows)))
     if not len(order):
         none = np.empty(0, np.int64)
@@ -58,19 +58,19 @@ def out_of_order(rows: BlockRows, verdict: GroupVerdict) -> tuple[Numbers, KeyTi
 
 
 def key_times(rows: BlockRows, verdict: GroupVerdict, chosen: Numbers) -> KeyTimes:
-    """Of some rows, by log offsets."""
+    """The key times of some rows, as log offsets."""
     order, _ = _by_key(rows, chosen)
     at = verdict.acked_at[order]
     return _times(rows, order, at, np.where(verdict.excused[order], -1, at))
 
 
 def _by_key(rows: BlockRows, chosen: Numbers) -> tuple[Numbers, Numbers]:
-    """Rows that have a key, each key's together, and the number of each one's key."""
+    """The rows that have a key, sorted by key, and for each the number of its key."""
     none = np.empty(0, np.int64)
     if rows.hashes is None:
         return none, none
     keyed = chosen[rows.hashes[chosen] != NO_KEY_HASH]
-    # Rows ascend, and a stable sort leaves them so within each key.
+    # Rows ascend; a stable sort keeps that order within each key.
     order = keyed[np.argsort(rows.hashes[keyed], kind="stable")]
     if not len(order):
         return none, none
@@ -93,8 +93,8 @@ def _times(rows: BlockRows, order: Numbers, at: Numbers, waited_for: Numbers) ->
 def moved_crossings(
     groups: Numbers, hashes: Numbers, partitions: Numbers, facts: tuple[Numbers, Numbers, Numbers]
 ) -> Numbers:
-    """The group of each key and partition in which the key's first ack came before its last one in the partition that
-    it came from. ``facts`` are the places in the message log, the earliest and the latest acks."""
+    """For each key and partition whose first ack precedes the key's last ack in the partition that the key moved from:
+    the group. ``facts`` are the places in the message log, the earliest and the latest acks."""
     places, earliest, latest = facts
     order = np.lexsort((places, hashes, groups))
     groups, hashes, partitions = groups[order], hashes[order], partitions[order]
@@ -109,7 +109,7 @@ def moved_crossings(
 
 
 def crossings(groups: Numbers, hashes: Numbers, firsts: Numbers, times: tuple[Numbers, Numbers]) -> Numbers:
-    """The group of each key and block in which the key's first ack came before its last one of an earlier block.
+    """For each key and block whose first ack precedes the key's last ack of an earlier block: the group.
 
     ``firsts`` are the first sequences of the blocks, ``times`` the earliest and latest acks (``KeyTimes``).
     """
@@ -124,10 +124,10 @@ def crossings(groups: Numbers, hashes: Numbers, firsts: Numbers, times: tuple[Nu
 
 
 def _latest_before(keys: Numbers, places: Numbers) -> Numbers:
-    """For each row the highest place of those before it that have its key; -1: there are none. Keys ascend."""
+    """For each row the highest place among the rows before it that have the same key. -1: none. Keys ascend."""
     if not len(keys):
         return places
-    # The running maximum of all keys at once: places as ranks, with the key's number above them.
+    # One running maximum for all keys: places become ranks, and the key's number is the high-order part.
     ranks, rank = np.unique(np.concatenate([[-1], places]), return_inverse=True)
     span = len(ranks)
     running = np.maximum.accumulate(keys * span + rank[1:]) - keys * span

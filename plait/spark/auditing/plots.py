@@ -1,4 +1,4 @@
-"""Plots as inline SVG: no script, no font and no picture from anywhere else."""
+"""Plots as inline SVG, without scripts, fonts or images from elsewhere."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _BAR: Final = 20
 _LABEL_MAX: Final = 28
 
 
-def words_of_count(value: float) -> str:
-    """Short enough for an axis."""
+def format_count(value: float) -> str:
+    """A number with a unit prefix, short enough for an axis."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
@@ -46,16 +46,16 @@ def line_plot(times: Sequence[int], values: Sequence[int], title: str) -> str:
     for share in (0.0, 0.5, 1.0):
         at = y(top * share)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(_text(_LEFT - 6, at + 4, words_of_count(top * share), "end"))
+        parts.append(_text(_LEFT - 6, at + 4, format_count(top * share), "end"))
     for time, anchor in ((low, "start"), (high, "end")):
-        parts.append(_text(x(time), HEIGHT - 6, _words_of_time(time), anchor))
+        parts.append(_text(x(time), HEIGHT - 6, _format_time(time), anchor))
     parts.append(f'<polygon class="area" points="{x(low):.1f},{base} {points} {x(high):.1f},{base}"/>')
     parts.append(f'<polyline class="line" points="{points}"/></svg>')
     return "".join(parts)
 
 
-def bar_plot(bars: Sequence[tuple[str, float]], title: str, words: Callable[[float], str] = words_of_count) -> str:
-    """Named values, one bar below the other."""
+def bar_plot(bars: Sequence[tuple[str, float]], title: str, label: Callable[[float], str] = format_count) -> str:
+    """Named values as horizontal bars."""
     if not bars:
         return ""
     left = 210
@@ -65,10 +65,10 @@ def bar_plot(bars: Sequence[tuple[str, float]], title: str, words: Callable[[flo
     for number, (name, value) in enumerate(bars):
         y = 4 + number * _BAR
         width = value / top * (WIDTH - left - 90)
-        label = name if len(name) <= _LABEL_MAX else name[: _LABEL_MAX - 1] + "…"
-        parts.append(_text(left - 8, y + 14, label, "end"))
+        shown = name if len(name) <= _LABEL_MAX else name[: _LABEL_MAX - 1] + "…"
+        parts.append(_text(left - 8, y + 14, shown, "end"))
         parts.append(f'<rect class="bar" x="{left}" y="{y + 2}" width="{max(width, 1):.1f}" height="{_BAR - 5}"/>')
-        parts.append(_text(left + width + 6, y + 14, words(value), "start"))
+        parts.append(_text(left + width + 6, y + 14, label(value), "start"))
     parts.append("</svg>")
     return "".join(parts)
 
@@ -82,5 +82,5 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
-def _words_of_time(micros: int) -> str:
+def _format_time(micros: int) -> str:
     return datetime.fromtimestamp(micros / 1_000_000, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

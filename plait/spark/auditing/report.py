@@ -1,4 +1,4 @@
-"""What an audit found, as users get it: in Python, as JSON, and as the source of the table and the page."""
+"""The result of an audit: returned in Python, printed as JSON, and rendered as the table and the HTML page."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import Final
 
 import msgspec
 
-#: Broken promises by the name that facts have, in a line that says what it means.
+#: Name of a broken promise in facts and reports → its meaning in one line.
 PROMISES: Final = {
-    "missing": "stored messages that are not in the message log any more",
-    "behind_fence": "messages stored where no route leads to: ordered groups never get them",
+    "missing": "stored messages that are no longer in the message log",
+    "behind_fence": "messages stored behind a fence, where no route leads: ordered groups never receive them",
     "stored_twice": "messages whose id is stored a second time",
-    "stored_out_of_order": "messages of a strict subject stored before an earlier one of their key and sender",
-    "lost": "messages that the group passed by without anybody being handed them",
-    "double_acks": "messages acked by two who had no right to both",
-    "two_hands": "messages in two consumers' hands at once",
-    "out_of_order": "messages acked before an earlier one of their key",
-    "invented": "messages that were handed out or acked and never stored",
+    "stored_out_of_order": "messages of a strict subject stored before an earlier one of the same key and producer",
+    "lost": "messages that the group passed without delivering them",
+    "double_acks": "messages acked by two clients, one of which did not hold them",
+    "two_hands": "messages held by two consumers at once",
+    "out_of_order": "messages acked before an earlier one of the same key",
+    "invented": "messages that were delivered or acked and never stored",
 }
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds from send to first ack; each is right to about 4 %."""
+    """Seconds from send to first ack, accurate to about 4 %."""
 
     count: int
     p50: float
@@ -32,7 +32,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """The end of a stretch of time, what had been stored until then and what was not settled by then."""
+    """A point in time: how many messages were stored by then, and how many of them were not settled yet."""
 
     #: Microseconds since 1970.
     time: int
@@ -41,7 +41,7 @@ class Moment(msgspec.Struct, frozen=True):
 
 
 class DeathCount(msgspec.Struct, frozen=True):
-    """What dead letters died of; no type: it is not kept any more."""
+    """Dead letters with the same reason. No type: the reason is no longer stored."""
 
     type: str | None
     handler: str | None
@@ -64,40 +64,40 @@ class GroupAudit(msgspec.Struct, kw_only=True):
     #: "shared", "ordered", "affinity" or "broadcast".
     kind: str
     delivery: str
-    #: A key's order is promised, and a failed message holds its key back ("strict"), or not ("best_tried"); "none": no
-    #: order is promised. "not_known": an older archive does not say of some partition, judged as on "best_tried".
+    #: "strict": order per key, a failed message holds back its key. "best_tried": order per key, it does not. "none":
+    #: no order is promised. "not_known": an older archive lacks it for some partition; judged as "best_tried".
     order: str
-    #: Messages from where the group began, and what became of them.
+    #: Messages since the group began, and their outcomes.
     messages: int
     acked: int
     dead: int
     expired: int
-    #: All that is neither: in consumers' hands, to be handed out again, not handed out yet.
+    #: Neither acked, dead nor expired: held by consumers, waiting for redelivery, or not delivered yet.
     unacked: int
     in_hands: int
     returned: int
     pending: int
-    #: What the action log does not go back far enough to say.
+    #: Messages whose outcome is not known, because the action log begins after them.
     unknown: int
     lost: int
     double_acks: int
     two_hands: int
     out_of_order: int
     invented: int
-    #: Deliveries beyond the first, by what went before.
+    #: Deliveries beyond the first, by cause.
     redelivered: dict[str, int]
     #: Acks beyond the first.
     acked_again: int
-    #: Failed attempts, and deaths.
+    #: Failed attempts, and messages that became dead letters.
     retried: int
     died: int
     deaths: list[DeathCount]
     latency: Latency | None
     lag: list[Moment]
-    #: Which promises are broken; none: all that the group was promised held.
+    #: The broken promises. Empty: every promise to the group held.
     broken: list[str]
     examples: list[Example]
-    #: Somebody deleted it.
+    #: The group was deleted.
     forgotten: bool
 
 
@@ -105,28 +105,28 @@ class PartitionAudit(msgspec.Struct, frozen=True, kw_only=True):
     """One partition of a subject."""
 
     partition: str
-    #: Messages that were read, and the sequences [first, end) that the log has.
+    #: Messages that were read, and the range [first, end) of sequences in the log.
     messages: int
     first: int
     end: int
-    #: Sequences between them that it has not.
+    #: Sequences in this range that the log does not have.
     missing: int
 
 
 class HotKey(msgspec.Struct, frozen=True):
-    """A key with many messages; at least so many, where the log is longer than one block."""
+    """A key with many messages. ``count`` is a lower bound if the log is longer than one block."""
 
     key: str
     count: int
 
 
 class SubjectAudit(msgspec.Struct, kw_only=True):
-    """A subject, and all that was read of it."""
+    """A subject: its messages, partitions and groups."""
 
     subject: str
     messages: int
     missing: int
-    #: Stored behind a fence, with an id that is stored already, before an earlier message of the key.
+    #: Messages stored behind a fence, with an id that is already stored, before an earlier message of the key.
     behind_fence: int
     stored_twice: int
     stored_out_of_order: int
@@ -140,26 +140,26 @@ class SubjectAudit(msgspec.Struct, kw_only=True):
 
     @property
     def broken(self) -> list[str]:
-        """Which promises on how its messages are stored are broken."""
+        """The broken promises about how its messages are stored."""
         promises = ("missing", "behind_fence", "stored_twice", "stored_out_of_order")
         return [promise for promise in promises if getattr(self, promise)]
 
 
 class AuditReport(msgspec.Struct, kw_only=True):
-    """All of it."""
+    """The result of an audit."""
 
-    #: Where it was read from, and when what was read begins and ends: microseconds since 1970.
+    #: The data directory or archive, and the time range of its logs in microseconds since 1970.
     place: str
     time_min: int
     time_max: int
     since: int | None
     until: int | None
-    #: No promise was found broken...
+    #: No promise was found broken.
     held: bool
-    #: ...and each group could be judged, for a part of its messages at least.
+    #: Each group could be judged, at least for a part of its messages.
     judged: bool
     subjects: list[SubjectAudit]
 
     def groups(self) -> list[GroupAudit]:
-        """Those of all subjects."""
+        """The groups of all subjects."""
         return [group for subject in self.subjects for group in subject.groups]

@@ -1,4 +1,4 @@
-"""A report as one HTML page that opens anywhere, without a network: styles and plots are in it."""
+"""A report as one HTML page with inline styles and plots, which opens without a network."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ _ORDERS: Final = {
     "none": "no order is promised",
     "strict": "strict order",
     "best_tried": "best-tried order",
-    "not_known": "judged as best-tried order: whether it is strict is not known",
+    "not_known": "judged as best-tried order, as the archive does not have the order strategy",
 }
 
 
 def page(report: AuditReport) -> str:
-    """The whole page."""
-    times = f"{_words_of_time(report.time_min)} to {_words_of_time(report.time_max)}" if report.time_max else "nothing"
+    """The HTML page of a report."""
+    times = f"{_format_time(report.time_min)} to {_format_time(report.time_max)}" if report.time_max else "nothing"
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -68,20 +68,20 @@ def page(report: AuditReport) -> str:
 
 def _verdict(report: AuditReport) -> str:
     unknown = list(_unknown(report))
-    told = _list(unknown) if unknown else ""
+    unknown_list = _list(unknown) if unknown else ""
     if not report.held:
-        return f'<p class="verdict broken">Promises were broken.</p>{_list(_broken(report))}{told}'
+        return f'<p class="verdict broken">Promises were broken.</p>{_list(_broken(report))}{unknown_list}'
     if report.judged:
-        return f'<p class="verdict held">Every promise was kept.</p>{told}'
-    return f'<p class="verdict unknown">It cannot be said whether every promise was kept.</p>{told}'
+        return f'<p class="verdict held">Every promise was kept.</p>{unknown_list}'
+    return f'<p class="verdict unknown">Whether every promise was kept is not known.</p>{unknown_list}'
 
 
 def _unknown(report: AuditReport) -> Iterable[str]:
     for group in report.groups():
         if group.unknown:
             yield (
-                f"{group.subject}, group {group.group}: what became of {group.unknown:,} of {group.messages:,} "
-                "messages is not known, as the action log begins later"
+                f"{group.subject}, group {group.group}: the outcome of {group.unknown:,} of {group.messages:,} "
+                "messages is not known, because the action log begins after them"
             )
 
 
@@ -137,13 +137,13 @@ def _group(group: GroupAudit) -> str:
     if group.latency is not None:
         named = (("50 %", "p50"), ("90 %", "p90"), ("99 %", "p99"), ("99.9 %", "p999"), ("all", "max"))
         bars = [(name, getattr(group.latency, field)) for name, field in named]
-        parts.append(f"<h4>From send to first ack</h4>{bar_plot(bars, 'latency percentiles', _words_of_seconds)}")
+        parts.append(f"<h4>From send to first ack</h4>{bar_plot(bars, 'latency percentiles', _format_seconds)}")
     if group.redelivered:
         again = [(cause.replace("_", " "), float(count)) for cause, count in group.redelivered.items()]
-        parts.append(f"<h4>Handed out again, after</h4>{bar_plot(again, 'redeliveries by cause')}")
+        parts.append(f"<h4>Redelivered after</h4>{bar_plot(again, 'redeliveries by cause')}")
     if group.deaths:
-        rows = [(each.type or "not kept any more", each.handler or "", f"{each.count:,}") for each in group.deaths]
-        parts.append(f"<h4>Died of</h4>{_table(('type', 'handler', 'messages'), rows)}")
+        rows = [(each.type or "no longer stored", each.handler or "", f"{each.count:,}") for each in group.deaths]
+        parts.append(f"<h4>Dead letters by reason</h4>{_table(('type', 'handler', 'messages'), rows)}")
     return "".join(parts)
 
 
@@ -161,11 +161,11 @@ def _escaped(text: str) -> str:
     return html.escape(text)
 
 
-def _words_of_time(micros: int) -> str:
+def _format_time(micros: int) -> str:
     return datetime.fromtimestamp(micros / 1_000_000, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def _words_of_seconds(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 0.001)):
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"

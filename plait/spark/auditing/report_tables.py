@@ -1,4 +1,4 @@
-"""A report as Parquet files, a table each, for whoever wants to query or plot it."""
+"""A report as Parquet files, one per table, for queries and plots."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TABLES: Final[dict[str, dict[str, pa.DataType]]] = {
 
 
 def write_tables(report: AuditReport, directory: Path) -> None:
-    """``<table>.parquet`` of all tables, in a directory that is made."""
+    """Write ``<table>.parquet`` for each table into a new directory."""
     directory.mkdir(parents=True)
     for name, rows in tables_of(report).items():
         schema = pa.schema([pa.field(column, kind) for column, kind in TABLES[name].items()])

@@ -1,4 +1,4 @@
-"""``plait.spark.audit``: from arguments to a report."""
+"""The implementation of ``plait.spark.audit``: checks the arguments, opens the input, runs the job."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from plait.storage.reading.log_chunks import WantedRows
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: Where no other Spark is asked for: two at a time bound the memory on small machines.
+#: The Spark master unless the caller names one. Two threads bound the memory on small machines.
 DEFAULT_MASTER: Final = "local[2]"
-#: Parts of the work at least, so that threads share it evenly.
+#: The least number of parts, so that threads share the work evenly.
 TASKS_MIN: Final = 4
 
 
@@ -39,8 +39,8 @@ def run_audit(
     master: str | None,
     progress: Steps | None,
 ) -> AuditReport:
-    """See ``plait.spark.audit``."""
-    told = _told(progress)
+    """Audit a data directory or an archive (``plait.spark.audit`` describes the arguments)."""
+    report_progress = _by_step(progress)
     source = open_input(
         data,
         archive,
@@ -48,34 +48,34 @@ def run_audit(
         frozenset(names.check("group", group) for group in groups),
         broker_group=broker_group,
         skip_damage=skip_damage,
-        progress=told,
+        progress=report_progress,
     )
-    from plait.spark.auditing.job import failures_in_words, run
+    from plait.spark.auditing.job import run, spark_failures
     from plait.spark.runtime.session import check_packages, session
 
     check_packages()
 
     if spark is None:
-        told("starting Spark", 0, 1)
-        with failures_in_words():
+        report_progress("starting Spark", 0, 1)
+        with spark_failures():
             spark = session("plait audit", master=master or DEFAULT_MASTER)
-    return run(spark, source, since=_micros(since), until=_micros(until), progress=told)
+    return run(spark, source, since=_micros(since), until=_micros(until), progress=report_progress)
 
 
-def _told(steps: Steps | None) -> Progress:
-    """Who is to be told, by the name of a step."""
-    known = ""
+def _by_step(steps: Steps | None) -> Progress:
+    """A ``Progress`` that starts a new step in ``steps`` whenever the name changes."""
+    current = ""
 
-    def tell(name: str, done: int, total: int) -> None:
-        nonlocal known
+    def report(name: str, done: int, total: int) -> None:
+        nonlocal current
         if steps is None:
             return
-        if name != known:
-            known = name
+        if name != current:
+            current = name
             steps.step(name, total, "parts")
         steps.update(done)
 
-    return tell
+    return report
 
 
 def open_input(
@@ -88,9 +88,9 @@ def open_input(
     skip_damage: bool,
     progress: Progress,
 ) -> AuditInput:
-    """What is to be audited, planned."""
+    """Open the data directory or the archive and plan the work."""
     if (data is None) == (archive is None):
-        raise InvalidArgument("name either a data directory or an archive to audit, not both and not neither")
+        raise InvalidArgument("name a data directory or an archive to audit: exactly one of them")
     if archive is not None:
         return open_archived(archive, wanted, groups, progress=progress)
     assert data is not None
@@ -106,7 +106,7 @@ def open_input(
 
 
 def wanted_of(subjects: Sequence[str], since: datetime | None, until: datetime | None) -> WantedRows:
-    """The rows of subjects (names, or a beginning and ``*``; none: all) stored at times [since, until)."""
+    """The rows of ``subjects`` (names, or prefixes with ``*``; none: all) that were stored at times [since, until)."""
     exact = [names.check("subject", name) for name in subjects if not name.endswith("*")]
     prefixes = [name[:-1] for name in subjects if name.endswith("*")] if subjects else [""]
     low, high = _micros(since), _micros(until)
@@ -124,5 +124,5 @@ def _micros(moment: datetime | None) -> int | None:
     if moment is None:
         return None
     if moment.tzinfo is None:
-        raise InvalidArgument(f"{moment} has no time zone; say which one it is in")
+        raise InvalidArgument(f"time {moment} has no time zone; add one, such as tzinfo=UTC")
     return round(moment.timestamp() * 1_000_000)

@@ -1,9 +1,9 @@
-"""Whether a partition's messages were stored as their senders sent them, whatever groups did with them.
+"""Whether a partition's messages were stored as their producers sent them, independent of consumer groups.
 
-Three promises: no message lies where no route leads to any more (behind a *fence*), none is stored twice, and on a
-``strict`` subject a key's messages of one producer are stored in the order in which it sent them. Within a block rows
-are sorted and compared with their neighbours. What lies in several blocks is compared by small facts: which numbers of
-a producer a block has, 64 to a fact, and the least and the greatest number of each key.
+Three promises: no message is stored behind a *fence*, where no route leads any more; none is stored twice; and on a
+``strict`` subject the messages of one key and one producer are stored in the order of sending. Within a block, rows are
+sorted and compared with their neighbours. Between blocks, small facts are compared: the producer sequences of a block,
+64 to a fact, and the lowest and the highest producer sequence of each key.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH, Lps, lp_set
 from plait.spark.auditing.inputs.block_rows import BlockRows, Flags, Numbers, UInt64s
 
-#: Numbers of a producer that one fact has, as bits.
+#: One fact has 2 ** WINDOW_BITS producer sequences, one bit each.
 WINDOW_BITS = 6
 _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
 _BEYOND = np.iinfo(np.int64).max
 
 
 class Windows(NamedTuple):
-    """The message ids of a block."""
+    """The message ids of a block, as bit sets."""
 
     producers: UInt64s
-    #: The numbers [64 * window, 64 * window + 64) of the producer, and those that are there, as bits.
+    #: A window is the producer sequences [64 * window, 64 * window + 64); ``bits`` has those that the block has.
     windows: Numbers
     bits: UInt64s
 
 
 class KeyNumbers(NamedTuple):
-    """Of each key and producer of a block: both mixed into one number, and the numbers of the messages."""
+    """For each key and producer of a block: a hash of both, and the lowest and highest producer sequence."""
 
     hashes: UInt64s
     least: Numbers
@@ -47,9 +47,10 @@ def astray(
     taken: Sequence[tuple[int, list[tuple[int, int]]]],
     fences: Sequence[tuple[int, int, int]],
 ) -> Flags | None:
-    """Rows of logical partitions that the partition did not take when they were stored; None: there are none.
+    """Rows of LPs that the partition did not take when the rows were stored. None: there are none.
 
-    ``taken``: what it took from each of these sequences on; ``fences``: what it takes no more, from where on.
+    ``taken``: the LPs that it took from a sequence on. ``fences``: LPs [first, end) that it takes no more from a
+    sequence on.
     """
     if not taken and not fences:
         return None
@@ -75,7 +76,7 @@ def judge_stored(rows: BlockRows, *, strict: bool) -> dict[str, Numbers]:
     if _ascend(producers, numbers):
         return found
     order = np.lexsort((numbers, producers))
-    # Rows ascend, and the sort leaves equal ones so: of two the second one is too many.
+    # Rows ascend and the sort is stable: of two equal ids the second one is the duplicate.
     same = (producers[order][1:] == producers[order][:-1]) & (numbers[order][1:] == numbers[order][:-1])
     found["stored_twice"] = np.sort(order[1:][same])
     if strict:
@@ -89,7 +90,7 @@ def judge_stored(rows: BlockRows, *, strict: bool) -> dict[str, Numbers]:
 
 
 def windows_of(rows: BlockRows) -> Windows | None:
-    """What other blocks have to know to find a message that is stored twice; None: the ids are not known."""
+    """The message ids of a block, by which duplicates in other blocks are found. None: the ids are not known."""
     if rows.ids is None:
         return None
     producers, numbers = rows.ids
@@ -105,7 +106,7 @@ def windows_of(rows: BlockRows) -> Windows | None:
 
 
 def stored_again(ids: Numbers, producers: Numbers, windows: Numbers, bits: Numbers) -> Numbers:
-    """For each message that more than one block has, the number of its subject (``ids``)."""
+    """For each duplicate of a message in another block, the number of its subject (from ``ids``)."""
     order = np.lexsort((windows, producers, ids))
     ids, producers, windows = ids[order], producers[order], windows[order]
     there = bits[order].view(np.uint64)
@@ -120,7 +121,7 @@ def stored_again(ids: Numbers, producers: Numbers, windows: Numbers, bits: Numbe
 
 
 def key_numbers(rows: BlockRows) -> KeyNumbers | None:
-    """What other blocks have to know to find a key that is stored out of order."""
+    """The producer sequences of each key, by which keys stored out of order across blocks are found."""
     if rows.ids is None:
         return None
     chosen = _of_keys(rows)
@@ -134,12 +135,12 @@ def key_numbers(rows: BlockRows) -> KeyNumbers | None:
 
 
 def _ascend(producers: UInt64s, numbers: UInt64s) -> bool:
-    """One producer's, in order: as most blocks of a partition with one sender are."""
+    """Whether all rows are of one producer and in order, as in most blocks of a partition with one producer."""
     return bool((producers == producers[:1]).all() and (numbers[1:] > numbers[:-1]).all())
 
 
 def _of_keys(rows: BlockRows) -> Numbers:
-    """Rows whose order of sending means something: they have a key, and were neither delayed nor sent one way."""
+    """Rows for which the order of sending is promised: they have a key and were neither delayed nor sent one-way."""
     if rows.hashes is None:
         return np.empty(0, np.int64)
     keyed = rows.hashes != NO_KEY_HASH
@@ -147,7 +148,7 @@ def _of_keys(rows: BlockRows) -> Numbers:
 
 
 def _mixed(rows: BlockRows, chosen: Numbers) -> UInt64s:
-    """Key and producer as one number each."""
+    """A hash of key and producer for each row."""
     assert rows.ids is not None
     assert rows.hashes is not None
     mixed: UInt64s = rows.hashes[chosen] ^ (rows.ids[0][chosen] * _MIX)
@@ -155,7 +156,7 @@ def _mixed(rows: BlockRows, chosen: Numbers) -> UInt64s:
 
 
 def _ones(bits: UInt64s) -> Numbers:
-    """How many bits of each are set."""
+    """The number of bits set in each."""
     found = np.unpackbits(np.ascontiguousarray(bits).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)
     counts: npt.NDArray[np.int64] = found.astype(np.int64)
     return counts

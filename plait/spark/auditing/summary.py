@@ -1,4 +1,4 @@
-"""Facts of all blocks, added up and put in words that users know."""
+"""Builds the report from the facts of all blocks."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from plait.spark.auditing.report import (
     SubjectAudit,
 )
 
-#: Moments of the lag over time: what a plot can show.
+#: Points of the plot of lag over time.
 MOMENTS: Final = 240
-#: Hot keys and examples of broken promises in a report.
+#: The most hot keys of a subject, and the most examples of broken promises, in a report.
 KEYS_MAX: Final = 20
 EXAMPLES_MAX: Final = 10
 
 _REDELIVERED: Final = "redelivered_"
-#: What is wrong between blocks, by kind of fact and its id.
+#: The number of violations between blocks, by kind of fact and id.
 Crossed = Mapping[tuple[str, int], int]
 
 
 def scale_of(source: AuditInput) -> Scale:
-    """The axis of time of a report."""
+    """The time axis of a report."""
     span = max(source.time_max - source.time_min, 0) + 1
     return Scale(source.time_min, -(-span // MOMENTS), MOMENTS)
 
@@ -54,7 +54,7 @@ class _Facts:
             self._found[kind, number][name][at] = count
 
     def counts(self, kind: str, ids: list[int]) -> dict[str, int]:
-        """By name."""
+        """The counts by name."""
         total: dict[str, int] = defaultdict(int)
         for number in ids:
             for name, counts in self._found[kind, number].items():
@@ -62,7 +62,7 @@ class _Facts:
         return total
 
     def numbers(self, kind: str, ids: list[int], name: str = "") -> dict[int, int]:
-        """By number."""
+        """The counts by number."""
         total: dict[int, int] = defaultdict(int)
         for each in ids:
             for number, count in self._found[kind, each][name].items():
@@ -76,7 +76,7 @@ class _Facts:
 def summarize(
     source: AuditInput, table: pa.Table, crossed: Crossed, *, since: int | None, until: int | None
 ) -> AuditReport:
-    """The report. ``table`` is of all facts added up, ``crossed`` what is wrong between blocks (``crossed_of``)."""
+    """Build the report. ``table``: the facts added up. ``crossed``: the violations between blocks (``crossed_of``)."""
     facts, causes = _Facts(table), source.deaths()
     by_partition: dict[int, list[GroupFacts]] = defaultdict(list)
     for group in source.groups.values():
@@ -120,7 +120,7 @@ def _subject(
     for number in ids:
         each = source.partitions[number]
         messages = facts.counts(tally.ROWS, [number]).get("", 0)
-        # Where damage is left out, frames are there by their headers only.
+        # Where damage is skipped, a frame header may promise rows that cannot be read.
         missing = sum(end - start for start, end in each.missing) + max(each.readable - messages, 0)
         partitions.append(
             PartitionAudit(partition=each.name, messages=messages, first=each.first, end=each.end, missing=missing)
@@ -155,7 +155,7 @@ def _subject(
 
 
 def _by_name(partitions: list[PartitionAudit]) -> list[int]:
-    """Messages of each name: an archive has also those of partitions that had it before."""
+    """The messages of each partition name. An archive may have several partitions of one name."""
     counts: Counter[str] = Counter()
     for each in partitions:
         counts[each.partition] += each.messages
@@ -187,7 +187,7 @@ def _group(
     invented = sum(max(group.reach - source.partitions[group.partition].end, 0) for group in members)
     before = {group.id: source.partitions[group.partition].first for group in members}
     gone = sum(_below(group.skips, before[group.id]) for group in members)
-    # One that was made again may be of another kind.
+    # A group that was deleted and created again may be of another kind.
     newest = max(members, key=lambda group: group.id)
     died = counts.get("died", 0)
     deaths = [
@@ -251,12 +251,12 @@ def _order(members: list[GroupFacts], newest: GroupFacts) -> str:
 
 
 def _below(ranges: list[tuple[int, int]], limit: int) -> int:
-    """How many of the sequences in ranges are not in the log any more."""
+    """The number of sequences in ``ranges`` that are below ``limit``."""
     return sum(max(min(end, limit) - start, 0) for start, end in ranges)
 
 
 def _by_count(deaths: list[DeathCount], died: int) -> list[DeathCount]:
-    """The most first; what is not kept any more is told without a reason."""
+    """Sorted by count, highest first. Dead letters that are no longer stored are counted without a reason."""
     total: dict[tuple[str | None, str | None], int] = defaultdict(int)
     for death in deaths:
         total[death.type, death.handler] += death.count

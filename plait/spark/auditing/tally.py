@@ -1,7 +1,7 @@
-"""What blocks hand over: small facts that add up, as one table.
+"""The output of a block: facts in one table, which can be added up.
 
-A fact is a count under a kind, the number of a group or partition, a name and a number. Only ``SHUFFLED`` facts are as
-many as a block has keys or messages: they never come to the driver.
+A fact is a count with a kind, the id of a group or partition, a name and a number. Only ``SHUFFLED`` facts can be as
+many as the keys or messages of a block: they are not collected by the driver.
 """
 
 from __future__ import annotations
@@ -17,51 +17,52 @@ import pyarrow.compute as pc
 SCHEMA: Final = pa.schema(
     [
         pa.field("kind", pa.string(), nullable=False),
-        # Of a group, or of a partition.
+        # The id of a group, partition or subject.
         pa.field("id", pa.int64(), nullable=False),
         pa.field("name", pa.string(), nullable=False),
         pa.field("number", pa.int64(), nullable=False),
         pa.field("count", pa.int64(), nullable=False),
-        # Of ORDER facts: when a key's first and last acks of a block were.
+        # Of ORDER facts: the first and the last ack of a key in a block. For other SHUFFLED kinds see below.
         pa.field("earliest", pa.int64(), nullable=False),
         pa.field("latest", pa.int64(), nullable=False),
     ]
 )
 
-#: Of groups: rows by fate, broken promises and examples of them (number: the sequence), other counts...
+#: Of groups: rows by fate, broken promises, their examples (number: the sequence), and other counts.
 FATE: Final = "fate"
 BROKEN: Final = "broken"
 EXAMPLE: Final = "example"
 COUNT: Final = "count"
-#: ...latencies by bin, rows stored and settled by moment.
+#: Of groups: latencies by bin, rows stored and settled by moment.
 LATENCY: Final = "latency"
 STORED: Final = "stored"
 SETTLED: Final = "settled"
-#: number: the key's hash, as a signed number; count: the block's first sequence.
+#: Of groups: the ack times of a key. number: the key's hash as a signed number, count: the block's first sequence.
 ORDER: Final = "order"
-#: Of all groups of a name (id: the least number of one): the same for each key that may have moved between partitions;
-#: count: where in the message log its rows of the block begin, name: the partition.
+#: Of all groups of a name (id: the lowest number of one): the ack times of a key that may have moved to another
+#: partition. number: the key's hash, count: the place in the message log of its first row in the block, name: the
+#: partition.
 MOVED: Final = "moved"
-#: Of subjects (id: the least number of a partition): which message ids a block has. number: the producer, count: the
-#: window, earliest: its bits (``stored.Windows``).
+#: Of subjects (id: the lowest number of a partition): the message ids of a block. number: the producer, count: the
+#: window, earliest: its bits (``stored_order.Windows``).
 IDS: Final = "ids"
-#: Of partitions: number: key and producer, count: the block's first sequence, earliest and latest: the least and the
-#: greatest number that the producer gave.
+#: Of partitions: the producer sequences of a key. number: the hash of key and producer, count: the block's first
+#: sequence, earliest and latest: the lowest and the highest producer sequence.
 SENT: Final = "sent"
-#: As many as a block has keys or messages: they never come to the driver, but for what they show.
+#: Compared between blocks by a shuffle. The driver collects only the result.
 SHUFFLED: Final = (ORDER, MOVED, IDS, SENT)
-#: Of partitions: messages that were stored as they should not be, by promise, and examples (number: the sequence).
+#: Of partitions: messages whose storing broke a promise, by promise, and examples (number: the sequence).
 FLAW: Final = "flaw"
 FLAW_EXAMPLE: Final = "flaw_example"
-#: Of partitions: rows, rows of the keys that have most, rows by logical partition.
+#: Of partitions: rows, rows of the most frequent keys, rows by LP.
 ROWS: Final = "rows"
 KEY: Final = "key"
 SLOT: Final = "slot"
 
-#: What kept a part from being judged; name: code, message and details as JSON.
+#: The error that prevented a part from being judged. name: code and message as JSON.
 ERROR: Final = "error"
 
-#: Latencies are told apart to a sixteenth of a doubling, about 4 %.
+#: Latency bins per doubling: a bin is about 4 % wide.
 BINS_A_DOUBLING: Final = 16
 
 
@@ -72,7 +73,7 @@ class Tally:
         self._batches: list[pa.RecordBatch] = []
 
     def add(self, kind: str, number: int, name: str, count: int) -> None:
-        """One count; nothing where it is none."""
+        """Add one count, unless it is 0."""
         if count:
             self.add_many(kind, number, name, [0], [count])
 
@@ -85,7 +86,7 @@ class Tally:
         counts: Sequence[int] | npt.NDArray[np.int64],
         times: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None,
     ) -> None:
-        """Counts under numbers, or under a name each."""
+        """Add a count for each number, with one name for all or a name each."""
         size = len(counts)
         if not size:
             return
@@ -105,7 +106,7 @@ class Tally:
         self._batches.append(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
 
     def histogram(self, kind: str, id_: int, values: npt.NDArray[np.int64]) -> None:
-        """How often each value is there."""
+        """Add how often each value occurs."""
         numbers, counts = np.unique(values, return_counts=True)
         self.add_many(kind, id_, "", numbers, counts)
 
@@ -121,18 +122,18 @@ def added_up(table: pa.Table) -> pa.Table:
 
 
 def latency_bins(micros: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The bin of each; what clocks that differ make negative is in the lowest."""
+    """The bin of each latency. Latencies that are negative because clocks differ fall into the lowest bin."""
     bins: npt.NDArray[np.int64] = np.floor(np.log2(np.maximum(micros, 1)) * BINS_A_DOUBLING).astype(np.int64)
     return bins
 
 
 def latency_of(bin_: int) -> float:
-    """Seconds in the middle of a bin."""
+    """The middle of a bin, in seconds."""
     return float(2.0 ** ((bin_ + 0.5) / BINS_A_DOUBLING)) / 1_000_000
 
 
 def percentile(bins: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], share: float) -> float:
-    """Seconds within which ``share`` of all were."""
+    """The latency in seconds that ``share`` of all do not exceed."""
     order = np.argsort(bins)
     total = np.cumsum(counts[order])
     at = int(np.searchsorted(total, share * int(total[-1]), "left"))

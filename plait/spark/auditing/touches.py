@@ -1,4 +1,4 @@
-"""Which events are about which rows: ranges of sequences meet the rows of a block."""
+"""Which events are about which rows: joins the sequence ranges of events with the rows of a block."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from plait.spark.auditing.inputs.block_rows import BlockRows, Numbers
 from plait.spark.auditing.inputs.cursor_layout import Layout
 from plait.spark.auditing.inputs.events import Events
 
-#: Pairs of a row and an event that are looked at together: bounds the memory, whatever the ranges.
+#: The most pairs of a row and an event in one batch. Bounds the memory for ranges of any length.
 PAIRS_MAX: Final = 1 << 21
 
 
 @dataclass(frozen=True)
 class Touches:
-    """Pairs of a row and an event that is about it; by row, and of each row in log order."""
+    """Pairs of a row and an event about it, sorted by row, then in log order."""
 
     rows: Numbers
     events: Numbers
-    #: Of an ordered group, for each row, where its strand joined another (``Layout.joined_at``).
+    #: Of an ordered group, for each row, the place where its cursor joined another (``Layout.joined_at``).
     joined_at: Numbers | None = None
 
 
 def touches(rows: BlockRows, events: Events, group: GroupFacts) -> Touches:
-    """All of a group's events of rows, in log order, against some rows."""
+    """Join a group's events about rows, in log order, with some rows."""
     low = np.searchsorted(rows.sequences, events["start"])
     high = np.searchsorted(rows.sequences, events["end"])
-    # Events of an ordered group name a strand, and mean its rows only: who has a row changes from event to event.
+    # Events of an ordered group name a cursor and apply only to its rows. The cursor of a row changes over the log.
     steps = _spans(events, group) if group.ordered and group.whole else iter([(0, len(events))])
     layout = Layout(rows)
     applied = 0
@@ -46,10 +46,10 @@ def touches(rows: BlockRows, events: Events, group: GroupFacts) -> Touches:
         for begin, stop in _batches(low[first:last], high[first:last]):
             which, of = _pairs(low[first + begin : first + stop], high[first + begin : first + stop])
             of += first + begin
-            # A row that was lost with the power had the same sequence: an older event is not about this one.
+            # A row lost in a power failure had the same sequence: an event of an older epoch is about that row.
             mine = rows.epochs[which] <= events["epoch"][of]
             if group.ordered and group.whole:
-                same = layout.strands(which) == events["consumer"][of]
+                same = layout.cursors(which) == events["consumer"][of]
                 mine &= same if rows.loose is None else same | rows.loose[which]
             found.append((which[mine], of[mine]))
     for change in group.changes[applied:] if group.ordered and group.whole else ():
@@ -61,7 +61,7 @@ def touches(rows: BlockRows, events: Events, group: GroupFacts) -> Touches:
 
 
 def _spans(events: Events, group: GroupFacts) -> Iterator[tuple[int, int]]:
-    """Events [first, last) between which no strand changed."""
+    """Ranges [first, last) of events between which no cursor changed."""
     places = np.array([change[0] for change in group.changes], np.int64)
     epoch = np.searchsorted(places, events["place"])
     edges = [0, *(np.flatnonzero(np.diff(epoch)) + 1).tolist(), len(events)]
@@ -69,7 +69,7 @@ def _spans(events: Events, group: GroupFacts) -> Iterator[tuple[int, int]]:
 
 
 def _batches(low: Numbers, high: Numbers) -> Iterator[tuple[int, int]]:
-    """Events [begin, stop) that make about ``PAIRS_MAX`` pairs at most."""
+    """Ranges [begin, stop) of events with at most ``PAIRS_MAX`` pairs, or one event that has more."""
     total = np.cumsum(high - low)
     begin = 0
     while begin < len(low):
@@ -80,7 +80,7 @@ def _batches(low: Numbers, high: Numbers) -> Iterator[tuple[int, int]]:
 
 
 def _pairs(low: Numbers, high: Numbers) -> tuple[Numbers, Numbers]:
-    """Each row of each range [low, high), with the number of the range."""
+    """Each row of each range [low, high), and the number of its range."""
     counts = high - low
     of = np.repeat(np.arange(len(low)), counts)
     which = np.arange(int(counts.sum())) + np.repeat(low - (np.cumsum(counts) - counts), counts)

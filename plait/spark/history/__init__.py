@@ -1,6 +1,7 @@
-"""A subject's history, from an archive and a live log: look-ups and replays.
+"""History: finds and replays messages of a subject in an archive and in the live log together.
 
-``History`` is imported from here by users (docs/history.md).
+Users import ``History`` from here (docs/history.md); the CLI commands for lookups and replays use it too. The package
+may import ``archiving``, ``source``, ``runtime``, the client, storage and frame. A lookup needs neither Spark nor Java.
 """
 
 from plait.spark.history.lookup import History

@@ -1,8 +1,8 @@
-"""The part of a subject's history that is in an archive: rows of the Parquet files that its manifest names.
+"""The archived part of a subject's history: rows of the Parquet files that the manifest names.
 
-Files are sorted by key and have statistics for each row group, so that one key is a matter of a few row groups: files
-are chosen by the manifest, row groups by their statistics, and the columns that conditions look at are read before all
-others. What is known of a file stays, since an archived file never changes.
+Files are sorted by key and have statistics for each row group, so that a key is in few row groups: the manifest selects
+files, statistics select row groups, and the columns of the conditions are read before all others. Open files are
+cached, since an archived file never changes.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from plait.spark.history.live_part import ENCODED, SCHEMA
 from plait.spark.history.selection import HistorySelection
 from plait.spark.source import arrow_scalars as bare
 
-#: Files that stay open, with what their footers say; about 100 KiB each.
+#: The maximum of open files, with their footers; about 100 KiB each.
 OPEN_MAX: Final = 256
-#: Columns that row groups are chosen by.
+#: Columns whose statistics select row groups.
 _CHOOSING: Final = ("key", "message_id", "store_time")
 
 
 class FileGone(ArchiveError):
-    """A file that the manifest names is not there: a later manifest has replaced it, or it is lost."""
+    """A file that the manifest names does not exist: a later manifest has replaced it, or it is lost."""
 
 
 @dataclass(frozen=True)
 class ArchivedPiece:
-    """One file that may hold rows; pickled to where it is read."""
+    """One file that may have matching rows; pickled to the task that reads it."""
 
-    place: str
+    #: The address of the archive.
+    archive: str
     file: ArchivedFile
 
     @property
@@ -50,27 +51,27 @@ class ArchivedPiece:
     def read(
         self, selection: HistorySelection, *, encoded: bool = False, files: OpenFiles | None = None
     ) -> Iterator[pa.Table]:
-        """The rows that are meant; with ``encoded``, a column more: their headers as they were sent, null where all are
-        text. ``files`` are kept open.
+        """The matching rows. ``encoded`` adds a column with the headers as they were sent, null where all values are
+        text. ``files`` caches open files.
         """
         try:
-            opened = (files or OpenFiles()).get(self.place, self.file)
+            opened = (files or OpenFiles()).get(self.archive, self.file)
             yield from opened.read(selection, encoded=encoded)
         except FileNotFoundError as error:
             raise FileGone(
-                f"{self.place}/{self.file.path} is not there, and the archive's manifest names it: "
+                f"{self.archive}/{self.file.path} does not exist, and the archive's manifest names it: "
                 f"{self.file.count} messages are missing. Restore the file from a copy"
             ) from error
         except (pa.ArrowException, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise ArchiveError(
-                f"{self.place}/{self.file.path} is damaged or cannot be read: {reason}. Restore the file from a copy",
-                file=f"{self.place}/{self.file.path}",
+                f"{self.archive}/{self.file.path} is damaged or cannot be read: {reason}. Restore the file from a copy",
+                file=f"{self.archive}/{self.file.path}",
             ) from error
 
 
 def plan_archived(archive: Archive, manifest: ArchiveManifest, selection: HistorySelection) -> list[ArchivedPiece]:
-    """The files that may hold what is meant, as far as the manifest tells."""
+    """The files that may have matching rows, by the manifest."""
     found = manifest.find(
         MESSAGES, subjects=[selection.subject], time_min=selection.time_min, time_max=selection.time_max
     )
@@ -78,28 +79,28 @@ def plan_archived(archive: Archive, manifest: ArchiveManifest, selection: Histor
 
 
 def _may_hold(file: ArchivedFile, key: str | None) -> bool:
-    """Rows of the key, or any rows where none is asked for."""
+    """Whether the file may have rows of the key; True if no key is given."""
     if key is None:
         return True
     return file.key_min is not None and file.key_max is not None and file.key_min <= key <= file.key_max
 
 
 class OpenFiles:
-    """Files that stay open; any thread may ask for one."""
+    """A cache of open files; thread-safe."""
 
     def __init__(self, count_max: int = OPEN_MAX) -> None:
         self._count_max = count_max
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, place: str, file: ArchivedFile) -> _File:
-        """The file, opened when it is first needed."""
+    def get(self, archive: str, file: ArchivedFile) -> _File:
+        """The open file; opens it if it is not in the cache."""
         with self._lock:
             known = self._files.get(file.path)
             if known is not None:
                 self._files.move_to_end(file.path)
                 return known
-        opened = _File(place, file.path, file.count)
+        opened = _File(archive, file.path, file.count)
         with self._lock:
             self._files[file.path] = opened
             while len(self._files) > self._count_max:
@@ -112,7 +113,7 @@ class OpenFiles:
 
 @dataclass
 class _Bounds:
-    """The least and the greatest value of a column in each row group; None: not known, or there is no value."""
+    """The least and the greatest value of a column in each row group; None: unknown, or no value."""
 
     low: list[Any] = field(default_factory=list)
     high: list[Any] = field(default_factory=list)
@@ -123,9 +124,8 @@ class _Bounds:
 class _File:
     """An open file and its row groups."""
 
-    def __init__(self, place: str, path: str, count: int) -> None:
-        archive = Archive.at(place)
-        self._parquet = pq.ParquetFile(_open(archive, path), page_checksum_verification=True)
+    def __init__(self, archive: str, path: str, count: int) -> None:
+        self._parquet = pq.ParquetFile(_open(Archive.at(archive), path), page_checksum_verification=True)
         metadata = self._parquet.metadata
         if metadata.num_rows != count:
             raise pa.ArrowInvalid(f"it has {metadata.num_rows} rows, the manifest says {count}")
@@ -136,7 +136,7 @@ class _File:
         self._columns = [name for name in self._parquet.schema_arrow.names if name in SCHEMA.names]
         self._typed = header_types.COLUMN in self._parquet.schema_arrow.names
         self._bounds = {name: self._bounds_of(names.index(name)) for name in _CHOOSING}
-        # Readers of one file take turns: its place in the file is shared.
+        # Readers of one file share its file position, so they take turns.
         self._lock = threading.Lock()
 
     def _bounds_of(self, column: int) -> _Bounds:
@@ -146,7 +146,7 @@ class _File:
             group = metadata.row_group(number)
             statistics = group.column(column).statistics
             known = statistics is not None and statistics.has_min_max
-            # As they are stored, text as its bytes: making anything else of them would bring pandas in.
+            # Raw values, text as bytes: converting them would import pandas.
             bounds.low.append(statistics.min_raw if known else None)
             bounds.high.append(statistics.max_raw if known else None)
             counted = statistics is not None and statistics.has_null_count
@@ -154,7 +154,7 @@ class _File:
         return bounds
 
     def groups(self, selection: HistorySelection) -> list[int]:
-        """The row groups that may hold what is meant."""
+        """The row groups that may have matching rows."""
         found = range(self._parquet.metadata.num_row_groups)
         if selection.key is not None:
             key = selection.key.encode()
@@ -168,7 +168,7 @@ class _File:
         return _within(groups, self._bounds["store_time"], selection.time_min, selection.time_max)
 
     def _from(self, groups: range, key: bytes) -> range:
-        """Without the row groups before the key, which a search finds where all bounds are known."""
+        """Without the row groups before the key, found by binary search if all bounds are known."""
         high = self._bounds["key"].high
         return groups if None in high else range(bisect_left(high, key), groups.stop)
 
@@ -182,14 +182,14 @@ class _File:
 
     def _matching(self, group: int, selection: HistorySelection, columns: list[str]) -> pa.Table | None:
         parquet = self._parquet
-        looked_at = selection.columns
-        # Lookups have a thread for each of several files already.
+        condition_columns = selection.columns
+        # A lookup of few rows already reads several files in threads.
         threads = not selection.few
-        if not looked_at:
+        if not condition_columns:
             return parquet.read_row_group(group, columns=columns, use_threads=threads)
-        # What decides first: most row groups that are looked at have nothing that is meant.
+        # Read the columns of the conditions first: most of these row groups have no matching row.
         index = "__row"
-        rows = parquet.read_row_group(group, columns=looked_at, use_threads=threads)
+        rows = parquet.read_row_group(group, columns=condition_columns, use_threads=threads)
         rows = rows.append_column(index, bare.integers(np.arange(rows.num_rows)))
         found = selection.matching(rows)
         if not found.num_rows:

@@ -1,8 +1,8 @@
-"""The part of a subject's history that a broker still has, read through it: from what is archived to what was stored
-when it was asked.
+"""The part of a subject's history that is read through brokers: from the end of the archive to the end of each
+partition at the time of planning.
 
-Where a partition was deleted and made anew, its sequences count from 0 again. Its rows are later than all archived
-ones, so a row counts as archived only where its sequence and its time are.
+The sequences of a partition that was deleted and created again restart at 0. Its rows are later than all archived rows,
+so a row counts as archived only if both its sequence and its store time are within the archived part.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from plait.storage.reading.log_chunks import ChunkPartition
 
 log = logging.getLogger("plait.spark")
 
-#: Rows that are asked for at a time; the client's limits bound their bytes.
+#: Rows of one read request; the client's limits bound their size.
 READ_COUNT = 65_536
-#: A broker that has no more rows than this is asked so often, and waits so long, before what is missing is gone.
+#: A broker that returns no rows is asked again this often, and waits this long each time, before the missing rows count
+#: as lost.
 STALLS_MAX = 3
 STALL_SECONDS = 1.0
-#: A broker's clock may have been set back by so much, and rows from a time on are still all found.
+#: How far a broker's clock may have been set back without a search by time missing rows.
 CLOCK_MICROS = 3_600_000_000
 
 
 @dataclass(frozen=True)
 class ArchivedUpTo:
-    """What an archive has of a partition: everything before a sequence, up to a time."""
+    """The archived part of a partition: everything before a sequence, up to a store time."""
 
     next: int
     time_max: int
@@ -45,7 +46,7 @@ class ArchivedUpTo:
 
 @dataclass(frozen=True)
 class BrokerPart:
-    """Rows [start, end) of a partition; a client of its own reads them."""
+    """Rows [start, end) of a partition; read with a separate client."""
 
     address: str
     subject: str
@@ -59,18 +60,18 @@ class BrokerPart:
         return self.end - self.start
 
     def read(self, selection: HistorySelection, *, encoded: bool = False, files: object = None) -> Iterator[pa.Table]:
-        """The rows that are meant; with ``encoded``, a column more: the headers as the frames have them."""
+        """The matching rows. ``encoded`` adds a column with the headers as in the frames."""
         group = self.partition.group
         for rows in matching_rows(self._frames(), selection, group, encoded=encoded):
             sequences = rows["sequence"]
-            kept = pc.less(sequences, self.end)
+            wanted = pc.less(sequences, self.end)
             if self.archived is not None:
                 times = rows["store_time"].cast(pa.int64())
                 later = pc.or_(
                     pc.greater_equal(sequences, self.archived.next), pc.greater(times, self.archived.time_max)
                 )
-                kept = pc.and_(kept, later)
-            rows = rows.filter(kept)
+                wanted = pc.and_(wanted, later)
+            rows = rows.filter(wanted)
             if rows.num_rows:
                 yield rows
 
@@ -87,7 +88,7 @@ class BrokerPart:
                 frames = loop.run(cursor.read_frames(READ_COUNT, STALL_SECONDS if stalls else 0.0))
                 for frame in frames:
                     yield partition, frame
-                # A broker that is busy with its output answers with nothing; one that lost its last moments, too.
+                # A broker under flow control returns nothing; so does one that lost the tail of its log.
                 stalls = 0 if frames or cursor.position[1] > before else stalls + 1
             if cursor.position[1] < self.end:
                 self._explain(cursor.position[1], loop.run(_position(client, self.subject, self.partition, "latest")))
@@ -95,14 +96,14 @@ class BrokerPart:
             loop.run(client.close())
 
     def _explain(self, reached: int, latest: int) -> None:
-        """Rows that did not come are there, and the broker has to be asked again; or they are lost."""
+        """Raise ``Unavailable`` if the missing rows exist at the broker; warn if they are lost."""
         if latest > reached:
             raise Unavailable(
-                f"{self.partition} has messages up to sequence {latest - 1}, and those from {reached} on did not come: "
-                "its broker is too busy; try again"
+                f"{self.partition} has messages up to sequence {latest - 1}, but its broker did not send those from "
+                f"{reached} on: it is too busy; try again"
             )
         log.warning(
-            "%s ends at sequence %d: %d to %d, which it had when it was asked, are lost",
+            "%s ends at sequence %d: sequences %d to %d, which existed when the lookup was planned, are lost",
             self.partition,
             latest,
             reached,
@@ -113,7 +114,7 @@ class BrokerPart:
 def plan_server(
     address: str, selection: HistorySelection, archived: Mapping[str, ArchivedUpTo]
 ) -> list[BrokerPart] | None:
-    """What the brokers have and the archive has not, as of now; None: they do not know the subject."""
+    """The rows that the brokers have and the archive does not, as of now; None: the cluster has no such subject."""
     return shared_loop().run(_plan(address, selection, archived))
 
 

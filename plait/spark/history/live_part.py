@@ -1,7 +1,7 @@
-"""The part of a subject's history that is still in a message log, from a log offset on.
+"""The part of a subject's history that is in a message log, from a log offset on.
 
-Frames that cannot hold what is looked for are passed over: by their headers, then by key hashes and producer numbers,
-whole columns at a time. Headers are decoded for rows that match everything else, and for no others.
+Frames that cannot have matching rows are skipped: by their headers, then by key hashes and producer sequences, whole
+columns at a time. Message headers are decoded only for rows that match all other conditions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plait.storage.disk import RealDisk
 from plait.storage.reading.log_chunks import ChunkPartition, LogChunk, WantedRows, plan, read_chunk
 from plait.storage.reading.log_reader import damage_error, open_log
 
-#: What rows of history have: the source's columns, and their headers as they were sent.
+#: The columns of history rows: those of the source, and optionally the headers as they were sent.
 SCHEMA: Final = pa.schema([pa.field(name, column.type, column.nullable) for name, column in COLUMNS.items()])
 ENCODED: Final = "headers_encoded"
 ENCODED_SCHEMA: Final = SCHEMA.append(pa.field(ENCODED, pa.binary()))
@@ -31,7 +31,7 @@ ENCODED_SCHEMA: Final = SCHEMA.append(pa.field(ENCODED, pa.binary()))
 
 @dataclass(frozen=True)
 class LivePiece:
-    """A part of a log that one task reads; pickled to where that is."""
+    """A part of a log that one task reads; pickled to the task."""
 
     path: str
     chunk: LogChunk
@@ -42,7 +42,7 @@ class LivePiece:
         return self.chunk.size
 
     def read(self, selection: HistorySelection, *, encoded: bool = False, files: object = None) -> Iterator[pa.Table]:
-        """The rows that are meant; with ``encoded``, a column more: the headers as the frames have them."""
+        """The matching rows. ``encoded`` adds a column with the headers as in the frames."""
         wanted = wanted_of(selection)
         frames = read_chunk(RealDisk(self.path, read_only=True), self.path, self.chunk, wanted)
         try:
@@ -54,17 +54,17 @@ class LivePiece:
 
 @dataclass(frozen=True)
 class LivePlan:
-    """Pieces of a log, in its order."""
+    """Pieces of a log, in log order."""
 
     pieces: list[LivePiece]
-    #: The subject is one that the log knows.
+    #: Whether the log has the subject.
     known: bool
     #: The log's first offset.
     start: int
 
 
 def wanted_of(selection: HistorySelection) -> WantedRows:
-    """What decides by frame headers, key hashes and producer numbers."""
+    """The conditions that frame headers, key hashes and producer sequences can decide."""
     ids = None
     if selection.message_id is not None:
         producer, _, number = selection.message_id.partition("-")
@@ -79,19 +79,19 @@ def wanted_of(selection: HistorySelection) -> WantedRows:
 
 
 def plan_live(path: str, group: str, selection: HistorySelection, offset: int, end: int | None = None) -> LivePlan:
-    """What a data directory's log has of a subject from a log offset on, which a frame begins at, or the log ends;
-    with ``end``, up to the segment that begins there.
+    """The pieces of a data directory's log with rows of a subject, from a log offset on, which is the start of a frame
+    or the end of the log. With ``end``, up to the segment that begins there.
     """
     reader = open_log(path)
     if end is not None:
         reader.files = [(base, segment) for base, segment in reader.files if base < end]
     bases = [base for base, _ in reader.files]
-    # Each segment begins with the names of all partitions: those before the offset need not be looked at.
+    # Each segment header has the names of all partitions, so earlier segments need not be read.
     first = max(bisect_right(bases, offset) - 1, 0)
     del reader.files[:first]
     segments = {segment: base for base, segment in reader.files}
     try:
-        # As archives have it: also what retention has expired, as long as its file is there.
+        # Include expired messages while their file exists, as archives do.
         planned = plan(reader, wanted_of(selection), expired=True)
     except SubjectNotFound:
         return LivePlan([], False, bases[0] if bases else 0)
@@ -110,7 +110,7 @@ def matching_rows(
     *,
     encoded: bool = False,
 ) -> Iterator[pa.Table]:
-    """The rows of frames that are meant, in the order of the frames."""
+    """The matching rows of frames, in the order of the frames."""
     picker = Picker.of(wanted_of(selection))
     members: list[tuple[ChunkPartition, FrameView]] = []
     count = size = 0
@@ -119,7 +119,7 @@ def matching_rows(
         if picked is not None and not picked.any():
             continue
         if view.has(Column.SELECTION):
-            # A part of a frame, as a broker cut it, is alone.
+            # A selection of rows that a broker made is not joined with other frames.
             yield from _rows(Frames([(partition, view)], group), selection, encoded)
             continue
         members.append((partition, view))

@@ -1,9 +1,9 @@
-"""A subject's whole history: what an archive has and what a log still has, as one.
+"""Finds messages of a subject in an archive and in the live log together.
 
-The archive's manifest says up to which offset each data directory's log is archived; the log is read from there on.
-So no message comes twice and none is missing, whatever archiver and retention do meanwhile: who finds a file or a
-segment gone looks at the newest manifest and begins again. Nothing here needs Spark or Java; ``spark_lookup``
-runs the same reading on Spark.
+The archive's manifest records up to which offset each data directory's log is archived; the log is read from there on.
+So no message is returned twice and none is missing, whatever the archiver and retention do meanwhile: a lookup that
+finds a file or a segment gone reads the newest manifest and starts again. Nothing here needs Spark or Java;
+``spark_lookup`` runs the same reads on Spark.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from plait.storage.reading.log_reader import MESSAGE_DIRECTORY
 
 log = logging.getLogger("plait.spark")
 
-#: Where archiver or retention replace what is read, looking again this often finds a moment of rest.
+#: How often a lookup starts if the archiver or retention removes files that it reads.
 LOOKS_MAX: Final = 5
-#: Files of an archive that are read at once for a lookup.
+#: The maximum of archived files that a lookup reads at the same time.
 THREADS_MAX: Final = 8
-#: Each thread has so many of them in hand or done, before they are asked for.
+#: Files per thread that are read before the caller needs them.
 READ_AHEAD: Final = 2
-#: Names of subjects that an error message lists.
+#: The maximum of subjects that an error message lists.
 SHOWN_MAX: Final = 20
 
 Piece = ArchivedPiece | LivePiece | BrokerPart
-#: Told how many bytes are read, and how many there are to read, about.
+#: Called with the number of bytes read, and the approximate total.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class HistoryPlan:
-    """Everything that may hold what is meant; each message is in one piece."""
+    """All pieces that may have matching rows; each message is in one piece."""
 
     selection: HistorySelection
     pieces: list[Piece]
@@ -65,10 +65,10 @@ class HistoryPlan:
 
 
 class History:
-    """An archive, and the data directories or the server that it was made from; for ``with``, or to keep.
+    """Finds messages in an archive and in the data directories or the server that it was made from; a context manager.
 
-    ``data`` names one data directory or several, ``server`` a node; without either, only what is archived is found.
-    ``group`` is the broker group of a directory that the archive does not know yet.
+    ``data`` is one data directory or several, ``server`` the address of a node; without either, only archived messages
+    are found. ``group`` is the broker group of a directory that is not in the archive yet.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class History:
         clock: Clock | None = None,
     ) -> None:
         if data is not None and server is not None:
-            raise InvalidArgument("give a data directory or a server, not both: they have the same messages")
+            raise InvalidArgument("both data and server are given, and they have the same messages; give one of them")
         self._archive = Archive.at(archive)
         directories = [data] if isinstance(data, str | os.PathLike) else list(data or [])
-        # As tasks elsewhere know them.
+        # Absolute, for tasks in other processes.
         self._directories = [os.path.abspath(directory) for directory in directories]
         self._server = server
         self._group = names.check("group", group)
@@ -96,14 +96,14 @@ class History:
             _check_directory(directory)
 
     @property
-    def place(self) -> str:
-        """The archive, as its user named it."""
-        return self._archive.place
+    def location(self) -> str:
+        """The path or URI of the archive as the user wrote it."""
+        return self._archive.location
 
     @property
     def sources(self) -> dict[str, Any]:
-        """Where it looks, as other processes would say it. A server is not named: another one of its cluster has the
-        same messages.
+        """What it reads from, independent of the working directory. The address of a server is left out: any other node
+        of its cluster has the same messages.
         """
         return {
             "archive": self._archive.address,
@@ -121,7 +121,7 @@ class History:
         self.close()
 
     def close(self) -> None:
-        """Let go of files and threads."""
+        """Close files and threads."""
         self._files = OpenFiles()
         if self._threads is not None:
             self._threads.shutdown()
@@ -140,7 +140,7 @@ class History:
         until: When | None = None,
         limit: int | None = None,
     ) -> pa.Table:
-        """The messages that meet all conditions, in the order they were stored; the first ``limit`` of them.
+        """The first ``limit`` messages that match all conditions, in the order in which they were stored.
 
         The columns are those of the Spark source. ``since`` and ``until`` are store times: a datetime, ISO 8601, or
         "-5m" before now; the first is included, the second is not.
@@ -149,7 +149,7 @@ class History:
         return self.table(selection, limit=limit)
 
     def selection(self, subject: str, **conditions: Any) -> HistorySelection:
-        """The conditions of ``find``, checked."""
+        """The checked conditions of ``find``."""
         return HistorySelection.of(subject, now=self._clock.now(), **conditions)
 
     def table(
@@ -169,9 +169,10 @@ class History:
         found: Callable[[pa.Table], None] | None = None,
         encoded: bool = False,
     ) -> Iterator[pa.Table]:
-        """The same, a table after another, however many there are; ``encoded``: with ``headers_encoded`` at the end.
+        """All rows of a selection, in order, as a series of tables. ``encoded`` adds the column ``headers_encoded``.
 
-        Before the first row comes, ``found`` has had all of them, in any order, and ``counted`` their number.
+        Before the first table is returned, ``found`` is called with all rows, in any order, and ``counted`` with their
+        number.
         """
         first = None if limit is None else limit_of(limit)
         for attempt in range(1, LOOKS_MAX + 1):
@@ -188,8 +189,8 @@ class History:
             return
 
     def may_look_again(self, attempt: int) -> bool:
-        """After a file was gone: retention or the archiver was faster. What a newer manifest does not explain is an
-        error.
+        """Whether to start again after a file was gone, since retention or the archiver may have removed it. Without a
+        newer manifest that explains it, the second failure is an error.
         """
         before = self._manifest.number
         return attempt < LOOKS_MAX and (self._latest().number != before or attempt == 1)
@@ -202,14 +203,14 @@ class History:
         found: Callable[[pa.Table], None] | None,
         encoded: bool,
     ) -> None:
-        """Read everything that may hold what is meant."""
+        """Read all pieces into an ordering."""
         selection = plan.selection
         done, total = 0, plan.size
-        pieces = sorted(plan.pieces, key=_place_of)
+        pieces = sorted(plan.pieces, key=_read_order)
         read: Iterable[tuple[Piece, Iterable[pa.Table]]]
         if selection.few:
-            # Few rows of each, mostly: they are read before they are needed.
-            read = self._read_at_once(pieces, selection, encoded)
+            # Each piece has few rows, usually: read pieces ahead in threads.
+            read = self._read_ahead(pieces, selection, encoded)
         else:
             read = ((piece, self._read(piece, selection, ordering, encoded)) for piece in pieces)
         for piece, tables in read:
@@ -226,7 +227,7 @@ class History:
             return ()
         return piece.read(selection, encoded=encoded, files=self._files)
 
-    def _read_at_once(
+    def _read_ahead(
         self, pieces: list[Piece], selection: HistorySelection, encoded: bool
     ) -> Iterator[tuple[Piece, Iterable[pa.Table]]]:
         def read(piece: Piece) -> tuple[Piece, list[pa.Table]]:
@@ -243,7 +244,7 @@ class History:
         try:
             while ahead:
                 yield ahead.popleft().result()
-                # No further: of a key that is in every file, all of them would be in memory.
+                # No further ahead: the rows of a key that is in every file would all be in memory.
                 ahead.extend(self._threads.submit(read, piece) for piece in islice(waiting, 1))
         finally:
             for each in ahead:
@@ -252,14 +253,14 @@ class History:
     # --- planning -------------------------------------------------------------------------------
 
     def plan(self, selection: HistorySelection) -> HistoryPlan:
-        """Where it has to be looked for. ``SubjectNotFound`` where nobody knows the subject."""
+        """The pieces to read. Raises ``SubjectNotFound`` if neither the archive nor the log has the subject."""
         for _ in range(LOOKS_MAX):
             manifest = self._latest()
-            pieces, known, told = self._live(manifest, selection)
-            if not told or self._latest().number == manifest.number:
+            pieces, known, warnings = self._live(manifest, selection)
+            if not warnings or self._latest().number == manifest.number:
                 break
-        for each in told:
-            log.warning("%s", each)
+        for warning in warnings:
+            log.warning("%s", warning)
         pieces = [*plan_archived(self._archive, manifest, selection), *pieces]
         subject = selection.subject
         if not known and not any(file.subject == subject and file.kind == MESSAGES for file in manifest.files):
@@ -267,24 +268,25 @@ class History:
         return HistoryPlan(selection, pieces)
 
     def _latest(self) -> ArchiveManifest:
-        """The newest manifest; read again only where there is a newer one."""
+        """The newest manifest; read again only if there is a newer one."""
         numbers = self._archive.numbers()
         if not numbers or numbers[-1] != self._manifest.number:
             self._manifest = self._archive.open()
         return self._manifest
 
     def _live(self, manifest: ArchiveManifest, selection: HistorySelection) -> tuple[list[Piece], bool, list[str]]:
-        """What is in no Parquet file, whether the subject is known there, and what is not looked into or nowhere."""
+        """The pieces outside Parquet files, whether they have the subject, and warnings about rows that are not read or
+        lost."""
         pieces: list[Piece] = []
         known = False
-        told: list[str] = []
+        warnings: list[str] = []
         readable = self._server is None and is_readable(self._archive)
         for name, source in manifest.sources.items():
             if not readable and message_segments(source):
-                told.append(
-                    f"{RAW}/{name} has segments that are in no Parquet file, and they are not looked into "
-                    f"{'where the archive is not on this machine' if self._server is None else 'beside a server'}: "
-                    "archive without --raw, too"
+                warnings.append(
+                    f"{RAW}/{name} has segments that are in no Parquet file, and they are not read "
+                    f"{'because the archive is not local' if self._server is None else 'together with a server'}: "
+                    "archive also without --raw"
                 )
             found = plan_raw(self._archive, name, source, selection) if readable else None
             if found is not None:
@@ -292,7 +294,7 @@ class History:
                 known = known or found.known
         if self._server is not None:
             asked = plan_server(self._server, selection, _archived(manifest, selection.subject))
-            return [*pieces, *(asked or [])], asked is not None, told
+            return [*pieces, *(asked or [])], asked is not None, warnings
         for directory in self._directories:
             name, origin = _source(manifest, directory)
             group = self._group if origin is None else origin.group
@@ -304,48 +306,48 @@ class History:
             pieces += live.pieces
             known = known or live.known
             if covered is not None:
-                told += _lost(name, covered, live.start)
-        return pieces, known, told
+                warnings += _lost(name, covered, live.start)
+        return pieces, known, warnings
 
     def _not_found(self, manifest: ArchiveManifest, subject: str) -> SubjectNotFound:
-        there = sorted({file.subject for file in manifest.files if file.kind == MESSAGES})
-        more = "" if len(there) <= SHOWN_MAX else f" and {len(there) - SHOWN_MAX} more"
-        archived = f"it has {', '.join(there[:SHOWN_MAX])}{more}" if there else "it has no messages"
-        where = ", ".join([f"the archive {self._archive.place!r}", *map(repr, self._directories)])
+        subjects = sorted({file.subject for file in manifest.files if file.kind == MESSAGES})
+        more = "" if len(subjects) <= SHOWN_MAX else f" and {len(subjects) - SHOWN_MAX} more"
+        archived = f"has {', '.join(subjects[:SHOWN_MAX])}{more}" if subjects else "has no messages"
+        where = ", ".join([f"the archive {self._archive.location!r}", *map(repr, self._directories)])
         if self._server is not None:
             where += f" or {self._server}"
-        return SubjectNotFound(f"subject {subject!r} is not in {where}; of the archive: {archived}", subject=subject)
+        return SubjectNotFound(f"subject {subject!r} is not in {where}; the archive {archived}", subject=subject)
 
 
-def _place_of(piece: Piece) -> tuple[bool, int]:
-    """The oldest first: where only the first few are wanted, later files need not be looked at. What is not archived
-    comes last: of a subject that was made anew, rows of one sequence come in the order of its lives, which whoever
-    goes on with a replay relies on.
+def _read_order(piece: Piece) -> tuple[bool, int]:
+    """Sorts pieces: the oldest first, so that later files need not be read if only the first few rows are wanted.
+    Pieces that are not archived come last: rows with the same sequence, of a subject that was deleted and created
+    again, then come in the order of its lives, which a resumed replay relies on.
     """
     return not isinstance(piece, ArchivedPiece), _time_of(piece)
 
 
 def _time_of(piece: Piece) -> int:
-    """The least store time of its rows, as far as that is known."""
+    """The least store time of its rows; 0 if it is not known."""
     return piece.file.time_min if isinstance(piece, ArchivedPiece) else 0
 
 
 def _check_directory(path: str) -> None:
-    """A data directory and not copied segments, of which nobody could tell whether they are archived."""
+    """Check that a path is a data directory, and not copied segments, which may or may not be archived."""
     disk = RealDisk(path, read_only=True)
     if not disk.exists("") or not disk.exists(MESSAGE_DIRECTORY):
         raise DataDirError(f"{path!r} is not a Plait data directory: it has no {MESSAGE_DIRECTORY!r} directory")
-    # A server makes the one, an archiver the other.
+    # A server creates the first, an archiver the second.
     if not disk.exists(CHECKPOINT_DIRECTORY) and known_identity(disk) is None:
         raise DataDirError(
-            f"{path!r} has copied segment files and is not a Plait data directory: nobody could tell what of them is "
-            "archived, and messages would come twice. Name the directory that they were copied from; an archive's "
-            "own are found with it"
+            f"{path!r} has copied segment files and is not a Plait data directory: which of them are archived is not "
+            "known, and messages would be found twice. Give the directory that they were copied from; copied segments "
+            "of an archive are found with the archive"
         )
 
 
 def _source(manifest: ArchiveManifest, directory: str) -> tuple[str, ArchivedSource | None]:
-    """A data directory as the manifest knows it, by the name that its files carry."""
+    """The manifest's name and entry of a data directory, by its directory id."""
     identity = known_identity(RealDisk(directory, read_only=True))
     for name, source in manifest.sources.items():
         if identity is not None and name == source_id(source.group, identity):
@@ -354,26 +356,26 @@ def _source(manifest: ArchiveManifest, directory: str) -> tuple[str, ArchivedSou
 
 
 def _lost(name: str, source: ArchivedSource, log_start: int) -> list[str]:
-    """What is nowhere any more, now that the log begins at an offset."""
+    """Warnings about rows that are neither archived nor in the log, which begins at ``log_start``."""
     segments = message_segments(source)
-    # What was gone before anything was archived is nobody's loss.
+    # Rows that were removed before the first run of an archiver do not count.
     begun = source.message_offset or (segments[0].start if segments else 0)
     return [
-        f"{end - start} bytes of the log of {name} are nowhere any more: retention removed them before they were "
-        f"archived (offsets {start} to {end}); archive more often, or keep longer"
+        f"{end - start} bytes of the log of {name} are lost: retention removed them before they were archived "
+        f"(offsets {start} to {end}); archive more often, or increase the retention time"
         for start, end in uncovered(segments, begun, log_start)
     ]
 
 
 def _covers(source: ArchivedSource, subject: str) -> bool:
-    """The subject is one that is archived."""
+    """Whether the source's subjects include this one."""
     return source.whole or any(
         subject.startswith(name[:-1]) if name.endswith("*") else subject == name for name in source.subjects
     )
 
 
 def _archived(manifest: ArchiveManifest, subject: str) -> dict[str, ArchivedUpTo]:
-    """What the archive has of each partition of a subject."""
+    """The archived part of each partition of a subject."""
     times: dict[str, int] = {}
     for file in manifest.files:
         if file.kind == MESSAGES and file.subject == subject:

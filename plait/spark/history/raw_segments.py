@@ -1,7 +1,7 @@
-"""The part of a subject's history that an archive has as whole segments (``--raw``), and not as Parquet files.
+"""The part of a subject's history that an archive has as copied segments (``--raw``) and not as Parquet files.
 
-Copied segments are read as a log is. That needs files of this machine: those of an archive elsewhere are told of, and
-not looked into.
+Copied segments are read as a log. That needs local files: for an archive elsewhere the lookup logs a warning and does
+not read them.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from plait.storage.reading.log_reader import MESSAGE_DIRECTORY
 
 
 def is_readable(archive: Archive) -> bool:
-    """Its segments can be looked into."""
+    """Whether its copied segments can be read."""
     return isinstance(archive.files, fs.LocalFileSystem)
 
 
 def message_segments(source: ArchivedSource) -> list[RawSegment]:
-    """The copied segments of a source's message log that have more than its Parquet files, in its order."""
+    """The copied segments of a source's message log that end after its Parquet files, in log order."""
     found = [raw for raw in source.raw if raw.path.split("/")[-2] == MESSAGE_DIRECTORY]
     return sorted((raw for raw in found if raw.end > source.message_offset), key=lambda raw: raw.start)
 
 
 def plan_raw(archive: Archive, name: str, source: ArchivedSource, selection: HistorySelection) -> LivePlan | None:
-    """What the segments of a source have of a subject from where its Parquet files end; None: no more than they."""
+    """The pieces of a source's segments after the end of its Parquet files; None: there are no such segments."""
     segments = message_segments(source)
     if not segments:
         return None
     for segment in segments:
         if archive.files.get_file_info(archive.path(segment.path)).type == fs.FileType.NotFound:
             raise FileGone(
-                f"{archive.place}/{segment.path} is not there, and the archive's manifest names it. Restore the file "
-                "from a copy"
+                f"{archive.location}/{segment.path} does not exist, and the archive's manifest names it. Restore the "
+                "file from a copy"
             )
-    # A run that did not commit may have left more of them: those do not exist.
+    # Up to the committed offset: a run that did not commit may have left more segments.
     path = archive.path(f"{RAW}/{name}")
     return plan_live(path, source.group, selection, source.message_offset, source.raw_message_offset)
 
 
 def uncovered(segments: list[RawSegment], start: int, end: int) -> Iterator[tuple[int, int]]:
-    """The stretches of log offsets [start, end) that no segment has."""
+    """The ranges of log offsets between ``start`` and ``end`` that no segment has."""
     for segment in segments:
         if start < min(segment.start, end):
             yield start, min(segment.start, end)

@@ -1,11 +1,12 @@
-"""Sending messages of a history again: in order, at a rate, marked as what they are, and resumable.
+"""Replays messages of a history: in order, at a rate, marked with headers, and resumable.
 
-Rows go out in the order of ``storage_order``, one batch after another: a batch leaves when the one before it is
-stored. So for each key the order is that in which its messages were stored.
+Rows are sent in the order of ``storage_order``, one batch after another: a batch is sent when the one before it is
+stored. So the messages of each key keep the order in which they were stored.
 
 Promise, with a state file: whenever the process is killed and started again, every message of the selection is stored
 again, and none twice, as long as the target's partitions are the same as before and the broker remembers the producer
-(a week). Otherwise at most the one batch that was in doubt comes twice. Without a state file a second run begins anew.
+(a week). Otherwise at most the one batch that was in doubt is stored twice. Without a state file a second run starts
+from the beginning.
 """
 
 from __future__ import annotations
@@ -41,33 +42,34 @@ from plait.spark.runtime.job_runner import ProgressListener
 
 log = logging.getLogger("plait.spark")
 
-#: Headers of what is sent again: the id of the message that it was, and the name of the replay.
+#: Headers of replayed messages: the id of the original message, and the name of the replay.
 REPLAYED_FROM: Final = "plait-replayed-from"
 REPLAY: Final = "plait-replay"
-#: Rows and bytes that leave together: few enough to come twice, and enough that waiting for each batch costs little.
+#: Rows and bytes of a batch: few, since a batch in doubt may be stored twice, and enough that waiting for each batch
+#: costs little.
 BATCH_COUNT: Final = 1_000
 BATCH_SIZE: Final = MIB
-#: So many keys are counted exactly: 8 MiB of hashes.
-KEYS_KEPT: Final = 1 << 20
-#: At a rate, batches leave this often, at most.
+#: Up to this many keys are counted exactly: 8 MiB of hashes.
+KEYS_EXACT_MAX: Final = 1 << 20
+#: With a rate, the maximum of batches per second.
 BATCHES_PER_SECOND: Final = 10
 
 
 class Replayed(NamedTuple):
-    """What became of a replay."""
+    """The result of a replay."""
 
     run: str
-    #: Messages that were stored again by this process, and by those before it.
+    #: Messages that this process stored again, and those that earlier processes did.
     sent: int
     before: int
 
 
 class Counted(NamedTuple):
-    """What a replay would send."""
+    """The messages that a replay would send."""
 
     messages: int
     size: int
-    #: Different ones: exact up to a million, and within a percent beyond that.
+    #: Distinct keys: exact up to a million, and within a percent beyond that.
     keys: int
     #: Store times.
     first: datetime | None
@@ -77,8 +79,8 @@ class Counted(NamedTuple):
 class Replay:
     """Sends a selection to a subject, once.
 
-    ``state`` is the file that makes it resumable; ``words`` are what the caller was asked for, as "-5m" is another time
-    a minute later: who goes on must be asked for the same.
+    ``state`` is the file that makes it resumable. ``requested`` has the user's arguments as they were written, since
+    "-5m" is another time a minute later: a process that resumes the replay must have the same arguments.
     """
 
     def __init__(
@@ -90,24 +92,24 @@ class Replay:
         rate: float | None = None,
         limit: int | None = None,
         state: Path | None = None,
-        words: Mapping[str, Any] | None = None,
+        requested: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         if rate is not None and not 0 < rate < float("inf"):
-            raise InvalidArgument(f"rate {rate} is not possible; give messages per second, more than 0")
+            raise InvalidArgument(f"invalid rate {rate}; give messages per second, more than 0")
         self._history = history
         self._selection = selection
         self._to = names.check("subject", to)
         self._rate = rate
         self._limit = None if limit is None else limit_of(limit)
         self._state_path = state
-        self._words = dict(words or {})
+        self._requested = dict(requested or {})
         self._clock = clock or SystemClock()
         self._sleep = sleep
 
     def count(self, progress: ProgressListener | None = None) -> Counted:
-        """What would be sent; nothing is."""
+        """Count what a run would send, and send nothing."""
         count = size = 0
         keys = KeyCount()
         first = last = None
@@ -120,7 +122,7 @@ class Replay:
         return Counted(count, size, keys.count, first, last)
 
     async def run(self, client: Client, progress: ProgressListener | None = None) -> Replayed:
-        """Send what was not sent by an earlier process with the same state file."""
+        """Send the messages that earlier processes with the same state file did not send."""
         file = StateFile(self._state_path)
         try:
             return await self._run(client, file, progress)
@@ -143,9 +145,9 @@ class Replay:
             state = await self._settle(sender, batches, state)
         while (rows := await asyncio.to_thread(batches.next)) is not None:
             if state.ends is None:
-                # All was found before the first row came.
+                # The scan has called ``found`` with all rows before the first batch.
                 state = msgspec.structs.replace(state, ends=dict(ends))
-            # Reading and stalls are not made up for: a burst after them is what a rate is to prevent.
+            # Time lost by reading and stalls is not made up for: a rate is to prevent such bursts.
             due = max(due, self._clock.monotonic())
             prepared = sender.prepare(_outgoing(rows, state.run))
             doubt = InDoubt(rows.num_rows, prepared.digest)
@@ -161,7 +163,7 @@ class Replay:
         return Replayed(state.run, state.count - before, before)
 
     async def _settle(self, sender: ResumableSender, batches: _Batches, state: ReplayState) -> ReplayState:
-        """Send again what was in doubt, under its old numbers."""
+        """Resend the batch that was in doubt, with its old producer sequences."""
         assert state.in_doubt is not None
         assert state.position is not None
         rows = await asyncio.to_thread(batches.next, state.in_doubt.count)
@@ -169,11 +171,10 @@ class Replay:
             return state
         prepared = sender.prepare(_outgoing(rows, state.run))
         if prepared.digest == state.in_doubt.digest:
-            sender.go_on(state.position)
+            sender.resume_at(state.position)
         else:
             log.warning(
-                "the partitions of %s, or the messages to be sent, are not what they were: up to %d messages may be "
-                "sent twice",
+                "the partitions of %s, or the messages to be sent, have changed: up to %d messages may be stored twice",
                 self._to,
                 state.in_doubt.count,
             )
@@ -181,7 +182,7 @@ class Replay:
         return _advanced(state, rows)
 
     def _request(self) -> dict[str, Any]:
-        """What makes two replays the same one."""
+        """The arguments that identify a replay."""
         selection = self._selection
         return {
             **self._history.sources,
@@ -191,7 +192,7 @@ class Replay:
             "headers": [list(header) for header in selection.headers],
             "to": self._to,
             "limit": self._limit,
-            **self._words,
+            **self._requested,
         }
 
     def _batch_count(self) -> int:
@@ -200,14 +201,14 @@ class Replay:
         return max(1, min(BATCH_COUNT, int(self._rate / BATCHES_PER_SECOND)))
 
     def _begun(self, run: str) -> ReplayState:
-        """A new replay."""
+        """The state of a new replay."""
         selection = self._selection
         return ReplayState(run=run, request=self._request(), time_min=selection.time_min, time_max=selection.time_max)
 
     def _rows(
         self, state: ReplayState, progress: ProgressListener | None, ends: dict[str, ReplayMark]
     ) -> Iterator[pa.Table]:
-        """What is left to be sent. Of a new replay, ``ends`` has the last messages of partitions afterwards."""
+        """The rows that are left to send. For a new replay, ``ends`` gets the last message of each partition."""
 
         def found(rows: pa.Table) -> None:
             _extend(ends, rows)
@@ -228,7 +229,7 @@ class Replay:
         left = self._limit
         first = found if state.ends is None else None
         for each in self._history.scan(selection, progress=reading, counted=counted, found=first, encoded=True):
-            # A replay into the subject that it reads from must not find what it sent.
+            # A replay into the subject that it reads must not send its own messages.
             rows = each.filter(pc.invert(_is_of(each["headers"], state.run)))
             if state.ends is not None:
                 rows = _up_to(rows, state.ends)
@@ -243,39 +244,39 @@ class Replay:
 
 
 class KeyCount:
-    """How many different keys there are, in bounded memory: the least of their hashes tell how dense all of them lie.
+    """Counts distinct keys in bounded memory: estimates the density of all hashes from the least of them.
 
-    Exact as long as there are fewer than ``kept``; beyond that the error is about 1 / sqrt(kept) of the count.
+    Exact for fewer than ``exact_max`` keys; beyond that the error is about 1 / sqrt(exact_max) of the count.
     """
 
-    def __init__(self, kept: int = KEYS_KEPT) -> None:
-        self._kept = kept
+    def __init__(self, exact_max: int = KEYS_EXACT_MAX) -> None:
+        self._exact_max = exact_max
         self._least = np.zeros(0, np.uint64)
         self._new: list[npt.NDArray[np.uint64]] = []
         self._new_count = 0
 
     def add(self, keys: pa.ChunkedArray) -> None:
-        """Keys of some rows; null: it has none."""
+        """Add the keys of some rows; null: no key."""
         found = keys.unique().drop_null()
         self._new.append(hash_keys(found.to_pylist(), len(found)))
         self._new_count += len(found)
-        if self._new_count >= self._kept:
+        if self._new_count >= self._exact_max:
             self._merge()
 
     def _merge(self) -> None:
-        self._least = np.unique(np.concatenate([self._least, *self._new]))[: self._kept]
+        self._least = np.unique(np.concatenate([self._least, *self._new]))[: self._exact_max]
         self._new, self._new_count = [], 0
 
     @property
     def count(self) -> int:
         self._merge()
-        if len(self._least) < self._kept:
+        if len(self._least) < self._exact_max:
             return len(self._least)
-        return round((self._kept - 1) / (int(self._least[-1]) / 2**64))
+        return round((self._exact_max - 1) / (int(self._least[-1]) / 2**64))
 
 
 class _Batches:
-    """Rows as batches; where one ends depends on its rows alone, not on the tables they come in."""
+    """Splits rows into batches. The end of a batch depends on its rows alone, not on the tables that they come in."""
 
     def __init__(self, tables: Iterator[pa.Table], count_max: int) -> None:
         self._tables = tables
@@ -283,7 +284,7 @@ class _Batches:
         self._rest: pa.Table | None = None
 
     def next(self, count: int | None = None) -> pa.Table | None:
-        """The next batch, or exactly so many rows, as far as there are any; None: that was all."""
+        """The next batch, or the next ``count`` rows if there are as many; None: no rows are left."""
         wanted = count or self._count_max
         rest = self._rest
         while rest is None or rest.num_rows < wanted:
@@ -306,19 +307,19 @@ def _is_of(headers: pa.ChunkedArray, run: str) -> pa.ChunkedArray:
 
 
 def _not_done(rows: pa.Table, marks: dict[str, ReplayMark]) -> pa.Table:
-    """Without what is stored again."""
+    """Without the rows that are already stored again."""
     return rows.filter(pc.invert(_within(rows, marks))) if marks else rows
 
 
 def _up_to(rows: pa.Table, ends: dict[str, ReplayMark]) -> pa.Table:
-    """What was there when the replay began."""
+    """Only the rows that existed when the replay began."""
     return rows.filter(_within(rows, ends)) if ends else rows.slice(0, 0)
 
 
 def _within(rows: pa.Table, marks: dict[str, ReplayMark]) -> pa.Array | pa.ChunkedArray:
-    """Whether each row lies up to the mark of its partition, by sequence and by time.
+    """Whether each row is at or before the mark of its partition, by sequence and by time.
 
-    By both, since the sequences of a subject that was deleted and made again begin at 0.
+    By both, since the sequences of a subject that was deleted and created again restart at 0.
     """
     times = rows["store_time"].cast(pa.int64())
     within = None
@@ -332,7 +333,7 @@ def _within(rows: pa.Table, marks: dict[str, ReplayMark]) -> pa.Array | pa.Chunk
 
 
 def _extend(marks: dict[str, ReplayMark], rows: pa.Table) -> None:
-    """Marks that these rows lie up to as well."""
+    """Move the marks forward so that they include these rows."""
     times = rows["store_time"].cast(pa.int64())
     ends = pa.table({"partition": rows["partition"], "sequence": rows["sequence"], "time": times})
     for end in ends.group_by("partition").aggregate([("sequence", "max"), ("time", "max")]).to_pylist():
@@ -343,14 +344,14 @@ def _extend(marks: dict[str, ReplayMark], rows: pa.Table) -> None:
 
 
 def _advanced(state: ReplayState, rows: pa.Table) -> ReplayState:
-    """Rows are stored."""
+    """The state after rows were stored."""
     marks = dict(state.marks)
     _extend(marks, rows)
     return msgspec.structs.replace(state, count=state.count + rows.num_rows, marks=marks, position=None, in_doubt=None)
 
 
 def _outgoing(rows: pa.Table, run: str) -> OutgoingRows:
-    """Rows as they are sent: as they were, and marked."""
+    """Rows as they are sent: unchanged except for the headers of a replay."""
     ids = rows["message_id"].to_pylist()
     headers = [
         _marked(known, texts, message_id, run)
@@ -371,4 +372,4 @@ def _marked(encoded: bytes | None, texts: list[tuple[str, str]] | None, message_
     try:
         return encode_headers(headers)
     except TooLarge as error:
-        raise TooLarge(f"message {message_id} cannot be sent again: with the marks of a replay, {error}") from None
+        raise TooLarge(f"message {message_id} cannot be sent again: with the headers of a replay, {error}") from None

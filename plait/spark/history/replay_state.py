@@ -1,7 +1,7 @@
-"""How far a replay has come, in a file: what the process that goes on after a crash has to know.
+"""The state file of a replay: what a process needs to resume the replay after a crash.
 
-Before rows leave, the file says which numbers they go under; when the next ones are about to leave, that they are
-stored. So after a crash at any moment one batch is in doubt, and it is sent again under the same numbers.
+Before a batch is sent, the file records its producer sequences; before the next one is sent, that it is stored. So
+after a crash at any moment one batch is in doubt, and it is resent with the same producer sequences.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ FORMAT_VERSION: Final = 1
 
 
 class ReplayMark(msgspec.Struct, frozen=True):
-    """Of a partition: a sequence, and the latest store time until there."""
+    """A position in a partition: a sequence, and the latest store time up to it."""
 
     sequence: int
     time: int
 
 
 class InDoubt(msgspec.Struct, frozen=True):
-    """Rows that were about to leave: how many, and what shows that they are the same ones."""
+    """A batch that was about to be sent: its number of rows, and a digest that identifies them."""
 
     count: int
     digest: str
 
 
 class ReplayState(msgspec.Struct, frozen=True, kw_only=True):
-    """One replay, as of the moment before some rows left."""
+    """A replay before a batch is sent."""
 
     version: int = FORMAT_VERSION
-    #: Its name, which is in the headers of what it sends.
+    #: Its name, which is in the headers of the messages that it sends.
     run: str
-    #: What was asked for: another replay must not go on with this one's state.
+    #: Its arguments: a replay with other arguments must not resume from this state.
     request: dict[str, Any]
-    #: Addresses of the cluster that it sends to, as far as they were known.
+    #: The known addresses of the cluster that it sends to.
     servers: list[str] = []
-    #: Messages that were stored before or after these times, in microseconds, are none of it.
+    #: The store times, in microseconds, of the messages to send, both inclusive.
     time_min: int
     time_max: int
-    #: The last message of each partition when it began: later ones are none of it. By sequence and by the times that
-    #: the brokers gave the messages: this machine's clock does not say what is later. None: nothing was read yet.
+    #: The last message of each partition when the replay began; later ones are not sent. By sequence and by the store
+    #: times of the brokers, since the clock of this machine may differ. None: nothing was read yet.
     ends: dict[str, ReplayMark] | None = None
     count: int = 0
     marks: dict[str, ReplayMark] = {}
@@ -57,7 +57,7 @@ class ReplayState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateFile:
-    """The file; ``None`` for a path keeps nothing. One process at a time has it."""
+    """A locked state file: one process at a time uses it. With ``None`` for a path nothing is stored."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -66,29 +66,31 @@ class StateFile:
             self._lock = _locked(path)
 
     def load(self, request: dict[str, Any]) -> ReplayState | None:
-        """What an earlier process left; ``InvalidArgument`` where that was another replay, or is none."""
+        """The state of an earlier process; ``InvalidArgument`` if it is of another replay, or not a state file."""
         if self._path is None or not self._path.exists():
             return None
         try:
             state = msgspec.json.decode(self._path.read_bytes(), type=ReplayState)
         except msgspec.MsgspecError as error:
-            raise InvalidArgument(f"{str(self._path)!r} is no state of a replay: {error}; name another file") from None
+            raise InvalidArgument(
+                f"{str(self._path)!r} is not the state of a replay: {error}; use another file"
+            ) from None
         if state.version > FORMAT_VERSION:
-            raise InvalidArgument(f"{str(self._path)!r} is of a newer Plait; go on with that one")
+            raise InvalidArgument(f"{str(self._path)!r} is of a newer Plait; resume with that version")
         for name, value in request.items():
             if state.request.get(name) != value:
                 raise InvalidArgument(
                     f"{str(self._path)!r} is of another replay: its {name} is {state.request.get(name)!r}, not "
-                    f"{value!r}; name another state file, or ask for the same"
+                    f"{value!r}; use another state file, or the same arguments"
                 )
         return state
 
     def same_cluster(self, state: ReplayState, servers: Sequence[str]) -> ReplayState:
-        """With the addresses known by now; ``InvalidArgument`` where none is of the cluster that it sent to."""
+        """The state with all known addresses; ``InvalidArgument`` if ``servers`` are of another cluster."""
         if state.servers and not set(servers) & set(state.servers):
             raise InvalidArgument(
                 f"{str(self._path)!r} is of another replay: it sends to {', '.join(state.servers)}, and not to "
-                f"{', '.join(servers)}; name one of those servers, or another state file"
+                f"{', '.join(servers)}; give one of those servers, or another state file"
             )
         return msgspec.structs.replace(state, servers=sorted({*state.servers, *servers}))
 
@@ -109,7 +111,7 @@ class StateFile:
             os.close(directory)
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -126,5 +128,5 @@ def _locked(path: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise InvalidArgument(f"another process replays with the state file {str(path)!r}; wait for it") from None
+        raise InvalidArgument(f"another process uses the state file {str(path)!r}; wait until it ends") from None
     return lock

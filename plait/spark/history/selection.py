@@ -1,7 +1,7 @@
-"""What somebody looks for in a subject's history, as conditions on columns.
+"""The conditions of a lookup in a subject's history.
 
-The same conditions hold for rows of an archive and of a log: both have the columns of ``spark_columns``. Header
-values compare as their text, which is what the columns hold: ``amount=5`` finds the number and the text.
+The same conditions apply to rows of an archive and of a log: both have the columns of ``spark_columns``. Header values
+are compared as text, as the columns have them: ``amount=5`` finds the number and the text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MESSAGE_ID: Final = re.compile(r"[0-9a-f]{16}-(?:0|[1-9]\d{0,19})")
 
 
 class HistorySelection(NamedTuple):
-    """Which messages of a subject; all conditions hold for each of them."""
+    """Selects the messages of a subject that match all conditions."""
 
     subject: str
     key: str | None = None
@@ -54,7 +54,7 @@ class HistorySelection(NamedTuple):
         since: When | None = None,
         until: When | None = None,
     ) -> HistorySelection:
-        """As users say it; ``since`` is included, ``until`` is not. ``InvalidArgument`` says what cannot be meant."""
+        """Check the arguments of a user; ``since`` is inclusive, ``until`` exclusive. Raises ``InvalidArgument``."""
         begin, end = moment_of(since, "since", now), moment_of(until, "until", now)
         if begin is not None and end is not None and begin >= end:
             raise InvalidArgument(f"since {shown(since)} is not before until {shown(until)}: nothing lies between")
@@ -69,21 +69,21 @@ class HistorySelection(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """It asks for more than the subject."""
+        """Whether there is a condition besides the subject."""
         return self != HistorySelection(self.subject)
 
     @property
     def few(self) -> bool:
-        """It asks for one key or one message."""
+        """Whether it selects one key or one message."""
         return self.key is not None or self.message_id is not None
 
     @property
     def columns(self) -> list[str]:
-        """The columns that its conditions look at."""
+        """The columns of its conditions."""
         return list(dict.fromkeys(column for column, _ in self._conditions()))
 
     def matching(self, rows: Rows) -> Rows:
-        """The rows that are meant; all columns that the conditions look at must be there."""
+        """The matching rows; ``rows`` must have the columns of all conditions."""
         for column, condition in self._conditions():
             if not rows.num_rows:
                 break
@@ -91,7 +91,7 @@ class HistorySelection(NamedTuple):
         return rows
 
     def _conditions(self) -> Iterable[tuple[str, Callable[[Any], Any]]]:
-        """The cheap ones first."""
+        """Column and condition, the cheap ones first."""
         if self.time_min > 0:
             yield "store_time", lambda times: pc.greater_equal(times, bare.moment(self.time_min))
         if self.time_max < TIME_MAX:
@@ -105,7 +105,7 @@ class HistorySelection(NamedTuple):
 
 
 def text_of(value: Any) -> str:
-    """A header's value as columns have it."""
+    """The text of a header value, as in the columns."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str | int | float):
@@ -117,7 +117,7 @@ def _id_of(given: object) -> str:
     text = str(given)
     if not _MESSAGE_ID.fullmatch(text) or int(text[17:]) > SEQUENCE_MAX:
         raise InvalidArgument(
-            f"message id {shown(text)} is not one; they look like 0123456789abcdef-17, as receipts print them"
+            f"invalid message id {shown(text)}; message ids look like 0123456789abcdef-17, as receipts print them"
         )
     return text
 

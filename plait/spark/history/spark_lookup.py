@@ -1,7 +1,7 @@
-"""A selection of history read on Spark: for much of a large archive, where one process would take long.
+"""Reads a selection of history on Spark: for selections that would take one process long.
 
-Spark spreads the files and the parts of logs over its tasks; each task reads its own as a lookup would, with the same
-code. So the same messages are found, whichever way. Data directories and the archive must be where the tasks run.
+Spark distributes the files and the parts of logs over its tasks; each task reads its part with the code of a lookup, so
+both find the same messages. Tasks must be able to read the data directories and the archive.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
-#: Rows that a task hands to Spark at a time.
+#: Rows that a task passes to Spark at a time.
 BATCH_COUNT: Final = 8_192
-#: Rows that a task reads before it forgets those that cannot be among the first.
+#: Rows that a task reads before it discards those that cannot be among the first.
 CUT_COUNT: Final = 65_536
-#: Rows travel to the driver in pieces of about this size.
+#: Rows are sent to the driver in pieces of about this size.
 PACKED_SIZE: Final = MIB
 
-#: What comes before an error in the words of another one.
-_SEAL: Final = "plait-error-"
+#: Precedes an encoded error in the text of a Java or Python error.
+_ERROR_PREFIX: Final = "plait-error-"
 
 Read = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
@@ -60,10 +60,10 @@ def dataframe(spark: SparkSession, history: History, selection: HistorySelection
 def tables(
     spark: SparkSession, history: History, selection: HistorySelection, *, limit: int | None = None
 ) -> Iterator[pa.Table]:
-    """The same in the order they were stored, in this process; the first ``limit`` of them.
+    """The first ``limit`` messages of a selection, in the order in which they were stored, in this process.
 
-    However many there are, the driver has one task's rows in memory, and what ``Ordering`` holds. They wait on the
-    disks of Spark's workers meanwhile.
+    The driver has the rows of one task and those of ``Ordering`` in memory; the others are on the disks of Spark's
+    workers.
     """
     first = None if limit is None else limit_of(limit)
     for attempt in range(1, LOOKS_MAX + 1):
@@ -79,34 +79,34 @@ def tables(
 
 
 def write(spark: SparkSession, history: History, selection: HistorySelection, path: str) -> int:
-    """The same as Parquet files in a directory that is not there yet, in no order; how many they are."""
+    """Write the messages of a selection as Parquet files, in no order, to a new directory; returns their number."""
     for attempt in range(1, LOOKS_MAX + 1):
         frame = dataframe(spark, history, selection)
         try:
-            with _told_here():
-                # What a first look left is this call's own.
+            with _task_errors():
+                # A second attempt overwrites the files of the first.
                 frame.write.mode("error" if attempt == 1 else "overwrite").parquet(path)
                 return spark.read.parquet(path).count()
         except (Expired, FileGone):
             if not history.may_look_again(attempt):
                 raise
-    raise AssertionError("the last look ends with what was found, or with an error")
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def _collect(
     spark: SparkSession, history: History, selection: HistorySelection, first: int | None, ordering: Ordering
 ) -> None:
-    """Read everything into an ordering."""
+    """Read all rows of a selection into an ordering."""
     from pyspark import StorageLevel
 
     def read(rows: Iterator[pa.Table]) -> Iterator[pa.RecordBatch]:
         for table in rows if first is None else first_of_each(rows, first):
             yield from _packed(table)
 
-    with _told_here():
+    with _task_errors():
         packed = _read_by(spark, history, selection, read, "rows binary").persist(StorageLevel.DISK_ONLY)
         try:
-            # All tasks at once; one after another they are fetched.
+            # Run all tasks in parallel first; then fetch their results one by one.
             packed.count()
             for row in packed.toLocalIterator():
                 ordering.add(pa.ipc.open_stream(row.rows).read_all())
@@ -115,7 +115,7 @@ def _collect(
 
 
 def first_of_each(tables: Iterator[pa.Table], limit: int) -> Iterator[pa.Table]:
-    """Of each partition the first rows by sequence: no others can be among the first of all."""
+    """The first rows of each partition by sequence: no others can be among the first of all."""
     held: list[pa.Table] = []
     count = 0
     for table in tables:
@@ -123,7 +123,7 @@ def first_of_each(tables: Iterator[pa.Table], limit: int) -> Iterator[pa.Table]:
         count += table.num_rows
         if count >= max(2 * limit, CUT_COUNT):
             held = [_first_rows(held, limit)]
-            # What is left counts anew: many partitions may leave many rows.
+            # Do not count the remaining rows: with many partitions they may already exceed the limit.
             count = 0
     if held:
         yield _first_rows(held, limit)
@@ -139,7 +139,7 @@ def _first_rows(tables: list[pa.Table], limit: int) -> pa.Table:
 
 
 def _packed(table: pa.Table) -> Iterator[pa.RecordBatch]:
-    """Rows as the bytes of Arrow streams, which Spark passes on as they are."""
+    """Rows as the bytes of Arrow streams, which Spark passes on unchanged."""
     count = min(max(1, PACKED_SIZE * table.num_rows // max(table.nbytes, 1)), BATCH_COUNT)
     for batch in table.to_batches(max_chunksize=count):
         sink = pa.BufferOutputStream()
@@ -155,9 +155,9 @@ def _read_by(
     read: Callable[[Iterator[pa.Table]], Iterator[pa.RecordBatch]],
     schema: StructType | str,
 ) -> DataFrame:
-    """What ``read`` makes of each piece of a selection, in a task of its own."""
+    """The result of ``read`` for each piece of a selection, one task per piece."""
     pieces = history.plan(selection).pieces
-    # Each task is told its number and finds its piece by it; the largest begin first.
+    # A task gets a number and finds its piece by it; the largest pieces start first.
     pieces.sort(key=lambda piece: -piece.size)
     count = len(pieces)
     numbers = spark.range(0, count, 1, max(count, 1))
@@ -175,22 +175,22 @@ def _reader(
                 try:
                     yield from read(piece.read(selection))
                 except PlaitError as error:
-                    raise RuntimeError(_sealed(error)) from None
+                    raise RuntimeError(_encoded(error)) from None
 
     return read_pieces
 
 
-# --- what goes wrong in a task ------------------------------------------------------------------
+# --- errors of tasks ----------------------------------------------------------------------------
 
 
-def _sealed(error: PlaitError) -> str:
-    """An error as a word that Java passes on with all of its own."""
+def _encoded(error: PlaitError) -> str:
+    """An error as text that survives in the middle of Java's error text."""
     packed = msgspec.msgpack.encode((error.code, error.message, isinstance(error, FileGone)))
-    return f"{_SEAL}{packed.hex()};"
+    return f"{_ERROR_PREFIX}{packed.hex()};"
 
 
-def _unsealed(text: str) -> PlaitError | None:
-    match = re.search(rf"{_SEAL}([0-9a-f]+);", text)
+def _decoded(text: str) -> PlaitError | None:
+    match = re.search(rf"{_ERROR_PREFIX}([0-9a-f]+);", text)
     if match is None:
         return None
     code, message, is_gone = msgspec.msgpack.decode(bytes.fromhex(match[1]), type=tuple[str, str, bool])
@@ -198,8 +198,8 @@ def _unsealed(text: str) -> PlaitError | None:
 
 
 @contextmanager
-def _told_here() -> Iterator[None]:
-    """What went wrong in a task is raised as it would be without Spark; what Spark has to say, in one line."""
+def _task_errors() -> Iterator[None]:
+    """Raise the error of a task as it would be without Spark, and an error of Spark itself as one line."""
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]
     from pyspark.errors import PySparkException
 
@@ -207,7 +207,7 @@ def _told_here() -> Iterator[None]:
         try:
             yield
         except (PySparkException, Py4JError) as error:
-            found = _unsealed(f"{error} {getattr(error, '_stackTrace', '')}")
+            found = _decoded(f"{error} {getattr(error, '_stackTrace', '')}")
             if found is None:
                 raise
             raise found from error

@@ -1,11 +1,12 @@
-"""Rows in the order they were stored: within each partition by sequence, partitions interleaved by time.
+"""Sorts rows into the order in which they were stored: within each partition by sequence, partitions interleaved by
+store time.
 
-A broker's clock may be set back; a partition's rows keep their order all the same, since a row counts as no earlier
-than those before it. So for one key the order is that of its partition, and where a key moved to another partition,
-what was stored there follows. The order depends on the rows alone, not on the files that they come from.
+If a broker's clock is set back, the rows of a partition keep their order, since a row counts as no earlier than the
+rows before it. So the messages of a key have the order of its partition, followed by those of the partition that the
+key moved to. The order depends on the rows alone, not on the files that they come from.
 
 Few rows are sorted in memory. More are written to a temporary directory in sorted runs and merged from there, so that
-memory stays bounded however many there are.
+memory stays bounded.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ import pyarrow.compute as pc
 from plait.limits import MIB
 from plait.spark.source import arrow_scalars as bare
 
-#: Rows of so many bytes are sorted at once.
+#: The size of the rows that are sorted at once.
 RUN_SIZE: Final = 256 * MIB
 #: Runs are written and read in pieces of about this size: one of each partition and run is in memory.
 BLOCK_SIZE: Final = MIB
 
-#: Where only the first few rows are wanted, so many are collected before the others are forgotten.
+#: If only the first few rows are wanted, this many are collected before the others are discarded.
 CUT_COUNT: Final = 65_536
 
 Keys = npt.NDArray[np.int64]
-#: Rows and what they are merged by, ascending.
+#: Rows and their merge keys, ascending.
 Block = tuple[pa.Table, Keys]
 
 _ORDER: Final = [("partition", "ascending"), ("sequence", "ascending")]
 
 
 class Ordering:
-    """Takes rows in any order and gives them back in that of the module; for ``with``."""
+    """Takes rows in any order and returns them in storage order; a context manager."""
 
     def __init__(self, *, limit: int | None = None, run_size: int = RUN_SIZE, block_size: int = BLOCK_SIZE) -> None:
         self._limit = limit
         self._run_size = run_size
         self._block_size = block_size
-        #: Rows that were added.
+        #: The number of rows that were added.
         self.count = 0
-        #: Where only the first few are wanted: there are as many that were stored before this time, in microseconds.
+        #: With a limit: as many rows were stored up to this time, in microseconds, so later rows are not needed.
         self.bound: int | None = None
         self._rows: list[pa.Table] = []
         self._size = 0
@@ -69,7 +70,7 @@ class Ordering:
             self._directory.cleanup()
 
     def add(self, rows: pa.Table) -> None:
-        """Rows with the columns partition, sequence and store_time, and any others."""
+        """Add rows, which have the columns partition, sequence and store_time, and any others."""
         if rows.num_rows:
             self._rows.append(rows)
             self._size += rows.nbytes
@@ -84,7 +85,7 @@ class Ordering:
         return self._size >= self._run_size or self._held >= max(2 * limit, CUT_COUNT)
 
     def _cut(self, limit: int) -> None:
-        """Forget what is not among the first, unless runs are written: then the merge stops in time."""
+        """Discard rows that are not among the first, unless runs are written: then the merge stops at the limit."""
         if not self._runs:
             rows = pa.concat_tables(self._merged(self._partitions())).slice(0, limit)
             self.bound = int(bare.values(rows["store_time"].cast(pa.int64()), np.int64).max())
@@ -97,7 +98,7 @@ class Ordering:
         self._runs.append(_SortedRun(path, self._partitions(), self._block_size))
 
     def _partitions(self) -> dict[str, pa.Table]:
-        """What was added since the last run, by partition, each by sequence."""
+        """The rows that were added since the last run, by partition, sorted by sequence."""
         rows = pa.concat_tables(self._rows).combine_chunks()
         self._rows, self._size, self._held = [], 0, 0
         rows = rows.take(pc.sort_indices(rows, _ORDER))
@@ -108,9 +109,9 @@ class Ordering:
         return {names[numbers[start]]: rows.slice(start, end - start) for start, end in pairwise(starts.tolist())}
 
     def tables(self) -> Iterator[pa.Table]:
-        """All rows, or the first of them, a table after another; once, when all were added."""
+        """All rows, or the first ``limit``, as a series of tables. Call it once, after all rows were added."""
         left = self._limit
-        # What is in memory is the last run, as it is.
+        # The rows in memory are the last run; they are not written.
         for rows in self._merged(self._partitions() if self._rows else {}):
             if left is not None:
                 rows = rows.slice(0, left)
@@ -132,7 +133,7 @@ class Ordering:
 
 
 class _SortedRun:
-    """Sorted rows in a file, a block after another, and which blocks are whose."""
+    """Sorted rows in a file of blocks, and the blocks of each partition."""
 
     def __init__(self, path: Path, partitions: dict[str, pa.Table], block_size: int) -> None:
         self.blocks: dict[str, range] = {}
@@ -163,7 +164,7 @@ def _sequences(rows: pa.Table) -> Keys:
 
 
 def _by_time(blocks: Iterator[Block]) -> Iterator[Block]:
-    """A partition's rows, each no earlier than the one before it."""
+    """The rows of a partition with their store times as keys, each no earlier than the one before it."""
     latest = np.int64(0)
     for rows, _ in blocks:
         times = bare.values(rows["store_time"].cast(pa.int64()), np.int64)
@@ -175,8 +176,8 @@ def _by_time(blocks: Iterator[Block]) -> Iterator[Block]:
 # --- merging ------------------------------------------------------------------------------------
 
 
-class _Head:
-    """The rows of a stream that are not given out yet."""
+class _Pending:
+    """The rows of a stream that are read and not merged yet."""
 
     def __init__(self, stream: Iterator[Block]) -> None:
         self._stream = stream
@@ -186,7 +187,7 @@ class _Head:
         self.more()
 
     def more(self) -> None:
-        """Take in the stream's next block."""
+        """Read the next block of the stream."""
         block = next(self._stream, None)
         if block is None:
             self.ended = True
@@ -196,7 +197,7 @@ class _Head:
         self.keys = np.concatenate([self.keys, keys])
 
     def take(self, count: int) -> pa.Table:
-        """The first rows, which are given out."""
+        """Remove and return the first rows."""
         assert self.rows is not None
         taken = self.rows.slice(0, count)
         self.rows, self.keys = self.rows.slice(count), self.keys[count:]
@@ -204,18 +205,18 @@ class _Head:
 
 
 def merge(streams: Sequence[Iterator[Block]]) -> Iterator[Block]:
-    """Streams of ascending keys as one; of equal keys those of the first stream come first."""
-    heads = [_Head(stream) for stream in streams]
+    """Merge streams with ascending keys into one; of equal keys, those of the first stream come first."""
+    pending = [_Pending(stream) for stream in streams]
     while True:
-        # What lies below every stream's last key is complete.
-        bound = min((head.keys[-1] for head in heads if not head.ended), default=None)
+        # Rows below the last key of every stream are complete.
+        bound = min((each.keys[-1] for each in pending if not each.ended), default=None)
         taken: list[pa.Table] = []
         keys: list[Keys] = []
-        for head in heads:
-            count = len(head.keys) if bound is None else int(np.searchsorted(head.keys, bound, "left"))
+        for each in pending:
+            count = len(each.keys) if bound is None else int(np.searchsorted(each.keys, bound, "left"))
             if count:
-                keys.append(head.keys[:count])
-                taken.append(head.take(count))
+                keys.append(each.keys[:count])
+                taken.append(each.take(count))
         if len(taken) == 1:
             yield taken[0], keys[0]
         elif taken:
@@ -224,6 +225,6 @@ def merge(streams: Sequence[Iterator[Block]]) -> Iterator[Block]:
             yield pa.concat_tables(taken).combine_chunks().take(bare.integers(order)), joined[order]
         if bound is None:
             return
-        for head in heads:
-            if not head.ended and head.keys[-1] <= bound:
-                head.more()
+        for each in pending:
+            if not each.ended and each.keys[-1] <= bound:
+                each.more()

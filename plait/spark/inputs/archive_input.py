@@ -1,10 +1,10 @@
-"""Reading an archive: the Parquet files that its newest manifest names, as the same columns.
+"""The input for an archive: reads the Parquet files that its newest manifest names, with the columns of the source.
 
-The manifest says of each file which subject, day, partitions, sequences, times and keys it has, so what filters exclude
-is not opened; and of each partition which sequences are archived, in which epochs. So an archive is read from offset to
-offset, and as a stream while it grows, by its manifest; a file is opened in the driver only to find a time within it.
-Files of a deleted or expired subject are as good as any: an archive outlives both, and has a span for each life of a
-partition.
+The manifest records for each file its subject, day, partitions, sequences, times and keys, so files that filters
+exclude are not opened. It records for each partition which sequences are archived, in which epochs. An archive is
+therefore read between offsets, and as a stream while it grows, from its manifest; the driver opens a file only to find
+a time within it. An archive keeps the messages of deleted subjects and of expired ones, and has a span for each life of
+a partition.
 """
 
 from __future__ import annotations
@@ -30,56 +30,59 @@ from plait.storage.logs import record_spans as arithmetic
 from plait.storage.logs.consume_log import RECORD, Records
 from plait.storage.reading.log_chunks import CHUNK_SIZE, WantedRows, check_names
 
-#: Options that say something of logs alone.
+#: Options that apply to logs only.
 _NOT_HERE: Final = ("group", "failOnDamage")
 
 
 def is_archive(path: str) -> bool:
-    """There is a manifest, or it is a place that no server keeps its logs at."""
+    """Whether the path has a manifest, or is a URI, where no server has its logs."""
     return "://" in path or RealDisk(path, read_only=True).exists(DIRECTORY)
 
 
 def check_archive(options: ReadOptions) -> None:
-    """There is one; what it cannot be asked for is refused."""
+    """Check that the archive exists and that no option is given that archives do not support."""
     for name in _NOT_HERE:
         if name in options.given:
-            raise InvalidArgument(f"option {name!r} has no meaning for the archive {options.path!r}")
+            raise InvalidArgument(f"option {name!r} does not apply to an archive ({options.path!r}); remove it")
     archive = Archive.at(options.path)
     if "://" in options.path and not archive.numbers():
         raise ArchiveError(
             f"{options.path!r} is not an archive: it has no {DIRECTORY}/commit-* file. Data directories and segment "
-            "files are read from local paths alone: copy them"
+            "files can only be read from local paths: copy them"
         )
     archive.open()
 
 
 @dataclass
-class _Part:
+class _ArchivedLife:
     """One life of a partition, and its files."""
 
-    place: str
+    #: ``name@group``.
+    partition: str
     subject: str
     life: PartitionLife
     files: list[ArchivedFile] = field(default_factory=list)
 
     def records(self) -> Records:
-        """Its files as if each were one frame, by where they end: a clock set back at midnight makes them overlap."""
-        files = sorted(self.files, key=lambda file: file.partitions[self.place][1])
+        """The files as consume-log records, as if each file were a frame, sorted by their ends: a clock that is set
+        back at midnight makes files overlap."""
+        files = sorted(self.files, key=lambda file: file.partitions[self.partition][1])
         records = np.empty(len(files), RECORD)
         for index, file in enumerate(files):
-            counts = {place: last - first + 1 for place, (first, last) in file.partitions.items()}
-            size = (file.raw_size or file.size) * counts[self.place] // sum(counts.values())
-            records[index] = (file.partitions[self.place][0], file.start, file.time_min, size, counts[self.place])
+            counts = {partition: last - first + 1 for partition, (first, last) in file.partitions.items()}
+            count = counts[self.partition]
+            size = (file.raw_size or file.size) * count // sum(counts.values())
+            records[index] = (file.partitions[self.partition][0], file.start, file.time_min, size, count)
         return records
 
     def missing(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Sequences [first, end) between two that no file has."""
+        """The ranges [first, end) between ``start`` and ``end`` that no file has."""
         gaps = ((max(gap, start), min(first, end)) for (_, gap), (first, _) in pairwise(self.life.ranges))
         return [(first, last) for first, last in gaps if first < last]
 
 
 class ArchiveInput:
-    """An archive. It may be asked again and again: a manifest is read once."""
+    """An archive. Each manifest is read once, however often the input is called."""
 
     expires = False
 
@@ -88,81 +91,82 @@ class ArchiveInput:
         self._wanted = wanted
         self._archive = Archive.at(options.path)
         self._manifest = ArchiveManifest()
-        #: By partition and its number; None: not looked at.
-        self._parts: dict[tuple[str, int], _Part] | None = None
+        #: (partition, number) → life; None: not built for this manifest yet.
+        self._lives: dict[tuple[str, int], _ArchivedLife] | None = None
 
     def close(self) -> None:
-        """There is nothing to hang up."""
+        """Does nothing: there is no connection."""
 
-    def _look(self) -> ArchiveManifest:
+    def _newest(self) -> ArchiveManifest:
         """The newest manifest; ``SubjectNotFound`` for a subject that was never archived."""
         if self._archive.numbers()[-1:] != [self._manifest.number]:
             manifest = self._archive.open()
-            there = {file.subject for file in manifest.find(MESSAGES)}
-            check_names(f"the archive {self._options.path}", self._wanted, there)
-            self._manifest, self._parts = manifest, None
+            subjects = {file.subject for file in manifest.find(MESSAGES)}
+            check_names(f"the archive {self._options.path}", self._wanted, subjects)
+            self._manifest, self._lives = manifest, None
         return self._manifest
 
     def spans(self, times: Sequence[int] = ()) -> list[PartitionSpan]:
-        """As the newest manifest has them, one for each life."""
-        manifest = self._look()
-        if self._parts is None:
-            self._parts = _parts_of(self._options.path, manifest, self._wanted)
-        moments = _Moments(self._archive)
+        """From the newest manifest, one span for each life."""
+        manifest = self._newest()
+        if self._lives is None:
+            self._lives = _lives_of(self._options.path, manifest, self._wanted)
+        store_times = _StoreTimes(self._archive)
         found = []
-        for part in self._parts.values():
-            name, _, group = part.place.rpartition("@")
-            life = part.life
-            at = [moments.first_at(part, time) for time in times]
-            until = [moments.end_before(part, time) for time in times]
+        for archived in self._lives.values():
+            name, _, group = archived.partition.rpartition("@")
+            life = archived.life
+            at = [store_times.first_at(archived, time) for time in times]
+            until = [store_times.end_before(archived, time) for time in times]
             found.append(
-                PartitionSpan(name, part.subject, life.number, life.start, life.end, life.epochs, at, until, group)
+                PartitionSpan(name, archived.subject, life.number, life.start, life.end, life.epochs, at, until, group)
             )
         return found
 
-    def _part(self, each: SpanRange) -> _Part:
-        assert self._parts is not None
-        return self._parts[str(each.place), each.number]
+    def _life(self, each: SpanRange) -> _ArchivedLife:
+        assert self._lives is not None
+        return self._lives[str(each.place), each.number]
 
     def sizes(self, ranges: Sequence[SpanRange]) -> list[int]:
-        """By the last look at the manifest."""
-        return [int(arithmetic.sizes_in(self._part(each).records(), each.start, each.end).sum()) for each in ranges]
+        """As of the last call of ``spans``."""
+        return [int(arithmetic.sizes_in(self._life(each).records(), each.start, each.end).sum()) for each in ranges]
 
     def reach(self, ranges: Sequence[SpanRange], sizes: Sequence[int]) -> list[int]:
-        """To the end of a file, so that none is read for two batches."""
+        """The end of a file, so that no file is read for two batches."""
         return [
-            arithmetic.reach(self._part(each).records(), each.start, each.end, size)
+            arithmetic.reach(self._life(each).records(), each.start, each.end, size)
             for each, size in zip(ranges, sizes, strict=True)
         ]
 
     def tasks(
         self, ranges: Sequence[SpanRange], spans: Sequence[PartitionSpan], tasks_min: int
     ) -> list[ArchiveReadTask]:
-        """The files with rows in the ranges. What lies between and is in no file was lost before it was archived."""
+        """Tasks for the files with rows in the ranges. Sequences that are in no file were lost before they were
+        archived."""
         files: dict[str, ArchivedFile] = {}
         bounds: dict[str, dict[str, tuple[int, int]]] = {}
         losses = []
         for each in ranges:
-            part = self._part(each)
+            life = self._life(each)
             losses += [
-                f"sequences {first} to {end - 1} of {part.place} are not in the archive: they were gone from its log, "
-                "or damaged there"
-                for first, end in part.missing(each.start, each.end)
+                f"sequences {first} to {end - 1} of {life.partition} are not in the archive: its log had removed them, "
+                "or they were damaged"
+                for first, end in life.missing(each.start, each.end)
             ]
-            for file in part.files:
-                first, last = file.partitions[part.place]
+            for file in life.files:
+                first, last = file.partitions[life.partition]
                 if first < each.end and each.start <= last:
                     files[file.path] = file
-                    bounds.setdefault(file.path, {})[part.place] = (each.start, each.end)
+                    bounds.setdefault(file.path, {})[life.partition] = (each.start, each.end)
         report(losses, fail=self._options.fail_on_loss)
         return self._tasks_of([FilePart.of(file, bounds[path]) for path, file in files.items()], tasks_min)
 
     def all_tasks(self, tasks_min: int) -> list[ArchiveReadTask]:
-        """Everything there is, of whatever life and data directory."""
-        return self._tasks_of([FilePart(file) for file in self._look().find(MESSAGES)], tasks_min)
+        """Tasks for all messages, of all lives and data directories."""
+        return self._tasks_of([FilePart(file) for file in self._newest().find(MESSAGES)], tasks_min)
 
     def _tasks_of(self, parts: Iterable[FilePart], tasks_min: int) -> list[ArchiveReadTask]:
-        """Shared out by size, in the order of the log."""
+        """Tasks of about equal size, in log order."""
         found = [part for part in parts if _may_hold(part.file, self._wanted)]
         found.sort(key=lambda part: (part.file.source, part.file.start, part.file.path))
         total = sum(part.file.raw_size or part.file.size for part in found)
@@ -179,62 +183,64 @@ class ArchiveInput:
         return [*tasks, ArchiveReadTask(tuple(taken))] if taken else tasks
 
 
-def _parts_of(path: str, manifest: ArchiveManifest, wanted: WantedRows) -> dict[tuple[str, int], _Part]:
-    """Every life of the partitions that are asked for, the older ones first.
+def _lives_of(path: str, manifest: ArchiveManifest, wanted: WantedRows) -> dict[tuple[str, int], _ArchivedLife]:
+    """Every life of the wanted partitions, the oldest first.
 
-    ``ArchiveError`` where the manifest cannot tell lives apart.
+    Raises ``ArchiveError`` where the manifest does not distinguish lives.
     """
-    parts: dict[tuple[str, int], _Part] = {}
-    homes: dict[str, str] = {}
+    found: dict[tuple[str, int], _ArchivedLife] = {}
+    sources: dict[str, str] = {}
     for file in sorted(manifest.find(MESSAGES), key=lambda file: file.start):
         if not wanted.names(file.subject):
             continue
-        for place in file.partitions:
-            if not wanted.keeps(file.subject, place.rpartition("@")[0]):
+        for partition in file.partitions:
+            if not wanted.keeps(file.subject, partition.rpartition("@")[0]):
                 continue
-            if homes.setdefault(place, file.source) != file.source:
+            if sources.setdefault(partition, file.source) != file.source:
                 raise ArchiveError(
-                    f"{place} is the name of partitions of two data directories in the archive {path} "
-                    f"({homes[place]} and {file.source}), each with sequences of its own: read it without offsets, and "
-                    "archive each directory to a place, or under a --group, of its own"
+                    f"{partition} is the name of partitions of two data directories in the archive {path} "
+                    f"({sources[partition]} and {file.source}), each with its own sequences: read the archive without "
+                    "offsets, and archive each directory to its own archive or with its own --group"
                 )
-            lives = [life for life in manifest.sources[file.source].lives.get(place, []) if life.offset <= file.start]
+            known = manifest.sources[file.source].lives.get(partition, [])
+            lives = [life for life in known if life.offset <= file.start]
             if not lives:
                 raise ArchiveError(
-                    f"the archive {path} does not say which sequences of {place} it has: an earlier Plait began it. "
-                    "Read it without offsets, or archive anew to another place"
+                    f"the archive {path} does not record which sequences of {partition} it has: an earlier Plait "
+                    "started it. Read it without offsets, or archive again to another directory"
                 )
-            parts.setdefault((place, lives[-1].number), _Part(place, file.subject, lives[-1])).files.append(file)
-    return parts
+            life = _ArchivedLife(partition, file.subject, lives[-1])
+            found.setdefault((partition, life.life.number), life).files.append(file)
+    return found
 
 
-class _Moments:
-    """When messages were stored, by the manifest; files that a time lies within are looked into, each once."""
+class _StoreTimes:
+    """Finds sequences by store time from the manifest; a file is opened, once, only if the time lies within it."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
         self._known: dict[tuple[str, int], tuple[Mapping[str, int], Mapping[str, int]]] = {}
 
-    def first_at(self, part: _Part, time: int) -> int:
+    def first_at(self, archived: _ArchivedLife, time: int) -> int:
         """The first sequence that was stored at or after a time; the end where there is none."""
-        found = part.life.end
-        for file in part.files:
-            first = file.partitions[part.place][0]
+        found, partition = archived.life.end, archived.partition
+        for file in archived.files:
+            first = file.partitions[partition][0]
             if first < found and file.time_max >= time:
-                found = min(found, first if file.time_min >= time else self._look(file, time)[0].get(part.place, found))
+                found = min(found, first if file.time_min >= time else self._read(file, time)[0].get(partition, found))
         return found
 
-    def end_before(self, part: _Part, time: int) -> int:
+    def end_before(self, archived: _ArchivedLife, time: int) -> int:
         """The sequence after the last one that was stored before a time; the start where there is none."""
-        found = part.life.start
-        for file in reversed(part.files):
-            end = file.partitions[part.place][1] + 1
+        found, partition = archived.life.start, archived.partition
+        for file in reversed(archived.files):
+            end = file.partitions[partition][1] + 1
             if end > found and file.time_min < time:
-                found = max(found, end if file.time_max < time else self._look(file, time)[1].get(part.place, found))
+                found = max(found, end if file.time_max < time else self._read(file, time)[1].get(partition, found))
         return found
 
-    def _look(self, file: ArchivedFile, time: int) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Partition → the first sequence at or after a time; and the one after the last before it."""
+    def _read(self, file: ArchivedFile, time: int) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Partition → the first sequence at or after a time, and partition → the sequence after the last before it."""
         if (file.path, time) not in self._known:
             archive = self._archive
             with reading(archive, file), archive.files.open_input_file(archive.path(file.path)) as stream:
@@ -268,8 +274,8 @@ def _may_hold(file: ArchivedFile, wanted: WantedRows) -> bool:
 def _has_sequences(partitions: Mapping[str, tuple[int, int]], wanted: WantedRows) -> bool:
     return any(
         first <= wanted.sequence_max and last >= wanted.sequence_min
-        for place, (first, last) in partitions.items()
-        if _is_in(wanted.partitions_only, place.rpartition("@")[0])
+        for partition, (first, last) in partitions.items()
+        if _is_in(wanted.partitions_only, partition.rpartition("@")[0])
     )
 
 

@@ -1,8 +1,7 @@
-"""Reading some files of an archive as record batches: all their rows, or some sequences of each partition.
+"""Reads files of an archive as record batches: all rows, or some sequences of each partition.
 
-Files are sorted by key, so that the rows of a range of sequences are anywhere in them: they are found by their
-sequences, whole columns at a time. Compaction may replace a file between planning and reading; the merged file has the
-same rows, and they are read from there.
+Files are sorted by key, so the rows of a range of sequences may be anywhere in them: a mask over whole columns selects
+them. Compaction may replace a file between planning and reading; its rows are then read from the merged file.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from plait.storage.reading.log_chunks import WantedRows
 
 _BATCH_COUNT: Final = 32_768
 
-#: ``name@group`` → the sequences [start, end) that are asked for.
+#: ``name@group`` → the wanted sequences [start, end).
 Bounds = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """A file, and what of it is asked for."""
+    """A file, and the wanted part of it."""
 
     file: ArchivedFile
-    #: None: all of it.
+    #: None: all rows.
     bounds: Bounds | None = None
 
     @classmethod
     def of(cls, file: ArchivedFile, bounds: Bounds) -> FilePart:
-        """Without bounds where they leave nothing out, so that nobody has to look at sequences."""
+        """Without bounds where they include all rows, so that the task need not read sequences."""
         whole = all(
             name in bounds and bounds[name][0] <= first and last < bounds[name][1]
             for name, (first, last) in file.partitions.items()
@@ -50,7 +49,7 @@ class FilePart:
         return cls(file, None if whole else bounds)
 
     def within(self, merged: ArchivedFile) -> FilePart:
-        """The same rows of a file that this one was merged into: no other one of that day has their sequences."""
+        """The same rows in the file that this one was merged into. No other file of that day has their sequences."""
         own = {name: (first, last + 1) for name, (first, last) in self.file.partitions.items()}
         if self.bounds is not None:
             both = {name: (own[name], self.bounds[name]) for name in own.keys() & self.bounds.keys()}
@@ -58,7 +57,7 @@ class FilePart:
         return FilePart.of(merged, own)
 
     def mask(self, partitions: pa.Array, sequences: pa.Array) -> pa.Array:
-        """Which rows are asked for."""
+        """True for each wanted row."""
         bounds = self.bounds or {}
         names = partitions.dictionary_encode()
         limits = np.array([bounds.get(name, (0, 0)) for name in names.dictionary.to_pylist()], np.int64)
@@ -69,21 +68,21 @@ class FilePart:
 
 @dataclass(frozen=True)
 class ArchiveReadTask:
-    """Some files."""
+    """Reads some files of an archive."""
 
     parts: tuple[FilePart, ...]
 
     def batches(self, options: ReadOptions, wanted: WantedRows, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """Their rows, but for row groups and keys that filters exclude."""
+        """The rows of the files, without row groups and keys that filters exclude."""
         archive = Archive.at(options.path)
         for planned in self.parts:
-            part = _there(archive, planned)
+            part = _current(archive, planned)
             with reading(archive, part.file), archive.files.open_input_file(archive.path(part.file.path)) as stream:
                 yield from _read(stream, part, wanted, schema)
 
 
-def _there(archive: Archive, part: FilePart) -> FilePart:
-    """Where the rows of a file are now; ``ArchiveError`` where nobody knows."""
+def _current(archive: Archive, part: FilePart) -> FilePart:
+    """The file that has the rows now; ``ArchiveError`` where no file has them."""
     gone = part.file
     with reading(archive, gone):
         if archive.files.get_file_info(archive.path(gone.path)).type != fs.FileType.NotFound:
@@ -94,37 +93,37 @@ def _there(archive: Archive, part: FilePart) -> FilePart:
             and file.path != gone.path
             and file.start <= gone.start
             and gone.end <= file.end
-            and all(_holds(file.partitions.get(name), ends) for name, ends in gone.partitions.items())
+            and all(_contains(file.partitions.get(name), ends) for name, ends in gone.partitions.items())
         ):
             return part.within(file)
     raise ArchiveError(
-        f"{archive.place}/{gone.path} is gone, and no other file has its {gone.count} messages. Restore the file from "
-        "a copy"
+        f"{archive.location}/{gone.path} is gone, and no other file has its {gone.count} messages. Restore the file "
+        "from a copy"
     )
 
 
-def _holds(outer: tuple[int, int] | None, inner: tuple[int, int]) -> bool:
+def _contains(outer: tuple[int, int] | None, inner: tuple[int, int]) -> bool:
     return outer is not None and outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 @contextmanager
 def reading(archive: Archive, file: ArchivedFile) -> Iterator[None]:
-    """``ArchiveError`` names the file that does not read back."""
+    """Turn errors into an ``ArchiveError`` that names the file."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        raise ArchiveError(f"{archive.place}/{file.path} does not read back: {error}") from error
+        raise ArchiveError(f"{archive.location}/{file.path} does not read back: {error}") from error
 
 
 def _read(stream: Any, part: FilePart, wanted: WantedRows, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     columns = [name for name in schema.names if name != "subject"]
-    looked_at = ["key"] if wanted.keys is not None else []
-    looked_at += ["partition", "sequence"] if part.bounds is not None else []
-    # A query of no column but the subject still has to know how many rows there are.
-    asked = list(dict.fromkeys([*columns, *looked_at])) or ["sequence"]
+    filtered = ["key"] if wanted.keys is not None else []
+    filtered += ["partition", "sequence"] if part.bounds is not None else []
+    # A query for the subject alone still needs the number of rows.
+    read = list(dict.fromkeys([*columns, *filtered])) or ["sequence"]
     keys = None if wanted.keys is None else pa.array(sorted(wanted.keys), pa.string())
     with pq.ParquetFile(stream) as parquet:
-        for batch in parquet.iter_batches(_BATCH_COUNT, _groups(parquet.metadata, wanted, part.bounds), columns=asked):
+        for batch in parquet.iter_batches(_BATCH_COUNT, _groups(parquet.metadata, wanted, part.bounds), columns=read):
             if part.bounds is not None:
                 batch = batch.filter(part.mask(batch.column("partition"), batch.column("sequence")))
             if keys is not None:
@@ -136,28 +135,28 @@ def _read(stream: Any, part: FilePart, wanted: WantedRows, schema: pa.Schema) ->
                 yield pa.RecordBatch.from_arrays(typed, schema=schema)
 
 
-def _groups(metadata: Any, wanted: WantedRows, asked: Bounds | None) -> list[int]:
-    """The row groups that may hold wanted rows, by their statistics."""
-    places = {metadata.schema.column(index).path: index for index in range(metadata.num_columns)}
-    low = min((start for start, _ in asked.values()), default=0) if asked is not None else 0
-    high = max((end for _, end in asked.values()), default=0) - 1 if asked is not None else SEQUENCE_MAX
-    bounds: dict[str, tuple[Any, Any]] = {
+def _groups(metadata: Any, wanted: WantedRows, bounds: Bounds | None) -> list[int]:
+    """The row groups that may have wanted rows, by their statistics."""
+    columns = {metadata.schema.column(index).path: index for index in range(metadata.num_columns)}
+    low = min((start for start, _ in bounds.values()), default=0) if bounds is not None else 0
+    high = max((end for _, end in bounds.values()), default=0) - 1 if bounds is not None else SEQUENCE_MAX
+    limits: dict[str, tuple[Any, Any]] = {
         "sequence": (max(wanted.sequence_min, low), min(wanted.sequence_max, high)),
         "store_time": (to_datetime(wanted.time_min), to_datetime(wanted.time_max)),
     }
     if wanted.keys:
-        bounds["key"] = (min(wanted.keys), max(wanted.keys))
+        limits["key"] = (min(wanted.keys), max(wanted.keys))
     found = []
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
-        if all(_overlaps(group.column(places[name]).statistics, *ends) for name, ends in bounds.items()):
+        if all(_overlaps(group.column(columns[name]).statistics, *ends) for name, ends in limits.items()):
             found.append(number)
     return found
 
 
 def _overlaps(statistics: Any, low: Any, high: Any) -> bool:
     if statistics is None or not statistics.has_min_max:
-        # Where all keys are null there is no range, and nothing that has a key.
+        # Statistics without a range: all keys are null, so no row has a wanted key.
         return statistics is None or not isinstance(low, str)
     first, last = statistics.min, statistics.max
     if isinstance(first, datetime) and first.tzinfo is None:

@@ -1,4 +1,4 @@
-"""Reading through brokers: the driver asks them what there is, each task reads its range from the one that has it."""
+"""The input for brokers: the driver asks them for their partitions, and each task reads a range from its broker."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from plait.storage.reading.log_chunks import CHUNK_SIZE, ChunkPartition, WantedR
 
 log = logging.getLogger("plait.spark")
 
-#: Not worth a task of its own: connecting takes as long as reading this.
+#: The minimum size of a task: connecting takes as long as reading this much.
 PIECE_SIZE_MIN: Final = 1 << 20
 
 
 @dataclass(frozen=True)
 class BrokerTask:
-    """A range of one partition."""
+    """Reads a range of one partition."""
 
     span: PartitionSpan
     start: int
     end: int
-    #: This task's share of what the query may read; None: as fast as it comes.
+    #: This task's share of the read rate of the query; None: unlimited.
     bytes_per_second: float | None
 
     @property
@@ -38,7 +38,7 @@ class BrokerTask:
         return self.span.group
 
     def frames(self, options: ReadOptions, wanted: WantedRows) -> Iterator[Member]:
-        """Frame after frame; the next ones are on their way while one is looked at."""
+        """The frames in order; the next ones are fetched while the caller handles one."""
         span = self.span
         partition = ChunkPartition(span.subject, span.name, self.start, self.end)
         for piece in self._pieces(options):
@@ -55,7 +55,7 @@ class BrokerTask:
                 yield partition, frame
 
     def _pieces(self, options: ReadOptions) -> Iterator[ScanPiece]:
-        """On a loop in another thread: heartbeats go on and answers come in while Spark takes its time."""
+        """Read on an event loop in another thread, so that heartbeats continue while Spark handles a batch."""
         run = shared_loop().run
         surveyor = Surveyor(options.server)
         run(surveyor.open())
@@ -67,7 +67,7 @@ class BrokerTask:
             while (piece := run(_next(pieces))) is not None:
                 yield piece
         finally:
-            # A task that Spark does not read to its end is closed late, perhaps with the interpreter.
+            # A task that Spark does not read to its end is closed late, perhaps at interpreter exit.
             with contextlib.suppress(Closed):
                 run(_close(pieces, surveyor))
 
@@ -81,7 +81,6 @@ class BrokerTask:
             log.warning("%s of %s are damaged and left out; run 'plait doctor' there", what, self.span.place)
 
     def damage(self, options: ReadOptions, reason: str) -> DamageError:
-        """Names the partition and what to do."""
         return DamageError(
             f"{self.span.place} at {', '.join(options.server)} is damaged: {reason}. Run 'plait doctor' at its broker, "
             "or leave the damaged messages out with the option failOnDamage=false"
@@ -100,7 +99,7 @@ async def _close(pieces: AsyncIterator[ScanPiece] | None, surveyor: Surveyor) ->
 
 
 class BrokerInput:
-    """Brokers. The links stay up between two questions, as a stream asks often."""
+    """Brokers. The connections stay open between calls, since a stream calls often."""
 
     expires = True
 
@@ -110,7 +109,7 @@ class BrokerInput:
         self._surveyor: Surveyor | None = None
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         surveyor, self._surveyor = self._surveyor, None
         if surveyor is not None:
             shared_loop().run(surveyor.close())
@@ -121,7 +120,7 @@ class BrokerInput:
         return self._surveyor
 
     def spans(self, times: Sequence[int] = ()) -> list[PartitionSpan]:
-        """As their brokers have them now; the route is asked for anew, as it may lead to more of them."""
+        """As their brokers report them now. Reads the route again, since it may have more partitions."""
         surveyor, wanted = self._open(), self._wanted
 
         async def ask() -> list[PartitionSpan]:
@@ -131,23 +130,23 @@ class BrokerInput:
         return [span for span in shared_loop().run(ask()) if wanted.keeps(span.subject, span.name)]
 
     def sizes(self, ranges: Sequence[SpanRange]) -> list[int]:
-        """As their consume logs say."""
+        """From the consume logs of the brokers."""
         return [cuts.size for cuts in shared_loop().run(self._open().cuts(ranges, 0))]
 
     def reach(self, ranges: Sequence[SpanRange], sizes: Sequence[int]) -> list[int]:
-        """As their consume logs say."""
+        """From the consume logs of the brokers."""
         found = shared_loop().run(self._open().reach(ranges, sizes))
         return [cuts.ends[0] if cuts.ends else each.end for cuts, each in zip(found, ranges, strict=True)]
 
     def tasks(self, ranges: Sequence[SpanRange], spans: Sequence[PartitionSpan], tasks_min: int) -> list[BrokerTask]:
-        """Pieces of about equal size; with a rate, so few that all can run at a time and share it."""
+        """Tasks of about equal size; with a rate limit, few enough to run at the same time and share the rate."""
         ranges = [each for each in ranges if each.start < each.end]
         if not ranges:
             return []
         by_place = {span.place: span for span in spans}
         total = sum(self.sizes(ranges))
         rate = self._options.bytes_per_second
-        # As for files: whoever asks for four at least has four to share them.
+        # As for files: with ``tasks_min`` tasks there are as many workers to run them.
         rounds = max(-(-total // (CHUNK_SIZE * tasks_min)), 1) if rate is None else 1
         size = max(-(-total // (rounds * tasks_min)), PIECE_SIZE_MIN)
         cuts = shared_loop().run(self._open().cuts(ranges, size))

@@ -1,6 +1,6 @@
-"""Where messages are read from: a data directory, brokers or an archive. Each says what there is and makes tasks of it.
+"""The interface of an input: it lists the partitions and makes tasks that read ranges of them.
 
-The driver asks; a task then reads its share on its own. A place may be asked again and again, as a stream does.
+The driver calls the input, a stream calls it for every batch. A task then reads its part without the driver.
 """
 
 from __future__ import annotations
@@ -13,55 +13,55 @@ from plait.frame.view import FrameView
 from plait.spark.source.read_options import ReadOptions
 from plait.storage.reading.log_chunks import ChunkPartition, WantedRows
 
-#: A frame, and the partition that it is of: what tasks read.
+#: A frame and its partition.
 Member = tuple[ChunkPartition, FrameView]
 
 
 class InputTask(Protocol):
-    """A share of the work, pickled to where it is done."""
+    """A part of the work of a query; pickled to the worker that runs it."""
 
-    #: The broker group that its partitions are on.
+    #: The broker group of its partitions.
     group: str
 
     def frames(self, options: ReadOptions, wanted: WantedRows) -> Iterator[Member]:
-        """The frames to be read, verified and in order; those at a partition's bounds may have rows beyond them."""
+        """The frames to be read, verified and in order. The first and the last may have rows beyond the bounds."""
         ...
 
     def damage(self, options: ReadOptions, reason: str) -> Exception:
-        """What is raised where the columns of a frame do not read back."""
+        """The error to raise where the columns of a frame cannot be decoded."""
         ...
 
 
 class Input(Protocol):
-    """Something to read from."""
+    """Something that Spark jobs read: a data directory, brokers or an archive."""
 
-    #: Retention removes messages of it: a partition that begins behind sequence 0 has lost some. What an archive never
-    #: had is noted in its manifest.
+    #: Whether retention removes messages: then a partition that begins after sequence 0 has lost some. An archive
+    #: records in its manifest what it never had.
     expires: bool
 
     def spans(self, times: Sequence[int] = ()) -> list[PartitionSpan]:
-        """Every partition of the subjects, as it is now; where it has several lives, one after another."""
+        """Every partition of the subjects as of now; one span for each life of a partition, the oldest first."""
         ...
 
     def sizes(self, ranges: Sequence[SpanRange]) -> list[int]:
-        """About how many bytes each range has."""
+        """The approximate size of each range in bytes."""
         ...
 
     def reach(self, ranges: Sequence[SpanRange], sizes: Sequence[int]) -> list[int]:
-        """Where each range ends when it is to have at most about so many bytes, and one frame at least."""
+        """The end of each range when it is limited to about ``sizes`` bytes and at least one frame."""
         ...
 
     def tasks(self, ranges: Sequence[SpanRange], spans: Sequence[PartitionSpan], tasks_min: int) -> list[Any]:
-        """The ranges as tasks: ``tasks_min`` or more, where there is enough to share."""
+        """Tasks for the ranges: ``tasks_min`` or more, where there is enough to read."""
         ...
 
     def close(self) -> None:
-        """Hang up, where there are links; whoever asks again is connected again."""
+        """Close connections; the next call opens them again."""
         ...
 
 
-def place_of(options: ReadOptions, wanted: WantedRows) -> Input:
-    """What the options name."""
+def input_of(options: ReadOptions, wanted: WantedRows) -> Input:
+    """The input that the options name."""
     if options.server:
         from plait.spark.inputs.broker_input import BrokerInput
 

@@ -1,4 +1,4 @@
-"""Reading from the segment files of a data directory, which a server may be writing."""
+"""The input for a data directory: reads its segment files, which a server may be writing."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ log = logging.getLogger("plait.spark")
 
 @dataclass(frozen=True)
 class LogTask:
-    """A part of one segment file."""
+    """Reads a part of one segment file."""
 
     chunk: LogChunk
     group: str
-    #: By partition, as they were when the query was planned; of those that are missing nothing is known.
+    #: Partition name → its span when the query was planned. Partitions without a span are not checked.
     spans: Mapping[str, PartitionSpan]
 
     def frames(self, options: ReadOptions, wanted: WantedRows) -> Iterator[Member]:
-        """The wanted frames of the part."""
         disk = RealDisk(options.path, read_only=True)
         for member in read_chunk(disk, options.path, self.chunk, wanted, fail_on_damage=options.fail_on_damage):
             span = self.spans.get(member[0].name)
@@ -42,13 +41,12 @@ class LogTask:
             yield member
 
     def damage(self, options: ReadOptions, reason: str) -> DamageError:
-        """Names the part."""
         chunk = self.chunk
         return damage_error(options.path, chunk.segment, chunk.start, chunk.end - chunk.start, reason)
 
 
 class LogInput:
-    """A directory."""
+    """A data directory."""
 
     expires = True
 
@@ -58,7 +56,7 @@ class LogInput:
         self._index = LogIndex(lambda: open_log(options.path), wanted, fail_on_damage=options.fail_on_damage)
 
     def spans(self, times: Sequence[int] = ()) -> list[PartitionSpan]:
-        """Made from the headers of all frames; the next time from those that are new."""
+        """Built from the headers of all frames; later calls read the headers of new frames only."""
         self._index.refresh()
         found = []
         for number, partition in sorted(self._index.partitions.items()):
@@ -73,29 +71,29 @@ class LogInput:
         return found
 
     def close(self) -> None:
-        """There is nothing to hang up."""
+        """Does nothing: there is no connection."""
 
     def _records(self, each: SpanRange) -> Records:
         return self._index.partitions[each.number].between(each.start, each.end)
 
     def _wanted_of(self, records: Records) -> Records:
-        """Those that filters on time let through."""
+        """The records that pass the filters on store time."""
         times = records["time"]
         return records[(times >= self._wanted.time_min) & (times <= self._wanted.time_max)]
 
     def sizes(self, ranges: Sequence[SpanRange]) -> list[int]:
-        """By the last look at the files."""
+        """As of the last call of ``spans``."""
         return [int(arithmetic.sizes_in(self._records(each), each.start, each.end).sum()) for each in ranges]
 
     def reach(self, ranges: Sequence[SpanRange], sizes: Sequence[int]) -> list[int]:
-        """By the last look at the files."""
+        """As of the last call of ``spans``."""
         return [
             arithmetic.reach(self._records(each), each.start, each.end, size)
             for each, size in zip(ranges, sizes, strict=True)
         ]
 
     def tasks(self, ranges: Sequence[SpanRange], spans: Sequence[PartitionSpan], tasks_min: int) -> list[LogTask]:
-        """Parts of segment files, from the first frame of the ranges to the last."""
+        """Tasks for parts of segment files, from the first frame of the ranges to the last."""
         ranges = [each for each in ranges if each.start < each.end]
         records = [found for each in ranges if len(found := self._wanted_of(self._records(each)))]
         if not records:
@@ -115,14 +113,14 @@ class LogInput:
             bounds={each.number: (each.start, each.end) for each in ranges},
         )
         reached = max((bases[chunk.segment] + chunk.end for chunk in planned.chunks), default=0)
-        # Segments go from the front: what is there after the planning was there all the time.
-        there = oldest[0] <= first and reader.disk.exists(oldest[1])
-        if not there or (reached < end and not planned.damages):
+        # Retention removes the oldest segments first: a segment that exists after the planning existed throughout.
+        exists = oldest[0] <= first and reader.disk.exists(oldest[1])
+        if not exists or (reached < end and not planned.damages):
             raise Expired(f"{options.path}: messages were removed while the query was planned; run it again")
         return self._tasks_of(planned, {span.name: span for span in spans})
 
     def all_tasks(self, tasks_min: int) -> list[LogTask]:
-        """Everything there is: one look at the files is enough for that."""
+        """Tasks for all messages, from one pass over the files."""
         options = self._options
         planned = plan(
             open_log(options.path), self._wanted, chunks_min=tasks_min, fail_on_damage=options.fail_on_damage

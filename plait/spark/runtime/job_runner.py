@@ -1,4 +1,4 @@
-"""Running a job's tasks on Spark, and showing how far they are."""
+"""Runs the tasks of a job on Spark and reports their progress."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from plait.spark.archiving.archive_tasks import Job, TaskFacts
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: How often Spark is asked how far it is.
+#: How often the progress of a job is read from Spark.
 LOOK_SECONDS: Final = 0.5
-#: Of what Spark says about a failure: Java's first words name the cause, and Python's last ones.
+#: How much of Spark's error text is shown: the start of a Java error and the end of a Python error name the cause.
 SHOWN_LENGTH_MAX: Final = 1_000
 
 
 class ProgressListener(Protocol):
-    """Who is told how far a long step is."""
+    """Receives the progress of a long step."""
 
     def step(self, name: str, total: int | None = None, unit: str = ...) -> None: ...
 
@@ -31,7 +31,7 @@ class ProgressListener(Protocol):
 
 
 def run_job(spark: SparkSession, job: Job, step: str, progress: ProgressListener | None = None) -> list[TaskFacts]:
-    """Run all tasks; their facts, in order. What went wrong first is raised, as it would be without Spark."""
+    """Run all tasks and return their facts in order. Raises the first error of a task as it would be without Spark."""
     count = len(job.tasks)
     group = f"plait-{chance.token(8)}"
     context = spark.sparkContext
@@ -39,9 +39,9 @@ def run_job(spark: SparkSession, job: Job, step: str, progress: ProgressListener
         progress.step(step, sum(task.weight for task in job.tasks), "bytes")
 
     def collect() -> list[TaskFacts]:
-        # A job's group is its thread's.
+        # The job group is a property of the thread.
         context.setJobGroup(group, step, interruptOnCancel=True)
-        # Not as a DataFrame: planning a query for a few numbers takes Java longer than all else that it has to do here.
+        # Not a DataFrame: planning a query for a few numbers would take Java longer than the rest of its work here.
         facts: list[bytes] = context.parallelize(range(count), count).mapPartitions(job).collect()
         return [msgspec.msgpack.decode(each, type=TaskFacts) for each in facts]
 
@@ -62,27 +62,26 @@ def run_job(spark: SparkSession, job: Job, step: str, progress: ProgressListener
 
 
 def _result(running: Future[list[TaskFacts]]) -> list[TaskFacts]:
-    """What a job gave."""
     with in_one_line("Spark did not end its tasks; nothing was committed, run again"):
         return running.result()
 
 
 @contextmanager
 def in_one_line(what: str) -> Iterator[None]:
-    """What Spark itself has to say about a failure, behind ``what``, as an error that is told in one line."""
+    """Turn an error of Spark itself into an ``ArchiveError`` of one line that begins with ``what``."""
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]
     from pyspark.errors import PySparkException, PythonException
 
     try:
         yield
     except (PySparkException, Py4JError) as error:
-        said = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-        shown = said[-SHOWN_LENGTH_MAX:] if isinstance(error, PythonException) else said[:SHOWN_LENGTH_MAX]
+        text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        shown = text[-SHOWN_LENGTH_MAX:] if isinstance(error, PythonException) else text[:SHOWN_LENGTH_MAX]
         raise ArchiveError(f"{what}: {shown}") from error
 
 
 def _done(spark: SparkSession, group: str, job: Job) -> int:
-    """Bytes, as far as ended tasks tell: they are about equal."""
+    """Finished bytes, estimated from the number of finished tasks, which are about equal in size."""
     tracker = spark.sparkContext.statusTracker()
     ended = 0
     for number in tracker.getJobIdsForGroup(group):

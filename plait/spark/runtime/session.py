@@ -1,7 +1,7 @@
-"""A Spark session that is ready for Plait: Java found, quick to start, quiet, with ``format("plait")`` known.
+"""Starts a Spark session for Plait: finds Java, starts quickly, logs errors only, and registers ``format("plait")``.
 
-Local by default; any other master and any setting pass through. Settings are Plait's defaults, then the
-caller's, which win. The environment that Spark is started with is put back afterwards.
+The master is local by default. The caller's settings override Plait's defaults. The environment variables that Spark
+is started with are restored afterwards.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from plait.spark.runtime.session_files import DAEMON_MODULE, Runtime, runtime_fo
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: Admission control of streaming readers and Arrow batches of data sources as Plait uses them.
+#: The first version with admission control of streaming readers and Arrow batches of data sources.
 PYSPARK_MIN = (4, 3)
 DEFAULT_MASTER = "local[*]"
-#: Between Java and a Python worker; Spark's own 64 KiB are less than one Arrow batch.
+#: The buffer between Java and a Python worker; Spark's default of 64 KiB is less than one Arrow batch.
 PYTHON_BUFFER_SIZE = 1 << 20
 #: How long a Python worker keeps memory that it has freed.
 WORKER_MEMORY_MILLISECONDS = 5_000
-#: Tasks of a shuffle for each local thread: few, since a small task costs more than its rows, and more than
-#: one, since two threads then share an uneven load.
+#: Tasks of a shuffle for each local thread: few, since a small task costs more than its rows; more than one, so that
+#: threads can share an uneven load.
 SHUFFLE_TASKS_PER_THREAD = 2
 
-#: A socket's path has 103 bytes on some systems, and its name there has 42: below a longer directory there are none.
+#: The path of a Unix socket is limited to 103 bytes on some systems, and its file name has 42. Below a longer directory
+#: the session uses TCP.
 SOCKET_DIRECTORY_MAX = 60
 
 _SOCKETS = "spark.python.unix.domain.socket.dir"
@@ -53,10 +54,10 @@ _DEFAULTS = {
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.python.filterPushdown.enabled": "true",
     "spark.buffer.size": str(PYTHON_BUFFER_SIZE),
-    # Arrow's allocator gives memory back after 10 ms, and a worker that writes Parquet spends a third of its time on
-    # getting it again.
+    # By default Arrow's allocator returns memory after 10 ms, and a worker that writes Parquet spends a third of its
+    # time on getting it back.
     "spark.executorEnv.MIMALLOC_PURGE_DELAY": str(WORKER_MEMORY_MILLISECONDS),
-    # Huge pages are what a virtual machine has given back to its host: archiving takes a twentieth longer with them.
+    # A virtual machine returns huge pages to its host: with them archiving takes 5 % longer.
     "spark.executorEnv.MIMALLOC_ALLOW_THP": "0",
 }
 
@@ -67,12 +68,12 @@ def session(
     master: str | None = None,
     config: Mapping[str, object] | None = None,
 ) -> SparkSession:
-    """A Spark session with ``format("plait")`` registered; the running one, if there is one.
+    """A Spark session with ``format("plait")`` registered: the running session if there is one, else a new one.
 
-    `master` is any Spark master (without one: ``spark.master`` of `config`, else all cores of this machine);
-    `config` holds Spark settings, which win over Plait's. A running session takes over the settings that can
-    still change; ``InvalidArgument`` names one that cannot, or another master. ``SparkUnavailable`` says what
-    is missing where Spark cannot start.
+    `master` is any Spark master (default: ``spark.master`` of `config`, else all cores of this machine); `config` has
+    Spark settings, which override Plait's. On a running session the settings that can still change are applied;
+    ``InvalidArgument`` names a setting, such as another master, that cannot. ``SparkUnavailable`` says what is missing
+    where Spark cannot start.
     """
     check_packages()
     given = {key: _text(value) for key, value in (config or {}).items()}
@@ -87,16 +88,16 @@ def session(
 
 
 def find_runtime(java: Java | None = None) -> Runtime:
-    """The runtime that a session of this process starts from, built if need be."""
+    """The runtime directory of sessions of this process; built if it does not exist."""
     import pyspark
 
     return runtime_for(java or find_java(), _package("pyspark"), _package("py4j"), pyspark.__version__)
 
 
 def check_packages() -> None:
-    """Raise ``SparkUnavailable`` unless what ``plait[spark]`` installs is there."""
+    """Raise ``SparkUnavailable`` unless the packages of ``plait[spark]`` are installed."""
     if os.name != "posix":
-        raise SparkUnavailable(f"plait.spark runs on Linux and macOS, and this is {sys.platform}")
+        raise SparkUnavailable(f"plait.spark needs Linux or macOS; this is {sys.platform}")
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise SparkUnavailable(
@@ -131,13 +132,13 @@ def _running() -> SparkSession | None:
 
 
 def _adopt(running: SparkSession, given: Mapping[str, str]) -> SparkSession:
-    """Settings into a session that runs already."""
+    """Apply settings to a running session."""
     for key, value in given.items():
         if running.conf.get(key, None) == value:
             continue
         if not running.conf.isModifiable(key):
             raise InvalidArgument(
-                f"{key} is {running.conf.get(key, None)} in the session that is running and cannot become "
+                f"{key} is {running.conf.get(key, None)} in the running session and cannot become "
                 f"{value}: stop() that session first, or leave the setting out",
                 key=key,
                 value=value,
@@ -151,8 +152,8 @@ def _start(app_name: str, given: Mapping[str, str]) -> SparkSession:
     from pyspark.sql import SparkSession
 
     settings = _DEFAULTS | {"spark.app.name": app_name}
-    # spark-submit and an earlier session of this process have a Java running already; spark-submit also
-    # has chosen the master.
+    # Under spark-submit, and after an earlier session of this process, Java runs already; spark-submit also sets the
+    # master.
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     if not submitted:
         settings["spark.master"] = DEFAULT_MASTER
@@ -178,7 +179,7 @@ def _start(app_name: str, given: Mapping[str, str]) -> SparkSession:
         if error.getCondition() != "JAVA_GATEWAY_EXITED":
             raise
         raise SparkUnavailable(
-            f"Java ended before Spark had started; what it said was printed as it came. "
+            f"Java exited before Spark had started; its output is above. "
             f"Started with JAVA_HOME={java_home} and the settings {given or 'of Plait alone'}"
         ) from error
     atexit.register(_stop, spark, os.getpid())
@@ -186,7 +187,8 @@ def _start(app_name: str, given: Mapping[str, str]) -> SparkSession:
 
 
 def _stop(spark: SparkSession, process: int) -> None:
-    """A session that its program did not stop would leave its sockets behind; a fork's is its parent's."""
+    """Stop a session at exit, since a session that is not stopped leaves its sockets behind. A forked child does
+    nothing: the session belongs to its parent."""
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 
     if os.getpid() == process:
@@ -195,7 +197,7 @@ def _stop(spark: SparkSession, process: int) -> None:
 
 
 def _worker_environment(*, local: bool) -> dict[str, str]:
-    """Workers run the same Python as the caller; those of a cluster the one that the cluster's user names."""
+    """Local workers run the Python of the caller; workers of a cluster run ``PYSPARK_PYTHON`` if it is set."""
     named = None if local else os.environ.get("PYSPARK_PYTHON")
     return {"PYSPARK_PYTHON": named or sys.executable}
 
@@ -211,7 +213,7 @@ def _launch_environment(runtime: Runtime, *, local: bool) -> dict[str, str]:
 
 
 def _configuration_directory() -> Path:
-    """Where the user may have put ``spark-defaults.conf`` and a log configuration."""
+    """The directory where the user may have ``spark-defaults.conf`` and a log configuration."""
     home = os.environ.get("SPARK_HOME") or _package("pyspark")
     return Path(os.environ.get("SPARK_CONF_DIR") or Path(home, "conf"))
 
@@ -226,7 +228,7 @@ def _java_options(runtime: Runtime) -> str:
 
 
 def _local_threads(master: str | None) -> int | None:
-    """How many threads a local master has; None for any other."""
+    """The number of threads of a local master; None for any other master."""
     match = _LOCAL.fullmatch(master or "")
     if match is None:
         return None
@@ -240,7 +242,7 @@ def _text(value: object) -> str:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Spark reads its environment while it starts; nobody else is to see ours."""
+    """Set environment variables while Spark starts and restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

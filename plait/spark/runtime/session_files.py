@@ -1,13 +1,13 @@
-"""What a Spark session starts from: a directory in the user's cache, one for each pair of Java and PySpark.
+"""The files that a Spark session starts from: a directory in the user's cache for each pair of Java and PySpark.
 
-It holds a JAVA_HOME whose ``java`` leaves out arguments of Spark that this Java has no use for (a trimmed JRE
-would refuse to start with them, others would warn at every start); a SPARK_HOME whose Python workers import
-PySpark from its directory instead of from a zip file, which halves their start; a log configuration that
-keeps warnings off the console; and the class-data archives that make Java start faster.
+It has a JAVA_HOME whose ``java`` drops arguments of Spark that this Java does not support (a trimmed JRE would refuse
+to start with them, others would warn at every start); a SPARK_HOME whose Python workers import PySpark from its
+directory instead of from a zip file, which halves their start; a log configuration that keeps warnings off the console;
+and the class-data archives that make Java start faster.
 
-The directory is built aside and renamed, so that it is complete whenever it is there, whoever else builds it
-at the same time. It is never changed or removed while a session may run from it; only archives, which a
-running Java keeps open, are.
+The directory is built under a temporary name and renamed, so that it is complete if it exists, even if several
+processes build it at the same time. It is never changed or removed while a session may use it, except for the archives,
+which a running Java keeps open.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pathlib import Path
 
 from plait.spark.runtime.java import ANSWER_SECONDS_MAX, Java
 
-#: From this release on ``sun.security.action`` is gone from ``java.base``, and opening it is warned about.
+#: From this release on ``java.base`` has no ``sun.security.action``, and Java warns about the option that opens it.
 _WITHOUT_SECURITY_ACTION = 25
 
 _LAUNCHER = """\
 #!/bin/sh
-# Java as Spark is to start it: without the arguments named here.
+# Starts Java for Spark without the arguments named here.
 for argument in "$@"; do
   shift
   case "$argument" in
@@ -50,18 +50,18 @@ appender.console.name = console
 appender.console.target = SYSTEM_ERR
 appender.console.layout.type = PatternLayout
 appender.console.layout.pattern = %d{HH:mm:ss} %p %c{1}: %m%n%ex
-# Spark lowers the level of an interactive session to this logger's: the same one, so that nothing is said.
+# Spark sets the root level of an interactive session to the level of this logger, and prints a line if it differs.
 logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
 logger.gateway.level = error
 """
 
-#: What Spark is told to start the Python workers of tasks with; a module beside PySpark, since it is forked
-#: before a worker imports anything that starts threads, as Plait's own packages do. The workers that plan a
-#: data source are out of its reach: Spark starts those with its own daemon, whatever it is told.
+#: The module with which Spark starts the Python workers of tasks. It is a module beside PySpark and not one of Plait,
+#: since Plait's packages start threads and a daemon that forks must not. Spark starts the workers that plan a data
+#: source with its own daemon, whatever the setting is.
 DAEMON_MODULE = "plait_daemon"
 _DAEMON = """\
-\"\"\"Spark's daemon of Python workers. A worker that Java has hung up on ends without a word: at the end of a
-session that is all of them, and over Unix sockets each might print the traceback of a broken pipe.\"\"\"
+\"\"\"Spark's daemon of Python workers. A worker exits without a traceback when Java closes its pipe: at the end of a
+session Java closes all of them, and over Unix sockets each might print the traceback of a broken pipe.\"\"\"
 
 import os
 
@@ -85,41 +85,41 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Runtime:
-    """The directory for one Java and one PySpark; complete as long as it exists."""
+    """The directory for one Java and one PySpark; it is complete if it exists."""
 
     directory: Path
 
     @property
     def java_home(self) -> Path:
-        """What Spark is given as JAVA_HOME."""
+        """The JAVA_HOME of Spark."""
         return self.directory / "java"
 
     @property
     def spark_home(self) -> Path:
-        """What a local session is given as SPARK_HOME."""
+        """The SPARK_HOME of a local session."""
         return self.directory / "spark"
 
     @property
     def logging(self) -> Path:
-        """Log configuration: errors alone, on standard error."""
+        """The log configuration: errors only, on standard error."""
         return self.directory / "log4j2.properties"
 
     @property
     def archive(self) -> Path:
-        """Spark's class-data archive; there after `plait.spark.prepare`."""
+        """Spark's class-data archive; it exists after `plait.spark.prepare`."""
         return self.directory / "spark.jsa"
 
 
 def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Where runtimes are kept: ``$XDG_CACHE_HOME/plait``, or ``~/.cache/plait``."""
+    """The directory of all runtimes: ``$XDG_CACHE_HOME/plait``, or ``~/.cache/plait``."""
     base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME")
     return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "plait"
 
 
 def runtime_for(java: Java, pyspark: Path, py4j: Path, version: str, cache: Path | None = None) -> Runtime:
-    """The runtime for a Java and the PySpark whose packages are in those directories, built if need be.
+    """The runtime for a Java and the PySpark whose packages are in those directories; built if it does not exist.
 
-    Where the cache cannot be written it is built in a temporary directory that goes with this process.
+    If the cache is not writable, it is built in a temporary directory that is removed when this process exits.
     """
     name = f"spark-{version}-java-{java.version}-{_fingerprint(java, pyspark, py4j)}"
     try:
@@ -138,7 +138,7 @@ def runtime_for(java: Java, pyspark: Path, py4j: Path, version: str, cache: Path
 
 
 def _fingerprint(java: Java, pyspark: Path, py4j: Path) -> str:
-    """Changes when Java or PySpark is installed anew (old archives would not fit) or Plait writes other files."""
+    """Changes when Java or PySpark is reinstalled (old archives would not match) or Plait writes other files."""
     facts = [str(path) for path in (java.home, pyspark, py4j)]
     facts += [_LAUNCHER, _LOGGING, _DAEMON]
     facts += [str(path.stat().st_mtime_ns) for path in (java.program, pyspark / "jars")]
@@ -146,7 +146,7 @@ def _fingerprint(java: Java, pyspark: Path, py4j: Path) -> str:
 
 
 def _build(directory: Path, java: Java, pyspark: Path, py4j: Path) -> None:
-    """Build it aside, then rename; if another process was first, its is as good as ours."""
+    """Build it under a temporary name, then rename; if another process was faster, its directory is used."""
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         runtime = Runtime(aside)
@@ -164,7 +164,7 @@ def _build(directory: Path, java: Java, pyspark: Path, py4j: Path) -> None:
 
 
 def _link_spark(home: Path, pyspark: Path, py4j: Path) -> None:
-    """Spark puts ``python/lib/pyspark.zip`` on its workers' path: a directory of that name imports faster."""
+    """Make ``python/lib/pyspark.zip``, which Spark puts on the path of its workers, a directory: it imports faster."""
     packages = home / "python" / "lib" / "pyspark.zip"
     packages.mkdir(parents=True)
     (packages / "pyspark").symlink_to(pyspark)
@@ -175,7 +175,7 @@ def _link_spark(home: Path, pyspark: Path, py4j: Path) -> None:
 
 
 def _archive_base_classes(java: Java, archive: Path) -> bool:
-    """Archive Java's own classes where it came without such an archive; Spark's builds upon it."""
+    """Archive Java's own classes if it has no such archive; Spark's archive is based on it."""
     if (java.home / "lib" / "server" / "classes.jsa").exists():
         return False
     command = [str(java.program), "-Xshare:dump", f"-XX:SharedArchiveFile={archive}", "-Xlog:disable"]
@@ -190,7 +190,7 @@ def _write_launcher(home: Path, java: Java, base_archive: Path | None) -> None:
     dropped = ["--add-modules=jdk.incubator.vector"]
     if java.major >= _WITHOUT_SECURITY_ACTION:
         dropped.append("--add-opens=java.base/sun.security.action=ALL-UNNAMED")
-    # An archive that does not fit is to be ignored without a word: Java would say so on standard output.
+    # Ignore an archive that does not match without a message: Java would print it on standard output.
     command = [str(java.program), "-Xlog:disable"]
     if base_archive is not None:
         command.append(f"-XX:SharedArchiveFile={base_archive}")

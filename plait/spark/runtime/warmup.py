@@ -1,8 +1,8 @@
-"""A class-data archive for Spark: much of a session's start is Java loading classes; this does it once.
+"""A class-data archive for Spark: Java spends much of a session's start on loading classes, and the archive saves it.
 
-A short session in a process of its own uses what Plait uses of Spark, and its Java writes down the classes it
-loaded as it ends. At every start Java checks the archive against its own build and Spark's jars, and goes on
-without one that does not fit.
+A short session in a separate process uses the same features of Spark as Plait, and its Java writes the loaded classes
+to the archive as it exits. At every start Java checks the archive against its own build and Spark's jars, and ignores
+an archive that does not match.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: A start, a few small jobs and the writing of the archive; a busy machine takes two minutes.
 PREPARE_SECONDS_MAX = 600.0
-#: An archive takes some 190 MB: those that no session has used for so long are removed.
+#: An archive takes some 190 MB: one that no session has used for this long is removed.
 UNUSED_SECONDS_MAX = 30 * 86_400.0
 
 _TRAIN = "import sys; from plait.spark.runtime.warmup import train; train(sys.argv[1])"
@@ -44,7 +44,7 @@ def prepare() -> Path:
     _remove_unused(cache_directory())
     with tempfile.TemporaryDirectory(prefix=".archive.", dir=runtime.directory) as aside:
         written = Path(aside, runtime.archive.name)
-        # Java has inherited the output pipe and ends after its Python: reading to the end waits for both.
+        # Java inherits the output pipe and exits after Python: reading to the end waits for both.
         training = subprocess.run(
             [sys.executable, "-c", _TRAIN, str(written)],
             stdin=subprocess.DEVNULL,
@@ -53,15 +53,15 @@ def prepare() -> Path:
             timeout=PREPARE_SECONDS_MAX,
         )
         if training.returncode != 0 or not written.exists():
-            said = training.stdout.decode(errors="replace").strip()[-2000:]
-            raise SparkUnavailable(f"Java wrote no class-data archive for Spark; the session said: {said}")
+            output = training.stdout.decode(errors="replace").strip()[-2000:]
+            raise SparkUnavailable(f"Java wrote no class-data archive for Spark; output of the session: {output}")
         written.replace(runtime.archive)
     return runtime.archive
 
 
 def train(archive: str) -> None:
-    """Run what Plait uses of Spark in this process; its Java writes `archive` when the process ends."""
-    # Compiled classes are not archived, so that the short run need not compile well.
+    """Use the features of Spark that Plait uses; the Java of this process writes `archive` when it exits."""
+    # Compiled code is not archived, so the short run need not compile well.
     options = f'"-XX:ArchiveClassesAtExit={archive}" -XX:TieredStopAtLevel=1 -XX:+UseSerialGC'
     spark = session("plait-prepare", master="local[2]", config={"spark.driver.extraJavaOptions": options})
     with tempfile.TemporaryDirectory() as directory:
@@ -108,7 +108,7 @@ def _use(spark: SparkSession, directory: str) -> None:
 
 
 def _remove_unused(cache: Path) -> None:
-    """A session touches its runtime's directory when it starts."""
+    """Remove archives by the age of their directory, which a session touches when it starts."""
     oldest = time.time() - UNUSED_SECONDS_MAX
     for archive in cache.glob("spark-*/spark.jsa"):
         if archive.parent.stat().st_mtime < oldest:

@@ -1,6 +1,6 @@
-"""Inside a Python worker of Spark: what makes many short tasks cheap, and its end quiet.
+"""Prepares a Python worker of Spark: makes many short tasks cheap, and suppresses the traceback at its end.
 
-Spark forks a worker from a daemon and reuses it for task after task. Nothing here happens in any other process.
+Spark forks a worker from a daemon and reuses it for many tasks. In any other process nothing is changed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Final
 
 from plait.memory import keep_buffers
 
-#: The module whose children Spark's workers are.
+#: The module of the daemon that Spark's workers are forked from.
 _DAEMON: Final = "pyspark.daemon"
 
-#: A fork takes it over, with what was done. The collector would know, too, and counts all that it spares to tell.
+#: A fork inherits this flag together with the frozen objects. ``gc.get_freeze_count`` would count all objects instead.
 _prepared = False
 
 
 def prepare_worker() -> None:
-    """Once in each worker; nothing anywhere else."""
+    """Prepare this process once if it is a worker of Spark."""
     main = sys.modules["__main__"]
     started_as = getattr(main, "__spec__", None)
     is_daemon = started_as is not None and started_as.name == _DAEMON
@@ -30,18 +30,18 @@ def prepare_worker() -> None:
     if _prepared:
         return
     _prepared = True
-    # A worker collects all garbage after every task. Looking through what Spark, Arrow and Plait have loaded takes it
-    # 20 to 40 ms each time, a third of what a task of average size takes: none of that is garbage, now or later.
+    # A worker runs a full garbage collection after every task. Scanning the objects of Spark, Arrow and Plait takes
+    # 20 to 40 ms each time, a third of an average task, and none of them is ever garbage: exclude them.
     gc.collect()
     gc.freeze()
-    # What brokers send comes in buffers of a MiB: memory that is mapped anew for each costs a third of reading it.
+    # Data from brokers arrives in buffers of 1 MiB: mapping new memory for each costs a third of the read time.
     keep_buffers()
     if is_daemon:
         _end_quietly(main)
 
 
 def _end_quietly(daemon: Any) -> None:
-    """When Java has hung up, as it does after a minute without work, end without the traceback of a broken pipe."""
+    """Exit without a traceback when Java closes the pipe, as it does after a minute without work."""
     work = daemon.worker
 
     def work_quietly(*arguments: Any) -> Any:

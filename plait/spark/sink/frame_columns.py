@@ -1,4 +1,4 @@
-"""Rows of a DataFrame as the columns of frames: whole Arrow arrays, never row by row."""
+"""Encodes rows of a DataFrame as the columns of frames: whole Arrow arrays, never row by row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait.frame.xxh3 import hash_rows
 from plait.limits import BODY_SIZE_MAX, HEADERS_SIZE_MAX, KEY_SIZE_MAX, TAGS_MAX
 from plait.model import names
 
-#: What a DataFrame may have, and what each column may be.
+#: The columns that a DataFrame may have, and their types.
 COLUMNS: Final = {
     "subject": "string",
     "body": "binary or string",
@@ -35,20 +35,20 @@ _Int64s = npt.NDArray[np.int64]
 
 
 def check_columns(schema: pa.Schema) -> None:
-    """``InvalidArgument`` if a DataFrame of this schema cannot be written."""
+    """Raise ``InvalidArgument`` if a DataFrame of this schema cannot be written."""
     for field in schema:
         if schema.names.count(field.name) > 1:
-            raise InvalidArgument(f"there are several columns {field.name!r}: choose one with select()")
+            raise InvalidArgument(f"the DataFrame has several columns {field.name!r}: choose one with select()")
         if field.name not in COLUMNS:
             raise InvalidArgument(
-                f"column {field.name!r} cannot be written; there are {', '.join(COLUMNS)}: choose with select()"
+                f"column {field.name!r} cannot be written; choose from {', '.join(COLUMNS)} with select()"
             )
         if not _fits(field.name, field.type):
-            raise InvalidArgument(f"column {field.name!r} is {field.type}; it has to be {COLUMNS[field.name]}")
+            raise InvalidArgument(f"column {field.name!r} is {field.type}; it must be {COLUMNS[field.name]}")
     if "body" not in schema.names:
-        raise InvalidArgument("there is no column 'body'; name the one that is with withColumnRenamed()")
+        raise InvalidArgument("the DataFrame has no column 'body'; rename a column with withColumnRenamed()")
     if {"delay", "deliver_at"} <= set(schema.names):
-        raise InvalidArgument("give a column delay or a column deliver_at, not both")
+        raise InvalidArgument("the DataFrame has the columns 'delay' and 'deliver_at'; drop one of them")
 
 
 def _fits(name: str, kind: pa.DataType) -> bool:
@@ -70,9 +70,9 @@ def _fits(name: str, kind: pa.DataType) -> bool:
 
 
 def encode(batch: pa.RecordBatch, subject: str | None, now: int) -> Iterator[tuple[str, StagedRows]]:
-    """The batch's rows by subject, and apart what is to be delivered later; the order of each is kept.
+    """The rows of a batch by subject, delayed rows separately; each group keeps the order of its rows.
 
-    ``subject`` is that of rows that do not name one; ``now`` is what delays are counted from, in microseconds.
+    ``subject`` is the subject of rows without one; delays count from ``now``, in microseconds.
     """
     if not batch.num_rows:
         return
@@ -87,27 +87,27 @@ def encode(batch: pa.RecordBatch, subject: str | None, now: int) -> Iterator[tup
     late = next((name for name in ("delay", "deliver_at") if name in batch.schema.names), None)
     times = None if late is None else batch[late]
     if times is not None and pa.types.is_decimal(times.type):
-        # What Spark calls a number with a point in SQL. A double has the microseconds of many years.
+        # A number with a decimal point in Spark SQL. A double is precise to microseconds for many years.
         times = times.cast(pa.float64())
     for name, chosen in _subjects(batch, subject):
-        mine = rows if chosen is None else rows.take(chosen)
+        chosen_rows = rows if chosen is None else rows.take(chosen)
         if late is None or times is None:
-            yield name, mine
+            yield name, chosen_rows
             continue
         given = times if chosen is None else times.take(pa.array(chosen))
         timed = given.is_valid().to_numpy(zero_copy_only=False)
         if not timed.all():
-            yield name, mine.take(np.flatnonzero(~timed))
+            yield name, chosen_rows.take(np.flatnonzero(~timed))
         if timed.any():
             index = np.flatnonzero(timed)
             some = given.take(pa.array(index))
             delay, deliver_at = (some, None) if late == "delay" else (None, some)
             dues = dues_of(delay, deliver_at, now, len(some))
-            yield name, mine.take(index)._replace(dues=dues)
+            yield name, chosen_rows.take(index)._replace(dues=dues)
 
 
 def _subjects(batch: pa.RecordBatch, subject: str | None) -> Iterator[tuple[str, _Int64s | None]]:
-    """Each subject, and which rows are its; None: all."""
+    """Each subject with the indices of its rows; None: all rows."""
     if "subject" not in batch.schema.names:
         assert subject is not None
         yield subject, None
@@ -115,7 +115,7 @@ def _subjects(batch: pa.RecordBatch, subject: str | None) -> Iterator[tuple[str,
     column = batch["subject"]
     if column.null_count:
         if subject is None:
-            raise InvalidArgument("column 'subject' has null rows; give them one, or say option('subject', ...)")
+            raise InvalidArgument("column 'subject' has null values; fill them, or set option('subject', ...)")
         column = column.fill_null(subject)
     found = column.dictionary_encode()
     codes = found.indices.to_numpy()
@@ -124,25 +124,25 @@ def _subjects(batch: pa.RecordBatch, subject: str | None) -> Iterator[tuple[str,
 
 
 def encode_bodies(column: pa.Array) -> pa.Array:
-    """Bodies; text as UTF-8."""
+    """Bodies; text becomes UTF-8."""
     _refuse_nulls("body", column)
     _check_size("body", column, BODY_SIZE_MAX)
     return column
 
 
 def encode_keys(column: pa.Array) -> pa.Array:
-    """Order keys; a whole number as its decimal text; empty for none."""
+    """Order keys; a whole number becomes its decimal text; empty: no key."""
     if column.type != _STRING:
         column = column.cast(_STRING)
     sizes = pc.binary_length(column)
     if pc.min(sizes).as_py() == 0:
-        raise InvalidArgument("column 'key' has empty rows; use null for a message without a key")
+        raise InvalidArgument("column 'key' has empty values; use null for a message without a key")
     _check_size("key", column, KEY_SIZE_MAX)
     return column.fill_null("")
 
 
 def encode_tags(column: pa.Array) -> pa.Array:
-    """Tags joined, with a separator at each end; empty for none."""
+    """Tags joined, with a separator at each end; empty: no tags."""
     values = column.flatten()
     _refuse_nulls("tags", values)
     for tag in values.unique().to_pylist():
@@ -156,7 +156,7 @@ def encode_tags(column: pa.Array) -> pa.Array:
 
 
 def encode_headers(column: pa.Array) -> pa.Array:
-    """Headers as msgpack maps of texts; empty for none."""
+    """Headers as msgpack maps of texts; empty: no headers."""
     if column.null_count or column.offset:
         column = column.take(pa.array(np.arange(len(column))))
     offsets = column.offsets.to_numpy()
@@ -183,7 +183,7 @@ def encode_headers(column: pa.Array) -> pa.Array:
 
 
 def _prefixes(lengths: npt.NDArray[Any], prefix: Callable[[int], bytes]) -> pa.Array:
-    """What stands before a value of each length: a few different ones, taken for each row."""
+    """The msgpack prefix of each value, computed once for each distinct length."""
     known, which = np.unique(lengths, return_inverse=True)
     return pa.array([prefix(length) for length in known.tolist()], _BINARY).take(pa.array(which))
 

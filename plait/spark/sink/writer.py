@@ -1,8 +1,9 @@
 """``df.write.format("plait")`` and ``writeStream``: each batch becomes visible once, as a whole (R23).
 
-Tasks stage their rows at the brokers, where nobody sees them; what they return names their stages. The driver's commit
-decides at the meta server that these stages are the batch, and has them published. Nothing is kept here between two
-batches, and nothing in Spark's checkpoint: whoever runs the batch again is told what was decided.
+Tasks stage their rows at the brokers, where consumers do not see them, and return the names of their stages. The
+driver's commit records at the meta server that these stages are the batch, and publishes them. The writer keeps no
+state between batches, here or in Spark's checkpoint: a process that runs the batch again gets the recorded decision
+from the meta server.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("plait.spark")
 
 _OPTIONS = ("server", "subject", "compression", "checkpointLocation", "path")
-#: Where Spark tells a task which batch of which query it works for.
+#: The local properties in which Spark gives a task the query and the batch that it works for.
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
-#: Which batches of a stream look after what other drivers have left undone (a save always does), and for how long in
-#: all: time for a few that cannot be finished.
+#: Every so many batches of a stream, and with every save, the writer finishes commits that other drivers left
+#: unfinished. It takes at most this many seconds, enough for a few that cannot be finished.
 OTHERS_EVERY = 50
 OTHERS_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """What a user asked for, checked."""
+    """The checked options of a write."""
 
     server: str
     subject: str | None
@@ -54,25 +55,25 @@ class WriteOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, str], schema: pa.Schema, *, overwrite: bool) -> WriteOptions:
-        """Spark's options, whose names know no case; ``InvalidArgument`` says what is wrong with them."""
+        """Parse Spark's options, whose names are case-insensitive; raises ``InvalidArgument`` for a wrong option."""
         known = {name.lower(): name for name in _OPTIONS}
         for name in given:
             if name.lower() not in known:
-                raise InvalidArgument(f"option {name!r} is not known; there are server, subject, compression")
+                raise InvalidArgument(f"unknown option {name!r}; the options are server, subject, compression")
         options = {known[name.lower()]: value.strip() for name, value in given.items()}
         if overwrite:
-            raise InvalidArgument('messages are only ever added; say mode("append")')
+            raise InvalidArgument('messages cannot be overwritten; use mode("append")')
         if "path" in options:
-            raise InvalidArgument("messages are written to a server, not to a path; say option('server', ...)")
+            raise InvalidArgument("messages are written to a server, not to a path; use option('server', ...)")
         if not options.get("server"):
             raise InvalidArgument("option 'server' is missing: an address, as in plait://127.0.0.1:7450")
         check_columns(schema)
         subject = options.get("subject")
         if subject is None and "subject" not in schema.names:
-            raise InvalidArgument("option 'subject' is missing, and there is no column of that name")
+            raise InvalidArgument("option 'subject' is missing, and the DataFrame has no column 'subject'; give one")
         compression = options.get("compression")
         if compression not in (None, "zstd", "lz4"):
-            raise InvalidArgument(f"compression {compression!r} is not known; use zstd or lz4")
+            raise InvalidArgument(f"unknown compression {compression!r}; use zstd or lz4")
         subject = None if subject is None else names.check("subject", subject)
         return cls(options["server"], subject, compression)
 
@@ -83,14 +84,14 @@ class WriteOptions:
 
 @dataclass
 class TaskDone(WriterCommitMessage):
-    """What one task wrote, as its driver hears of it."""
+    """The stages that one task wrote, as reported to the driver."""
 
     query: str
     stages: list[Staged]
 
 
 class _Task:
-    """One attempt of a task: its rows on their way to the stages."""
+    """One attempt of a task: stages its rows."""
 
     def __init__(self, options: WriteOptions, query: str, batch: int) -> None:
         self._client = options.connect()
@@ -115,7 +116,7 @@ class _Task:
         return [staged for stages in found for staged in stages]
 
     async def drop(self) -> None:
-        """Nobody will hear of this attempt."""
+        """Drop the stages: the attempt failed, and the driver does not get their names."""
         for writer in self._writers.values():
             await writer.drop()
 
@@ -124,7 +125,7 @@ class _Task:
 
 
 def write_rows(options: WriteOptions, query: str, batch: int, batches: Iterator[pa.RecordBatch]) -> TaskDone:
-    """The work of a task: stage the rows, in order. What is wrong with them fails the task, and nothing is seen."""
+    """The work of a task: stage the rows in order. A row that cannot be sent fails the task, and no row is visible."""
     loop = shared_loop()
     task = _Task(options, query, batch)
     loop.run(task.open())
@@ -142,7 +143,7 @@ def write_rows(options: WriteOptions, query: str, batch: int, batches: Iterator[
 
 
 class _SinkWriter:
-    """What both kinds of writer share; pickled to the tasks and to the driver's commit."""
+    """The common part of both writers; pickled to the tasks and to the driver's commit."""
 
     def __init__(self, options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> None:
         prepare_worker()
@@ -161,8 +162,9 @@ class _SinkWriter:
         try:
             self._run(lambda client: committing.abort(client, query, batch, _stages(done)))
         except PlaitError as error:
-            # What failed first says more. Stages that stay go with the next commit, or expire.
-            log.warning("batch %d of query %s could not be called off: %s", batch, query, error)
+            # The first failure is the cause, so this one is only logged. The stages are removed with the next commit,
+            # or they expire.
+            log.warning("batch %d of query %s could not be aborted: %s", batch, query, error)
 
     def _run(self, call: Callable[[Client], Awaitable[None]]) -> None:
         prepare_worker()
@@ -175,7 +177,7 @@ class _SinkWriter:
 
 
 class PlaitWriter(_SinkWriter, DataSourceArrowWriter):
-    """One ``save()``: a query of its own, with one batch."""
+    """Writes one ``save()``: a separate query with one batch."""
 
     def __init__(self, options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> None:
         super().__init__(options, schema, overwrite=overwrite)
@@ -186,16 +188,16 @@ class PlaitWriter(_SinkWriter, DataSourceArrowWriter):
         return write_rows(self.options, self.query, 0, iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """All tasks are done: their rows become visible."""
+        """All tasks are done: make their rows visible."""
         self._commit(self.query, 0, _done(messages))
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Some task failed for good: nobody sees what the others wrote."""
+        """A task failed permanently: drop the rows of all tasks."""
         self._abort(self.query, 0, _done(messages))
 
 
 class PlaitStreamWriter(_SinkWriter, DataSourceStreamArrowWriter):
-    """One batch after another of a streaming query."""
+    """Writes the batches of a streaming query."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         prepare_worker()
@@ -203,29 +205,29 @@ class PlaitStreamWriter(_SinkWriter, DataSourceStreamArrowWriter):
         assert context is not None
         query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
         if query is None or batch is None:
-            raise InvalidArgument("Spark does not tell which batch of which query this is; use its own writeStream")
+            raise InvalidArgument("the task has no query id and batch id from Spark; write with writeStream")
         return write_rows(self.options, query, int(batch), iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """All tasks of a batch are done: its rows become visible, unless the batch was committed before."""
+        """All tasks of a batch are done: make its rows visible, unless the batch was committed before."""
         if done := _done(messages):
             self._commit(done[0].query, batchId, done)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """Some task of a batch failed for good: nobody sees what the others wrote."""
+        """A task of a batch failed permanently: drop the rows of all its tasks."""
         if done := _done(messages):
             self._abort(done[0].query, batchId, done)
 
 
 async def _finish_others(client: Client, query: str) -> None:
-    """What other drivers have left undone is done, unless it takes long: their broker may be away."""
+    """Finish commits that other drivers left unfinished, with a time limit: a broker may be unreachable."""
     try:
         async with asyncio.timeout(OTHERS_SECONDS):
             await committing.finish_others(client, query)
     except TimeoutError:
-        log.warning("what other drivers have left undone stays so: it takes longer than %g s", OTHERS_SECONDS)
+        log.warning("unfinished commits of other drivers were left: finishing them took over %g s", OTHERS_SECONDS)
     except PlaitError as error:
-        log.warning("what other drivers have left undone stays so: %s", error)
+        log.warning("unfinished commits of other drivers were left: %s", error)
 
 
 def _done(messages: Sequence[WriterCommitMessage | None]) -> list[TaskDone]:

@@ -1,7 +1,7 @@
-"""Small Arrow values made of their bytes.
+"""Makes Arrow scalars and arrays from their bytes.
 
-``pa.array`` and ``pa.scalar`` bring pandas in where it is installed, and with it a process starts for longer than a
-lookup takes. What lookups need is made here without them.
+``pa.array`` and ``pa.scalar`` import pandas where it is installed, which takes longer than a lookup. Lookups use the
+functions here instead.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ _TIME: Final = pa.timestamp("us", tz="UTC")
 
 
 def text(value: str) -> pa.Scalar:
-    """A text to compare with."""
+    """A string scalar."""
     return repeated(value, 1)[0]
 
 
 def moment(micros: int) -> pa.Scalar:
-    """A time in UTC, from microseconds since 1970."""
+    """A UTC timestamp scalar, from microseconds since 1970."""
     return pa.Array.from_buffers(_TIME, 1, [None, pa.py_buffer(_MICROS.pack(micros))])[0]
 
 
 def repeated(value: str, count: int) -> pa.Array:
-    """The same text so many times."""
+    """An array with ``count`` times the same text."""
     data = value.encode()
     offsets = np.arange(count + 1, dtype=np.int32) * np.int32(len(data))
     return pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data * count)])
 
 
 def integers(values: npt.NDArray[np.int64]) -> pa.Array:
-    """NumPy's numbers, not copied."""
+    """A NumPy array as an Arrow array, without a copy."""
     return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(np.ascontiguousarray(values, np.int64))])
 
 
 def values(array: pa.Array | pa.ChunkedArray, kind: type[Number]) -> npt.NDArray[Number]:
-    """The numbers of a column without nulls, not copied where they stand together."""
+    """The numbers of a column without nulls, without a copy if they are in one chunk."""
     whole = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     buffer = whole.buffers()[1]
     if buffer is None:

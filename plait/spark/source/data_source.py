@@ -1,7 +1,7 @@
 """``spark.read.format("plait")``: messages as a DataFrame, from a data directory, through brokers or from an archive.
 
-The driver plans by frame headers, consume logs or a manifest alone; each task reads its share, verifies the frames and
-hands their columns to Spark. Files are never changed, and may be in use by a server. docs/spark.md tells users more.
+The driver plans from frame headers, consume logs or a manifest; each task reads its part, verifies the frames and
+passes their columns to Spark. Files are never changed, and may be in use by a server. docs/spark.md is the user guide.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pyspark.sql.types import StructField, StructType
 from plait.client.read.surveyor import Surveyor
 from plait.errors import InvalidArgument
 from plait.spark.inputs.archive_input import ArchiveInput, check_archive, is_archive
-from plait.spark.inputs.input import place_of
+from plait.spark.inputs.input import input_of
 from plait.spark.inputs.log_input import LogInput
 from plait.spark.runtime.worker import prepare_worker
 from plait.spark.source.filters import narrow
@@ -38,45 +38,45 @@ from plait.storage.reading.log_reader import open_log
 
 
 class PlaitDataSource(DataSource):
-    """The source as Spark knows it; registered by ``plait.spark.runtime.session`` and ``plait.spark.register``."""
+    """The data source; ``plait.spark.session`` and ``plait.spark.register`` register it with Spark."""
 
     @classmethod
     def name(cls) -> str:
-        """What stands in ``format(...)``."""
+        """The argument of ``format(...)``."""
         return "plait"
 
     def schema(self) -> StructType:
-        """The columns asked for; what is wrong with the options or the directory is said here, at ``load``."""
+        """The wanted columns. Spark calls this at ``load``, so wrong options or a wrong directory fail here."""
         prepare_worker()
         options = ReadOptions.parse(self.options)
-        _check_place(options)
+        _check_input(options)
         return StructType([_field(name) for name in options.columns])
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """A reader of these columns; a schema that the user gave may leave some out."""
+        """A reader of these columns; a schema from the user may have fewer than the source."""
         _check_schema(schema)
         return PlaitReader(ReadOptions.parse(self.options).check_batch(), schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        """The same for ``readStream``."""
+        """A reader of these columns for ``readStream``."""
         _check_schema(schema)
         return PlaitStreamReader(ReadOptions.parse(self.options).check_stream(), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
-        """A writer of these columns to a server; Spark looks at the names of the parameters."""
+        """A writer of these columns to a server. Spark passes the parameters by name."""
         from plait.spark.sink.writer import PlaitWriter
 
         return PlaitWriter(self.options, schema, overwrite=overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
-        """The same for streaming queries."""
+        """A writer of these columns for streaming queries."""
         from plait.spark.sink.writer import PlaitStreamWriter
 
         return PlaitStreamWriter(self.options, schema, overwrite=overwrite)
 
 
 class PlaitReader(DataSourceReader):
-    """Plans and reads. Pickled to the tasks, with what filters have narrowed it to."""
+    """Plans and reads a batch query; pickled to the tasks together with the pushed filters."""
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self.options = options
@@ -84,29 +84,29 @@ class PlaitReader(DataSourceReader):
         self.arrow_schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Leave out frames that cannot match; Spark still looks at every row that is read."""
+        """Narrow the read to frames that can match; Spark still applies all filters to the rows."""
         group = None if self.options.server or _is_archive(self.options) else self.options.group
         for condition in filters:
             self.wanted = narrow(self.wanted, condition, group)
         return filters
 
     def partitions(self) -> Sequence[InputPartition]:
-        """One for each task."""
+        """One input partition for each task."""
         prepare_worker()
         options = self.options
-        place = place_of(options, self.wanted)
+        source = input_of(options, self.wanted)
         try:
-            if isinstance(place, LogInput | ArchiveInput) and options.whole:
-                tasks: list[Any] = place.all_tasks(options.tasks_min())
+            if isinstance(source, LogInput | ArchiveInput) and options.whole:
+                tasks: list[Any] = source.all_tasks(options.tasks_min())
             else:
-                ranges, spans = batch_ranges(place, options, self.wanted)
-                tasks = place.tasks(ranges, spans, options.tasks_min())
+                ranges, spans = batch_ranges(source, options, self.wanted)
+                tasks = source.tasks(ranges, spans, options.tasks_min())
         finally:
-            place.close()
+            source.close()
         return [InputPartition(task) for task in tasks]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of one task. Without any task Spark calls this once all the same."""
+        """The rows of one task. If there is no task, Spark calls this once with none."""
         return read_task(partition.value, self.options, self.wanted, self.arrow_schema)
 
 
@@ -114,10 +114,10 @@ def _is_archive(options: ReadOptions) -> bool:
     return bool(options.path) and is_archive(options.path)
 
 
-def _check_place(options: ReadOptions) -> None:
-    """There is something to read; what is wrong with a directory is said before anything is planned."""
+def _check_input(options: ReadOptions) -> None:
+    """Check that the input can be read before anything is planned."""
     if options.server:
-        # Refuses what is no address; connecting is left to the planning.
+        # Checks the addresses; the planning connects.
         Surveyor(options.server)
     elif _is_archive(options):
         check_archive(options)
@@ -133,10 +133,10 @@ def _field(name: str) -> StructField:
 def _check_schema(schema: StructType) -> None:
     for field in schema.fields:
         if field.name not in COLUMNS:
-            raise InvalidArgument(f"column {field.name!r} is not known; there are {', '.join(COLUMNS)}")
+            raise InvalidArgument(f"unknown column {field.name!r}; the columns are {', '.join(COLUMNS)}")
         ours = _field(field.name)
         if field.dataType != ours.dataType:
             kinds = ours.dataType.simpleString(), field.dataType.simpleString()
             raise InvalidArgument(f"column {field.name!r} is {kinds[0]}, not {kinds[1]}")
         if ours.nullable and not field.nullable:
-            raise InvalidArgument(f"column {field.name!r} may be null")
+            raise InvalidArgument(f"column {field.name!r} can be null: make it nullable in the schema")

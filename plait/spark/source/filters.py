@@ -1,6 +1,6 @@
-"""Filters that Spark pushes down, as bounds on which frames are read and which rows are made of them.
+"""Turns filters that Spark pushes down into bounds on the frames and rows that are read.
 
-A bound may let more through than the filter: Spark applies the filter itself again.
+A bound may pass more rows than the filter: Spark applies the filter again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from plait.frame.header import SEQUENCE_MAX
 from plait.storage.reading.log_chunks import WantedRows
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-#: As message ids print.
+#: The printed form of a message id.
 _MESSAGE_ID: Final = re.compile(r"([0-9a-f]{16})-(0|[1-9][0-9]{0,18})")
 
 
 def narrow(wanted: WantedRows, condition: Filter, group: str | None) -> WantedRows:
-    """``wanted`` without the frames that cannot meet the condition; the same where that cannot be told.
+    """``wanted`` without frames that cannot match the condition; unchanged where the condition gives no bound.
 
-    ``group`` is the broker group of all partitions; None: they are of several.
+    ``group`` is the broker group of all partitions; None: the partitions are of several groups.
     """
     if isinstance(condition, EqualTo | EqualNullSafe):
         values: list[Any] = [condition.value]
@@ -47,9 +47,9 @@ def narrow(wanted: WantedRows, condition: Filter, group: str | None) -> WantedRo
     if column == ("subject",):
         return replace(wanted, subjects_only=_both(wanted.subjects_only, values))
     if column == ("partition",):
-        places = [value.rpartition("@") for value in values if isinstance(value, str)]
-        here = [name for name, _, at in places if group is None or at == group]
-        return replace(wanted, partitions_only=_both(wanted.partitions_only, here))
+        partitions = [value.rpartition("@") for value in values if isinstance(value, str)]
+        own = [name for name, _, broker_group in partitions if group is None or broker_group == group]
+        return replace(wanted, partitions_only=_both(wanted.partitions_only, own))
     if column == ("key",):
         return _narrow_keys(wanted, values, null_safe=isinstance(condition, EqualNullSafe))
     if column == ("message_id",):
@@ -61,13 +61,13 @@ def narrow(wanted: WantedRows, condition: Filter, group: str | None) -> WantedRo
 
 def _narrow_keys(wanted: WantedRows, values: list[Any], *, null_safe: bool) -> WantedRows:
     if null_safe and None in values:
-        # Rows without a key are asked for: they have none to be found by.
+        # Rows without a key match, and the index by key hash does not find them.
         return wanted
     return replace(wanted, keys=_both(wanted.keys, values))
 
 
 def _message_id(value: Any) -> tuple[int, int] | None:
-    """(producer, number) of an id as it prints; None: no message has that id."""
+    """(producer, number) of a printed id; None: no message has that id."""
     match = _MESSAGE_ID.fullmatch(value) if isinstance(value, str) else None
     if match is None or int(match[2]) >= SEQUENCE_MAX:
         return None
@@ -87,7 +87,7 @@ def _narrow_range(
 
 
 def _bounds(column: tuple[str, ...], values: Iterable[Any]) -> list[int] | None:
-    """The values as the numbers that headers hold; None where one is none of them."""
+    """The values as numbers of frame headers; None where a value is not such a number."""
     read = _NUMBERS.get(column)
     numbers = [read(value) for value in values] if read is not None else []
     whole = [number for number in numbers if number is not None]

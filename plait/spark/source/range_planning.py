@@ -1,4 +1,4 @@
-"""From bounds to ranges: which sequences of each partition a query reads, with what is lost said first."""
+"""Plans the ranges of sequences that a query reads from its bounds, and reports lost messages."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from plait.spark.source.read_options import ReadOptions
 from plait.storage.reading.log_chunks import WantedRows
 
 
-def batch_ranges(place: Input, options: ReadOptions, wanted: WantedRows) -> tuple[list[SpanRange], list[PartitionSpan]]:
-    """What a batch reads: from the starting to the ending offsets, narrowed by filters on sequence and time."""
+def batch_ranges(
+    source: Input, options: ReadOptions, wanted: WantedRows
+) -> tuple[list[SpanRange], list[PartitionSpan]]:
+    """The ranges of a batch: from the starting to the ending offsets, narrowed by filters on sequence and time."""
     times = [options.start.time, options.end.time, wanted.time_min, min(wanted.time_max + 1, TIME_MAX)]
     filtered = wanted.time_min > 0 or wanted.time_max < TIME_MAX
-    spans = place.spans(times if filtered or TIME in (options.start.kind, options.end.kind) else ())
+    spans = source.spans(times if filtered or TIME in (options.start.kind, options.end.kind) else ())
     options.start.check_names("startingOffsets", spans, wanted)
     options.end.check_names("endingOffsets", spans, wanted)
     losses: list[str] = []
@@ -49,7 +51,7 @@ def batch_ranges(place: Input, options: ReadOptions, wanted: WantedRows) -> tupl
 def checked(
     lives: Sequence[PartitionSpan], start: PartitionOffset, end: PartitionOffset, losses: list[str]
 ) -> Iterator[tuple[PartitionSpan, int, int]]:
-    """The sequences of each life between two places, as far as they are there; ``losses`` gets what is lost."""
+    """The existing sequences of each life between two offsets; appends descriptions of lost messages to ``losses``."""
     begin, finish = life_at(lives, start), life_at(lives, end)
     for index, span in enumerate(lives[begin : finish + 1], begin):
         first, lost_before = check_start(span, start) if index == begin else (span.start, None)
@@ -59,14 +61,14 @@ def checked(
 
 
 def limited(
-    place: Input,
+    source: Input,
     ranges: Sequence[SpanRange],
     messages: int | None,
     size: int | None,
 ) -> dict[PartitionName, int]:
-    """Where each range ends so that all together have at most so many messages and about so many bytes.
+    """The end of each range, such that all ranges together have at most ``messages`` messages and about ``size`` bytes.
 
-    Each partition gets a share by what it has, so that none falls behind the others; one frame, or message, at least.
+    Each partition gets a share in proportion to its range, so that none falls behind; one frame or message at least.
     """
     ends = {each.place: each.end for each in ranges}
     if messages is not None:
@@ -76,17 +78,18 @@ def limited(
             ends = {each.place: each.start + share for each, share in zip(ranges, shares, strict=True)}
     if size is not None:
         ranges = [msgspec.structs.replace(each, end=ends[each.place]) for each in ranges]
-        sizes = place.sizes(ranges)
+        sizes = source.sizes(ranges)
         if sum(sizes) > size:
             full = [(each, own) for each, own in zip(ranges, sizes, strict=True) if own]
             shares = _shares([own for _, own in full], size)
-            for (each, _), end in zip(full, place.reach([each for each, _ in full], shares), strict=True):
+            for (each, _), end in zip(full, source.reach([each for each, _ in full], shares), strict=True):
                 ends[each.place] = min(end, ends[each.place])
     return ends
 
 
 def _shares(amounts: Sequence[int], limit: int) -> list[int]:
-    """``limit`` shared by the amounts: what rounding leaves goes to those with the least, of these to who has most."""
+    """``limit`` in proportion to the amounts. The remainder of rounding goes to the smallest shares, and among equal
+    shares to the largest amounts."""
     total = sum(amounts)
     shares = [amount * limit // total for amount in amounts]
     left = limit - sum(shares)
@@ -104,7 +107,8 @@ def stream_ranges(
     *,
     fail: bool,
 ) -> list[SpanRange]:
-    """What lies between two offsets of a stream: the same messages as when the batch was planned, or what is lost."""
+    """The ranges between two offsets of a stream: the same messages as when the batch was planned, or a report of
+    losses."""
     known = lives_of(spans)
     losses: list[str] = []
     ranges = []
@@ -115,7 +119,7 @@ def stream_ranges(
             first = PartitionOffset(last.since, number=last.number)
         if lives is None:
             if first.sequence < last.sequence:
-                losses.append(f"{name} is gone, with what it had up to sequence {last.sequence}")
+                losses.append(f"{name} is gone, with its messages up to sequence {last.sequence}")
             continue
         for span, begin, finish in checked(lives, first, last, losses):
             if begin < finish:

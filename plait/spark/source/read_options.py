@@ -1,4 +1,4 @@
-"""What a user asks the source for, checked."""
+"""Parses and checks the options of ``spark.read`` and ``spark.readStream``."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _SERVER_ONLY: Final = ("bytesPerSecond",)
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Where to read, and what of it."""
+    """The checked options of a read."""
 
-    #: One of these is given.
+    #: Either a path or servers are given.
     path: str
     server: tuple[str, ...]
     wanted: WantedRows
@@ -51,26 +51,28 @@ class ReadOptions:
     end: Bound
     fail_on_loss: bool
     fail_on_damage: bool
-    #: None: what suits batches or streams.
+    #: None: the default for batches or streams.
     partitions_min: int | None
     bytes_per_second: int | None
     messages_per_trigger: int | None
     bytes_per_trigger: int | None
-    #: The names that were given.
+    #: The names of the options that were given.
     given: frozenset[str]
 
     @classmethod
     def parse(cls, given: Mapping[str, str], clock: Clock | None = None) -> ReadOptions:
-        """Spark's options, whose names know no case; ``InvalidArgument`` says what is wrong with them."""
+        """Parse Spark's options, whose names are case-insensitive; raises ``InvalidArgument`` for a wrong option."""
         now = (clock or SystemClock()).now()
         known = {name.lower(): name for name in _OPTIONS}
         for name in given:
             if name.lower() not in known:
-                raise InvalidArgument(f"option {name!r} is not known; there are {', '.join(_OPTIONS)}")
+                raise InvalidArgument(f"unknown option {name!r}; the options are {', '.join(_OPTIONS)}")
         options = {known[name.lower()]: value for name, value in given.items()}
         path, server = _path(options.get("path", "").strip()), _addresses(options.get("server", ""))
         if path and server:
-            raise InvalidArgument(f"options 'path' ({path}) and 'server' ({', '.join(server)}) exclude each other")
+            raise InvalidArgument(
+                f"options 'path' ({path}) and 'server' ({', '.join(server)}) exclude each other; give one of them"
+            )
         if not path and not server:
             raise InvalidArgument(
                 "option 'path' is missing: the data directory, as in .option(\"path\", \"data\"); or 'server', "
@@ -78,7 +80,9 @@ class ReadOptions:
             )
         for name in _PATH_ONLY if server else _SERVER_ONLY:
             if name in options:
-                raise InvalidArgument(f"option {name!r} has no meaning with {'server' if server else 'path'!r}")
+                raise InvalidArgument(
+                    f"option {name!r} does not apply to {'server' if server else 'path'!r}; remove it"
+                )
         return cls(
             path=path,
             server=server,
@@ -97,28 +101,26 @@ class ReadOptions:
         )
 
     def check_batch(self) -> ReadOptions:
-        """None of the options is for streams alone."""
+        """Raise ``InvalidArgument`` if an option is for streams only."""
         for name in _STREAM_ONLY:
             if name in self.given:
                 raise InvalidArgument(f"option {name!r} is for readStream; a batch ends at 'endingOffsets'")
         return self
 
     def check_stream(self) -> ReadOptions:
-        """None of the options is for batches alone."""
+        """Raise ``InvalidArgument`` if an option is for batches only."""
         for name in _BATCH_ONLY:
             if name in self.given:
-                raise InvalidArgument(
-                    f"option {name!r} is for read; a stream that is to end takes trigger(availableNow=True)"
-                )
+                raise InvalidArgument(f"option {name!r} is for read; to end a stream use trigger(availableNow=True)")
         return self
 
     @property
     def whole(self) -> bool:
-        """Everything there is, from end to end."""
+        """Whether all messages are read, from the earliest to the latest."""
         return self.start.kind == EARLIEST and self.end.kind == LATEST
 
     def tasks_min(self) -> int:
-        """In local mode what there is to share the work; elsewhere a beginning."""
+        """The minimum number of tasks: ``minPartitions``, else the number of cores of this machine."""
         return self.partitions_min or os.cpu_count() or 1
 
 
@@ -130,7 +132,7 @@ def _required(options: Mapping[str, str], name: str, what: str) -> str:
 
 
 def _path(given: str) -> str:
-    """A place of this machine as the path that it is: ``file:///data``, or ``file:/data``, as Hadoop says it."""
+    """A ``file:///data`` or ``file:/data`` URI, as Hadoop writes it, as a local path; other text unchanged."""
     if not given.startswith("file:/"):
         return given
     host, _, rest = given.removeprefix("file://" if given.startswith("file://") else "file:").partition("/")
@@ -160,9 +162,9 @@ def _columns(given: str | None) -> tuple[str, ...]:
     columns = tuple(part.strip() for part in given.split(","))
     for column in columns:
         if column not in COLUMNS:
-            raise InvalidArgument(f"column {column!r} is not known; there are {', '.join(COLUMNS)}")
+            raise InvalidArgument(f"unknown column {column!r}; the columns are {', '.join(COLUMNS)}")
     if len(set(columns)) < len(columns):
-        raise InvalidArgument(f"columns {given!r} name one twice")
+        raise InvalidArgument(f"columns {given!r} name a column twice; remove one")
     return columns
 
 
@@ -171,11 +173,11 @@ def _number(options: Mapping[str, str], name: str) -> int | None:
     if given is None:
         return None
     if not given.isdecimal() or not int(given):
-        raise InvalidArgument(f"{name} {given!r} is not a number of 1 or more")
+        raise InvalidArgument(f"{name} {given!r} is not a whole number of 1 or more")
     return int(given)
 
 
 def _flag(name: str, given: str) -> bool:
     if given.lower() not in ("true", "false"):
-        raise InvalidArgument(f"{name} {given!r} is neither true nor false")
+        raise InvalidArgument(f"{name} {given!r} is neither true nor false; use one of them")
     return given.lower() == "true"

@@ -1,8 +1,8 @@
-"""Rows that a filter on keys or message ids asks for, found before any column is made of their frame.
+"""Finds the rows of a frame that match a filter on keys or message ids before any column is built.
 
-Keys are found by their hashes, which every frame with keys has beside them. Another key of the same hash is let
-through: the filter itself is applied again. Of a hash only what tells keys apart counts: where a send moved to another
-partition, the rest, its logical partition, is not the key's own.
+Keys are found by their hashes, which every frame with keys has. Other keys with the same hash also pass: the filter is
+applied again to the rows. The bits of a hash that hold the logical partition are ignored: a send that moved to another
+partition has another logical partition there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LP_BITS: Final = np.uint64(LOGICAL_PARTITIONS.bit_length() - 1)
 
 
 class Picker:
-    """Says which rows of a frame may be asked for."""
+    """Selects the rows of a frame that may match."""
 
     def __init__(self, wanted: WantedRows) -> None:
         self._hashes = None if wanted.keys is None else hash_keys(wanted.keys, len(wanted.keys)) >> _LP_BITS
@@ -31,11 +31,11 @@ class Picker:
 
     @classmethod
     def of(cls, wanted: WantedRows) -> Picker | None:
-        """None: all rows are asked for."""
+        """None: all rows match."""
         return None if wanted.keys is None and wanted.message_ids is None else cls(wanted)
 
     def rows(self, view: FrameView) -> npt.NDArray[np.bool_] | None:
-        """True for each row that may be asked for; None: all of them."""
+        """True for each row that may match; None: all rows may."""
         picked: npt.NDArray[np.bool_] | None = None
         if self._ids is not None:
             picked = self._rows_by_id(view, self._ids)

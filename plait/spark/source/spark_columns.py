@@ -1,7 +1,7 @@
-"""Frames as the Arrow record batches that Spark takes: columns are wrapped or joined whole, never row by row.
+"""Builds the Arrow record batches for Spark from frames: columns are wrapped or joined as a whole, never row by row.
 
-Several small frames become one batch, since a batch costs Spark as much as a few thousand rows. Only headers, which
-are encoded row by row, are decoded so, and only where a frame has them and somebody asks for them.
+Several small frames become one batch, since a batch costs Spark as much as a few thousand rows. Only headers are
+decoded row by row, since they are encoded so, and only if a frame has them and the query reads them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from plait.storage.reading.log_chunks import ChunkPartition
 #: Frames are joined until they have this many rows, or this many bytes.
 BATCH_COUNT: Final = 8_192
 BATCH_SIZE: Final = 4 * MIB
-#: Where no more than so many columns are wanted, a frame of this many rows is a batch of its own: copying its bodies
-#: would cost more than another batch does.
+#: If at most this many columns are wanted, a frame of this many rows is a batch by itself: copying its bodies would
+#: cost more than another batch does.
 ALONE_COUNT: Final = 2_048
 ALONE_COLUMNS_MAX: Final = 2
-#: A batch of more rows is handed over in parts, so that Spark's memory for it stays bounded.
+#: A larger batch is passed to Spark in parts, so that Spark's memory for it stays bounded.
 BATCH_COUNT_MAX: Final = 65_536
-#: Frames of this size on average are not joined where their rows are about to be moved anyway.
+#: Frames of this average size are not joined if their rows are sorted afterwards anyway.
 VIEWED_SIZE_MIN: Final = 16 * KIB
 
 _TEXT: Final = pa.string()
@@ -56,7 +56,7 @@ _Offsets = npt.NDArray[np.int32]
 
 
 class Frames:
-    """Frames that become one batch, and what several of its columns need."""
+    """The frames of one batch, with the data that several columns are built from."""
 
     def __init__(self, members: Sequence[tuple[ChunkPartition, FrameView]], group: str) -> None:
         self.group = group
@@ -67,19 +67,19 @@ class Frames:
         self.column_bits = 0
         for view in self.views:
             self.column_bits |= view.column_bits
-        #: Rows that a broker selected from a compressed frame: they are alone, and decoded as a consumer would.
+        #: A selection of rows that a broker made from a compressed frame. It is the only frame of its batch.
         self.selected = self.views[0] if self.has(Column.SELECTION) else None
         if self.selected is not None and len(members) > 1:
-            raise FrameError("a selection of rows is among other frames")
+            raise FrameError("a batch has a selection of rows and other frames")
         self._keys: tuple[_Offsets, memoryview] | None = None
         self._headers: list[_Row | None] | None = None
 
     def has(self, column: int) -> bool:
-        """Some frame has it."""
+        """Whether any frame has the column."""
         return bool(self.column_bits >> column & 1)
 
     def repeat(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
-        """One value a frame, for each of its rows."""
+        """One value per frame, repeated for each of its rows."""
         return np.repeat(np.array(values, np.int64), self.counts)
 
     def keys(self) -> tuple[_Offsets, memoryview]:
@@ -90,7 +90,7 @@ class Frames:
         return self._keys
 
     def headers(self) -> list[_Row | None] | None:
-        """Headers, decoded once for all columns that are made of them; None: no row has any."""
+        """Headers, decoded once for all columns that use them; None: no row has headers."""
         if self._headers is None and self.has(Column.HEADERS):
             self._headers = _decoded(encoded_headers(self))
         return self._headers
@@ -120,7 +120,7 @@ class Frames:
         ends = np.cumsum(self.counts + 1)
         sizes = np.array([len(piece) for piece in pieces])
         lengths = np.delete(np.diff(offsets), ends[:-1] - 1)
-        # Within each frame from where its data starts to where it ends, and never back.
+        # The offsets of each frame must ascend and cover exactly its data.
         fits = len(offsets) == ends[-1] and np.array_equal(offsets[ends - 1] - offsets[ends - 1 - self.counts], sizes)
         if not fits or lengths.min() < 0:
             raise FrameError(f"{label(column)} column has offsets that do not fit its data")
@@ -129,7 +129,7 @@ class Frames:
         return joined, memoryview(b"".join(pieces))
 
     def fixed(self, column: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]:
-        """Values of a fixed column, and which rows have one (None: all)."""
+        """Values of a fixed column, and a mask of the rows that have one (None: all)."""
         if self.selected is not None:
             return np.ascontiguousarray(self.selected.fixed(column)), None
         dtype = FIXED_TYPES[column]
@@ -148,7 +148,7 @@ class Frames:
         return values, None if all(has) else np.repeat(has, self.counts)
 
     def runs(self) -> Runs:
-        """Each producer's part, in row order."""
+        """The runs of rows of one producer, in row order."""
         if not self.has(Column.RUNS):
             runs = array("Q")
             for view in self.views:
@@ -162,7 +162,7 @@ class Frames:
 
 def _same_texts(text: str, count: int) -> pa.Array:
     if count > BATCH_COUNT_MAX:
-        # An archiver's: it is as large as a file, and nobody asks for it twice.
+        # For an archiver: the column is as large as a file and used once, so it is not cached.
         return _repeated(text, count)
     # Rounded up, so that batches of all sizes share a few columns.
     return _shared_texts(text, 1 << (count - 1).bit_length()).slice(0, count)
@@ -180,7 +180,7 @@ def _repeated(text: str, count: int) -> pa.Array:
 
 
 def _texts(frames: Frames, texts: list[str]) -> pa.Array:
-    """One text a frame, for each of its rows."""
+    """One text per frame, repeated for each of its rows."""
     if len(set(texts)) == 1:
         return _same_texts(texts[0], frames.count)
     return pa.array(texts, _TEXT).take(pa.array(np.repeat(np.arange(len(texts)), frames.counts)))
@@ -203,7 +203,7 @@ def _sequence(frames: Frames) -> pa.Array:
 
 
 def _message_id(frames: Frames) -> pa.Array:
-    """As ``MessageId`` prints: the producer in 16 hexadecimal digits, and its number."""
+    """The printed form of ``MessageId``: the producer in 16 hexadecimal digits, and the producer sequence."""
     selected = frames.selected
     producers, sequences = expand_runs(frames.runs()) if selected is None else selected.message_ids()
     numbers = pc.cast(pa.array(sequences), _TEXT)
@@ -241,14 +241,14 @@ def _header_types(frames: Frames) -> pa.Array:
 
 
 def encoded_headers(frames: Frames) -> pa.Array:
-    """Headers as they were sent, a msgpack map a row; null: none."""
+    """Headers as they were sent, one msgpack map per row; null: no headers."""
     if not frames.has(Column.HEADERS):
         return pa.nulls(frames.count, pa.binary())
     return _nullable(pa.binary(), *frames.variable(Column.HEADERS))
 
 
 def header_maps(encoded: pa.Array) -> pa.Array:
-    """The same as the source's column: names and the text of their values."""
+    """Encoded headers as the source's column: names and the text of their values."""
     if encoded.null_count == len(encoded):
         return pa.nulls(len(encoded), _MAP)
     return _maps(_decoded(encoded))
@@ -282,7 +282,7 @@ def _body(frames: Frames) -> pa.Array:
 
 
 def _body_views(frames: Frames) -> pa.Array:
-    """Views into the frames themselves, unless they are small: each is a piece of memory that Arrow knows of."""
+    """Views into the memory of the frames. Small frames are joined first, since Arrow tracks each buffer of views."""
     size = sum(view.size for view in frames.views)
     if size < VIEWED_SIZE_MIN * len(frames.views) or not all(view.has(Column.BODY) for view in frames.views):
         return viewed(_body(frames))
@@ -302,7 +302,7 @@ def _store_time(frames: Frames) -> pa.Array:
 
 
 def _logical_partition(frames: Frames) -> pa.Array:
-    """Null for a row without a key: it belongs to no logical partition for good."""
+    """Null for a row without a key, which has no fixed logical partition."""
     if not frames.has(Column.KEY_HASH):
         return pa.nulls(frames.count, pa.int32())
     hashes, valid = frames.fixed(Column.KEY_HASH)
@@ -319,7 +319,7 @@ def _epoch(frames: Frames) -> pa.Array:
 
 
 class SparkColumn(NamedTuple):
-    """A column of the source, and how it is made."""
+    """A column of the source, and the function that builds it."""
 
     type: pa.DataType
     nullable: bool
@@ -341,8 +341,8 @@ COLUMNS: Final[dict[str, SparkColumn]] = {
     "logical_partition": SparkColumn(pa.int32(), True, _logical_partition),
 }
 
-#: The same, and what archives hold beside them: what the headers' text was, so that a message can be sent again as it
-#: was, and the epoch, by which sequences are told apart that a damaged log gave out twice.
+#: The columns of archives: those of the source, the types of header values, so that a replay can send a message
+#: unchanged, and the epoch, which distinguishes messages of a damaged log that got the same sequence.
 STORED_COLUMNS: Final[dict[str, SparkColumn]] = {
     **COLUMNS,
     header_types.COLUMN: SparkColumn(_TEXT, True, _header_types),
@@ -356,9 +356,9 @@ STORED_COLUMNS: Final[dict[str, SparkColumn]] = {
 def record_batches(
     frames: Iterable[tuple[ChunkPartition, FrameView]], schema: pa.Schema, group: str, picker: Picker | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of the columns that ``schema`` names, in its order, and of the rows within the partitions' bounds.
+    """Batches with the columns of ``schema`` and the rows within the bounds of the partitions.
 
-    The rows come in the order of the frames. A ``picker`` leaves out rows that nobody asks for.
+    The rows are in the order of the frames. A ``picker`` excludes rows that cannot match the filters.
     """
     builders = [(COLUMNS.get(name) or STORED_COLUMNS[name]).build for name in schema.names]
     alone_count = ALONE_COUNT if len(builders) <= ALONE_COLUMNS_MAX else BATCH_COUNT
@@ -389,7 +389,7 @@ def record_batches(
 
 
 def one_batch(members: Sequence[tuple[ChunkPartition, FrameView]], schema: pa.Schema, group: str) -> pa.RecordBatch:
-    """All rows of some frames, texts and bytes as views; together they are less than a column can hold."""
+    """All rows of some frames, with text and binary columns as views. The rows must fit into one Arrow array."""
     frames = Frames(members, group)
     build = {name: column.build for name, column in STORED_COLUMNS.items()} | {"body": _body_views}
     columns = [viewed(build[name](frames)) for name in schema.names]
@@ -406,7 +406,7 @@ def _rows_of(
     schema: pa.Schema,
     picked: npt.NDArray[np.bool_] | None,
 ) -> Iterator[pa.RecordBatch]:
-    """Those rows of one frame that are picked and within its partition's bounds."""
+    """The picked rows of one frame within the bounds of its partition."""
     (partition,), (view,) = frames.partitions, frames.views
     sequences = view.sequences()
     wanted = (sequences >= partition.start) & (sequences < partition.end)
@@ -437,7 +437,7 @@ def _binary(offsets: _Offsets, data: memoryview) -> pa.Array:
 
 
 def _nullable(kind: pa.DataType, offsets: _Offsets, data: memoryview) -> pa.Array:
-    """An empty row is null."""
+    """An array in which empty values are null."""
     filled = offsets[1:] != offsets[:-1]
     buffers = [_validity(filled), pa.py_buffer(offsets), pa.py_buffer(data)]
     return pa.Array.from_buffers(kind, len(filled), buffers)

@@ -1,11 +1,12 @@
-"""``spark.readStream.format("plait")``: messages as they come, with offsets that Spark keeps in its checkpoint.
+"""``spark.readStream.format("plait")``: messages as they arrive, with offsets that Spark keeps in its checkpoint.
 
-An offset names the next sequence of every partition, with the epoch of the message before it and the partition's
-number, as JSON with sorted names: Spark compares offsets as texts. Where the offset that a batch starts from does not
-say where a partition begins, the one that it ends with does: in the first batch of a query, and of a partition.
-Between two offsets lie the same messages whenever they are asked for, or the query fails with what was lost; so a sink
-that Spark writes once for each batch has every message once, whatever was killed in between. Nothing is ever acked:
-Spark's checkpoint alone says how far a query is.
+An offset has the next sequence of every partition, with the epoch of the message before it and the partition's number,
+as JSON with sorted names, since Spark compares offsets as text. In the first batch of a query, and of a partition, the
+starting offset does not say where the partition begins; the ending offset does (``from``).
+
+Promise: reading between two offsets always gives the same messages, or fails and names the lost ones. A sink that Spark
+writes once for each batch therefore has every message once, whichever process was killed in between. The reader acks
+nothing: Spark's checkpoint alone records the progress of a query.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from plait.client.read.surveyor import PartitionSpan, SpanRange
-from plait.spark.inputs.input import Input, place_of
+from plait.spark.inputs.input import Input, input_of
 from plait.spark.runtime.worker import prepare_worker
 from plait.spark.source.offsets import (
     EARLIEST,
@@ -49,37 +50,37 @@ Offset = dict[str, OffsetJson]
 
 
 class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Lives in a process beside the driver for as long as the query; a copy of it reads in each task."""
+    """Runs in a process beside the driver for the duration of the query; a pickled copy reads in each task."""
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self.options = options
         self.arrow_schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
-        self._place: Input | None = None
-        #: Where each partition, by its name and number, ended when a query that is to end began.
+        self._source: Input | None = None
+        #: (partition, number) → its end when a query with ``availableNow`` began; None: the query does not end.
         self._target: dict[tuple[str, int], int] | None = None
-        #: Partitions that are gone, which was said.
+        #: Partitions that are gone and were reported.
         self._gone: set[str] = set()
-        #: What there was at the last look.
+        #: The ends of all partitions when the last batch was planned.
         self._latest: Offset | None = None
-        #: Where this query began. Spark asks for it again when it reads the first batch again.
+        #: Where this query began. Spark passes it again when it reads the first batch again.
         self._initial: Offset | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Links and what is known of files stay where they are."""
-        return {**self.__dict__, "_place": None}
+        """Without the input: its connections and its index of the files are not pickled."""
+        return {**self.__dict__, "_source": None}
 
-    def _there(self) -> Input:
-        if self._place is None:
+    def _input(self) -> Input:
+        if self._source is None:
             prepare_worker()
-            self._place = place_of(self.options, self.options.wanted)
-        return self._place
+            self._source = input_of(self.options, self.options.wanted)
+        return self._source
 
     # --- offsets --------------------------------------------------------------------------------
 
     def initialOffset(self) -> Offset:
-        """Where a new query starts; one that goes on starts where its checkpoint says."""
+        """Where a new query starts; a resumed query starts from its checkpoint."""
         bound = self.options.start
-        spans = self._there().spans([bound.time] if bound.kind == TIME else ())
+        spans = self._input().spans([bound.time] if bound.kind == TIME else ())
         bound.check_names("startingOffsets", spans, self.options.wanted)
         losses: list[str] = []
         positions = {}
@@ -94,7 +95,7 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """What the options say; where both do, bytes are looked at in ``latestOffset``, as Spark passes one on."""
+        """The limit of the options. Spark passes one limit on: if both are given, ``latestOffset`` applies both."""
         options = self.options
         if options.messages_per_trigger is not None:
             return ReadMaxRows(options.messages_per_trigger)
@@ -103,25 +104,25 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable()
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
-        """Where the next batch ends: all that there is, or what the limit lets through."""
+        """Where the next batch ends: at the end of all partitions, or earlier if a limit applies."""
         positions = _positions(start)
-        place = self._there()
-        there = lives_of(place.spans())
-        self._latest = _offset({name: PartitionOffset.of(lives[-1], lives[-1].end) for name, lives in there.items()})
-        spans = {name: _current(lives, positions, name) for name, lives in there.items()}
-        # Retention has emptied a partition that was read to its end, and the route has left it out.
+        source = self._input()
+        found = lives_of(source.spans())
+        self._latest = _offset({name: PartitionOffset.of(lives[-1], lives[-1].end) for name, lives in found.items()})
+        spans = {name: _current(lives, positions, name) for name, lives in found.items()}
+        # Drop sealed partitions that were read to their end and have been retired from the route.
         positions = {name: each for name, each in positions.items() if name in spans or not each.sealed}
         ranges = self._unread(spans, positions)
         if not isinstance(limit, ReadAllAvailable):
             messages = limit.max_rows if isinstance(limit, ReadMaxRows) else self.options.messages_per_trigger
             size = limit.max_bytes if isinstance(limit, ReadMaxBytes) else self.options.bytes_per_trigger
-            ends = limited(place, ranges, messages, size)
+            ends = limited(source, ranges, messages, size)
             ranges = [msgspec.structs.replace(each, end=ends[each.place]) for each in ranges]
         for each in ranges:
             name = str(each.place)
             sealed = spans[name].sealed and each.end == spans[name].end
             known = positions.get(name)
-            # What is lost is left behind at once, though nothing follows it yet: it is said once, not at every look.
+            # Move past lost messages even if nothing follows them yet, so that they are reported once.
             old = known is None or known.sealed != sealed or check_start(spans[name], known)[1] is not None
             if each.end > each.start or old:
                 position = replace(PartitionOffset.of(spans[name], each.end), sealed=sealed)
@@ -131,16 +132,16 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _offset(positions)
 
     def _unread(self, spans: Mapping[str, PartitionSpan], positions: Mapping[str, PartitionOffset]) -> list[SpanRange]:
-        """What each partition has from its position on; partitions that are new from their first message on."""
-        # Their places are kept: should they come back, they are not read from the start.
+        """The unread range of each partition; a new partition is read from its first message."""
+        # The positions of partitions that are gone stay in the offset: if they come back, they are not read again.
         gone = positions.keys() - spans.keys() - self._gone
         losses = [
-            f"{name} is gone, with what it had from sequence {positions[name].sequence} on" for name in sorted(gone)
+            f"{name} is gone, with its messages from sequence {positions[name].sequence} on" for name in sorted(gone)
         ]
         ranges = []
-        expires = self._there().expires
+        expires = self._input().expires
         for name, span in spans.items():
-            # A partition that is new was made since the query began: it is read from its first message on.
+            # A new partition was created after the query began: read it from its first message.
             new = PartitionOffset(0 if expires else span.start)
             first, lost = check_start(span, positions.get(name, new))
             losses += [lost] if lost is not None else []
@@ -151,40 +152,40 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ranges
 
     def reportLatestOffset(self) -> Offset | None:
-        """What there was when the last batch was planned, for the query's progress."""
+        """The ends of all partitions when the last batch was planned, for the progress of the query."""
         return self._latest
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """The query is to end with what is there now."""
-        self._target = {(str(span.place), span.number): span.end for span in self._there().spans()}
+        """The query ends with the messages that exist now."""
+        self._target = {(str(span.place), span.number): span.end for span in self._input().spans()}
 
     # --- batches --------------------------------------------------------------------------------
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        """One task for each partition's range, or for each part of a segment file, unless more are asked for."""
+        """One task for each range of a partition or part of a segment file, or more with ``minPartitions``."""
         if start == end:
             return []
-        place, options = self._there(), self.options
-        spans = place.spans()
+        source, options = self._input(), self.options
+        spans = source.spans()
         ranges = stream_ranges(spans, _positions(start), _positions(end), fail=options.fail_on_loss)
-        tasks: list[Any] = place.tasks(ranges, spans, options.partitions_min or 1)
+        tasks: list[Any] = source.tasks(ranges, spans, options.partitions_min or 1)
         return [InputPartition(task) for task in tasks]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of one task, each partition's in order."""
+        """The rows of one task, in order for each partition."""
         return read_task(partition.value, self.options, self.options.wanted, self.arrow_schema)
 
     def commit(self, end: Offset) -> None:
-        """Nothing: a batch is done when Spark's checkpoint says so, and that comes too late to tell brokers."""
+        """Does nothing: a batch is done when it is in Spark's checkpoint, which is too late for an ack at brokers."""
 
     def stop(self) -> None:
-        """Hang up."""
-        if self._place is not None:
-            self._place.close()
+        """Close the connections."""
+        if self._source is not None:
+            self._source.close()
 
 
 def _current(lives: Sequence[PartitionSpan], positions: dict[str, PartitionOffset], name: str) -> PartitionSpan:
-    """The life that a partition's place is in; where that is read to its end, the place moves on to the next one."""
+    """The life to read next. If the life of the position is read to its end, the position moves to the next life."""
     position = positions.get(name)
     if position is None:
         return lives[0]

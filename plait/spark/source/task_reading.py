@@ -1,4 +1,4 @@
-"""One task's work: frames in, record batches out."""
+"""The work of one task: reads frames and builds record batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.storage.reading.log_chunks import WantedRows
 def read_task(
     task: InputTask | ArchiveReadTask | None, options: ReadOptions, wanted: WantedRows, schema: pa.Schema
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a task as batches of the schema's columns; nothing where there is no task."""
+    """The rows of a task as batches with the columns of the schema; nothing if ``task`` is None."""
     if task is None:
         return
     prepare_worker()

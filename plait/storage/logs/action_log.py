@@ -1,9 +1,9 @@
-"""The action log: every pull, ack, nack, reset and offline event in order, and the names their numbers stand for.
+"""The action log: every pull, ack, nack, seal, lock and offline event in order, and the names behind its numbers.
 
-A first-hand log, in the same frames as messages. One frame holds the events of one loop turn; its stamp's ``durable``
-field is the message-log end it presumes (R3), its ``producer`` field that of the kept log, and replay stops at the
-first frame that presumes more than was recovered. ``partition`` tells the two kinds of frame apart: events are fixed
-40-byte records, definitions msgpack.
+A first-hand log, in the same frames as messages. One frame has the events of one loop turn. The frame depends on the
+message log up to the offset in the ``durable`` field of its stamp (R3), and on the retained log up to the offset in its
+``producer`` field. Replay stops at the first frame that depends on more than was recovered. The ``partition`` field is
+the kind of the frame: events are fixed 40-byte records, definitions are msgpack.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plait.frame.header import pack_stamp
 from plait.frame.validation import SMALL_COUNT
 from plait.frame.view import FrameView, wrap_binary
 from plait.model.retry_policy import Retry
-from plait.storage.logs.header_rows import HeaderRows, head_rows
+from plait.storage.logs.header_rows import HeaderRows, header_rows
 
 DIRECTORY = "action"
 #: Frame kinds, in the stamp's partition field.
@@ -32,46 +32,47 @@ DEFINITIONS = 2
 
 
 class Action(IntEnum):
-    """What happened."""
+    """The kind of an event."""
 
     PULL = 1
     ACK = 2
     NACK = 3
     OFFLINE = 4
     RESET = 5
-    #: Retention or damage took what the group had not finished; of an ordered group, so many rows (as a due time).
+    #: Rows were lost to retention or damage before the group was done with them. For an ordered group the time field is
+    #: the number of rows (``FLAG_DUE``).
     SKIP = 6
     FORGET_CONSUMER = 7
     FORGET_GROUP = 8
-    #: Out of attempts: what was handed out is a dead letter.
+    #: Delivered rows are out of attempts and become dead letters.
     BURY = 9
-    #: Dead letters are handed out again, or forgotten.
+    #: Dead letters are resent, or purged.
     REVIVE = 10
     PURGE = 11
-    #: Of group 0: delayed rows of the schedule partition ``consumer`` shall never be due.
+    #: For group 0: delayed rows of the schedule partition ``consumer`` are cancelled.
     CANCEL = 12
-    #: Of an ordered group: logical partitions [start, end) are the consumer's (0: nobody's), under an epoch.
+    #: For an ordered group: the consumer (0: none) owns the logical partitions [start, end), under a lock epoch.
     LOCK = 13
-    #: They have gone from one strand to another, which is new or has come equally far.
+    #: Logical partitions move to another cursor, which is new or has the same position.
     MOVE = 14
-    #: A key has a strand of its own from now on, or has none any more.
+    #: A key gets its own cursor, or loses it.
     HOLD = 15
     JOIN = 16
-    #: A strand waits until somebody decides, or goes on.
+    #: A key is parked, or resumes.
     PARK = 17
     RESUME = 18
-    #: What a strand has not done of what it has come by.
+    #: Rows below the cursor's next sequence that are not done.
     RETURN = 19
 
 
-#: What these are about is not a range of rows.
+#: Actions whose ``start`` and ``end`` are not a range of sequences.
 NOT_OF_ROWS = frozenset((Action.LOCK, Action.MOVE, Action.HOLD, Action.JOIN, Action.PARK, Action.RESUME))
 
-#: The time of an event is when its rows are due, not when it happened.
+#: The time field is the due time of the rows, not the time of the event.
 FLAG_DUE = 1
-#: Nobody had begun with what came back: it was no attempt.
+#: The consumer returned the rows before it handled them: the delivery does not count as an attempt.
 FLAG_UNCOUNTED = 2
-#: How many rows were lost, which stands in the place of the time, is an estimate.
+#: The number of lost rows, which is in the time field, is an estimate.
 FLAG_ESTIMATED = 4
 
 EVENT = np.dtype(
@@ -90,13 +91,13 @@ EVENT = np.dtype(
 EVENT_SIZE = EVENT.itemsize
 _EVENT = Struct("<BBHIIIQQq")
 assert EVENT_SIZE == _EVENT.size == 40
-#: Rows of one frame: keeps it far below the limit of a frame's size, however much one loop turn brings.
+#: The most rows of one frame: keeps it far below the size limit of a frame, whatever the number of events in a turn.
 EVENTS_MAX = 100_000
 DEFINITIONS_MAX = 5_000
 
 
 class GroupDefinition(msgspec.Struct, tag="group", frozen=True):
-    """A group of one subject and its settings, under the number that events use."""
+    """A group of one subject and its settings; events name it by ``id``."""
 
     id: int
     partition: int
@@ -105,23 +106,23 @@ class GroupDefinition(msgspec.Struct, tag="group", frozen=True):
     broadcast: bool
     delivery: str
     created: int
-    #: None: as usual.
+    #: None: the default policy.
     retry: Retry | None = None
     #: Each logical partition has one owner at a time...
     ordered: bool = False
-    #: ...and that is all: a message that fails holds nothing back, whatever its subject's order is.
+    #: ...and a failed message holds nothing back, even if the subject is strict.
     affinity: bool = False
-    #: The version of the subject's route that the group began with, here or at another partition.
+    #: The version of the subject's route when the group was created, in this partition or another one.
     began: int = 0
 
 
 class ConsumerDefinition(msgspec.Struct, tag="consumer", frozen=True):
-    """A consumer of a group, under the number that events use."""
+    """A consumer of a group; events name it by ``id``."""
 
     id: int
     group: int
     client: str
-    #: Of an ordered group: what is kept of the secret that continues its session (``proof_of``).
+    #: For an ordered group: a digest of the session token (``proof_of``).
     proof: int = 0
 
 
@@ -132,7 +133,7 @@ _decoder = msgspec.msgpack.Decoder(Definition)
 
 
 class ActionBuffer:
-    """Events and definitions that are not in the log yet."""
+    """Events and definitions that are not yet in the log."""
 
     def __init__(self) -> None:
         self._events: list[bytes] = []
@@ -144,7 +145,7 @@ class ActionBuffer:
 
     @property
     def size_bound(self) -> int:
-        """At least the bytes that ``drain`` will give."""
+        """An upper bound of the bytes that ``drain`` returns."""
         definitions, events = len(self._definitions), len(self._events)
         frames = 2 + definitions // DEFINITIONS_MAX + events // EVENTS_MAX
         size = 256 * frames + sum(map(len, self._definitions)) + 8 * definitions + (EVENT_SIZE + 4) * events
@@ -167,41 +168,41 @@ class ActionBuffer:
     def define(self, definition: Definition) -> None:
         self._definitions.append(_encoder.encode(definition))
 
-    def seal(self, index: int, ends: tuple[int, int], epoch: int, time: int) -> int:
-        """Put what is buffered into frames, definitions first, numbered from ``index`` on; how many.
+    def build_frames(self, index: int, ends: tuple[int, int], epoch: int, time: int) -> int:
+        """Put the buffered definitions, then the events, into frames numbered from ``index``. Returns their number.
 
-        ``ends`` are those of the message log and of the kept log that they rest on.
+        ``ends``: the offsets in the message log and in the retained log up to which the events depend on these logs.
         """
-        presumed, kept = ends
-        stamp = (presumed, epoch, time)
+        message_end, retained_end = ends
+        stamp = (message_end, epoch, time)
         definitions, self._definitions = self._definitions, []
         events, self._events = self._events, []
         frames = _frames(definitions, DEFINITIONS, DEFINITIONS_MAX, index, stamp)
-        frames += _frames(events, EVENTS, EVENTS_MAX, index + len(frames), stamp, kept=kept)
+        frames += _frames(events, EVENTS, EVENTS_MAX, index + len(frames), stamp, retained_end=retained_end)
         self._frames += frames
         return len(frames)
 
     def drain(self) -> list[FrameParts]:
-        """The sealed frames, which leave the buffer."""
+        """Remove the frames from the buffer and return them."""
         frames, self._frames = self._frames, []
         return frames
 
 
 def _column(rows: list[bytes]) -> list[bytes] | pa.BinaryArray:
-    """Bodies of a frame. Given many as a list, Arrow loads pandas where there is one, which takes long."""
+    """The bodies of a frame. Many rows become an Arrow array here: for a list Arrow imports pandas, which is slow."""
     if len(rows) <= SMALL_COUNT:
         return rows
     return wrap_binary(np.cumsum([0, *map(len, rows)], dtype=np.int32), memoryview(b"".join(rows)))
 
 
-def presumed_kept(frame: FrameView) -> int:
-    """The kept-log end that an action frame rests on."""
+def presumed_retained(frame: FrameView) -> int:
+    """The offset in the retained log up to which an action frame depends on it."""
     return frame.producer
 
 
 def encode_definitions(definitions: list[Definition]) -> list[HeaderRows]:
-    """Names again, for the head of a new segment, whose frames are numbered as all others (``Log.on_segment``)."""
-    return head_rows([_encoder.encode(definition) for definition in definitions], DEFINITIONS_MAX)
+    """Definitions for the header of a new segment (``Log.on_segment``). Header frames are numbered like all others."""
+    return header_rows([_encoder.encode(definition) for definition in definitions], DEFINITIONS_MAX)
 
 
 def _frames(
@@ -210,13 +211,13 @@ def _frames(
     rows_max: int,
     index: int,
     stamp: tuple[int, int, int],
-    kept: int = 0,
+    retained_end: int = 0,
 ) -> list[FrameParts]:
-    presumed, epoch, time = stamp
+    message_end, epoch, time = stamp
     frames = []
     for start in range(0, len(rows), rows_max):
-        frame = build_frame(_column(rows[start : start + rows_max]), producer=kept, first=index)
-        frame.stamp_with(pack_stamp(kind, index, time, presumed, epoch))
+        frame = build_frame(_column(rows[start : start + rows_max]), producer=retained_end, first=index)
+        frame.stamp_with(pack_stamp(kind, index, time, message_end, epoch))
         frames.append(frame)
         index += 1
     return frames

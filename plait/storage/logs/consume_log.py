@@ -1,8 +1,8 @@
 """The consume log of one partition: fixed-length records that find a sequence, or a time, in the message log.
 
-Derived: every record repeats what a frame's stamp says, so the log is rebuilt from the message log at any time and
-needs no flush of its own between checkpoints. The records since the last checkpoint are in memory, the rest in a
-file that is mapped when somebody reads that far back.
+Derived: every record repeats the stamp of a frame, so the consume log can be rebuilt from the message log at any time,
+and is written only by checkpoints. The records since the last checkpoint are in memory; the rest are in a file, which
+is mapped when a reader needs older records.
 
 Promise: finding a record costs a binary search, whatever the backlog.
 """
@@ -27,7 +27,7 @@ Records = npt.NDArray[Any]
 
 
 class Record(NamedTuple):
-    """Where one frame is."""
+    """The location of one frame in the message log."""
 
     base: int
     offset: int
@@ -42,14 +42,14 @@ class Record(NamedTuple):
 
 
 def partition_of(path: str) -> int | None:
-    """The number of the partition whose file this is; None: it is no file of a consume log."""
+    """The id of the partition that a consume log file belongs to; None: the path is not a consume log file."""
     directory, _, name = path.rpartition("/")
     number, _, generation = name.partition(".")
     return int(number) if directory == DIRECTORY and number.isdecimal() and generation.isdecimal() else None
 
 
 class OpenMaps:
-    """Which consume logs hold their file mapped; the least recently used lets go when there are too many."""
+    """The consume logs whose file is mapped. If there are too many, the least recently used one is unmapped."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -59,7 +59,7 @@ class OpenMaps:
         return len(self._logs)
 
     def used(self, log: ConsumeLog) -> None:
-        """``log`` was mapped or read."""
+        """Record that ``log`` was mapped or read."""
         self._logs[log] = None
         self._logs.move_to_end(log)
         if len(self._logs) > self._limit:
@@ -71,7 +71,7 @@ class OpenMaps:
 
 
 class ConsumeLog:
-    """Records in order of their base sequence; gaps are sequences that were lost to damage."""
+    """Records in order of their base sequence. Gaps are sequences that were lost to damage."""
 
     __slots__ = (
         "_bases",
@@ -91,10 +91,10 @@ class ConsumeLog:
         self._disk = disk
         self._maps = maps
         self._partition = partition
-        #: Counts rewrites of the file: a checkpoint names the one it means, older ones stay readable.
+        #: Counts rewrites of the file. A checkpoint names a generation; files of older generations stay readable.
         self.generation = 0
         self._file_records: Records | None = None
-        #: Records that are in the file.
+        #: The number of records in the file.
         self.flushed = 0
         self._clear_tail()
 
@@ -114,7 +114,7 @@ class ConsumeLog:
         return self.flushed + len(self._bases)
 
     def append(self, base: int, offset: int, time: int, size: int, count: int) -> None:
-        """The frame at ``offset`` holds ``count`` rows from sequence ``base``."""
+        """Record that the frame at ``offset`` has ``count`` rows from sequence ``base``."""
         self._bases.append(base)
         self._offsets.append(offset)
         self._times.append(time)
@@ -124,7 +124,7 @@ class ConsumeLog:
     # --- finding --------------------------------------------------------------------------------
 
     def record(self, index: int) -> Record:
-        """The record at a place in the log."""
+        """The record at an index."""
         tail = index - self.flushed
         if tail >= 0:
             return Record(
@@ -137,7 +137,7 @@ class ConsumeLog:
         return Record(*self._stored()[index].item())
 
     def find(self, sequence: int) -> int:
-        """The index of the record that holds a sequence, or of the first one after it; len() when there is none."""
+        """The index of the record that contains a sequence, or of the first one after it; len() if there is none."""
         if self._bases and sequence >= self._bases[0]:
             index = bisect_right(self._bases, sequence) - 1
             if sequence >= self._bases[index] + self._counts[index]:
@@ -153,7 +153,7 @@ class ConsumeLog:
         return index + 1 if sequence >= Record(*stored[index].item()).end else index
 
     def find_offset(self, offset: int) -> int:
-        """The index of the first record at or after a message-log offset; len() when there is none."""
+        """The index of the first record at or after a message-log offset; len() if there is none."""
         if self.flushed:
             at = int(np.searchsorted(self._stored()["offset"], np.uint64(offset), "left"))
             if at < self.flushed:
@@ -161,10 +161,10 @@ class ConsumeLog:
         return self.flushed + bisect_left(self._offsets, offset)
 
     def find_time(self, time: int) -> int:
-        """The index of the first record stored at or after ``time``; len() when there is none."""
+        """The index of the first record stored at or after ``time``; len() if there is none."""
         if self.flushed:
             times = self._stored()["time"]
-            # Store times can step back with the wall clock; the running maximum is what a search may rely on.
+            # Store times can step back with the wall clock, so search their running maximum.
             at = int(np.searchsorted(np.maximum.accumulate(times), np.int64(time), "left"))
             if at < self.flushed:
                 return at
@@ -205,11 +205,11 @@ class ConsumeLog:
 
     @property
     def mapped(self) -> bool:
-        """The file is held open for reading."""
+        """True if the file is mapped."""
         return self._file_records is not None
 
     def unmap(self) -> None:
-        """Let the mapping go; the next read that needs it opens it again."""
+        """Drop the map; the next read that needs it makes it again."""
         self._file_records = None
         if self._maps is not None:
             self._maps.closed(self)
@@ -217,11 +217,11 @@ class ConsumeLog:
     # --- checkpoint and recovery ----------------------------------------------------------------
 
     def flush(self) -> tuple[int, bytes]:
-        """(records already in the file, bytes of the rest): what ``write_records`` and ``flushed_to`` take."""
+        """(records already in the file, bytes of the rest): the arguments of ``write_records`` and ``flushed_to``."""
         return self.flushed, self._tail_records(0, len(self._bases)).tobytes()
 
     def write_records(self, at: int, data: bytes) -> None:
-        """Bring the file to ``at`` records and then ``data``, durably. May block; touches no other state."""
+        """Cut the file to ``at`` records and append ``data``, durably. May block; changes no other state."""
         file = self._disk.open(self.path, create=True)
         try:
             if file.size != at * RECORD.itemsize:
@@ -233,7 +233,7 @@ class ConsumeLog:
             file.close()
 
     def flushed_to(self, at: int, data: bytes) -> None:
-        """``write_records`` succeeded: the first records of the tail are in the file now."""
+        """Record that ``write_records`` succeeded: the first records of the tail are in the file now."""
         moved = len(data) // RECORD.itemsize
         self.flushed = at + moved
         self._file_records = None
@@ -241,7 +241,7 @@ class ConsumeLog:
             del column[:moved]
 
     def load(self, generation: int, flushed: int, end_sequence: int) -> bool:
-        """Take the first ``flushed`` records of the file as a checkpoint names them; False: rebuild it."""
+        """Use the first ``flushed`` records of the file that a checkpoint names. False: the log must be rebuilt."""
         self._clear_tail()
         self._file_records = None
         self.generation = generation
@@ -262,7 +262,7 @@ class ConsumeLog:
         return True
 
     def replace(self, records: Records) -> None:
-        """Take ``records`` instead of all there is; the next checkpoint writes them to a new file."""
+        """Replace all records; the next checkpoint writes them to a new file."""
         self._file_records = None
         self.generation += 1
         self.flushed = 0

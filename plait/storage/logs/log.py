@@ -1,10 +1,11 @@
 """An append-only log: frames in segment files of a fixed length, named by the offset of their first byte.
 
-Offsets are logical byte positions that only grow. A frame that does not fit into the rest of a segment starts the
-next one, so every frame lies in one file and one mapping. Appends collect until ``write``, which is one system
-call a segment; ``begin_sync`` hands the durability work to whoever may block.
+Offsets are logical byte positions that only grow. A frame that does not fit into the rest of a segment starts the next
+one, so every frame lies in one file and one map. Appends are buffered until ``write``, which is one system call per
+segment. ``begin_sync`` returns the sync as a job, for a thread that may block.
 
-Promise: ``end`` is what was appended, ``written`` survives the process, ``durable`` survives the machine.
+Promise: everything before ``end`` is appended, everything before ``written`` survives the process, and everything
+before ``durable`` survives the machine.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from plait.storage.disk import Buffer, Disk, File
 from plait.storage.durable_mark import DurableMark, read_mark, write_mark
 
 SUFFIX = ".log"
-#: What a disk writes whole or not at all.
+#: The unit that a disk writes atomically.
 SECTOR_SIZE = 512
 #: The smallest segment that can hold any frame.
 SEGMENT_SIZE_MIN = FRAME_SIZE_MAX
-#: Space that is reserved for a new segment, which is all that a server needs before its first message...
+#: Space reserved for a new segment: all that a server needs before its first message.
 ALLOCATE_MIN = 1 * MIB
-#: ...and that is reserved at a time for one that has more: twice what it holds, at most so much.
+#: The most space reserved at a time. A growing segment reserves as much as it already has, up to this.
 ALLOCATE_MAX = 64 * MIB
-#: Space of the active segment that frames of producers leave for the broker's own (deletions, settings): a full disk is
-#: emptied by these, and a deletion takes 4.5 KiB.
+#: Space in the active segment that only the broker's own frames (deletions, settings) may use: they free space on a
+#: full disk, and a deletion takes 4.5 KiB.
 MARGIN = 512 * KIB
 
 
@@ -42,34 +43,34 @@ def segment_name(base: int) -> str:
 
 
 class Segment:
-    """One file of the log: [base, end) in log offsets; ``size`` is its length, used or not."""
+    """One file of the log: [base, end) in log offsets. ``size`` is the length of the file, including unused space."""
 
-    __slots__ = ("_view", "allocated", "base", "end", "file", "head_end", "size", "synced", "written", "zeroed")
+    __slots__ = ("_view", "allocated", "base", "end", "file", "header_end", "size", "synced", "written", "zeroed")
 
     def __init__(self, base: int, file: File) -> None:
         self.base = base
         self.file = file
         self.size = file.size
         self.end = base + self.size
-        #: Log offsets up to which bytes were written here, and are durable.
+        #: The log offsets up to which bytes are written, and durable.
         self.written = self.synced = base
-        #: Log offset up to which every block has been written, if only with zeros.
+        #: The log offset up to which every block was written at least once, possibly with zeros.
         self.zeroed = base
-        #: Log offset up to which the disk has reserved space, as far as this process has asked for it.
+        #: The log offset up to which this process has reserved space on the disk.
         self.allocated = base
-        #: Log offset at which the frames end that every segment starts with.
-        self.head_end = base
+        #: The log offset of the end of the segment header.
+        self.header_end = base
         self._view: memoryview | None = None
 
     @property
     def view(self) -> memoryview:
-        """The whole file, read-only, showing later writes."""
+        """The whole file, read-only; it also shows later writes."""
         if self._view is None:
             self._view = self.file.view()
         return self._view
 
     def unmap(self) -> None:
-        """Let the mapping go; the next look makes it again."""
+        """Drop the map; the next access makes it again."""
         self._view = None
         self.file.unmap()
 
@@ -79,7 +80,7 @@ class Segment:
 
 
 class SyncJob:
-    """What one sync makes durable; ``run`` blocks and may be called in another thread."""
+    """One sync. ``run`` blocks and may be called in another thread."""
 
     __slots__ = ("_log", "end", "segments")
 
@@ -90,7 +91,7 @@ class SyncJob:
 
     @property
     def size(self) -> int:
-        """Bytes that are not durable yet."""
+        """The number of bytes that are not durable yet."""
         return sum(written - segment.synced for segment, written in self.segments)
 
     def run(self) -> None:
@@ -101,51 +102,51 @@ class Log:
     """The segments of one directory, open for appending and reading."""
 
     def __init__(self, disk: Disk, directory: str, segment_size: int, *, zero_ahead: int = 0) -> None:
-        """``zero_ahead``: bytes that are zeroed ahead of small writes, for logs that somebody waits to see synced.
+        """``zero_ahead``: bytes that are zeroed ahead of small writes, for logs with callers that wait for syncs.
 
-        An allocated block that was never written costs a sync a journal entry beside the data: twice the time.
+        Syncing an allocated block that was never written also writes a journal entry, which takes twice the time.
         """
         self._disk = disk
         self._zero_ahead = zero_ahead
         self.directory = directory
         self.segment_size = segment_size
-        #: Space that frames of others leave in the active segment, reserved, for the broker's own.
+        #: Reserved space in the active segment that only the broker's own frames may use (``MARGIN``).
         self.margin = min(MARGIN, segment_size // 64)
-        #: Space that is reserved for a new segment; of a small one only a part too, as of a large one.
+        #: Space reserved for a new segment: only a part of it, also for small segments.
         self._first_size = min(ALLOCATE_MIN, max(segment_size // 8, 1))
-        #: Space of the disk that frames of others leave for everything else: checkpoints, other logs.
+        #: Free space on the disk that frames of producers must leave for checkpoints and other logs.
         self.leave_free = 0
-        #: Space that has to be free before the next reservation succeeds, where one was refused for ``leave_free``.
+        #: After a reservation was refused because of ``leave_free``: the free space that it needs. Otherwise 0.
         self.lacking = 0
         self.segments: list[Segment] = []
         self._bases: list[int] = []
         self._pending: list[Buffer] = []
         self._pending_at = 0
         self._spare: tuple[int, File] | None = None
-        #: Bytes of the frames that the last new segment began with.
-        self._head_size = 0
-        # The next segment may be made by a thread while the loop needs it.
+        #: The size of the last segment header.
+        self._header_size = 0
+        # A thread may be making the next segment while the loop needs it.
         self._making = threading.Lock()
         self._syncing = threading.Lock()
         self._sync_error: OSError | None = None
         self._closed = False
         self._never_allocated: list[str] = []
-        #: As it stands on the disk; None: it was never written, or does not read back.
+        #: The durable mark on the disk; None: it was never written, or is damaged.
         self.mark = read_mark(disk, directory)
-        #: What stands from here on was appended since the log was opened.
+        #: Everything from this offset on was appended since the log was opened.
         self.resumed_at = 0
         self.end = 0
         self.written = 0
         self.durable = 0
-        #: Called before a new segment is made, with the offset where the last one ended: the frames it starts with,
-        #: which make it self-contained. They name that offset as their ``previous``.
+        #: Called before a new segment is made, with the end of the last one. Returns the frames of the segment header,
+        #: which make the segment self-contained. Their ``previous`` field is that end.
         self.on_segment: Callable[[int], list[FrameParts]] | None = None
         disk.make_directory(directory)
         for name in disk.list(directory):
             if name.endswith(SUFFIX) and name[: -len(SUFFIX)].isdigit():
                 file = disk.open(f"{directory}/{name}")
                 if file.size == 0:
-                    # Created and never allocated: the crash came before the first frame.
+                    # Created and never allocated: a crash came before the first frame.
                     file.close()
                     self._never_allocated.append(f"{directory}/{name}")
                     continue
@@ -157,19 +158,19 @@ class Log:
 
     @property
     def start(self) -> int:
-        """The first offset that is still kept."""
+        """The first offset of the first segment."""
         return self._bases[0] if self._bases else self.end
 
     @property
     def size(self) -> int:
-        """Bytes of the files that hold data."""
+        """The bytes from ``start`` to ``end``."""
         return self.end - self.start
 
     def segment_at(self, offset: int) -> Segment:
-        """The segment that holds an offset; ``DamageError`` where there is none."""
+        """The segment that contains an offset; ``DamageError`` if there is none."""
         segment = self._find(offset)
         if segment is None:
-            raise DamageError(f"{self.directory}: no segment holds offset {offset}")
+            raise DamageError(f"{self.directory}: no segment contains offset {offset}")
         return segment
 
     def _find(self, offset: int) -> Segment | None:
@@ -177,17 +178,17 @@ class Log:
         return self.segments[index] if index >= 0 and offset < self.segments[index].end else None
 
     def view(self, offset: int, size: int) -> memoryview:
-        """The bytes [offset, offset + size) of one segment, not copied."""
+        """The bytes [offset, offset + size) of one segment, without copying."""
         segment = self.segment_at(offset)
         start = offset - segment.base
         if start + size > segment.size:
-            raise DamageError(f"{self.directory}: {size} bytes at {offset} pass the end of their segment")
+            raise DamageError(f"{self.directory}: {size} bytes at offset {offset} exceed the end of their segment")
         return segment.view[start : start + size]
 
     def forget(self, start: int, end: int) -> None:
-        """Nobody will look at these bytes of one segment soon: what is durable of them need not stay in memory.
+        """Drop the durable bytes of [start, end), in one segment, from the page cache: they will not be read soon.
 
-        Of a segment that is gone there is nothing to do.
+        Does nothing if the segment was removed.
         """
         if (segment := self._find(start)) is not None:
             segment.file.forget(start - segment.base, end - segment.base)
@@ -195,14 +196,14 @@ class Log:
     # --- appending ------------------------------------------------------------------------------
 
     def resume_at(self, end: int, proven: int = 0) -> None:
-        """Continue after recovery: everything before ``end`` stands, everything after is unused.
+        """Continue after recovery: everything before ``end`` is valid, everything after it is unused.
 
-        ``proven``: a sync that succeeded made everything before this offset durable. The rest was read back, perhaps
-        from a page cache that a killed process left dirty, or one in which a failed sync left pages that are marked
-        clean: Linux shows them to readers, and no later sync writes them. So the rest is written again and synced,
-        before any caller learns that it is stored.
+        ``proven``: a successful sync made everything before this offset durable. The rest was read back, perhaps from
+        page cache that a killed process left dirty, or from pages that a failed sync left marked as clean: readers see
+        them, but no later sync writes them to disk. So the rest is written again and synced before any caller gets it
+        as stored.
         """
-        # One that starts where the log ends is empty, too: when it is made again, it gets its head.
+        # A segment that starts at ``end`` is empty too: it gets its header when it is made again.
         while self.segments and self.segments[-1].base >= end:
             self._bases.pop()
             segment = self.segments.pop()
@@ -216,22 +217,22 @@ class Log:
             if segment.end > proven:
                 self._write_again(segment, max(proven, segment.base))
                 segment.file.sync()
-            # All of it may have been read: a start's memory is not what it looked at.
+            # Recovery may have read all of it: the pages must not stay in the memory of the process.
             segment.unmap()
         self._disk.sync_directory(self.directory)
         self.end = self.written = self.durable = self._pending_at = self.resumed_at = end
         self.note_durable()
 
     def _write_again(self, segment: Segment, start: int) -> None:
-        """Write [start, ``segment.written``) as it is read, which makes its pages dirty."""
+        """Write [start, ``segment.written``) again with the bytes that are read, which makes its pages dirty."""
         for at in range(start - segment.base, segment.written - segment.base, len(_ZEROS)):
-            # Copied: a write must not read from the pages that it writes to.
+            # A copy: a write must not read from the pages that it writes.
             piece = bytes(segment.view[at : min(at + len(_ZEROS), segment.written - segment.base)])
             segment.file.write([piece], at)
 
     def note_durable(self) -> None:
-        """Write down up to where the log is durable, so that damage before it is not taken for a torn tail."""
-        # What was lost before the first file stays lost: only retention moves the start.
+        """Write the durable mark, so that damage before it is not taken for a torn tail."""
+        # Only retention moves the start: if the first files are lost, the mark keeps their offset.
         start = self.start if self.mark is None else self.mark.start
         new = self.mark is None
         self._write_mark(DurableMark(start, self.durable), sync=new)
@@ -244,10 +245,10 @@ class Log:
             self.mark = mark
 
     def place_for(self, size: int, *, own: bool = False) -> int:
-        """The offset the next frame of ``size`` will get; makes the next segment, or reserves space, when it has to.
+        """The offset of the next frame of ``size`` bytes. Makes the next segment or reserves space if necessary.
 
-        ``own``: the frame is the broker's, and may use the space that frames of others leave (``margin``): what frees
-        space on a full disk has to be written first.
+        ``own``: the frame is the broker's, and may use the space that frames of producers leave (``margin``): the
+        deletion that frees space on a full disk has to be written first.
         """
         end = self.end + size if own else self.end + size + self.margin
         if self.segments:
@@ -260,9 +261,9 @@ class Log:
         return self.end
 
     def _reserve(self, segment: Segment, end: int, leave_free: int) -> None:
-        """Reserve space up to ``end`` and as much again as the segment has, so that disk use follows what is stored.
+        """Reserve space up to ``end`` and as much again as the segment has, so that disk use follows the stored data.
 
-        ENOSPC where less than ``leave_free`` would be left on the disk.
+        Raises ENOSPC if less than ``leave_free`` would be left on the disk.
         """
         ahead = min(max(end - segment.base, self._first_size), ALLOCATE_MAX)
         target = min(end + ahead, segment.end)
@@ -278,26 +279,26 @@ class Log:
         except OSError as error:
             if error.errno != errno.ENOSPC or target == end:
                 raise
-            # There is less than that; it may be enough.
+            # There is less space than that; the frame itself may still fit.
             target = end
             segment.file.allocate(target - segment.base)
         segment.allocated = target
 
     def roll(self) -> None:
-        """Start the next segment, so that this one can be removed."""
+        """Start the next segment, so that the active one can be removed."""
         self._roll(self.margin, 0)
 
     def _roll(self, size: int, leave_free: int) -> None:
         if self._closed:
-            # It knows its segments no more: the new one would lie inside one that is there.
-            raise ValueError(f"{self.directory}: the log is closed")
+            # A closed log has no list of segments: the new one would overlap an existing one.
+            raise ValueError(f"{self.directory}: the log is closed; open it again")
         self.write()
-        # Recovery may have set the end beyond the last segment, over bytes that were durable and are gone.
+        # Recovery may have set the end behind the last segment, past durable bytes that are lost.
         base = max(self.segments[-1].end, self.end) if self.segments else self.end
-        head = self.on_segment(self.end) if self.on_segment is not None else []
-        self._head_size = sum(frame.size for frame in head)
-        # At least half of a segment is left for what it is made for, or the log would consist of heads.
-        size = self._head_size + max(size, self._head_size)
+        header = self.on_segment(self.end) if self.on_segment is not None else []
+        self._header_size = sum(frame.size for frame in header)
+        # At least half of a segment is left for data, or the log would consist of headers.
+        size = self._header_size + max(size, self._header_size)
         with self._making:
             spare, self._spare = self._spare, None
             if spare is not None and spare[0] == base and spare[1].size >= size:
@@ -317,17 +318,17 @@ class Log:
                 raise
         self._add(segment)
         self.end = self.written = self._pending_at = base
-        for frame in head:
+        for frame in header:
             self._pending.extend(frame.parts)
             self.end += frame.size
-        segment.head_end = self.end
+        segment.header_end = self.end
 
     def _create(self, base: int, size: int) -> File:
         path = f"{self.directory}/{segment_name(base)}"
         file = self._disk.open(path, create=True)
         try:
             if size > self._first_size:
-                # The file has its length from the beginning; its space is reserved as it is needed (``_reserve``).
+                # The file has its full length from the beginning; space is reserved as needed (``_reserve``).
                 file.truncate(size)
             file.allocate(min(self._first_size, size))
             file.sync()
@@ -340,29 +341,29 @@ class Log:
 
     @property
     def half_full(self) -> bool:
-        """The next segment will be needed before long."""
+        """The active segment is more than half full: the next one will be needed soon."""
         return bool(self.segments) and self.end - self.segments[-1].base > self.segments[-1].size // 2
 
     def prepare_next(self) -> None:
-        """Make the next segment ahead of need, when the active one is more than half full. May block."""
+        """Make the next segment in advance, once the active one is more than half full. May block."""
         with self._making:
             if not self.segments or self._spare is not None:
                 return
             active = self.segments[-1]
             if self.half_full:
-                # The next head takes about as much as the last one.
-                size = max(self.segment_size, 3 * self._head_size)
+                # The next header is about as large as the last one.
+                size = max(self.segment_size, 3 * self._header_size)
                 self._spare = (active.end, self._create(active.end, size))
 
     def append(self, parts: Sequence[Buffer], size: int) -> int:
-        """Take a frame's buffers; its offset. Nothing reaches the disk before ``write``."""
+        """Append the buffers of a frame. Returns its offset. Nothing reaches the disk before ``write``."""
         offset = self.place_for(size, own=True)
         self._pending.extend(parts)
         self.end = offset + size
         return offset
 
     def write(self) -> None:
-        """Everything appended survives the process from here on. Raises OSError; then nothing may be trusted."""
+        """Write everything appended: it survives the process from now on. After an OSError the log must not be used."""
         if not self._pending:
             return
         segment = self.segments[-1]
@@ -376,19 +377,19 @@ class Log:
         self._pending_at = self.written = self.end
 
     def _zeros_ahead(self, segment: Segment) -> int:
-        """How many zeros to write behind what is to be written, in the same call, so that nothing can come between."""
-        # What brings much at a time is not held up by a journal.
+        """The number of zeros to write after the pending frames, in the same call, so that it is one operation."""
+        # The journal entry is negligible for a large write.
         if segment.zeroed >= self.end or self.end - self._pending_at >= self._zero_ahead // 8:
             return 0
         return max(min(self._zero_ahead, segment.allocated - self.end), 0)
 
     def begin_sync(self) -> SyncJob:
-        """The work that makes everything written so far durable."""
+        """A job that makes everything written so far durable."""
         dirty = [(segment, segment.written) for segment in self.segments if segment.written > segment.synced]
         return SyncJob(self, dirty, self.written)
 
     def run_sync(self, segments: list[Segment]) -> None:
-        """Sync one after another, whoever asks. After a failure never again: the system reports it only once."""
+        """Sync the segments; one thread at a time. After a failure all syncs fail: the system reports it only once."""
         with self._syncing:
             if self._sync_error is not None:
                 raise self._sync_error
@@ -400,13 +401,13 @@ class Log:
                 raise
 
     def end_sync(self, job: SyncJob) -> None:
-        """The job succeeded. Two jobs may overlap: each counts for what was written before it began."""
+        """Record that the job succeeded. Two jobs may overlap: each covers what was written before it began."""
         for segment, written in job.segments:
             segment.synced = max(segment.synced, written)
         self.durable = max(self.durable, job.end)
 
     def sync(self) -> None:
-        """Write and sync here and now."""
+        """Write and sync; blocks."""
         self.write()
         job = self.begin_sync()
         job.run()
@@ -415,18 +416,18 @@ class Log:
     # --- space ----------------------------------------------------------------------------------
 
     def removable(self, offset: int) -> bool:
-        """Whether a segment ends at or before ``offset`` and is not the active one."""
+        """True if a segment other than the active one ends at or before ``offset``."""
         return len(self.segments) > 1 and self.segments[0].end <= offset
 
     def remove_before(self, offset: int) -> list[int]:
-        """Delete the segments that end at or before ``offset``, never the active one; their bases."""
+        """Delete the segments that end at or before ``offset``, except the active one. Returns their bases."""
         count = 0
         while count < len(self.segments) - 1 and self.segments[count].end <= offset:
             count += 1
         if not count:
             return []
         mark = DurableMark(self.segments[count].base, self.durable)
-        # A file system that copies on write may have no room for it until the files are gone.
+        # A copy-on-write file system may have no space for the mark until the files are gone.
         with contextlib.suppress(OSError):
             self._write_mark(mark, sync=True)
         removed = [segment.base for segment in self.segments[:count]]
@@ -439,11 +440,12 @@ class Log:
         return removed
 
     def zero_from(self, offset: int) -> None:
-        """Clear what stands after ``offset``, in its segment and in those after it, durably.
+        """Zero everything after ``offset``, in its segment and in all later ones, durably.
 
-        The last comes first: until the end of it the reason for the cut is there to be found again. That may be the
-        first frame itself, so what stands behind it goes before any part of it does. In the sector where the cut begins
-        pieces smaller than any frame make sure of that.
+        The order is from the end to the front: if the cut is interrupted, the bad frame that is the reason for it is
+        still there, and the next recovery repeats the cut. That frame may be the first one, so everything behind it is
+        zeroed before any part of it. In the sector where the cut begins, the zeros are written in pieces smaller than
+        any frame.
         """
         for segment in reversed(self.segments):
             start = max(offset, segment.base) - segment.base
@@ -461,7 +463,7 @@ class Log:
                 segment.file.sync()
 
     def close(self) -> None:
-        """Let the files go; nothing can be appended any more."""
+        """Close the files. Nothing can be appended afterwards."""
         self._closed = True
         for segment in self.segments:
             segment.close()
@@ -478,19 +480,19 @@ assert _PIECE_SIZE < HEADER_SIZE
 
 
 def claimed_size(view: memoryview, start: int) -> int:
-    """What a header that is not to be trusted says of its frame's size; 0: there is none."""
+    """The frame size in an unverified header; 0 if there is no header."""
     if view[start : start + len(PREFIX)] != PREFIX:
         return 0
     return int.from_bytes(view[start + SIZE_OFFSET : start + SIZE_OFFSET + 4], "little")
 
 
 def used_size(view: memoryview, start: int) -> int:
-    """How many bytes after ``start`` are in use: up to the last byte that is not zero, rounded up to 8."""
+    """The number of bytes in use after ``start``: up to the last byte that is not zero, rounded up to 8."""
     end = len(view)
     while end > start:
         begin = max(start, end - len(_ZEROS))
         piece = bytes(view[begin:end])
-        # Most of it is zeros: comparing is many times faster than stripping.
+        # Most pieces are zeros: comparing is many times faster than stripping.
         if piece != _ZEROS[: len(piece)]:
             used = begin + len(piece.rstrip(b"\0")) - start
             return min(used + (-used & 7), len(view) - start)

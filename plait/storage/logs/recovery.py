@@ -1,14 +1,14 @@
-"""Reading a log back after any kind of stop: which frames stand, what is damaged, where the log goes on.
+"""Recovery of a log after any kind of stop: which frames are valid, what is damaged, and where the log continues.
 
-The rule (R18): a bad frame below an offset that is known durable, or before a valid frame, is *damage*: its bytes are
-copied to quarantine/, reported and left in place, and reading goes on behind it. A bad frame with nothing valid
-after it is a *torn tail*: the bytes are kept aside and cut, so that they can never be taken for frames later.
+The rule (R18): a bad frame below an offset that is known to be durable, or before a valid frame, is *damage*: its bytes
+are copied to quarantine/, reported and left in place, and reading continues after it. A bad frame with nothing valid
+after it is a *torn tail*: its bytes are copied to quarantine/ and zeroed, so that they can never be taken for frames.
 
-A power loss leaves any subset of the sectors that were under way, so a torn tail may hold whole frames behind missing
-ones. It is told from damage by what is missing: a sector that never reached the disk reads as zeros, and the
-first frame of a segment names where the segment before ended. Where nothing proves that the missing bytes were ever
-durable, everything behind them was under way too, and was not acknowledged: it is part of the tail. So what is left is
-always a beginning of what was written, and a producer that sends the rest again finds its order kept.
+After a power loss any subset of the sectors in flight may be on the disk, so a torn tail may contain whole frames after
+missing ones. Two facts distinguish it from damage: a sector that never reached the disk reads as zeros, and the first
+frame of a segment names the end of the segment before. If nothing proves that the missing bytes were ever durable, then
+everything after them was in flight too and was not acknowledged: it is part of the tail. So the recovered log is always
+a prefix of what was written, and a producer that resends the rest keeps its order.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from plait.storage.disk import Disk
 from plait.storage.logs.log import SECTOR_SIZE, Log, claimed_size, used_size
 
 QUARANTINE = "quarantine"
-#: Why a part of a log cannot be read that no file covers.
+#: The reason of damage in a part of a log that no file covers.
 MISSING = "log files are missing"
-#: At most this much of one damaged region is copied aside; the region itself stays in the log.
+#: The most bytes of one damaged region that are copied to quarantine/; the region itself stays in the log.
 QUARANTINE_SIZE_MAX = 64 << 20
 
 
 class Damage(msgspec.Struct, frozen=True):
-    """A region of a log that holds no readable frame."""
+    """A region of a log without a readable frame."""
 
     log: str
     offset: int
     size: int
-    #: "damaged": left in place, skipped. "torn": an unfinished tail, cut.
+    #: "damaged": left in place and skipped. "torn": a torn tail, cut.
     kind: str
     reason: str
 
 
 class ReadableSegment(Protocol):
-    """What a scan needs of one file of a log."""
+    """The interface of one log file that a scan uses."""
 
     @property
     def base(self) -> int: ...
@@ -56,7 +56,7 @@ class ReadableSegment(Protocol):
 
 
 class ReadableLog(Protocol):
-    """What a scan needs of a log, which may be one that another process writes."""
+    """The interface of a log that a scan uses; another process may be writing the log."""
 
     @property
     def directory(self) -> str: ...
@@ -80,7 +80,7 @@ class SegmentPart(NamedTuple):
 
 
 class LogPart:
-    """[start, end) of a log (``ReadableLog``), where a scan of all that follows would cost too much."""
+    """[start, end) of a log (``ReadableLog``), for a scan that must not continue to the end of the log."""
 
     def __init__(self, log: ReadableLog, start: int, end: int) -> None:
         self.directory = log.directory
@@ -91,7 +91,7 @@ class LogPart:
         ]
 
 
-#: Says whether a frame found after damage can be the log's own, not one inside somebody's message body.
+#: Whether a frame found after damage can be a frame of the log, and not one inside a message body.
 Plausible = Callable[[int, FrameView], bool]
 
 
@@ -108,7 +108,7 @@ class LogScan:
         stamps_durable: bool = True,
     ) -> None:
         self._log = log
-        #: The frames' ``durable`` field speaks of this log (in the action log it speaks of the message log).
+        #: The ``durable`` field of frames is an offset of this log (in the action log: of the message log).
         self._stamps_durable = stamps_durable
         self._plausible = plausible or (lambda offset, frame: True)
         self.start = start
@@ -125,9 +125,9 @@ class LogScan:
         self._finish()
 
     def stop_before(self, offset: int, reason: str) -> None:
-        """What stands from ``offset`` on, in all segments, is a tail to be cut.
+        """Everything from ``offset`` on, in all segments, is a tail to be cut.
 
-        A segment that goes as a whole leaves the log to go on where the one before ended.
+        If that removes a whole segment, the log continues at the end of the segment before.
         """
         self._stopped = True
         offset = self._tail_from(offset, self.durable)
@@ -168,12 +168,12 @@ class LogScan:
                 durable = self._durable_from(segment, behind)
                 self.stop_before(self._tail_from(offset, durable), reason)
                 return
-            # Whether this is damage or a torn tail depends on whether a valid frame follows: ``_finish`` knows.
+            # It is damage if a valid frame follows, else a torn tail: ``_finish`` decides.
             self.damages.append(Damage(self._log.directory, offset, behind - position, "damaged", reason))
             position = behind
 
     def _follows_missing(self, segment: ReadableSegment, frame: FrameView) -> bool:
-        """The first frame of a segment says that the one before ended later than it was found to end."""
+        """True if the first frame of a segment names a later end of the segment before than the scan found."""
         if frame.producer != 0 or frame.previous <= self.end:
             return False
         if any(damage.offset >= self.end for damage in self.damages):
@@ -186,11 +186,11 @@ class LogScan:
         return False
 
     def _never_durable(self, segment: ReadableSegment, position: int, behind: int, used_end: int) -> bool:
-        """A part of the bad region never reached the disk, and nothing says that it had to."""
+        """True if a part of the bad region never reached the disk, and nothing proves that it was durable."""
         offset = segment.base + position
         end = behind
         if behind >= used_end:
-            # The last frame of the segment may have been meant to reach further than anything that is there.
+            # The last frame of the segment may be longer than what reached the disk.
             end = max(end, position + claimed_size(segment.view, position))
         return (
             offset >= self.durable
@@ -199,9 +199,9 @@ class LogScan:
         )
 
     def _tail_from(self, offset: int, durable: int) -> int:
-        """Where a tail that goes on at ``offset`` begins: with the bad frames right before it that had no need to be.
+        """The start of a tail that contains ``offset``: it includes bad frames right before it that were not durable.
 
-        A cut that was interrupted leaves such: the frame that was the reason for it, half zeroed.
+        An interrupted cut leaves such a frame: the bad frame that was the reason for the cut, half zeroed.
         """
         while self.damages and self.damages[-1].offset + self.damages[-1].size == offset:
             if self.damages[-1].offset < durable:
@@ -210,7 +210,7 @@ class LogScan:
         return offset
 
     def _durable_from(self, segment: ReadableSegment, position: int) -> int:
-        """The highest offset that is known durable, when all headers from here on are heard as well."""
+        """The highest offset known to be durable, including what the frame headers from here on prove."""
         highest = self.durable
         if not self._stamps_durable:
             return highest
@@ -231,17 +231,17 @@ class LogScan:
         return highest
 
     def _behind_bad(self, segment: ReadableSegment, position: int, used_end: int) -> int:
-        """Where to go on after a bad frame."""
+        """The position at which to continue after a bad frame."""
         try:
             frame = FrameView(segment.view, position)
         except FrameError:
             found = self._next_valid(segment, position + 8, used_end)
             return found if found >= 0 else used_end
-        # Header and directory agree, so the size can be believed: what looks like a frame inside is a message body.
+        # Header and directory agree, so the size is right: anything inside that looks like a frame is a message body.
         return position + frame.size
 
     def _next_valid(self, segment: ReadableSegment, position: int, used_end: int) -> int:
-        """Where the next believable frame starts, or -1."""
+        """The position of the next plausible frame, or -1."""
         data = bytes(segment.view[position:used_end])
         at = data.find(PREFIX)
         while at >= 0:
@@ -257,28 +257,28 @@ class LogScan:
         return -1
 
     def _finish(self) -> None:
-        """Tell the torn tail from damage, and never reuse an offset that was durable."""
-        kept: list[Damage] = []
+        """Separate the torn tail from damage, and set ``end`` so that no durable offset is used again."""
+        settled: list[Damage] = []
         for damage in self.damages:
             tail = damage.offset >= self.end
             if tail and damage.offset >= self.durable:
                 damage = msgspec.structs.replace(damage, kind="torn")
             elif tail and damage.offset + damage.size > self.durable:
                 size = self.durable - damage.offset
-                kept.append(msgspec.structs.replace(damage, size=size))
+                settled.append(msgspec.structs.replace(damage, size=size))
                 damage = msgspec.structs.replace(damage, offset=self.durable, size=damage.size - size, kind="torn")
-            kept.append(damage)
+            settled.append(damage)
         if self.end < self.durable and not any(
-            d.kind == "damaged" and d.offset <= self.end < d.offset + d.size for d in kept
+            d.kind == "damaged" and d.offset <= self.end < d.offset + d.size for d in settled
         ):
             size = self.durable - self.end
-            kept.append(Damage(self._log.directory, self.end, size, "damaged", "durable bytes are missing"))
-        self.damages = kept
+            settled.append(Damage(self._log.directory, self.end, size, "damaged", "durable bytes are missing"))
+        self.damages = settled
         self.end = max(self.end, self.durable)
 
 
 def _missing_sector(view: memoryview, start: int, end: int) -> bool:
-    """Some sector of [start, end) was not written since the segment was made: from ``start`` on it is zeros."""
+    """True if a sector of [start, end) is all zeros (from ``start`` on): it was never written."""
     for sector in range(start - start % SECTOR_SIZE, min(end, len(view)), SECTOR_SIZE):
         piece = bytes(view[max(start, sector) : sector + SECTOR_SIZE])
         if piece.count(0) == len(piece):
@@ -287,7 +287,7 @@ def _missing_sector(view: memoryview, start: int, end: int) -> bool:
 
 
 def missing_files(log: ReadableLog, start: int, end: int) -> list[Damage]:
-    """Parts of [start, end) that no file of the log covers, though they were written and nothing removed them."""
+    """The parts of [start, end) that no file covers, although they were written and retention did not remove them."""
     found: list[Damage] = []
     for segment in [*log.segments, None]:
         stop = end if segment is None else min(segment.base, end)
@@ -298,16 +298,16 @@ def missing_files(log: ReadableLog, start: int, end: int) -> list[Damage]:
 
 
 def settle(disk: Disk, log: Log, scan: LogScan) -> None:
-    """Keep the bad bytes aside, cut the torn tail, and continue the log, durably, where the scan ended."""
+    """Copy the bad bytes to quarantine/, cut the torn tail, and resume the log durably at the end of the scan."""
     for damage in scan.damages:
         keep_aside(disk, log, damage)
     log.zero_from(scan.end)
-    # The checkpoint and the headers name offsets that were durable when they were written.
+    # The checkpoint and the frame headers prove that this offset is durable.
     log.resume_at(scan.end, scan.durable)
 
 
 def keep_aside(disk: Disk, log: Log, damage: Damage) -> None:
-    """Copy a region to quarantine/, whole and once; what is not there any more cannot be kept."""
+    """Copy a region to quarantine/, atomically and only once. Does nothing if its file is missing."""
     data = _bytes_of(log, damage)
     if not data:
         return
@@ -316,7 +316,7 @@ def keep_aside(disk: Disk, log: Log, damage: Damage) -> None:
     while disk.exists(path):
         if disk.read(path) == data:
             return
-        # The same place was hit before, with other bytes.
+        # The same offset was damaged before, with other bytes.
         path, number = f"{name}.{number}", number + 1
     disk.make_directory(QUARANTINE)
     file = disk.open(f"{QUARANTINE}/new", create=True)
@@ -331,7 +331,7 @@ def keep_aside(disk: Disk, log: Log, damage: Damage) -> None:
 
 
 def move_aside(disk: Disk, directory: str, names: Sequence[str]) -> None:
-    """Move files that nobody knows what to do with to quarantine/, where they stay."""
+    """Move unrecognised files to quarantine/."""
     disk.make_directory(QUARANTINE)
     for name in names:
         target = path = f"{QUARANTINE}/{directory}-{name}"

@@ -1,8 +1,8 @@
-"""The kept log: messages that a group still needs when the message log need not have them any more (R21).
+"""The retained log: messages that a group still needs after retention removed them from the message log (R21).
 
-A first-hand log of its own, with frames of rows cut out of the message log's, under the sequences, ids and times they
-had there. A note beside the rows says which group needs them and, for dead letters, why. A frame whose rows are
-all settled is of no use any more; a segment goes when none of its frames is.
+A first-hand log. Its frames are copies of rows of the message log, with the same sequences, ids and times. A note in
+each frame names the group that needs the rows and, for dead letters, the reason. A frame is no longer needed once all
+its rows are settled; a segment is removed once none of its frames is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plait.model.reason import Reason
 from plait.storage.logs.log import Log
 
 DIRECTORY = "kept"
-#: Deaths that a letter tells of, beside the last.
+#: Earlier deaths that a dead letter records, in addition to the last one.
 HISTORY_MAX = 10
 
 
@@ -31,20 +31,20 @@ class DeathRecord(msgspec.Struct, array_like=True, frozen=True):
     """Why messages are dead letters; times are microseconds since 1970."""
 
     attempts: int
-    #: The first failure, and the last.
+    #: The times of the first and of the last failure.
     first_time: int
     last_time: int
     reason: Reason
-    #: Deaths before this one, the latest last: each was followed by a resend.
+    #: Earlier deaths, the latest last: each was followed by a resend.
     history: list[DeathRecord] = []
 
 
 class Note(msgspec.Struct, array_like=True, frozen=True):
-    """What stands beside the rows of a kept frame."""
+    """The note in a frame of the retained log."""
 
-    #: The group that needs them.
+    #: The id of the group that needs the rows.
     group: int
-    #: None: they are to be tried again.
+    #: None: the rows wait for a retry.
     death: DeathRecord | None = None
 
 
@@ -53,19 +53,19 @@ _decoder = msgspec.msgpack.Decoder(Note)
 
 
 def note_of(frame: FrameView) -> Note:
-    """The note of a kept frame, or ``FrameError``."""
+    """The note of a retained frame; ``FrameError`` if it does not decode."""
     try:
         return _decoder.decode(read_note(frame))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FrameError(f"the note of a kept frame does not decode: {error}") from None
+        raise FrameError(f"the note of a retained frame does not decode: {error}") from None
 
 
-def kept_frames(
+def retained_frames(
     frame: FrameView, mask: npt.NDArray[np.bool_], note: Note
 ) -> list[tuple[FrameParts, npt.NDArray[np.int64]]]:
-    """Frames for the kept log with the rows of ``frame`` where ``mask`` is true, and the sequences in each.
+    """Frames for the retained log with the rows of ``frame`` where ``mask`` is true, and the sequences in each.
 
-    Most often that is one; rows that were compressed may need several. ``FrameError``: it is damaged.
+    Usually one frame; rows that were compressed may need several. ``FrameError`` if ``frame`` is damaged.
     """
     try:
         return [(keep_mask(frame, mask, _encode(note)), frame.sequences()[mask])]
@@ -77,60 +77,60 @@ def kept_frames(
     for part in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
         half = np.zeros(len(mask), bool)
         half[part] = True
-        halves += kept_frames(frame, half, note)
+        halves += retained_frames(frame, half, note)
     return halves
 
 
-def head_frame(time: int, durable: int, epoch: int, previous_end: int) -> FrameParts:
-    """The first frame of a segment, which says where the one before ended (``Log.on_segment``)."""
+def header_frame(time: int, durable: int, epoch: int, previous_end: int) -> FrameParts:
+    """The header of a segment, which names the end of the segment before (``Log.on_segment``)."""
     frame = build_frame([b"kept"], producer=0, first=1, previous=previous_end)
     frame.stamp_with(pack_stamp(0, 0, time, durable, epoch))
     return frame
 
 
-def is_head(frame: FrameView) -> bool:
-    """It holds no rows of anybody."""
+def is_header(frame: FrameView) -> bool:
+    """True for a segment header, which has no rows of a group."""
     return frame.partition == 0
 
 
 class RetainedRows:
-    """Where the kept messages of a group are: sequence → offset in the kept log."""
+    """The retained messages of a group: sequence → offset in the retained log."""
 
     __slots__ = ("_offsets", "_untidy")
 
     def __init__(self) -> None:
         self._offsets: dict[int, int] = {}
-        #: Some of them may be settled.
+        #: Some of the sequences may be settled.
         self._untidy = False
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def add(self, sequences: npt.NDArray[np.int64], offset: int) -> None:
-        """These are in the frame at ``offset``, wherever they were before."""
+        """Record that these sequences are in the frame at ``offset``; earlier copies are forgotten."""
         self._offsets.update(dict.fromkeys(sequences.tolist(), offset))
 
     def offset(self, sequence: int) -> int | None:
         return self._offsets.get(sequence)
 
     def frame(self, log: Log, sequence: int) -> FrameView | None:
-        """The frame that has a message; None: none does, or it cannot be read."""
+        """The frame with a message; None if it is not retained, or its frame is unreadable."""
         offset = self._offsets.get(sequence)
         if offset is None:
             return None
         return frame_at(log, offset)
 
     def places(self, sequences: Sequence[int]) -> npt.NDArray[np.int64]:
-        """The offset of each; -1: it is not kept."""
+        """The offset of each sequence; -1 if it is not retained."""
         return np.fromiter(map(self._offsets.get, sequences, repeat(-1)), np.int64, len(sequences))
 
     def within(self, start: int, end: int) -> npt.NDArray[np.int64]:
-        """The sequences in [start, end) that are kept, ascending."""
+        """The retained sequences in [start, end), ascending."""
         sequences = np.fromiter(self._offsets, np.int64, len(self._offsets))
         return np.sort(sequences[(sequences >= start) & (sequences < end)])
 
     def elsewhere_after(self, start: int, end: int) -> int:
-        """The first of [start, end) that is kept, and in another frame than ``start`` is; ``end``: none is."""
+        """The first retained sequence in [start, end) that is in another frame than ``start``; ``end`` if none is."""
         if not self._offsets:
             return end
         places = self.places(range(start, end))
@@ -138,11 +138,11 @@ class RetainedRows:
         return start + int(others[0]) if len(others) else end
 
     def settled(self) -> None:
-        """Some may be of no use any more."""
+        """Note that some sequences may be settled, so that ``tidy`` has work."""
         self._untidy = True
 
     def tidy(self, needed: npt.NDArray[np.int64]) -> None:
-        """Forget all but those within ``needed``: [start, end) pairs in ascending order, none overlapping."""
+        """Forget all sequences outside ``needed``: [start, end) pairs, ascending and disjoint."""
         if not self._untidy or not self._offsets:
             return
         self._untidy = False
@@ -152,11 +152,11 @@ class RetainedRows:
 
     @property
     def first_offset(self) -> int | None:
-        """The kept log is needed from here on; None: not for these."""
+        """The retained log is needed from this offset; None if nothing is retained."""
         return min(self._offsets.values(), default=None)
 
     def by_offset(self, needed: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """(offset, sequences) of each frame with some of ``needed`` (as for ``tidy``), in the order of the log."""
+        """(offset, sequences) of each frame with rows in ``needed`` (as for ``tidy``), in log order."""
         sequences, offsets = self._arrays()
         wanted = _within(sequences, needed)
         sequences, offsets = sequences[wanted], offsets[wanted]
@@ -170,22 +170,22 @@ class RetainedRows:
         return np.fromiter(self._offsets, np.int64, count), np.fromiter(self._offsets.values(), np.int64, count)
 
     def dump(self) -> bytes:
-        """For a checkpoint."""
+        """The state for a checkpoint."""
         return np.concatenate(self._arrays()).astype("<i8").tobytes()
 
     @classmethod
     def load(cls, data: bytes) -> RetainedRows:
-        """The state of a checkpoint."""
-        kept = cls()
+        """Restore the state from a checkpoint."""
+        rows = cls()
         numbers = np.frombuffer(data, "<i8").reshape(2, -1).tolist()
-        kept._offsets = dict(zip(*numbers, strict=True))
-        # Some may have been settled since anybody looked.
-        kept._untidy = True
-        return kept
+        rows._offsets = dict(zip(*numbers, strict=True))
+        # Some may have been settled since the last ``tidy``.
+        rows._untidy = True
+        return rows
 
 
 def _within(sequences: npt.NDArray[np.int64], needed: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which of the sequences lie in one of the [start, end) pairs, which ascend."""
+    """Which of the sequences lie in one of the ascending [start, end) pairs."""
     if not len(needed):
         return np.zeros(len(sequences), bool)
     at = np.searchsorted(needed[:, 0], sequences, "right") - 1
@@ -194,19 +194,19 @@ def _within(sequences: npt.NDArray[np.int64], needed: npt.NDArray[np.int64]) -> 
 
 
 def frame_at(log: Log, offset: int) -> FrameView | None:
-    """The kept frame at an offset, not verified; None: there is none that can be read."""
+    """The retained frame at an offset, not verified; None if there is no readable one."""
     try:
         segment = log.segment_at(offset)
         frame = FrameView(segment.view, offset - segment.base)
-        # Looked at by whoever asks for rows, which may be before anybody verifies.
+        # Decoded here, because callers use the selection before they verify the frame.
         frame.selection()
     except (DamageError, FrameError):
         return None
-    return None if is_head(frame) else frame
+    return None if is_header(frame) else frame
 
 
 def rows_of(frame: FrameView, start: int, end: int) -> tuple[int, int]:
-    """The rows of a frame with the sequences from ``start`` on, as far as they stand side by side; none: (0, 0)."""
+    """The row indexes [first, last) of consecutive sequences from ``start``, below ``end``; (0, 0): none."""
     selection = frame.selection()
     if selection is None:
         first, last = max(start - frame.base, 0), min(end - frame.base, frame.count)

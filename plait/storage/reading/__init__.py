@@ -1,1 +1,5 @@
-"""reading."""
+"""Reading the logs of a data directory that another process may be writing.
+
+Nothing here changes, locks or repairs a file. Spark inputs, the archiver and the doctor use it. It imports
+``storage.logs``, ``frame`` and ``model``.
+"""

@@ -1,8 +1,8 @@
-"""Reading an action log that somebody else may be writing. Nothing is changed, locked or repaired.
+"""Reading an action log that another process may be writing. Nothing is changed, locked or repaired.
 
-Looking at it once decides which frames stand, as recovery would (``LogScan``): how far the log goes, and which bytes
-before that are damage. Reading follows that decision, segment by segment, so that others can share the work: each
-segment starts with all names (``encode_definitions``).
+``look`` decides once, as recovery would (``LogScan``), which frames are valid, where the log ends, and which bytes
+before that are damage. The result is a plan of parts that several tasks can read: each part lies in one segment, and a
+segment starts with the definitions of all names (``encode_definitions``).
 """
 
 from __future__ import annotations
@@ -25,75 +25,76 @@ from plait.storage.logs.action_log import (
     DIRECTORY,
     EVENTS,
     GroupDefinition,
-    presumed_kept,
+    presumed_retained,
     read_definitions,
 )
 from plait.storage.logs.recovery import Damage, LogScan
 from plait.storage.reading.log_reader import LOOKS_MAX, LogReader, MappedLog, MappedSegment, damage_error, expired_error
 
-#: A part of one segment that one task reads comes to about this much.
+#: The approximate size of a part: what one task reads of one segment.
 PART_SIZE: Final = 32 << 20
 
 
 @dataclass(frozen=True)
 class ActionPart:
-    """Frames of one segment: [start, end) in log offsets. What stands before ``start`` is read for its names."""
+    """Frames of one segment: [start, end) in log offsets. Of the frames before ``start``, only definitions are used."""
 
     segment: str
     base: int
     start: int
     end: int
-    #: (log offset, size) of what is to be passed over.
+    #: (log offset, size) of the damaged bytes, which are skipped.
     damages: tuple[tuple[int, int], ...] = ()
-    #: Nothing stands before ``start`` that anybody has seen: names are news, too.
+    #: No earlier part was read: the definitions before ``start`` are new too.
     first: bool = False
 
 
 @dataclass(frozen=True)
 class ActionPlan:
-    """How far an action log goes, cut into parts in log order."""
+    """An action log up to its end, cut into parts in log order."""
 
     parts: list[ActionPart]
-    #: Where it was read from, and where it ends.
+    #: The log offsets that the plan covers.
     start: int
     end: int
     damages: list[Damage] = field(default_factory=list)
-    #: The ends of the message log and of the kept log that it rests on.
-    messages: int = 0
-    kept: int = 0
+    #: The offsets up to which the frames depend on the message log and on the retained log.
+    message_end: int = 0
+    retained_end: int = 0
 
 
-#: The ends of the message log and of the kept log that frames from an offset on rest on: (offset, messages, kept).
+#: (offset, message end, retained end): frames from ``offset`` on depend on the message log and on the retained log up
+#: to these ends.
 Presumed: TypeAlias = tuple[int, int, int]
 
 
 class ActionReader(LogReader):
-    """The segments of an action log as they were when it was opened."""
+    """The segments of an action log, as of opening it."""
 
     def __init__(self, disk: Disk, directory: str, place: str = "") -> None:
         super().__init__(disk, directory, place)
-        #: The groups that were named in what was looked at, by their numbers.
+        #: Group id → the definition found by ``look``.
         self.groups: dict[int, GroupDefinition] = {}
 
     def look(
         self,
         start: int = 0,
         *,
-        sealed: bool = False,
+        closed_only: bool = False,
         message_end: int | None = None,
-        kept_end: int | None = None,
+        retained_end: int | None = None,
         part_size: int = PART_SIZE,
         fail_on_damage: bool = True,
     ) -> ActionPlan:
-        """What there is from ``start`` on: all of it, or what is in segments that nothing is added to any more.
+        """Plan to read the log from ``start``; with ``closed_only`` without the segment that the broker appends to.
 
-        Frames that rest on messages from ``message_end`` on, or on copies from ``kept_end`` on, and what follows them,
-        do not count: a server that starts on these files cuts them off.
+        The plan ends before the first frame that depends on the message log beyond ``message_end``, or on the retained
+        log beyond ``retained_end``: a server that starts on these files cuts it off too.
         """
         for _ in range(LOOKS_MAX):
             segments, scan, presumed = self._scan(start)
             damages = [damage for damage in scan.damages if damage.kind == "damaged"]
-            # What was being written when it was looked at is no damage: look again.
+            # If a bad frame is readable now, the broker was writing it during the scan: scan again.
             if not any(_reads(segments, damage.offset) for damage in damages):
                 break
         else:
@@ -101,15 +102,16 @@ class ActionReader(LogReader):
         end = scan.end
         if end < start:
             raise DataDirError(
-                f"the {self.directory} log of {self.place} ends at {end}, before {start}: it is not the log that was "
-                "read before"
+                f"{self.place}/{self.directory} ends at {end}, before {start}: it is not the log that was read before"
             )
-        for offset, messages, kept in presumed:
-            if (message_end is not None and messages > message_end) or (kept_end is not None and kept > kept_end):
+        for offset, messages, retained in presumed:
+            if (message_end is not None and messages > message_end) or (
+                retained_end is not None and retained > retained_end
+            ):
                 end = max(min(end, offset), start)
                 break
         used = [segment for segment in segments if segment.base < end]
-        if sealed:
+        if closed_only:
             used = used[:-1]
             end = min(end, max(segments[len(used)].base if used else start, start))
         damages = [damage for damage in damages if damage.offset < end]
@@ -118,11 +120,11 @@ class ActionReader(LogReader):
             holder = max((s for s in segments if s.base <= damage.offset), key=lambda s: s.base)
             raise damage_error(self.place, holder.path, damage.offset - holder.base, damage.size, damage.reason)
         parts = self._parts(used, start, end, damages, part_size)
-        rests_on = max((each[1:] for each in presumed if each[0] < end), default=(0, 0))
-        return ActionPlan(parts, start, end, damages, *rests_on)
+        depends_on = max((each[1:] for each in presumed if each[0] < end), default=(0, 0))
+        return ActionPlan(parts, start, end, damages, *depends_on)
 
     def _scan(self, start: int) -> tuple[list[MappedSegment], LogScan, list[Presumed]]:
-        """Every frame from the segment that holds ``start`` on; also where they begin to presume more."""
+        """Scan from the segment that contains ``start``. Also returns the offsets where ``Presumed`` ends grow."""
         bases = [base for base, _ in self.files]
         first = max(bisect_right(bases, start) - 1, 0)
         mapped = [self.map(number) for number in range(first, len(self.files))]
@@ -131,25 +133,25 @@ class ActionReader(LogReader):
         begin = segments[0].base if segments else start
         scan = LogScan(MappedLog(self.place, segments), begin, max(known, begin), stamps_durable=False)
         presumed: list[Presumed] = []
-        messages = kept = -1
+        messages = retained = -1
         for offset, frame in scan:
             more = self._presumes(frame)
-            if more[0] > messages or more[1] > kept:
-                messages, kept = max(more[0], messages), max(more[1], kept)
-                presumed.append((offset, messages, kept))
+            if more[0] > messages or more[1] > retained:
+                messages, retained = max(more[0], messages), max(more[1], retained)
+                presumed.append((offset, messages, retained))
         return segments, scan, presumed
 
     def _known_durable(self) -> int:
         return self.checkpoint.manifest.action_end if self.checkpoint is not None else 0
 
     def _presumes(self, frame: FrameView) -> tuple[int, int]:
-        """The ends of the message log and of the kept log that a frame rests on; names are noted."""
+        """The message-log and retained-log offsets up to which a frame depends on them. Records group definitions."""
         if frame.partition == DEFINITIONS:
-            # What does not decode is damage for those who read it.
+            # A frame that does not decode is reported as damage when it is read.
             with contextlib.suppress(msgspec.MsgspecError):
                 named = read_definitions(frame)
                 self.groups |= {each.id: each for each in named if isinstance(each, GroupDefinition)}
-        return frame.durable, presumed_kept(frame) if frame.partition == EVENTS else 0
+        return frame.durable, presumed_retained(frame) if frame.partition == EVENTS else 0
 
     def _parts(
         self, segments: list[MappedSegment], start: int, end: int, damages: list[Damage], part_size: int
@@ -167,7 +169,7 @@ class ActionReader(LogReader):
         return parts
 
     def _cut(self, segment: MappedSegment, start: int, wanted: int, end: int, bad: dict[int, int]) -> int:
-        """Where the first frame after ``wanted`` starts."""
+        """The offset of the first frame at or after ``wanted``."""
         if wanted >= end:
             return end
         at = start
@@ -179,12 +181,12 @@ class ActionReader(LogReader):
 
 
 def open_actions(path: str) -> ActionReader:
-    """The action log of a data directory; one without any events where there is none."""
+    """The action log of a data directory; empty if the directory has none."""
     return ActionReader(RealDisk(path, read_only=True), DIRECTORY, path)
 
 
 def read_actions(disk: Disk, place: str, part: ActionPart, *, alone: bool = False) -> Iterator[tuple[int, FrameView]]:
-    """(log offset, verified frame) of a part, and, unless it is ``alone``, of what stands before it in its segment."""
+    """(log offset, verified frame) of a part; unless ``alone``, also of the frames before it in its segment."""
     try:
         file = disk.open(part.segment)
     except FileNotFoundError:
@@ -205,7 +207,7 @@ def read_actions(disk: Disk, place: str, part: ActionPart, *, alone: bool = Fals
                 frame = FrameView(view, position).verify()
             except FrameError as error:
                 raise DamageError(
-                    f"{place}/{part.segment} has changed at offset {position} since it was looked at ({error}); "
+                    f"{place}/{part.segment} has changed at offset {position} since it was planned ({error}); "
                     "read again"
                 ) from error
             yield offset, frame
@@ -214,22 +216,23 @@ def read_actions(disk: Disk, place: str, part: ActionPart, *, alone: bool = Fals
 
 
 def _follows_unseen(segments: list[MappedSegment], start: int) -> bool:
-    """The first segment begins behind frames from ``start`` on that are gone."""
+    """True if frames between ``start`` and the first segment were removed."""
     if not segments or segments[0].base <= start:
         return False
     try:
-        # What a segment begins with says where the one before ended.
+        # The segment header names the end of the segment before.
         return FrameView(segments[0].view, 0).verify_stamp().previous > start
     except FrameError:
         return True
 
 
 def _is_used(view: memoryview, position: int) -> bool:
-    """A frame may stand here; otherwise the rest of the segment was never written."""
+    """True if there may be a frame here; otherwise the rest of the segment was never written."""
     return any(view[position : position + len(PREFIX)])
 
 
 def _reads(segments: list[MappedSegment], offset: int) -> bool:
+    """True if the frame at a log offset is readable now."""
     for segment in segments:
         if segment.base <= offset < segment.end:
             try:

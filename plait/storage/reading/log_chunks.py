@@ -1,11 +1,11 @@
-"""Which parts of a message log hold wanted rows, cut into pieces of work, and reading one of them.
+"""The parts of a message log that contain wanted rows, cut into chunks, and reading a chunk.
 
-One process plans, by headers alone; others each take a chunk and read its frames. A chunk lies in one segment file and
-carries everything it takes to read it: nothing is shared but the files.
+One process plans from headers alone; other processes each read the frames of a chunk. A chunk lies in one segment file
+and contains everything that is needed to read it: the processes share only the files.
 
-Promise: every wanted row is in exactly one chunk. A frame's rows are handed out only after its checksums held; frames
-that others wrote in between are passed over by their headers. Rows that seem to be missing are looked for before the
-gap is believed.
+Promise: every wanted row is in exactly one chunk. Rows are returned only after the checksums of their frame were
+verified; frames of other partitions are skipped by their headers. If rows seem to be missing, the log is verified there
+before the gap counts as one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from plait.storage.disk import Disk
 from plait.storage.logs.recovery import Damage
 from plait.storage.reading.log_reader import LogPiece, LogReader, LogWalk, damage_error, expired_error
 
-#: A chunk's wanted frames come to about this much: what Spark takes for a part of a file, too.
+#: The approximate size of the wanted frames of a chunk: also Spark's default size for a part of a file.
 CHUNK_SIZE: Final = 128 * MIB
-#: Names of subjects that an error message lists.
+#: The most subject names in one error text.
 SHOWN_MAX: Final = 20
 
-#: No log grows so far.
+#: Larger than the offset of any log.
 OFFSET_MAX: Final = 1 << 63
 
 #: prefix, size, count; partition, base, store time.
@@ -42,12 +42,12 @@ _HEADER: Final = Struct("<3sxII32xIQq")
 
 @dataclass(frozen=True)
 class WantedRows:
-    """Which rows somebody asks for. Bounds are inclusive; they choose whole frames, which may hold other rows too."""
+    """The rows that a caller wants. Bounds are inclusive and select whole frames, which may contain other rows too."""
 
     subjects: frozenset[str] = frozenset()
-    #: Beginnings of subject names.
+    #: Prefixes of subject names.
     prefixes: tuple[str, ...] = ()
-    #: Of these, only subjects and partitions of these names; None: all.
+    #: Restricts the subjects and partitions to these names; None: no restriction.
     subjects_only: frozenset[str] | None = None
     partitions_only: frozenset[str] | None = None
     sequence_min: int = 0
@@ -55,26 +55,26 @@ class WantedRows:
     #: Store times, in microseconds.
     time_min: int = 0
     time_max: int = TIME_MAX
-    #: Rows with these keys, and rows of these ids: (producer, its number); None: all.
+    #: Rows with these keys, and rows with these ids (producer, producer sequence); None: all.
     keys: frozenset[str] | None = None
     message_ids: frozenset[tuple[int, int]] | None = None
 
     def names(self, subject: str) -> bool:
-        """The subject is asked for."""
+        """True if the subject is wanted."""
         return subject in self.subjects or subject.startswith(self.prefixes)
 
     def covers(self, row: PartitionRow) -> bool:
-        """Some rows of the partition may be asked for."""
+        """True if rows of the partition may be wanted."""
         return not row.kind and self.names(row.subject) and self.keeps(row.subject, row.name)
 
     def keeps(self, subject: str, partition: str) -> bool:
-        """Some rows of the partition, if it is asked for, may be left by what was said of subjects and partitions."""
+        """True if ``subjects_only`` and ``partitions_only`` do not exclude the partition."""
         return (self.subjects_only is None or subject in self.subjects_only) and (
             self.partitions_only is None or partition in self.partitions_only
         )
 
     def takes(self, base: int, count: int, store_time: int) -> bool:
-        """Some rows of a frame may be asked for."""
+        """True if rows of a frame may be wanted."""
         return (
             base <= self.sequence_max
             and base + count > self.sequence_min
@@ -84,61 +84,61 @@ class WantedRows:
 
 @dataclass(frozen=True)
 class ChunkPartition:
-    """A partition as far as a chunk needs to know it."""
+    """The facts about a partition that reading a chunk needs."""
 
     subject: str
     name: str
-    #: Rows below this are expired, or not asked for...
+    #: Rows below ``start`` are expired or not wanted, ...
     start: int = 0
-    #: ...as are those from here on.
+    #: ... and rows from ``end`` on are not wanted.
     end: int = SEQUENCE_MAX
 
 
 @dataclass(frozen=True)
 class LogChunk:
-    """Frames of one segment file: [start, end) in it. ``size`` is that of the wanted ones."""
+    """Positions [start, end) of one segment file. ``size`` is the size of the wanted frames."""
 
     segment: str
     start: int
     end: int
     size: int
     partitions: Mapping[int, ChunkPartition]
-    #: Partition → the sequences of its wanted frames as their headers have them: [first, end) of each unbroken row.
+    #: Partition → the ranges [first, end) of consecutive sequences in its wanted frames, from their headers.
     ranges: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    #: Partition → (first sequence, epoch) of each row of these frames that one epoch stored.
+    #: Partition → (first sequence, epoch) wherever the epoch of these frames changes.
     epochs: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """All chunks, in log order, and the damage that lies between them."""
+    """All chunks in log order, and the damage between them."""
 
     chunks: list[LogChunk]
     damages: list[Damage]
-    #: The log offset where the last frame ends.
+    #: The log offset of the end of the last frame.
     end: int = 0
-    #: Every partition that the log defines, deleted ones included.
+    #: Every partition that the log defines, including deleted ones.
     partitions: Mapping[int, PartitionRow] = field(default_factory=dict)
-    #: A frame starts or ends where the offsets that were asked for do.
+    #: A frame starts or ends at the start of the requested offsets.
     meets_start: bool = False
-    #: The log offset of the last frame that lies before where the offsets that were asked for end; -1: there is none.
+    #: The log offset of the last frame before the end of the requested offsets; -1: there is none.
     last: int = -1
 
 
 @dataclass
 class _FrameRun:
-    """Neighbouring frames with wanted ones among them, a piece of the walk at most."""
+    """The wanted frames of one piece of the walk, and the frames between them."""
 
     offset: int
     segment: str
-    #: Runs of one stretch have nothing but whole frames between them.
+    #: Between runs with the same number there are only whole frames, and no damage.
     stretch: int
     start: int
     end: int
     size: int
-    #: Partition → [first, end) of each unbroken row of its sequences.
+    #: Partition → ranges [first, end) of consecutive sequences.
     partitions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    #: Partition → (first sequence, epoch), wherever the epoch is another one.
+    #: Partition → (first sequence, epoch) wherever the epoch changes.
     epochs: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
@@ -154,14 +154,14 @@ def plan(
     expired: bool = False,
     may_be_empty: bool = False,
 ) -> ChunkPlan:
-    """Chunks of equal size, at most about ``chunk_size``: ``chunks_min`` or a multiple, where there is enough to share.
+    """Plan chunks of about equal size, at most about ``chunk_size``.
 
-    ``offsets``: only frames that start there in the log. ``bounds`` are the partitions that are asked for, and the
-    sequences [start, end) of each; None: all of all. ``expired``: also what retention has expired, as long as its
-    file is there. ``SubjectNotFound`` where the log does not know a subject that is asked for, unless there
+    The number of chunks is ``chunks_min`` or a multiple, if there are enough frames. ``offsets``: only frames in these
+    log offsets. ``bounds``: partition → the sequences [start, end) to read; None: all partitions in full. ``expired``:
+    include expired rows whose segment still exists. ``SubjectNotFound`` if a wanted subject is not in the log, unless
     ``may_be_empty``.
     """
-    places = _FrameOffsets({} if expired else logical_starts(reader.checkpoint), bounds)
+    places = _SequenceBounds({} if expired else logical_starts(reader.checkpoint), bounds)
     planner = _Planner(reader.walk(fail_on_damage=fail_on_damage), wanted, places, offsets)
     runs = planner.run()
     partitions = planner.walk.partitions
@@ -173,7 +173,7 @@ def plan(
     live = {number for number, row in rows.items() if wanted.covers(row)}
     runs = [run for run in runs if not live.isdisjoint(run.partitions)]
     total = sum(run.size for run in runs)
-    # Whoever asks for four at least has four to share them: five equal chunks would take as long as eight.
+    # ``chunks_min`` is the number of parallel tasks: with four tasks, five equal chunks would take as long as eight.
     rounds = max(-(-total // (chunk_size * chunks_min)), 1)
     size = max(-(-total // (rounds * chunks_min)), 1)
     known = {number: places.of(rows[number]) for number in live}
@@ -181,8 +181,8 @@ def plan(
     return ChunkPlan(chunks, damages, planner.end, partitions, planner.meets_start, planner.last)
 
 
-class _FrameOffsets:
-    """Which sequences of each partition are there and asked for."""
+class _SequenceBounds:
+    """The sequences of each partition that exist and are wanted."""
 
     def __init__(self, starts: Mapping[int, int], bounds: Mapping[int, tuple[int, int]] | None) -> None:
         self._bounded = bounds is not None
@@ -193,7 +193,7 @@ class _FrameOffsets:
             self._ends[number] = end
 
     def has(self, number: int, base: int, count: int) -> bool:
-        """Some rows of a frame."""
+        """True if a frame has such sequences."""
         end = self._ends.get(number, 0 if self._bounded else SEQUENCE_MAX)
         return base < end and base + count > self._starts.get(number, 0)
 
@@ -203,10 +203,10 @@ class _FrameOffsets:
 
 
 class _Planner:
-    """Follows a walk and keeps the runs of wanted frames."""
+    """Collects the runs of wanted frames from a walk."""
 
     def __init__(
-        self, walk: LogWalk, wanted: WantedRows, places: _FrameOffsets, offsets: tuple[int, int | None]
+        self, walk: LogWalk, wanted: WantedRows, places: _SequenceBounds, offsets: tuple[int, int | None]
     ) -> None:
         self.walk = walk
         self._wanted = wanted
@@ -214,7 +214,7 @@ class _Planner:
         self._offset_min = offsets[0]
         self._offset_end = OFFSET_MAX if offsets[1] is None else offsets[1]
         self._runs: list[_FrameRun] = []
-        #: Partition → (the sequence its next frame should have, the log offset of its last one).
+        #: Partition → (the expected sequence of its next frame, the log offset of its last frame).
         self._next: dict[int, tuple[int, int]] = {}
         self.end = 0
         self.last = -1
@@ -238,7 +238,7 @@ class _Planner:
         return self._runs
 
     def _take_back(self, offset: int) -> None:
-        """What was told from ``offset`` on does not count."""
+        """Drop everything from ``offset`` on: the walk yields it again."""
         while self._runs and self._runs[-1].offset >= offset:
             self._runs.pop()
         self._next.clear()
@@ -272,7 +272,7 @@ class _Planner:
         if piece.frames:
             position, size, *_ = piece.frames[-1]
             self.end = piece.segment_base + position + size
-            # Offsets end with a segment, and a piece is of one.
+            # The requested offsets end with a segment, and a piece lies in one segment.
             if piece.segment_base < self._offset_end:
                 self.last = piece.segment_base + position
             if piece.offset <= self._offset_min <= self.end:
@@ -281,7 +281,7 @@ class _Planner:
 
 
 def _chunks(runs: list[_FrameRun], known: Mapping[int, ChunkPartition], size: int) -> list[LogChunk]:
-    """Runs joined up to ``size``; the chunks of one segment are about equal."""
+    """Join runs to chunks of about ``size``; the chunks of one segment are about equal."""
     chunks: list[LogChunk] = []
     by_segment: dict[str, list[_FrameRun]] = {}
     for run in runs:
@@ -294,7 +294,7 @@ def _chunks(runs: list[_FrameRun], known: Mapping[int, ChunkPartition], size: in
         for run, following in zip_longest(members, members[1:]):
             taken.append(run)
             done += run.size
-            # Half a run too much is nearer to the share than half a run too little.
+            # Cut where the total is nearest to the share.
             full = following is not None and done + following.size / 2 >= (cuts + 1) * share
             if following is None or full or _are_apart(run, following, share):
                 cuts += full
@@ -329,13 +329,13 @@ def _epochs(runs: list[_FrameRun], known: Mapping[int, ChunkPartition]) -> dict[
 
 
 def note_epoch(changes: list[tuple[int, int]], first: int, epoch: int) -> None:
-    """An epoch has stored a partition's messages from ``first`` on; nothing is new where it is the last one's."""
+    """Record that messages from ``first`` on have this epoch, if it differs from the last one."""
     if not changes or changes[-1][1] != epoch:
         changes.append((first, epoch))
 
 
 def extend(pieces: list[tuple[int, int]], first: int, end: int) -> None:
-    """One more row of sequences, which may follow on the last one."""
+    """Add the range [first, end), joined to the last range if it continues it."""
     if pieces and pieces[-1][1] == first:
         pieces[-1] = (pieces[-1][0], end)
     else:
@@ -343,7 +343,7 @@ def extend(pieces: list[tuple[int, int]], first: int, end: int) -> None:
 
 
 def _are_apart(run: _FrameRun, following: _FrameRun, share: float) -> bool:
-    """Damage lies between, or so much of others that passing over it would take longer than a task of its own."""
+    """True if damage lies between the runs, or so many other frames that skipping them costs more than another task."""
     return run.stretch != following.stretch or following.start - run.end > share
 
 
@@ -352,7 +352,7 @@ def check_subjects(reader: LogReader, wanted: WantedRows, rows: list[PartitionRo
 
 
 def check_names(place: str, wanted: WantedRows, there: Iterable[str]) -> None:
-    """``SubjectNotFound`` where a subject that is asked for is not there, or none with a beginning that is."""
+    """``SubjectNotFound`` if a wanted subject does not exist, or no subject has a wanted prefix."""
     known = sorted(there)
     missing = sorted(wanted.subjects.difference(known))
     missing += [f"{prefix}*" for prefix in wanted.prefixes if not any(name.startswith(prefix) for name in known)]
@@ -365,7 +365,7 @@ def check_names(place: str, wanted: WantedRows, there: Iterable[str]) -> None:
 
 
 class _PartitionPlace(msgspec.Struct, array_like=True):
-    """The beginning of a partition's checkpoint record."""
+    """The first fields of a partition's checkpoint record."""
 
     row: PartitionRow
     start: int
@@ -376,7 +376,7 @@ class _PartitionShard(msgspec.Struct, array_like=True):
     """A checkpoint's shard of partitions."""
 
     number: int
-    #: Where the logs ended when it was copied.
+    #: The ends of the logs when the shard was copied.
     position: msgspec.Raw
     partitions: list[_PartitionPlace]
 
@@ -385,14 +385,14 @@ _shards = msgspec.msgpack.Decoder(_PartitionShard)
 
 
 def logical_starts(checkpoint: LoadedCheckpoint | None) -> dict[int, int]:
-    """Partition → the first sequence that retention has left, as far as a checkpoint knows it."""
+    """Partition → its first sequence that was not expired when the checkpoint was made."""
     return {place.row.id: place.start for place in _places_of(checkpoint) if place.start}
 
 
 def logical_ends(checkpoint: LoadedCheckpoint | None) -> dict[int, int]:
-    """Partition → the sequence that came next when a checkpoint was made, whatever has expired since; 0 is left out.
+    """Partition → its next sequence when the checkpoint was made; partitions without messages are left out.
 
-    Retention removes nothing that follows a checkpoint: where the log has no frame of a partition, it ends here.
+    Retention removes nothing that was stored after a checkpoint: a partition without a frame in the log ends here.
     """
     return {place.row.id: place.next for place in _places_of(checkpoint) if place.next}
 
@@ -407,9 +407,9 @@ def _places_of(checkpoint: LoadedCheckpoint | None) -> Iterator[_PartitionPlace]
 def read_chunk(
     disk: Disk, place: str, chunk: LogChunk, wanted: WantedRows, *, fail_on_damage: bool = True
 ) -> Iterator[tuple[ChunkPartition, FrameView]]:
-    """The wanted frames of a chunk, verified and whole: those at a partition's bounds may have rows beyond them.
+    """The wanted frames of a chunk, verified and whole: the first and the last one may have rows beyond the bounds.
 
-    A frame that is damaged raises ``DamageError``, or is left out; ``Expired`` where the segment is gone.
+    A damaged frame raises ``DamageError``, or is left out. ``Expired`` if the segment was removed.
     """
     try:
         file = disk.open(chunk.segment)
@@ -425,7 +425,7 @@ def read_chunk(
         prefix, size, count, number, base, store_time = unpack(view, position)
         if prefix != PREFIX or not 0 < size <= chunk.end - position:
             raise DamageError(
-                f"{place}/{chunk.segment} has changed at offset {position} since it was looked at; read again"
+                f"{place}/{chunk.segment} has changed at offset {position} since it was planned; read again"
             )
         partition = partitions.get(number)
         if (

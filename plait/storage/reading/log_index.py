@@ -1,6 +1,6 @@
-"""What each partition of a message log has, made from its segment files: the consume logs that a server would make.
+"""An index of a message log by partition, built from its segment files: the records of a server's consume logs.
 
-Looking again costs the newest segments only; what older ones hold is remembered. Nothing is ever changed in the files.
+A refresh reads only the newest segments; the records of older ones are cached. The files are never changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plait.storage.logs.consume_log import RECORD, Records
 from plait.storage.reading.log_chunks import WantedRows, check_subjects, logical_ends, logical_starts
 from plait.storage.reading.log_reader import LogPiece, LogReader, LogWalk
 
-#: The newest segments are looked at every time: the log's end is in one of them, and a torn tail at most in both.
+#: The newest segments, which every refresh reads: they contain the end of the log and a torn tail.
 OPEN_SEGMENTS: Final = 2
 
 _Epochs = npt.NDArray[np.int64]
@@ -34,7 +34,7 @@ class _PieceIndex:
 
 @dataclass
 class IndexedPartition:
-    """A partition as its frames tell of it: it has the sequences [start, end), but for those lost to damage."""
+    """A partition as found in its frames: the sequences [start, end), except those lost to damage."""
 
     row: PartitionRow
     start: int
@@ -60,13 +60,13 @@ class IndexedPartition:
 
 @dataclass
 class _Segment:
-    """What one segment holds of each partition."""
+    """The frames of each partition in one segment."""
 
     pieces: dict[int, list[_PieceIndex]] = field(default_factory=dict)
 
 
 class LogIndex:
-    """The partitions that are asked for, as of the last ``refresh``."""
+    """The wanted partitions as of the last ``refresh``."""
 
     def __init__(
         self, open_reader: Callable[[], LogReader], wanted: WantedRows, *, fail_on_damage: bool = True
@@ -74,12 +74,12 @@ class LogIndex:
         self._open_reader = open_reader
         self._wanted = wanted
         self._fail_on_damage = fail_on_damage
-        #: By the log offset of their first byte.
+        #: Segment base → segment.
         self._segments: dict[int, _Segment] = {}
         self.partitions: dict[int, IndexedPartition] = {}
 
     def refresh(self) -> None:
-        """Look at the files as they are now."""
+        """Update the index from the present files."""
         reader = self._open_reader()
         bases = [base for base, _ in reader.files]
         self._segments = {base: known for base, known in self._segments.items() if base in bases}
@@ -90,7 +90,7 @@ class LogIndex:
         rows = {row.id: row for row in walk.partitions.values() if not row.deleted}
         check_subjects(reader, self._wanted, list(rows.values()))
         starts = logical_starts(reader.checkpoint)
-        # Where retention has removed segments, a partition without frames has had some, up to here.
+        # If retention removed segments, a partition without frames may have had some, up to these sequences.
         ends = logical_ends(reader.checkpoint) if bases and bases[0] > 0 else {}
         self.partitions = {
             number: self._joined(row, starts.get(number, 0), ends.get(number, 0))
@@ -101,7 +101,7 @@ class LogIndex:
             del self._segments[base]
 
     def _joined(self, row: PartitionRow, start: int, end: int) -> IndexedPartition:
-        """All pieces of a partition; one that has none starts and ends where the checkpoint says it had come to."""
+        """Join the pieces of a partition. Without pieces it starts and ends at its end in the checkpoint."""
         pieces = [piece for base in sorted(self._segments) for piece in self._segments[base].pieces.get(row.id, ())]
         if not pieces:
             return IndexedPartition(row, max(start, end), np.empty(0, RECORD), [])
@@ -113,18 +113,18 @@ class LogIndex:
 
 
 class _Indexer:
-    """Follows a walk and keeps the records of wanted frames."""
+    """Collects the records of wanted frames from a walk."""
 
     def __init__(self, walk: LogWalk, wanted: WantedRows) -> None:
         self._walk = walk
         self._wanted = wanted
         self._segments: dict[int, _Segment] = {}
-        #: Partition → (the sequence its next frame should have, the log offset of its last one).
+        #: Partition → (the expected sequence of its next frame, the log offset of its last frame).
         self._next: dict[int, tuple[int, int]] = {}
         self._end = 0
 
     def run(self) -> dict[int, _Segment]:
-        """By segment: every one that has frames."""
+        """Run the walk. Returns segment base → segment, for every segment with frames."""
         for piece in self._walk:
             if piece.offset < self._end:
                 self._take_back(piece.offset)
@@ -132,7 +132,7 @@ class _Indexer:
         return self._segments
 
     def _take_back(self, offset: int) -> None:
-        """What was told from ``offset`` on does not count."""
+        """Drop everything from ``offset`` on: the walk yields it again."""
         for segment in self._segments.values():
             for pieces in segment.pieces.values():
                 while pieces and pieces[-1].offset >= offset:
@@ -159,7 +159,7 @@ class _Indexer:
             segment.pieces.setdefault(number, []).append(_PieceIndex(piece.offset, records, epochs[mine]))
 
     def _look_for_missing(self, number: int, records: Records) -> None:
-        """Where rows seem to be missing the walk verifies what lies between, and tells it again."""
+        """If rows seem to be missing, have the walk verify that part of the log and yield it again."""
         bases, ends = records["base"].astype(np.int64), (records["base"] + records["count"]).astype(np.int64)
         expected, before = self._next.get(number, (int(bases[0]), int(records["offset"][0])))
         follow = np.concatenate([[expected], ends[:-1]])

@@ -1,12 +1,11 @@
-"""Reading a message log that somebody else may be writing: a data directory, or segment files copied from one.
+"""Reading a message log that another process may be writing: a data directory, or segment files copied from one.
 
-Nothing is ever changed, locked or repaired here, and the right to read is enough. A walk follows the frames' headers
-from segment to segment without looking at their columns, so it costs next to nothing; whoever reads a frame's rows
-verifies it. Where headers do not follow on each other, and over the tail that no header names as durable, the walk
-hands over to ``LogScan``: which frames stand, what is damage and what is an unfinished tail is decided as recovery
-would.
+Nothing is changed, locked or repaired, and read permission is enough. A walk follows the frame headers from segment to
+segment without reading columns, so it is cheap; the code that reads the rows of a frame verifies the frame. Where a
+header does not lead to the next one, and in the tail that no header proves durable, the walk uses ``LogScan``, which
+decides as recovery would: which frames are valid, what is damage, and what is a torn tail.
 
-Promise: what a walk has yielded by its end is what a server started on these files would keep.
+Promise: a complete walk yields the frames that a server started on these files would keep.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from plait.storage.logs.log import SUFFIX, used_size
 from plait.storage.logs.recovery import Damage, LogScan
 
 MESSAGE_DIRECTORY: Final = "message"
-#: A walk tells of about this much log at a time, and can go back to where such a piece starts.
+#: The approximate size of the pieces that a walk yields. It can go back to the start of any piece.
 PIECE_SIZE: Final = MIB
-#: Files vanish while a live server replaces them: looking again this often finds a moment of rest.
+#: Attempts to read files that a live server is replacing.
 LOOKS_MAX: Final = 5
 
-#: How a query goes on without damaged frames, for messages.
+#: The option that skips damaged frames, for error texts.
 LEAVE_OUT: Final = "the option failOnDamage=false"
 
 #: magic and version, size, count, producer, previous, partition, base, store time, durable, epoch.
@@ -43,24 +42,24 @@ _HEADER: Final = Struct("<3sxII4xQ8xQ4xIQqQI")
 _PREFIX: Final = Struct("<3s")
 
 
-#: A frame as its header tells of it, not verified: its position in the segment, size, count, partition, the sequence of
-#: its first row, its store time and its epoch. A plain tuple, since there may be millions.
-FrameHead: TypeAlias = tuple[int, int, int, int, int, int, int]
+#: The fields of an unverified frame header: the frame's position in the segment, its size, count and partition, the
+#: sequence of its first row, its store time and its epoch. A plain tuple, because there may be millions.
+FrameHeader: TypeAlias = tuple[int, int, int, int, int, int, int]
 
 
 class LogPiece(NamedTuple):
-    """Frames that follow on each other. A piece takes the place of all that was told from its ``offset`` on."""
+    """Consecutive frames. A piece replaces everything that the walk yielded before from ``offset`` on."""
 
     segment: str
     #: Log offset of the segment's first byte.
     segment_base: int
     #: Log offset of the piece.
     offset: int
-    frames: list[FrameHead]
+    frames: list[FrameHeader]
 
 
 class MappedSegment:
-    """One segment file, mapped; ``size`` leaves out allocated space that was never written, and is not read either."""
+    """One mapped segment file. ``size`` excludes allocated space that was never written, which is not read."""
 
     __slots__ = ("_whole", "base", "end", "path", "size", "view")
 
@@ -76,47 +75,47 @@ class MappedSegment:
         self.view = self._whole[:size]
 
     def reaches(self, end: int) -> bool:
-        """A frame that ends there is whole. A file system may call written zeros a hole: they belong to it."""
+        """True if the file extends to ``end``. Grows ``size``: a file system may report written zeros as a hole."""
         if self.size < end <= len(self._whole):
             self._resize(end)
         return end <= self.size
 
     @property
     def blank(self) -> bool:
-        """Made ahead of need: there is nothing in it yet."""
+        """True if the segment was made in advance and has no frames yet."""
         return self.view[: len(PREFIX)] != PREFIX and used_size(self.view, 0) == 0
 
 
 class MappedLog(NamedTuple):
-    """Some segments of a log, as ``LogScan`` takes them."""
+    """Some segments of a log (``ReadableLog``)."""
 
     directory: str
     segments: list[MappedSegment]
 
 
 class _Resume(NamedTuple):
-    """Where a walk goes on."""
+    """The position at which a walk continues."""
 
     file: int
     position: int
 
 
 class LogReader:
-    """The message-log segments of a directory as they were when it was opened."""
+    """The message-log segments of a directory, as of opening it."""
 
     def __init__(self, disk: Disk, directory: str, place: str = "") -> None:
         self.disk = disk
         self.directory = directory
-        #: For messages: where all this is.
+        #: The path of the directory, for error texts.
         self.place = place or directory
         inside = f"{directory}/" if directory else ""
         #: (log offset of the first byte, path) of each segment, ascending.
         self.files = [(int(name[: -len(SUFFIX)]), inside + name) for name in disk.list(directory) if _is_segment(name)]
-        # Before any segment is read: what it calls durable is then in the files.
+        # Before any segment is read, so that the files have everything that the checkpoint proves durable.
         self.checkpoint = _load_checkpoint(disk)
 
     def map(self, index: int) -> MappedSegment | None:
-        """A segment; None where retention has just taken it."""
+        """A segment; None if retention has removed it."""
         base, path = self.files[index]
         try:
             file = self.disk.open(path)
@@ -129,17 +128,17 @@ class LogReader:
             file.close()
 
     def skip_before(self, offset: int) -> None:
-        """Leave out segments that end before a log offset: each begins with what it takes to be read."""
+        """Skip the segments that end before a log offset: the header of a later one has all definitions."""
         bases = [base for base, _ in self.files]
         del self.files[: max(bisect_right(bases, offset) - 1, 0)]
 
     def is_clean_end(self, offset: int) -> bool:
-        """A server that stopped in good order wrote down that its log ends here, and none has started since."""
+        """True if a server stopped in order with its log ending here, and none has started since."""
         checkpoint = self.checkpoint
         return checkpoint is not None and checkpoint.manifest.clean and checkpoint.manifest.message_offset == offset
 
     def walk(self, *, fail_on_damage: bool = True) -> LogWalk:
-        """All frames, once."""
+        """A walk over all frames."""
         return LogWalk(self, fail_on_damage=fail_on_damage)
 
 
@@ -166,7 +165,7 @@ def _is_segment(name: str) -> bool:
 
 
 def _load_checkpoint(disk: Disk) -> LoadedCheckpoint | None:
-    """The newest checkpoint, where there is one and it stays long enough to be read."""
+    """The newest checkpoint; None if there is none, or a server keeps removing it before it is read."""
     for _ in range(LOOKS_MAX):
         if not disk.list(CHECKPOINT_DIRECTORY):
             return None
@@ -178,7 +177,7 @@ def _load_checkpoint(disk: Disk) -> LoadedCheckpoint | None:
 
 
 class LogWalk:
-    """One pass over a log. When it is done, ``partitions`` and ``damages`` are complete."""
+    """One pass over a log. At its end ``partitions`` and ``damages`` are complete."""
 
     def __init__(self, reader: LogReader, *, fail_on_damage: bool) -> None:
         self._reader = reader
@@ -186,30 +185,30 @@ class LogWalk:
         checkpoint = reader.checkpoint
         self._durable = checkpoint.manifest.message_end if checkpoint else 0
         self._bases = [base for base, _ in reader.files]
-        #: Log offsets where pieces start: frames do, and the walk can go back there.
+        #: The log offsets of pieces: a frame starts there, and the walk can go back there.
         self._marks: list[int] = []
         self._rows: dict[int, PartitionRow] = {}
-        #: (log offset, rows) of catalog frames that a torn tail may still take back.
+        #: (log offset, rows) of catalog frames that may turn out to be in the torn tail.
         self._recent_rows: list[tuple[int, list[PartitionRow]]] = []
         self._distrusted: int | None = None
-        #: Segment base → how far in it headers led.
+        #: Segment base → the position up to which headers were followed.
         self._reach: dict[int, int] = {}
-        #: Frames before this log offset were verified wherever there was reason to.
+        #: Frames before this log offset need no further verification.
         self.verified = 0
         self.damages: list[Damage] = []
-        #: Grows whenever ``partitions`` may have changed.
+        #: Grows when ``partitions`` may have changed.
         self.catalog_version = 0
 
     @property
     def partitions(self) -> dict[int, PartitionRow]:
-        """Every partition defined so far, deleted ones included."""
+        """Every partition defined so far, including deleted ones."""
         rows = dict(self._rows)
         for _, recent in self._recent_rows:
             rows.update((row.id, row) for row in recent)
         return rows
 
     def distrust(self, offset: int) -> None:
-        """Frames seem to be missing after ``offset``: verify from there to here, and tell it again."""
+        """Frames seem to be missing after ``offset``: verify the log from there, and yield it again."""
         self._distrusted = offset
 
     def __iter__(self) -> Iterator[LogPiece]:
@@ -236,7 +235,7 @@ class LogWalk:
             if self._ends_here(segment, position, following):
                 resume = _Resume(index + 1, 0)
             elif looked_again < end:
-                # A live server may have filled this segment and begun the next one since it was read.
+                # A live server may have filled this segment and started the next one since it was read.
                 looked_again = end
                 resume = _Resume(index, position)
             else:
@@ -245,10 +244,10 @@ class LogWalk:
     # --- following headers ----------------------------------------------------------------------
 
     def _follow(self, segment: MappedSegment, position: int) -> Generator[LogPiece, None, int]:
-        """Tell of the frames from ``position`` on, as far as headers lead; where that is."""
+        """Yield the frames from ``position`` while headers lead to the next one. Returns the position reached."""
         view, base, limit = segment.view, segment.base, segment.size
         unpack = _HEADER.unpack_from
-        frames: list[FrameHead] = []
+        frames: list[FrameHeader] = []
         start = position
         while position + HEADER_SIZE <= limit:
             prefix, size, count, _, _, partition, sequence, time, durable, epoch = unpack(view, position)
@@ -278,7 +277,7 @@ class LogWalk:
             yield self._piece(segment, start, frames)
         return position
 
-    def _piece(self, segment: MappedSegment, start: int, frames: list[FrameHead]) -> LogPiece:
+    def _piece(self, segment: MappedSegment, start: int, frames: list[FrameHeader]) -> LogPiece:
         offset = segment.base + start
         if not self._marks or offset > self._marks[-1]:
             self._marks.append(offset)
@@ -288,7 +287,7 @@ class LogWalk:
         return LogPiece(segment.path, segment.base, offset, frames)
 
     def _define(self, offset: int, view: memoryview, position: int) -> bool:
-        """Take a catalog frame's rows; False where it is damaged."""
+        """Record the rows of a catalog frame; False if it is damaged."""
         try:
             frame = FrameView(view, position).verify()
         except FrameError:
@@ -301,12 +300,12 @@ class LogWalk:
             self._recent_rows.append((offset, read_rows(frame)))
         except msgspec.MsgspecError as error:
             raise DataDirError(
-                f"{self._reader.place!r} holds no message log: its partitions cannot be read ({error})"
+                f"{self._reader.place!r} holds no message log: its catalog cannot be read ({error})"
             ) from error
         self.catalog_version += 1
 
     def _next_in_use(self, index: int) -> MappedSegment | None:
-        """The next segment that something was written to."""
+        """The next segment that has frames."""
         for later in range(index + 1, len(self._reader.files)):
             segment = self._reader.map(later)
             if segment is not None and not segment.blank:
@@ -314,7 +313,7 @@ class LogWalk:
         return None
 
     def _ends_here(self, segment: MappedSegment, position: int, following: MappedSegment) -> bool:
-        """The next segment confirms that this one has no more frames."""
+        """True if the next segment, or unused space, confirms that this segment has no more frames."""
         if following.size >= HEADER_SIZE:
             prefix, _, _, producer, previous, partition, *_ = _HEADER.unpack_from(following.view, 0)
             if prefix == PREFIX and partition == CATALOG and producer == 0 and previous:
@@ -324,15 +323,15 @@ class LogWalk:
     # --- where headers are not enough -----------------------------------------------------------
 
     def _mark_before(self, index: int, offset: int) -> int:
-        """The last mark up to ``offset``, or the first one there is."""
+        """The last mark at or before ``offset``; if there is none, the first mark."""
         if not self._marks:
             return self._bases[index]
         return self._marks[max(bisect_right(self._marks, offset) - 1, 0)]
 
     def _settle(self, index: int, doubtful: int, until: int | None) -> Generator[LogPiece, None, _Resume | None]:
-        """Verify everything from before ``doubtful``, and tell it again; where the walk goes on.
+        """Verify the log from a mark before ``doubtful``, and yield it again. Returns where the walk continues.
 
-        It goes on with the first frame at or after ``until``; None: the log has ended.
+        It continues with the first frame at or after ``until``; None: the log has ended.
         """
         start = self._mark_before(index, min(doubtful - 1, self._durable))
         for _ in range(LOOKS_MAX):
@@ -346,19 +345,19 @@ class LogWalk:
             if not being_written:
                 break
         else:
-            # A server writes faster than this can look: the log ends where it was still writing.
+            # The server writes faster than this reads: the walk ends at the frame that is being written.
             damages = [damage for damage in damages if damage.offset < min(being_written)]
             found, resume = [entry for entry in found if entry[0] < min(being_written)], None
         if resume is None:
-            self._refuse_newer(segments, max((offset + head[1] for offset, head in found), default=start))
+            self._refuse_newer(segments, max((offset + header[1] for offset, header in found), default=start))
         self._distrusted = None
         self.verified = max(self.verified, scan.end if resume is None else resume)
-        # Whose frame it is can be told where only its rows are damaged: that is for those to say who want them.
-        heads = {damage: self._intact_head(segments, damage) for damage in damages}
-        found += [(damage.offset, head) for damage, head in heads.items() if head is not None]
-        # As with frames: what was told of from there on is told again.
+        # With an intact header only the rows are damaged: the frame is yielded, and a caller that reads it reports it.
+        headers = {damage: self._intact_header(segments, damage) for damage in damages}
+        found += [(damage.offset, header) for damage, header in headers.items() if header is not None]
+        # Like frames, damage from ``start`` on is reported again.
         self.damages = [damage for damage in self.damages if damage.offset < start]
-        self._report([damage for damage, head in heads.items() if head is None], segments)
+        self._report([damage for damage, header in headers.items() if header is None], segments)
         del self._marks[bisect_right(self._marks, start - 1) :]
         if segments:
             yield self._piece(segments[0], start - segments[0].base, [])
@@ -377,30 +376,30 @@ class LogWalk:
             segment.reaches(self._reach.get(segment.base, 0))
         return segments
 
-    def _scan(self, scan: LogScan, until: int | None) -> tuple[list[tuple[int, FrameHead]], int | None]:
-        """The valid frames, and the first one that need not be verified."""
-        found: list[tuple[int, FrameHead]] = []
+    def _scan(self, scan: LogScan, until: int | None) -> tuple[list[tuple[int, FrameHeader]], int | None]:
+        """The valid frames, and the offset of the first one that need not be verified."""
+        found: list[tuple[int, FrameHeader]] = []
         for offset, frame in scan:
             if until is not None and offset >= until:
                 return found, offset
             if frame.partition == CATALOG:
                 self._take_rows(offset, frame)
-            found.append((offset, _head(frame)))
+            found.append((offset, _header(frame)))
             if frame.durable <= offset:
                 self._durable = max(self._durable, frame.durable)
         return found, None
 
     def _plausible(self, offset: int, frame: FrameView) -> bool:
-        """As recovery would believe it: stamped by a broker that had come so far, for a partition that exists."""
+        """As in recovery: the durable offset in the stamp precedes the frame, and the partition is in the catalog."""
         if frame.durable > offset or frame.epoch < 1:
             return False
         return frame.producer == 0 if frame.partition == CATALOG else frame.partition in self.partitions
 
-    def _pieces_of(self, found: list[tuple[int, FrameHead]], segments: list[MappedSegment]) -> Iterator[LogPiece]:
+    def _pieces_of(self, found: list[tuple[int, FrameHeader]], segments: list[MappedSegment]) -> Iterator[LogPiece]:
         for segment in segments:
-            frames: list[FrameHead] = []
+            frames: list[FrameHeader] = []
             start = -1
-            for offset, head in found:
+            for offset, header in found:
                 if not segment.base <= offset < segment.end:
                     continue
                 position = offset - segment.base
@@ -410,25 +409,25 @@ class LogWalk:
                     frames = []
                 if not frames:
                     start = position
-                frames.append((position, *head[1:]))
+                frames.append((position, *header[1:]))
             if frames:
                 yield self._piece(segment, start, frames)
 
     def _readable(self, segments: list[MappedSegment], damage: Damage) -> bool:
-        """What was being written when it was looked at is no damage."""
+        """True if the frame is readable now: the server was writing it during the scan, so it is not damaged."""
         try:
             frame = _frame_at(segments, damage.offset)
             return frame is not None and frame.verify() is frame
         except FrameError:
             return False
 
-    def _intact_head(self, segments: list[MappedSegment], damage: Damage) -> FrameHead | None:
-        """The header of a damaged frame, if it can be believed."""
+    def _intact_header(self, segments: list[MappedSegment], damage: Damage) -> FrameHeader | None:
+        """The header of a damaged frame; None if it is damaged too."""
         try:
             frame = _frame_at(segments, damage.offset)
             if frame is None or frame.partition == CATALOG or frame.size != damage.size:
                 return None
-            return _head(frame.verify_stamp())
+            return _header(frame.verify_stamp())
         except FrameError:
             return None
 
@@ -440,7 +439,7 @@ class LogWalk:
             raise damage_error(self._reader.place, holder.path, damage.offset - holder.base, damage.size, damage.reason)
 
     def _refuse_newer(self, segments: list[MappedSegment], offset: int) -> None:
-        """Where the log ends with a frame of a later format, it does not end there."""
+        """``DataDirError`` if a frame of a later format follows the last readable frame."""
         for segment in segments:
             position = offset - segment.base
             if 0 <= position <= segment.size - HEADER_SIZE:
@@ -448,11 +447,11 @@ class LogWalk:
                 if prefix[:2] == MAGIC and prefix[2] > VERSION:
                     raise DataDirError(
                         f"{self._reader.place}/{segment.path} has frames of format version {prefix[2]}, this Plait "
-                        f"reads {VERSION}; use the newer Plait that wrote it (nothing was touched)"
+                        f"reads {VERSION}; use the newer Plait that wrote it (nothing was changed)"
                     )
 
 
-def _head(frame: FrameView) -> FrameHead:
+def _header(frame: FrameView) -> FrameHeader:
     return 0, frame.size, frame.count, frame.partition, frame.base, frame.store_time, frame.epoch
 
 
@@ -464,7 +463,7 @@ def _frame_at(segments: list[MappedSegment], offset: int) -> FrameView | None:
 
 
 def damage_error(place: str, path: str, position: int, size: int, reason: str) -> DamageError:
-    """Names the file, the place in it and what to do."""
+    """The error for a damaged frame: names the file, the offset and the remedy."""
     return DamageError(
         f"{place}/{path} is damaged: {size} bytes at offset {position} hold no readable frame ({reason}). "
         f"Run 'plait doctor {place}' to see all damage and restore the file from a copy, "
@@ -476,5 +475,5 @@ def damage_error(place: str, path: str, position: int, size: int, reason: str) -
 
 
 def expired_error(place: str, path: str) -> Expired:
-    """A segment went away between planning and reading."""
+    """The error for a segment that was removed between planning and reading."""
     return Expired(f"{place}/{path} was removed by retention while the log was being read; read again")

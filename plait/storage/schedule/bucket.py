@@ -1,12 +1,12 @@
-"""Buckets: files of rows that wait for their time.
+"""Buckets: files of delayed rows that are due within one period.
 
-A bucket holds rows that are due within one stretch of time, as *runs*: frames of one schedule partition each, with
-their rows in the order they are due. The further ahead a row was due when it was filed, the wider its bucket: rows of
-the next hours are kept apart by ten minutes, those of next year by sixteen days, so that filing writes to few files
-however far rows are spread. A run is read from front to back as time passes: what left is a beginning of it, and one
-number says how far. Rows that left out of turn (cancelled ones) are remembered one by one.
+A bucket consists of *runs*: frames with rows of one schedule partition each, in order of their due times. The later a
+row is due when it is bucketed, the wider its bucket: buckets of the next two hours cover ten minutes, those of next
+year sixteen days. So a checkpoint writes to few files, however far apart the due times are. Rows leave a run from front
+to back as they become due, so one number per run, the cursor, records which rows have left. Rows that leave out of turn
+(cancelled ones) are recorded one by one.
 
-Files only grow, and a checkpoint says where in them its runs are: what a crash left behind is passed over.
+Files only grow, and a checkpoint names the positions of its runs: bytes that a crash left behind are skipped.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from plait.limits import MIB
 from plait.storage.disk import Disk
 
 DIRECTORY: Final = "schedule"
-#: The due time of rows that will never be.
+#: The due time of rows that never become due.
 NEVER: Final = (1 << 63) - 1
 
 _MINUTE: Final = 60_000_000
 _HOUR: Final = 60 * _MINUTE
 _DAY: Final = 24 * _HOUR
-#: (rows due within this, width of their buckets, its name in files): two years are at most 87 buckets.
+#: (rows due within this, width of their buckets, its name in files): two years need at most 87 buckets.
 LEVELS: Final = (
     (2 * _HOUR, 10 * _MINUTE, "10m"),
     (_DAY, 2 * _HOUR, "2h"),
     (16 * _DAY, _DAY, "1d"),
     (1 << 62, 16 * _DAY, "16d"),
 )
-#: What a listing by time counts by.
+#: The period by which a listing counts rows.
 GRID: Final = LEVELS[0][1]
-#: A mapping that was read from for this much is made anew: the pages it holds count as the process's memory.
+#: A map is made again after this many bytes were read through it: its pages count as memory of the process.
 MAPPED_MAX: Final = 32 * MIB
-#: What a look into a column of a run reads of the file, about.
+#: The approximate number of bytes that ``glance`` reads of a column.
 GLANCE_SIZE: Final = 4 * 4096
-#: Rows settled out of turn that are put in order together.
+#: Rows settled out of turn are collected up to this number, then sorted together.
 UNSORTED_MAX: Final = 4096
 
-#: Where a run is in its file, its rows, the lowest and highest of their numbers, the first and last time they are due.
+#: The position and size of a run in its file, its row count and schedule partition, the lowest and highest schedule
+#: number, and the first and last due time.
 RUN: Final = np.dtype(
     [
         ("offset", "<i8"),
@@ -63,12 +64,12 @@ RUN: Final = np.dtype(
     ]
 )
 Runs = npt.NDArray[Any]
-#: Called with a file and what is wrong with a part of it, and with the rows that are lost.
+#: Called for damage, with the file, the reason and the number of lost rows.
 Report = Callable[[str, str, int], None]
 
 
 def bucket_keys(due: Int64s, now: int) -> Int64s:
-    """The bucket of each row that is filed now: its start, plus its level, which is less than any width."""
+    """The key of the bucket of each row: the start of the bucket plus its level, which is less than any width."""
     ahead = due - now
     keys = np.empty(len(due), np.int64)
     level = np.searchsorted(np.array([within for within, _, _ in LEVELS[:-1]], np.int64), ahead, "right")
@@ -80,12 +81,12 @@ def bucket_keys(due: Int64s, now: int) -> Int64s:
 
 
 def keys_at(due: int) -> list[int]:
-    """Every bucket that may hold a row due then."""
+    """The keys of all buckets that may contain a row with this due time."""
     return [due // width * width + level for level, (_, width, _) in enumerate(LEVELS)]
 
 
 def bucket_path(key: int, epoch: int, checkpoint: int) -> str:
-    """The file of a bucket that this checkpoint begins; one that failed may have left it behind under this name."""
+    """The file of a new bucket. A failed checkpoint may have left a file with this name."""
     level = key % _MINUTE
     start = str(np.datetime_as_string(np.datetime64(key - level, "us"), unit="m")).replace("-", "").replace(":", "")
     return f"{DIRECTORY}/{start}-{LEVELS[level][2]}.{epoch}.{checkpoint}"
@@ -97,9 +98,9 @@ class BucketState(msgspec.Struct, array_like=True):
     key: int
     path: str
     runs: bytes
-    #: u32 a run: how many of its rows have left.
+    #: u32 per run: the number of its rows that have left.
     cursors: bytes
-    #: u64 a row that left out of turn: run << 32 | row.
+    #: u64 per row that left out of turn: run << 32 | row.
     settled: bytes
 
 
@@ -109,7 +110,7 @@ SHARD_PREFIX: Final = "schedule-"
 
 
 def decode_bucket(data: bytes) -> BucketState:
-    """A bucket as a checkpoint shard has it."""
+    """The state of a bucket in a checkpoint shard."""
     return _decoder.decode(data)
 
 
@@ -124,7 +125,7 @@ def encode_bucket(key: int, path: str, runs: Runs, cursors: Int64s, settled: UIn
 
 
 class Bucket:
-    """One file of runs, and how far each has left."""
+    """One file of runs, and which of their rows have left."""
 
     __slots__ = (
         "_bytes_read",
@@ -150,9 +151,10 @@ class Bucket:
         self._report = report
         self.key = key
         self.path = path
-        #: Never changed in place: a checkpoint that is being written has hold of it.
+        #: Never changed in place: a checkpoint that is being written uses it.
         self.runs: Runs = np.empty(0, RUN)
-        #: Per run: rows before this have left; rows before that are in somebody's hands; when the next one is due.
+        #: Per run: rows before ``cursors`` have left; rows before ``loaded`` are in the due window; ``next_due`` is the
+        #: due time of the next row.
         self.cursors: Int64s = np.empty(0, np.int64)
         self.loaded: Int64s = np.empty(0, np.int64)
         self.next_due: Int64s = np.empty(0, np.int64)
@@ -162,14 +164,14 @@ class Bucket:
         self._new: set[int] = set()
         self._view: memoryview | None = None
         self._bytes_read = 0
-        #: Rows that have not left.
+        #: The number of rows that have not left.
         self.waiting = 0
-        #: It changed since the last checkpoint.
+        #: The bucket changed since the last checkpoint.
         self.dirty = False
 
     @classmethod
     def load(cls, disk: Disk, report: Report, data: bytes) -> Bucket:
-        """As a checkpoint has it."""
+        """Restore a bucket from a checkpoint shard."""
         state = decode_bucket(data)
         bucket = cls(disk, report, state.key, state.path)
         bucket.add(np.frombuffer(state.runs, RUN), np.frombuffer(state.cursors, "<u4").astype(np.int64))
@@ -178,7 +180,7 @@ class Bucket:
         return bucket
 
     def add(self, runs: Runs, cursors: Int64s | None = None) -> None:
-        """Runs were filed."""
+        """Add runs that were appended to the file."""
         if cursors is None:
             cursors = np.zeros(len(runs), np.int64)
         counts = runs["count"].astype(np.int64)
@@ -190,7 +192,7 @@ class Bucket:
         self.waiting += int((counts - cursors).sum())
 
     def put_back(self) -> None:
-        """Rows that have not left are in nobody's hands."""
+        """Take all rows that have not left out of the due window."""
         self.loaded = self.cursors.copy()
         self.next_due = _next_due(self.runs, self.cursors)
 
@@ -200,14 +202,14 @@ class Bucket:
         return int(self.runs["offset"][-1]) + int(self.runs["size"][-1]) if len(self.runs) else 0
 
     def of(self, partition: int) -> npt.NDArray[np.bool_]:
-        """The runs of a schedule partition that have rows left."""
+        """The runs of a schedule partition with rows that have not left."""
         mine: npt.NDArray[np.bool_] = (self.runs["partition"] == partition) & (self.cursors < self.runs["count"])
         return mine
 
     # --- reading --------------------------------------------------------------------------------
 
     def view(self) -> memoryview:
-        """The file."""
+        """A map of the file."""
         if self._view is None or len(self._view) < self.end or self._bytes_read > MAPPED_MAX:
             self._view = None
             self._bytes_read = 0
@@ -219,13 +221,13 @@ class Bucket:
         return self._view
 
     def read(self, size: int) -> None:
-        """Bytes of the file were looked at."""
+        """Record that ``size`` bytes were read through the map."""
         self._bytes_read += size
 
     def open_run(self, run: int) -> bool:
-        """The run's place is known and its frame was found whole, once; False: its rows are lost, which is reported.
+        """Verify the frame of a run, once, and record its place. False: its rows are lost, and the loss is reported.
 
-        Raises OSError where the file cannot be opened now: that says nothing of what is in it.
+        Raises OSError if the file cannot be opened now; the rows are not lost then.
         """
         if self._verified[run]:
             return True
@@ -240,7 +242,7 @@ class Bucket:
             return False
         self.read(size)
         if len(self.places) < len(self.runs):
-            # Nobody needs them before.
+            # Extended only here, because the places of unopened runs are not needed.
             self.places = np.concatenate([self.places, np.zeros(len(self.runs) - len(self.places), PLACE)])
         self.places[run] = np.frombuffer(place_of(frame, offset), PLACE)[0]
         self._verified[run] = True
@@ -250,14 +252,13 @@ class Bucket:
         offset, size = int(record["offset"]), int(record["size"])
         frame = FrameView(self.view()[offset : offset + size])
         if (frame.partition, frame.count, frame.base) != (record["partition"], record["count"], record["low"]):
-            raise FrameError(f"the frame at {offset} is not the one that was filed")
+            raise FrameError(f"the frame at {offset} is not the frame of the run")
         return frame
 
     def glance(self, run: int) -> tuple[Int64s, UInt64s] | None:
-        """When the rows of a run are due and their numbers, without reading all of it; None: its rows are lost.
+        """The due times and schedule numbers of a run, without reading all of it; None: its rows are lost.
 
-        What is damaged elsewhere is not noticed, and these may be damaged too: good enough to count by, and to find
-        out which runs to open.
+        The frame is not verified, so damage may go unnoticed: use this only to count rows and to choose runs to open.
         """
         if not self._verified[run]:
             record = self.runs[run]
@@ -269,7 +270,7 @@ class Bucket:
                     return due, numbers
             except (FrameError, FileNotFoundError):
                 pass
-            # Whatever is wrong with it, it is told of there.
+            # ``open_run`` verifies the frame and reports the damage.
             if not self.open_run(run):
                 return None
         return self.due_of(run), self.numbers_of(run)
@@ -279,7 +280,7 @@ class Bucket:
         self._report(self.path, reason, lost)
 
     def drop_run(self, run: int) -> int:
-        """The run's rows will not leave; how many there were."""
+        """Drop the rows of a run that have not left. Returns their number."""
         count = int(self.runs["count"][run])
         left = count - int(self.cursors[run]) - len(self.settled_rows(run, int(self.cursors[run]), count))
         self.cursors[run] = self.loaded[run] = count
@@ -289,25 +290,25 @@ class Bucket:
         return left
 
     def due_of(self, run: int) -> Int64s:
-        """When each row of a run that was opened is due."""
+        """The due time of each row of an opened run."""
         return column_of(self.view(), self.places[run], Column.DELIVER_AT)
 
     def numbers_of(self, run: int) -> UInt64s:
-        """The schedule number of each row of a run that was opened."""
+        """The schedule number of each row of an opened run."""
         return column_of(self.view(), self.places[run], Column.SCHEDULE)
 
     # --- rows that left out of turn ---------------------------------------------------------------
 
     @property
     def settled(self) -> UInt64s:
-        """All of them, in order."""
+        """All rows that left out of turn, sorted."""
         if self._new:
             self._settled = np.union1d(self._settled, np.fromiter(self._new, np.uint64, len(self._new)))
             self._new = set()
         return self._settled
 
     def is_settled(self, run: int, row: int) -> bool:
-        """The row left out of turn."""
+        """True if the row left out of turn."""
         key = run << 32 | row
         if key in self._new:
             return True
@@ -315,12 +316,12 @@ class Bucket:
         return at < len(self._settled) and int(self._settled[at]) == key
 
     def settle(self, run: int, rows: npt.NDArray[Any]) -> int:
-        """Rows leave out of turn; how many of them had not left before."""
+        """Record that rows leave out of turn. Returns the number of rows that had not left before."""
         rows = rows[rows >= self.cursors[run]]
-        fresh = [row for row in rows.tolist() if not self.is_settled(run, row)] if len(rows) < 8 else None
-        if fresh is not None:
-            self._new.update(run << 32 | row for row in fresh)
-            count = len(fresh)
+        added = [row for row in rows.tolist() if not self.is_settled(run, row)] if len(rows) < 8 else None
+        if added is not None:
+            self._new.update(run << 32 | row for row in added)
+            count = len(added)
             if len(self._new) > UNSORTED_MAX:
                 self._settled = self.settled
         else:
@@ -333,21 +334,21 @@ class Bucket:
         return count
 
     def waiting_by_run(self) -> Int64s:
-        """How many rows of each run have not left."""
+        """The number of rows of each run that have not left."""
         self.forget_passed()
         settled = np.bincount((self._settled >> np.uint64(32)).astype(np.int64), minlength=len(self.runs))
         waiting: Int64s = self.runs["count"].astype(np.int64) - self.cursors - settled
         return waiting
 
     def settled_rows(self, run: int, start: int, stop: int) -> Int64s:
-        """Rows in [start, stop) of a run that left out of turn."""
+        """The rows in [start, stop) of a run that left out of turn."""
         keys = self.settled
         low, high = np.searchsorted(keys, np.array([run << 32 | start, run << 32 | stop], np.uint64))
         rows: Int64s = (keys[low:high] & np.uint64(0xFFFFFFFF)).astype(np.int64)
         return rows
 
     def advance(self, run: int) -> None:
-        """Rows at the front of a run that left out of turn have left as others do."""
+        """Move the cursor of a run past the rows at its front that left out of turn."""
         cursor = int(self.cursors[run])
         rows = self.settled_rows(run, cursor, int(self.runs["count"][run]))
         passed = int((rows == cursor + np.arange(len(rows))).sum())
@@ -355,18 +356,18 @@ class Bucket:
         self.loaded[run] = max(int(self.loaded[run]), cursor + passed)
 
     def forget_passed(self) -> None:
-        """Rows that left out of turn, and would have left by now, need not be remembered."""
+        """Forget the rows that left out of turn and are before the cursors now."""
         keys = self.settled
         runs, rows = (keys >> np.uint64(32)).astype(np.int64), (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
         self._settled = keys[rows >= self.cursors[runs]]
 
     @property
     def settled_count(self) -> int:
-        """How many left out of turn and are remembered."""
+        """The number of recorded rows that left out of turn."""
         return len(self._settled) + len(self._new)
 
 
 def _next_due(runs: Runs, cursors: Int64s) -> Int64s:
-    """When the next row of each run is due; too early for one that has begun to leave: who looks there finds out."""
+    """The due time of the next row of each run. A lower bound for a run of which rows have left."""
     next_due: Int64s = np.where(cursors < runs["count"], runs["due_first"], NEVER)
     return next_due

@@ -1,9 +1,9 @@
-"""Filing: rows that still wait when a checkpoint is made go from the message log to buckets.
+"""Moving rows to buckets: a checkpoint moves the unbucketed rows that still wait from the message log to buckets.
 
-The index of the rows is copied where the broker runs; everything else, from reading the log to syncing the files, is
-work for a thread. The log is read in pieces, so memory stays bounded, and every piece adds at most one stretch of runs
-to a bucket. Nothing counts before the checkpoint that names it is written: a crash leaves bytes that no run names, and
-the next filing goes on behind them. Nothing is ever overwritten, so older checkpoints keep what they name.
+The broker's loop copies the index of the rows; a thread does the rest, from reading the log to syncing the files. The
+log is read in pieces, so memory is bounded, and each piece adds consecutive runs to a bucket. The runs count once the
+checkpoint that names them is written: after a crash the bucket has bytes that no run names, and the next checkpoint
+appends after them. Nothing is overwritten, so older checkpoints stay valid.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from plait.storage.schedule.bucket import (
     encode_bucket,
     shard_of,
 )
-from plait.storage.schedule.unbucketed import UNFILED_SHARD, Frames, UnbucketedFrame, encode_unfiled
+from plait.storage.schedule.unbucketed import UNBUCKETED_SHARD, Frames, UnbucketedFrame, encode_unbucketed
 
-#: Bytes of the message log, compressed columns inflated, whose rows are sorted together.
+#: Bytes of the message log, with compressed columns inflated, whose rows are sorted together.
 PIECE_SIZE: Final = 16 * MIB
-#: Bytes of a run: what is verified when its first row is near.
+#: The approximate size of a run. A run is verified in full before its first row is due.
 RUN_SIZE: Final = 1 * MIB
 
 
 class UnbucketedCopy(NamedTuple):
-    """Rows of one schedule partition from number ``base`` on, as they were when the checkpoint began."""
+    """Unbucketed rows of one schedule partition from number ``base`` on, copied when the checkpoint began."""
 
     partition: int
     base: int
@@ -57,7 +57,7 @@ class UnbucketedCopy(NamedTuple):
 
 
 class BucketCopy(NamedTuple):
-    """A bucket as it was when the checkpoint began."""
+    """The state of a bucket when the checkpoint began."""
 
     key: int
     path: str
@@ -79,15 +79,15 @@ class SegmentPlace(NamedTuple):
 
 
 class _BucketFile:
-    """A bucket's file while runs are added to it."""
+    """The file of a bucket, while runs are added."""
 
     def __init__(self, disk: Disk, path: str, end: int) -> None:
         self.path = path
         self.runs: list[Runs] = []
-        #: The numbers of each run's rows.
+        #: The schedule numbers of the rows of each run.
         self.numbers: list[UInt64s] = []
         self._file: File = disk.open(path, create=True)
-        # A checkpoint that failed may have left bytes there, and perhaps a manifest that names them.
+        # A failed checkpoint may have left bytes after ``end``, and perhaps a manifest that names them.
         self._end = max(end, self._file.size)
         self._end += pad(self._end)
         self._parts: list[Buffer] = []
@@ -113,28 +113,28 @@ class _BucketFile:
 
 
 class BucketWriter:
-    """One checkpoint's share of the schedule; ``run`` blocks."""
+    """The part of one checkpoint that stores the schedule; ``run`` blocks."""
 
     def __init__(
         self,
         disk: Disk,
-        fresh: Sequence[UnbucketedCopy],
+        row_copies: Sequence[UnbucketedCopy],
         buckets: dict[int, BucketCopy],
         segments: Sequence[SegmentPlace],
-        unfiled: Sequence[UnbucketedFrame],
+        left_in_log: Sequence[UnbucketedFrame],
         *,
-        unfiled_offset: int | None,
+        unbucketed_offset: int | None,
         now: int,
         epoch: int,
         checkpoint: int,
     ) -> None:
         self._disk = disk
-        self.fresh = fresh
+        self.row_copies = row_copies
         self._buckets = buckets
         self._segments = segments
-        self._unfiled = unfiled
-        #: Where in the message log the rows begin that are left there; None: there are none.
-        self.unfiled_offset = unfiled_offset
+        self._left_in_log = left_in_log
+        #: The message-log offset of the first row in ``left_in_log``; None: there is none.
+        self.unbucketed_offset = unbucketed_offset
         self._bases = np.array([segment.base for segment in segments], np.int64)
         self._now = now
         self._epoch = epoch
@@ -142,19 +142,19 @@ class BucketWriter:
         self._writers: dict[int, _BucketFile] = {}
         self._mapped: tuple[int, memoryview] | None = None
         self._bytes_read = 0
-        #: Bucket → its file and the runs that were added, and the numbers of their rows.
+        #: Bucket → its file and the added runs, and the schedule numbers of their rows.
         self.added: dict[int, tuple[str, Runs]] = {}
         self.numbers: dict[int, list[UInt64s]] = {}
-        #: (file, reason, rows) of frames that did not read back: their rows are not filed.
+        #: (file, reason, rows) of unreadable frames, whose rows are lost.
         self.lost: list[tuple[str, str, int]] = []
         #: Shards that the checkpoint names.
-        self.kept = {shard_of(key) for key in buckets} | ({UNFILED_SHARD} if unfiled else set())
+        self.kept = {shard_of(key) for key in buckets} | ({UNBUCKETED_SHARD} if left_in_log else set())
 
     def run(self) -> dict[str, bytes]:
-        """File all rows, durably; the checkpoint shards that changed by that or before."""
+        """Move all rows to buckets, durably. Returns the checkpoint shards that changed."""
         try:
-            for fresh in self.fresh:
-                self._file(fresh)
+            for copy in self.row_copies:
+                self._move(copy)
             for writer in self._writers.values():
                 writer.sync()
             if self._writers:
@@ -170,7 +170,7 @@ class BucketWriter:
 
     @property
     def dirty(self) -> list[int]:
-        """Buckets that had changed since the checkpoint before."""
+        """The buckets that changed since the previous checkpoint."""
         return [key for key, copy in self._buckets.items() if copy.dirty]
 
     @property
@@ -179,12 +179,12 @@ class BucketWriter:
         return {copy.path for copy in self._buckets.values()} | {path for path, _ in self.added.values()}
 
     def dropped(self, last: CheckpointManifest | None) -> list[str]:
-        """Shards of the checkpoint before whose buckets are gone."""
+        """The shards of the previous checkpoint whose buckets are gone."""
         return (
             [
                 shard
                 for shard in last.shards
-                if shard.startswith((SHARD_PREFIX, UNFILED_SHARD)) and shard not in self.kept
+                if shard.startswith((SHARD_PREFIX, UNBUCKETED_SHARD)) and shard not in self.kept
             ]
             if last
             else []
@@ -192,8 +192,8 @@ class BucketWriter:
 
     def _shards(self) -> dict[str, bytes]:
         shards: dict[str, bytes] = {}
-        if self._unfiled:
-            shards[UNFILED_SHARD] = encode_unfiled(self._unfiled)
+        if self._left_in_log:
+            shards[UNBUCKETED_SHARD] = encode_unbucketed(self._left_in_log)
         for key, copy in self._buckets.items():
             if copy.dirty or key in self.added:
                 runs, cursors = copy.runs, copy.cursors
@@ -210,44 +210,45 @@ class BucketWriter:
 
     # --- one schedule partition -------------------------------------------------------------------
 
-    def _file(self, fresh: UnbucketedCopy) -> None:
-        for segment, wanted in self._pieces(fresh):
-            frames = fresh.frames[wanted]
+    def _move(self, copy: UnbucketedCopy) -> None:
+        """Write the waiting rows of one schedule partition to their buckets."""
+        for segment, wanted in self._pieces(copy):
+            frames = copy.frames[wanted]
             places = frames["place"].copy()
             places["at"] -= self._segments[segment].base
             first, last = int(frames["base"][0]), int(frames["base"][-1]) + int(places["count"][-1])
-            due = fresh.due[first - fresh.base : last - fresh.base]
+            due = copy.due[first - copy.base : last - copy.base]
             numbers = np.flatnonzero(due != NEVER) + first
             index = np.searchsorted(frames["base"], numbers, "right") - 1
             rows = numbers - frames["base"][index]
-            # Frames that do not read back may stand between these.
+            # Numbers of unreadable frames between these frames are left out.
             there = rows < places["count"][index]
             numbers, index, rows = numbers[there], index[there], rows[there]
-            due = fresh.due[numbers - fresh.base]
+            due = copy.due[numbers - copy.base]
             sets, which = row_sets(self._view(segment), places, index, rows)
-            # By time, and then by number, as they stand; so the rows of a bucket are together, too.
+            # By due time, then by number; so the rows of one bucket are consecutive.
             order = np.argsort(due, kind="stable")
             place = np.empty(len(which), np.int64)
             place[which] = np.arange(len(which))
             gathered = Gathered(sets, place[order])
-            self._add(fresh.partition, gathered, due[order], numbers[order].astype(np.uint64))
+            self._add(copy.partition, gathered, due[order], numbers[order].astype(np.uint64))
 
-    def _pieces(self, fresh: UnbucketedCopy) -> Iterator[tuple[int, Int64s]]:
-        """(segment, frames) that have rows which wait, in pieces; frames that do not read back are noted."""
-        places = fresh.frames["place"]
+    def _pieces(self, copy: UnbucketedCopy) -> Iterator[tuple[int, Int64s]]:
+        """(segment, frames with waiting rows), in pieces. Unreadable frames are added to ``lost``."""
+        places = copy.frames["place"]
         segments = np.searchsorted(self._bases, places["at"], "right") - 1
-        starts = fresh.frames["base"] - fresh.base
+        starts = copy.frames["base"] - copy.base
         piece: list[int] = []
         size, before = 0, -1
         for frame, segment in enumerate(segments.tolist()):
             start, count = int(starts[frame]), int(places["count"][frame])
-            waiting = int((fresh.due[start : start + count] != NEVER).sum())
+            waiting = int((copy.due[start : start + count] != NEVER).sum())
             if not waiting:
                 continue
-            at, length = int(places["at"][frame]), int(fresh.frames["size"][frame])
+            at, length = int(places["at"][frame]), int(copy.frames["size"][frame])
             try:
                 view = FrameView(self._view(segment)[at - self._segments[segment].base :][:length])
-                if not fresh.frames["whole"][frame]:
+                if not copy.frames["whole"][frame]:
                     view.verify()
                     self._bytes_read += length
             except FrameError as error:
@@ -264,7 +265,7 @@ class BucketWriter:
             yield before, np.array(piece)
 
     def _view(self, segment: int) -> memoryview:
-        """A segment of the log under a mapping of its own, which goes when enough was read: it counts as memory."""
+        """A separate map of a log segment. It is made again after ``MAPPED_MAX`` bytes: its pages count as memory."""
         if self._mapped is None or self._mapped[0] != segment or self._bytes_read > MAPPED_MAX:
             self._mapped = None
             self._bytes_read = 0

@@ -1,7 +1,7 @@
-"""Delayed rows that are in the message log and in no bucket yet: when each is due, and where its frame is.
+"""Unbucketed rows: delayed rows in the message log that are not yet in a bucket, with due times and frame locations.
 
-Rows are known by their schedule numbers, which are the sequences of their schedule partition: one after another, so a
-row's due time is found by its place in an array.
+A row is identified by its schedule number, which is its sequence in the schedule partition. The numbers are
+consecutive, so they index an array of due times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from plait.frame.gather import PLACE, Int64s, place_of
 from plait.frame.view import FrameView
 from plait.storage.schedule.bucket import NEVER
 
-#: The first number of a frame, its size, whether it was found whole since it was written, and its place in the log.
+#: The first schedule number of a frame, its size, whether it was verified since it was written, and its place in the
+#: log.
 FRAME: Final = np.dtype([("base", "<i8"), ("size", "<u4"), ("whole", "?"), ("place", PLACE)])
 Frames = npt.NDArray[Any]
 
@@ -29,26 +30,26 @@ class UnbucketedFrame(msgspec.Struct, array_like=True):
     partition: int
     base: int
     count: int
-    #: A bit a row: it waits.
+    #: A bit for each row: set if the row still waits.
     waiting: bytes
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[UnbucketedFrame])
-#: The checkpoint shard that holds them.
-UNFILED_SHARD: Final = "unfiled"
+#: The checkpoint shard of the unbucketed rows. The name is part of the checkpoint format.
+UNBUCKETED_SHARD: Final = "unfiled"
 
 
-def encode_unfiled(unfiled: Sequence[UnbucketedFrame]) -> bytes:
-    return _encoder.encode(unfiled)
+def encode_unbucketed(frames: Sequence[UnbucketedFrame]) -> bytes:
+    return _encoder.encode(frames)
 
 
-def decode_unfiled(data: bytes) -> list[UnbucketedFrame]:
+def decode_unbucketed(data: bytes) -> list[UnbucketedFrame]:
     return _decoder.decode(data)
 
 
 class Grown:
-    """An array that grows at its end and is cut off at its front."""
+    """An array that grows at the end and is cut at the front."""
 
     __slots__ = ("_array", "_count")
 
@@ -61,11 +62,11 @@ class Grown:
 
     @property
     def values(self) -> npt.NDArray[Any]:
-        """What is in it, to be changed in place."""
+        """The values; they may be changed in place."""
         return self._array[: self._count]
 
     def extend(self, values: npt.NDArray[Any] | int, count: int) -> npt.NDArray[Any]:
-        """``count`` more values, or the same one that often; the new part."""
+        """Append ``count`` values, or one value ``count`` times. Returns the new part."""
         end = self._count + count
         if end > len(self._array):
             grown = np.empty(max(end, 2 * self._count, 16), self._array.dtype)
@@ -77,32 +78,32 @@ class Grown:
         return part
 
     def drop(self, count: int) -> None:
-        """The first ``count`` values go."""
+        """Remove the first ``count`` values."""
         self._array = self.values[count:].copy()
         self._count = len(self._array)
 
 
 class UnbucketedRows:
-    """The rows of one schedule partition from number ``base`` on."""
+    """The unbucketed rows of one schedule partition, from number ``base`` on."""
 
     __slots__ = ("base", "due", "frames", "next_due", "waiting")
 
     def __init__(self, base: int) -> None:
         self.base = base
-        #: By number; ``NEVER`` for rows that have left, and for numbers that were lost to damage.
+        #: The due time of each number; ``NEVER`` for rows that have left, and for numbers lost to damage.
         self.due = Grown(np.dtype(np.int64))
         self.frames = Grown(FRAME)
-        #: No row that is not in the window is due before this.
+        #: No row outside the due window is due before this.
         self.next_due = NEVER
         self.waiting = 0
 
     @property
     def end(self) -> int:
-        """The number that the next row gets."""
+        """The number of the next row."""
         return self.base + len(self.due)
 
     def append(self, frame: FrameView, offset: int, base: int) -> Int64s:
-        """A frame is in the message log at ``offset``, numbered from ``base`` on; when its rows are due."""
+        """Add a frame of the message log at ``offset``, numbered from ``base``. Returns the due times of its rows."""
         if not len(self.due):
             self.base = max(self.base, base)
         elif base > self.end:
@@ -116,11 +117,11 @@ class UnbucketedRows:
         return due
 
     def due_of(self, number: int) -> int:
-        """When a row is due; ``NEVER`` if it has left or is not here."""
+        """The due time of a row; ``NEVER`` if it has left or is not here."""
         return int(self.due.values[number - self.base]) if self.base <= number < self.end else NEVER
 
     def settle(self, numbers: npt.NDArray[Any]) -> int:
-        """Rows leave; how many of them had not left before."""
+        """Record that rows leave. Returns the number of rows that had not left before."""
         index = numbers.astype(np.int64) - self.base
         index = np.unique(index[(index >= 0) & (index < len(self.due))])
         due = self.due.values
@@ -129,8 +130,8 @@ class UnbucketedRows:
         self.waiting -= count
         return count
 
-    def filed(self, end: int) -> None:
-        """Rows before ``end`` are in buckets now."""
+    def bucketed(self, end: int) -> None:
+        """Drop the rows before ``end``, which are in buckets now."""
         frames = self.frames.values
         self.frames.drop(int(np.searchsorted(frames["base"], end, "left")))
         self.due.drop(end - self.base)
@@ -150,21 +151,21 @@ class UnbucketedRows:
         frames = self.frames.values
         return self.due.values[: end - self.base].copy(), frames[: np.searchsorted(frames["base"], end)].copy()
 
-    def unfiled(self, partition: int, start: int) -> UnbucketedFrame:
+    def state_from(self, partition: int, start: int) -> UnbucketedFrame:
         """The rows from number ``start`` on, for a checkpoint."""
         due = self.due.values[start - self.base :]
         return UnbucketedFrame(partition, start, len(due), np.packbits(due != NEVER, bitorder="little").tobytes())
 
     def offsets_from(self, start: int) -> Int64s:
-        """Where in the message log the frames are that begin with number ``start`` or a later one."""
+        """The message-log offsets of the frames whose first number is ``start`` or later."""
         frames = self.frames.values
         offsets: Int64s = frames["place"]["at"][np.searchsorted(frames["base"], start) :]
         return offsets
 
-    def keep_only(self, unfiled: UnbucketedFrame) -> None:
-        """Of the rows that a checkpoint left in the log, those that it says have left do not wait."""
-        waiting = np.unpackbits(np.frombuffer(unfiled.waiting, np.uint8), count=unfiled.count, bitorder="little")
-        left = unfiled.base + np.flatnonzero(waiting == 0)
+    def keep_only(self, saved: UnbucketedFrame) -> None:
+        """Restore the state from a checkpoint: settle the rows that had left before it."""
+        waiting = np.unpackbits(np.frombuffer(saved.waiting, np.uint8), count=saved.count, bitorder="little")
+        left = saved.base + np.flatnonzero(waiting == 0)
         self.settle(left)
 
     def locate(self, numbers: Int64s) -> tuple[Int64s, Int64s]:

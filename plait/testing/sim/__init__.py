@@ -1,6 +1,6 @@
 """A deterministic simulation of several processes: shipped asyncio code on simulated time, network, disks and clocks.
 
-``Simulation`` is the world, ``Process`` what lives in it, ``Faults`` what goes wrong there.
+``Simulation`` runs the processes, ``Process`` is one of them, ``Faults`` draws the faults that hit them.
 """
 
 from plait.testing.sim.faults import Fault, FaultKind, Faults, play

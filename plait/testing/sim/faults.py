@@ -1,7 +1,7 @@
-"""``Faults``: a script of what goes wrong in a simulation, drawn from a seed.
+"""``Faults``: scripts of faults for a simulation, drawn from a seed.
 
-A script is made before the run and is plain data: it can be printed, cut down to find the fault that matters, and
-played. Every fault ends by itself or by the end of the script, after which nothing is wrong any more.
+A script is made before the run and is plain data: it can be printed, reduced to the fault that matters, and played. No
+fault outlasts its script.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ FaultKind = Literal["kill", "power_loss", "crash_at", "pause", "cut", "cut_one_w
 
 
 class Fault(NamedTuple):
-    """One thing that goes wrong."""
+    """One fault."""
 
     kind: FaultKind
     #: Virtual seconds after the beginning of the script.
     at: float
-    #: How long it lasts: until a killed process is started again, a paused one goes on, a cut is mended.
+    #: How long it lasts: until a killed process starts again, a paused one resumes, or a cut ends.
     seconds: float
     process: str
-    #: Whom a cut is from.
+    #: The process at the other end of a cut.
     other: str = ""
-    #: Seconds that a clock jumps, or the disk operations until a crash.
+    #: Seconds by which a clock jumps, or disk operations before a crash.
     amount: float = 0.0
 
     @property
     def end(self) -> float:
-        """When it is over, as ``at`` is counted."""
+        """When it is over, in virtual seconds after the beginning of the script."""
         return self.at + self.seconds
 
     def __str__(self) -> str:
@@ -42,11 +42,11 @@ class Fault(NamedTuple):
 
 
 class Faults:
-    """Draws scripts. Each kind's weight says how often it comes; 0 or absent: never.
+    """Draws scripts. A kind's weight is how often it is drawn; 0 or absent: never.
 
-    Any of ``processes`` may be hit; ``disks`` are those of them that write to one and can crash while they do,
-    ``pairs`` those that can be cut from each other. Some faults last up to ``long_seconds``, which should be longer
-    than any time-out that matters (a lost consumer, a lease); most are over soon.
+    Any of ``processes`` may be hit. ``disks`` are the processes that can crash during a disk operation, ``pairs`` those
+    that can be cut off from each other. Most faults are short; some last up to ``long_seconds``, which should exceed
+    every time-out that matters (a lost consumer, a lease).
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Faults:
         self._jump_seconds = jump_seconds
 
     def script(self, seconds: float) -> list[Fault]:
-        """Faults over that long, in order of time; none lasts beyond it."""
+        """Faults within ``seconds``, in order of time; none lasts longer."""
         draw = self._random
         kinds, weights = list(self._weights), list(self._weights.values())
         found: list[Fault] = []
@@ -86,7 +86,7 @@ class Faults:
 
     def _fault(self, kind: FaultKind, at: float, left: float) -> Fault:
         draw = self._random
-        # Mostly short ones; every fourth may be long enough for somebody to be given up.
+        # Mostly short; every fourth may be long enough for a time-out.
         longest = self._long_seconds if draw.random() < 0.25 else self._long_seconds / 10
         lasts = min(draw.uniform(0.0, longest), left)
         if kind in ("cut", "cut_one_way"):
@@ -105,7 +105,7 @@ class Faults:
 def play(
     simulation: Simulation, script: Iterable[Fault], on_fault: Callable[[Fault], object] = lambda _: None
 ) -> float:
-    """Let the faults happen; the virtual time at which the last is over. ``on_fault`` is told when each begins."""
+    """Schedule the faults; returns the virtual time at which the last one ends. Each begin calls ``on_fault``."""
     end = simulation.now
     for fault in script:
         simulation.call_later(fault.at, _begin, simulation, fault, on_fault)
@@ -123,7 +123,7 @@ def _begin(simulation: Simulation, fault: Fault, on_fault: Callable[[Fault], obj
         case "crash_at":
             if process.alive:
                 process.crash_at(int(fault.amount))
-            # Whether or not it did so many by then.
+            # Even if the disk did fewer operations.
             simulation.call_later(fault.seconds, _end_crash, process)
         case "pause":
             process.pause()

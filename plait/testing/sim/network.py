@@ -1,7 +1,7 @@
-"""The network between simulated processes: who listens where, how long bytes take, and who is cut off from whom.
+"""The network between simulated processes: listeners, latency and cuts.
 
-Hosts are names; "127.0.0.1", "localhost" and "::1" are one host that all processes share, so what only binds to
-loopback can be reached from every process. Cuts are between processes, each direction by itself.
+Hosts are names. "127.0.0.1", "localhost" and "::1" are one host that all processes share, so every process can reach a
+server that binds to loopback only. A cut is between two processes and has a direction.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from plait.testing.sim.simulation import Simulation
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-#: What a bind to port 0 gets.
+#: Ports for a bind to port 0.
 FIRST_FREE_PORT = 20_000
-#: Bytes of one connection and direction that are on their way or not read.
+#: Bytes in flight or unread, per connection and direction.
 WINDOWS = (16 * 1024, 64 * 1024, 256 * 1024, 1024 * 1024)
-#: A connection that is asked for and not answered is asked for again after this, then after twice that, ...
+#: Pause before an unanswered connection request is repeated; doubles with each repetition.
 DIAL_AGAIN_SECONDS = 1.0
 
 Address = tuple[str, int]
@@ -38,62 +38,62 @@ class Network:
     def __init__(self, simulation: Simulation, rng: random.Random) -> None:
         self.simulation = simulation
         self.random = rng
-        #: Seconds that bytes take, at least and at most...
+        #: Usual latency in seconds, from and to...
         self.latency_seconds = (0.00005, 0.0005)
-        #: ...but sometimes up to this.
+        #: ...and the highest latency, which is rare.
         self.spike_seconds = 0.05
         self.spike_odds = 0.01
-        #: How often what is there to read comes in two pieces.
+        #: How often a read returns only a part of the bytes that are there.
         self.cut_odds = 0.1
-        #: How often a connection ends with a reset where an end of stream would do.
+        #: How often a connection ends with a reset although everything was read.
         self.reset_odds = 0.1
-        #: How long after a cut is mended TCP may take to send again.
+        #: How long TCP may take to resend after a cut ends.
         self.retry_seconds = 1.0
-        #: How long TCP sends again before it gives a connection up.
+        #: How long TCP resends before it gives up a connection.
         self.give_up_seconds = (15.0, 30.0)
         self._listeners: dict[Address, SimListener] = {}
-        #: Who listened there last: the machine that answers or not when nobody does.
+        #: Address → the last process that listened there; its machine refuses connections when no process listens.
         self._owners: dict[Address, Process] = {}
         self._endpoints: dict[Endpoint, Endpoint] = {}
         self._cuts: dict[tuple[Process, Process], None] = {}
-        #: What came to a cut; their ends may be gone.
+        #: Pipes with bytes that a cut holds back; their endpoints may be closed.
         self._holding: dict[Pipe, None] = {}
         self._next_port = FIRST_FREE_PORT
 
     # --- chance ---------------------------------------------------------------------------------
 
     def latency(self) -> float:
-        """How long the next bytes take."""
+        """The latency of the next bytes."""
         low, high = self.latency_seconds
         if self.random.random() < self.spike_odds:
             high = max(high, self.spike_seconds)
         return self.random.uniform(low, high)
 
     def chunk(self, size: int) -> int:
-        """How much of so many bytes comes at once."""
+        """How many of ``size`` bytes one read returns."""
         if size > 1 and self.random.random() < self.cut_odds:
             return self.random.randint(1, size)
         return size
 
     def retry_pause(self) -> float:
-        """Until TCP sends again."""
+        """Seconds until TCP resends."""
         return self.random.uniform(0.0, self.retry_seconds)
 
     def give_up_pause(self) -> float:
-        """Until TCP gives up."""
+        """Seconds until TCP gives up."""
         return self.random.uniform(*self.give_up_seconds)
 
     # --- cuts -----------------------------------------------------------------------------------
 
     def cut(self, source: Process, target: Process, *, both: bool = True) -> None:
-        """Nothing gets from the one to the other any more; ``both``: and nothing back."""
+        """Cut the network from ``source`` to ``target``; ``both``: and back."""
         self.simulation.log(source.name, f"is cut off from {target.name}" + ("" if both else ", one way"))
         self._cuts[source, target] = None
         if both:
             self._cuts[target, source] = None
 
     def mend(self, one: Process, other: Process) -> None:
-        """Whatever was cut between the two is whole."""
+        """End all cuts between the two."""
         if self.is_cut(one, other) or self.is_cut(other, one):
             self.simulation.log(one.name, f"reaches {other.name} again")
             self._cuts.pop((one, other), None)
@@ -101,18 +101,18 @@ class Network:
             self._healed()
 
     def heal(self) -> None:
-        """No cuts."""
+        """End all cuts."""
         if self._cuts:
             self.simulation.log("network", "is whole")
             self._cuts.clear()
             self._healed()
 
     def is_cut(self, source: Process, target: Process) -> bool:
-        """Whether nothing gets there."""
+        """Whether bytes from ``source`` cannot reach ``target``."""
         return bool(self._cuts) and (source, target) in self._cuts
 
     def holds(self, pipe: Pipe) -> None:
-        """It has something that did not get through."""
+        """Register a pipe that holds bytes back because of a cut."""
         self._holding[pipe] = None
 
     def _healed(self) -> None:
@@ -137,14 +137,14 @@ class Network:
         return listener
 
     def unlisten(self, listener: SimListener) -> None:
-        """Its address is free."""
+        """Free the listener's address."""
         if self._listeners.get(listener.address) is listener:
             del self._listeners[listener.address]
 
     async def connect(
         self, loop: SimLoop, factory: Factory, host: str, port: int
     ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
-        """A connection from that loop; ``OSError`` when there is none to be had."""
+        """Connect from that loop; raises ``OSError`` as a real network does."""
         dialling = _Dialling(self, loop, factory, (_canonical(host), port))
         try:
             return await dialling.future
@@ -160,7 +160,7 @@ class Network:
         return self._owners.get(address)
 
     def join(self, near: SimLoop, listener: SimListener) -> Endpoint:
-        """Make both ends of a connection; the near one. The far one waits to be accepted."""
+        """Make both ends of a connection and return the near one. The far one waits to be accepted."""
         port, self._next_port = self._next_port, self._next_port + 1
         here = ("127.0.0.1", port)
         one = Endpoint(self, near, here, listener.address)
@@ -174,17 +174,17 @@ class Network:
         return one
 
     def window_opened(self, reader: Endpoint) -> None:
-        """Bytes were read: the other end may send more, once it knows."""
+        """Bytes were read: the other end may send more, after the latency."""
         writer = self._endpoints.get(reader)
         if writer is not None and writer.get_write_buffer_size() and not self.is_cut(reader.process, writer.process):
             self.simulation.call_later(self.latency(), writer.write_room)
 
     def closed(self, endpoint: Endpoint) -> None:
-        """One end is gone."""
+        """Forget a closed endpoint."""
         self._endpoints.pop(endpoint, None)
 
     def _died(self, process: Process, *, silent: bool) -> None:
-        """Its sockets go with a process; ``silent``: nobody says so."""
+        """Close the sockets of a dead process; ``silent``: without notifying the peers."""
         for listener in list(self._listeners.values()):
             if listener.loop.process is process:
                 self.unlisten(listener)
@@ -204,11 +204,11 @@ class SimListener(asyncio.AbstractServer):
 
     @property
     def sockets(self) -> tuple[Any, ...]:
-        """As ``asyncio.Server`` has them: what is asked of them is their name."""
+        """As of ``asyncio.Server``; only their names are used."""
         return (_Socket(self.address),)
 
     def accept(self, endpoint: Endpoint) -> None:
-        """The process takes a connection."""
+        """Accept a connection in the process."""
         if not self.is_serving():
             endpoint.abort()
             return
@@ -224,10 +224,10 @@ class SimListener(asyncio.AbstractServer):
         self._network.unlisten(self)
 
     async def wait_closed(self) -> None:
-        """Connections that were made stay."""
+        """Returns at once: open connections stay open."""
 
     async def start_serving(self) -> None:
-        """It does from the beginning."""
+        """Does nothing: the server listens from the beginning."""
 
     async def serve_forever(self) -> None:
         await self.loop.create_future()
@@ -241,12 +241,12 @@ class _Socket:
         return self._address
 
     def fileno(self) -> int:
-        """No file of this machine."""
+        """Not a file descriptor of this machine."""
         return -1
 
 
 class _Dialling:
-    """One attempt to connect, the repeated questions of TCP included."""
+    """One attempt to connect, with TCP's repeated requests."""
 
     def __init__(self, network: Network, loop: SimLoop, factory: Factory, address: Address) -> None:
         self._network = network
@@ -295,7 +295,7 @@ class _Dialling:
         self.future.set_result((self._endpoint, protocol))
 
     def abandon(self) -> None:
-        """Nobody waits for it any more: what was made is closed."""
+        """The caller was cancelled: close the connection, if there is one."""
         if self._endpoint is not None:
             self._endpoint.abort()
 

@@ -1,6 +1,6 @@
-"""``Process``: a simulated process on a machine of its own, which can be killed, paused and started again.
+"""``Process``: a simulated process on its own machine. It can be killed, paused and started again.
 
-Its clock and its disk outlive it, as a machine's do; everything in memory does not.
+The clock and the disk belong to the machine and survive a kill; memory does not.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from plait.testing.simulated_disk import SimulatedCrash, SimulatedDisk
 if TYPE_CHECKING:
     from plait.testing.sim.simulation import Simulation
 
-#: What a process does, from its start on.
+#: The coroutine function that each start of a process runs.
 Main = Callable[["Process"], Coroutine[Any, Any, Any]]
 
-#: How long work in threads takes to begin, and its result to come back.
+#: Range of the delay before work in a thread begins, and before its result arrives.
 THREAD_SECONDS = (0.00002, 0.0005)
 
 
 class SimBackground:
-    """A thread of a simulated process, with a loop of its own; satisfies ``lease_renewer.Background``."""
+    """A thread of a simulated process, with its own loop; satisfies ``lease_renewer.Background``."""
 
     def __init__(self, process: Process) -> None:
         process.threads += 1
@@ -38,7 +38,7 @@ class SimBackground:
         self._task = self._loop.create_task(work)
 
     def stop(self) -> None:
-        """Its work is cancelled, and it ends with that."""
+        """Cancel its work; the loop stops when that has ended."""
         if self._task is not None and not self._task.done():
             self._task.add_done_callback(lambda _: self._loop.stop())
             self._loop.call_soon_threadsafe(self._task.cancel)
@@ -54,21 +54,21 @@ class Process:
         self.name = name
         self.label = name.encode()
         self._seed = f"{simulation.seed} {name}"
-        #: What it and its machine leave to chance.
+        #: Source of every random choice of the process and its machine.
         self.random = random.Random(self._seed)
         self.main = main
         self.clock = SimClock(simulation, booted=self.random.uniform(1_000.0, 100_000.0), drift=drift)
         self._disk: SimulatedDisk | None = None
-        #: Between these, work for threads takes until it begins, and once more until it is told.
+        #: Range of the delay before work in a thread begins, and before its result arrives.
         self.thread_seconds = THREAD_SECONDS
         self.paused = False
-        #: Its machine has power; without, it does not even refuse connections.
+        #: Its machine has power; without power it does not even refuse connections.
         self.powered = True
         #: How often it was started.
         self.lives = 0
-        #: Threads with loops of their own so far.
+        #: How many threads with their own loops were started.
         self.threads = 0
-        #: Functions for threads may block: each runs in a real thread, which costs more.
+        #: Functions in executors may block: each runs in a real thread, which is slower.
         self.blocking_threads = False
         self._thread: SimThread | None = None
         self.loops: dict[str, SimLoop] = {}
@@ -85,11 +85,11 @@ class Process:
 
     @property
     def disk(self) -> SimulatedDisk:
-        """The machine's disk as it is now; another object after every kill."""
+        """The machine's disk; a new object after every kill."""
         if self._disk is None:
             self._disk = SimulatedDisk(seed=self.random.getrandbits(32))
         elif self._disk.crashed:
-            # Not before it is asked for: a kill in the middle of a write still leaves a part of that.
+            # Copied on demand: a kill during a write first stores a part of the write.
             self._disk = self._disk.copy() if self.powered else self._disk.after_crash(self.random)
         return self._disk
 
@@ -98,17 +98,17 @@ class Process:
         self._disk = disk
 
     def start(self, coroutine: Coroutine[Any, Any, Any] | None = None) -> asyncio.Task[Any]:
-        """Run the coroutine, or what the process is for; the first of a life begins it. Its error is the process's."""
+        """Start the process if it is down, and run the coroutine (default: ``main``); an error fails the simulation."""
         task = self.spawn(coroutine)
         task.add_done_callback(self._ended)
         return task
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any] | None = None) -> asyncio.Task[Any]:
-        """Like ``start``, for a caller who asks the task what became of it."""
+        """Like ``start``, for a caller that awaits the task and handles its error."""
         if not self.alive:
             self.lives += 1
             if self._disk is not None:
-                # Looked at before the power is back.
+                # ``disk`` depends on ``powered``.
                 self._disk = self.disk
             self.powered = True
             self._log("starts")
@@ -124,55 +124,55 @@ class Process:
             self.loop().call_exception_handler({"message": "it ended with an error", "exception": error, "task": task})
 
     def expect(self, *kinds: type[BaseException]) -> None:
-        """Such errors do not fail the simulation when nobody handles them."""
+        """Do not fail the simulation for unhandled errors of these types."""
         self._expected += kinds
 
     def expects(self, error: BaseException) -> bool:
-        """Whether that is one of them."""
+        """Whether an unhandled error is expected."""
         return isinstance(error, self._expected)
 
     def loop(self, name: str = "main") -> SimLoop:
-        """One of its loops, made when it is asked for first; each stands for a thread."""
+        """The loop of that name, made at its first use; each loop represents a thread."""
         if name not in self.loops:
             seed = f"{self._seed} {self.lives} {name}"
-            # What it has not got (signals, pipes, subprocesses) raises NotImplementedError.
+            # Signals, pipes and subprocesses raise NotImplementedError.
             self.loops[name] = SimLoop(self.simulation, self, name, seed)  # type: ignore[abstract]
             self.simulation._made(self.loops[name])
         return self.loops[name]
 
     def connect(self, *args: Any, **kwargs: Any) -> plait.Client:
-        """``plait.connect`` on this machine's clocks; its thread that renews leases is a loop of this process."""
-        return self._at_home(plait.connect(*args, **kwargs))
+        """``plait.connect`` on this machine's clocks; the lease renewer runs on a loop of this process."""
+        return self._adopt(plait.connect(*args, **kwargs))
 
     def app(self, *args: Any, **kwargs: Any) -> plait.App:
         """``plait.App`` on this machine's clocks; run it with ``start(app.run())``."""
         app = plait.App(*args, **kwargs)
 
         @app.on_startup
-        def move_in() -> None:
-            self._at_home(app.client)
+        def adopt_client() -> None:
+            self._adopt(app.client)
 
         return app
 
-    def _at_home(self, client: plait.Client) -> plait.Client:
-        client._go_by(self.clock)
+    def _adopt(self, client: plait.Client) -> plait.Client:
+        client._use_clock(self.clock)
         client._background = lambda: SimBackground(self)
         return client
 
     def block(self, seconds: float) -> None:
-        """Called by a function in a thread: it is busy for so much virtual time. Needs ``blocking_threads``."""
+        """Called in a thread: block it for this much virtual time. Needs ``blocking_threads``."""
         thread = self._thread
         if thread is None:
             raise RuntimeError(f"no thread of {self.name} runs; set blocking_threads and call it in an executor")
         thread.block(seconds)
 
-    # --- what can happen to it ------------------------------------------------------------------
+    # --- faults ---------------------------------------------------------------------------------
 
     def kill(self, *, power_loss: bool = False) -> None:
-        """End it between two turns or in the middle of one. No clean-up runs.
+        """Kill the process, between two turns or during one. No clean-up runs.
 
-        Its disk keeps what was written. A ``power_loss`` takes the machine along: what was not synced is lost in part,
-        and peers hear nothing until it is started again.
+        The disk keeps every write. With ``power_loss`` the machine stops too: some unsynced writes are lost, and peers
+        receive nothing until the next start.
         """
         if not self.alive:
             return
@@ -187,7 +187,7 @@ class Process:
             self._disk.crashed = True
 
     def crash_at(self, operations: int) -> None:
-        """Kill it when its disk has done so many operations more; a write is cut anywhere then."""
+        """Kill the process after this many more disk operations; a write is torn at any byte."""
         disk = self.disk
         last = disk.operations + operations
 
@@ -199,27 +199,27 @@ class Process:
         disk.on_operation = watch
 
     def restart(self) -> None:
-        """Kill it, if it lives, and start it again at once."""
+        """Kill the process, if it is alive, and start it again at once."""
         self.kill()
         self.start()
 
     def pause(self) -> None:
-        """Stop it as SIGSTOP does: time and the network go on without it."""
+        """Stop it as SIGSTOP does: time passes, and the network still delivers."""
         if self.alive and not self.paused:
             self._log("is paused")
             self.paused = True
 
     def resume(self) -> None:
-        """Let it go on; it finds everything that came meanwhile."""
+        """Resume a paused process; it finds everything that arrived during the pause."""
         if self.paused:
-            self._log("goes on")
+            self._log("resumes")
             self.paused = False
             for loop in self.loops.values():
                 loop._due = None
                 loop._wake()
 
     def jump(self, seconds: float) -> None:
-        """Its wall clock is set forward or back."""
+        """Set the wall clock forward or back."""
         self._log(f"has its clock set by {seconds:+.3f} s")
         self.clock.jump(seconds)
 

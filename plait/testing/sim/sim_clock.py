@@ -1,7 +1,7 @@
 """The clocks of one simulated machine, made from virtual time.
 
-``monotonic`` counts from a start of its own, as after a boot nobody else saw, and may run a little fast or slow; so a
-comparison of two machines' clocks goes wrong here as it would there. ``now`` is wall time, which jumps when told to.
+Each machine's ``monotonic`` has its own start and runs a little fast or slow, so that comparing the clocks of two
+machines goes wrong as it would in reality. ``now`` is wall time, which ``jump`` sets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WALL_START = 1_700_000_000_000_000
 
 
 class VirtualTime(Protocol):
-    """Whatever knows how many seconds have passed."""
+    """Has the virtual seconds since the beginning."""
 
     @property
     def now(self) -> float: ...
@@ -35,9 +35,9 @@ class SimClock:
         return self._booted + self._time.now * self._rate
 
     def jump(self, seconds: float) -> None:
-        """Only the wall clock moves, either way, as when an administrator sets it."""
+        """Set the wall clock forward or back, as an administrator does; ``monotonic`` does not change."""
         self._jumped += round(seconds * 1_000_000)
 
     def virtual(self, monotonic: float) -> float:
-        """The virtual time at which ``monotonic()`` will be that."""
+        """The virtual time at which ``monotonic()`` has this value."""
         return (monotonic - self._booted) / self._rate

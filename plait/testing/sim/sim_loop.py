@@ -1,9 +1,9 @@
 """``SimLoop``: an asyncio loop on virtual time, one of many that a ``Simulation`` drives in one thread.
 
-It runs turn by turn as asyncio's own does: what became ready before the turn runs in it, in order, and what that makes
-ready waits for the next. Between two turns any other loop may run. A turn takes a little virtual time, so no program
-can stop the clock by being busy. Work for threads runs inside the loop, after a delay and in the order it was given,
-and its result comes after another delay, as from a thread.
+It runs turn by turn as asyncio's loop does: callbacks that are ready when a turn begins run in it, in order; those they
+make ready wait for the next turn. Between two turns any other loop may run. A turn takes a little virtual time, so no
+program can stop the clock by being busy. Functions for executors run inside the loop, in order, after a delay; their
+results arrive after another delay, as from a thread.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 #: A turn of a loop takes this long, or up to twice that.
 TURN_SECONDS = 0.00001
-#: Finished tasks are let go of when there are so many more than at the last time.
+#: Finished tasks are dropped when the list has grown by this many.
 TASKS_KEPT = 256
-#: Throws into one coroutine of a dead process before it is left to itself.
+#: Attempts to end one coroutine of a dead process.
 BURY_TRIES = 50
 
 
 class _Handle(asyncio.Handle):
-    """As asyncio's own, which asks every time whether it is to be debugged."""
+    """``asyncio.Handle`` without the check of the debug mode on every use."""
 
     __slots__ = ()
 
@@ -54,27 +54,27 @@ class _Handle(asyncio.Handle):
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """Made by ``Process.loop``. Everything of the network and of time; no signals, pipes, files or subprocesses."""
+    """Made by ``Process.loop``. Has time and the network, but no signals, pipes, files or subprocesses."""
 
     def __init__(self, simulation: Simulation, process: Process, name: str, seed: str) -> None:
         self.simulation = simulation
         self.process = process
         self.name = name
         self.dead = False
-        #: The loop's clock has stood still for this long while the machine slept: it is not the process's own clock.
+        #: The loop's clock differs from the process's clock by this much, as if it had stopped while the machine slept.
         self._asleep = random.Random(f"{seed} asleep").uniform(0.0, 900.0)
         self._random = random.Random(f"{seed} loop")
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._timer_number = 0
         self._cancelled = 0
-        #: When the simulation will look at it next.
+        #: When the simulation runs its next turn.
         self._due: float | None = None
         self._free_at = 0.0
         self._in_turn = False
         self._closed = False
-        self._threads_run = self._threads_told = 0.0
-        #: Threads that are busy for a while.
+        self._threads_run = self._threads_answered = 0.0
+        #: Threads that block for virtual time.
         self._blocked: set[SimThread] = set()
         self._tasks: list[asyncio.Task[Any]] = []
         self._tasks_limit = TASKS_KEPT
@@ -116,7 +116,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         if self.dead:
             handle.cancel()
             return handle
-        # Known to the handle as scheduled, so that it tells when it is cancelled.
+        # Only a scheduled handle reports its cancellation.
         handle._scheduled = True  # type: ignore[attr-defined]
         self._timer_number += 1
         heapq.heappush(self._timers, (self.process.clock.virtual(when + self._asleep), self._timer_number, handle))
@@ -125,7 +125,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Called by the handle. Most timers are time-outs that never come: they must not pile up."""
+        """Called by the handle. Most timers are cancelled time-outs: they must not accumulate."""
         self._cancelled += 1
         if self._cancelled > 100 and 2 * self._cancelled > len(self._timers):
             self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
@@ -135,7 +135,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     # --- driven by the simulation ---------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Tell the simulation when there is something to do."""
+        """Schedule the next turn with the simulation."""
         if self.dead or self.process.paused:
             return
         if self._ready:
@@ -154,7 +154,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self.simulation._push(due, self)
 
     def _fire(self, due: float) -> None:
-        """The simulation has come to that time; nothing if it was asked to look earlier or later since."""
+        """Run the turn that was scheduled for ``due``, unless it was rescheduled since."""
         if due != self._due:
             return
         self._due = None
@@ -177,7 +177,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._in_turn = True
         chances = chance.use(self.process.random)
         if events._get_running_loop() is not self:
-            # It stays so until another loop has a turn, or something happens outside of all: to say it is not cheap.
+            # Not reset after the turn, because setting it is slow: the next loop's turn or ``Later`` does that.
             events._set_running_loop(self)
         try:
             for _ in range(count):
@@ -192,7 +192,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._free_at = now + TURN_SECONDS * (1.0 + self._random.random())
 
     def _die(self) -> None:
-        """Nothing of it runs any more, not even what cleans up."""
+        """Stop: no callback runs any more, not even clean-up."""
         self.dead = True
         self._ready.clear()
         self._timers.clear()
@@ -201,17 +201,17 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._blocked.clear()
 
     def _bury(self) -> None:
-        """After the end: take its unfinished coroutines apart, where they can do nothing."""
+        """End the unfinished coroutines of a dead loop, where they have no effect."""
         self._die()
         before = events._get_running_loop()
         events._set_running_loop(self)
         try:
-            # What ends may begin something more.
+            # A coroutine that ends may start new tasks.
             while self._tasks:
                 tasks, self._tasks = self._tasks, []
                 for task in tasks:
                     if not task.done():
-                        # Nobody wants to hear that it was pending.
+                        # No warning that the task was pending.
                         task._log_destroy_pending = False  # type: ignore[attr-defined]
                         _take_apart(task.get_coro())
         finally:
@@ -228,7 +228,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Task[T]:
         self._check_closed()
         task = asyncio.Task(coro, loop=self, name=name, context=context)
-        # Kept: a task that is collected runs the clean-up of a process that was killed.
+        # Referenced here: a garbage-collected task would run the clean-up of a killed process.
         self._tasks.append(task)
         if len(self._tasks) > self._tasks_limit:
             self._tasks = [each for each in self._tasks if not each.done()]
@@ -242,9 +242,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         future: asyncio.Future[T] = self.create_future()
         low, high = self.process.thread_seconds
         draw = self._random.uniform
-        # In order: who waits for all threads to end is told when they have.
+        # Results arrive in order, so that the last one means that all threads have ended.
         self._threads_run = run = max(self._threads_run, self.time() + draw(low, high))
-        self._threads_told = told = max(self._threads_told, run + draw(low, high))
+        self._threads_answered = answered = max(self._threads_answered, run + draw(low, high))
 
         def turn(thread: SimThread) -> None:
             """Let the thread run until it blocks or ends."""
@@ -255,7 +255,7 @@ class SimLoop(asyncio.AbstractEventLoop):
                 self._blocked.add(thread)
                 self.call_at(self.time() + thread.blocked, turn, thread)
             else:
-                self.call_at(max(told, self.time()), _settle, future, thread.result, thread.error)
+                self.call_at(max(answered, self.time()), _settle, future, thread.result, thread.error)
 
         def work() -> None:
             if self.process.blocking_threads:
@@ -266,10 +266,10 @@ class SimLoop(asyncio.AbstractEventLoop):
                 result = func(*args)
             except SimulatedCrash:
                 raise
-            except BaseException as error:  # noqa: BLE001 - told to who waits for it
-                self.call_at(told, _settle, future, None, error)
+            except BaseException as error:  # noqa: BLE001 - the future raises it
+                self.call_at(answered, _settle, future, None, error)
             else:
-                self.call_at(told, _settle, future, result, None)
+                self.call_at(answered, _settle, future, result, None)
             finally:
                 events._set_running_loop(self)
 
@@ -304,7 +304,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return self.simulation.network.listen(self, protocol_factory, host or "127.0.0.1", port or 0)
 
     def remove_reader(self, fd: Any) -> bool:
-        """No file is ever waited for."""
+        """Does nothing: no file descriptors are watched."""
         return False
 
     # --- the rest -------------------------------------------------------------------------------
@@ -320,20 +320,20 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._die()
 
     def stop(self) -> None:
-        """As ``run_forever`` would end: the thread that this loop stands for is over."""
+        """End the thread that this loop represents."""
         self._die()
 
     def get_debug(self) -> bool:
         return False
 
     def set_debug(self, enabled: bool) -> None:
-        """There is no other mode."""
+        """Does nothing: there is no debug mode."""
 
     async def shutdown_asyncgens(self) -> None:
-        """There are none to shut down."""
+        """Does nothing: the simulation closes generators."""
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """There is none."""
+        """Does nothing: there is no executor."""
 
     def set_exception_handler(
         self, handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None
@@ -377,10 +377,10 @@ def _refuse(options: dict[str, Any]) -> None:
 
 
 def _take_apart(coroutine: Any) -> None:
-    """End a coroutine that nothing will ever continue; what it awaits while it ends is not waited for."""
+    """End a coroutine that no loop will resume; whatever it awaits while it ends is ignored."""
     for _ in range(BURY_TRIES):
         try:
             coroutine.throw(SimulatedCrash("the process is dead"))
-        except BaseException:  # noqa: BLE001 - its last words
+        except BaseException:  # noqa: BLE001 - the process is dead
             return
     sys.stderr.write(f"simulation: {coroutine!r} does not end\n")

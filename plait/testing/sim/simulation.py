@@ -6,9 +6,9 @@
         sim.run(send_something(sim.process("producer")))
         broker.kill()
 
-Whatever is left to chance comes from the seed: how long packets take and how they are cut, who runs first when two
-could, what shipped code draws by ``plait.chance``. So a run repeats exactly. It fails when an exception is handled by
-nobody, when Plait logs an error, or when what was to be done is not done in time; the failure says how to run it again.
+Every random choice follows from the seed: latencies, how reads are split, which of two ready loops runs first, and what
+shipped code draws by ``plait.chance``. So a run repeats exactly. It fails on an unhandled exception, when Plait logs an
+error, or when a wait takes too long; the failure names the command that repeats it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 #: A run that takes longer than this, in virtual time, is stuck.
 RUN_SECONDS = 3600.0
-#: So is one of more steps.
+#: A run with more steps is stuck, too.
 STEPS_MAX = 5_000_000
-#: How fast or slow the clocks of machines run at most.
+#: The largest drift of a machine's clock.
 DRIFT_MAX = 0.0002
 
 
 class SimulationFailed(AssertionError):
-    """Something happened in a simulated process that must not."""
+    """A simulated process failed, or a wait took too long."""
 
 
 class _Event(Protocol):
@@ -50,7 +50,7 @@ class _Event(Protocol):
 
 
 class Later:
-    """A call that the simulation makes at its time, outside of any process."""
+    """A scheduled call, outside of any process."""
 
     __slots__ = ("_arguments", "_callback", "cancelled")
 
@@ -71,7 +71,7 @@ class Later:
 
 
 class Simulation:
-    """See the module. ``allow_logs`` are patterns of error messages that Plait may log."""
+    """Runs processes on virtual time. ``allow_logs`` are patterns of error messages that Plait may log."""
 
     def __init__(self, seed: int, *, allow_logs: Iterable[str] = ()) -> None:
         self.seed = seed
@@ -93,7 +93,7 @@ class Simulation:
     # --- processes ------------------------------------------------------------------------------
 
     def process(self, name: str, main: Main | None = None) -> Process:
-        """The process of that name, made when it is asked for first; ``main`` is what each start of it runs."""
+        """The process of that name, made at the first call; each start of it runs ``main``."""
         process = self.processes.get(name)
         if process is None:
             drift = self.random.uniform(-DRIFT_MAX, DRIFT_MAX)
@@ -103,7 +103,7 @@ class Simulation:
         return process
 
     def heal(self) -> None:
-        """End every fault: nothing is cut off or paused, and what has a main is up."""
+        """End every fault: no cuts, no pauses, and every process with a main runs."""
         self.network.heal()
         for process in self.processes.values():
             process.resume()
@@ -116,7 +116,7 @@ class Simulation:
     # --- time -----------------------------------------------------------------------------------
 
     def call_later(self, seconds: float, callback: Callable[..., object], *arguments: Any) -> Later:
-        """Call it after so much virtual time, outside of any process: for faults, and for the network."""
+        """Call ``callback`` after virtual time, outside of any process: for faults and the network."""
         later = Later(callback, arguments)
         self._push(self.now + seconds, later)
         return later
@@ -126,21 +126,21 @@ class Simulation:
         heapq.heappush(self._heap, (due, self.random.random(), self._number, event))
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, seconds: float = RUN_SECONDS) -> T:
-        """Run it in a process of its own, "test", until it is done; everything else runs meanwhile."""
+        """Run the coroutine in the process "test" until it is done; all other processes run meanwhile."""
         task = self.process("test").spawn(coroutine)
         self.run_until(task.done, seconds=seconds, waiting_for=getattr(coroutine, "__qualname__", "it"))
         result: T = task.result()
         return result
 
     async def sleep(self, seconds: float) -> None:
-        """Wait so long in a simulated process: it takes no real time."""
+        """Wait for virtual time in a simulated process."""
         loop = events._get_running_loop()
         if not isinstance(loop, SimLoop) or loop.simulation is not self:
             raise RuntimeError("only a process of the simulation can wait on its time")
         await asyncio.sleep(seconds)
 
     def run_for(self, seconds: float) -> None:
-        """Let that much virtual time pass."""
+        """Let this much virtual time pass."""
         end = self.now + seconds
         self._step_until(lambda: False, end)
         self.now = end
@@ -148,10 +148,10 @@ class Simulation:
     def run_until(
         self, condition: Callable[[], object], *, seconds: float = RUN_SECONDS, waiting_for: str = "the condition"
     ) -> None:
-        """Until the condition holds, looked at after every step; it fails after so much virtual time."""
+        """Run until the condition, checked after every step, holds; raises after ``seconds`` of virtual time."""
         end = self.now + seconds
         if not self._step_until(condition, end):
-            left = "nothing is left to happen" if not self._heap else f"{seconds:g} s have passed"
+            left = "no event is left" if not self._heap else f"{seconds:g} s have passed"
             raise SimulationFailed(f"{waiting_for} is not done and {left}")
 
     def _step_until(self, condition: Callable[[], object], end: float) -> bool:
@@ -159,7 +159,7 @@ class Simulation:
         hooks = sys.get_asyncgen_hooks()
         outer = events._get_running_loop()
         events._set_running_loop(None)
-        # A generator that is dropped half way is closed by the loop that runs then.
+        # A dropped generator is closed by the loop that runs at that moment.
         sys.set_asyncgen_hooks(firstiter=None, finalizer=_close_generator)
         try:
             while not condition():
@@ -181,14 +181,14 @@ class Simulation:
             sys.set_asyncgen_hooks(*hooks)
             events._set_running_loop(outer)
 
-    # --- what goes wrong ------------------------------------------------------------------------
+    # --- failures -------------------------------------------------------------------------------
 
     def log(self, process: str, text: str) -> None:
-        """Put it into the trace."""
+        """Add an event to the trace."""
         self.trace.add(self.now, process, text)
 
     def fail(self, message: str, cause: BaseException | None = None) -> None:
-        """Let the run fail at the end of this step."""
+        """Fail the run at the end of this step."""
         failure = SimulationFailed(message)
         failure.__cause__ = cause
         self._defects.append(failure)
@@ -203,7 +203,7 @@ class Simulation:
         self.fail(f"in process {process.name} at {self.now:.6f} s: {message}{details}", error)
 
     def _explain(self, error: BaseException) -> None:
-        """Say how to see it again."""
+        """Add the command that repeats the run to the error."""
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
         run = f"PLAIT_SEED={os.environ['PLAIT_SEED']} " if "PLAIT_SEED" in os.environ else ""
         again = f"Simulation(seed={self.seed})" + (f", as in: {run}pytest '{test}'" if test else "")
@@ -215,7 +215,7 @@ class Simulation:
     # --- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Take everything apart; raises what only shows then, such as a failed task that nobody asked."""
+        """End everything. Raises failures that only show now, such as a failed task that was never awaited."""
         if self._closed:
             return
         self._closed = True
@@ -255,7 +255,7 @@ class Simulation:
 
 
 class _Logs(logging.Handler):
-    """Plait's own complaints: a warning is an event, an error fails the simulation."""
+    """Plait's log: a warning is an event of the trace, an error fails the simulation."""
 
     def __init__(self, simulation: Simulation, allowed: tuple[str, ...]) -> None:
         super().__init__(logging.WARNING)

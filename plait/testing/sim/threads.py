@@ -1,7 +1,7 @@
 """``SimThread``: a function of a simulated process that may block for virtual time, as a ``def`` handler does.
 
-The function runs in a thread of its own, but never beside the simulation: control passes back and forth, so that only
-one of them runs at any moment and a seed repeats exactly.
+The function runs in its own thread, but never in parallel with the simulation: control passes back and forth, so that
+only one of them runs at any moment and a seed repeats exactly.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class SimThread:
         self.blocked: float | None = 0.0
 
     def resume(self) -> None:
-        """Let it run until it blocks or ends."""
+        """Run the function until it blocks or ends."""
         if self._thread.ident is None:
             self._thread.start()
         self._go.release()
         self._back.acquire()
 
     def kill(self) -> None:
-        """End it where it blocks: its process is gone."""
+        """End the function where it blocks: its process is dead."""
         if self.blocked is not None and self._thread.ident is not None:
             self._killed = True
             self.resume()
             self._thread.join()
 
     def block(self, seconds: float) -> None:
-        """Called in the thread: be busy for so much virtual time."""
+        """Called in the thread: block for this much virtual time."""
         self.blocked = seconds
         self._back.release()
         self._go.acquire()

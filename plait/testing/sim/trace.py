@@ -1,6 +1,6 @@
-"""What happened in a simulation: the last events to be read, and a digest of all of them to be compared.
+"""The events of a simulation: the last ones as text, and a digest of all.
 
-Two runs with equal digests went the same way, event by event and byte by byte.
+Two runs with equal digests were the same, event by event and byte by byte.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """Of every event so far."""
+        """The digest of every event so far."""
         return f"{self.count}-{self._digest:08x}"
 
     def add(self, time: float, process: str, text: str) -> None:
-        """An event worth reading."""
+        """Add an event that is printed after a failure."""
         self._events.append((time, process, text))
         self.mix(f"{time!r} {process} {text}".encode())
 
     def mix(self, data: bytes) -> None:
-        """Something that only counts for the digest."""
+        """Add bytes to the digest only."""
         self._digest = crc32(data, self._digest)
         self.count += 1
 

@@ -1,9 +1,8 @@
 """A simulated TCP connection: two ``Endpoint``s, which are asyncio transports, and a ``Pipe`` each way between them.
 
-The pipe is the kernels' part. It takes as many bytes as the window allows, brings them in order after the network's
-latency, holds them while the network is cut and tries again when it is not, and gives up after a time. It goes on
-while a process is paused, and says goodbye for one that was killed: with an end of stream, or with a reset when there
-was something left to read.
+A pipe is the kernels' part. It takes as many bytes as the window allows and delivers them in order after the network's
+latency. While the network is cut it holds them; it resends them when the cut ends, and gives up after a time. It works
+while a process is paused. For a killed process it sends an end of stream, or a reset if bytes were unread.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ if TYPE_CHECKING:
     from plait.testing.sim.sim_loop import SimLoop
     from plait.testing.sim.simulation import Later
 
-#: Write buffers as asyncio has them.
+#: asyncio's default limit of a write buffer.
 HIGH_DEFAULT = 64 * 1024
-#: What ``Protocol.data_received`` gets at most.
+#: The most bytes that ``Protocol.data_received`` gets.
 READ_MAX = 256 * 1024
 #: Two deliveries of one pipe are never at the same instant.
 INSTANT = 1e-9
@@ -31,7 +30,7 @@ RESET = "reset"
 
 
 class SimSegment:
-    """What one turn wrote, on its way; or the end."""
+    """The bytes that one turn wrote, in flight; or the end of the stream."""
 
     __slots__ = ("data", "end", "written")
 
@@ -42,28 +41,28 @@ class SimSegment:
 
 
 class Pipe:
-    """From one endpoint to the other."""
+    """One direction of a connection."""
 
     def __init__(self, network: Network, source: Endpoint, target: Endpoint, window: int) -> None:
         self._network = network
         self._source = source
         self._target = target
         self._window = window
-        #: Bytes that were taken from the writer and not given to the reader.
+        #: Bytes that the writer wrote and the reader has not read.
         self.outstanding = 0
         self._last: SimSegment | None = None
         self._arrival = 0.0
-        #: What came to a cut and waits to be sent again.
+        #: Segments that a cut stopped; they are resent.
         self._held: deque[SimSegment] = deque()
         self._retrying = False
 
     @property
     def room(self) -> int:
-        """How much it takes now."""
+        """How many bytes it takes now."""
         return max(self._window - self.outstanding, 0)
 
     def push(self, data: bytes) -> None:
-        """Bytes leave; those of one instant go together."""
+        """Send bytes; those of one instant travel together."""
         self.outstanding += len(data)
         last, now = self._last, self._network.simulation.now
         if last is not None and last.written == now and not last.end:
@@ -72,7 +71,7 @@ class Pipe:
             self._send(SimSegment(now, data))
 
     def end(self, how: str) -> None:
-        """Nothing comes after it."""
+        """End the stream, with ``FIN`` or ``RESET``."""
         self._send(SimSegment(self._network.simulation.now, end=how))
 
     def _send(self, segment: SimSegment) -> None:
@@ -93,13 +92,13 @@ class Pipe:
         self._deliver(segment)
 
     def retry(self) -> None:
-        """The network may be whole again: what is held is sent again, not quite at once."""
+        """A cut may have ended: resend the held segments after a pause."""
         if self._held and not self._retrying:
             self._retrying = True
             self._network.simulation.call_later(self._network.retry_pause(), self._retry)
 
     def drop(self) -> None:
-        """What is held is not sent again."""
+        """Drop the held segments."""
         self._held.clear()
 
     def _retry(self) -> None:
@@ -118,11 +117,11 @@ class Pipe:
             if not target.process.powered:
                 source.unanswered()
             elif segment.end != RESET:
-                # Nobody has that connection any more.
+                # The target closed the connection.
                 target.out.end(RESET)
             return
         if self._network.is_cut(target.process, source.process):
-            # It came, but that does not get back.
+            # The segment arrives, but its confirmation does not.
             source.unanswered()
         if segment.end:
             target.ended(segment.end)
@@ -131,14 +130,14 @@ class Pipe:
 
 
 class Endpoint(asyncio.Transport):
-    """One end of a connection, as its process has it."""
+    """One end of a connection: the transport of its process."""
 
     def __init__(self, network: Network, loop: SimLoop, name: tuple[str, int], peer: tuple[str, int]) -> None:
         super().__init__({"sockname": name, "peername": peer})
         self._network = network
         self.loop = loop
         self.process = loop.process
-        #: The way to the peer; set when both ends exist.
+        #: The pipe to the peer; set when both ends exist.
         self.out: Pipe = cast(Pipe, None)
         self.into: Pipe = cast(Pipe, None)
         self._protocol: asyncio.BaseProtocol | None = None
@@ -165,11 +164,11 @@ class Endpoint(asyncio.Transport):
 
     @property
     def takes(self) -> bool:
-        """Bytes that come are for somebody."""
+        """Whether the socket accepts arriving bytes."""
         return self.kernel_open and self._error is None
 
     def begin(self, protocol: asyncio.BaseProtocol) -> None:
-        """The process has the connection."""
+        """Give the connection to the process."""
         self._protocol = protocol
         protocol.connection_made(self)
         self._look()
@@ -177,14 +176,14 @@ class Endpoint(asyncio.Transport):
     # --- the kernel's side ----------------------------------------------------------------------
 
     def arrived(self, data: bytes) -> None:
-        """Bytes came."""
+        """Bytes arrived."""
         self._network.simulation.trace.mix(b"%s %d %d" % (self.process.label, len(data), crc32(data)))
         self._unread.append(memoryview(data))
         self._unread_size += len(data)
         self._look()
 
     def ended(self, how: str) -> None:
-        """The peer's kernel said goodbye, or that it knows nothing of this."""
+        """The peer's kernel sent an end of stream or a reset."""
         if how == RESET:
             self.broke(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
         else:
@@ -192,7 +191,7 @@ class Endpoint(asyncio.Transport):
             self._look()
 
     def broke(self, error: OSError) -> None:
-        """The connection is no more; the process notices when it reads or writes."""
+        """The connection broke; the process notices when it reads or writes."""
         self._answered()
         self._error = error
         self._look()
@@ -200,7 +199,7 @@ class Endpoint(asyncio.Transport):
             self.loop.call_soon(self._fatal, error)
 
     def unanswered(self) -> None:
-        """What was sent is not confirmed: one day that is given up."""
+        """Sent bytes are not confirmed: give up the connection after a time."""
         if self._giving_up is None:
             seconds = self._network.give_up_pause()
             self._giving_up = self._network.simulation.call_later(seconds, self._give_up)
@@ -218,12 +217,12 @@ class Endpoint(asyncio.Transport):
             self.broke(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
 
     def healed(self) -> None:
-        """Both ways are whole again."""
+        """Neither direction is cut any more."""
         self._answered()
         self._write_soon()
 
     def vanish(self, *, silent: bool) -> None:
-        """The process is dead; ``silent``: and its machine too."""
+        """The process is dead; ``silent``: its machine, too."""
         if self.kernel_open:
             self._buffer.clear()
             self._buffer_size = 0
@@ -245,7 +244,7 @@ class Endpoint(asyncio.Transport):
     # --- reading --------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Let the process read, if there is something and it wants to."""
+        """Let the process read if something is unread and reading is not paused."""
         if self._read_scheduled or self._reading_paused or self._closing or self._protocol is None:
             return
         if self._unread or self._end or self._error is not None:
@@ -340,7 +339,7 @@ class Endpoint(asyncio.Transport):
         self.write(b"".join(list_of_data))
 
     def write_room(self) -> None:
-        """The peer has read some: the kernel takes more."""
+        """The peer has read bytes: the kernel takes more."""
         self._write_soon()
 
     def _write_soon(self) -> None:
@@ -413,7 +412,7 @@ class Endpoint(asyncio.Transport):
             self._buffer.clear()
             self._buffer_size = 0
         elif self._closing:
-            # On its way already.
+            # Already scheduled.
             return
         self._closing = True
         self.loop.call_soon(self._lost, error)

@@ -1,4 +1,4 @@
-"""Calls of the public interface that are cancelled while they run, at any step, as by a time-out of the user's own."""
+"""Calls of the public interface that are cancelled at any step, as by a time-out of the user."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class Interrupted(Exception):
 
 
 class Calls:
-    """Makes calls, some of which it cancels."""
+    """Makes calls and cancels some of them."""
 
     def __init__(self, draw: random.Random, probability: float) -> None:
         self._draw = draw
         self.probability = probability
 
     async def __call__(self, call: Coroutine[Any, Any, T]) -> T:
-        """What the call returns or raises; ``Interrupted`` when it was cancelled first."""
+        """The result or error of the call; raises ``Interrupted`` if it was cancelled."""
         if self._draw.random() >= self.probability:
             return await call
         task = asyncio.ensure_future(call)
-        # Many steps of a call come within microseconds of each other, others after a round trip.
+        # Some steps of a call are microseconds apart, others a round trip.
         after = self._draw.choice((0.0, 0.00001, 0.0001, 0.001, 0.01, CANCEL_SECONDS)) * self._draw.random()
         try:
             done, _ = await asyncio.wait([task], timeout=after)
         except asyncio.CancelledError:
-            # The caller is cancelled as well: the call is not left behind.
+            # The caller itself was cancelled: end the call, too.
             task.cancel()
             await asyncio.wait([task])
             raise

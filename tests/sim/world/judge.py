@@ -1,4 +1,4 @@
-"""What is wrong with what happened in a simulated world, in one list."""
+"""Finds every broken promise in the ledger of a simulated world."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from plait.testing.history import History
 from tests.sim.world.ledger import DELAYED, Ledger
 from tests.sim.world.plan import DOOMED, GroupPlan
 
-#: What is asked of the order of handling, and of who handles.
+#: Kinds of violations that concern order and ownership.
 OF_ORDER = ("send_order", "order", "overlap", "epoch", "owners")
 
 
 def judge(ledger: Ledger, loose: set[str]) -> list[str]:
-    """Everything that is wrong; ``loose``: keys whose order is not promised any more where it is best tried."""
-    # A subject that is deleted may be made again by its next send: nothing is asked of what was in it.
+    """All broken promises; ``loose``: keys of best-tried subjects whose order is no longer promised."""
+    # The next send may create a deleted subject again: its messages are not checked.
     groups = [group for group in ledger.plan.groups if group.subject != DOOMED]
     return [text for group in groups for text in _group(ledger, group, loose)]
 
@@ -25,7 +25,7 @@ def _group(ledger: Ledger, group: GroupPlan, loose: set[str]) -> list[str]:
     history = History()
     history.faults = whole.faults
     history.handlings = [handling for handling in whole.handlings if handling.group == group.name]
-    # What was sent before the group began, or expired before a member got it, has no place in its order.
+    # Messages sent before the group began, or expired before a delivery, do not count for its order.
     concerns = {handling.value for handling in history.handlings}
     concerns.update(*(ledger.wanted(group, holder) for holder in ledger.holders(group)))
     history.sends = [send for send in whole.sends if send.value in concerns or send.outcome != "ok"]
@@ -36,7 +36,7 @@ def _group(ledger: Ledger, group: GroupPlan, loose: set[str]) -> list[str]:
         return _lost(ledger, group)
     found = check(history, strict, ordered=group.mode == "ordered", drained=False, moves=True, groups=[group.name])
     if ledger.plan.subject(group.subject).retention is not None:
-        # A partition that is retired and empty goes; another of its name begins with sequence 0.
+        # An empty retired partition is removed; a new one of the same name begins with sequence 0.
         found = [violation for violation in found if violation.kind != "send_order"]
     texts = [f"{group.subject}/{group.name} ({group.mode}): {each}" for each in found if _counts(each, strict, loose)]
     texts += [
@@ -48,7 +48,7 @@ def _group(ledger: Ledger, group: GroupPlan, loose: set[str]) -> list[str]:
 
 
 def _counts(violation: Violation, strict: bool, loose: set[str]) -> bool:
-    """Whether it is one: delayed messages have the order of their due times, loose keys none."""
+    """Whether the violation counts: delayed messages are ordered by due time, loose keys not at all."""
     if violation.kind in ("send_order", "order") and str(violation.key).startswith(DELAYED):
         return False
     return strict or violation.kind not in OF_ORDER or violation.key not in loose
@@ -56,7 +56,7 @@ def _counts(violation: Violation, strict: bool, loose: set[str]) -> bool:
 
 def _once(group: GroupPlan, history: History) -> list[str]:
     counts = Counter(int(handling.value) for handling in history.handlings)
-    return [f"{group.subject}/{group.name}: {each} was handed out {n} times" for each, n in counts.items() if n > 1]
+    return [f"{group.subject}/{group.name}: {each} was delivered {n} times" for each, n in counts.items() if n > 1]
 
 
 def _lost(ledger: Ledger, group: GroupPlan) -> list[str]:

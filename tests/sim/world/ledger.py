@@ -1,4 +1,4 @@
-"""``Ledger``: what was sent, what must come of it, and what each group made of it."""
+"""``Ledger``: which messages were sent, which of them each group must handle, and which it has handled."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ DELAYED = "d"
 
 
 class Sent(NamedTuple):
-    """A message that is known to be stored."""
+    """A message that is certainly stored."""
 
     record: RecordedSend
     subject: str
-    #: On the simulation's clock: not delivered before; None: at once.
+    #: The due time on the simulation's clock; None: not delayed.
     due: float | None
 
 
 class Ledger:
-    """See the module."""
+    """The sends, outcomes and handlings of one world."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        #: What was sent to each subject, what groups handled of it, and the faults that excuse duplicates.
+        #: For each subject: its sends, the groups' handlings, and the faults that excuse duplicates.
         self.histories = {subject.name: History() for subject in plan.subjects}
         self.sent: dict[int, Sent] = {}
-        #: Sends that run, and the life of the process that made each.
+        #: Sends without an outcome yet → their process, and which of its lives.
         self.running: dict[int, tuple[Process, int]] = {}
-        #: Cancelled for certain: must never be handled.
+        #: Certainly cancelled: must never be handled.
         self.cancelled: set[int] = set()
-        #: Whether it is cancelled is unknown, as the request failed: it may be handled or not.
+        #: Messages whose cancellation has an unknown outcome: they may be handled or not.
         self.perhaps_cancelled: set[int] = set()
         #: Handled with success, by (group, member of a broadcast).
         self.done: dict[tuple[str, str, str], set[int]] = defaultdict(set)
-        #: When a group, or a member of a broadcast, was attached first: what is sent later is for it.
+        #: When a group, or a member of a broadcast, attached first: it must handle everything that is sent later.
         self.since: dict[tuple[str, str, str], float] = {}
         #: (subject, group, number) of handlings that failed and whose nack the broker confirmed.
         self.failed: set[tuple[str, str, int]] = set()
@@ -52,7 +52,7 @@ class Ledger:
     # --- sending --------------------------------------------------------------------------------
 
     def next_number(self) -> int:
-        """A message's value."""
+        """The value of the next message."""
         self._number += 1
         return self._number
 
@@ -64,7 +64,7 @@ class Ledger:
 
     @staticmethod
     def holder(group: GroupPlan, consumer: str) -> tuple[str, str, str]:
-        """Who has to handle everything: the group, or each member of a broadcast by itself."""
+        """Which party must handle everything: the group, or the single member of a broadcast."""
         return group.subject, group.name, consumer if group.mode == "broadcast" else ""
 
     def attached(self, group: GroupPlan, consumer: str, now: float) -> None:
@@ -76,10 +76,10 @@ class Ledger:
         self.progress = now
         self.done[self.holder(group, handling.consumer)].add(int(handling.value))
 
-    # --- what is still to come ------------------------------------------------------------------
+    # --- messages to handle ---------------------------------------------------------------------
 
     def wanted(self, group: GroupPlan, holder: tuple[str, str, str]) -> set[int]:
-        """What a group, or a member of a broadcast, must have handled in the end."""
+        """The messages that a group, or a member of a broadcast, must have handled in the end."""
         subject = self.plan.subject(group.subject)
         return {
             number
@@ -88,18 +88,18 @@ class Ledger:
             and sent.record.begun > self.since[holder]
             and number not in self.cancelled
             and number not in self.perhaps_cancelled
-            # Retention may take what no member got in time; what failed is kept beyond it.
+            # Retention may remove messages that were not delivered in time; failed messages are retained.
             and (subject.retention is None or (group.subject, group.name, number) in self.failed)
         }
 
     def missing(self, group: GroupPlan) -> dict[tuple[str, str, str], set[int]]:
-        """What each holder of a group still has to handle."""
+        """The messages that each holder of a group still has to handle."""
         return {holder: self.wanted(group, holder) - self.done[holder] for holder in self.holders(group)}
 
     def holders(self, group: GroupPlan) -> list[tuple[str, str, str]]:
-        """Those that have to handle everything of a group."""
+        """The parties of a group that must handle everything."""
         return [holder for holder in self.since if holder[:2] == (group.subject, group.name)]
 
     def sending(self) -> bool:
-        """A send runs whose process is still there."""
+        """Whether a send of a live process has no outcome yet."""
         return any(process.lives == life for process, life in self.running.values())

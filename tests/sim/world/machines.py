@@ -1,4 +1,4 @@
-"""Meta servers and brokers of a simulated world, their database and their disks, and what goes wrong with these."""
+"""Meta servers and brokers of a simulated world, with faults of their database and disks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ META_PORT, BROKER_PORT = 7461, 7451
 ADDRESSES = [f"plait://127.0.0.1:{META_PORT + number}" for number in range(len(METAS))]
 LIMITS = ServerLimits(lease_seconds=LEASE_SECONDS, lease_margin=0.1, consumer_lost_seconds=3.0)
 META_LIMITS = MetaLimits(
-    member_lost_seconds=LEASE_SECONDS, broker_lost_seconds=3.0, beat_flush_seconds=1.0, gap_seconds=1.0
+    member_lost_seconds=LEASE_SECONDS, broker_lost_seconds=3.0, heartbeat_flush_seconds=1.0, gap_seconds=1.0
 )
 CONFIG = BrokerConfig(
     copy_partitions=1,
     message_segment_size=32 * KIB,
     action_segment_size=16 * KIB,
-    kept_segment_size=8 * KIB,
+    retained_segment_size=8 * KIB,
     checkpoint_seconds=0.7,
     housekeeping_seconds=0.5,
     disk_used_max=1.0,
@@ -42,12 +42,12 @@ CONFIG = BrokerConfig(
 )
 #: A broker that ended is started again after this long.
 RESTART_SECONDS = 0.2
-#: An archiver runs so often.
+#: The interval between two runs of an archiver.
 ARCHIVE_SECONDS = 1.5
 
 
 class Machines:
-    """See the module."""
+    """The servers of one world."""
 
     def __init__(self, simulation: Simulation, plan: Plan) -> None:
         self.simulation = simulation
@@ -60,16 +60,16 @@ class Machines:
         self._directory = Path(tempfile.mkdtemp(prefix="plait-", dir=shared if os.path.isdir(shared) else None))
         (self._directory / "meta.db").write_bytes(empty_database())
         self._database_is_away = False
-        #: Brokers whose sync is to fail and that lose power afterwards.
+        #: Brokers whose next sync fails and that lose power afterwards.
         self._sync_fails: dict[str, DiskFault] = {}
 
     def start(self) -> None:
-        """Start the servers, and let what the plan says go wrong at its times."""
+        """Start the servers, and schedule the plan's faults."""
         for process in (*self.metas, *self.brokers.values()):
             process.start()
 
     def play(self) -> None:
-        """Let the plan's failures of disks and of the database happen."""
+        """Schedule the plan's faults of disks and of the database."""
         for fault in self.plan.disk_faults:
             self.simulation.call_later(fault.at, self._begin, fault)
         if self.plan.archived:
@@ -80,7 +80,7 @@ class Machines:
             self.simulation.call_later(outage.at + outage.seconds, self._database, False)
 
     def heal(self) -> None:
-        """End what is wrong with disks and the database."""
+        """End all faults of disks and of the database."""
         self._database_is_away = False
         self._sync_fails.clear()
         for process in self.brokers.values():
@@ -123,11 +123,11 @@ class Machines:
             raise await server.failed
         except (StorageFailed, DiskFull) as failure:
             self.simulation.log(process.name, f"ends: {failure}")
-            # Not from inside: its loop ends with it.
+            # Outside of the process, because its loop ends with it.
             self.simulation.call_later(0.0, self._ended, process)
 
     def _ended(self, process: Process) -> None:
-        """Storage failed: the broker ends, and is started again in the same page cache; then the power may fail."""
+        """Storage failed: the broker ends and restarts on the same page cache; later the power may fail."""
         process.kill()
         self.simulation.call_later(RESTART_SECONDS, _start, process)
         fault = self._sync_fails.pop(process.name, None)
@@ -141,7 +141,7 @@ class Machines:
     # --- archives -------------------------------------------------------------------------------
 
     def _archive(self, name: str) -> None:
-        """A slow archiver notes now and then that it has one more segment of a log, if that is durable."""
+        """A slow archiver: each run moves the archive mark of a log by one segment, if that is durable."""
         self.simulation.call_later(ARCHIVE_SECONDS, self._archive, name)
         process = self.brokers[name]
         if not process.alive or name not in self.servers:
@@ -154,12 +154,12 @@ class Machines:
         log = self.servers[name].broker.logs[number]
         ends = [segment.base for segment in log.segments if offsets[number] < segment.base <= log.durable]
         offsets[number] = min(ends, default=offsets[number])
-        # On a full disk it tries again later, as it does when the machine fails.
+        # It tries again later, also after an error of the disk or the machine.
         with suppress(OSError, SimulatedCrash):
             write_archived(process.disk, ArchiveMark(offsets[0], offsets[2], kept_offset=offsets[1]))
 
     def deleted_too_early(self) -> list[str]:
-        """What brokers deleted that is in no archive."""
+        """Log segments that brokers deleted before they were archived."""
         if not self.plan.archived:
             return []
         alive = [name for name in self.servers if self.brokers[name].alive]
@@ -196,7 +196,7 @@ class Machines:
         process.disk.capacity = max(process.disk.capacity, 256 * MIB)
 
     def _damage_checkpoint(self, process: Process) -> None:
-        """The newest checkpoint is damaged while the broker is down: it starts from the one before."""
+        """Damage the newest checkpoint while the broker is down: it starts from the one before."""
         process.kill()
         disk = process.disk
         manifests = [name for name in disk.list("checkpoints") if name.startswith("manifest-") and "." not in name]
@@ -211,7 +211,7 @@ class Machines:
         self._database_is_away = away
 
     def _let_fail(self, database: Database) -> None:
-        """While the database is away every call fails."""
+        """Make every call of the database raise during an outage."""
         translated, quick = database._translated, database.quick
 
         @contextmanager

@@ -1,4 +1,4 @@
-"""Consumers of a simulated world: members of groups of every kind, which come, go, fail, and are cancelled.
+"""Consumers of a simulated world: members of groups of every kind. They join, leave, fail and are cancelled.
 
 A client has members of several groups of several subjects. Each member iterates, fetches batches, or is an ``App``
 whose handlers are ``async def`` or ``def``, take messages or decoded bodies, raise anything and overrun their time.
@@ -24,7 +24,7 @@ from tests.sim.world.senders import Body
 
 #: How long a member stays, on average.
 STAY_SECONDS = 3.0
-#: What a cancelled call may still cause: rows that were handled come again.
+#: For how long a cancelled call may still cause duplicates.
 CANCELLED_SECONDS = 8.0
 #: The longest that a handler of an app may run, where it has such a limit.
 TIMEOUT_SECONDS = 0.3
@@ -40,7 +40,7 @@ class Fenced(Exception):
 
 
 class Undecodable(Exception):
-    """What a decoder raises."""
+    """The error of a decoder."""
 
 
 class Picky(Body):
@@ -56,7 +56,7 @@ _hooks: list[Callable[[int], None]] = []
 
 
 class Members:
-    """What all consumers share."""
+    """State that all consumers share."""
 
     def __init__(
         self, simulation: Simulation, plan: Plan, ledger: Ledger, addresses: Sequence[str], limits: plait.ClientLimits
@@ -66,25 +66,25 @@ class Members:
         self.ledger = ledger
         self._addresses = addresses
         self._limits = limits
-        #: Everything is mended: members stay, nothing fails, no call is cancelled.
+        #: All faults have ended: members stay, handlers succeed, no call is cancelled.
         self.settled = False
         self._epochs: dict[tuple[str, str, str | int], int] = {}
-        #: Keys of best-tried subjects that went to another partition: they are under another lock there.
+        #: Keys of best-tried subjects with messages in another partition, where they are under another lock.
         self.moved: set[str] = set()
-        #: Messages whose decoder failed: no handler saw that.
+        #: Messages whose decoder failed before a handler ran.
         self.undecoded: set[int] = set()
         self._calls: list[Calls] = []
         self._decoding = random.Random(f"{plan.seed} decoding")
         _hooks[:] = [self._decode]
 
     def settle(self) -> None:
-        """Stay, and fail no more."""
+        """From now on members stay, handlers succeed, and no call is cancelled."""
         self.settled = True
         for calls in self._calls:
             calls.probability = 0.0
 
     def killed(self, process: str) -> None:
-        """A client was killed: what it handled ended there."""
+        """A client was killed: its handlings end."""
         for history in self.ledger.histories.values():
             for name in names_of(process):
                 history.gone(name, self.simulation.now)
@@ -97,13 +97,13 @@ class Members:
     # --- clients --------------------------------------------------------------------------------
 
     def main(self, name: str) -> Main:
-        """What a client does."""
+        """The main of a client."""
         groups = [group for group in self.plan.groups if name in group.clients]
 
         async def run(process: Process) -> None:
             process.blocking_threads = True
             draw = random.Random(f"{self.plan.seed} {process.name}.{process.lives}")
-            # A broadcast is remembered by its client's id.
+            # A broadcast's progress belongs to its client id.
             in_apps = [group for group in groups if group.mode != "broadcast" and draw.random() < self.plan.apps]
             apps = [self._app_of(process, group, draw) for group in in_apps]
             await asyncio.gather(
@@ -114,7 +114,7 @@ class Members:
 
     async def _client(self, process: Process, groups: Sequence[GroupPlan], draw: random.Random) -> None:
         if not groups:
-            # A client without members would only open and close.
+            # A client needs at least one member.
             return
         fixed = self.plan.fixed_ids or any(group.mode == "broadcast" for group in groups)
         name = process.name if fixed else f"{process.name}.{process.lives}"
@@ -138,7 +138,7 @@ class Members:
     async def _role(
         self, process: Process, client: plait.Client, group: GroupPlan, draw: random.Random, calls: Calls
     ) -> None:
-        """Be a member again and again, in one client."""
+        """Join and leave the group again and again, in one client."""
         while True:
             await self._back(group)
             try:
@@ -147,7 +147,7 @@ class Members:
                 raise
             except (PlaitError, Interrupted):
                 await self.simulation.sleep(0.5)
-            # The next one may open while this one's end is still on its way.
+            # The next one may open before the end of this one has reached the broker.
             await self.simulation.sleep(draw.choice((0.0, 0.001, draw.uniform(0.0, 0.5))))
 
     async def _back(self, group: GroupPlan) -> None:
@@ -191,13 +191,13 @@ class Members:
 
     def _start(self, group: GroupPlan) -> str:
         if group.start == "time":
-            # A time is one of the client's clock: it means another moment to a broker whose clock differs.
+            # A time is on the client's clock: a broker with another clock takes it for another moment.
             agree = self.plan.skew == 0 and not any(fault.kind == "jump" for fault in self.plan.script)
             return "-1s" if agree else "latest"
         return group.start
 
     def _excuse(self, process: Process, group: GroupPlan) -> None:
-        """A cancelled call may cost a duplicate."""
+        """Record that a cancelled call excuses duplicates."""
         now = self.simulation.now
         for name in names_of(process.name):
             self.ledger.histories[group.subject].broken("cancelled", now, until=now + CANCELLED_SECONDS, consumer=name)
@@ -246,7 +246,7 @@ class Members:
             try:
                 batch = await calls(consumer.fetch(draw.choice((1, 5, 50)), wait=draw.choice((0.0, 0.5, 2.0))))
             except Interrupted:
-                # Another fetch has what this one would have had.
+                # Another fetch received the messages.
                 continue
             if not batch:
                 await self.simulation.sleep(0.01)
@@ -256,7 +256,7 @@ class Members:
             held: set[str | None] = set()
             for message in batch:
                 if message.key is not None and message.key in held:
-                    # It comes again, after the one that failed.
+                    # It is delivered again, after the one that failed.
                     continue
                 succeeded = await self._handle(process, group, message, draw, done, failed)
                 if not succeeded and group.mode == "ordered" and self.plan.subject(group.subject).order == "strict":
@@ -264,7 +264,7 @@ class Members:
             await self._flush(process, consumer, group, calls, done, failed)
 
     def _take(self, process: Process, group: GroupPlan, messages: Iterable[plait.Message]) -> None:
-        """At most once: what a member has got it handles at once, as no other will."""
+        """At most once: record every received message as handled, since no other member receives it."""
         for message in messages:
             handling = self._begin(process.name, group, message)
             handling.done(self.simulation.now)
@@ -312,7 +312,7 @@ class Members:
         try:
             succeeded = await asyncio.shield(work)
         except asyncio.CancelledError:
-            # A member that leaves finishes what it has begun with.
+            # A member that leaves finishes its current message.
             self._settle(message, await work, draw)
             raise
         self._settle(message, succeeded, draw)
@@ -326,7 +326,7 @@ class Members:
             message.nack(delay=draw.choice((None, draw.uniform(0.0, 0.5))))
 
     async def _work(self, group: GroupPlan, handling: Handling, draw: random.Random) -> bool:
-        """Whether it succeeded."""
+        """Do the handler's work; returns whether it succeeded."""
         if draw.random() < 0.4:
             await self.simulation.sleep(draw.uniform(0.0, 0.3))
         return self._end(group, handling, draw)
@@ -368,7 +368,7 @@ class Members:
         )
 
     def _fence(self, what: tuple[str, str, str | int], epoch: int) -> None:
-        """What a database of the user's own does: it refuses an epoch below one that it has seen."""
+        """Refuse an epoch below the highest one seen, as a user's database does."""
         highest = self._epochs.get(what, 0)
         if epoch < highest:
             raise Fenced
@@ -401,7 +401,7 @@ class Members:
 
     def _app(self, process: Process, group: GroupPlan, draw: random.Random) -> plait.App:
         name = names_of(process.name)[1]
-        # Two clients at a time must not have the same id.
+        # Two clients must not have the same id at a time.
         app_id = f"{name}.{group.subject}.{group.name}"
         if not self.plan.fixed_ids:
             app_id += f".{draw.getrandbits(30)}"
@@ -414,7 +414,7 @@ class Members:
             options["timeout"] = TIMEOUT_SECONDS
         handler = kind(process, name, group, draw, options.get("timeout", inf))
         if kind == self._blocking_handler and group.mode != "ordered" and "timeout" in options:
-            # Its thread cannot be stopped: where no order is kept, the message comes again while it still runs.
+            # The thread cannot be stopped: an unordered group delivers the message again while it still runs.
             for history in self.ledger.histories.values():
                 history.broken("time-outs", self.simulation.now, until=inf, consumer=name)
         app.subscriber(group.subject, **options)(handler)
@@ -444,7 +444,7 @@ class Members:
                 # Close to the time-out only the app knows whether the handler returned in time.
                 process.block(3 * timeout if 0.9 * timeout < seconds < 1.1 * timeout else seconds)
             if self.simulation.now - begun > timeout:
-                # It has failed by then, whatever it returns.
+                # Past the time-out it has failed, whatever it returns.
                 handling.failed(self.simulation.now)
             elif not self._end(group, handling, draw):
                 raise draw.choice(ERRORS)("a handler fails")
@@ -462,7 +462,7 @@ class Members:
         try:
             succeeded = await self._work(group, handling, draw)
         except asyncio.CancelledError:
-            # Its time is over: it is tried again.
+            # The handler timed out: the message is retried.
             handling.failed(self.simulation.now)
             raise
         if not succeeded:
@@ -471,7 +471,7 @@ class Members:
 
 
 def names_of(process: str) -> tuple[str, str]:
-    """The consumers of a client's process: its own, and its apps'."""
+    """The consumer names of a client's process: those of its consumers and of its apps."""
     return process, f"{process}.app"
 
 

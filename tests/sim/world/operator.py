@@ -1,4 +1,4 @@
-"""The operator of a simulated world: makes subjects, changes partitions, deletes, resends what failed."""
+"""The operator of a simulated world: creates and deletes subjects, changes partitions, resends dead letters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.sim.world.plan import DOOMED, Change, Plan
 
 
 class Operator:
-    """See the module."""
+    """Administers one world, by its plan."""
 
     def __init__(
         self, simulation: Simulation, plan: Plan, addresses: Sequence[str], limits: plait.ClientLimits
@@ -30,7 +30,7 @@ class Operator:
         return self._process.connect(self._addresses, limits=self._limits)
 
     async def create(self) -> None:
-        """Make the subjects once all brokers are known."""
+        """Create the subjects once all brokers are registered."""
         async with self._connect() as client:
             while len(await client._router.find_brokers()) < len(self.plan.brokers):
                 await self.simulation.sleep(0.1)
@@ -43,7 +43,7 @@ class Operator:
                     continue
 
     def play(self) -> None:
-        """Let the plan's changes happen."""
+        """Schedule the plan's changes."""
         for change in self.plan.changes:
             self.simulation.call_later(change.at, self._begin, change)
         if self.plan.deleted_at is not None:
@@ -73,14 +73,14 @@ class Operator:
                 await self.simulation.sleep(0.5)
 
     async def empty(self, group: str) -> None:
-        """Lead all subjects away from a broker group; it may be switched off then."""
+        """Route all subjects away from a broker group, so that it can be switched off."""
         self.simulation.log("operator", f"{group} is emptied")
         others = [broker for broker in self.plan.brokers if broker != group]
         subjects = [subject.name for subject in self.plan.subjects]
         await empty(self.simulation, self._connect(), subjects, group, others)
 
     async def forget(self, group: str) -> None:
-        """Remove a broker group that was emptied and switched off from the routes, as soon as it counts as lost."""
+        """Remove an emptied broker group that is switched off from the routes, once it counts as lost."""
         while True:
             try:
                 async with self._connect() as client:

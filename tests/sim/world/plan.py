@@ -1,4 +1,4 @@
-"""``Plan``: what one simulated world consists of and what happens to it, drawn from a seed as plain data.
+"""``Plan``: the parts of one simulated world and everything that happens to it, drawn from a seed as plain data.
 
 Everything is drawn together, so that features meet: subjects of either order and of 1 to 64 partitions, groups of every
 kind, delays, small segments, retention, changes of routes while groups are stopped, subjects that are deleted, and
@@ -15,7 +15,7 @@ from plait.limits import MIB
 from plait.testing.sim import Fault, FaultKind, Faults
 
 Mode = Literal["ordered", "affinity", "shared", "once", "broadcast"]
-#: Where a group begins: at the first message, at the last, or at a time that is its first start.
+#: Where a group begins: at the first message, at the last, or at the time of its first start.
 Start = Literal["earliest", "latest", "time"]
 
 STRICT, LOOSE, DOOMED = "orders", "prices", "doomed"
@@ -31,7 +31,7 @@ WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 2, "cut": 
 
 
 class SubjectPlan(NamedTuple):
-    """A subject as it is created."""
+    """A subject and its settings."""
 
     name: str
     order: Literal["strict", "best_tried"]
@@ -50,17 +50,17 @@ class GroupPlan(NamedTuple):
     clients: tuple[str, ...]
     #: Attempts before a message is a dead letter.
     attempts: int
-    #: All members are away from the first time to the second; None: they come and go as they like.
+    #: All members are away between these two times; None: they join and leave at random.
     away: tuple[float, float] | None = None
 
     @property
     def owns(self) -> bool:
-        """Its members own logical partitions."""
+        """Whether its members own logical partitions."""
         return self.mode in ("ordered", "affinity")
 
 
 class Change(NamedTuple):
-    """The operator wants another number of partitions."""
+    """A change of the number of partitions."""
 
     at: float
     subject: str
@@ -68,10 +68,10 @@ class Change(NamedTuple):
 
 
 class DiskFault(NamedTuple):
-    """Something goes wrong with a broker's disk.
+    """A fault of a broker's disk.
 
-    - ``sync``: the next sync fails. The broker ends and is started again in the same page cache; then the power fails.
-    - ``full``: the disk takes nothing more for a while.
+    - ``sync``: the next sync fails. The broker ends and restarts on the same page cache; then the power fails.
+    - ``full``: the disk is full for a while.
     - ``checkpoint``: the newest checkpoint is damaged, and the broker is killed.
     """
 
@@ -82,19 +82,19 @@ class DiskFault(NamedTuple):
 
 
 class Outage(NamedTuple):
-    """The database of the meta servers does not answer."""
+    """The meta servers' database is unavailable."""
 
     at: float
     seconds: float
 
 
 class Plan(NamedTuple):
-    """See the module."""
+    """One simulated world, as plain data."""
 
     seed: int
     seconds: float
     flush: Literal["async", "sync"]
-    #: Brokers that there are.
+    #: The names of the brokers.
     brokers: tuple[str, ...]
     subjects: tuple[SubjectPlan, ...]
     groups: tuple[GroupPlan, ...]
@@ -102,15 +102,15 @@ class Plan(NamedTuple):
     changes: tuple[Change, ...] = ()
     disk_faults: tuple[DiskFault, ...] = ()
     outages: tuple[Outage, ...] = ()
-    #: When ``DOOMED`` is deleted; None: there is none.
+    #: When the subject ``DOOMED`` is deleted; None: there is no such subject.
     deleted_at: float | None = None
-    #: How far the wall clocks of machines are from each other at the beginning, in seconds.
+    #: The largest difference between the machines' wall clocks at the beginning, in seconds.
     skew: float = 0.0
     #: How likely a call of a client is cancelled while it runs.
     cancels: float = 0.0
-    #: Some messages are delayed. A delay counts on the producer's and the broker's clocks, which are close then.
+    #: Some messages are delayed. A delay depends on the clocks of producer and broker, which then differ little.
     delays: bool = False
-    #: How likely a client's member is an app.
+    #: The probability that a client's member is an app.
     apps: float = 0.3
     #: How likely a handler or a decoder fails.
     failures: float = 0.05
@@ -118,20 +118,20 @@ class Plan(NamedTuple):
     fixed_ids: bool = True
     #: Rows that a consumer pulls ahead.
     prefetch: int = 50
-    #: A subject that is sent to or consumed is made, also after it was deleted.
+    #: Sending to or consuming a subject creates it, also after its deletion.
     auto_create: bool = True
-    #: What a producer buffers before its sends wait.
+    #: How much a producer buffers before its sends wait.
     buffer_bytes: int = 64 * MIB
-    #: Retention waits for an archiver, which notes now and then how far it is.
+    #: Retention waits for an archiver, which moves its archive mark now and then.
     archived: bool = False
     #: The broker group that is emptied and switched off in the end; None: all stay.
     emptied: str | None = None
-    #: The broker group that is switched off is removed from the routes, too.
+    #: The broker group that is switched off is also removed from the routes.
     forgotten: bool = True
 
     @property
     def calm(self) -> bool:
-        """Nothing goes wrong with machines, networks and disks."""
+        """Whether machines, networks and disks have no faults."""
         return not (self.script or self.disk_faults or self.outages)
 
     def subject(self, name: str) -> SubjectPlan:
@@ -142,7 +142,7 @@ class Plan(NamedTuple):
 def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
     """The plan of a seed."""
     draw = random.Random(f"{seed} plan")
-    # A small world has room for little, and more of it happens at the same time.
+    # In a small world more things happen at the same time.
     small = draw.random() < 0.4
     brokers = BROKERS[:1] if small else BROKERS[: draw.choice((1, 2, 3, 3))]
     flush: Literal["async", "sync"] = draw.choice(("async", "sync"))
@@ -176,7 +176,7 @@ def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
         auto_create=draw.random() < 0.5,
         buffer_bytes=draw.choice((64 * MIB, 5_000)),
     )
-    plan = _with_what_came_later(plan)
+    plan = _with_later_features(plan)
     if draw.random() < 0.3:
         return plan
     return plan._replace(
@@ -186,10 +186,10 @@ def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
     )
 
 
-def _with_what_came_later(plan: Plan) -> Plan:
-    """Drawn apart, so that the rest of a seed's plan stays as it was."""
+def _with_later_features(plan: Plan) -> Plan:
+    """Draw the newer features separately, so that the rest of a seed's plan does not change."""
     draw = random.Random(f"{plan.seed} later")
-    # A deleted subject that is sent to again may be made at any broker.
+    # A deleted subject that is sent to again may be created on any broker.
     may_be_emptied = len(plan.brokers) > 1 and plan.deleted_at is None
     plan = plan._replace(
         archived=any(subject.retention for subject in plan.subjects) and draw.random() < 0.5,
@@ -197,7 +197,7 @@ def _with_what_came_later(plan: Plan) -> Plan:
     )
     if plan.emptied is None or draw.random() < 0.5:
         return plan
-    # Dead letters and parked keys are listed at all brokers of the routes.
+    # Listing dead letters and parked keys asks all brokers of the routes.
     groups = tuple(group._replace(attempts=10_000) for group in plan.groups)
     return plan._replace(groups=groups, forgotten=False)
 
@@ -211,7 +211,7 @@ def _retention(draw: random.Random) -> float | None:
 
 
 def _groups(draw: random.Random, subject: SubjectPlan, seconds: float) -> list[GroupPlan]:
-    """One group of owners and a few of the others."""
+    """One group whose members own logical partitions, and a few others."""
     kinds: list[tuple[str, Mode]] = [("billing", "ordered" if draw.random() < 0.8 else "affinity")]
     others: list[tuple[str, Mode]] = [("mail", "shared"), ("once", "once"), ("screens", "broadcast")]
     kinds += draw.sample(others, draw.choice((1, 1, 2)))
@@ -250,14 +250,14 @@ def _faults(draw: random.Random, plan: Plan) -> list[Fault]:
     weights = WEIGHTS if plan.flush == "async" else WEIGHTS | {"power_loss": 1}
     return Faults(
         draw,
-        # Servers as often as all the others.
+        # Servers are hit as often as all other processes together.
         [*2 * plan.brokers, *METAS, *others],
         pairs,
         disks=plan.brokers,
         weights=weights,
         every_seconds=draw.choice((0.7, 1.5, 3.0, 6.0)),
         long_seconds=2.5 * LEASE_SECONDS,
-        # Retries and delays wait on the broker's wall clock: set back further, they wait longer.
+        # Retries and delays wait on the broker's wall clock: setting it back further makes them wait longer.
         jump_seconds=20.0,
     ).script(plan.seconds)
 

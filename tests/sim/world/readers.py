@@ -14,7 +14,7 @@ from tests.sim.world.plan import DOOMED, Plan, SubjectPlan
 
 
 class Reading:
-    """What the reader's process does, and what it has seen."""
+    """The main of the reader's process, and the rows it has seen."""
 
     def __init__(
         self, simulation: Simulation, plan: Plan, ledger: Ledger, addresses: Sequence[str], limits: plait.ClientLimits
@@ -26,10 +26,10 @@ class Reading:
         self._limits = limits
         self._calls: list[Calls] = []
         self.settled = False
-        #: The subject that it reads: one whose messages stay; None: there is none.
+        #: The subject that it reads, one without retention; None: there is none.
         kept = [subject for subject in plan.subjects if subject.name != DOOMED and subject.retention is None]
         self.subject: SubjectPlan | None = random.Random(f"{plan.seed} reader").choice(kept) if kept else None
-        #: The last sequence of each partition that the present reader has seen.
+        #: The last sequence of each partition that the current reader has seen.
         self.seen: dict[str, int] = {}
 
     def settle(self) -> None:
@@ -39,11 +39,11 @@ class Reading:
             calls.probability = 0.0
 
     def end(self) -> None:
-        """Ask no more of the reader: a broker that has rows is switched off."""
+        """End the check: a broker with rows is switched off."""
         self.subject = None
 
     async def run(self, process: Process) -> None:
-        """Read until the end of the world; a reader that fails is followed by one that begins again."""
+        """Read until the end of the run; after an error a new reader starts from the beginning."""
         draw = random.Random(f"{self.plan.seed} {process.name}.{process.lives}")
         calls = Calls(draw, 0.0 if self.settled else self.plan.cancels)
         self._calls.append(calls)
@@ -74,7 +74,7 @@ class Reading:
             self.seen[partition] = message.sequence
 
     def missing(self) -> list[tuple[str, int]]:
-        """Places of messages that were stored and that the reader has not seen."""
+        """The places of stored messages that the reader has not seen."""
         if self.subject is None:
             return []
         places = [sent.record.place for sent in self.ledger.sent.values() if sent.subject == self.subject.name]

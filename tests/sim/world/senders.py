@@ -19,21 +19,21 @@ from tests.sim.world.plan import DOOMED, Plan
 KEYS: list[str | None] = [*(f"k{n}" for n in range(8)), None]
 DELAYED_KEYS: list[str | None] = [*(f"{DELAYED}{n}" for n in range(8)), None]
 PADDING = (0, 0, 0, 100, 2000, 9000)
-#: A few of these are more than a small buffer takes.
+#: A few bodies of this size exceed a small buffer.
 LARGE = (0, 1500, 2500)
 #: Refusals after which the message is certainly not stored.
 REFUSED = (FlowControl, DiskFull, SubjectNotFound)
 
 
 class Body(msgspec.Struct):
-    """What every message says."""
+    """The body of every message."""
 
     number: int
     padding: str = ""
 
 
 class Senders:
-    """What all producers share."""
+    """State that all producers share."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Senders:
         self._limits = msgspec.structs.replace(limits, buffer_bytes=plan.buffer_bytes)
 
     async def run(self, process: Process) -> None:
-        """What a producer does."""
+        """The main of a producer."""
         name = f"{process.name}.{process.lives}"
         draw = random.Random(f"{self.plan.seed} {name}")
         calls = Calls(draw, self.plan.cancels)
@@ -86,7 +86,7 @@ class Senders:
     async def _posts(
         self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
     ) -> None:
-        """A few messages at once, whose order is that of the calls."""
+        """Post a few messages at once, in the order of the calls."""
         for _ in range(draw.choice((1, 1, 2, 6))):
             record = self._record(process, client, subject, draw.choice(KEYS))
             try:
@@ -99,14 +99,14 @@ class Senders:
     async def _awaits(
         self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
     ) -> None:
-        """One message, perhaps given up by its caller."""
+        """Send one message; the call may be cancelled."""
         record = self._record(process, client, subject, draw.choice(KEYS))
         await self._settle(record, subject, calls(client.send(subject, self._body(record, draw), key=_key(record))))
 
     async def _at_once(
         self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
     ) -> None:
-        """Several tasks, each of which sends again when it has its receipt; a small buffer does not take all of it."""
+        """Several tasks, each sending one message after another; together they exceed a small buffer."""
         keys = draw.sample(KEYS, 2)
         for _ in range(draw.choice((2, 4))):
             process.spawn(self._chain(process, client, subject, keys, draw))
@@ -120,7 +120,7 @@ class Senders:
         draw: random.Random,
     ) -> None:
         for _ in range(3):
-            # Not one of ``calls``: a call that may be cancelled begins a step later, and its order is another.
+            # Not by ``calls``: a call that may be cancelled begins one step later, which changes the order.
             record = self._record(process, client, subject, draw.choice(keys))
             body = msgspec.json.encode(Body(int(record.value), "x" * draw.choice(LARGE)))
             await self._settle(record, subject, client.send(subject, body, key=_key(record)))
@@ -128,14 +128,14 @@ class Senders:
     async def _many(
         self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
     ) -> None:
-        """One call for several."""
+        """Send several messages with one call."""
         records = [self._record(process, client, subject, draw.choice(KEYS)) for _ in range(draw.choice((1, 3, 12)))]
         bodies = [self._body(record, draw) for record in records]
         keys = [_key(record) for record in records]
         try:
             receipts = await calls(client.send_many(subject, bodies, keys=keys))
         except (PlaitError, Interrupted) as error:
-            # Some of them may be stored.
+            # Some of the messages may be stored.
             for record in records:
                 self._unknown(record, error)
         else:
@@ -145,7 +145,7 @@ class Senders:
     async def _later(
         self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
     ) -> None:
-        """A delayed message, which may be cancelled or moved."""
+        """Send a delayed message, and perhaps cancel it or change its due time."""
         record = self._record(process, client, subject, draw.choice(DELAYED_KEYS))
         delay = draw.choice((0.05, 0.5, draw.uniform(0.1, 6.0)))
         due = self.simulation.now + delay

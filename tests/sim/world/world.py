@@ -1,4 +1,4 @@
-"""``World``: runs a plan, mends everything, waits until all that must come has come, and judges what happened."""
+"""``World``: runs a plan, ends all faults, waits until everything is handled, and checks the ledger."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tests.sim.world.senders import Senders
 CLIENT_LIMITS = plait.ClientLimits(
     reconnect_max_seconds=1.0, request_seconds=3.0, route_seconds=5.0, pull_wait_seconds=5.0
 )
-#: Errors that are logged where handlers fail and disks do.
+#: Errors that Plait logs when handlers and disks fail.
 ALLOWED_LOGS = ("*storage*", "*disk*", "*sync*", "Members.*", "*checkpoint*")
-#: What a fault still causes when it is over: locks end and pass on, connections are made again.
+#: How long the effects of a fault outlast it: locks change owners, clients reconnect.
 AFTERMATH_SECONDS = 8.0
 DRAIN_SECONDS = 120.0
-#: It is not done either when nothing is handled for so long: leases, retries and reconnects together take less.
+#: A run that handles nothing for this long is stuck: leases, retries and reconnects together take less.
 QUIET_SECONDS = 30.0
-#: After the end: a consumer that was held up shows what it still takes for its own.
+#: Extra time after the end: a consumer that was delayed handles what it believes to own.
 SHOW_SECONDS = 0.5
-#: How long is sent when a broker group was switched off.
+#: How long producers send after a broker group was switched off.
 SEND_SECONDS = 1.5
 
 
 class World:
-    """See the module. ``plan``: this one instead of the seed's; ``seconds``: how long the seed's plan lasts."""
+    """``run`` runs one seed. ``plan``: this plan instead of the seed's; ``seconds``: how long the seed's plan lasts."""
 
     def __init__(
         self, seed: int, *, seconds: float = 6.0, plan: Plan | None = None, quiet_seconds: float = QUIET_SECONDS
@@ -53,13 +53,13 @@ class World:
         self._skew()
 
     def _skew(self) -> None:
-        """No two machines agree about the time."""
+        """Set the wall clock of each machine to a different time."""
         draw = random.Random(f"{self.plan.seed} skew")
         for process in self.simulation.processes.values():
             process.jump(draw.uniform(-self.plan.skew, self.plan.skew))
 
     def run(self) -> None:
-        """Run it; raises ``AssertionError`` when something is wrong."""
+        """Run the world; raises ``AssertionError`` for a broken promise."""
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -98,7 +98,7 @@ class World:
     def _finish(self) -> None:
         self._drain()
         self.simulation.run_for(SHOW_SECONDS if self.plan.calm else SHOW_SECONDS + LEASE_SECONDS)
-        # A nack that was confirmed meanwhile makes a message one that has to be handled.
+        # A nack that was confirmed meanwhile adds its message to those that must be handled.
         self._drain()
 
     def _switch_off(self, group: str) -> None:
@@ -119,7 +119,7 @@ class World:
             sim.process("operator").start(self.operator.resume(self.drained))
 
     def drained(self) -> bool:
-        """Everything is handled that must be."""
+        """Whether everything is handled that must be."""
         return (
             not self.ledger.sending()
             and not any(
@@ -132,7 +132,7 @@ class World:
         )
 
     def _all_once(self) -> bool:
-        """At most once means every message where nothing goes wrong, decoders of bodies included."""
+        """Whether at-most-once groups must get every message: nothing fails, including decoders."""
         return self.plan.calm and not self.plan.cancels and not self.plan.failures
 
     def _drain(self) -> None:
@@ -155,7 +155,7 @@ class World:
         return "\n".join(lines)
 
     def _fault(self, fault: Fault) -> None:
-        """Tell the histories what this excuses."""
+        """Record in the histories what the fault excuses."""
         now = self.simulation.now
         until = now + fault.seconds + AFTERMATH_SECONDS
         if fault.kind == "jump":

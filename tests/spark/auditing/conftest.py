@@ -1,4 +1,4 @@
-"""An audit in this process, without Spark: the same parts, one after another."""
+"""An audit in this process, without Spark: the same parts run one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data directories with a defect: the logs of a good one, written anew, but for one thing."""
+"""Data directories with a defect: the logs of a good one, rewritten with one change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def frames_of(data: Path, log: str) -> list[FrameView]:
 
 
 def write(data: Path, log: str, frames: Iterable[tuple[list[Any], int]]) -> None:
-    """A log of one segment."""
+    """Write a log of one segment."""
     target = Log(RealDisk(data), log, 1 << 22)
     for parts, size in frames:
         target.append(parts, size)
@@ -55,12 +55,12 @@ def with_events(frame: FrameView, events: Events) -> tuple[list[Any], int]:
 
 
 def copied(data: Path, target: Path) -> None:
-    """Without the checkpoints, which tell of offsets that change."""
+    """Copy without the checkpoints, because their offsets become wrong."""
     shutil.copytree(data, target, ignore=shutil.ignore_patterns("checkpoints", "consume", "LOCK"))
 
 
 def without_message(data: Path, target: Path, sequence: int) -> None:
-    """The frame with this message is gone from the message log."""
+    """Remove the frame with this message from the message log."""
     copied(data, target)
     shutil.rmtree(target / "message")
     frames = [frame for frame in frames_of(data, "message") if not (frame.partition and frame.base == sequence)]
@@ -68,7 +68,7 @@ def without_message(data: Path, target: Path, sequence: int) -> None:
 
 
 def undurable(frames: Iterable[FrameView]) -> Iterable[tuple[list[Any], int]]:
-    """What later frames call durable lies elsewhere now."""
+    """Clear the durable marks in the frames, because the offsets they name change."""
     for frame in frames:
         data = bytearray(frame.buffer[: frame.size])
         data[44:80] = pack_stamp(frame.partition, frame.base, frame.store_time, 0, frame.epoch)
@@ -76,7 +76,7 @@ def undurable(frames: Iterable[FrameView]) -> Iterable[tuple[list[Any], int]]:
 
 
 def with_actions(data: Path, target: Path, change: Callable[[Events], Events]) -> None:
-    """Each frame of events is as ``change`` makes it; an empty one is left out."""
+    """Replace the events of each frame by those that ``change`` returns; drop the frame if there are none."""
     copied(data, target)
     shutil.rmtree(target / "action")
     frames = []
@@ -98,7 +98,7 @@ def is_ack(events: Events, sequence: int) -> npt.NDArray[np.bool_]:
 
 
 def swapped_acks(data: Path, target: Path, one: int, other: int) -> None:
-    """The acks of two single messages are in each other's place."""
+    """Exchange the acks of two single messages."""
 
     def change(events: Events) -> Events:
         first, second = is_ack(events, one), is_ack(events, other)

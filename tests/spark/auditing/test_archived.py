@@ -1,4 +1,4 @@
-"""Audits of archives: the same verdict as of the data directory they come from."""
+"""Audits of archives: the verdict is the same as for the data directory that was archived."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from tests.spark.test_deaths import forget_deaths
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers and audits of this test do without Spark."""
+    """Archivers and audits of this test run without Spark."""
     monkeypatch.setattr(archiving, "run_job", run_here)
 
 
 def counts(report: AuditReport) -> list[dict[str, object]]:
-    """What both ways of reading know."""
+    """The counts that an archive and a data directory have in common."""
     groups = [msgspec.to_builtins(group) for group in report.groups()]
     return [{name: value for name, value in group.items() if name != "lag"} for group in groups]
 
 
-async def test_an_archive_and_its_data_directory_are_judged_alike(
+async def test_an_archive_and_its_data_directory_get_the_same_verdict(
     tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ):
     data, to = tmp_path / "data", tmp_path / "archive"
@@ -70,8 +70,8 @@ async def test_an_archive_and_its_data_directory_are_judged_alike(
     assert [subject.messages for subject in report.subjects] == [204]
 
 
-async def with_letters(data: Path) -> datetime:
-    """A strict subject of several partitions, whose messages die of several things; a time between two of them."""
+async def with_dead_letters(data: Path) -> datetime:
+    """A strict subject of several partitions, with deaths of several reasons; returns a time between two of them."""
     clock = ManualClock()
     retry = plait.Retry(attempts=1)
     async with EmbeddedBroker(data, clock=clock) as broker, broker.connect() as client:
@@ -100,11 +100,9 @@ async def with_letters(data: Path) -> datetime:
     return middle
 
 
-async def test_dead_letters_and_the_order_of_strict_subjects_are_told_as_of_the_data_directory(
-    tmp_path: Path, audit: Audit
-):
+async def test_dead_letters_and_strict_order_are_reported_as_for_the_data_directory(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
-    middle = await with_letters(data)
+    middle = await with_dead_letters(data)
     archive_here(data, to, now=True)
     report = audit(archive=to)
     assert report.held
@@ -115,12 +113,12 @@ async def test_dead_letters_and_the_order_of_strict_subjects_are_told_as_of_the_
     assert "strict order" in page(report)
     for times in ({"since": middle}, {"until": middle}):
         assert counts(audit(archive=to, **times)) == counts(audit(data, **times))
-    # Files that were merged say the same.
+    # Merged files give the same report.
     archive_here(None, to, compact=True)
     assert counts(audit(archive=to)) == counts(report)
 
 
-async def test_deaths_are_those_of_the_messages_that_are_asked_for(tmp_path: Path, audit: Audit):
+async def test_only_deaths_of_the_selected_messages_are_reported(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     clock = ManualClock()
     async with EmbeddedBroker(data, clock=clock) as broker, broker.connect() as client:
@@ -140,18 +138,18 @@ async def test_deaths_are_those_of_the_messages_that_are_asked_for(tmp_path: Pat
     (death,) = one_group(audit(archive=to)).deaths
     assert (death.type, death.count) == ("ValueError", 4)
     (death,) = one_group(audit(archive=to, until=middle)).deaths
-    assert (death.type, death.count) == (None, 4), "it is not known whose they are"
+    assert (death.type, death.count) == (None, 4), "the deaths have no store times to select by"
 
 
 def without_store_times(to: Path) -> None:
-    """Deaths as an earlier Plait archived them."""
+    """Make the deaths look as an earlier Plait archived them."""
     for file in Archive.at(to).open().find("deaths"):
         pq.write_table(pq.read_table(to / file.path, partitioning=None).drop_columns(["store_time"]), to / file.path)
 
 
-async def test_an_older_archive_says_that_it_does_not_know(tmp_path: Path, audit: Audit):
+async def test_an_older_archive_reports_what_it_does_not_record(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
-    await with_letters(data)
+    await with_dead_letters(data)
     archive_here(data, to, now=True)
     forget_deaths(to)
     report = audit(archive=to)
@@ -159,36 +157,36 @@ async def test_an_older_archive_says_that_it_does_not_know(tmp_path: Path, audit
     billing, mail = report.groups()
     assert [(death.type, death.count) for death in billing.deaths] == [(None, 4)]
     assert (billing.order, mail.order) == ("none", "not_known")
-    assert "whether it is strict is not known" in page(report)
+    assert "the archive does not have the order strategy" in page(report)
 
 
-def test_groups_of_several_directories_have_their_own_letters(tmp_path: Path, audit: Audit):
+def test_groups_of_several_directories_have_their_own_dead_letters(tmp_path: Path, audit: Audit):
     to = tmp_path / "archive"
     for number, name in enumerate(("g1", "g2")):
         filler = Filler(tmp_path / name)
         for other in range(number):
-            # Groups of the same name have other numbers there.
+            # Groups of the same name have other numbers in the second directory.
             filler.failing(f"quiet-{other}")
         failing = filler.failing()
         filler.rounds(4)
         assert filler.fail(failing, Reason("ValueError" if number else "KeyError")) == 12
         filler.stop()
         archive_here(tmp_path / name, to, now=True, group=name)
-    told = {group.group: group.deaths for group in audit(archive=to).groups()}
-    assert {name: [(death.type, death.count) for death in deaths] for name, deaths in told.items()} == {
+    deaths_of = {group.group: group.deaths for group in audit(archive=to).groups()}
+    assert {name: [(death.type, death.count) for death in deaths] for name, deaths in deaths_of.items()} == {
         "billing": [],
         "failing": [("KeyError", 12), ("ValueError", 12)],
         "quiet-0": [],
     }
 
 
-async def test_a_strict_subject_of_an_archive_is_judged_as_strict(tmp_path: Path, audit: Audit):
+async def test_a_strict_subject_of_an_archive_is_judged_by_strict_order(tmp_path: Path, audit: Audit):
     await one_by_one(tmp_path / "good", ordered=True)
 
     def unacked(events: Events) -> Events:
         return events[~is_ack(events, 4)]
 
-    # What overtakes a message that nobody acked is out of order where order is strict, and nowhere else.
+    # A message that overtakes an unacked one is out of order only in a strict subject.
     with_actions(tmp_path / "good", tmp_path / "bad", unacked)
     archive_here(tmp_path / "bad", tmp_path / "archive", now=True)
     assert [group.broken for group in audit(archive=tmp_path / "archive").groups()] == [["out_of_order"]]
@@ -214,10 +212,10 @@ async def test_double_acks_of_messages_without_keys_are_found_in_an_archive(tmp_
     archive_here(tmp_path / "bad", to, now=True)
     assert [group.broken for group in audit(archive=to).groups()] == [["double_acks"]]
     forget_deaths(to)
-    assert audit(archive=to).held, "which strand a message was of is not known"
+    assert audit(archive=to).held, "the cursor of each message is not known"
 
 
-async def test_messages_without_keys_are_of_the_strands_that_they_were_of(tmp_path: Path, audit: Audit):
+async def test_messages_without_keys_are_judged_by_their_cursors(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     async with AsyncExitStack() as stack:
         broker = await stack.enter_async_context(EmbeddedBroker(data))
@@ -246,7 +244,7 @@ async def test_messages_without_keys_are_of_the_strands_that_they_were_of(tmp_pa
     assert counts(report) == counts(audit(data))
 
 
-async def test_what_was_never_stored_is_found_in_an_archive_that_has_all_messages(tmp_path: Path, audit: Audit):
+async def test_an_ack_of_a_message_that_was_never_stored_is_found_in_a_complete_archive(tmp_path: Path, audit: Audit):
     await one_by_one(tmp_path / "good")
 
     def invented(events: Events) -> Events:
@@ -261,7 +259,7 @@ async def test_what_was_never_stored_is_found_in_an_archive_that_has_all_message
     assert audit(archive=tmp_path / "archive-bad").held, "events may be archived before their messages"
 
 
-def test_events_about_messages_that_are_not_archived_yet_are_no_invention(tmp_path: Path, audit: Audit):
+def test_events_of_messages_that_are_not_archived_yet_break_no_promise(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     filler.rounds(60)
@@ -302,9 +300,9 @@ async def test_a_subject_that_was_deleted_before_all_of_it_was_archived(tmp_path
             await client.send("others", b"x")
 
 
-async def test_a_file_of_deaths_that_is_gone_is_told(tmp_path: Path, audit: Audit):
+async def test_a_missing_file_of_deaths_is_reported(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
-    await with_letters(data)
+    await with_dead_letters(data)
     archive_here(data, to, now=True)
     for file in Archive.at(to).open().find("deaths"):
         (to / file.path).unlink()
@@ -312,7 +310,7 @@ async def test_a_file_of_deaths_that_is_gone_is_told(tmp_path: Path, audit: Audi
         audit(archive=to)
 
 
-async def test_runs_of_the_archiver_are_one_log(tmp_path: Path, audit: Audit):
+async def test_the_files_of_several_archiver_runs_are_judged_as_one_log(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     async with (
         EmbeddedBroker(data) as broker,
@@ -330,12 +328,12 @@ async def test_runs_of_the_archiver_are_one_log(tmp_path: Path, audit: Audit):
     assert counts(report) == counts(audit(data))
 
 
-def test_what_is_no_archive_and_a_subject_that_is_not_in_it(tmp_path: Path, audit: Audit):
+def test_a_directory_that_is_no_archive_is_refused(tmp_path: Path, audit: Audit):
     with pytest.raises(ArchiveError, match="is not an archive"):
         audit(archive=tmp_path)
 
 
-def test_copies_of_segments_are_audited_as_a_data_directory_is(tmp_path: Path, audit: Audit):
+def test_copied_segments_are_audited_like_a_data_directory(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     filler.rounds(60)
@@ -352,7 +350,7 @@ def test_copies_of_segments_are_audited_as_a_data_directory_is(tmp_path: Path, a
     assert audit(archive=to).subjects[0].messages == 180
 
 
-async def test_a_subject_that_is_not_archived(tmp_path: Path, audit: Audit):
+async def test_a_subject_that_is_not_archived_is_an_error(tmp_path: Path, audit: Audit):
     await one_by_one(tmp_path / "data")
     archive_here(tmp_path / "data", tmp_path / "archive", now=True)
     for name in ("nothing", "nothing*"):

@@ -1,4 +1,4 @@
-"""Audits of archives in which a name had several partitions, one after another, or has one without messages."""
+"""Audits of archives in which a name had several partitions, one after another, or an empty one."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.spark.auditing.test_live import SUBJECT, consume, send
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers of this test do without Spark."""
+    """Archivers of this test run without Spark."""
     monkeypatch.setattr(archiving, "run_job", run_here)
 
 
 async def handle(client: plait.Client, count: int, *, ordered: bool) -> None:
-    """Each message is acked before the next one is sent."""
+    """Send messages, and ack each before the next is sent."""
     async with client.consumer(SUBJECT, group="billing", ordered=ordered) as consumer:
         for number in range(count):
             await client.send(SUBJECT, b"%d" % number, key=f"k-{number % 2}")
@@ -40,7 +40,7 @@ async def handle(client: plait.Client, count: int, *, ordered: bool) -> None:
 
 
 async def made_again(data: Path, to: Path | None, *, ordered: bool, order: str = "best_tried") -> None:
-    """Six messages, and four of a second life; archived in between, or not."""
+    """Six messages, then four in a second life of the subject; archived in between if ``to`` is given."""
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT, order="strict")
         await handle(client, 6, ordered=ordered)
@@ -68,7 +68,7 @@ async def test_each_life_of_a_subject_is_judged_by_its_own_events(tmp_path: Path
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-async def test_of_a_life_that_was_never_archived_nothing_is_told(tmp_path: Path, audit: Audit, ordered: bool):
+async def test_a_life_that_was_never_archived_is_not_reported(tmp_path: Path, audit: Audit, ordered: bool):
     data, to = tmp_path / "data", tmp_path / "archive"
     await made_again(data, None, ordered=ordered)
     archive_here(data, to, now=True)
@@ -76,7 +76,7 @@ async def test_of_a_life_that_was_never_archived_nothing_is_told(tmp_path: Path,
     assert counts(audit(archive=to)) == counts(audit(data))
 
 
-async def test_a_life_after_a_crash_has_lost_nothing_that_groups_before_it_passed(tmp_path: Path, audit: Audit):
+async def test_a_life_after_a_crash_has_lost_nothing_that_earlier_groups_passed(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await handle(client, 6, ordered=False)
@@ -93,7 +93,7 @@ async def test_a_life_after_a_crash_has_lost_nothing_that_groups_before_it_passe
 
 
 @pytest.mark.parametrize("life", [0, 1])
-async def test_what_is_broken_in_either_life_is_found(tmp_path: Path, audit: Audit, life: int):
+async def test_a_broken_promise_in_either_life_is_found(tmp_path: Path, audit: Audit, life: int):
     data, to = tmp_path / "data", tmp_path / "archive"
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT, order="strict")
@@ -106,7 +106,7 @@ async def test_what_is_broken_in_either_life_is_found(tmp_path: Path, audit: Aud
         await handle(client, 6, ordered=True)
     unacked(tmp_path / "first", tmp_path / "second", broken=life == 1)
     archive_here(tmp_path / "second", to, now=True)
-    # The message that nobody acked holds back those of its key where order is strict.
+    # In a strict subject, the unacked message holds back the later messages of its key.
     assert one_group(audit(archive=to)).broken == ["out_of_order"]
 
 
@@ -124,7 +124,7 @@ def unacked(data: Path, target: Path, *, broken: bool) -> None:
     with_actions(data, target, change)
 
 
-async def test_a_partition_that_was_given_up_before_it_had_messages_changes_nothing(tmp_path: Path, audit: Audit):
+async def test_a_partition_that_was_deleted_while_empty_changes_nothing(tmp_path: Path, audit: Audit):
     async with EmbeddedBroker(tmp_path / "good") as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT)
         await client.admin.delete_subject(SUBJECT)
@@ -136,7 +136,7 @@ async def test_a_partition_that_was_given_up_before_it_had_messages_changes_noth
 
 
 @pytest.mark.parametrize("partition", [SUBJECT, f"{SUBJECT}#1"])
-async def test_where_the_order_of_one_partition_is_not_known_that_of_the_group_is_not(
+async def test_the_order_of_a_group_is_not_known_where_that_of_one_partition_is_not(
     tmp_path: Path, audit: Audit, partition: str
 ):
     data, to = tmp_path / "data", tmp_path / "archive"
@@ -155,7 +155,7 @@ async def test_where_the_order_of_one_partition_is_not_known_that_of_the_group_i
     assert one_group(audit(archive=to)).order == "not_known"
 
 
-async def test_a_partition_without_messages_is_judged_too(tmp_path: Path, audit: Audit):
+async def test_an_empty_partition_is_judged_too(tmp_path: Path, audit: Audit):
     data, bad = tmp_path / "data", tmp_path / "bad"
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         async with client.consumer(SUBJECT, group="billing") as consumer:
@@ -175,7 +175,7 @@ async def test_a_partition_without_messages_is_judged_too(tmp_path: Path, audit:
     assert counts(audit(archive=tmp_path / "archive")) == counts(audit(bad))
 
 
-async def test_subjects_groups_and_partitions_without_messages_are_there(tmp_path: Path, audit: Audit):
+async def test_empty_subjects_groups_and_partitions_are_listed(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT, partitions=3)
@@ -183,7 +183,7 @@ async def test_subjects_groups_and_partitions_without_messages_are_there(tmp_pat
         await client.admin.create_subject("quiet")
         async with (
             client.consumer(SUBJECT, group="billing") as consumer,
-            client.consumer("quiet", group="nobody") as waiting,
+            client.consumer("quiet", group="idle") as waiting,
         ):
             for _ in range(6):
                 await client.send(SUBJECT, b"x", key="k")
@@ -194,13 +194,13 @@ async def test_subjects_groups_and_partitions_without_messages_are_there(tmp_pat
     report = audit(archive=to)
     assert [subject.partition_skew for subject in report.subjects] == [3.0, 1.0]
     assert counts(report) == counts(audit(data))
-    assert one_group(audit(archive=to, groups=["nobody"])).subject == "quiet"
+    assert one_group(audit(archive=to, groups=["idle"])).subject == "quiet"
     assert one_group(audit(archive=to, subjects=["quiet"])).messages == 0
     with pytest.raises(SubjectNotFound, match=r"'gone' is not in .* there are order.book, quiet"):
         audit(archive=to, subjects=["gone"])
 
 
-async def test_a_partition_made_after_the_last_run_begins_with_its_first_message(tmp_path: Path, audit: Audit):
+async def test_a_partition_that_was_made_after_the_last_run_starts_with_its_first_message(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await client.send("others", b"x")
@@ -219,14 +219,14 @@ async def test_a_partition_made_after_the_last_run_begins_with_its_first_message
     assert (subject.messages, subject.missing, [each.sequence for each in subject.examples]) == (1, 1, [0])
 
 
-async def test_what_a_deleted_partition_had_when_nobody_archived_it_is_not_missing(tmp_path: Path, audit: Audit):
+async def test_unarchived_messages_of_a_deleted_partition_are_not_missing(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await send(client, 10)
     archive_here(data, to, now=True)
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await send(client, 5, start=10)
-    # The checkpoint of this stop knows of fifteen messages.
+    # The checkpoint of this stop counts fifteen messages.
     kept = tmp_path / "kept"
     shutil.copytree(data / "checkpoints", kept)
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
@@ -241,7 +241,7 @@ async def test_what_a_deleted_partition_had_when_nobody_archived_it_is_not_missi
 
 
 def change_source(to: Path, **fields: object) -> None:
-    """The manifest as an earlier Plait left it."""
+    """Change the manifest to what an earlier Plait wrote."""
     archive = Archive.at(to)
     manifest = archive.open()
     ((name, source),) = manifest.sources.items()
@@ -249,7 +249,7 @@ def change_source(to: Path, **fields: object) -> None:
     commit_next(archive, sources={name: changed})
 
 
-async def test_an_archive_that_tells_settings_by_name_alone_does_not_know_the_order(tmp_path: Path, audit: Audit):
+async def test_the_order_is_not_known_in_an_archive_that_records_settings_by_name_only(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     await made_again(data, to, ordered=True)
     archive_here(data, to, now=True)
@@ -258,7 +258,7 @@ async def test_an_archive_that_tells_settings_by_name_alone_does_not_know_the_or
     group = one_group(report)
     assert report.held
     assert (group.order, group.messages, group.acked) == ("not_known", 10, 10)
-    # The next run knows of what there is now.
+    # The next run records the settings of the current partitions.
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await handle(client, 1, ordered=True)
     archive_here(data, to, now=True)
@@ -267,7 +267,7 @@ async def test_an_archive_that_tells_settings_by_name_alone_does_not_know_the_or
     assert source.settings[f"{SUBJECT}@g1"].number == source.lives[f"{SUBJECT}@g1"][-1].number
 
 
-async def test_an_archive_that_tells_of_no_lives_is_judged_by_name(tmp_path: Path, audit: Audit):
+async def test_an_archive_that_does_not_record_lives_is_judged_by_name(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     await one_by_one(data, ordered=True)
     archive_here(data, to, now=True)

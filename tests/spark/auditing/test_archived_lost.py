@@ -1,4 +1,4 @@
-"""Audits of archives that do not have all of a log: what retention took before it was archived breaks no promise."""
+"""Audits of incomplete archives: what retention removed before it was archived breaks no promise."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ORDERS = WantedRows(frozenset({"orders"}))
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers of this test do without Spark."""
+    """Archivers of this test run without Spark."""
     monkeypatch.setattr(archiving, "run_job", run_here)
 
 
 def consume(filler: Filler) -> None:
-    """All that there is."""
+    """Ack all messages."""
     consumer = filler.consumers["orders"]
     while ranges := filler.node.pull(consumer).ranges:
         for start, end, _ in ranges:
@@ -43,7 +43,7 @@ def test_an_archive_that_retention_overtook(tmp_path: Path, audit: Audit):
     consumers, filler.consumers = filler.consumers, {}
     filler.rounds(10)
     archive_here(data, to, now=True)
-    # Acks of what is archived are among what nobody archives any more.
+    # Some acks of archived messages were removed before they were archived.
     filler.consumers = consumers
     consume(filler)
     filler.rounds(30)
@@ -60,7 +60,7 @@ def test_an_archive_that_retention_overtook(tmp_path: Path, audit: Audit):
     assert (group.unknown, group.acked) == (30, group.messages - 30)
 
 
-def test_what_is_missing_of_an_archive_that_retention_overtook_is_missing_still(tmp_path: Path, audit: Audit):
+def test_messages_that_are_missing_in_an_archive_that_retention_overtook_are_reported(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, retention_seconds=5.0)
     filler.rounds(10)
@@ -71,14 +71,14 @@ def test_what_is_missing_of_an_archive_that_retention_overtook_is_missing_still(
     filler.stop()
     path = sorted((data / "message").iterdir())[-2]
     content = bytearray(path.read_bytes())
-    # A size that leads nowhere.
+    # A frame size that points nowhere.
     content[content.index(b"PL", 2000) + 4] ^= 0xFF
     path.write_bytes(content)
     archive_here(data, to, now=True, skip_damage=True)
     assert audit(archive=to, subjects=["orders"]).subjects[0].missing == 3
 
 
-def test_frames_that_an_archiver_left_out_as_damaged_are_missing(tmp_path: Path, audit: Audit):
+def test_damaged_frames_that_an_archiver_left_out_are_missing(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     filler.rounds(20)
@@ -89,11 +89,11 @@ def test_frames_that_an_archiver_left_out_as_damaged_are_missing(tmp_path: Path,
     assert audit(archive=to, subjects=["orders"]).subjects[0].missing == 6
 
 
-def test_of_two_data_directories_each_begins_where_its_own_action_log_does(tmp_path: Path, audit: Audit):
+def test_each_of_two_data_directories_starts_with_its_own_action_log(tmp_path: Path, audit: Audit):
     to = tmp_path / "archive"
     for name in ("g1", "g2"):
         filler = Filler(tmp_path / name)
-        # No two senders have one number.
+        # No two producers have the same id.
         filler.producer = Producer(5 if name == "g1" else 6)
         filler.rounds(40)
         if name == "g2":
@@ -130,8 +130,6 @@ def test_a_message_is_in_the_slot_that_it_was_sent_to(tmp_path: Path):
         broker_group="g1",
         fail_on_damage=True,
         tasks_min=1,
-        progress=lambda *told: None,
+        progress=lambda *_: None,
     )
-    assert (
-        slots(open_archived(str(to), ORDERS, frozenset(), progress=lambda *told: None)) == slots(live) == [1, 2, 1023]
-    )
+    assert slots(open_archived(str(to), ORDERS, frozenset(), progress=lambda *_: None)) == slots(live) == [1, 2, 1023]

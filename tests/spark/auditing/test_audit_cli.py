@@ -1,4 +1,4 @@
-"""``plait spark audit``: what it prints and writes, and how it ends."""
+"""``plait spark audit``: its output, its files and its exit code."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_group_that_is_older_than_the_action_log_ends_with_2(
     good: Path, spark: SparkSession, capsys: pytest.CaptureFixture[str]
 ):
     (segment,) = (good / "action").iterdir()
-    # As where retention has deleted what was before.
+    # Retention has deleted the earlier segments.
     segment.rename(segment.with_name(f"{1 << 22:020d}.log"))
     assert run(["spark", "audit", "--data", str(good)]) == 2
     assert "unknown: order.book, group billing: 12 of 12 messages" in capsys.readouterr().out
@@ -63,7 +63,8 @@ def test_a_broken_promise_ends_with_1(
     assert run(["spark", "audit", "--data", str(bad), *written]) == 1
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == (
-        "broken: order.book, group billing: messages acked before an earlier one of their key, such as order.book@g1 6"
+        "broken: order.book, group billing: messages acked before an earlier one of the same key, "
+        "such as order.book@g1 6"
     )
     assert "acked before an earlier one" in (tmp_path / "a.html").read_text()
     assert pq.read_table(tmp_path / "tables" / "examples.parquet").column("sequence").to_pylist() == [6]
@@ -71,19 +72,19 @@ def test_a_broken_promise_ends_with_1(
 
 def test_json_has_all_of_the_report(bad: Path, spark: SparkSession, capsys: pytest.CaptureFixture[str], audit: Audit):
     assert run(["spark", "audit", "--data", str(bad), "-o", "json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    group = told["subjects"][0]["groups"][0]
-    assert (told["held"], group["broken"], group["out_of_order"]) == (False, ["out_of_order"], 1)
+    report = json.loads(capsys.readouterr().out)
+    group = report["subjects"][0]["groups"][0]
+    assert (report["held"], group["broken"], group["out_of_order"]) == (False, ["out_of_order"], 1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ([], "either a data directory or an archive"),
-        (["--data", "{good}", "--archive", "x"], "either a data directory or an archive"),
+        ([], "name a data directory or an archive to audit"),
+        (["--data", "{good}", "--archive", "x"], "name a data directory or an archive to audit"),
         (["--data", "{good}/nothing"], "there is no directory"),
         (["--data", "{good}", "--subject", "nothing"], "subject 'nothing' is not in"),
-        (["--data", "{good}", "--group", "nobody"], "group 'nobody' is not in"),
+        (["--data", "{good}", "--group", "unknown"], "group 'unknown' is not in"),
         (["--data", "{good}", "--since", "soon"], "time 'soon' is not understood"),
         (["--data", "{good}", "--since", "2025-01-02", "--until", "2025-01-01"], "is not before until"),
         (["--data", "{good}", "--parquet", "{good}"], "exists already"),
@@ -92,31 +93,31 @@ def test_json_has_all_of_the_report(bad: Path, spark: SparkSession, capsys: pyte
         (["--archive", "{good}"], "is not an archive"),
     ],
 )
-def test_what_cannot_be_judged_ends_with_2(
+def test_an_invalid_request_ends_with_2(
     good: Path, arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ):
     assert run(["spark", "audit", *(each.format(good=good) for each in arguments)]) == 2
-    told = capsys.readouterr().err
-    assert error in told
-    assert "Spark" not in told, "nothing was begun"
+    errors = capsys.readouterr().err
+    assert error in errors
+    assert "Spark" not in errors, "Spark was started"
 
 
-def test_a_page_does_not_say_that_promises_were_kept_which_could_not_be_judged(good: Path, audit: Audit):
+def test_a_page_does_not_claim_promises_that_could_not_be_judged(good: Path, audit: Audit):
     assert "Every promise was kept." in page(audit(good))
     (segment,) = (good / "action").iterdir()
     segment.rename(segment.with_name(f"{1 << 22:020d}.log"))
-    told = page(audit(good))
-    assert "Every promise was kept." not in told
-    assert "It cannot be said whether every promise was kept." in told
-    assert "what became of 12 of 12 messages is not known" in told
-    assert "<th>unknown</th>" in told
+    html = page(audit(good))
+    assert "Every promise was kept." not in html
+    assert "Whether every promise was kept is not known." in html
+    assert "the outcome of 12 of 12 messages is not known" in html
+    assert "<th>unknown</th>" in html
 
 
 def test_a_failure_of_spark_ends_with_2(
     good: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     class Broken:
-        """Here, so that it goes to the workers as it is."""
+        """Defined here so that it is pickled with the job."""
 
         partitions: ClassVar[dict[int, object]] = {}
         groups: ClassVar[dict[int, object]] = {}
@@ -130,9 +131,9 @@ def test_a_failure_of_spark_ends_with_2(
 
     monkeypatch.setattr(auditing_run, "open_input", lambda *arguments, **options: Broken())
     assert run(["spark", "audit", "--data", str(good)]) == 2
-    told = capsys.readouterr().err
-    assert "error: Spark did not end the audit" in told
-    assert "the worker has no memory" in told
+    errors = capsys.readouterr().err
+    assert "error: the Spark job of the audit failed" in errors
+    assert "the worker has no memory" in errors
 
 
 def test_a_defect_of_the_audit_itself_ends_with_2(
@@ -147,7 +148,7 @@ def test_a_defect_of_the_audit_itself_ends_with_2(
 
 
 class _Outside(HTMLParser):
-    """Whatever a page would fetch."""
+    """The URLs that a page would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +168,7 @@ class _Outside(HTMLParser):
         assert self.open.pop() == tag
 
 
-async def test_the_page_fetches_nothing_and_shows_names_as_they_are(tmp_path: Path, audit: Audit):
+async def test_the_page_fetches_nothing_and_escapes_names(tmp_path: Path, audit: Audit):
     await one_by_one(tmp_path)
     report: AuditReport = audit(tmp_path)
     report.subjects[0].hot_keys[0] = type(report.subjects[0].hot_keys[0])("<script>", 3)
@@ -194,7 +195,7 @@ async def test_tables_are_complete_and_typed(tmp_path: Path, audit: Audit):
     assert groups[0]["p50"] > 0
 
 
-def test_plots_of_nothing_are_nothing():
+def test_no_data_gives_no_plots():
     assert line_plot([1], [1], "t") == ""
     assert bar_plot([], "t") == ""
     assert "polyline" in line_plot([1, 2], [0, 0], "t")

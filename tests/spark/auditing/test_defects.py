@@ -1,4 +1,4 @@
-"""Defects put into the logs of a good run are found, each by its name and place: in the logs, and in an archive."""
+"""Defects in the logs of a good run are found, each with its name and place: in the logs, and in an archive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNT = 12
 
 
 async def one_by_one(data: Path, **settings: object) -> None:
-    """Each message is in a frame of its own, and so are its events. Two consumers, one after the other."""
+    """Each message has its own frame, and so have its events. Two consumers, one after the other."""
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT, order="strict")
         for half in range(2):
@@ -33,7 +33,7 @@ async def one_by_one(data: Path, **settings: object) -> None:
 
 @pytest.fixture(params=["live", "archive"])
 def audited(request: pytest.FixtureRequest, audit: Audit, monkeypatch: pytest.MonkeyPatch) -> Audit:
-    """An audit of a data directory, or of an archive of it."""
+    """An audit of a data directory, or of an archive of that directory."""
     if request.param == "live":
         return audit
     monkeypatch.setattr(archiving, "run_job", run_here)
@@ -58,7 +58,7 @@ async def ordered(tmp_path: Path) -> Path:
     return tmp_path / "ordered"
 
 
-def test_logs_that_were_only_written_anew_are_good(good: Path, ordered: Path, tmp_path: Path, audited: Audit):
+def test_rewritten_logs_without_a_defect_are_good(good: Path, ordered: Path, tmp_path: Path, audited: Audit):
     for number, data in enumerate((good, ordered)):
         with_actions(data, tmp_path / f"again-{number}", lambda events: events)
         report = audited(tmp_path / f"again-{number}")
@@ -67,7 +67,7 @@ def test_logs_that_were_only_written_anew_are_good(good: Path, ordered: Path, tm
 
 
 @pytest.mark.parametrize("sequence", [0, 5])
-def test_a_message_that_is_gone_from_the_log(good: Path, tmp_path: Path, audited: Audit, sequence: int):
+def test_a_message_that_is_missing_in_the_log(good: Path, tmp_path: Path, audited: Audit, sequence: int):
     without_message(good, tmp_path / "bad", sequence)
     report = audited(tmp_path / "bad")
     assert not report.held
@@ -76,7 +76,7 @@ def test_a_message_that_is_gone_from_the_log(good: Path, tmp_path: Path, audited
     assert [(example.promise, example.sequence) for example in subject.examples] == [("missing", sequence)]
 
 
-def test_a_message_that_nobody_was_handed(good: Path, tmp_path: Path, audited: Audit):
+def test_a_message_that_was_never_delivered(good: Path, tmp_path: Path, audited: Audit):
     def change(events: Events) -> Events:
         return events[(events["start"] != 5) | (events["end"] != 6)]
 
@@ -86,20 +86,20 @@ def test_a_message_that_nobody_was_handed(good: Path, tmp_path: Path, audited: A
     assert [(example.promise, example.sequence) for example in group.examples] == [("lost", 5)]
 
 
-def test_a_swapped_pair_of_one_key(ordered: Path, tmp_path: Path, audited: Audit):
+def test_swapped_acks_of_one_key(ordered: Path, tmp_path: Path, audited: Audit):
     swapped_acks(ordered, tmp_path / "bad", 4, 6)
     group = one_group(audited(tmp_path / "bad"))
     assert group.broken == ["out_of_order"]
     assert [example.sequence for example in group.examples] == [6]
 
 
-def test_a_swapped_pair_of_one_owner_is_no_defect(ordered: Path, tmp_path: Path, audited: Audit):
-    """It had both, and acked them as it liked."""
+def test_swapped_acks_of_one_owner_are_no_defect(ordered: Path, tmp_path: Path, audited: Audit):
+    """The owner held both messages, and may ack them in any order."""
     swapped_acks(ordered, tmp_path / "fine", 2, 4)
     assert audited(tmp_path / "fine").held
 
 
-def test_a_swapped_pair_of_two_keys_is_no_defect(ordered: Path, tmp_path: Path, audited: Audit):
+def test_swapped_acks_of_two_keys_are_no_defect(ordered: Path, tmp_path: Path, audited: Audit):
     swapped_acks(ordered, tmp_path / "fine", 4, 5)
     assert audited(tmp_path / "fine").held
 
@@ -131,7 +131,7 @@ def test_an_ack_of_a_message_that_was_never_stored(good: Path, tmp_path: Path, a
     assert group.invented == 3
 
 
-def test_a_message_in_two_hands(good: Path, tmp_path: Path, audited: Audit):
+def test_a_message_that_two_consumers_hold(good: Path, tmp_path: Path, audited: Audit):
     def change(events: Events) -> Events:
         pulls = events[(events["action"] == Action.PULL) & (events["start"] == 5)]
         pulls["consumer"] += 100
@@ -154,11 +154,11 @@ async def test_damage_is_an_error_or_counts_as_missing(good: Path, audited: Audi
     assert report.subjects[0].missing == 1
 
 
-async def test_damage_of_all_that_a_partition_has_counts_as_missing(tmp_path: Path, audited: Audit):
+async def test_damage_of_all_frames_of_a_partition_counts_as_missing(tmp_path: Path, audited: Audit):
     async with EmbeddedBroker(tmp_path / "good") as broker, broker.connect() as client:
         await client.send(SUBJECT, b"body-0")
         await client.send("others", b"x")
-    # No checkpoint knows of it.
+    # No checkpoint counts these messages.
     copied(tmp_path / "good", tmp_path / "bad")
     (segment,) = (tmp_path / "bad" / "message").glob("*.log")
     content = bytearray(segment.read_bytes())
@@ -172,7 +172,7 @@ async def test_damage_of_all_that_a_partition_has_counts_as_missing(tmp_path: Pa
     ]
 
 
-async def test_damage_of_a_partition_s_last_message_counts_as_missing(tmp_path: Path, audited: Audit):
+async def test_damage_of_the_last_message_of_a_partition_counts_as_missing(tmp_path: Path, audited: Audit):
     data = tmp_path / "data"
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         for number in range(3):
@@ -183,7 +183,7 @@ async def test_damage_of_a_partition_s_last_message_counts_as_missing(tmp_path: 
     (segment,) = (data / "message").glob("*.log")
     content = bytearray(segment.read_bytes())
     for body in (b"body-2", b"body-3"):
-        # A size that leads nowhere: whose frame it was is not known any more.
+        # A frame size that points nowhere: the partition of the frame is not known any more.
         content[content.rindex(b"PL", 0, content.index(body)) + 4] ^= 0xFF
     segment.write_bytes(content)
     report = audited(data, skip_damage=True)

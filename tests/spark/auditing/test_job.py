@@ -1,4 +1,4 @@
-"""The audit as a Spark job: the same report as without Spark, and progress while it runs."""
+"""The audit as a Spark job: the same report as without Spark, with progress."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def make_data(data: Path) -> None:
 
 
 class Steps:
-    """Who is told of progress."""
+    """Receives progress."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -52,7 +52,7 @@ class Steps:
         assert done >= 0
 
 
-async def test_spark_and_this_process_come_to_the_same_report(
+async def test_spark_and_a_single_process_give_the_same_report(
     tmp_path: Path, spark: SparkSession, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ):
     await make_data(tmp_path)
@@ -66,7 +66,7 @@ async def test_spark_and_this_process_come_to_the_same_report(
 
 
 async def by_two_owners(client: plait.Client) -> None:
-    """Eight large messages of two keys, one by one, four for each of two consumers."""
+    """Eight large messages of two keys, sent one by one; each of two consumers acks four."""
     for half in range(2):
         async with client.consumer(SUBJECT, group="mail", ordered=True) as ordered:
             for number in range(4 * half, 4 * half + 4):
@@ -74,7 +74,7 @@ async def by_two_owners(client: plait.Client) -> None:
                 await consume(ordered, 1)
 
 
-async def test_a_pair_that_was_swapped_between_two_blocks_is_found(
+async def test_swapped_acks_in_two_blocks_are_found(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ):
     async with EmbeddedBroker(tmp_path / "good") as broker, broker.connect() as client:
@@ -87,7 +87,7 @@ async def test_a_pair_that_was_swapped_between_two_blocks_is_found(
     assert report.groups()[0].broken == ["out_of_order"]
 
 
-async def test_a_pair_that_was_swapped_between_two_files_of_an_archive_is_found(
+async def test_swapped_acks_in_two_files_of_an_archive_are_found(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ):
     config = msgspec.structs.replace(TEST_CONFIG, message_segment_size=4096)
@@ -103,12 +103,12 @@ async def test_a_pair_that_was_swapped_between_two_files_of_an_archive_is_found(
     assert report.groups()[0].broken == ["out_of_order"]
 
 
-def test_it_is_either_a_data_directory_or_an_archive():
-    with pytest.raises(InvalidArgument, match="either a data directory or an archive"):
+def test_exactly_one_of_data_directory_and_archive_is_required():
+    with pytest.raises(InvalidArgument, match="name a data directory or an archive to audit"):
         plait.spark.audit()
 
 
-async def test_what_a_task_cannot_read_is_the_error_that_it_is(tmp_path: Path, spark: SparkSession):
+async def test_an_error_of_a_task_keeps_its_type(tmp_path: Path, spark: SparkSession):
     await make_data(tmp_path)
     (segment,) = (tmp_path / "message").glob("*.log")
     data = bytearray(segment.read_bytes())

@@ -1,4 +1,4 @@
-"""Judging rows by their events: against the pull log that a broker would replay, and with defects put in."""
+"""Judging rows by their events: compared with the replay of a pull log, and with defects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows_of(count: int = END, *, keys: list[int] | None = None, epochs: list[int
 
 
 class Script:
-    """Events in log order, each in a frame of its own; what a broker would know after them."""
+    """Events in log order, each in its own frame, and the facts about their group."""
 
     def __init__(self, *, start: int = 0, **kind: Any) -> None:
         self.definition = GroupDefinition(
@@ -89,7 +89,7 @@ def broken(verdict: GroupVerdict) -> dict[str, list[int]]:
 
 
 class Driven:
-    """A pull log that does what a broker does, by turns; every decision is written down."""
+    """A pull log that is driven like a broker's; every decision is recorded as an event."""
 
     def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
         self.script = Script()
@@ -176,7 +176,7 @@ class Driven:
         self.skipped.clear()
 
     def expected(self) -> list[Fate]:
-        """The fate of each row, one by one."""
+        """The fate of each row by the pull log."""
         fates = []
         start = max([e[6] for e in self.script.events if e[0] == Action.RESET][-1:], default=0)
         for row in range(END):
@@ -206,7 +206,7 @@ STEPS = ["pull", "pull", "ack", "ack", "nack", "bury", "offline", "revive", "pur
 
 @settings(deadline=None)
 @given(st.data())
-def test_every_row_has_the_fate_that_a_replay_gives_it_and_no_promise_is_broken(data: st.DataObject):
+def test_every_row_has_the_fate_of_a_replay_and_no_promise_is_broken(data: st.DataObject):
     driven = Driven(data.draw)
     for step in data.draw(st.lists(st.sampled_from(STEPS), max_size=40)):
         getattr(driven, step)()
@@ -217,7 +217,7 @@ def test_every_row_has_the_fate_that_a_replay_gives_it_and_no_promise_is_broken(
 
 @settings(deadline=None)
 @given(st.data())
-def test_dropping_what_was_said_of_rows_that_the_scan_passed_is_found(data: st.DataObject):
+def test_removing_all_events_of_rows_before_the_scan_is_found(data: st.DataObject):
     driven = Driven(data.draw)
     for _ in range(8):
         driven.pull()
@@ -232,7 +232,7 @@ def test_dropping_what_was_said_of_rows_that_the_scan_passed_is_found(data: st.D
 # --- single cases -----------------------------------------------------------------------------------
 
 
-def test_an_ack_of_a_client_that_never_had_the_row_is_a_double_ack():
+def test_an_ack_of_a_client_that_never_held_the_row_is_a_double_ack():
     script = Script()
     script.add(Action.PULL, 1, 0, 10, 1)
     script.add(Action.ACK, 1, 0, 10)
@@ -241,7 +241,7 @@ def test_an_ack_of_a_client_that_never_had_the_row_is_a_double_ack():
 
 
 @pytest.mark.parametrize("purged", [False, True])
-def test_a_message_that_died_before_a_reset_and_is_passed_by_after_it_is_lost(purged: bool):
+def test_a_dead_row_that_is_skipped_after_a_reset_is_lost(purged: bool):
     script = Script()
     script.add(Action.PULL, 1, 0, 5, 1)
     script.add(Action.BURY, 1, 2, 3, 1)
@@ -253,13 +253,13 @@ def test_a_message_that_died_before_a_reset_and_is_passed_by_after_it_is_lost(pu
     assert script.judge().fates[2] == (Fate.PENDING if purged else Fate.DEAD)
     script.add(Action.PULL, 1, 0, 2, 1)
     script.add(Action.PULL, 1, 3, 8, 1)
-    # What is jumped over is handed out before anything new.
+    # Skipped rows are delivered before new ones.
     assert script.judge().fates[2] == Fate.RETURNED
     script.add(Action.PULL, 1, 8, 10, 1)
     assert broken(script.judge()) == {"lost": [2]}
 
 
-def test_an_ack_that_is_sent_again_is_no_double_ack():
+def test_a_resent_ack_is_no_double_ack():
     script = Script()
     script.add(Action.PULL, 1, 0, 10, 1)
     script.add(Action.ACK, 1, 0, 10)
@@ -267,7 +267,7 @@ def test_an_ack_that_is_sent_again_is_no_double_ack():
     assert broken(script.judge()) == {}
 
 
-def test_a_client_that_got_a_new_number_is_no_stranger():
+def test_a_consumer_that_got_a_new_number_is_the_same_client():
     script = Script()
     script.clients[4] = script.clients[2]
     script.add(Action.PULL, 2, 0, 10, 1)
@@ -281,7 +281,7 @@ def test_a_client_that_got_a_new_number_is_no_stranger():
     assert verdict.counts["acked_again"] == 10
 
 
-def test_a_second_ack_in_a_later_epoch_may_be_what_is_left_of_a_pull_that_was_lost():
+def test_a_second_ack_in_a_later_epoch_may_belong_to_a_pull_that_was_lost():
     script = Script()
     script.add(Action.PULL, 1, 0, 10, 1, epoch=2)
     script.add(Action.ACK, 1, 0, 10, epoch=2)
@@ -290,14 +290,14 @@ def test_a_second_ack_in_a_later_epoch_may_be_what_is_left_of_a_pull_that_was_lo
     assert broken(script.judge(rows_of(epochs=[1] * 9 + [2] * 31))) == {"double_acks": [9]}
 
 
-def test_rows_that_go_to_a_second_consumer_while_the_first_has_them_are_in_two_hands():
+def test_rows_delivered_to_a_second_consumer_while_the_first_holds_them_are_found():
     script = Script()
     script.add(Action.PULL, 1, 0, 10, 1)
     script.add(Action.PULL, 2, 3, 4, 2)
     assert broken(script.judge()) == {"two_hands": [3]}
 
 
-def test_a_consumer_that_comes_back_keeps_what_it_has():
+def test_a_consumer_that_returns_keeps_the_rows_it_holds():
     script = Script()
     script.add(Action.PULL, 1, 0, 10, 1)
     script.add(Action.OFFLINE, 1)
@@ -317,7 +317,7 @@ def test_at_most_once_is_broken_by_a_second_delivery():
     assert broken(script.judge()) == {"double_acks": [5]}
 
 
-def test_what_was_given_back_at_most_once_may_be_delivered_again_and_is_not_done_until_then():
+def test_rows_returned_at_most_once_may_be_delivered_again_and_are_not_done_until_then():
     script = Script(delivery="at_most_once")
     script.add(Action.ACK, 1, 0, 10, 1)
     script.add(Action.NACK, 1, 5, 10, 1, flags=FLAG_UNCOUNTED)
@@ -332,11 +332,11 @@ def test_what_was_given_back_at_most_once_may_be_delivered_again_and_is_not_done
     assert broken(script.judge()) == {"double_acks": [7]}
 
 
-def test_what_a_broadcast_group_that_delivers_at_most_once_passed_by_is_lost():
+def test_rows_that_an_at_most_once_broadcast_skipped_are_lost():
     script = Script(broadcast=True, delivery="at_most_once")
     for start, end in ((0, 3), (5, 7)):
         script.add(Action.ACK, 1, start, end, 1)
-    # What the scan is to go on with is there still: only what is new says that it was passed.
+    # The scan may still deliver these rows: only a later delivery shows that it skipped them.
     assert broken(script.judge()) == {}
     script.add(Action.ACK, 1, 7, 9, 1)
     assert broken(script.judge()) == {"lost": [3, 4]}
@@ -354,7 +354,7 @@ def test_acks_of_a_broadcast_group_leave_gaps_that_are_not_lost():
 @pytest.mark.parametrize(
     ("action", "below"), [(Action.REVIVE, Fate.RETURNED), (Action.PURGE, Fate.DEAD)], ids=["resent", "purged"]
 )
-def test_a_dead_row_that_is_resent_or_purged_after_a_reset_went_back_before_it_is_pending(action: Action, below: Fate):
+def test_a_dead_row_that_is_resent_or_purged_after_an_earlier_reset_is_pending(action: Action, below: Fate):
     script = Script()
     script.add(Action.PULL, 1, 0, 2, 1)
     script.add(Action.BURY, 1, 0, 2, 1)
@@ -365,7 +365,7 @@ def test_a_dead_row_that_is_resent_or_purged_after_a_reset_went_back_before_it_i
     assert verdict.fates[:3].tolist() == [below, Fate.PENDING, Fate.PENDING]
 
 
-def test_what_is_before_the_start_of_a_group_is_not_its_business():
+def test_rows_before_the_start_of_a_group_are_outside():
     script = Script(start=30)
     script.add(Action.PULL, 1, 30, 35, 1)
     script.add(Action.PULL, 1, 35, 40, 1)
@@ -374,7 +374,7 @@ def test_what_is_before_the_start_of_a_group_is_not_its_business():
     assert (verdict.fates[:30] == Fate.OUTSIDE).all()
 
 
-def test_an_event_is_not_about_a_row_that_got_the_sequence_of_a_lost_one():
+def test_an_event_does_not_count_for_a_later_row_with_the_same_sequence():
     script = Script()
     script.add(Action.PULL, 1, 0, 10, 1)
     script.add(Action.ACK, 1, 0, 10)
@@ -391,7 +391,7 @@ def ordered(script: Script, keys: list[int], *, strict: bool = True) -> tuple[Gr
     return verdict, out_of_order(rows, verdict)[0].tolist()
 
 
-def test_a_strand_speaks_of_its_own_rows_only():
+def test_events_of_a_cursor_count_for_its_own_rows_only():
     script = Script(ordered=True)
     script.add(Action.MOVE, 1, 0, 2, value=2)
     script.add(Action.ACK, 2, 0, 6)
@@ -400,7 +400,7 @@ def test_a_strand_speaks_of_its_own_rows_only():
     assert wrong == []
 
 
-def test_a_key_that_holds_has_a_strand_of_its_own_until_it_joins():
+def test_a_held_key_has_its_own_cursor_until_it_joins():
     key = 2**63 + 5
     script = Script(ordered=True)
     script.add(Action.HOLD, 1, key % 1024, 2, value=key - 2**64)
@@ -412,7 +412,7 @@ def test_a_key_that_holds_has_a_strand_of_its_own_until_it_joins():
     assert verdict.fates.tolist() == [1, 5, 1, 1, 1, 1]
 
 
-def test_what_a_strand_had_not_done_when_it_joined_another_and_did_not_come_back_is_lost():
+def test_unfinished_rows_of_a_joined_cursor_that_are_not_returned_are_lost():
     script = Script(ordered=True)
     script.add(Action.MOVE, 1, 0, 2, value=2)
     script.add(Action.ACK, 1, 0, 4)
@@ -422,7 +422,7 @@ def test_what_a_strand_had_not_done_when_it_joined_another_and_did_not_come_back
     assert broken(ordered(script, [1, 2, 1, 1, 2])[0]) == {"lost": [2]}
 
 
-def test_a_swapped_pair_of_a_key_is_out_of_order():
+def test_swapped_acks_of_a_key_are_out_of_order():
     script = Script(ordered=True)
     script.add(Action.LOCK, 5, 0, 1024, value=1)
     for row in (0, 1, 3):
@@ -436,19 +436,19 @@ def test_a_swapped_pair_of_a_key_is_out_of_order():
     assert broken(verdict) == {}
 
 
-def test_one_owner_may_ack_what_it_has_in_any_order():
+def test_one_owner_may_ack_the_rows_it_holds_in_any_order():
     script = Script(ordered=True)
     script.add(Action.LOCK, 5, 0, 1024, value=1)
     for row in (3, 1, 2, 0):
         script.add(Action.ACK, 1, row, row + 1)
-    # Others change hands.
+    # Other LPs get another owner.
     script.add(Action.LOCK, 6, 100, 1024, value=1)
     assert ordered(script, [8, 8, 8, 8, 8])[1] == []
     script.add(Action.ACK, 1, 4, 5)
     assert ordered(script, [8, 8, 8, 8, 8])[1] == []
 
 
-def test_acks_of_one_frame_happened_together():
+def test_acks_of_one_frame_count_as_simultaneous():
     script = Script(ordered=True)
     script.add(Action.ACK, 1, 1, 2)
     script.add(Action.ACK, 1, 0, 1)
@@ -459,18 +459,18 @@ def test_acks_of_one_frame_happened_together():
     assert out_of_order(rows, verdict)[0].tolist() == []
 
 
-def test_what_overtakes_a_message_that_nobody_acked_is_out_of_order_where_order_is_strict():
+def test_a_row_that_overtakes_an_unacked_one_is_out_of_order_in_a_strict_subject():
     script = Script(ordered=True)
     script.add(Action.LOCK, 5, 0, 1024, value=1)
     script.add(Action.ACK, 1, 1, 2)
-    assert ordered(script, [8, 8])[1] == [], "its owner may still have it"
+    assert ordered(script, [8, 8])[1] == [], "its owner may still hold the first row"
     script.add(Action.LOCK, 0, 0, 1024, value=1)
     assert ordered(script, [8, 8])[1] == [1]
     assert ordered(script, [8, 8], strict=False)[1] == []
 
 
 @pytest.mark.parametrize(("strict", "found"), [(True, [1]), (False, [])])
-def test_a_failed_message_is_overtaken_only_where_order_is_not_strict(strict: bool, found: list[int]):
+def test_a_failed_row_may_be_overtaken_only_if_order_is_not_strict(strict: bool, found: list[int]):
     script = Script(ordered=True)
     script.add(Action.NACK, 1, 0, 1, 1)
     script.add(Action.ACK, 1, 1, 2)
@@ -478,7 +478,7 @@ def test_a_failed_message_is_overtaken_only_where_order_is_not_strict(strict: bo
     assert ordered(script, [8, 8], strict=strict)[1] == found
 
 
-def test_a_dead_letter_that_was_skipped_and_sent_again_is_no_disorder():
+def test_a_dead_letter_that_was_skipped_and_resent_is_not_out_of_order():
     script = Script(ordered=True)
     script.add(Action.BURY, 1, 0, 1, 1)
     script.add(Action.ACK, 1, 1, 2)
@@ -489,7 +489,7 @@ def test_a_dead_letter_that_was_skipped_and_sent_again_is_no_disorder():
     assert broken(verdict) == {}
 
 
-def test_two_acks_of_an_ordered_group_need_a_way_back_between_them():
+def test_two_acks_of_an_ordered_group_need_a_return_between_them():
     script = Script(ordered=True)
     script.add(Action.ACK, 1, 0, 2)
     script.add(Action.NACK, 1, 0, 1, 1)
@@ -499,8 +499,8 @@ def test_two_acks_of_an_ordered_group_need_a_way_back_between_them():
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.booleans()), min_size=1, max_size=30))
-def test_order_is_what_a_look_at_every_pair_finds(told: list[tuple[int, int, bool]]):
-    keys, places, excused = map(list, zip(*told, strict=True))
+def test_order_is_the_same_as_by_comparing_every_pair(drawn: list[tuple[int, int, bool]]):
+    keys, places, excused = map(list, zip(*drawn, strict=True))
     rows = rows_of(len(keys), keys=[key + 1 for key in keys])
     verdict = GroupVerdict(np.zeros(len(keys), np.uint8))
     verdict.acked_at = np.array([100 * place if place else 1 << 62 for place in places])
@@ -514,7 +514,7 @@ def test_order_is_what_a_look_at_every_pair_finds(told: list[tuple[int, int, boo
     assert out_of_order(rows, verdict)[0].tolist() == expected
 
 
-def test_events_without_any_rows_are_no_trouble():
+def test_judging_no_rows_gives_no_fates():
     rows = rows_of(0)
     group = Script().facts()
     events = np.empty(0, AUDITED)

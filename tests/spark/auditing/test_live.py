@@ -1,4 +1,4 @@
-"""Audits of what a real broker wrote while real clients used it: what happened in good order breaks no promise."""
+"""Audits of logs that a real broker wrote for real clients: correct operation breaks no promise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def send(client: plait.Client, count: int, *, start: int = 0, keys: int = 
 
 
 async def consume(consumer: plait.Consumer, count: int) -> list[plait.Message]:
-    """Ack so many messages."""
+    """Ack ``count`` messages."""
     done: list[plait.Message] = []
     while len(done) < count:
         batch = await consumer.fetch(count - len(done), wait=10)
@@ -62,7 +62,7 @@ async def test_a_clean_run_of_a_shared_group(tmp_path: Path, audit: Audit):
     assert {key.key: key.count for key in report.subjects[0].hot_keys} == {f"k-{n}": 22 for n in range(5)}
 
 
-async def test_a_directory_that_a_server_has_open(tmp_path: Path, audit: Audit):
+async def test_a_directory_that_a_running_server_uses(tmp_path: Path, audit: Audit):
     async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
         await send(client, 20)
         async with client.consumer(SUBJECT, group="billing") as consumer:
@@ -73,7 +73,7 @@ async def test_a_directory_that_a_server_has_open(tmp_path: Path, audit: Audit):
     assert one_group(report).acked == 15
 
 
-async def test_what_failed_died_and_was_sent_again(tmp_path: Path, audit: Audit):
+async def test_messages_that_failed_died_and_were_resent(tmp_path: Path, audit: Audit):
     clock = ManualClock()
     async with EmbeddedBroker(tmp_path, clock=clock) as broker, broker.connect() as client:
         await send(client, 10)
@@ -97,7 +97,7 @@ async def test_what_failed_died_and_was_sent_again(tmp_path: Path, audit: Audit)
     assert [(death.type, death.count) for death in group.deaths] == [("ValueError", 2)]
 
 
-async def test_a_consumer_that_left_with_messages_in_its_hands(tmp_path: Path, audit: Audit):
+async def test_a_consumer_that_left_with_messages_in_flight(tmp_path: Path, audit: Audit):
     async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
         await send(client, 10)
         async with client.consumer(SUBJECT, group="billing") as consumer:
@@ -131,7 +131,7 @@ async def test_a_lost_consumer_and_its_late_acks(tmp_path: Path, audit: Audit):
     assert group.redelivered == {"consumer_lost": 10}
 
 
-async def test_a_broker_that_was_killed_and_started_again(tmp_path: Path, audit: Audit):
+async def test_a_broker_that_was_killed_and_restarted(tmp_path: Path, audit: Audit):
     async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
         await send(client, 10)
         async with client.consumer(SUBJECT, group="billing") as consumer:
@@ -160,15 +160,15 @@ async def test_at_most_once(tmp_path: Path, audit: Audit):
     assert group.acked >= 24
 
 
-async def test_a_broadcast_and_a_group_that_began_at_the_latest(tmp_path: Path, audit: Audit):
+async def test_a_broadcast_and_a_group_that_started_at_the_latest(tmp_path: Path, audit: Audit):
     async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
         await send(client, 10)
         async with (
-            client.consumer(SUBJECT, broadcast=True, group="prices") as everybody,
+            client.consumer(SUBJECT, broadcast=True, group="prices") as broadcast,
             client.consumer(SUBJECT, group="late", start="latest") as late,
         ):
             await send(client, 20, start=10)
-            batch = await everybody.fetch(20, wait=5)
+            batch = await broadcast.fetch(20, wait=5)
             for message in reversed(batch[10:]):
                 await message.ack()
             await consume(late, 20)
@@ -252,7 +252,7 @@ async def test_messages_that_expired_before_they_were_done(tmp_path: Path, audit
     assert (group.messages, group.acked, group.expired, group.unacked) == (16, 10, 6, 0)
 
 
-async def test_only_some_subjects_groups_and_times(tmp_path: Path, audit: Audit):
+async def test_a_selection_of_subjects_groups_and_times(tmp_path: Path, audit: Audit):
     clock = ManualClock()
     async with EmbeddedBroker(tmp_path, clock=clock) as broker, broker.connect() as client:
         await client.send("other", b"x")
@@ -269,12 +269,12 @@ async def test_only_some_subjects_groups_and_times(tmp_path: Path, audit: Audit)
     assert one_group(audit(tmp_path, groups=["mail"], until=middle)).acked == 5
     with pytest.raises(SubjectNotFound, match="'nothing'"):
         audit(tmp_path, subjects=["nothing"])
-    with pytest.raises(InvalidArgument, match=r"group 'nobody' is not in .*; there are billing, mail"):
-        audit(tmp_path, groups=["nobody"])
+    with pytest.raises(InvalidArgument, match=r"group 'unknown' is not in .*; there are billing, mail"):
+        audit(tmp_path, groups=["unknown"])
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-async def test_an_action_log_that_does_not_go_back_to_the_beginning(tmp_path: Path, audit: Audit, ordered: bool):
+async def test_an_action_log_whose_first_segment_is_missing(tmp_path: Path, audit: Audit, ordered: bool):
     config = msgspec.structs.replace(TEST_CONFIG, action_segment_size=4096)
     clock = ManualClock()
     async with EmbeddedBroker(tmp_path, config=config, clock=clock) as broker, broker.connect() as client:
@@ -297,7 +297,7 @@ async def test_an_action_log_that_does_not_go_back_to_the_beginning(tmp_path: Pa
     assert report.judged is not ordered
 
 
-async def test_nobody_waits_for_what_a_reset_left_behind(tmp_path: Path, audit: Audit):
+async def test_messages_skipped_by_a_reset_do_not_count_as_lag(tmp_path: Path, audit: Audit):
     clock = ManualClock()
     async with EmbeddedBroker(tmp_path, clock=clock) as broker, broker.connect() as client:
         await send(client, 50)
@@ -305,16 +305,16 @@ async def test_nobody_waits_for_what_a_reset_left_behind(tmp_path: Path, audit: 
             await consume(consumer, 10)
         await broker.advance(60)
         await client.admin.reset_group(SUBJECT, "billing", "latest")
-        (told,) = await client.admin.groups(SUBJECT)
+        (view,) = await client.admin.groups(SUBJECT)
         await broker.advance(60)
         await client.send(SUBJECT, b"one more")
     group = one_group(audit(tmp_path))
     lags = [moment.lag for moment in group.lag]
-    assert told.lag == 0
+    assert view.lag == 0
     assert (max(lags), lags[len(lags) // 4], lags[3 * len(lags) // 4], lags[-1]) == (40, 40, 0, 1)
 
 
-async def test_a_group_that_nobody_used_for_long_is_gone(tmp_path: Path, audit: Audit):
+async def test_an_idle_group_is_reported_as_forgotten(tmp_path: Path, audit: Audit):
     clock = ManualClock()
     async with EmbeddedBroker(tmp_path, clock=clock) as broker, broker.connect() as client:
         await send(client, 5)

@@ -1,4 +1,4 @@
-"""Audits of ordered groups as a real broker and real clients ran them: strands, held and parked keys, affinity."""
+"""Audits of ordered groups that a real broker and real clients ran: cursors, held and parked keys, affinity."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_a_subject_of_several_partitions(tmp_path: Path, audit: Audit):
     assert report.subjects[0].partition_skew >= 1
 
 
-async def test_a_subject_whose_partitions_became_more_while_it_was_used(tmp_path: Path, audit: Audit):
+async def test_a_subject_that_got_more_partitions_while_it_was_used(tmp_path: Path, audit: Audit):
     async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT, order="strict")
         async with (

@@ -1,4 +1,4 @@
-"""Audits of data directories from which retention has taken segments: what expired is neither missing nor invented."""
+"""Audits of data directories from which retention removed segments: expired messages are not missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.spark.auditing.conftest import Audit, one_group
 
 
 def make_room(filler: Filler) -> None:
-    """Checkpoints that need no older segments."""
+    """Make checkpoints that need no older segments."""
     for _ in range(6):
         filler.node.send("others", b"x" * 4000)
         filler.node.checkpoint()
@@ -22,18 +22,18 @@ def first_sequence(filler: Filler) -> int:
     return filler.node.partition("orders").start
 
 
-def test_retention_since_the_checkpoint_is_not_missing(tmp_path: Path, audit: Audit):
+def test_messages_that_expired_since_the_checkpoint_are_not_missing(tmp_path: Path, audit: Audit):
     filler = Filler(tmp_path, retention_seconds=20.0)
     filler.rounds(40)
     filler.node.retention.run()
     make_room(filler)
-    told = first_sequence(filler)
+    recorded = first_sequence(filler)
     filler.node.clock.advance(15.0)
-    # It takes more than the checkpoints know of.
+    # Retention removes more than the checkpoints record.
     filler.node.retention.run()
     filler.node.turn()
     report = audit(tmp_path, subjects=["orders"])
-    assert 0 < told < report.subjects[0].partitions[0].first
+    assert 0 < recorded < report.subjects[0].partitions[0].first
     assert report.subjects[0].missing == 0
     assert report.held
     assert report.subjects[0].messages > 0
@@ -41,7 +41,7 @@ def test_retention_since_the_checkpoint_is_not_missing(tmp_path: Path, audit: Au
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
-def test_messages_that_have_all_expired_were_not_invented(tmp_path: Path, audit: Audit, checkpoint: bool):
+def test_events_of_messages_that_have_all_expired_break_no_promise(tmp_path: Path, audit: Audit, checkpoint: bool):
     data = tmp_path / "data"
     filler = Filler(data, retention_seconds=5.0)
     filler.rounds(40)

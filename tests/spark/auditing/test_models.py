@@ -1,4 +1,4 @@
-"""No false alarm, whatever happens: models of shared and ordered groups run; their logs and archives are audited."""
+"""No false alarms: models of shared and ordered groups run, and their logs and archives are audited."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.spark.auditing.test_archived import counts
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers of this test do without Spark."""
+    """Archivers of this test run without Spark."""
     monkeypatch.setattr(archiving, "run_job", run_here)
 
 
 def audit_simulated(disk: SimulatedDisk, *, archived: bool = False) -> AuditReport:
-    """An audit of the files as they are on a simulated disk; ``archived``: an archive of them has the same to say."""
+    """Audit the files of a simulated disk; ``archived``: an archive of them gives the same report."""
     with tempfile.TemporaryDirectory(prefix="plait-") as root:
         data, to = Path(root, "data"), Path(root, "archive")
         for directory in ("message", "action", "kept", "checkpoints"):
@@ -45,8 +45,8 @@ def audit_simulated(disk: SimulatedDisk, *, archived: bool = False) -> AuditRepo
 
 
 @pytest.mark.parametrize(("seed", "flush"), [(0, "async"), (1, "sync")])
-def test_an_ordered_group_whose_owners_come_go_and_fail_and_whose_broker_crashes(seed: int, flush: str):
-    # What expired is in neither log: nothing could be proved of it.
+def test_an_ordered_group_with_changing_and_failing_owners_and_broker_crashes(seed: int, flush: str):
+    # Expired messages are in neither log, so no verdict on them would be possible.
     world = World(seed, flush, expires=False)
     world.join()
     for _ in range(3):
@@ -65,7 +65,7 @@ def test_an_ordered_group_whose_owners_come_go_and_fail_and_whose_broker_crashes
 
 
 @pytest.mark.parametrize("seed", [1, 4])
-def test_a_simulated_broker_with_shared_groups_through_faults_and_losses_of_power(seed: int):
+def test_a_simulated_broker_with_shared_groups_through_faults_and_power_failures(seed: int):
     cluster = Cluster(seed, flush="sync" if seed % 2 else "async")
     cluster.run()
     report = audit_simulated(cluster.broker.disk, archived=True)
@@ -74,7 +74,7 @@ def test_a_simulated_broker_with_shared_groups_through_faults_and_losses_of_powe
 
 
 @pytest.mark.parametrize(("seed", "affinity"), [(1, False), (2, True)])
-def test_simulated_brokers_with_ordered_groups_through_faults_and_changes_of_routes(seed: int, affinity: bool):
+def test_simulated_brokers_with_ordered_groups_through_faults_and_route_changes(seed: int, affinity: bool):
     cluster = OrderedCluster(seed, affinity=affinity)
     cluster.run()
     for broker in cluster.brokers:
@@ -94,7 +94,7 @@ class Audited(Retrying):
         report = audit_simulated(self.node.disk)
         assert report.held, report
         for group in report.groups():
-            # What was purged is done to the model, and was a dead letter.
+            # The model counts purged messages as done; before that they were dead letters.
             assert group.acked + group.dead == sum(bool(message.done or message.dead) for message in self.messages), (
                 group
             )

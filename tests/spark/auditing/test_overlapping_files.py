@@ -1,4 +1,4 @@
-"""Audits of archives whose files do not follow on each other: merged over a larger one, or shared by two days."""
+"""Audits of archives whose files overlap in the log: merged around a larger one, or shared by two days."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.spark.auditing.test_live import SUBJECT, consume, send
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers of this test do without Spark."""
+    """Archivers of this test run without Spark."""
     monkeypatch.setattr(archiving, "run_job", run_here)
 
 
 def merge_every_other(to: Path, kind: str) -> None:
-    """As an archiver left it that merged small files and passed over the larger ones between them."""
+    """Merge every other file, like an archiver that merged small files and skipped the larger ones between them."""
     archive = Archive.at(to)
     manifest = archive.open()
     files = sorted(manifest.find(kind), key=lambda file: file.start)
@@ -39,7 +39,7 @@ def merge_every_other(to: Path, kind: str) -> None:
 
 
 async def in_runs(data: Path, to: Path, *, ordered: bool, runs: int = 5) -> None:
-    """Each run of the archiver leaves a file of each log."""
+    """Archive in several runs; each leaves a file of each log."""
     async with (
         EmbeddedBroker(data) as broker,
         broker.connect() as client,
@@ -57,7 +57,7 @@ async def in_runs(data: Path, to: Path, *, ordered: bool, runs: int = 5) -> None
     ("ordered", "kind", "block"),
     [(False, "messages", 1 << 20), (True, "messages", 30), (False, "actions", 30), (True, "actions", 1 << 20)],
 )
-async def test_files_that_were_merged_over_others_are_one_log(
+async def test_overlapping_merged_files_are_judged_as_one_log(
     tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch, kind: str, ordered: bool, block: int
 ):
     data, to = tmp_path / "data", tmp_path / "archive"
@@ -70,7 +70,7 @@ async def test_files_that_were_merged_over_others_are_one_log(
     assert counts(report) == counts(audit(data))
 
 
-async def test_what_becomes_of_a_message_over_files_is_read_in_the_order_of_the_log(tmp_path: Path, audit: Audit):
+async def test_events_of_a_message_in_several_files_are_read_in_log_order(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await send(client, 20)
@@ -95,7 +95,7 @@ async def test_what_becomes_of_a_message_over_files_is_read_in_the_order_of_the_
     assert counts(report) == counts(audit(data))
 
 
-async def test_a_part_of_the_log_that_days_share_is_read_in_its_order(tmp_path: Path, audit: Audit):
+async def test_a_part_of_the_log_that_two_days_share_is_read_in_log_order(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     clock = ManualClock()
     async with EmbeddedBroker(data, clock=clock) as broker, broker.connect() as client:
@@ -113,7 +113,7 @@ async def test_a_part_of_the_log_that_days_share_is_read_in_its_order(tmp_path: 
     assert counts(report) == counts(audit(data))
 
 
-async def test_a_subject_that_was_made_anew_is_not_merged_with_what_it_was(tmp_path: Path, audit: Audit):
+async def test_a_recreated_subject_is_not_merged_with_its_earlier_life(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         for _ in range(2):
@@ -127,5 +127,5 @@ async def test_a_subject_that_was_made_anew_is_not_merged_with_what_it_was(tmp_p
             await client.admin.delete_subject(SUBJECT)
     report = audit(archive=to)
     assert report.subjects[0].messages == 20
-    source = archived.open_archived(str(to), archived.Wanted(prefixes=("",)), frozenset(), progress=lambda *told: None)
+    source = archived.open_archived(str(to), archived.WantedRows(prefixes=("",)), frozenset(), progress=lambda *_: None)
     assert [(len(unit.paths), unit.low, unit.high) for part in source.parts for unit in part] == [(1, 0, 10)] * 2

@@ -1,4 +1,4 @@
-"""The audit's page in a real browser: it opens without a network, and everything on it can be seen."""
+"""The audit's page in a real browser: it opens without a network, and everything on it is visible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
-#: In the page: elements that reach beyond the window or that nobody can see, by their text.
+#: In the page: elements that are invisible or wider than the window, by their text.
 UNSEEN = """
 return [...document.querySelectorAll('h1, h2, h3, p, svg, table')].filter(each => {
   const box = each.getBoundingClientRect();
@@ -25,7 +25,7 @@ return [...document.querySelectorAll('h1, h2, h3, p, svg, table')].filter(each =
   return box.width < 1 || box.height < 1 || (!scrolls && box.right > window.innerWidth + 1);
 }).map(each => each.tagName + ' ' + each.textContent.slice(0, 60));
 """
-#: In the page: texts of a plot that lie over each other, or outside of it.
+#: In the page: texts of a plot that overlap or lie outside of it.
 CROWDED = """
 const found = [];
 for (const plot of document.querySelectorAll('svg')) {
@@ -44,7 +44,7 @@ return found;
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (500, True)], ids=["wide", "narrow and dark"])
-async def test_everything_on_the_page_is_seen_and_nothing_is_fetched(
+async def test_everything_on_the_page_is_visible_and_nothing_is_fetched(
     tmp_path: Path, audit: Audit, width: int, dark: bool
 ):
     await one_by_one(tmp_path / "data")

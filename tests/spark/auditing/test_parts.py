@@ -1,4 +1,4 @@
-"""Small parts of the audit by themselves: what is missing, percentiles, order over blocks."""
+"""Small parts of the audit: missing ranges, percentiles, order across blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plait.spark.auditing.verdicts import NEVER, GroupVerdict
 @pytest.mark.parametrize(
     ("start", "missing"), [(0, [(0, 2), (5, 8)]), (2, [(5, 8)]), (3, [(5, 8)]), (6, [(6, 8)]), (8, []), (20, [])]
 )
-def test_what_is_missing_lies_between_what_is_there(start: int, missing: list[tuple[int, int]]):
+def test_missing_ranges_are_the_gaps_between_the_stored_ones(start: int, missing: list[tuple[int, int]]):
     coverage = Coverage(ranges={1: [(2, 5), (8, 10)]})
     assert coverage.missing(1, start) == missing
     assert coverage.missing(2, 0) == []
@@ -28,12 +28,12 @@ def test_what_is_missing_lies_between_what_is_there(start: int, missing: list[tu
     assert coverage.missing(2, 1, 3) == [(1, 3)]
 
 
-def test_ranges_that_touch_are_one():
+def test_adjacent_ranges_are_joined():
     assert merged([(5, 7), (1, 3), (3, 4), (6, 9), (9, 9)]) == [(1, 4), (5, 9)]
 
 
 @given(st.lists(st.integers(1, 10**12), min_size=1), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
-def test_a_percentile_is_right_to_a_bin(micros: list[int], share: float):
+def test_a_percentile_is_exact_to_one_bin(micros: list[int], share: float):
     bins, counts = np.unique(latency_bins(np.array(micros)), return_counts=True)
     exact = sorted(micros)[max(int(np.ceil(share * len(micros))) - 1, 0)] / 1e6
     assert percentile(bins, counts, share) == pytest.approx(exact, rel=0.05)
@@ -44,10 +44,10 @@ def test_a_percentile_is_right_to_a_bin(micros: list[int], share: float):
     st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9), st.booleans()), min_size=2, max_size=30),
     st.sets(st.integers(1, 29)),
 )
-def test_disorder_over_blocks_is_found_as_if_there_were_one(told: list[tuple[int, int, bool]], cuts: set[int]):
-    keys, places, excused = (np.array(each) for each in zip(*told, strict=True))
+def test_order_across_blocks_is_judged_as_in_one_block(drawn: list[tuple[int, int, bool]], cuts: set[int]):
+    keys, places, excused = (np.array(each) for each in zip(*drawn, strict=True))
     at = np.where(places > 0, 100 * places, NEVER)
-    edges = [0, *sorted(cut for cut in cuts if cut < len(told)), len(told)]
+    edges = [0, *sorted(cut for cut in cuts if cut < len(drawn)), len(drawn)]
 
     def look(first: int, last: int) -> tuple[bool, tuple[np.ndarray, ...]]:
         count = last - first
@@ -59,7 +59,7 @@ def test_disorder_over_blocks_is_found_as_if_there_were_one(told: list[tuple[int
         of = np.full(len(times.hashes), 7), times.hashes.view(np.int64), np.full(len(times.hashes), first)
         return bool(len(wrong)), (*of, times.earliest, times.latest)
 
-    whole, _ = look(0, len(told))
+    whole, _ = look(0, len(drawn))
     blocks = [look(first, last) for first, last in pairwise(edges)]
     groups, hashes, firsts, earliest, latest = (
         np.concatenate(column) for column in zip(*(facts for _, facts in blocks), strict=True)

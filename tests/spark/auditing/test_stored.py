@@ -1,4 +1,4 @@
-"""Messages stored where no route leads to, twice, or out of the order of sending; order over changes of routes."""
+"""Messages stored behind a fence, twice, or out of sending order; and order across route changes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ KEYS = [f"k-{number}" for number in range(12)]
 
 
 async def grown(data: Path, before: int, after: int) -> None:
-    """A subject whose partitions become more or fewer, with an ordered group that has acked all."""
+    """A subject whose number of partitions changes, with an ordered group that has acked all messages."""
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT, partitions=before, order="strict")
         async with client.consumer(SUBJECT, group="billing", ordered=True) as consumer:
 
             async def once() -> set[str]:
-                """All keys, each acked before the next one is sent; the partitions that they went to."""
+                """Send and ack one message of each key, one by one; returns the partitions they went to."""
                 used = set()
                 for key in KEYS:
                     used.add(str((await client.send(SUBJECT, b"x", key=key)).partition))
@@ -79,7 +79,7 @@ def groups_of(data: Path) -> dict[int, int]:
 
 
 def plant(data: Path, target: Path, *rows: tuple[PartitionRow, str, int]) -> None:
-    """Messages behind all others: partition, key, number of the producer 99."""
+    """Add messages (partition, key, producer sequence of producer 99) at the end of the log."""
     copied(data, target)
     shutil.rmtree(target / "message")
     frames = frames_of(data, "message")
@@ -112,7 +112,7 @@ def audited(request: pytest.FixtureRequest, audit: Audit, monkeypatch: pytest.Mo
 
 
 async def test_rows_behind_a_fence_are_found(tmp_path: Path, audited: Audit):
-    """As delayed messages once lay whose logical partition had moved before they were due."""
+    """Delayed messages were stored like this if their LP moved before they were due."""
     await grown(tmp_path / "keys", 1, 3)
     assert audited(tmp_path / "keys").held
     old = partitions_of(tmp_path / "keys")[SUBJECT]
@@ -144,7 +144,7 @@ async def test_a_message_id_that_is_stored_twice_is_found(tmp_path: Path, audite
 
 
 @pytest.mark.parametrize("keys", ["one", "two"])
-async def test_a_key_that_is_stored_out_of_the_order_of_sending_is_found(
+async def test_messages_of_a_key_that_are_stored_out_of_sending_order_are_found(
     tmp_path: Path, audit: Audit, keys: str, monkeypatch: pytest.MonkeyPatch
 ):
     await grown(tmp_path / "good", 1, 1)
@@ -157,7 +157,7 @@ async def test_a_key_that_is_stored_out_of_the_order_of_sending_is_found(
         assert subject.broken == (["stored_out_of_order"] if keys == "one" else [])
 
 
-async def test_a_delayed_message_comes_later_than_what_was_sent_after_it(tmp_path: Path, audit: Audit):
+async def test_a_delayed_message_may_be_stored_after_later_sends(tmp_path: Path, audit: Audit):
     async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT, order="strict")
         await client.send(SUBJECT, b"later", key="k", delay=0.05)
@@ -167,8 +167,8 @@ async def test_a_delayed_message_comes_later_than_what_was_sent_after_it(tmp_pat
     assert audit(tmp_path).held
 
 
-async def test_order_is_judged_over_changes_of_the_route(tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch):
-    """An ack in the partition that a key moved to, before that of an earlier message where it came from."""
+async def test_order_is_judged_across_route_changes(tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch):
+    """An ack in the partition that a key moved to, before the ack of an earlier message in its old partition."""
     await grown(tmp_path / "good", 1, 3)
     rows, groups = partitions_of(tmp_path / "good"), groups_of(tmp_path / "good")
     old = rows[SUBJECT].id
@@ -181,10 +181,10 @@ async def test_order_is_judged_over_changes_of_the_route(tmp_path: Path, audit: 
         acks = events["action"] == Action.ACK
         mine = [acks & (events["group"] == group) & (events["start"] == at) for group, at in (one, other)]
         for chosen, (group, at) in zip(mine, (other, one), strict=True):
-            strands = np.unique(events["consumer"][acks & (events["group"] == group)])
+            cursors = np.unique(events["consumer"][acks & (events["group"] == group)])
             events["group"][chosen], events["start"][chosen], events["end"][chosen] = group, at, at + 1
-            if chosen.any() and len(strands):
-                events["consumer"][chosen] = strands[0]
+            if chosen.any() and len(cursors):
+                events["consumer"][chosen] = cursors[0]
         return events
 
     with_actions(tmp_path / "good", tmp_path / "bad", change)
@@ -195,7 +195,7 @@ async def test_order_is_judged_over_changes_of_the_route(tmp_path: Path, audit: 
         assert (group.out_of_order, group.broken) == (1, ["out_of_order"])
 
 
-async def test_a_user_may_ack_the_second_message_of_a_key_before_the_first(tmp_path: Path, audit: Audit):
+async def test_a_consumer_may_ack_the_second_message_of_a_key_before_the_first(tmp_path: Path, audit: Audit):
     async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT, order="strict")
         await client.send_many(SUBJECT, [b"a", b"b"], keys=["k", "k"])
@@ -212,11 +212,11 @@ async def test_a_user_may_ack_the_second_message_of_a_key_before_the_first(tmp_p
     assert one_group(report).acked == 2
 
 
-def test_what_a_partition_took_when():
+def test_the_lps_that_a_partition_took_at_each_sequence_are_known():
     sequences, lps = np.arange(6), np.array([1, 2, 1, 2, 1, 2], np.uint16)
     assert astray(sequences, lps, [], []) is None
     assert astray(sequences, lps, [(0, [(0, 1024)])], []) is None
-    # It gave up 2, and took it again from 4 on.
+    # The partition gave up LP 2, and took it again from sequence 4 on.
     found = astray(sequences, lps, [(0, [(0, 1024)]), (2, [(0, 2), (3, 1024)]), (4, [(0, 1024)])], [])
     assert found is not None
     assert found.tolist() == [False, False, False, True, False, False]

@@ -1,4 +1,4 @@
-"""``plait spark archive``: both first-hand logs of a data directory into Parquet files, once or again and again."""
+"""``plait spark archive``: archives the first-hand logs of a data directory as Parquet files, once or periodically."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from plait.cli.options import Output, duration_of
-from plait.cli.output import print_json, print_json_line, words_of_size
+from plait.cli.output import format_size, print_json, print_json_line
 from plait.cli.progress import ProgressSteps
 from plait.errors import ArchiveConflict, ArchiveError, Expired, InvalidArgument, PlaitError
 from plait.model.names import counted
@@ -17,9 +17,9 @@ from plait.model.names import counted
 if TYPE_CHECKING:
     from plait.spark import ArchiveReport
 
-#: Oftener than this is more looking than archiving.
+#: The least of ``--every``: more frequent runs would mostly find nothing new.
 EVERY_SECONDS_MIN = 1.0
-#: Runs that fail one after another come ever less often, but no less often than this, or than they were asked for.
+#: The longest wait after failed runs, unless ``--every`` is longer. The wait doubles with each failure.
 FAILED_SECONDS_MAX = 600.0
 
 
@@ -29,30 +29,30 @@ def archive(
     data: Annotated[str | None, Parameter(help="The data directory, in use by a server or not.")] = None,
     subject: Annotated[
         list[str] | None,
-        Parameter(help="Only this subject, or a beginning and *; may be given several times.", consume_multiple=False),
+        Parameter(help="Only this subject, or a prefix and *; may be repeated.", consume_multiple=False),
     ] = None,
     now: Annotated[
-        bool, Parameter(help="Everything up to the end, not only segments that are full.", show_default=False)
+        bool, Parameter(help="Archive up to the end of the logs, not only full segments.", show_default=False)
     ] = False,
     raw: Annotated[
         bool, Parameter(help="Copy segment files as they are, instead of making Parquet files.", show_default=False)
     ] = False,
-    follow: Annotated[bool, Parameter(help="Go on until Ctrl-C.", show_default=False)] = False,
-    every: Annotated[str, Parameter(help="With --follow: how long to wait between two runs.")] = "60s",
+    follow: Annotated[bool, Parameter(help="Repeat until Ctrl-C.", show_default=False)] = False,
+    every: Annotated[str, Parameter(help="With --follow: the wait between two runs.")] = "60s",
     compact: Annotated[
         bool, Parameter(help="Also merge small files of one subject and day.", show_default=False)
     ] = False,
     verify: Annotated[
-        bool, Parameter(help="Also read the whole archive back and compare it.", show_default=False)
+        bool, Parameter(help="Also read back the whole archive and compare it.", show_default=False)
     ] = False,
     skip_damage: Annotated[
-        bool, Parameter(help="Go on without damaged frames, and note them in the manifest.", show_default=False)
+        bool, Parameter(help="Skip damaged frames and note them in the manifest.", show_default=False)
     ] = False,
-    group: Annotated[str, Parameter(help="The broker group whose data it is, as partitions are named by it.")] = "g1",
-    master: Annotated[str | None, Parameter(help="The Spark master; without one this machine's cores.")] = None,
+    group: Annotated[str, Parameter(help="The broker group of the data; partition names include it.")] = "g1",
+    master: Annotated[str | None, Parameter(help="The Spark master; default: this machine's cores.")] = None,
     output: Output = "table",
 ) -> None:
-    """Archive what is new in a data directory; or, without one, compact and verify an archive."""
+    """Archive what is new in a data directory; without --data, compact and verify an archive."""
     seconds = duration_of(every)
     if follow and data is None:
         raise InvalidArgument("--follow needs --data DIR: an archive alone does not grow")
@@ -75,7 +75,7 @@ def archive(
                 skip_damage=skip_damage,
                 progress=steps,
             )
-        _tell(report, output, follow)
+        _print_report(report, output, follow)
 
     if not follow:
         once()
@@ -87,11 +87,11 @@ def archive(
             once()
             worked, wait = True, seconds
         except (ArchiveConflict, Expired) as error:
-            # Somebody else was faster, another archiver or retention: the next run takes it from there.
+            # Another archiver or retention was faster; the next run continues from there.
             _warn(error, seconds)
             wait = seconds
         except ArchiveError as error:
-            # A place that does not answer, a full disk, a Spark that died: it worked before, and may again.
+            # Storage that does not respond, a full disk, a Spark crash: an earlier run succeeded, so the next one may.
             if not worked:
                 raise
             _warn(error, wait)
@@ -102,15 +102,15 @@ def archive(
 
 
 def _warn(error: PlaitError, seconds: float) -> None:
-    sys.stderr.write(f"warning: {error.message}; the next run comes in {seconds:g} s\n")
+    sys.stderr.write(f"warning: {error.message}; the next run starts in {seconds:g} s\n")
 
 
 def pause(seconds: float) -> None:
-    """Between two runs."""
+    """Wait between two runs."""
     time.sleep(seconds)
 
 
-def _tell(report: ArchiveReport, output: str, follow: bool) -> None:
+def _print_report(report: ArchiveReport, output: str, follow: bool) -> None:
     if output == "json":
         (print_json_line if follow else print_json)(report)
     else:
@@ -118,8 +118,8 @@ def _tell(report: ArchiveReport, output: str, follow: bool) -> None:
     sys.stdout.flush()
     if report.gaps or report.left_out:
         sys.stderr.write(
-            f"warning: {counted(report.gaps, 'gap')} in sequences, damaged or lost stretches: {report.left_out}; "
-            f"the manifest in {report.archive}/_plait names them\n"
+            f"warning: {counted(report.gaps, 'gap')} in sequences, damaged or lost ranges: {report.left_out}; "
+            f"the manifest in {report.archive}/_plait lists them\n"
         )
 
 
@@ -132,10 +132,10 @@ def _sentence(report: ArchiveReport) -> str:
             what = f"{messages}, {events} and {counted(report.deaths, 'death')}"
         parts.append(
             f"{what} archived in {counted(report.files, 'file')}, "
-            f"{words_of_size(report.size)} from {words_of_size(report.log_size)} of log"
+            f"{format_size(report.size)} from {format_size(report.log_size)} of log"
         )
     if report.segments:
-        parts.append(f"{counted(report.segments, 'segment')} copied, {words_of_size(report.size)}")
+        parts.append(f"{counted(report.segments, 'segment')} copied, {format_size(report.size)}")
     if report.merged:
         parts.append(f"{counted(report.merged, 'small file')} merged")
     if report.verified:

@@ -1,4 +1,4 @@
-"""``plait spark audit``: whether the logs show that every promise was kept. 0: yes, 1: no, 2: it cannot be said."""
+"""``plait spark audit``: checks in the logs whether every promise was kept. Exit code 0: yes, 1: no, 2: not known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import Parameter
 
 from plait.cli.options import Output, duration_of, time_of
-from plait.cli.output import console, print_facts, print_json, print_table, words_of_time
+from plait.cli.output import console, format_micros, print_facts, print_json, print_table
 from plait.cli.progress import ProgressSteps
 from plait.errors import InvalidArgument, PlaitError
 
@@ -28,32 +28,30 @@ def audit(
     *,
     data: Annotated[Path | None, Parameter(help="A data directory, in use or not.")] = None,
     archive: Annotated[str | None, Parameter(help="An archive that 'plait spark archive' made.")] = None,
-    subject: Annotated[list[str] | None, Parameter(help="Only this subject, or beginning*; several times.")] = None,
-    group: Annotated[list[str] | None, Parameter(help="Only this consumer group; several times.")] = None,
+    subject: Annotated[list[str] | None, Parameter(help="Only this subject, or prefix*; may be repeated.")] = None,
+    group: Annotated[list[str] | None, Parameter(help="Only this consumer group; may be repeated.")] = None,
     since: Annotated[
         str | None,
-        Parameter(allow_leading_hyphen=True, help="Messages stored from then on: -2h before now, or 2025-01-31T12:00."),
+        Parameter(allow_leading_hyphen=True, help="Messages stored at or after: -2h before now, or 2025-01-31T12:00."),
     ] = None,
     until: Annotated[
-        str | None, Parameter(allow_leading_hyphen=True, help="Messages stored before then; as --since.")
+        str | None, Parameter(allow_leading_hyphen=True, help="Messages stored before; as --since.")
     ] = None,
     output: Output = "table",
     parquet: Annotated[Path | None, Parameter(help="Write tables of the report into this new directory.")] = None,
     html: Annotated[Path | None, Parameter(help="Write the report as one page with plots.")] = None,
-    broker_group: Annotated[str, Parameter(help="The broker group's name, as partitions print it.")] = "g1",
-    skip_damage: Annotated[
-        bool, Parameter(help="Go on without damaged frames, and count their messages as missing.")
-    ] = False,
-    master: Annotated[str | None, Parameter(help="The Spark master; two threads of this machine if left out.")] = None,
+    broker_group: Annotated[str, Parameter(help="The broker group, as in partition names.")] = "g1",
+    skip_damage: Annotated[bool, Parameter(help="Skip damaged frames and count their messages as missing.")] = False,
+    master: Annotated[str | None, Parameter(help="The Spark master; default: two threads of this machine.")] = None,
 ) -> int:
-    """Judge from the logs whether every promise was kept; exit code 0: yes, 1: no, 2: it cannot be said."""
+    """Check in the logs whether every promise was kept; exit code 0: yes, 1: no, 2: not known."""
     import plait.spark
 
     try:
         if parquet is not None and parquet.exists():
             raise InvalidArgument(f"{parquet} exists already; name a new directory for --parquet")
         if html is not None and (html.is_dir() or not html.parent.is_dir()):
-            raise InvalidArgument(f"{html} cannot be written: --html names a file in a directory that there is")
+            raise InvalidArgument(f"{html} cannot be written; --html needs a file name in an existing directory")
         with ProgressSteps() as steps:
             report = plait.spark.audit(
                 data,
@@ -79,8 +77,8 @@ def audit(
         return _undecided(error.message, error.code)
     except OSError as error:
         return _undecided(str(error), "system")
-    except Exception as error:  # noqa: BLE001 - whatever it is, nothing was judged
-        # Python would end with 1, which says here that a promise was broken.
+    except Exception as error:  # noqa: BLE001 - any failure means that nothing was judged
+        # Python's own exit code would be 1, which means here that a promise was broken.
         traceback.print_exc()
         return _undecided(f"the audit itself failed: {error!r}", "internal")
     if output == "json":
@@ -112,7 +110,7 @@ def _print(report: AuditReport) -> None:
     from plait.spark.auditing.report import PROMISES
 
     times = (
-        f"{words_of_time(report.time_min)} to {words_of_time(report.time_max)}" if report.time_max else "no messages"
+        f"{format_micros(report.time_min)} to {format_micros(report.time_max)}" if report.time_max else "no messages"
     )
     print_facts([("logs", report.place), ("times", times)])
     for subject in report.subjects:
@@ -123,7 +121,7 @@ def _print(report: AuditReport) -> None:
         if group.unknown:
             text = (
                 f"unknown: {group.subject}, group {group.group}: {group.unknown:,} of {group.messages:,} messages, "
-                "as the action log begins later; an archive goes back further"
+                "because the action log begins after them; audit an archive, which begins earlier"
             )
             out.print(text, style="bold yellow", markup=False, soft_wrap=True)
     if report.held:
@@ -172,8 +170,8 @@ def _print_groups(groups: Sequence[GroupAudit]) -> None:
                 group.kind,
                 *(f"{getattr(group, name):,}" for name in fates),
                 f"{max((moment.lag for moment in group.lag), default=0):,}",
-                words_of_latency(latency.p50) if latency else "-",
-                words_of_latency(latency.p99) if latency else "-",
+                format_latency(latency.p50) if latency else "-",
+                format_latency(latency.p99) if latency else "-",
             )
         )
     columns = ("group", "kind", *fates, "lag at most", "p50", "p99")
@@ -192,12 +190,12 @@ def _print_groups(groups: Sequence[GroupAudit]) -> None:
     print_table(names, faults, right=names[1:])
     deaths = [(group.group, death) for group in groups for death in group.deaths]
     if deaths:
-        letters = [(name, each.type or "not kept", each.handler or "", f"{each.count:,}") for name, each in deaths]
-        print_table(("group", "died of", "handler", "messages"), letters, right=("messages",))
+        letters = [(name, each.type or "not stored", each.handler or "", f"{each.count:,}") for name, each in deaths]
+        print_table(("group", "reason", "handler", "messages"), letters, right=("messages",))
 
 
-def words_of_latency(seconds: float) -> str:
-    """Short, in the unit that suits."""
+def format_latency(seconds: float) -> str:
+    """Three digits and a suitable unit."""
     for unit, length in (("d", 86400.0), ("h", 3600.0), ("m", 60.0), ("s", 1.0), ("ms", 0.001)):
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""``plait spark history``: find messages in an archive and the live log; without Java, unless with ``--spark``."""
+"""``plait spark history``: finds messages in an archive and the live log. Needs Java only with ``--spark``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from plait.spark.history.lookup import History
     from plait.spark.history.selection import HistorySelection
 
-#: Characters of a body in a table; JSON and Parquet have all of it.
+#: Characters of a body in a table. JSON and Parquet have the whole body.
 BODY_WIDTH = 100
-#: Messages of a table; more are for programs.
+#: The most messages in a table.
 TABLE_MAX = 10_000
 _TIMES = ("send_time", "store_time")
 _COLUMNS = ("stored", "partition", "sequence", "message id", "key", "tags", "headers", "body")
@@ -35,29 +35,29 @@ _COLUMNS = ("stored", "partition", "sequence", "message id", "key", "tags", "hea
 def history(
     where: Where,
     *,
-    limit: Annotated[int | None, Parameter(help="The first so many.")] = None,
+    limit: Annotated[int | None, Parameter(help="Only the first this many.")] = None,
     server: Annotated[
-        str | None, Parameter(help="A node that has what is not archived, plait://host:port; instead of --data.")
+        str | None, Parameter(help="A node with messages that are not archived, plait://host:port; instead of --data.")
     ] = None,
     parquet: Annotated[
         str | None,
-        Parameter(help="Write them to this file instead; with --spark, to a directory of this name, or a URI."),
+        Parameter(help="Write the messages to this file; with --spark, to a directory of this name, or a URI."),
     ] = None,
     spark: Annotated[
-        bool, Parameter(help="Read on Spark, for much of a large archive. Needs plait[spark].", show_default=False)
+        bool, Parameter(help="Read with Spark, for large parts of an archive. Needs plait[spark].", show_default=False)
     ] = False,
-    master: Annotated[str | None, Parameter(help="With --spark: the Spark master; without it, this machine.")] = None,
+    master: Annotated[str | None, Parameter(help="With --spark: the Spark master; default: this machine.")] = None,
     output: Output = "table",
 ) -> None:
     """Find messages in an archive and the live log."""
     if parquet is not None and "://" in parquet and not spark:
-        raise InvalidArgument(f"{parquet!r} is no file of this machine: add --spark, or name one")
+        raise InvalidArgument(f"{parquet!r} is not a file of this machine; add --spark, or name a local file")
     if parquet is not None and os.path.exists(parquet):
-        raise InvalidArgument(f"{parquet!r} is there already; name another file, or remove it")
+        raise InvalidArgument(f"{parquet!r} exists already; name another file, or remove it")
     if spark and parquet is not None and limit is not None:
-        raise InvalidArgument("--limit has no meaning with --spark and --parquet: many write at once, in no order")
+        raise InvalidArgument("--limit cannot be used with --spark and --parquet: tasks write at once, in no order")
     if master is not None and not spark:
-        raise InvalidArgument("--master is for --spark; add it")
+        raise InvalidArgument("--master needs --spark; add it")
     with where.open(server) as opened, ProgressSteps() as steps:
         selection = where.selection(opened, limit=limit)
         if spark and parquet is not None:
@@ -111,7 +111,7 @@ def _session(master: str | None) -> Any:
 
 
 def _write(tables: Iterable[pa.Table], path: Path) -> None:
-    """A file that is there only when it is whole."""
+    """Write a file. It appears under its name only when it is complete."""
     import pyarrow.parquet as pq
 
     from plait.spark.history.live_part import SCHEMA
@@ -136,7 +136,7 @@ def _rows(tables: Iterable[pa.Table]) -> Iterator[dict[str, Any]]:
 
     for rows in tables:
         for name in _TIMES:
-            # Not as times, with which pandas would come in.
+            # As integers: converting timestamps would import pandas.
             rows = rows.set_column(rows.schema.get_field_index(name), name, rows[name].cast(pa.int64()))
         for batch in rows.to_batches(max_chunksize=1000):
             for row in batch.to_pylist():
@@ -144,7 +144,7 @@ def _rows(tables: Iterable[pa.Table]) -> Iterator[dict[str, Any]]:
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:
-    """A message for programs, as ``plait tail`` has them."""
+    """A message as JSON fields, as in ``plait tail``."""
     body = row.pop("body")
     row["tags"] = row["tags"] or []
     row["headers"] = dict(row["headers"] or [])
@@ -159,7 +159,7 @@ def _print(tables: Iterable[pa.Table]) -> None:
     else:
         sys.stderr.write("no message found\n")
     if next(rows, None) is not None:
-        sys.stderr.write(f"only the first {TABLE_MAX:,} are shown; -o json and --parquet have all\n")
+        sys.stderr.write(f"only the first {TABLE_MAX:,} are shown; use -o json or --parquet for all\n")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""``plait spark prepare``: what makes Spark start faster, once after it was installed."""
+"""``plait spark prepare``: makes Spark start faster; run once after installation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from plait.cli.output import console
 
 
 def prepare() -> None:
-    """Let Java write down the classes that Spark loads: later commands start in about half the time."""
+    """Let Java store the classes that Spark loads: later commands start in about half the time."""
     from plait.spark.runtime import warmup
 
     begun = time.monotonic()
-    with console().status("Spark runs once, and Java writes down what it loads (a minute or two)"):
+    with console().status("running Spark once, so that Java stores the classes it loads (a minute or two)"):
         archive = warmup.prepare()
     size = archive.stat().st_size / 1_000_000
     console().print(

@@ -1,4 +1,4 @@
-"""``plait spark replay``: send messages of an archive and the live log again."""
+"""``plait spark replay``: sends messages of an archive and the live log again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from plait.cli.commands.spark.selection_options import Where
 from plait.cli.event_loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Output, Server
-from plait.cli.output import print_facts, print_json, words_of_moment, words_of_size
+from plait.cli.output import format_size, format_time, print_facts, print_json
 from plait.cli.progress import ProgressSteps
 from plait.errors import InvalidArgument
 
@@ -28,16 +28,17 @@ def replay(
     *,
     to: Annotated[str, Parameter(help="The subject to send to.")],
     rate: Annotated[
-        str | None, Parameter(help="So many messages, as in 500/s or 100/m; without it, as fast as they are stored.")
+        str | None,
+        Parameter(help="The rate, as in 500/s or 100/m; default: as fast as messages are stored."),
     ] = None,
     state: Annotated[
-        Path | None, Parameter(help="A file to go on from after a crash: the same command sends the rest.")
+        Path | None, Parameter(help="A file to resume from after a crash: the same command sends the rest.")
     ] = None,
-    limit: Annotated[int | None, Parameter(help="The first so many.")] = None,
+    limit: Annotated[int | None, Parameter(help="Only the first this many.")] = None,
     live: Annotated[
-        bool, Parameter(help="Also what --server has and the archive has not; instead of --data.", show_default=False)
+        bool, Parameter(help="Also messages of --server that are not archived; instead of --data.", show_default=False)
     ] = False,
-    count: Annotated[bool, Parameter(help="Count them and send nothing.", show_default=False)] = False,
+    count: Annotated[bool, Parameter(help="Count the messages and send nothing.", show_default=False)] = False,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
@@ -47,8 +48,8 @@ def replay(
     per_second = None if rate is None else _rate_of(rate)
     with where.open(server if live else None) as opened:
         selection = where.selection(opened, limit=limit)
-        words = {"since": where.since, "until": where.until}
-        work = Replay(opened, selection, to, rate=per_second, limit=limit, state=state, words=words)
+        requested = {"since": where.since, "until": where.until}
+        work = Replay(opened, selection, to, rate=per_second, limit=limit, state=state, requested=requested)
         with ProgressSteps() as steps:
             if count:
                 _count(work.count(steps), output)
@@ -69,11 +70,11 @@ def _count(found: Counted, output: Output) -> None:
     if output == "json":
         print_json(found._asdict())
         return
-    moments = ["" if moment is None else words_of_moment(moment) for moment in (found.first, found.last)]
+    moments = ["" if moment is None else format_time(moment) for moment in (found.first, found.last)]
     print_facts(
         [
             ("messages", f"{found.messages:,}"),
-            ("bodies", words_of_size(found.size)),
+            ("bodies", format_size(found.size)),
             ("keys", f"{found.keys:,}"),
             ("first stored", moments[0]),
             ("last stored", moments[1]),

@@ -1,4 +1,4 @@
-"""The options that say which messages of which history: the same for looking them up and for sending them again."""
+"""The options that select messages of a history, shared by ``plait spark history`` and ``plait spark replay``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass
 class Where:
-    """Which messages, and where they are looked for."""
+    """The messages to select, and the inputs to read them from."""
 
     archive: Annotated[str, Parameter(help="The archive: a path, or a URI such as s3://bucket/archive.")]
-    subject: Annotated[str, Parameter(help="The subject whose messages are meant.")]
+    subject: Annotated[str, Parameter(help="The subject of the messages.")]
     data: Annotated[
         list[Path] | None,
-        Parameter(help="A data directory, in use or not: what its log has and the archive has not. May be repeated."),
+        Parameter(help="A data directory, in use or not, with messages that are not archived; may be repeated."),
     ] = None
     group: Annotated[str, Parameter(help="The broker group of a data directory that was never archived.")] = "g1"
     key: Annotated[str | None, Parameter(help="Messages with this order key.")] = None
@@ -42,13 +42,13 @@ class Where:
     all: Annotated[bool, Parameter(help="Every message of the subject.", show_default=False)] = False
 
     def open(self, server: str | None = None) -> History:
-        """The history; ``server`` has what is not archived."""
+        """Open the history. ``server`` has messages that are not archived."""
         from plait.spark.history.lookup import History
 
         return History(self.archive, data=self.data, server=server, group=self.group)
 
     def selection(self, history: History, *, limit: int | None = None) -> HistorySelection:
-        """What the options ask for; they must ask for something."""
+        """The selection of the options. Raises ``InvalidArgument`` if they select nothing explicitly."""
         selection = history.selection(
             self.subject,
             key=self.key,
@@ -58,10 +58,10 @@ class Where:
             until=self.until,
         )
         if self.all and selection.narrow:
-            raise InvalidArgument("--all means every message; leave it out, or --key, --id, --header, --since, --until")
+            raise InvalidArgument("--all selects every message; remove it or --key, --id, --header, --since, --until")
         if not (self.all or selection.narrow or limit is not None):
             raise InvalidArgument(
-                "say which messages: --key, --id, --header, --since, --until or --limit; --all for every one"
+                "select messages: --key, --id, --header, --since, --until or --limit; --all for every message"
             )
         return selection
 
@@ -70,7 +70,7 @@ def _headers(texts: list[str]) -> dict[str, str]:
     headers: dict[str, str] = {}
     for name, value in map(_header, texts):
         if headers.setdefault(name, value) != value:
-            raise InvalidArgument(f"header {name!r} is {headers[name]!r} or {value!r}, never both; ask for one of them")
+            raise InvalidArgument(f"header {name!r} cannot be both {headers[name]!r} and {value!r}; use one of them")
     return headers
 
 

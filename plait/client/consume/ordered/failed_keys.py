@@ -1,4 +1,7 @@
-"""Keys whose messages failed in a strict group, or were given back: what stands behind such a row comes after it."""
+"""Keys with a row that is to be redelivered: in a strict group a failed row, in any group a returned one.
+
+Later rows of such a key must not be handled before that row.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from plait.client.consume.failure import UNBEGUN, EpochRange, Nacks
 from plait.client.consume.ordered.ordered_delivered import OrderedDelivered, RowMask, rows_of
 from plait.model.logical_partitions import Hashes
 
-#: A frame, and the runs of its rows that were acked and that failed.
-Said = tuple[OrderedDelivered, list[EpochRange], Nacks]
+#: A frame, the runs of its acked rows, and the runs of its failed rows by failure outcome.
+FrameOutcomes = tuple[OrderedDelivered, list[EpochRange], Nacks]
 
 
 class FailedKeys:
@@ -22,18 +25,18 @@ class FailedKeys:
         order = np.lexsort((sequences, keys))
         self._keys, first = np.unique(keys[order], return_index=True)
         self._sequences = sequences[order][first]
-        #: Pulls after this number were asked for when the broker knew; None: it may not know yet.
+        #: The number of the last pull sent before the broker had stored the failures; None: it may not have them yet.
         self.known_at: int | None = None
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def over(self, number: int) -> bool:
-        """What a pull with this number brings is in order."""
+    def in_order(self, number: int) -> bool:
+        """The reply to this pull is in order: the pull was sent after the broker had stored the failures."""
         return self.known_at is not None and number > self.known_at
 
     def behind(self, frame: OrderedDelivered) -> RowMask | None:
-        """The frame's rows of these keys that come after the ones that failed; None: there are none."""
+        """The frame's rows of these keys that come after the failed row of their key; None: there are none."""
         if frame.keys is None or frame.keyed is None or not len(self):
             return None
         at = np.minimum(np.searchsorted(self._keys, frame.keys), len(self) - 1)
@@ -41,8 +44,8 @@ class FailedKeys:
         mask &= frame.sequences > self._sequences[at]
         return mask if mask.any() else None
 
-    def came_again(self, frame: OrderedDelivered) -> None:
-        """Keys whose failed row is in the frame are in order again."""
+    def redelivered(self, frame: OrderedDelivered) -> None:
+        """Remove the keys whose failed row is redelivered in this frame."""
         if frame.keys is None or not len(self):
             return
         at = np.minimum(np.searchsorted(self._keys, frame.keys), len(self) - 1)
@@ -50,10 +53,10 @@ class FailedKeys:
         self._keys, self._sequences = np.delete(self._keys, again), np.delete(self._sequences, again)
 
 
-def failing_in(said: Iterable[Said], *, strict: bool) -> FailedKeys | None:
-    """What rows with keys hold their keys: in a strict group all that failed, in others what is given back."""
+def failing_in(outcomes: Iterable[FrameOutcomes], *, strict: bool) -> FailedKeys | None:
+    """The keys with a row to be redelivered: in a strict group every failed row, otherwise only returned rows."""
     keys, sequences = [], []
-    for frame, _, nacks in said:
+    for frame, _, nacks in outcomes:
         holding = [rows_of(runs) for failed, runs in nacks.items() if strict or failed == UNBEGUN]
         if frame.keys is not None and frame.keyed is not None and holding:
             rows = np.concatenate(holding)

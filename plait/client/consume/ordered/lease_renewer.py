@@ -1,8 +1,7 @@
-"""Leases of ordered consumers, renewed from a thread of the client's own (R14).
+"""Renews the leases of ordered consumers from the client's own thread (R14).
 
-A handler that blocks the user's loop does not cost the locks that its message stands under, nor the membership: the
-keeper has an event loop and links of its own. It stops for a consumer whose oldest message has been in the user's hands
-for too long.
+The lease renewer has its own event loop and connections, so a handler that blocks the user's loop loses neither the
+locks of its messages nor its membership. It stops renewing for a consumer whose user has held a message for too long.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from plait.errors import PlaitError, StaleSession
 from plait.limits import ClientLimits
 from plait.wire import messages as m
 
-#: How long the end of a client waits for the thread.
+#: How long closing a client waits for the thread to end.
 STOP_SECONDS = 2.0
 
-#: Sockets are closed a few turns of the loop after they were told to.
+#: Turns of the loop to wait for sockets to close: asyncio closes them a few turns after the call.
 CLOSING_TURNS = 10
 
-#: The keepers of parent processes: never touched, not even by the garbage collector.
+#: Lease renewers inherited from a parent process by fork. The reference keeps the garbage collector from touching them.
 _inherited: list[LeaseRenewer] = []
 
 
 class RenewedLease(NamedTuple):
-    """A session whose locks are to stay."""
+    """A session whose lease is to be renewed."""
 
     addresses: tuple[str, ...]
     session: int
@@ -41,41 +40,41 @@ class RenewedLease(NamedTuple):
 
 
 class Holder(Protocol):
-    """Who has a lease. All of it is called from the keeper's thread."""
+    """The holder of a lease. All methods are called from the lease renewer's thread."""
 
     def lease(self) -> RenewedLease | None:
-        """What is to be renewed; None: nothing at present."""
+        """The lease to renew; None: none at present."""
 
     def renewed(self, session: int, sent: float) -> None:
-        """It goes on from when the request was sent."""
+        """The lease was renewed; it runs from ``sent``, the time of the request."""
 
 
 class RenewalPulse(Protocol):
-    """Heartbeats that have to leave although the user's loop is busy. Called from the keeper's thread."""
+    """The source of heartbeats to send while the user's loop is busy. Called from the lease renewer's thread."""
 
     def late(self) -> list[m.MemberHeartbeatRequest]:
-        """Those that are overdue."""
+        """The heartbeats that are overdue."""
 
     @property
     def addresses(self) -> list[str]:
-        """Where they go."""
+        """The addresses of the meta servers."""
 
 
 class Background(Protocol):
-    """A loop beside the user's."""
+    """An event loop besides the user's."""
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run this there."""
+        """Run a coroutine on the loop."""
 
     def stop(self) -> None:
-        """Cancel what runs there and end."""
+        """Cancel what runs on the loop, and end it."""
 
 
 class BackgroundThread:
-    """A loop in a daemon thread."""
+    """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
-        self._thread = LoopThread("plait-keeper")
+        self._thread = LoopThread("plait-lease-renewer")
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._thread.loop)
@@ -85,7 +84,7 @@ class BackgroundThread:
 
 
 class LeaseRenewer:
-    """See the module. The thread starts with the first holder and ends with ``close``."""
+    """The lease renewer of one client. Its thread starts with the first holder and ends with ``close``."""
 
     def __init__(
         self,
@@ -102,27 +101,27 @@ class LeaseRenewer:
         self._new_background = background
         self._background: Background | None = None
         self._holders: dict[Holder, None] = {}
-        #: Of the keeper's loop.
+        #: The lease renewer's own loop, its wake-up event, and its connections by address.
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._news: asyncio.Event | None = None
+        self._woken: asyncio.Event | None = None
         self._nodes: dict[tuple[str, ...], Node] = {}
 
     # --- from the user's loop -------------------------------------------------------------------
 
     def add(self, holder: Holder) -> None:
-        """Renew this one's lease."""
+        """Start renewing the holder's lease."""
         self._holders[holder] = None
         if self._background is None:
             self._background = self._new_background()
-            self._background.start(tasks.restarting(self._run, "plait-keeper"))
+            self._background.start(tasks.restarting(self._run, "plait-lease-renewer"))
 
-    def look(self) -> None:
-        """There is a lease that was not there before."""
-        if self._background is not None and self._loop is not None and self._news is not None:
-            self._loop.call_soon_threadsafe(self._news.set)
+    def wake(self) -> None:
+        """Look for new leases now."""
+        if self._background is not None and self._loop is not None and self._woken is not None:
+            self._loop.call_soon_threadsafe(self._woken.set)
 
     def remove(self, holder: Holder) -> None:
-        """Do so no longer."""
+        """Stop renewing the holder's lease."""
         self._holders.pop(holder, None)
 
     async def close(self) -> None:
@@ -133,20 +132,20 @@ class LeaseRenewer:
             await asyncio.get_running_loop().run_in_executor(None, background.stop)
 
     def abandon(self) -> None:
-        """In a forked child the thread is not there."""
+        """Called in a forked child, where the thread does not exist."""
         _inherited.append(self)
 
-    # --- on the keeper's loop -------------------------------------------------------------------
+    # --- on the lease renewer's loop ------------------------------------------------------------
 
     async def _run(self) -> None:
-        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
+        self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
         try:
             while True:
-                self._news.clear()
+                self._woken.clear()
                 seconds = await self._renew_all()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(seconds):
-                        await self._news.wait()
+                        await self._woken.wait()
         finally:
             for node in self._nodes.values():
                 await node.close()
@@ -155,7 +154,7 @@ class LeaseRenewer:
                 await asyncio.sleep(0)
 
     async def _renew_all(self) -> float:
-        """Renew what is to be renewed; when to do so again."""
+        """Renew all leases and send overdue heartbeats; returns the seconds until the next time."""
         leases: dict[tuple[str, ...], list[tuple[Holder, RenewedLease]]] = {}
         shortest = 3.0 * self._limits.heartbeat_seconds
         for holder in list(self._holders):
@@ -163,23 +162,25 @@ class LeaseRenewer:
             if lease is not None:
                 leases.setdefault(lease.addresses, []).append((holder, lease))
                 shortest = min(shortest, lease.seconds)
-        beats = self._pulse.late()
+        heartbeats = self._pulse.late()
         meta = tuple(self._pulse.addresses)
-        await self._part_with({*leases, *([meta] if beats else [])})
+        await self._close_unused({*leases, *([meta] if heartbeats else [])})
         await asyncio.gather(
             *(self._renew(where, some, shortest) for where, some in leases.items()),
-            *(self._beat(meta, beat, shortest) for beat in beats),
+            *(self._send_heartbeat(meta, heartbeat, shortest) for heartbeat in heartbeats),
         )
         return shortest * RENEW_AT
 
-    async def _beat(self, addresses: tuple[str, ...], beat: m.MemberHeartbeatRequest, seconds: float) -> None:
+    async def _send_heartbeat(
+        self, addresses: tuple[str, ...], heartbeat: m.MemberHeartbeatRequest, seconds: float
+    ) -> None:
         with contextlib.suppress(PlaitError):
-            await self._node(addresses).request(beat, seconds)
+            await self._node(addresses).request(heartbeat, seconds)
 
-    async def _part_with(self, wanted: set[tuple[str, ...]]) -> None:
-        """Links that nobody needs any more are closed."""
+    async def _close_unused(self, wanted: set[tuple[str, ...]]) -> None:
+        """Close the connections to addresses that are not in ``wanted``."""
         for addresses in [addresses for addresses in self._nodes if addresses not in wanted]:
-            # It is known until it is closed: the end of the thread may come between.
+            # Removed only after it is closed: if the thread ends in between, ``_run`` closes it.
             await self._nodes[addresses].close()
             del self._nodes[addresses]
 
@@ -196,12 +197,12 @@ class LeaseRenewer:
             await self._ask(node, some, seconds)
         except StaleSession:
             if len(some) > 1:
-                # One of them is over; the others are not.
+                # One of the sessions has ended: renew the others one by one.
                 for one in some:
                     with contextlib.suppress(PlaitError):
                         await self._ask(node, [one], seconds)
         except PlaitError:
-            # The next time; or the lease ends, which is what leases are for.
+            # Retried the next time. If that fails too, the lease expires.
             pass
 
     async def _ask(self, node: Node, some: list[tuple[Holder, RenewedLease]], seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""What an ordered consumer may handle of one partition: locks of logical partitions, for the time of a lease (R14).
+"""The locks of an ordered consumer in one partition, and their lease (R14).
 
-The lease is counted from the sending of the request that renewed it, on a clock that goes on while the machine sleeps.
-So it ends here before it ends at the broker, whatever the network does.
+The client counts the lease from the time it sent the request that renewed it, on a clock that also runs while the
+machine sleeps. So the lease expires at the client before it expires at the broker, however slow the network is.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import LpSet, lp_set
 from plait.wire import messages as m
 
-#: A number for each logical partition.
+#: One number per logical partition.
 Numbers = npt.NDArray[np.int64]
 LpEpochs = Numbers
 
 
 def no_lps() -> LpSet:
-    """None of the logical partitions."""
+    """The empty set of logical partitions."""
     return np.zeros(LOGICAL_PARTITIONS, bool)
 
 
 def grants_of(runs: list[m.LpGrant]) -> tuple[LpSet, LpEpochs]:
-    """Which logical partitions, and the epoch of each."""
+    """The granted logical partitions, and the epoch of each."""
     chosen, epochs = no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)
     for first, end, epoch in runs:
         chosen[first:end] = True
@@ -38,79 +38,79 @@ def grants_of(runs: list[m.LpGrant]) -> tuple[LpSet, LpEpochs]:
 
 
 class LockReport(NamedTuple):
-    """What a partition has said."""
+    """The state of a group's LPs in one partition, as its broker reported it."""
 
-    #: Up to where each logical partition is done there.
+    #: The sequence up to which each LP is drained.
     done: Numbers
-    #: Hashes of keys that are parked there, and of those that are so only because they were told to be.
+    #: Hashes of the keys parked here; ``inherited`` are those parked only because an earlier partition parks them.
     parked: frozenset[int]
     inherited: frozenset[int]
-    #: What ends there and has rows left, or has some again.
+    #: Sealed LPs that have unfinished rows, or have some again.
     again: LpSet
 
     @property
     def own(self) -> frozenset[int]:
-        """Keys that wait there for somebody's decision."""
+        """Keys whose own dead letter is in this partition: they wait for ``resume`` or ``skip`` there."""
         return self.parked - self.inherited
 
 
-def nothing_said() -> LockReport:
-    """Of a partition that has not been asked yet."""
+def empty_report() -> LockReport:
+    """The report of a partition that has not answered yet."""
     return LockReport(np.zeros(LOGICAL_PARTITIONS, np.int64), frozenset(), frozenset(), no_lps())
 
 
 class LockRights:
-    """The locks that one session has. The loop changes them; ``renewed`` may come from another thread."""
+    """The locks of one session. The loop changes them; ``renewed`` may be called from another thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.session = 0
-        #: A secret of this consumer and the broker: with it the session is resumed after a lost connection.
+        #: The session token: resumes the session after a lost connection.
         self.token = chance.bits(63) | 1
-        #: How long a lease is.
+        #: The duration of a lease.
         self.seconds = 0.0
         self._until = -math.inf
         #: Logical partitions whose rows may be handed out, and the epochs of their locks.
         self.open = no_lps()
         self.epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
-        #: Up to which sequence each is done here, as far as the route led on from there.
+        #: The sequence up to which each LP is drained here, for LPs that the route has moved on.
         self.done: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
-        #: Those of them that have rows all the same: dead letters that were sent once more, or what a crash took back.
+        #: Drained LPs that have rows again: resent dead letters, or rows whose acks were lost in a crash.
         self.again = no_lps()
-        #: Hashes of keys that are parked here, and of those that are so only because they are where they were before.
+        #: Hashes of the keys parked here; ``inherited`` are those parked only because an earlier partition parks them.
         self.parked: frozenset[int] = frozenset()
         self.inherited: frozenset[int] = frozenset()
-        #: The number of the last news that was looked at.
+        #: The number of the last lock change at the broker that this client has seen.
         self.news = 0
 
     def attached(self, attached: m.AttachReply) -> None:
-        """A new session; what was granted to the one before counts as long as its lease."""
+        """A new session has started. The locks of the session before stay usable until their lease expires."""
         self.session, self.seconds = attached.session, attached.lease_seconds
         self.news = 0
 
     def valid(self) -> bool:
-        """The lease has not ended."""
+        """The lease has not expired."""
         return self._clock.monotonic() < self._until
 
     def now(self) -> float:
-        """What leases are measured with."""
+        """The time on the clock that leases are measured with."""
         return self._clock.monotonic()
 
     def renewed(self, session: int, sent: float) -> None:
-        """The lease goes on from when the request was sent."""
+        """The lease was renewed: it runs from ``sent``, the time of the request."""
         if session == self.session:
             self._until = max(self._until, sent + self.seconds)
 
     def granted(self, answer: m.LeaseReply, sent: float, asked: LpSet, until: Numbers, wanted: LpSet) -> LpSet:
-        """What the broker says to a request for the locks ``asked``; those whose rows must not be handed out any more.
+        """Apply the reply to a request for the locks ``asked`` up to ``until``; ``wanted`` are those wanted now.
 
-        They were asked for up to ``until``; ``wanted`` is what is wanted by now.
+        Returns the LPs whose locks were lost: their rows must not be handed out.
         """
         self.seconds = answer.seconds
         self.renewed(self.session, sent)
         self.news = answer.news
         owned, epochs = grants_of(answer.owned)
-        # What was given up meanwhile is not taken back.
+        # LPs that were given up since the request stay given up.
         owned &= wanted
         lost: LpSet = self.open & ~owned
         self.open = owned
@@ -118,7 +118,7 @@ class LockRights:
         parked = self._marks(self.parked, answer.parked, asked)
         resumed = self.parked - parked
         if resumed:
-            # What was done but for a parked key is so no longer when that goes on.
+            # An LP that was drained except for a parked key has rows again when the key is resumed.
             self.done = self.done.copy()
             self.done[[key % LOGICAL_PARTITIONS for key in resumed]] = 0
         if answer.drained:
@@ -131,14 +131,14 @@ class LockRights:
         return lost
 
     @staticmethod
-    def _marks(before: frozenset[int], told: list[int], asked: LpSet) -> frozenset[int]:
-        """Nothing is said of what was not asked for."""
-        return frozenset(told) | {key for key in before if not asked[key % LOGICAL_PARTITIONS]}
+    def _marks(before: frozenset[int], reported: list[int], asked: LpSet) -> frozenset[int]:
+        """The reported keys, and the earlier ones of LPs that were not asked for: the reply does not cover those."""
+        return frozenset(reported) | {key for key in before if not asked[key % LOGICAL_PARTITIONS]}
 
     def report(self) -> LockReport:
-        """What the partition has said."""
+        """The state of the LPs in this partition."""
         return LockReport(self.done, self.parked, self.inherited, self.again)
 
     def give_up(self, lps: LpSet) -> None:
-        """Rows of these are not handed out any more."""
+        """Stop handing out rows of these LPs."""
         self.open = self.open & ~lps

@@ -1,7 +1,7 @@
-"""Membership of ordered consumers: a client tells the meta server that it lives, and hears what is its to handle.
+"""Heartbeats of ordered consumers to the meta server, which replies with their shares.
 
-One heartbeat names all members that go by one id. Its answer waits at the meta server until there is something new, or
-a second is over. Without a meta server allocations stay as they are (R16).
+One heartbeat names all members with one client id. The meta server holds its reply until there is a change, or for
+``heartbeat_seconds``. While no meta server is reachable, allocations stay as they are (R16).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = logging.getLogger("plait.client")
 #: (subject, group).
 GroupKey = tuple[str, str]
 
-#: After so many heartbeats that did not leave they are sent from elsewhere.
-LATE_BEATS = 3
+#: After this many missed heartbeats the lease renewer's thread sends them.
+LATE_HEARTBEATS = 3
 
 
 class GroupMember(Protocol):
-    """An ordered consumer, or one with affinity."""
+    """An ordered consumer or one with affinity, as a member of its group."""
 
     subject: str
     client_id: str
@@ -36,46 +36,46 @@ class GroupMember(Protocol):
 
     @property
     def group_name(self) -> str:
-        """The group that it is a member of."""
+        """The name of the member's group."""
 
     def overdue(self) -> bool:
-        """The user has had a message for too long: others are to handle what is allocated to it."""
+        """The user has held a message for too long, so other members must take over this member's share."""
 
-    def too_long(self) -> bool:
-        """The same, from any thread."""
+    def is_overdue(self) -> bool:
+        """Like ``overdue``, without side effects; may be called from any thread."""
 
     def allocated(self, strategy: str, grants: list[m.LpGrant]) -> None:
-        """What the meta server says."""
+        """The meta server has allocated these LPs to the member."""
 
     def give_up(self, error: PlaitError) -> None:
-        """It cannot be a member."""
+        """The meta server has refused the member permanently."""
 
 
 class MemberHeartbeats:
-    """The members of one client."""
+    """The heartbeats of all members of one client."""
 
     def __init__(self, router: Router, limits: ClientLimits, now: Callable[[], float]) -> None:
         self._router = router
         self._limits = limits
         self._now = now
-        self._beats: dict[str, _HeartbeatLoop] = {}
-        #: Tells this process from another one with the same client id.
+        self._loops: dict[str, _HeartbeatLoop] = {}
+        #: Distinguishes this process from another one with the same client id.
         self._instance = chance.bits(63) | 1
 
     async def join(self, member: GroupMember) -> None:
-        """Become a member; returns when it knows what is its to handle, or raises why it cannot."""
-        beats = self._beats.get(member.client_id)
-        if beats is None:
-            beats = _HeartbeatLoop(member.client_id, self._instance, self._router, self._limits, self._now)
-            self._beats[member.client_id] = beats
+        """Add a member; returns when it has its share, or raises the reason why it cannot join."""
+        heartbeats = self._loops.get(member.client_id)
+        if heartbeats is None:
+            heartbeats = _HeartbeatLoop(member.client_id, self._instance, self._router, self._limits, self._now)
+            self._loops[member.client_id] = heartbeats
         limit = self._limits.request_seconds
         try:
             async with asyncio.timeout(limit):
-                await beats.join(member)
+                await heartbeats.join(member)
         except TimeoutError:
-            # No meta server is waited for a second time, to leave.
-            beats.forget(member)
-            refusal = beats.refusals.get((member.subject, member.group_name))
+            # ``forget``, not ``leave``: that would wait for a meta server a second time.
+            heartbeats.forget(member)
+            refusal = heartbeats.refusals.get((member.subject, member.group_name))
             if refusal is None:
                 raise Unavailable(f"no meta server answered within {limit:g} s") from None
             if isinstance(refusal, GroupBusy):
@@ -84,45 +84,45 @@ class MemberHeartbeats:
             raise Unavailable(f"{group} could not be joined within {limit:g} s: {refusal}") from None
 
     async def leave(self, member: GroupMember) -> None:
-        """Stop being one; returns when the meta server knows, or when it takes too long.
+        """Remove a member; returns when the meta server has acknowledged it, or after ``request_seconds``.
 
-        A member that left before, or never joined, changes nothing for another one in its place.
+        No effect if the member has left or never joined, even if another member of the same group has its place.
         """
-        beats = self._beats.get(member.client_id)
-        if beats is not None:
+        heartbeats = self._loops.get(member.client_id)
+        if heartbeats is not None:
             with contextlib.suppress(TimeoutError, PlaitError):
                 async with asyncio.timeout(self._limits.request_seconds):
-                    await beats.leave(member)
-            await beats.stop_without_members()
-            if not beats.members and self._beats.get(member.client_id) is beats:
-                del self._beats[member.client_id]
+                    await heartbeats.leave(member)
+            await heartbeats.stop_without_members()
+            if not heartbeats.members and self._loops.get(member.client_id) is heartbeats:
+                del self._loops[member.client_id]
 
     def late(self) -> list[m.MemberHeartbeatRequest]:
-        """Heartbeats that are overdue because the user's loop is busy. From any thread."""
-        oldest = self._now() - LATE_BEATS * self._limits.heartbeat_seconds
-        return [beats.again() for beats in list(self._beats.values()) if beats.sent < oldest]
+        """The heartbeats that are overdue because the user's loop is busy. May be called from any thread."""
+        oldest = self._now() - LATE_HEARTBEATS * self._limits.heartbeat_seconds
+        return [heartbeats.liveness() for heartbeats in list(self._loops.values()) if heartbeats.sent < oldest]
 
     @property
     def addresses(self) -> list[str]:
-        """Where the meta servers are."""
+        """The addresses of the meta servers."""
         return self._router.meta.addresses
 
     def ask_again(self, member: GroupMember) -> None:
-        """What it was told is out of date."""
-        beats = self._beats.get(member.client_id)
-        if beats is not None:
-            beats.poke()
+        """Ask for the member's share again: the one it has is out of date."""
+        heartbeats = self._loops.get(member.client_id)
+        if heartbeats is not None:
+            heartbeats.poke()
 
 
 class _HeartbeatLoop:
-    """The heartbeats of members with one id."""
+    """The heartbeats of the members with one client id."""
 
     def __init__(
         self, client: str, instance: int, router: Router, limits: ClientLimits, now: Callable[[], float]
     ) -> None:
         self._now = now
         self._instance = instance
-        #: When the last heartbeat was answered.
+        #: The time of the last reply.
         self.sent = now()
         self._client = client
         self._router = router
@@ -131,21 +131,21 @@ class _HeartbeatLoop:
         self.members: dict[tuple[str, str], GroupMember] = {}
         self._task: asyncio.Task[None] | None = None
         self._poked = asyncio.Event()
-        #: The newest that was heard.
+        #: The newest change number received.
         self._seen = 0
-        #: Changes so far, and callers that wait for one of them, of one membership, to be known to the meta server.
+        #: The number of changes of ``members``, and the callers that wait until the meta server has one of them.
         self._changes = 0
         self._waiting: list[tuple[int, GroupKey, asyncio.Future[None]]] = []
         self._refreshing: set[asyncio.Task[None]] = set()
-        #: Memberships that the last answer refused, and why.
+        #: Members that the last reply refused, and why.
         self.refusals: dict[GroupKey, PlaitError] = {}
 
     async def join(self, member: GroupMember) -> None:
         self.members[member.subject, member.group_name] = member
-        await self._known((member.subject, member.group_name))
+        await self._wait_known((member.subject, member.group_name))
 
     def forget(self, member: GroupMember) -> bool:
-        """Name this member no longer; whether it was named. Another one in its place stays."""
+        """Remove a member; returns False if it is not there. Another member in its place stays."""
         key = (member.subject, member.group_name)
         if self.members.get(key) is not member:
             return False
@@ -154,28 +154,28 @@ class _HeartbeatLoop:
 
     async def leave(self, member: GroupMember) -> None:
         if self.forget(member):
-            await self._known((member.subject, member.group_name))
+            await self._wait_known((member.subject, member.group_name))
 
     async def stop_without_members(self) -> None:
-        """End the heartbeats, unless there is a member. One that joins meanwhile starts others."""
+        """End the heartbeats if there is no member. A member that joins meanwhile starts a new task."""
         task = self._task
         if not self.members and task is not None:
             self._task = None
             task.cancel()
             await asyncio.wait([task])
 
-    async def _known(self, key: GroupKey) -> None:
-        """Until the meta server knows of the members as they are, or refuses this one."""
+    async def _wait_known(self, key: GroupKey) -> None:
+        """Wait until the meta server has the current members, or refuses this one."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         self.poke()
         self._waiting.append((self._changes, key, future))
         if self._task is None or self._task.done() or self._task.cancelling():
-            self._task = tasks.keep(self._run, "plait-membership")
+            self._task = tasks.keep(self._run, "plait-member-heartbeats")
         await future
 
     def poke(self) -> None:
-        """Beat now, and hear all there is."""
+        """Send a heartbeat now, and ask for the full state."""
         self._changes += 1
         self._seen = 0
         self._poked.set()
@@ -187,33 +187,33 @@ class _HeartbeatLoop:
             self._poked.clear()
             begun, changes = loop.time(), self._changes
             try:
-                answer = await self._beat()
+                answer = await self._heartbeat()
             except PlaitError as error:
                 if not error.retryable and not isinstance(error, InternalError):
                     for member in list(self.members.values()):
                         self._give_up(member, error)
-                    # Those that wait to leave: the next heartbeat would be refused, too.
-                    self._settle([future for _, _, future in self._waiting], error)
+                    # Fail the callers of ``leave`` too: the next heartbeat would be refused as well.
+                    self._complete([future for _, _, future in self._waiting], error)
                     continue
-                log.info("no answer to the heartbeat of %s: %s", self._client, error)
+                log.info("no reply to the heartbeat of client %s: %s", self._client, error)
                 await self._rest(pause)
                 pause = min(2 * pause, self._limits.reconnect_max_seconds)
                 continue
             pause = self._limits.reconnect_first_seconds
             if answer is None:
-                # There is something to say before the answer came.
+                # Poked before the reply arrived: send the next heartbeat at once.
                 continue
             news = answer.seen != self._seen
-            self._heard(answer, changes)
+            self._apply(answer, changes)
             if not news or answer.refused:
-                # A meta server that answers too soon is not asked all the time.
+                # Keep the pace when a meta server replies without a change, or refuses.
                 await self._rest(self._limits.heartbeat_seconds - (loop.time() - begun))
 
-    async def _beat(self) -> m.MemberHeartbeatReply | None:
-        """One heartbeat and its answer; None: another one is due before it came."""
+    async def _heartbeat(self) -> m.MemberHeartbeatReply | None:
+        """Send one heartbeat and return its reply; None: another heartbeat is due before the reply arrived."""
         wait = self._limits.heartbeat_seconds
-        beat = self._saying({key: member for key, member in self.members.items() if not member.overdue()}, wait)
-        asking = tasks.child(self._router.meta.request(beat, wait + self._limits.request_seconds), "plait-beat")
+        request = self._request({key: member for key, member in self.members.items() if not member.overdue()}, wait)
+        asking = tasks.child(self._router.meta.request(request, wait + self._limits.request_seconds), "plait-heartbeat")
         poked = tasks.child(self._poked.wait(), "plait-poked")
         try:
             await asyncio.wait([asking, poked], return_when=asyncio.FIRST_COMPLETED)
@@ -226,11 +226,11 @@ class _HeartbeatLoop:
             await asyncio.gather(asking, poked, return_exceptions=True)
         return answer
 
-    def again(self) -> m.MemberHeartbeatRequest:
-        """Only that they live, from any thread: what there is to hear waits for the user's loop."""
-        return self._saying({key: member for key, member in list(self.members.items()) if not member.too_long()})
+    def liveness(self) -> m.MemberHeartbeatRequest:
+        """A heartbeat for the lease renewer's thread to send; its reply is ignored. May be called from any thread."""
+        return self._request({key: member for key, member in list(self.members.items()) if not member.is_overdue()})
 
-    def _saying(self, members: dict[tuple[str, str], GroupMember], wait: float = 0.0) -> m.MemberHeartbeatRequest:
+    def _request(self, members: dict[tuple[str, str], GroupMember], wait: float = 0.0) -> m.MemberHeartbeatRequest:
         affinity = [key for key, member in members.items() if member.affinity]
         named = [(*key, True) for key in members]
         return m.MemberHeartbeatRequest(
@@ -250,21 +250,21 @@ class _HeartbeatLoop:
         except TimeoutError:
             pass
 
-    def _heard(self, answer: m.MemberHeartbeatReply, changes: int) -> None:
+    def _apply(self, answer: m.MemberHeartbeatReply, changes: int) -> None:
         if changes == self._changes:
             self._seen = answer.seen
         refused = {(subject, group): from_code(code, text) for subject, group, code, text in answer.refused}
         before, self.refusals = self.refusals, refused
         taken = next((error for error in refused.values() if isinstance(error, GroupBusy)), None)
         if taken is not None and not any(isinstance(error, GroupBusy) for error in before.values()):
-            log.warning("%s; until then this one is no member of its groups", taken)
+            log.warning("%s; until then this process is not a member of its groups", taken)
         for key, error in refused.items():
             if key in self.members:
                 self._refused(self.members[key], error)
         for subject, group, strategy, grants in answer.members:
             member = self.members.get((subject, group))
             if member is not None and member.overdue():
-                # It is told of this once more when it is a member again.
+                # Ask for the share again once the member is no longer overdue.
                 self._seen = 0
             elif member is not None:
                 member.allocated(strategy, grants)
@@ -273,8 +273,8 @@ class _HeartbeatLoop:
             known = self._router.known(subject)
             if known is not None and known.version < version:
                 self._look_again(subject)
-        told = [future for change, key, future in self._waiting if change <= changes and key not in refused]
-        self._settle(told, None)
+        done = [future for change, key, future in self._waiting if change <= changes and key not in refused]
+        self._complete(done, None)
 
     def _look_again(self, subject: str) -> None:
         async def refresh() -> None:
@@ -289,25 +289,27 @@ class _HeartbeatLoop:
         task.add_done_callback(self._refreshing.discard)
 
     def _refused(self, member: GroupMember, error: PlaitError) -> None:
-        """One membership cannot be, for the time being or at all. It costs the others nothing."""
+        """The meta server refused one member, temporarily or permanently. Other members are not affected."""
         if isinstance(error, SubjectNotFound):
             self._begin(self._make_again(member), f"plait-make-{member.subject}")
         elif isinstance(error, GroupBusy):
-            # Another process has the client id. It may end: the next heartbeat asks again, after a pause.
+            # Another process uses the client id. It may end, so the next heartbeat tries again after a pause.
             pass
         elif error.retryable or isinstance(error, InternalError):
-            log.info("%s cannot join group %r of %r yet: %s", self._client, member.group_name, member.subject, error)
+            log.info(
+                "client %s cannot join group %r of %r yet: %s", self._client, member.group_name, member.subject, error
+            )
         else:
             self._give_up(member, error)
 
     async def _make_again(self, member: GroupMember) -> None:
-        """A subject was deleted: its consumers make it again, or end where subjects are not made by use."""
+        """The subject was deleted. Create it again, or fail the member if subjects are not created on use."""
         try:
             await self._router.refresh(member.subject)
         except SubjectNotFound as error:
             self._give_up(member, error)
         except PlaitError:
-            # The next heartbeat is refused, too.
+            # The next heartbeat is refused too, which tries again.
             pass
         else:
             self.poke()
@@ -316,12 +318,12 @@ class _HeartbeatLoop:
         key = (member.subject, member.group_name)
         if self.forget(member):
             member.give_up(error)
-            self._settle([future for _, waiting, future in self._waiting if waiting == key], error)
+            self._complete([future for _, waiting, future in self._waiting if waiting == key], error)
 
-    def _settle(self, told: list[asyncio.Future[None]], error: PlaitError | None) -> None:
-        """These have waited long enough."""
-        self._waiting = [entry for entry in self._waiting if entry[2] not in told]
-        for future in told:
+    def _complete(self, done: list[asyncio.Future[None]], error: PlaitError | None) -> None:
+        """Complete the futures of waiting callers."""
+        self._waiting = [entry for entry in self._waiting if entry[2] not in done]
+        for future in done:
             if future.done():
                 continue
             if error is None:

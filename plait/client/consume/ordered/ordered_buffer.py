@@ -1,7 +1,7 @@
-"""Rows that an ordered consumer has and that nobody has got yet: one key strictly in order, different keys at will.
+"""The buffer of an ordered consumer: hands out the rows of one key in order, and different keys independently.
 
-A row is handed out when no earlier row of its key is in the user's hands, but for those of its own batch, and when the
-lock of its logical partition is ours at that moment. Rows without a key are free.
+A row is handed out when the user holds no earlier row of its key, except in the same batch, and when the consumer has
+the lock of the row's LP at that moment. Rows without a key have no order.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from plait.model.logical_partitions import Hashes, LpSet
 
 
 class OrderedBuffer:
-    """See the module. ``freed`` is called when rows may be handed out that could not be before."""
+    """The buffer of one consumer. It calls ``freed`` when rows can be handed out that could not be before."""
 
     def __init__(self, freed: Callable[[], None]) -> None:
         self._freed = freed
-        #: A row that fails holds its key.
+        #: A failed row holds back its key.
         self.strict = False
-        #: Frames with rows that wait, in the order of their arrival.
+        #: Frames with waiting rows, in the order of their arrival.
         self._frames: dict[OrderedDelivered, None] = {}
         self._arrivals = 0
-        #: Rows that wait.
+        #: The number of waiting rows.
         self.count = 0
-        #: Keys in the user's hands, one message at a time: how many rows.
+        #: Keys of rows handed out as single messages, and the number of rows held of each.
         self._alone: dict[int, int] = {}
-        #: Frames with rows in the user's hands; in batches, which may be many.
-        self._handed: dict[OrderedDelivered, None] = {}
+        #: Frames with rows that the user holds.
+        self._held_frames: dict[OrderedDelivered, None] = {}
         self._busy: Hashes | None = None
-        #: Iteration: frames that it has not looked at (None: at none), messages that it has made, the next one last,
-        #: those that wait for their key, and those whose key is free again.
+        #: State of iteration: frames not scanned yet (None: no scan has begun), converted messages in reverse order,
+        #: messages blocked by a held row of their key, and messages whose key is free again.
         self._scan: deque[OrderedDelivered] | None = None
         self._ready: list[tuple[Message, int | None]] = []
         self._blocked: dict[int, deque[Message]] = {}
         self._runnable: deque[tuple[Message, int]] = deque()
-        #: Partitions whose lease was over when iteration came to them.
+        #: Partitions whose lease had expired when iteration reached their rows.
         self._stalled: set[LockRights] = set()
 
     # --- in and out -----------------------------------------------------------------------------
 
     def append(self, delivered: DeliveredFrame) -> None:
-        """A frame came, some of whose rows may be done already."""
+        """Add a delivered frame; some of its rows may be closed already."""
         assert isinstance(delivered, OrderedDelivered)
         self._arrivals += 1
         delivered.number = self._arrivals
@@ -69,17 +69,17 @@ class OrderedBuffer:
                 self._scan.append(delivered)
 
     def available(self) -> int:
-        """How many rows can be handed out now."""
+        """The number of rows that can be handed out now."""
         self._gather()
-        if self._nothing_in_hands() and all(rights.valid() for rights in self._rights()):
+        if self._nothing_held() and all(rights.valid() for rights in self._rights()):
             return self.count
         return sum(int(mask.sum()) for _, mask in self._free())
 
     def take(self, count: int) -> list[Piece]:
-        """Up to so many rows, which are the user's now; those of one key in their order.
+        """Hand up to ``count`` rows to the user; the rows of one key are in order.
 
-        In a strict group these are of one partition: what is behind a row that failed comes again by itself, and may be
-        left as it is; another partition's would not.
+        In a strict group the rows of one key in a batch are from one partition: if one fails, its partition's broker
+        redelivers the later ones after it. Rows of another partition would not be redelivered.
         """
         self._start_over()
         pieces: list[Piece] = []
@@ -98,19 +98,19 @@ class OrderedBuffer:
                 given.setdefault(delivered.rights, []).append(delivered.keys[rows][delivered.keyed[rows]])
             breaks = np.flatnonzero(np.diff(rows) != 1) + 1
             pieces += [(delivered, int(run[0]), int(run[-1]) + 1) for run in np.split(rows, breaks)]
-            self._hand(delivered, rows, BATCHED)
+            self._hand_out(delivered, rows, BATCHED)
             count -= len(rows)
             if count <= 0:
                 break
         return pieces
 
     def take_apart(self, count: int) -> list[Piece]:
-        """The same, and no two rows of one key: any of them may be handled by itself."""
+        """Hand out up to ``count`` rows with no two of one key, so that each may be handled by itself."""
         self._start_over()
         pieces: list[Piece] = []
         for delivered, mask in list(self._free()):
             if delivered.keys is not None and delivered.keyed is not None:
-                # What the frames before gave is in hands now.
+                # Keys that were taken from earlier frames are held now.
                 mask &= ~(np.isin(delivered.keys, self._busy_keys()) & delivered.keyed)
                 rows = np.flatnonzero(mask & delivered.keyed)
                 _, first = np.unique(delivered.keys[rows], return_index=True)
@@ -118,17 +118,17 @@ class OrderedBuffer:
             rows = np.flatnonzero(mask)[:count]
             pieces += [(delivered, row, row + 1) for row in rows.tolist()]
             if len(rows):
-                self._hand(delivered, rows, BATCHED)
+                self._hand_out(delivered, rows, BATCHED)
             count -= len(rows)
             if count <= 0:
                 break
         return pieces
 
     def next(self) -> Message | None:
-        """One row as a message, which is the user's now; None: there is none."""
+        """Hand one row to the user, as a message; None: there is none."""
         message = self._next()
         if message is None and any(rights.valid() for rights in self._stalled):
-            # Renewed meanwhile: all of its rows are looked at again, in their order.
+            # A lease was renewed meanwhile: scan all waiting rows again, in order.
             self._start_over()
             message = self._next()
         return message
@@ -138,21 +138,21 @@ class OrderedBuffer:
             message, key = self._runnable.popleft()
             if self._may_go(message):
                 if not self._is_busy(key):
-                    return self._hand_alone(message, key)
+                    return self._hand_out_alone(message, key)
                 self._blocked.setdefault(key, deque()).appendleft(message)
             elif _frame_of(message).rights not in self._stalled:
-                # It was given back; those behind it may be others.
+                # This row was returned; a later row of the key may be waiting.
                 self._unblock(key)
         while self._ready or self._scan_on():
             message, found = self._ready.pop()
             if self._may_go(message):
                 if found is None or not self._is_busy(found):
-                    return self._hand_alone(message, found)
+                    return self._hand_out_alone(message, found)
                 self._blocked.setdefault(found, deque()).append(message)
         return None
 
     def _scan_on(self) -> bool:
-        """Look at the next frame that iteration has not looked at; whether there is one."""
+        """Convert the waiting rows of the next unscanned frame; returns False if there is none."""
         if self._scan is None:
             self._scan = deque(self._frames)
         while self._scan and not self._ready:
@@ -171,7 +171,7 @@ class OrderedBuffer:
         return bool(self._ready)
 
     def _may_go(self, message: Message) -> bool:
-        """The row waits, and its lock is ours; if not, none of its partition's go until all are looked at again."""
+        """The row waits and its lease is valid. If it has expired, the partition's rows wait for the next scan."""
         delivered = _frame_of(message)
         rights = delivered.rights
         if rights in self._stalled:
@@ -190,24 +190,24 @@ class OrderedBuffer:
         at = int(np.searchsorted(busy, np.uint64(key)))
         return at < len(busy) and int(busy[at]) == key
 
-    def _hand_alone(self, message: Message, key: int | None) -> Message:
+    def _hand_out_alone(self, message: Message, key: int | None) -> Message:
         if key is not None:
             self._alone[key] = self._alone.get(key, 0) + 1
-        self._hand(_frame_of(message), message._row, ALONE)
+        self._hand_out(_frame_of(message), message._row, ALONE)
         return message
 
-    def _hand(self, delivered: OrderedDelivered, rows: int | npt.NDArray[np.int64], how: int) -> None:
+    def _hand_out(self, delivered: OrderedDelivered, rows: int | npt.NDArray[np.int64], how: int) -> None:
         count = 1 if isinstance(rows, int) else len(rows)
         delivered.states[rows] = how
         delivered.lock_epochs[rows] = delivered.rights.epochs[delivered.lps[rows]]
         delivered.handed_at[rows] = delivered.rights.now()
-        self._handed[delivered] = None
+        self._held_frames[delivered] = None
         if how == BATCHED:
             self._busy = None
         self._took(delivered, count)
 
     def _took(self, delivered: OrderedDelivered, count: int) -> None:
-        """So many of its rows wait no more."""
+        """``count`` rows of the frame no longer wait."""
         self.count -= count
         delivered.waiting -= count
         if not delivered.waiting:
@@ -216,9 +216,9 @@ class OrderedBuffer:
     # --- which ones -----------------------------------------------------------------------------
 
     def _free(self) -> Iterator[tuple[OrderedDelivered, RowMask]]:
-        """The rows of each frame that can be handed out; those of one key together."""
+        """For each frame the mask of rows that can be handed out, in one batch if they have the same key."""
         busy = self._busy_keys()
-        # Once for all frames: a lease that is renewed in between must not let later rows go before earlier ones.
+        # Checked once for all frames: a lease renewed in between must not let later rows pass earlier ones.
         valid = {rights for rights in self._rights() if rights.valid()}
         for delivered in list(self._frames):
             if delivered.rights not in valid:
@@ -232,51 +232,51 @@ class OrderedBuffer:
         return {delivered.rights for delivered in self._frames}
 
     def _have_several(self) -> bool:
-        """Some key's rows may be here from several partitions: where an older one has rows left, or again."""
+        """Rows of one key may be buffered from several partitions, as an older one has unfinished rows."""
         rights = self._rights() if self.strict else ()
         return len(rights) > 1 and bool((np.sum([each.open for each in rights], axis=0) > 1).any())
 
-    def _nothing_in_hands(self) -> bool:
+    def _nothing_held(self) -> bool:
         return not self._alone and not len(self._busy_batched())
 
     def _busy_keys(self) -> Hashes:
-        """Keys that are in the user's hands."""
+        """Keys of which the user holds rows."""
         batched = self._busy_batched()
         if not self._alone:
             return batched
         return np.concatenate([batched, np.fromiter(self._alone, np.uint64, len(self._alone))])
 
     def _busy_batched(self) -> Hashes:
-        """Those of batches, ascending."""
+        """Keys of held rows that were handed out in batches, ascending."""
         if self._busy is None:
             parts = [
                 delivered.keys[(delivered.states & BATCHED > 0) & delivered.keyed]
-                for delivered in self._handed
+                for delivered in self._held_frames
                 if delivered.keys is not None and delivered.keyed is not None
             ]
             self._busy = np.unique(np.concatenate(parts)) if parts else np.empty(0, np.uint64)
         return self._busy
 
     def _gather(self) -> None:
-        """What was said counts, even if it has not left for the broker."""
-        if self._handed:
-            for owner in {d.owner: None for d in self._handed}:
-                if owner is not None:
-                    owner.gather()
+        """Collect reported outcomes: they count although they are not sent to the broker yet."""
+        if self._held_frames:
+            for collector in {d.collector: None for d in self._held_frames}:
+                if collector is not None:
+                    collector.gather()
 
     def oldest(self) -> float | None:
-        """Since when the user has had the row that it has had longest; None: it has none. From any thread."""
+        """The time at which the longest-held row was handed out; None: none is held. May be called from any thread."""
         times = [
             float(d.handed_at[held].min())
-            for d in list(self._handed)
+            for d in list(self._held_frames)
             if (held := d.states & (ALONE | BATCHED) > 0).any()
         ]
         return min(times, default=None)
 
-    # --- what became of them --------------------------------------------------------------------
+    # --- outcomes -------------------------------------------------------------------------------
 
     def acked(self, delivered: OrderedDelivered, row: int) -> None:
-        """The row is done, so that the next one of its key may follow."""
+        """The row is acked: the next row of its key can be handed out."""
         state = delivered.states[row]
         if state == ALONE:
             delivered.states[row] = DONE
@@ -297,7 +297,7 @@ class OrderedBuffer:
             self._freed()
 
     def _unblock(self, key: int) -> bool:
-        """The next row of a key that nobody has in hands may go; whether there is one."""
+        """Make the next blocked row of a free key runnable; returns False if there is none."""
         blocked = self._blocked.get(key)
         while blocked:
             message = blocked.popleft()
@@ -308,17 +308,17 @@ class OrderedBuffer:
                 return True
         return False
 
-    def settled(self, delivered: OrderedDelivered) -> None:
-        """What was said of rows of the frame is noted."""
+    def collected(self, delivered: OrderedDelivered) -> None:
+        """The outcomes of the frame were collected: free the keys of its closed rows."""
         done, states = delivered.rows_done, delivered.states
         if done is None:
             return
-        fresh = done & (states != DONE)
-        if fresh.any():
-            was = states[fresh]
+        closed = done & (states != DONE)
+        if closed.any():
+            was = states[closed]
             self._took(delivered, int((was == WAITS).sum()))
-            alone = np.flatnonzero(fresh & (states & ALONE > 0)).tolist()
-            states[fresh] = DONE
+            alone = np.flatnonzero(closed & (states & ALONE > 0)).tolist()
+            states[closed] = DONE
             for row in alone:
                 self._release(delivered.key(row))
             if (was & BATCHED > 0).any():
@@ -326,12 +326,12 @@ class OrderedBuffer:
                 self._start_over()
                 self._freed()
         if not (states & (ALONE | BATCHED) > 0).any():
-            self._handed.pop(delivered, None)
+            self._held_frames.pop(delivered, None)
 
-    # --- what is not ours any more --------------------------------------------------------------
+    # --- taking rows back -----------------------------------------------------------------------
 
     def take_back(self, partition: PartitionName | None = None, lps: LpSet | None = None) -> list[Piece]:
-        """Rows that nobody began with, of a partition and of some of its logical partitions, which nobody gets now."""
+        """Remove and return the waiting rows of a partition and of some LPs (None: of all)."""
         self._start_over()
         pieces: list[Piece] = []
         for delivered in list(self._frames):
@@ -348,7 +348,7 @@ class OrderedBuffer:
         return pieces
 
     def put_back(self, pieces: list[Piece]) -> None:
-        """Rows that were taken and that nobody began with wait again."""
+        """Return rows to the buffer that were taken and that no handler has begun."""
         self._start_over()
         for delivered, start, stop in pieces:
             assert isinstance(delivered, OrderedDelivered)
@@ -363,11 +363,11 @@ class OrderedBuffer:
         self._frames = dict.fromkeys(sorted(self._frames, key=lambda delivered: delivered.number))
 
     def renewed(self) -> None:
-        """Locks were won, or a lease goes on: what could not be handed out perhaps can."""
+        """Locks were granted or a lease was renewed: more rows may be free to hand out."""
         self._start_over()
 
     def _start_over(self) -> None:
-        """Iteration looks at all rows that wait again."""
+        """Restart the scan of iteration over all waiting rows."""
         self._scan = None
         self._ready = []
         self._blocked.clear()

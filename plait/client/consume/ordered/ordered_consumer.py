@@ -1,7 +1,7 @@
-"""An ordered consumer: each key in its order, different keys at the same time.
+"""The ordered consumer: messages of one key are handled in order, different keys at the same time.
 
-The meta server allocates logical partitions to the members of a group; the brokers' locks alone are the right to handle
-them. Rows are handed out while the lock is ours, and one key's strictly one after another.
+The meta server allocates logical partitions to the members of a group, but only a broker's lock gives the right to
+handle them. Rows are handed out while the consumer has the lock; the rows of one key one after another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plait.client.consume.consumer import Consumer, Feeding, Spools
 from plait.client.consume.delivered import DeliveredFrame
 from plait.client.consume.failure import UNBEGUN
 from plait.client.consume.ordered.lease_renewer import LeaseRenewer, RenewedLease
-from plait.client.consume.ordered.lock_rights import LpEpochs, grants_of, no_lps, nothing_said
+from plait.client.consume.ordered.lock_rights import LpEpochs, empty_report, grants_of, no_lps
 from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
 from plait.client.consume.ordered.ordered_delivered import OrderedDelivered, SharedOrderedDelivered
@@ -39,43 +39,47 @@ from plait.wire import messages as m
 log = logging.getLogger("plait.client")
 
 EXCLUSIVE = "exclusive"
-#: The one thing that affinity can be to.
+#: The only value of ``affinity=``.
 KEY = "key"
-#: How long a fetch that has something waits for more of what is left at the brokers.
+#: How long a fetch that has rows waits for further rows from the brokers.
 GATHER_SECONDS = 0.01
 
 
 def check_ordered(
     ordered: bool, affinity: str | None, group: str | None, delivery: str, handling: Duration | None
 ) -> None:
-    """Refuse what cannot be together."""
+    """Refuse combinations of arguments that contradict each other."""
     if not isinstance(ordered, bool):
         raise InvalidArgument(f"ordered must be True or False, not {ordered!r}")
     if affinity not in (None, KEY):
         raise InvalidArgument(f"affinity {affinity!r} is not known; use 'key'")
     if ordered and affinity:
-        raise InvalidArgument("ordered=True has a key's messages at one member already; leave out affinity='key'")
+        raise InvalidArgument("ordered=True already gives a key's messages to one member; leave out affinity='key'")
     if handling is not None:
         if not (ordered or affinity):
             raise InvalidArgument(
-                "handling= is for ordered consumers and those with affinity: others have no locks to lose"
+                "handling= applies to ordered=True and affinity='key' only: other consumers have no locks to lose"
             )
         if seconds_of(handling) <= 0:
             raise InvalidArgument(f"handling must be more than 0, not {handling!r}")
     if affinity and group is None:
         raise InvalidArgument("a broadcast cannot have affinity: every member gets every message")
     if affinity and delivery == "at_most_once":
-        raise InvalidArgument("at_most_once cannot have affinity: a key changes hands when its messages are acked")
+        raise InvalidArgument(
+            "at_most_once cannot have affinity: a key moves to another member when its messages are acked"
+        )
     if not ordered:
         return
     if group is None:
-        raise InvalidArgument("a broadcast cannot be ordered: who gets every message has nobody to keep in order with")
+        raise InvalidArgument("a broadcast cannot be ordered: every member gets every message, so no key has one owner")
     if delivery == "at_most_once":
-        raise InvalidArgument("at_most_once cannot be ordered: what is not acked cannot hold back what follows")
+        raise InvalidArgument(
+            "at_most_once cannot be ordered: a message that is not acked cannot hold back the next one"
+        )
 
 
 class OrderedConsumer(Consumer):
-    """A member of an ordered group or one with affinity, for ``async with``; leaving gives back what is not acked."""
+    """A member of an ordered group or one with affinity. Leaving ``async with`` returns messages that are not acked."""
 
     def __init__(
         self,
@@ -83,8 +87,8 @@ class OrderedConsumer(Consumer):
         limits: ClientLimits,
         terms: Terms,
         *,
-        membership: MemberHeartbeats,
-        keeper: LeaseRenewer,
+        heartbeats: MemberHeartbeats,
+        renewer: LeaseRenewer,
         clock: Clock,
         handling: float,
         any_thread: bool = False,
@@ -93,19 +97,19 @@ class OrderedConsumer(Consumer):
         self._ordered_buffer = OrderedBuffer(self._wake)
         super().__init__(router, limits, terms, any_thread=any_thread, spools=spools, buffer=self._ordered_buffer)
         self._handed_over = RowHandover(_may_go)
-        # A stuck key costs nothing but itself.
+        # A row without an outcome holds back only its own key, so the span is not limited.
         self._prefetch = Prefetch(limits, spans=False)
-        self._membership = membership
-        self._keeper = keeper
+        self._heartbeats = heartbeats
+        self._renewer = renewer
         self._clock = clock
         self._handling = handling
         self._member = _Member(self)
         self._holders: dict[PullClient, _Holder] = {}
-        #: What the meta server has allocated, and the epochs.
+        #: The share allocated by the meta server, and the epoch of each LP.
         self._mine: LpSet = no_lps()
         self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
         self._was_overdue = False
-        #: The route, and what it leads on from.
+        #: The route of the last ``_want``, and for each partition the LPs that the route has moved on.
         self._route: SubjectRoute | None = None
         self._left_behind: list[LpSet] = []
 
@@ -113,24 +117,24 @@ class OrderedConsumer(Consumer):
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
         await super()._open(loop)
-        await self._membership.join(self._member)
+        await self._heartbeats.join(self._member)
         if self._error is not None:
             raise self._error
 
     async def _close(self) -> None:
-        """Give back what nobody began with, send the acks that are left, and leave the group with all its locks."""
+        """Return the rows that no handler has begun, send the pending acks, leave the group and release all locks."""
         self._halt()
-        if self._following and not any(client.settling.closed for client in self._clients):
+        if self._following and not any(client.collector.closed for client in self._clients):
             nack_pieces([*self._handed_over.take_back(), *self._buffer.take_back()], UNBEGUN)
         await super()._close()
         for holder in self._holders.values():
-            self._keeper.remove(holder)
-        await self._membership.leave(self._member)
+            self._renewer.remove(holder)
+        await self._heartbeats.leave(self._member)
 
     def _keep_locks(self) -> None:
-        """Close without releasing the locks: handlers run that cannot be ended. The locks end with their lease."""
+        """Let ``close`` keep the locks, as a handler still runs that cannot be stopped. They expire with the lease."""
         log.warning(
-            "%s: a handler did not end; what this consumer has is for others when its lease is over", self.subject
+            "%s: a handler did not end; other consumers take over its messages when the lease expires", self.subject
         )
         for client in self._clients:
             client.detaches = False
@@ -148,21 +152,21 @@ class OrderedConsumer(Consumer):
             self._ordered_buffer,
             self._clock,
             drained=self._want,
-            refused=lambda: self._membership.ask_again(self._member),
+            refused=lambda: self._heartbeats.ask_again(self._member),
             may_renew=lambda: not self._overdue(),
-            leased=self._keeper.look,
+            leased=self._renewer.wake,
         )
         holder = self._holders[client] = _Holder(self, client)
-        self._keeper.add(holder)
+        self._renewer.add(holder)
         return client
 
     async def _left(self, client: PullClient) -> None:
         await super()._left(client)
         holder = self._holders.pop(client, None)
         if holder is not None:
-            self._keeper.remove(holder)
+            self._renewer.remove(holder)
 
-    # --- what is ours ---------------------------------------------------------------------------
+    # --- share and locks ------------------------------------------------------------------------
 
     def _allocated(self, strategy: str, grants: list[m.LpGrant]) -> None:
         if strategy != EXCLUSIVE:
@@ -187,13 +191,13 @@ class OrderedConsumer(Consumer):
         self._want()
 
     def _want(self) -> None:
-        """Ask each partition for the locks of what is ours and has come to it, or without order for all of them."""
+        """Ask each partition for the locks of this share whose rows are next there; with affinity, for all locks."""
         route = self._router.known(self.subject)
         if route is None or self._stopping:
             return
         clients = {c.partition: c for c in self._clients if isinstance(c, OrderedPullClient)}
         listed = [clients.get(partition) for partition in route.partitions]
-        reports = [nothing_said() if client is None else client.rights.report() for client in listed]
+        reports = [empty_report() if client is None else client.rights.report() for client in listed]
         assert self.group is not None
         reports = with_passed(route, self.group, reports)
         affine = self._terms.affinity
@@ -209,34 +213,34 @@ class OrderedConsumer(Consumer):
     # --- how long messages take -----------------------------------------------------------------
 
     def _overdue(self) -> bool:
-        """The user has had a message for too long."""
+        """The user has held a message for longer than ``handling``."""
         oldest = self._ordered_buffer.oldest()
         return oldest is not None and self._clock.monotonic() - oldest > self._handling
 
     def _look_at_handling(self) -> None:
-        """Tell of it once; and when it is over, be a member again."""
+        """Warn once when the consumer becomes overdue; ask for its share again when that changes."""
         overdue = self._overdue()
         if overdue and not self._was_overdue:
             log.warning(
-                "%s: a message has been in hands for more than %g s; others take over what this consumer has",
+                "%s: a message has been handled for more than %g s; other consumers take over this consumer's messages",
                 self.subject,
                 self._handling,
             )
         if overdue != self._was_overdue:
             self._was_overdue = overdue
-            self._membership.ask_again(self._member)
+            self._heartbeats.ask_again(self._member)
 
     # --- handing out ----------------------------------------------------------------------------
 
     def _gathering(self, available: int) -> float | None:
-        # What is left at the broker may be behind what is here.
+        # The broker's remaining rows may be held back by the rows that are available here.
         return GATHER_SECONDS if available else None
 
     def _take(self, count: int, apart: bool) -> list[Piece]:
         return self._ordered_buffer.take_apart(count) if apart else self._ordered_buffer.take(count)
 
-    def _unhand(self) -> None:
-        """What blocking callers have not asked for waits again: its lock may be lost by the time they do."""
+    def _put_back_handed_over(self) -> None:
+        """Put rows taken for blocking callers back into the buffer: their locks may be lost before the callers ask."""
         self._ordered_buffer.put_back(self._handed_over.take_back())
 
     def _take_back(self, client: PullClient, lps: LpSet | None) -> list[Piece]:
@@ -248,12 +252,12 @@ class OrderedConsumer(Consumer):
 
 
 def _may_go(delivered: DeliveredFrame) -> bool:
-    """The right to handle its rows is ours still."""
+    """The lease of the frame's locks is valid."""
     return isinstance(delivered, OrderedDelivered) and delivered.rights.valid()
 
 
 def _split(pieces: list[Piece], lps: LpSet) -> tuple[list[Piece], list[Piece]]:
-    """Rows of some logical partitions, and the others."""
+    """Split pieces into the rows of ``lps`` and the others."""
     chosen: list[Piece] = []
     others: list[Piece] = []
     for delivered, start, stop in pieces:
@@ -266,7 +270,7 @@ def _split(pieces: list[Piece], lps: LpSet) -> tuple[list[Piece], list[Piece]]:
 
 
 class _Member:
-    """The consumer, as the meta server's messenger sees it."""
+    """The ``GroupMember`` that ``MemberHeartbeats`` sees of a consumer."""
 
     def __init__(self, consumer: OrderedConsumer) -> None:
         self._consumer = consumer
@@ -283,7 +287,7 @@ class _Member:
         self._consumer._look_at_handling()
         return self._consumer._was_overdue
 
-    def too_long(self) -> bool:
+    def is_overdue(self) -> bool:
         return self._consumer._overdue()
 
     def allocated(self, strategy: str, grants: list[m.LpGrant]) -> None:
@@ -294,7 +298,7 @@ class _Member:
 
 
 class _Holder:
-    """One partition's lease, as the keeper sees it."""
+    """The lease of one partition, for the lease renewer."""
 
     def __init__(self, consumer: OrderedConsumer, client: OrderedPullClient) -> None:
         self._consumer = consumer

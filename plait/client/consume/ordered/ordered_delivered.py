@@ -1,4 +1,4 @@
-"""A frame of an ordered consumer: the key and the logical partition of each row, and in whose hands it is."""
+"""A frame delivered to an ordered consumer: the key, the logical partition and the state of each row."""
 
 from __future__ import annotations
 
@@ -7,45 +7,48 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from plait.client.consume.delivered import DeliveredFrame, Owner, SharedDeliveredFrame, Which
+from plait.client.consume.delivered import DeliveredFrame, OutcomeCollector, RowSelection, SharedDeliveredFrame
 from plait.client.consume.failure import FAILED, EpochRange, FailureOutcome, Nacks
 from plait.client.consume.ordered.lock_rights import LockRights
 from plait.client.types import ACKNOWLEDGED, Acknowledgement, PartitionName
+from plait.frame.frame_lps import key_hashes
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.logical_partitions import NO_KEY_HASH, Hashes, key_hashes, lps_of
+from plait.model.logical_partitions import NO_KEY_HASH, Hashes, lps_of
 
-#: What a row is: it waits in the buffer, or it is in the user's hands by itself...
+#: States of a row. It waits in the buffer;
 WAITS: Final = 0
+#: the user holds it as a single message;
 ALONE: Final = 1
-#: ...or with others of its batch, or was; what failed stays in hands until that is noted.
+#: the user holds it as part of a batch;
 BATCHED: Final = 2
+#: it failed or is returned, and that is not collected yet (combined with ALONE or BATCHED if the user held it);
 BROKEN: Final = 4
+#: it has an outcome.
 DONE: Final = 8
 
-#: A key is told apart by the bits of its hash above those that give its logical partition, which a producer may change.
+#: Keys are compared by the bits of their hash above those of the logical partition, which a producer may change.
 KEY_SHIFT: Final = np.uint64(LOGICAL_PARTITIONS.bit_length() - 1)
 
 RowMask = npt.NDArray[np.bool_]
 
 
 class HeldRowTracker(Protocol):
-    """Who knows what is in the user's hands: the consumer's buffer."""
+    """Tracks the rows that the user holds: the consumer's buffer."""
 
     def acked(self, delivered: OrderedDelivered, row: int) -> None:
-        """The row is done, so that the next one of its key may follow."""
+        """The row is acked: the next row of its key can be handed out."""
 
-    def settled(self, delivered: OrderedDelivered) -> None:
-        """What was said of rows of the frame is noted."""
+    def collected(self, delivered: OrderedDelivered) -> None:
+        """The outcomes of the frame's rows were collected."""
 
 
 class OrderedDelivered(DeliveredFrame):
-    """One frame, or part of one. ``collect`` tells of runs of rows, as (first, end, epoch)."""
+    """One frame, or part of one. ``collect`` returns runs of row numbers, as (first, end, epoch)."""
 
     __slots__ = (
         "back",
         "handed_at",
-        "hands",
         "keyed",
         "keys",
         "lock_epochs",
@@ -55,6 +58,7 @@ class OrderedDelivered(DeliveredFrame):
         "sequences",
         "states",
         "tag",
+        "tracker",
         "waiting",
     )
 
@@ -63,42 +67,42 @@ class OrderedDelivered(DeliveredFrame):
         frame: FrameView,
         subject: str,
         partition: PartitionName,
-        owner: Owner | None,
+        collector: OutcomeCollector | None,
         attempts: list[tuple[int, int, int]],
     ) -> None:
-        super().__init__(frame, subject, partition, owner, attempts)
+        super().__init__(frame, subject, partition, collector, attempts)
         self.sequences = frame.sequences()
         hashes = key_hashes(frame)
         self.lps = lps_of(self.sequences, hashes)
-        #: Who is who; None: no row has a key.
+        #: Identifies the key of each row, where ``keyed`` is set; None: no row has a key.
         self.keys: Hashes | None = None
         self.keyed: RowMask | None = None
         if hashes is not None:
             self.keys = hashes >> KEY_SHIFT
             self.keyed = hashes != NO_KEY_HASH
         self.states: npt.NDArray[np.uint8] = np.zeros(self.count, np.uint8)
-        #: The epoch of the lock under which a row was handed out, and when that was.
+        #: The lock epoch under which each row was handed out, and the time.
         self.lock_epochs: npt.NDArray[np.int64] = np.zeros(self.count, np.int64)
         self.handed_at: npt.NDArray[np.float64] = np.zeros(self.count)
-        #: The broker's number for what it gave; 0: it was given in an earlier session.
+        #: The broker's number for this delivery; 0: it was made in an earlier session.
         self.tag = 0
-        #: Rows that the broker has back; None: none.
+        #: Rows that were returned and that the broker has stored as such; None: none.
         self.back: RowMask | None = None
-        #: Rows that wait in the buffer.
+        #: The number of rows that wait in the buffer.
         self.waiting = 0
         #: The order of arrival.
         self.number = 0
         self.rights: LockRights
-        self.hands: HeldRowTracker
+        self.tracker: HeldRowTracker
 
     def key(self, row: int) -> int | None:
-        """What tells the row's key apart; None: it has none."""
+        """Identifies the row's key; None: it has none."""
         if self.keys is None or self.keyed is None or not self.keyed[row]:
             return None
         return int(self.keys[row])
 
     def key_list(self, start: int, stop: int) -> list[int | None]:
-        """The same of rows [start, stop)."""
+        """``key`` of the rows [start, stop)."""
         if self.keys is None or self.keyed is None:
             return [None] * (stop - start)
         keys: list[int | None] = self.keys[start:stop].tolist()
@@ -110,43 +114,43 @@ class OrderedDelivered(DeliveredFrame):
         return int(self.lock_epochs[row])
 
     def may_begin(self, rows: int | slice) -> bool:
-        """The locks under which they were handed out are ours."""
+        """The consumer still has the locks under which the rows were handed out."""
         lps, rights = self.lps[rows], self.rights
         return rights.valid() and bool(np.all(rights.open[lps] & (rights.epochs[lps] == self.lock_epochs[rows])))
 
-    # --- settling -------------------------------------------------------------------------------
+    # --- outcomes -------------------------------------------------------------------------------
 
     def ack_row(self, row: int) -> Acknowledgement:
         super().ack_row(row)
-        self.hands.acked(self, row)
+        self.tracker.acked(self, row)
         return ACKNOWLEDGED
 
     def note(self, row: int, failed: FailureOutcome | None) -> None:
         super().note(row, failed)
         if failed is None:
-            self.hands.acked(self, row)
+            self.tracker.acked(self, row)
 
-    def nack_rows(self, rows: Which, failed: FailureOutcome = FAILED) -> None:
+    def nack_rows(self, rows: RowSelection, failed: FailureOutcome = FAILED) -> None:
         super().nack_rows(rows, failed)
-        # An ack that comes later counts no more.
+        # A later ack has no effect.
         self.states[rows] |= BROKEN
 
     def collect(self) -> tuple[list[EpochRange], Nacks]:
-        """(acks, nacks) as runs of rows that were open, which they no longer are. The first word counts."""
-        said = super().collect()
-        self.hands.settled(self)
-        return said
+        """Close the rows that have an outcome; returns (acks, nacks) as runs of rows. The first outcome counts."""
+        outcomes = super().collect()
+        self.tracker.collected(self)
+        return outcomes
 
     def close_rows(self, mask: RowMask) -> list[EpochRange]:
-        """Rows are not ours any more; the runs of those that were."""
+        """Close rows; returns the runs of those that were open."""
         if self.rows_done is None:
             self.rows_done = np.zeros(self.count, bool)
         runs = self._close(mask)
-        self.hands.settled(self)
+        self.tracker.collected(self)
         return runs
 
     def runs(self, mask: RowMask) -> list[EpochRange]:
-        """Rows as runs of them."""
+        """The marked rows as runs."""
         return self._ranges(mask)
 
     def _ranges(self, mask: RowMask | None) -> list[EpochRange]:
@@ -159,16 +163,16 @@ class OrderedDelivered(DeliveredFrame):
         return self._ranges(mask_of(rows, self.count)) if len(rows) else []
 
     def open_ranges(self) -> list[EpochRange]:
-        """The sequences of rows that are neither acked nor nacked, or whose ack has not been collected."""
+        """The sequences of rows without an outcome, or whose outcome is not collected yet."""
         rows = np.arange(self.count) if self.rows_done is None else np.flatnonzero(~self.rows_done)
         return self.plain(rows)
 
     def plain(self, rows: npt.NDArray[np.int64]) -> list[EpochRange]:
-        """The sequences of some rows, which ascend, as ranges of nothing else."""
+        """Some rows, in ascending order, as sequence ranges that contain no other sequence."""
         return super()._row_ranges(rows)
 
     def tagged(self, runs: list[EpochRange]) -> list[EpochRange]:
-        """The sequences of runs of rows, each up to the frame's next row: what the tag makes plain."""
+        """Runs of rows as sequence ranges, each extended to the frame's next row: with the tag they are unambiguous."""
         sequences, last = self.sequences, self.count - 1
         return [
             (int(sequences[first]), int(sequences[end] if end <= last else sequences[last] + 1), epoch)
@@ -176,18 +180,18 @@ class OrderedDelivered(DeliveredFrame):
         ]
 
     def mask_in(self, ranges: list[EpochRange]) -> RowMask:
-        """The rows of ranges of sequences, which lie apart."""
+        """The rows in disjoint sequence ranges."""
         starts, ends, _ = np.searchsorted(self.sequences, np.array(ranges).T)
         mask: RowMask = np.cumsum(_marked(starts, self.count) - _marked(ends, self.count))[:-1] > 0
         return mask
 
     def given_back(self, ranges: list[EpochRange]) -> None:
-        """The broker has these back: they are not in our hands under the frame's tag, whatever is said of it."""
+        """The broker has stored that these rows are returned: later ranges with this tag do not affect them."""
         mask = self.mask_in(ranges)
         self.back = mask if self.back is None else self.back | mask
 
     def widened(self, ranges: list[EpochRange]) -> list[EpochRange]:
-        """The same with those that the broker has back: what is left of a frame then takes few ranges."""
+        """The ranges extended over returned rows, which they do not affect: so the rest of a frame takes few ranges."""
         if self.back is None:
             return ranges
         mask = self.mask_in(ranges)
@@ -206,14 +210,14 @@ def _marked(at: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
 
 
 def mask_of(rows: npt.NDArray[np.int64], count: int) -> RowMask:
-    """Some of ``count`` rows."""
+    """A mask of these rows among ``count``."""
     mask = np.zeros(count, bool)
     mask[rows] = True
     return mask
 
 
 def rows_of(runs: list[EpochRange]) -> npt.NDArray[np.int64]:
-    """The rows of runs."""
+    """The row numbers of runs."""
     if not runs:
         return np.empty(0, np.int64)
     first, end, _ = np.array(runs).T

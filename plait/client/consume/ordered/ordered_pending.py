@@ -1,7 +1,7 @@
-"""What an ordered consumer says to a broker: runs of rows, by the tags of the frames that they came in.
+"""The pending outcomes of an ordered consumer: runs of rows, by the tag of the frame that delivered them.
 
-In a strict group a row that fails takes along the rows of its key behind it: whatever was said of them, they are given
-back and come again after it.
+In a strict group a failed row takes the later rows of its key with it: whatever their outcome was, they are returned
+and redelivered after it.
 """
 
 from __future__ import annotations
@@ -12,62 +12,62 @@ import numpy as np
 
 from plait.client.consume.delivered import DeliveredFrame
 from plait.client.consume.failure import UNBEGUN, EpochRange, FailureOutcome, Nacks
-from plait.client.consume.ordered.failed_keys import FailedKeys, Said, failing_in
+from plait.client.consume.ordered.failed_keys import FailedKeys, FrameOutcomes, failing_in
 from plait.client.consume.ordered.ordered_delivered import WAITS, OrderedDelivered, mask_of, rows_of
-from plait.client.consume.ordered.returned_ranges import Tagged, scoped
+from plait.client.consume.ordered.returned_ranges import RangesByFrame, by_logical_partitions
 from plait.client.consume.pending_outcomes import merged
 from plait.wire import messages as m
 
-#: Ranges from which on it is worth while to look for fewer that say the same.
+#: The number of returned ranges from which it pays to express them by LP instead.
 SCATTERED_MIN = 16
 
 
 class OrderedPending:
-    """See the module. ``open_frames`` are those with rows in the client's hands, ``pulls`` counts its pulls."""
+    """Pending outcomes by frame. ``open_frames`` are frames with open rows, ``pulls`` is the last pull number."""
 
     def __init__(self, open_frames: Callable[[], Iterable[DeliveredFrame]], pulls: Callable[[], int]) -> None:
         self._open_frames = open_frames
         self._pulls = pulls
-        #: A failed row holds its key.
+        #: A failed row holds back its key.
         self.strict = False
-        self._acks: Tagged = {}
-        self._nacks: dict[FailureOutcome, Tagged] = {}
-        #: What failed and may not be known to the broker: rows behind it that come meanwhile are not to be handled.
+        self._acks: RangesByFrame = {}
+        self._nacks: dict[FailureOutcome, RangesByFrame] = {}
+        #: Failures that the broker may not have stored yet: later rows of their keys that arrive must not be handled.
         self.failing: list[FailedKeys] = []
-        #: Those of them that this says.
-        self._saying: list[FailedKeys] = []
+        #: Those of them that are sent with these outcomes.
+        self._sent_failures: list[FailedKeys] = []
 
     # --- from the frames ------------------------------------------------------------------------
 
     def collect(self, frames: Iterable[DeliveredFrame]) -> None:
-        said: list[Said] = [(d, *d.collect()) for d in frames if isinstance(d, OrderedDelivered)]
-        if any(nacks for _, _, nacks in said):
-            failing = failing_in(said, strict=self.strict)
+        outcomes: list[FrameOutcomes] = [(d, *d.collect()) for d in frames if isinstance(d, OrderedDelivered)]
+        if any(nacks for _, _, nacks in outcomes):
+            failing = failing_in(outcomes, strict=self.strict)
             if failing is not None:
                 self.failing.append(failing)
                 if self.strict:
-                    said = [_without(failing, *words) for words in said]
-                said += self._behind(failing)
-        for frame, acks, nacks in said:
+                    outcomes = [_without(failing, *each) for each in outcomes]
+                outcomes += self._behind(failing)
+        for frame, acks, nacks in outcomes:
             _put(frame, self._acks, acks)
             for failed, runs in nacks.items():
                 if runs:
                     _put(frame, self._nacks.setdefault(failed, {}), runs)
 
-    def _behind(self, failing: FailedKeys) -> list[Said]:
-        """What else is in our hands and stands behind is given back.
+    def _behind(self, failing: FailedKeys) -> list[FrameOutcomes]:
+        """Return the open rows that come after a failed row of their key.
 
-        Where a failed row holds nothing, rows behind one that comes again may be in the user's hands: they stay there.
+        In a group that is not strict only waiting rows are returned; the user keeps the rows it holds.
         """
-        said: list[Said] = []
+        outcomes: list[FrameOutcomes] = []
         for delivered in list(self._open_frames()):
             assert isinstance(delivered, OrderedDelivered)
             behind = failing.behind(delivered)
             if behind is not None and not self.strict:
                 behind &= delivered.states == WAITS
             if behind is not None and behind.any():
-                said.append((delivered, [], {UNBEGUN: delivered.close_rows(behind)}))
-        return said
+                outcomes.append((delivered, [], {UNBEGUN: delivered.close_rows(behind)}))
+        return outcomes
 
     def add(self, acks: list[EpochRange], nacks: Nacks) -> None:
         if acks:
@@ -86,14 +86,14 @@ class OrderedPending:
     def take(self) -> OrderedPending:
         taken = OrderedPending(self._open_frames, self._pulls)
         taken._acks, taken._nacks = self._acks, self._nacks
-        taken._saying = [failing for failing in self.failing if failing.known_at is None]
+        taken._sent_failures = [failing for failing in self.failing if failing.known_at is None]
         self.clear()
         return taken
 
-    def give_back(self, unsaid: OrderedPending) -> None:
-        later, self._acks = self._acks, unsaid._acks
+    def give_back(self, unsent: OrderedPending) -> None:
+        later, self._acks = self._acks, unsent._acks
         _join(self._acks, later)
-        for failed, tagged in unsaid._nacks.items():
+        for failed, tagged in unsent._nacks.items():
             _join(self._nacks.setdefault(failed, {}), tagged)
 
     def plain(self) -> tuple[list[EpochRange], Nacks]:
@@ -115,21 +115,21 @@ class OrderedPending:
         if failed != UNBEGUN or sum(map(len, tagged.values())) < SCATTERED_MIN:
             ranges, tags = _flat(tagged)
             return m.NackRequest(session, ranges, *failed, tags=tags)
-        lps, lp_ranges, lp_tags, rest = scoped(tagged)
+        lps, lp_ranges, lp_tags, rest = by_logical_partitions(tagged)
         ranges, tags = _flat(rest)
         return m.NackRequest(session, ranges, *failed, tags=tags, lps=lps, lp_ranges=lp_ranges, lp_tags=lp_tags)
 
-    def told(self, failed: FailureOutcome) -> None:
+    def confirm(self, failed: FailureOutcome) -> None:
         for frame, ranges in self._nacks.pop(failed).items():
             if frame is not None and failed == UNBEGUN:
                 frame.given_back(ranges)
         if not self._nacks:
-            for failing in self._saying:
+            for failing in self._sent_failures:
                 failing.known_at = self._pulls()
 
 
-def _without(failing: FailedKeys, frame: OrderedDelivered, acks: list[EpochRange], nacks: Nacks) -> Said:
-    """What was said of a frame's rows; of those behind a failed one it is that they are given back."""
+def _without(failing: FailedKeys, frame: OrderedDelivered, acks: list[EpochRange], nacks: Nacks) -> FrameOutcomes:
+    """The outcomes of a frame's rows, where rows after a failed row of their key are returned instead."""
     behind = failing.behind(frame)
     if behind is None:
         return frame, acks, nacks
@@ -147,7 +147,7 @@ def _without(failing: FailedKeys, frame: OrderedDelivered, acks: list[EpochRange
     return frame, acks, kept
 
 
-def _put(frame: OrderedDelivered, place: Tagged, runs: list[EpochRange]) -> None:
+def _put(frame: OrderedDelivered, place: RangesByFrame, runs: list[EpochRange]) -> None:
     if not runs:
         return
     if frame.tag:
@@ -156,8 +156,8 @@ def _put(frame: OrderedDelivered, place: Tagged, runs: list[EpochRange]) -> None
         place.setdefault(None, []).extend(frame.plain(rows_of(runs)))
 
 
-def _plain(tagged: Tagged) -> list[EpochRange]:
-    """The same as ranges of nothing but those rows."""
+def _plain(tagged: RangesByFrame) -> list[EpochRange]:
+    """Plain sequence ranges, which cover only those rows and need no tag."""
     ranges: list[EpochRange] = []
     for frame, several in tagged.items():
         if frame is None:
@@ -169,13 +169,13 @@ def _plain(tagged: Tagged) -> list[EpochRange]:
     return ranges
 
 
-def _join(into: Tagged, more: Tagged) -> None:
+def _join(into: RangesByFrame, more: RangesByFrame) -> None:
     for frame, ranges in more.items():
         into.setdefault(frame, []).extend(ranges)
 
 
-def _flat(tagged: Tagged) -> tuple[list[EpochRange], list[int]]:
-    """Ranges, and the tag of each."""
+def _flat(tagged: RangesByFrame) -> tuple[list[EpochRange], list[int]]:
+    """All ranges, and the tag of each."""
     ranges: list[EpochRange] = []
     tags: list[int] = []
     for frame, several in tagged.items():

@@ -1,7 +1,7 @@
-"""One partition of an ordered consumer: asks for the locks of its logical partitions and pulls what they allow.
+"""One partition of an ordered consumer: asks for locks of logical partitions and pulls their rows.
 
-Locks are asked for when those that are wanted change, when the broker has news, and at a third of the lease's time,
-which renews it. What comes of logical partitions that are not ours, or not any more, is given back.
+It asks when the wanted locks change, when the broker reports a lock change, and after a third of the lease, which
+renews the lease. Rows of LPs whose lock the consumer does not have are returned.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from plait.model.logical_partitions import LpSet
 from plait.wire import messages as m
 from plait.wire.link import Link
 
-#: The lease is renewed when this part of it is over.
+#: The fraction of a lease after which it is renewed.
 RENEW_AT = 1 / 3
 
 
 class OrderedPullClient(PullClient):
-    """See the module."""
+    """A pull client that holds locks."""
 
     def __init__(
         self,
@@ -59,39 +59,39 @@ class OrderedPullClient(PullClient):
         super().__init__(feed, node, limits, terms, partition, kind, spool)
         self._buffer = buffer
         self._pending = OrderedPending(lambda: self.open, lambda: self._pull_number)
-        self.settling = AckCollector(self, limits, spool, self._pending)
+        self.collector = AckCollector(self, limits, spool, self._pending)
         self.rights = LockRights(clock)
         self._drained = drained
         self._refused = refused
         self._may_renew = may_renew
         self._new_lease = leased
-        #: The locks that are asked for.
+        #: The wanted locks.
         self._wanted: LpSet = no_lps()
         self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
-        #: Up to where.
+        #: The fence up to which each LP is wanted.
         self._until: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
-        #: The version of the route that says so.
+        #: The route version that the wanted locks are derived from.
         self._route = 0
-        #: Those of them that the route leads on from, once all is done here.
+        #: Wanted LPs that the route has moved on: the consumer follows once they are drained here.
         self.gated: LpSet = no_lps()
-        #: Keys that are parked where their rows were before.
+        #: Keys that an earlier partition parks.
         self._parked: set[int] = set()
-        #: A request for locks is under way; what is wanted has changed since.
+        #: A lease request is in flight; the wanted locks have changed since it was sent.
         self._asking = False
         self._ask_again = False
-        #: Answers to pulls that came before the answer to it.
+        #: Replies to pulls that arrived before the reply to the lease request.
         self._early: list[Callable[[], None]] = []
         self._renewal: asyncio.TimerHandle | None = None
 
     @property
     def addresses(self) -> list[str]:
-        """Where its broker is."""
+        """The addresses of the partition's broker."""
         return self._node.addresses
 
     # --- locks ----------------------------------------------------------------------------------
 
     def want(self, wanted: WantedLocks, epochs: LpEpochs, parked: set[int], route: int) -> None:
-        """These locks are wanted, and no others, by that version of the route."""
+        """Set the wanted locks, derived from route version ``route``; give up all others."""
         lps, until = wanted
         changed = bool(
             (lps != self._wanted).any()
@@ -108,11 +108,11 @@ class OrderedPullClient(PullClient):
             self.ask()
 
     def _to_resume(self, lps: LpSet, parked: set[int]) -> list[int]:
-        """Keys that are parked here and nowhere before, by whoever said so."""
+        """Inherited parked keys that no earlier partition parks any more."""
         return sorted(key for key in self.rights.inherited if key not in parked and lps[key % LOGICAL_PARTITIONS])
 
     def _withdraw(self, lps: LpSet) -> None:
-        """Rows of these are for others, but for those that the user has begun with."""
+        """Give up these locks, and return their rows except those that the user holds."""
         if lps.any():
             self.rights.give_up(lps)
             self._take_back_of(lps)
@@ -124,17 +124,17 @@ class OrderedPullClient(PullClient):
         self._give_up({delivered: mask_of(rows_of(some), delivered.count) for delivered, some in runs.items()})
 
     def _give_up(self, masks: Mapping[DeliveredFrame, RowMask]) -> None:
-        if masks and not self.settling.closed:
-            # What other threads said before counts before.
-            self.settling.absorb()
+        if masks and not self.collector.closed:
+            # Outcomes that other threads reported earlier count first.
+            self.collector.absorb()
             for delivered, mask in masks.items():
-                self.settling.settle_soon(delivered)
+                self.collector.collect_soon(delivered)
                 delivered.nack_rows(mask, UNBEGUN)
-            # At once, whatever is being said at present: what stands behind may come before the lock is back.
-            self.settling.gather()
+            # Collected now, even if a request is in flight: later rows of the keys may arrive before the lock is back.
+            self.collector.gather()
 
     def ask(self) -> None:
-        """Ask for the locks that are wanted, which renews the lease."""
+        """Ask for the wanted locks, which also renews the lease."""
         link = self._link
         if not self.attached or link is None or link.closed or not self._may_renew():
             return
@@ -155,7 +155,7 @@ class OrderedPullClient(PullClient):
     def _leased(
         self, session: int, sent: float, asked: WantedLocks, answer: Any, _: memoryview, error: PlaitError | None
     ) -> None:
-        # At once: rows of the locks may come with the next packet.
+        # Handled at once: rows of the granted locks may arrive in the next packet.
         if session != self._session or not self.attached:
             return
         self._asking = False
@@ -203,7 +203,7 @@ class OrderedPullClient(PullClient):
 
     def _renew(self) -> None:
         self.ask()
-        # Also while there is nobody to ask, or nothing may be asked.
+        # The timer also runs while the client is not attached, or may not renew.
         self._renew_later()
 
     # --- sessions -------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class OrderedPullClient(PullClient):
         self._renew_later()
 
     def _drop_unstarted(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
-        """The lease is over, or the broker has given us up: others have what we had not started."""
+        """If the lease has expired or the broker ended the session, drop the rows that no handler has begun."""
         if self._stale or not self.rights.valid():
             self._stale = False
             self.rights.give_up(self.rights.open)
@@ -256,23 +256,23 @@ class OrderedPullClient(PullClient):
             return
         news = error is None and answer.news > self.rights.news
         if news and not self._asking:
-            # Otherwise the answer that is under way tells of it, or it is looked at again then.
+            # If a lease request is in flight, its reply covers the change, or the check after it does.
             self.ask()
         if self._asking and (news or (self._wanted & ~self.rights.open).any()):
-            # Its rows may be of locks that the answer under way tells of.
+            # The rows may belong to locks that the reply in flight grants.
             self._early.append(lambda: self._pulled(session, count, number, answer, payload, error))
             return
         super()._pulled(session, count, number, answer, payload, error)
-        self._pending.failing = [failing for failing in self._pending.failing if not failing.over(number)]
+        self._pending.failing = [failing for failing in self._pending.failing if not failing.in_order(number)]
 
     def _take_in(self, answer: m.PullReply, payload: memoryview, number: int) -> None:
         for frame, attempts, tag in zip(frames_in(payload), answer.ranges, answer.tags, strict=True):
             frame.verify()
-            delivered = self._kind(frame, self._terms.subject, self.partition, self.settling, [attempts])
+            delivered = self._kind(frame, self._terms.subject, self.partition, self.collector, [attempts])
             assert isinstance(delivered, OrderedDelivered)
             delivered.tag = tag
             delivered.rights = self.rights
-            delivered.hands = self._buffer
+            delivered.tracker = self._buffer
             self._opened(delivered)
             self._place_keyless(delivered)
             back = self._not_ours(delivered, number)
@@ -283,27 +283,27 @@ class OrderedPullClient(PullClient):
                 self._give_up({delivered: back})
 
     def _place_keyless(self, delivered: OrderedDelivered) -> None:
-        """Rows without keys have no order: they are handled under any lock that is ours."""
+        """Assign rows without a key, which have no order, to any LP whose lock the consumer has."""
         ours = np.flatnonzero(self.rights.open)
         if len(ours):
             keyless = slice(None) if delivered.keyed is None else ~delivered.keyed
             delivered.lps[keyless] = ours[0]
 
     def _not_ours(self, delivered: OrderedDelivered, number: int) -> RowMask:
-        """Rows to be given back: without a lock, or behind one that failed and has not come again."""
+        """Rows to return: without a lock, or after a failed row of their key that is not redelivered yet."""
         back: RowMask = ~self.rights.open[delivered.lps]
         for failing in self._pending.failing:
-            if not failing.over(number):
-                failing.came_again(delivered)
+            if not failing.in_order(number):
+                failing.redelivered(delivered)
                 behind = failing.behind(delivered)
                 if behind is not None:
                     back |= behind
         return back
 
-    # --- what became of the rows ----------------------------------------------------------------
+    # --- outcomes -------------------------------------------------------------------------------
 
-    def told(self) -> None:
-        """The broker knows what was said."""
+    def outcomes_stored(self) -> None:
+        """The broker has stored the outcomes that were sent."""
         if self.gated.any():
-            # Perhaps that was the last of an older span.
+            # An older span may be drained now.
             self.ask()

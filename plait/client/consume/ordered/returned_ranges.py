@@ -1,7 +1,7 @@
-"""Rows that are given back and lie scattered in their frames, in few ranges: by their logical partitions.
+"""Expresses returned rows that are scattered over their frames in few ranges, by their logical partitions.
 
-Who hands over half of its logical partitions gives back every other row of what it has pulled ahead. "All of these
-logical partitions in this range" says that of a whole frame, as far as none of their rows in it is in the user's hands.
+A consumer that gives up half of its LPs returns about every other row that it has prefetched. "All rows of these LPs in
+this range" covers a whole frame, provided that the user holds none of those rows.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from plait.client.consume.ordered.ordered_delivered import OrderedDelivered, Row
 from plait.model.logical_partitions import runs_of
 from plait.wire import messages as m
 
-#: Ranges by the frames that the rows came in; None: of sequences, whatever they came in.
-Tagged = dict[OrderedDelivered | None, list[EpochRange]]
+#: Ranges by the frame that delivered the rows; under None: plain sequence ranges, valid without a frame's tag.
+RangesByFrame = dict[OrderedDelivered | None, list[EpochRange]]
 
 
 class ReturnedRanges(NamedTuple):
-    """What can be said of rows by their logical partitions, and the rest."""
+    """Returned rows: ranges that mean all their rows of ``lps``, the tag of each, and the other ranges by frame."""
 
     lps: list[m.LpRun]
     ranges: list[EpochRange]
     tags: list[int]
-    rest: Tagged
+    rest: RangesByFrame
 
 
-def scoped(tagged: Tagged) -> ReturnedRanges:
-    """The same rows by their logical partitions, where that takes fewer ranges."""
+def by_logical_partitions(tagged: RangesByFrame) -> ReturnedRanges:
+    """Express returned rows by their LPs, for each frame where that takes fewer ranges."""
     chosen = no_lps()
     masks: dict[OrderedDelivered, RowMask] = {}
-    rest: Tagged = {}
+    rest: RangesByFrame = {}
     for frame, ranges in tagged.items():
         if frame is None or frame.keyed is None:
             rest[frame] = ranges
@@ -45,7 +45,7 @@ def scoped(tagged: Tagged) -> ReturnedRanges:
     for frame, mask in masks.items():
         assert frame.keyed is not None
         some = _between(frame, mask & frame.keyed, ~mask & (chosen[frame.lps] | ~frame.keyed))
-        # Where a row without a key belongs only the broker knows.
+        # Only the broker knows the LP of a row without a key.
         keyless = frame.tagged(frame.runs(mask & ~frame.keyed))
         if len(some) + len(keyless) >= len(tagged[frame]):
             some, keyless = [], tagged[frame]
@@ -56,9 +56,9 @@ def scoped(tagged: Tagged) -> ReturnedRanges:
     return ReturnedRanges(runs_of(chosen), found, tags, rest)
 
 
-def _between(frame: OrderedDelivered, rows: RowMask, kept: RowMask) -> list[EpochRange]:
-    """All of a frame between those that are kept, as far as there are rows in it."""
-    edges = np.concatenate([[-1], np.flatnonzero(kept), [frame.count]])
+def _between(frame: OrderedDelivered, rows: RowMask, excluded: RowMask) -> list[EpochRange]:
+    """The ranges of a frame between the ``excluded`` rows that contain any of ``rows``."""
+    edges = np.concatenate([[-1], np.flatnonzero(excluded), [frame.count]])
     counts = np.concatenate([[0], np.cumsum(rows)])
     first, end = edges[:-1] + 1, edges[1:]
     some = counts[end] > counts[first]

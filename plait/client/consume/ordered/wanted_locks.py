@@ -1,8 +1,8 @@
-"""Which locks an ordered consumer asks for, and where (R4).
+"""Decides which locks an ordered consumer asks for, and at which partition (R4).
 
-An LP's rows lie in the spans of its history, oldest first. Its lock is wanted on the partition of the first span that
-has not been drained, and on no other: so its rows are handled in their order over any number of changes of the route,
-and brokers need not know of each other.
+The rows of an LP are in the spans of its history, oldest first. The consumer asks for the lock only at the partition of
+the first span that is not drained. So rows are handled in order across any number of route changes, and brokers need
+not know of each other.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from plait.wire import messages as m
 
 
 class WantedLocks(NamedTuple):
-    """What one partition is asked for."""
+    """The locks to ask one partition for."""
 
     lps: LpSet
-    #: Up to which sequence each is wanted; 0: all that there will be.
+    #: The fence up to which each LP is wanted; 0: no fence, the LP is not sealed there.
     until: Numbers
 
 
 def with_passed(route: SubjectRoute, group: str, reports: Sequence[LockReport]) -> list[LockReport]:
-    """What the partitions have said, and what the group had finished there before, as the meta server knows.
+    """The partitions' reports, raised to what the group has finished according to the meta server.
 
-    So a broker that holds nothing for the group need not be there (R26).
+    So a broker that holds nothing for the group need not be reachable (R26).
     """
     found = list(reports)
     for partition, first, end, fence in route.passed.get(group, ()):
@@ -41,14 +41,14 @@ def with_passed(route: SubjectRoute, group: str, reports: Sequence[LockReport]) 
 
 
 def wanted(route: SubjectRoute, mine: LpSet, reports: Sequence[LockReport]) -> list[WantedLocks]:
-    """For each partition of the route the logical partitions to ask it for.
+    """The locks to ask for, for each partition of the route.
 
-    What has parked keys stays wanted where they are, so that it is heard when they are resumed; so does what has rows
-    again. A key that was parked only because it was so before goes on at one partition after the other: what is behind
-    is not wanted until it does.
+    An LP with parked keys stays wanted at the partition that parks them, so that the consumer learns when they are
+    resumed; so does an LP that has rows again. An inherited parked key is resumed at one partition after the other:
+    later spans of its LP are not wanted until that is done.
     """
     chosen = [WantedLocks(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
-    heard_of = [_lps_of(report.parked) | report.again for report in reports]
+    watched = [_lps_of(report.parked) | report.again for report in reports]
     for first, end, spans in route.histories:
         if len(spans) == 1:
             chosen[spans[0].partition].lps[first:end] |= mine[first:end]
@@ -59,16 +59,16 @@ def wanted(route: SubjectRoute, mine: LpSet, reports: Sequence[LockReport]) -> l
         before: set[int] = set()
         for at, span in enumerate(spans[:-1]):
             if not span.fence:
-                # It left before there was anything.
+                # The LP moved on before the partition had any row of it.
                 continue
             report = reports[span.partition]
             passed = report.done[first:end] >= span.fence
-            here = left & (~passed | heard_of[span.partition][first:end])
+            here = left & (~passed | watched[span.partition][first:end])
             chosen[span.partition].lps[first:end] |= here
             chosen[span.partition].until[first:end][here] = span.fence
-            left &= passed & ~_going_on(report, before)[first:end]
+            left &= passed & ~_to_resume_first(report, before)[first:end]
             if _comes_back(spans, at):
-                # What the key has there is behind what it has in between.
+                # The key's rows in the later span come after those of the spans in between.
                 left &= ~_lps_of(report.own)[first:end]
             before |= report.own
         last = chosen[spans[-1].partition]
@@ -77,19 +77,19 @@ def wanted(route: SubjectRoute, mine: LpSet, reports: Sequence[LockReport]) -> l
     return chosen
 
 
-def _going_on(report: LockReport, before: set[int]) -> LpSet:
-    """What has keys that are parked where they were not told to be any more: they are told to go on first."""
+def _to_resume_first(report: LockReport, before: set[int]) -> LpSet:
+    """LPs with inherited parked keys that no earlier partition parks any more: these keys are resumed first."""
     return _lps_of(report.inherited - before)
 
 
 def _comes_back(spans: Sequence[RouteSpan], at: int) -> bool:
-    """The route leads from there to a partition where it was before."""
+    """A later span is at a partition that already had a span up to ``at``."""
     known = {span.partition for span in spans[: at + 1] if span.fence}
     return any(span.partition in known for span in spans[at + 1 :])
 
 
 def wanted_at_once(route: SubjectRoute, mine: LpSet) -> list[WantedLocks]:
-    """The same where order does not matter: all of them, wherever they have rows."""
+    """The locks to ask for where order does not matter: each LP at every partition of its history."""
     chosen = [WantedLocks(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
     for first, end, spans in route.histories:
         for span in spans:
@@ -98,7 +98,7 @@ def wanted_at_once(route: SubjectRoute, mine: LpSet) -> list[WantedLocks]:
 
 
 def left_behind(route: SubjectRoute) -> list[LpSet]:
-    """For each partition the logical partitions that the route leads on from."""
+    """For each partition, the LPs whose route has moved on to a later span."""
     left = [no_lps() for _ in route.partitions]
     for first, end, spans in route.histories:
         for span in spans[:-1]:
@@ -114,7 +114,7 @@ def _lps_of(keys: frozenset[int]) -> LpSet:
 
 
 def parked_before(route: SubjectRoute, reports: Sequence[LockReport], chosen: Sequence[WantedLocks]) -> list[set[int]]:
-    """For each partition the hashes of keys that are parked where their rows were before those that it is asked for."""
+    """For each partition, the hashes of keys that an earlier partition parks, of the LPs that it is asked for."""
     found: list[set[int]] = [set() for _ in route.partitions]
     if not any(report.parked for report in reports):
         return found
@@ -125,7 +125,7 @@ def parked_before(route: SubjectRoute, reports: Sequence[LockReport], chosen: Se
             if span.fence == 0:
                 continue
             some, fence = chosen[span.partition], span.fence or 0
-            # Of two that end at one place the later one has nothing.
+            # Of two equal spans the later one has no rows.
             if span not in seen:
                 found[span.partition] |= {
                     key
@@ -138,5 +138,5 @@ def parked_before(route: SubjectRoute, reports: Sequence[LockReport], chosen: Se
 
 
 def wants(lps: LpSet, epochs: LpEpochs, until: Numbers) -> list[m.LpWant]:
-    """What is asked for, as runs of one epoch and one end."""
+    """The wanted LPs as runs with one epoch and one fence."""
     return [(first, end, int(epochs[first]), int(until[first])) for first, end in runs_alike(lps, epochs, until)]

@@ -1,1 +1,1 @@
-"""The database's schema, step by step: what alembic carries out on an older database."""
+"""Alembic migrations of the meta database. ``migrate.py`` runs them; nothing else imports this package."""

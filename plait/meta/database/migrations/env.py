@@ -1,4 +1,4 @@
-"""Run by alembic: the steps go through the connection, and the transaction, of who asked for them."""
+"""Alembic runs this module. The migrations use the connection and the transaction of ``migrate``."""
 
 from __future__ import annotations
 

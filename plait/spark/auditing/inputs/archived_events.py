@@ -1,8 +1,8 @@
-"""The events of an archive: read once in log order for what concerns whole groups, and by file for single rows.
+"""The events of an archive: read once in log order for facts about whole groups, and by file for single rows.
 
-Files may overlap: those of a part of the log that two days share, and those that were merged over a larger one between
-them. Where a log's events are missing (retention was faster than the archiver, or damage was left out), groups are
-judged by what is behind.
+Files may overlap: a part of the log that two days share is in a file of each day, and a file that was merged from small
+ones may span a larger file between them. Where events of a log are missing (retention was faster than the archiver, or
+damage was left out), groups are judged by the events after the gap.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from plait.storage.logs.action_log import Action, ConsumerDefinition, GroupDefin
 
 _EVENT_COLUMNS: Final = ["attempt", "epoch", "start", "end", "flags", "number", "log_offset", "log_row"]
 _NUMBERS: Final = {action.name.lower(): int(action) for action in Action}
-#: Numbers of groups and partitions are their data directory's: this keeps apart those of several.
+#: Group and partition numbers are unique in their data directory only. This much, times the number of the directory, is
+#: added to them.
 APART: Final = 1 << 24
-#: Which file a row is from.
+#: The column with the number of the file that a row is from.
 _FILE: Final = "file"
 
 
 @dataclass(frozen=True)
 class ActionFile:
-    """A file of events, and which sequences of which group it speaks of."""
+    """A file of events, and for each group the range of sequences that its events name."""
 
     path: str
     spans: dict[int, tuple[int, int]]
@@ -43,7 +44,7 @@ class ActionFile:
 
 @dataclass(frozen=True)
 class Identity:
-    """How the events of a group are told: by its name, between the places of two definitions."""
+    """Identifies the events of a group: by its name, between the places of two definitions of that name."""
 
     partition: str
     group: str
@@ -52,7 +53,7 @@ class Identity:
 
 
 def read_columns(archive: Archive, path: str, columns: list[str], filters: Any = None) -> pa.Table:
-    """Some rows of a file; ``ArchiveError`` where it cannot be read."""
+    """Some rows of a file. Raises ``ArchiveError`` if it cannot be read."""
     with _readable(archive, path):
         return pq.read_table(
             archive.path(path), columns=columns, filters=filters, filesystem=archive.files, partitioning=None
@@ -60,7 +61,7 @@ def read_columns(archive: Archive, path: str, columns: list[str], filters: Any =
 
 
 def read_names(archive: Archive, path: str) -> list[str]:
-    """The columns of a file."""
+    """The column names of a file."""
     with _readable(archive, path):
         names: list[str] = pq.read_schema(archive.path(path), filesystem=archive.files).names
     return names
@@ -73,12 +74,13 @@ def _readable(archive: Archive, path: str) -> Iterator[None]:
     except (OSError, pa.ArrowException) as error:
         reason = str(error).partition("\n")[0]
         raise ArchiveError(
-            f"{archive.place}/{path} cannot be read: {reason}. See 'plait spark archive --to {archive.place} --verify'"
+            f"{archive.location}/{path} cannot be read: {reason}. See "
+            f"'plait spark archive --to {archive.location} --verify'"
         ) from error
 
 
 def events_of(table: pa.Table) -> Events:
-    """Events of an archived table, in its order; of no group yet."""
+    """The events of an archived table, in its order. The group number is not set yet."""
     events = np.zeros(len(table), AUDITED)
     names = table.column("action").combine_chunks().dictionary_encode()
     numbers = np.array([_NUMBERS.get(name, 0) for name in names.dictionary.to_pylist()], np.uint8)
@@ -97,7 +99,7 @@ def events_of(table: pa.Table) -> Events:
 def find_events(
     archive: Archive, files: Iterable[ActionFile], group: int, known: Identity, rows: tuple[int, int]
 ) -> Events:
-    """What is said of rows [low, high) in a group, in log order, whatever the order of the files."""
+    """The events of a group about rows [low, high), in log order. The files may be in any order."""
     low, high = rows
     wanted = (pc.field("partition") == known.partition) & (pc.field("consumer_group") == known.group)
     wanted &= (pc.field("start") < high) & (pc.field("end") > low)
@@ -110,17 +112,17 @@ def find_events(
             found.append(of_rows(events[(events["place"] >= known.first) & (events["place"] < known.last)]))
     if not found:
         return NONE
-    told = np.concatenate(found)
-    in_order: Events = told[np.argsort(told["place"], kind="stable")]
+    events = np.concatenate(found)
+    in_order: Events = events[np.argsort(events["place"], kind="stable")]
     return in_order
 
 
 class SourceEvents:
-    """What the archived events of one data directory say of its groups. ``take`` its files by where they start."""
+    """Learns the groups of one data directory from its archived events. ``take`` its files in order of their start."""
 
     def __init__(self, archive: Archive, number: int, nameless: dict[str, int], lost: Iterable[int]) -> None:
-        """``nameless``: the numbers of partitions whose lives are not known, by name. ``lost``: log offsets at which
-        events are missing."""
+        """``nameless``: the numbers of partitions whose numbers in the data directory are not known, by name.
+        ``lost``: log offsets at which events are missing."""
         self._archive = archive
         self._apart = number * APART
         self._nameless = nameless
@@ -128,9 +130,9 @@ class SourceEvents:
         self._table = GroupTable()
         #: (partition, group) → the number of the group that has this name now.
         self._named: dict[tuple[str, str], int] = {}
-        #: An event was read: names before that are what the log began with.
+        #: An event was read since the start of the log or the last gap. Definitions before it are those of a header.
         self._began = False
-        #: Rows that a file which is yet to come may have others before.
+        #: Rows that wait, as a later file may have rows that precede them in the log.
         self._waiting: pa.Table | None = None
         self._spans: list[dict[int, tuple[int, int]]] = []
         self._paths: list[str] = []
@@ -145,9 +147,9 @@ class SourceEvents:
         return [ActionFile(path, spans) for path, spans in zip(self._paths, self._spans, strict=True)]
 
     def take(self, file: ArchivedFile, following: int | None) -> None:
-        """The next file; ``following``: where the one after it starts."""
+        """Read the next file. ``following``: the log offset at which the file after it starts."""
         if not self._paths and file.start:
-            # What was before was not archived.
+            # The log before this file was not archived.
             self._lost = sorted({file.start, *self._lost})
         columns = ["partition", "consumer_group", "detail", "action", "time", "value", *_EVENT_COLUMNS]
         found = read_columns(self._archive, file.path, columns)
@@ -160,13 +162,13 @@ class SourceEvents:
         offsets = found.column("log_offset").to_numpy()
         ready = len(found) if following is None else int(np.searchsorted(offsets, following))
         self._waiting = found.slice(ready) if ready < len(found) else None
-        self._tell(found.slice(0, ready))
+        self._take_rows(found.slice(0, ready))
         if following is None and self._lost:
-            # Nothing is behind.
+            # There are no events after the gap.
             self._table.cut(NEVER)
 
-    def _tell(self, found: pa.Table) -> None:
-        """The next rows of the log."""
+    def _take_rows(self, found: pa.Table) -> None:
+        """Process the next rows of the log."""
         offsets, times = found.column("log_offset").to_numpy(), found.column("time").cast(pa.int64())
         passed = [offset for offset in self._lost if len(offsets) and offset <= offsets[-1]]
         self._lost = self._lost[len(passed) :]
@@ -220,7 +222,7 @@ class SourceEvents:
             return
         number = definition.id + self._apart
         place = fields["log_offset"] + fields["log_row"]
-        # The definition names the partition's life, by its number in the data directory.
+        # The definition has the partition's number in the data directory: it tells partitions of one name apart.
         partition = self._nameless.get(name, definition.partition + self._apart)
         self._table.define(msgspec.structs.replace(definition, id=number, partition=partition), head=not self._began)
         key = (name, definition.name)

@@ -1,8 +1,8 @@
-"""An archive as the audit reads it: Parquet files of the logs, as the manifest names them.
+"""An archive as the input of an audit: the Parquet files of the logs that the manifest lists.
 
-It says as much as the data directory did; what its events say of messages that are in no archived file yet is passed
-over. One that an earlier Plait made does not say which subjects are strict, which logical partition a row without a key
-was of and why letters died.
+An archive has the same facts as the data directory. Events about messages that are not archived yet are ignored. An
+archive made by an earlier version of Plait lacks the order strategy of its subjects, the LP of rows without a key, and
+the reasons of dead letters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ROW_COLUMNS: Final = ["sequence", "message_id", "key", "send_time", "store_time
 
 @dataclass(frozen=True)
 class ArchivedInput:
-    """See ``AuditInput``."""
+    """The planned audit of an archive, as an ``AuditInput``."""
 
     place: str
     wanted: WantedRows
@@ -53,9 +53,9 @@ class ArchivedInput:
     identities: dict[int, Identity]
     parts: list[list[Unit]]
     actions: list[ActionFile]
-    #: By partition, as far as the archive says.
+    #: Settings by partition, where the archive has them.
     settings: dict[int, ArchivedSettings]
-    #: Files of deaths, and what keeps the numbers of their groups apart.
+    #: Files of dead letters, and the number that is added to the numbers of their groups (``APART``).
     letters: list[tuple[str, int]]
     time_min: int
     time_max: int
@@ -73,7 +73,7 @@ class ArchivedInput:
                 yield Block(unit.partition, rows, _Keys(keys).text, lookup.events_of)
 
     def deaths(self) -> Counter[Cause]:
-        """From the archived part of the kept log."""
+        """From the archived part of the retained log."""
         archive, total = Archive.at(self.place), Counter[Cause]()
         for path, apart in self.letters:
             total += archived_deaths(archive, path, apart, since=self.wanted.time_min, until=self.wanted.time_max)
@@ -92,7 +92,7 @@ class _Keys:
 
 
 def _rows(archive: Archive, unit: Unit, source: ArchivedInput) -> tuple[BlockRows, pa.Array]:
-    """Rows in the order of their sequences, and their keys."""
+    """The rows in sequence order, and their keys."""
     sequence, time = pc.field("sequence"), pc.field("store_time")
     chosen = (
         (pc.field("partition") == source.partitions[unit.partition].name)
@@ -111,9 +111,10 @@ def _rows(archive: Archive, unit: Unit, source: ArchivedInput) -> tuple[BlockRow
     slots = table.column("logical_partition").combine_chunks()
     keyless = slots.is_null().to_numpy(zero_copy_only=False)
     settings = source.settings.get(unit.partition)
-    # An earlier Plait left the settings of the newest one of that name alone.
+    # An earlier version archived only the settings of the newest partition of a name. They do not hold for rows that
+    # were stored before that partition was created.
     loose = keyless if settings is None else keyless & (stored < settings.created)
-    # A message may have another slot than its key's own: it is that of the hash which it was sent with.
+    # A message's LP may differ from that of its key: it is that of the hash that the message was sent with.
     lps = slots_of(sequences, hashes, settings.taken if settings is not None else [])
     lps = np.where(keyless, lps, slots.fill_null(0).to_numpy()).astype(lps.dtype)
     known = loose if loose.any() else None
@@ -127,7 +128,7 @@ def _rows(archive: Archive, unit: Unit, source: ArchivedInput) -> tuple[BlockRow
 
 
 def _ids(texts: pa.ChunkedArray) -> tuple[UInt64s, UInt64s]:
-    """Producers and numbers of message ids: 16 hexadecimal digits, a hyphen and a decimal number."""
+    """Producer ids and producer sequences. A message id is 16 hexadecimal digits, a hyphen and a decimal number."""
     digits = pc.utf8_slice_codeunits(texts, 0, 16).combine_chunks()
     codes = np.frombuffer(digits.buffers()[2], np.uint8, 16 * len(digits), 16 * digits.offset).reshape(-1, 8, 2)
     nibbles = np.where(codes >= ord("a"), codes - (ord("a") - 10), codes - ord("0"))
@@ -141,7 +142,7 @@ def _moment(micros: int) -> pa.Scalar:
 
 
 def _hashes(keys: pa.Array) -> Hashes | None:
-    """Each different key is hashed once."""
+    """The key hashes. Each distinct key is hashed once."""
     if keys.null_count == len(keys):
         return None
     encoded = keys.dictionary_encode()
@@ -159,13 +160,13 @@ class _ArchivedEvents:
         self._low, self._high = int(rows.sequences[0]), int(rows.sequences[-1]) + 1
 
     def events_of(self, group: GroupFacts) -> Events:
-        """In log order."""
+        """The events of a group, in log order."""
         known = self._source.identities[group.id]
         return find_events(self._archive, self._source.actions, group.id, known, (self._low, self._high))
 
 
 def open_archived(place: str, wanted: WantedRows, groups: frozenset[str], *, progress: Progress) -> ArchivedInput:
-    """Look at the manifest and at all events, and plan the work."""
+    """Read the manifest and all events, and plan the work."""
     archive = Archive.at(place)
     manifest = archive.open()
     sources = sorted(manifest.sources)
@@ -183,8 +184,8 @@ def open_archived(place: str, wanted: WantedRows, groups: frozenset[str], *, pro
     actions = sorted(manifest.find(ACTIONS), key=lambda file: (file.source, file.start))
     for number, (file, following) in enumerate(zip_longest(actions, actions[1:])):
         progress("reading the actions", number, len(actions))
-        goes_on = following is not None and following.source == file.source
-        learned[sources.index(file.source)].take(file, following.start if goes_on else None)
+        same_source = following is not None and following.source == file.source
+        learned[sources.index(file.source)].take(file, following.start if same_source else None)
     there = {
         number: group for events in learned for number, group in events.groups.items() if group.partition in partitions
     }

@@ -1,8 +1,8 @@
-"""The partitions of an archive as the audit judges them, each for itself.
+"""The partitions of an archive; the audit judges each on its own.
 
-A name may have had several, one after another: a subject that is made anew, or gets back partitions that it had given
-up, counts from 0 again, and its groups are new ones. An archive keeps what each of them had. Those that have no message
-are judged too: their groups may speak of some.
+Several partitions may have had the same name, one after another. When a subject is deleted and created again, or gets
+back a partition that was retired, the new partition starts at sequence 0 and its groups are new. An archive has the
+rows of each of these *lives* of a name. Partitions without messages are judged too: their groups' events may name some.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from plait.storage.reading.log_chunks import WantedRows, check_names
 
 @dataclass(frozen=True)
 class ArchivedPartition:
-    """What the manifest says of a partition."""
+    """A partition as the manifest describes it."""
 
     source: str
     facts: AuditedPartition
     files: list[ArchivedFile]
-    #: None: it is not known.
+    #: None: not known.
     settings: ArchivedSettings | None
-    #: Each message that an archived event can be about was archived, or is told to be missing.
+    #: Each message that an archived event can name is archived or listed as missing.
     complete: bool
 
     @property
     def order(self) -> str | None:
-        """Of its subject; None: it is not known."""
+        """The order strategy of its subject. None: not known."""
         settings = self.settings
-        # What an earlier Plait says may be said of another one of that name.
+        # Settings from an earlier version may be those of another partition of the same name.
         return None if settings is None or (not settings.number and settings.deleted) else settings.order
 
 
 @dataclass
 class _PartitionFiles:
-    """Files with rows of a partition."""
+    """The files with rows of a partition."""
 
     source: str
     subject: str
@@ -61,10 +61,10 @@ class _PartitionFiles:
 
 
 def archived_partitions(manifest: ArchiveManifest, wanted: WantedRows, place: str) -> dict[int, ArchivedPartition]:
-    """Those that are asked for, by number: that of the data directory and ``APART`` for each directory before it.
+    """The requested partitions by number: the number in the data directory, plus ``APART`` per directory before it.
 
-    It is negative where an earlier Plait did not say. ``SubjectNotFound`` for a subject that is not there,
-    ``ArchiveError`` where there are only copies of segments.
+    The number is negative where an earlier version did not archive it. Raises ``SubjectNotFound`` for a subject that
+    is not in the archive, and ``ArchiveError`` for an archive that has only copies of segments.
     """
     _check(manifest, wanted, place)
     sources = sorted(manifest.sources)
@@ -91,7 +91,7 @@ def _check(manifest: ArchiveManifest, wanted: WantedRows, place: str) -> None:
     raw = [name for name, source in sorted(manifest.sources.items()) if source.raw]
     if raw and not manifest.find(MESSAGES) and not manifest.find(ACTIONS):
         raise ArchiveError(
-            f"{place} has copies of segments alone (--raw). They are audited as a data directory is: "
+            f"archive {place} has only copies of segments (--raw); audit them as a data directory: "
             f"--data {place}/{RAW}/{raw[0]}"
         )
     there = {file.subject for file in manifest.find(MESSAGES)}
@@ -100,7 +100,7 @@ def _check(manifest: ArchiveManifest, wanted: WantedRows, place: str) -> None:
 
 
 def _life_of(source: ArchivedSource, name: str, file: ArchivedFile) -> PartitionLife | None:
-    """A file has rows of one; what was archived before lives were told is of the first."""
+    """The life that a file has rows of. Files from before lives were archived belong to the first one."""
     lives = source.lives.get(name)
     if not lives:
         return None
@@ -122,7 +122,7 @@ def _with_files(source: ArchivedSource, found: _PartitionFiles, wanted: WantedRo
     end = max(end, life.end, _next(source, name, settings))
     ranges = merged(life.ranges)
     gaps = [gap for gap in source.gaps if gap.partition == name and gap.number in (0, life.number)]
-    # What retention took before it was archived is not missing.
+    # Rows that retention removed before they were archived are not missing.
     expired = [(gap.start, gap.end) for gap in gaps if gap.expired]
     from_zero = any(gap.number and not gap.start and not gap.expired for gap in gaps)
     holes = Coverage({life.number: ranges}).missing(life.number, 0 if from_zero else life.start, end)
@@ -133,9 +133,9 @@ def _with_files(source: ArchivedSource, found: _PartitionFiles, wanted: WantedRo
 
 
 def _without_files(source: str, facts: ArchivedSource, name: str, settings: ArchivedSettings) -> ArchivedPartition:
-    # What was removed before it was archived is neither missing nor invented.
+    # Rows that were removed before they were archived are neither missing nor invented.
     first, end = 0, _next(facts, name, settings) if settings.whole else 0
-    # The log had messages, and none of them could be read.
+    # The log had messages and none of them could be read.
     for life in facts.lives.get(name, []):
         if life.number == settings.number:
             first, end = 0 if settings.whole else life.start, max(life.end, end)
@@ -145,5 +145,5 @@ def _without_files(source: str, facts: ArchivedSource, name: str, settings: Arch
 
 
 def _next(source: ArchivedSource, name: str, settings: ArchivedSettings | None) -> int:
-    """The sequence that the archived log had come to; 0: it is not known, or retention took what is not archived."""
+    """The next sequence of the archived log. 0: not known, or retention removed rows that were not archived."""
     return 0 if settings is None or name in source.overtaken else settings.next

@@ -1,4 +1,4 @@
-"""What the audit needs of what it reads: a data directory, or an archive."""
+"""The interface between the audit and its input: a data directory or an archive."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from plait.spark.auditing.block import Block
 from plait.spark.auditing.group_facts import GroupFacts
 from plait.spark.auditing.inputs.death_causes import Cause
 
-#: What is being done, how much of it, of how much.
+#: Called with the name of the step, the amount done and the total.
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class AuditedPartition:
-    """A partition as far as reports speak of it."""
+    """The facts about a partition that reports need."""
 
     subject: str
     #: ``name@group``.
     name: str
-    #: Sequences [first, end) that the log has, but for what is missing.
+    #: The log has sequences [first, end), except those that are missing.
     first: int
     end: int
     missing: list[tuple[int, int]]
-    #: Of the rows that are asked for so many are there by their headers; 0: it is not known, or all can be read.
+    #: The number of requested rows according to the frame headers. 0: not known, or every row can be read.
     readable: int = 0
-    #: Its subject promises that a key's messages are stored in the order of sending.
+    #: Its subject promises to store a key's messages in the order of sending.
     strict: bool = False
 
 
 class AuditInput(Protocol):
-    """Planned work; sent whole to each task, which reads its own part."""
+    """Planned work. Each task gets all of it and reads its own part."""
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """The path, for messages to the user."""
 
     @property
     def partitions(self) -> Mapping[int, AuditedPartition]: ...
@@ -53,19 +53,19 @@ class AuditInput(Protocol):
     def time_max(self) -> int: ...
 
     def __len__(self) -> int:
-        """So many parts of the work."""
+        """The number of parts."""
 
     def blocks(self, number: int) -> Iterator[Block]:
         """The rows of a part, by partition."""
 
     def deaths(self) -> Counter[Cause]:
-        """What messages died of, as far as it is kept."""
+        """Dead letters by cause, where the reason is still stored."""
 
 
 def check_groups(wanted: frozenset[str], there: Iterable[str], place: str) -> None:
-    """``InvalidArgument`` where a group that is asked for is not there."""
+    """Raise ``InvalidArgument`` if a requested group does not exist."""
     known = sorted(set(there))
     missing = sorted(wanted.difference(known))
     if missing:
-        hint = f"there are {', '.join(known)}" if known else "the subjects have none"
+        hint = f"there are {', '.join(known)}" if known else "the subjects have no groups"
         raise InvalidArgument(f"group {', '.join(map(repr, missing))} is not in {place}; {hint}")

@@ -1,4 +1,4 @@
-"""The rows of a block, wherever they were read from."""
+"""The rows of a block, independent of the input."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Messages of one partition, ascending."""
+    """Messages of one partition, by ascending sequence; one array per column."""
 
     sequences: Numbers
     epochs: Numbers
-    #: The logical partition of each, also of those without a key.
+    #: The LP of each row, also of rows without a key.
     lps: Lps
     #: None: no row has a key.
     hashes: Hashes | None
     store_times: Numbers
-    #: When it was sent, or stored where the producer did not say.
+    #: The send time, or the store time where the producer gave none.
     send_times: Numbers
-    #: Rows whose logical partition is not known; None: there are none.
+    #: Rows whose LP is not known. None: there are none.
     loose: Flags | None = None
-    #: Producer and number of each: its message id. None: not known.
+    #: Producer id and producer sequence of each row: its message id. None: not known.
     ids: tuple[UInt64s, UInt64s] | None = None
-    #: Rows that were delayed or sent one way: when they were sent says nothing of their order. None: there are none.
+    #: Rows that were delayed or sent one-way: the time of sending does not determine their order. None: there are none.
     unordered: Flags | None = None
-    #: Rows of logical partitions that the partition did not take then (``stored.astray``). None: there are none.
+    #: Rows of LPs that the partition did not take at that time (``stored_order.astray``). None: there are none.
     astray: Flags | None = None
-    #: The place of each in the message log, comparable between partitions of one data directory. None: not known.
+    #: The place of each row in the message log, comparable between partitions of one data directory. None: not known.
     places: Numbers | None = None
-    #: Since which of its changes the partition took what it did then; None: it never changed.
+    #: How often the set of LPs that the partition takes had changed when the row was stored. None: it never changed.
     spans: Numbers | None = None
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class BlockRows:
 
 
 def slots_of(sequences: Numbers, hashes: Hashes | None, taken: Sequence[tuple[int, list[tuple[int, int]]]]) -> Lps:
-    """The logical partition of each row; one without a key has one that was ``taken`` when it was stored."""
+    """The LP of each row. A row without a key has one of the LPs that were ``taken`` when it was stored."""
     lps = lps_of(sequences, hashes)
     keyless = np.ones(len(lps), bool) if hashes is None else hashes == NO_KEY_HASH
     if taken and keyless.any():

@@ -1,4 +1,4 @@
-"""Which sequences of each partition a message log has, by its headers alone: what is missing between them is lost."""
+"""The sequences of each partition that a message log has, from frame headers alone. A gap between them is lost rows."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ import numpy.typing as npt
 
 from plait.spark.auditing.inputs.events import merged
 from plait.storage.reading.log_chunks import WantedRows
-from plait.storage.reading.log_reader import FrameHead, LogWalk
+from plait.storage.reading.log_reader import FrameHeader, LogWalk
 
 Ranges = list[tuple[int, int]]
 
 
 @dataclass
 class Coverage:
-    """What the headers of a log say, by partition."""
+    """The sequences and store times in the frame headers of a log, by partition."""
 
-    #: [start, end) of sequences that are there, ascending.
+    #: Ranges [start, end) of the sequences in the log, ascending.
     ranges: dict[int, Ranges] = field(default_factory=dict)
-    #: Those of frames that are asked for.
+    #: The ranges of the requested frames.
     wanted: dict[int, Ranges] = field(default_factory=dict)
     #: The first and the last store time.
     times: dict[int, tuple[int, int]] = field(default_factory=dict)
-    #: The log offset behind the last frame.
+    #: The log offset after the last frame.
     log_end: int = 0
 
     def first(self, partition: int) -> int:
-        """The lowest sequence that is there."""
+        """The lowest sequence in the log."""
         return self.ranges[partition][0][0] if partition in self.ranges else 0
 
     def end(self, partition: int) -> int:
-        """Behind the highest."""
+        """One past the highest sequence in the log."""
         return self.ranges[partition][-1][1] if partition in self.ranges else 0
 
     def count(self, partition: int, start: int) -> int:
-        """How many rows from ``start`` on are asked for and there."""
+        """The number of requested rows in the log, from ``start`` on."""
         return sum(max(end - max(first, start), 0) for first, end in self.wanted.get(partition, []))
 
     def missing(self, partition: int, start: int = 0, end: int = 0) -> Ranges:
-        """What should be there from ``start`` on and is not, up to the last that is there, or to ``end``."""
+        """The ranges from ``start`` on that are not in the log, up to its highest sequence or up to ``end``."""
         ranges = [(first, last) for first, last in self.ranges.get(partition, []) if last > start]
         edges = [start, *(edge for pair in ranges for edge in pair), end]
         pairs = zip(edges[::2], edges[1::2], strict=True)
@@ -48,13 +48,13 @@ class Coverage:
 
 
 def cover(walk: LogWalk, wanted: WantedRows) -> Coverage:
-    """Follow a walk to its end."""
+    """Run a walk to its end and collect its headers."""
     pieces: list[tuple[int, Coverage]] = []
     #: Partition → (the sequence its next frame should have, the log offset of its last one).
     expected: dict[int, tuple[int, int]] = {}
     for piece in walk:
         while pieces and pieces[-1][0] >= piece.offset:
-            # Told again: what was told before does not count.
+            # The walk went back to verify: this piece replaces the earlier ones from its offset on.
             pieces.pop()
             expected.clear()
         if piece.frames:
@@ -78,9 +78,9 @@ def cover(walk: LogWalk, wanted: WantedRows) -> Coverage:
 
 
 def _look_closer(
-    walk: LogWalk, segment_base: int, frames: list[FrameHead], expected: dict[int, tuple[int, int]]
+    walk: LogWalk, segment_base: int, frames: list[FrameHeader], expected: dict[int, tuple[int, int]]
 ) -> None:
-    """Where rows seem to be missing the walk is to verify what it passed before the gap is believed."""
+    """Where rows seem to be missing, make the walk verify the frames that it passed, before the gap counts."""
     for position, _, count, partition, base, *_ in frames:
         offset = segment_base + position
         following = expected.get(partition)
@@ -89,7 +89,7 @@ def _look_closer(
         expected[partition] = (base + count, offset)
 
 
-def _piece(frames: list[FrameHead], wanted: WantedRows) -> Coverage:
+def _piece(frames: list[FrameHeader], wanted: WantedRows) -> Coverage:
     columns = np.array(frames, np.int64)
     order = np.argsort(columns[:, 3], kind="stable")
     columns = columns[order]
@@ -105,7 +105,7 @@ def _piece(frames: list[FrameHead], wanted: WantedRows) -> Coverage:
 
 
 def _joined(part: npt.NDArray[np.int64]) -> Ranges:
-    """[start, end) of frames that follow on each other."""
+    """Ranges [start, end) of consecutive frames."""
     if not len(part):
         return []
     base, ends = part[:, 4], part[:, 4] + part[:, 2]

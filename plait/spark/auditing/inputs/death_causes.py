@@ -1,4 +1,4 @@
-"""Why messages died: what stands beside dead letters in the kept log, and of that in an archive."""
+"""The causes of dead letters: their reasons in the retained log, or in its archived copy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from plait.spark.archiving.manifest import Archive
 from plait.spark.auditing.inputs.archived_events import read_columns, read_names
 from plait.storage.disk import RealDisk
 from plait.storage.logs.recovery import LogScan
-from plait.storage.logs.retained_log import DIRECTORY, is_head, note_of
+from plait.storage.logs.retained_log import DIRECTORY, is_header, note_of
 from plait.storage.reading.log_reader import LogReader, MappedLog
 
 
 class Cause(NamedTuple):
-    """What letters of a group died of."""
+    """The reason that dead letters of a group share."""
 
     group: int
     #: The exception's type and the handler that raised it.
@@ -27,14 +27,13 @@ class Cause(NamedTuple):
     handler: str
 
 
-#: As an archive has it.
+#: The columns of a cause in an archive.
 _CAUSE: Final = ["group_number", "type", "handler"]
 _STORED: Final = "store_time"
 
 
 def deaths(path: str, *, since: int, until: int) -> Counter[Cause]:
-    """Letters that were stored at times [since, until], by what they died of; those that are not kept any more are not
-    among them."""
+    """Dead letters that were stored at times [since, until], by cause. Removed letters are not counted."""
     reader = LogReader(RealDisk(path, read_only=True), DIRECTORY, path)
     mapped = [reader.map(number) for number in range(len(reader.files))]
     segments = [segment for segment in mapped if segment is not None and not segment.blank]
@@ -43,14 +42,14 @@ def deaths(path: str, *, since: int, until: int) -> Counter[Cause]:
         return found
     start = segments[0].base
     for _, frame in LogScan(MappedLog(path, segments), start, start, stamps_durable=False):
-        if is_head(frame):
+        if is_header(frame):
             continue
         try:
             note = note_of(frame)
         except FrameError:
-            # It is of no use to anybody, and doctor tells of it.
+            # Unreadable notes are reported by ``plait doctor``.
             continue
-        # A kept frame has the time of the one that its rows were stored with.
+        # A retained frame has the store time of the frame that its rows are from.
         if note.death is not None and since <= frame.store_time <= until:
             reason = note.death.reason
             found[Cause(note.group, reason.type, reason.handler)] += len(frame.sequences())
@@ -58,9 +57,10 @@ def deaths(path: str, *, since: int, until: int) -> Counter[Cause]:
 
 
 def archived_deaths(archive: Archive, path: str, apart: int, *, since: int, until: int) -> Counter[Cause]:
-    """The same of one archived file; ``apart`` is added to the numbers of groups.
+    """Dead letters of one archived file that were stored at times [since, until], by cause.
 
-    Where times are asked for, what an earlier Plait archived is not among them: it did not say when it was stored.
+    ``apart`` is added to the numbers of groups. Files of an earlier version have no store times: with a limited range
+    of times their letters are not counted.
     """
     table = read_columns(archive, path, _CAUSE)
     if since or until < TIME_MAX:
@@ -72,7 +72,7 @@ def archived_deaths(archive: Archive, path: str, apart: int, *, since: int, unti
 
 
 def _store_times(archive: Archive, path: str, count: int) -> pa.Array:
-    """Null where it is not known."""
+    """The store time of each letter. Null: not known."""
     if _STORED not in read_names(archive, path):
         return pa.nulls(count, pa.int64())
     return read_columns(archive, path, [_STORED]).column(_STORED).cast(pa.int64())

@@ -1,4 +1,4 @@
-"""Events of the action log as one array, in log order, wherever they were read from."""
+"""Events of the action log as one array, in log order, independent of the input."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from plait.storage.logs.action_log import EVENT, FLAG_DUE, NOT_OF_ROWS, Action
 
-#: ``time`` is when it happened, ``value`` the event's own time field, which may say something else. ``offset`` is that
-#: of its frame: events of one frame happened together. ``place`` ascends from event to event.
+#: ``time`` is when the event happened; ``value`` is its time field as stored, which some actions use for another value.
+#: ``offset`` is that of its frame: events of one frame happened together. ``place`` ascends from event to event.
 AUDITED: Final = np.dtype(
     [
         ("action", "u1"),
@@ -30,7 +30,7 @@ AUDITED: Final = np.dtype(
 )
 Events = npt.NDArray[Any]
 
-#: What happens to rows [start, end).
+#: Actions on rows [start, end).
 OF_ROWS: Final = np.isin(
     np.arange(256),
     [
@@ -59,19 +59,19 @@ def audited(frames: Iterable[tuple[int, int, npt.NDArray[Any]]]) -> Events:
     written = np.repeat(np.array([time for _, time, _ in members], np.int64), counts)
     found["time"] = np.where(raw["flags"] & FLAG_DUE, written, raw["time"])
     found["offset"] = np.repeat(np.array([offset for offset, _, _ in members], np.int64), counts)
-    # A frame is longer than it has events, so that no two have one place.
+    # A frame has more bytes than events, so that no two events have the same place.
     found["place"] = found["offset"] + np.arange(len(raw)) - np.repeat(np.cumsum(counts) - counts, counts)
     return found
 
 
 def of_rows(events: Events) -> Events:
-    """Those that say something of rows."""
+    """The events about rows."""
     chosen: Events = events[OF_ROWS[events["action"]] & (events["start"] < events["end"])]
     return chosen
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """[start, end) ranges as few as possible, ascending."""
+    """The union of [start, end) ranges, as few as possible and ascending."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if joined and start <= joined[-1][1]:
@@ -82,7 +82,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def without(ranges: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What of [start, end) ranges is in none of the others."""
+    """The parts of [start, end) ranges that are in none of the others."""
     left: list[tuple[int, int]] = []
     taken = merged(others)
     for start, end in ranges:
@@ -97,11 +97,11 @@ def without(ranges: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]
 
 
 def spans_of(events: Events) -> dict[int, tuple[int, int]]:
-    """Group → the lowest and the highest sequence that its events speak of."""
-    told = of_rows(events)
-    numbers, which = np.unique(told["group"], return_inverse=True)
+    """Group → the range [low, high) of the sequences that its events name."""
+    named = of_rows(events)
+    numbers, which = np.unique(named["group"], return_inverse=True)
     low = np.full(len(numbers), np.iinfo(np.int64).max)
     high = np.zeros(len(numbers), np.int64)
-    np.minimum.at(low, which, told["start"])
-    np.maximum.at(high, which, told["end"])
+    np.minimum.at(low, which, named["start"])
+    np.maximum.at(high, which, named["end"])
     return {int(n): (int(a), int(b)) for n, a, b in zip(numbers, low, high, strict=True)}

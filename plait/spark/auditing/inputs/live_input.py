@@ -1,6 +1,6 @@
-"""A data directory as the audit reads it: planned by headers, read in parts, in use by a server or not.
+"""A data directory as the input of an audit: planned from frame headers, read in parts. A server may be using it.
 
-Of the action log counts what rests on messages that were seen, as for a server that starts on these files.
+Only events of the action log that depend on messages in the log count, as when a server starts on these files.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any, Final
 import numpy as np
 
 from plait.frame.columns import Column
+from plait.frame.frame_lps import key_hashes
 from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 from plait.limits import MIB
-from plait.model.logical_partitions import NO_KEY_HASH, Hashes, key_hashes
+from plait.model.logical_partitions import NO_KEY_HASH, Hashes
 from plait.spark.auditing.block import Block
 from plait.spark.auditing.group_facts import STRICT, GroupFacts, GroupTable
 from plait.spark.auditing.inputs.audit_input import AuditedPartition, Progress, check_groups
@@ -32,20 +33,20 @@ from plait.storage.reading.action_reader import ActionPart, open_actions, read_a
 from plait.storage.reading.log_chunks import LogChunk, WantedRows, logical_ends, plan, read_chunk
 from plait.storage.reading.log_reader import open_log
 
-#: Log that one task reads: about a million short messages.
+#: Bytes of the message log that one task reads: about a million short messages.
 BLOCK_SIZE: Final = 32 * MIB
-#: A piece of the action log that is read for a block, or passed over.
+#: Bytes of a part of the action log, which is read for a block or skipped as a whole.
 PART_SIZE: Final = MIB
-#: Such pieces that a task keeps, less than 2 MiB each.
+#: Parts that a task keeps in memory, each less than 2 MiB.
 PARTS_MAX: Final = 32
 
-#: Group → the lowest and highest sequence that a part of the action log speaks of.
+#: Group → the range [low, high) of the sequences that a part of the action log names.
 Spans = dict[int, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class LiveInput:
-    """See ``AuditInput``."""
+    """The planned audit of a data directory, as an ``AuditInput``."""
 
     place: str
     wanted: WantedRows
@@ -87,12 +88,12 @@ class LiveInput:
             )
 
     def deaths(self) -> Counter[Cause]:
-        """From the kept log."""
+        """From the retained log."""
         return deaths(self.place, since=self.wanted.time_min, until=self.wanted.time_max)
 
 
 class _Parts:
-    """Parts of the action log, as the partitions of a chunk need them: most often each needs the same."""
+    """A cache of parts of the action log. The partitions of a chunk mostly need the same parts."""
 
     def __init__(self, source: LiveInput, disk: RealDisk) -> None:
         self._source = source
@@ -100,19 +101,19 @@ class _Parts:
         self._known: dict[int, Events] = {}
 
     def events(self, number: int) -> Events:
-        """What a part says of rows."""
+        """The events of a part about rows."""
         known = self._known.pop(number, None)
         if known is None:
             known = of_rows(read_part(self._disk, self._source.place, self._source.parts[number])[0])
             if len(self._known) >= PARTS_MAX:
                 del self._known[next(iter(self._known))]
-        # The one that was used longest ago is the first to go.
+        # Re-inserted at the end: the least recently used part is evicted first.
         self._known[number] = known
         return known
 
 
 class _LiveEvents:
-    """The events about some rows; each part of the action log is looked at once for all groups."""
+    """The events about some rows. Each part of the action log is read once for all groups."""
 
     def __init__(self, parts: _Parts, spans: list[Spans], groups: list[int], rows: BlockRows) -> None:
         self._parts = parts
@@ -123,7 +124,7 @@ class _LiveEvents:
         self._known: dict[int, list[Events]] | None = None
 
     def events_of(self, group: GroupFacts) -> Events:
-        """In log order."""
+        """The events of a group, in log order."""
         if self._known is None:
             self._known = self._read()
         found = self._known.get(group.id)
@@ -169,7 +170,7 @@ class FrameRows:
             for frame in frames
         ]
         epochs = np.repeat(np.array([frame.epoch for frame in frames], np.int64), counts)
-        # As the log has them, but for what retention has taken of a frame.
+        # In log order, without the rows of a frame that retention has removed.
         self._chosen = np.flatnonzero(sequences >= start)
         if len(sequences) > 1 and (np.diff(sequences) <= 0).any():
             _, self._chosen = np.unique(np.where(sequences >= start, sequences, -1), return_index=True)
@@ -205,7 +206,7 @@ class FrameRows:
 
 
 def _unordered(frames: list[FrameView], chosen: Numbers) -> Flags | None:
-    """Rows that were delayed, or sent one way."""
+    """Rows that were delayed or sent one-way. None: there are none."""
     if not any(frame.has(Column.DELIVER_AT) or frame.flags & FLAG_UNSEQUENCED for frame in frames):
         return None
     found = []
@@ -229,13 +230,13 @@ def open_live(
     tasks_min: int,
     progress: Progress,
 ) -> LiveInput:
-    """Look at both logs and plan the work."""
+    """Read the headers of the message log and all of the action log, and plan the work."""
     reader = open_log(path)
     progress("looking at the message log", 0, 1)
     walk = reader.walk(fail_on_damage=fail_on_damage)
     coverage = cover(walk, wanted)
     actions = open_actions(path)
-    # What rests on messages that came since, or that were lost, does not count.
+    # Events that depend on messages stored since, or lost, do not count.
     looked = actions.look(part_size=PART_SIZE, fail_on_damage=fail_on_damage, message_end=coverage.log_end)
     log_start = actions.files[0][0] if actions.files else 0
     table = GroupTable(whole=log_start == 0)
@@ -244,9 +245,9 @@ def open_live(
     times: list[int] = []
     for number, part in enumerate(looked.parts):
         progress("reading the action log", number, len(looked.parts))
-        events, told = read_part(disk, path, part, table)
+        events, part_times = read_part(disk, path, part, table)
         spans.append(spans_of(events))
-        times += told
+        times += part_times
     if log_start and times:
         begins = times[0]
         for group in table.groups.values():
@@ -263,11 +264,11 @@ def open_live(
     from_zero = not reader.files or reader.files[0][0] == 0
     partitions = {}
     for number, row in rows.items():
-        # Retention may have taken segments since the checkpoint.
+        # Retention may have removed segments since the checkpoint.
         start = max(starts.get(number, 0), 0 if from_zero else coverage.first(number))
         end = max(coverage.end(number), nexts.get(number, 0))
         if not from_zero and number not in coverage.ranges:
-            # All of it has expired: the checkpoint says how far it had come.
+            # Every row has expired: the checkpoint has the partition's next sequence.
             start = max(start, end)
         first = max(start, coverage.first(number))
         name = f"{row.name}@{broker_group}"
@@ -277,7 +278,7 @@ def open_live(
         partitions[number] = AuditedPartition(row.subject, name, first, end, missing, readable, strict)
     for group in known.values():
         if not from_zero and group.partition not in coverage.ranges:
-            # An older checkpoint does not know all of what has expired.
+            # The checkpoint may be older than some rows that have expired.
             group.reach = min(group.reach, partitions[group.partition].end)
     times += [time for number in rows for time in coverage.times.get(number, ())]
     time_min, time_max = min(times, default=0), max(times, default=0)
@@ -299,7 +300,7 @@ def open_live(
 def read_part(
     disk: RealDisk, place: str, part: ActionPart, table: GroupTable | None = None
 ) -> tuple[Events, list[int]]:
-    """The events of a part, and the times of its first and last frame; ``table`` learns from it, in log order."""
+    """The events of a part, and the times of its first and last frame. ``table`` takes them; call in log order."""
     found: list[tuple[int, int, Any]] = []
     times: list[int] = []
     for offset, frame in read_actions(disk, place, part, alone=True):

@@ -1,4 +1,4 @@
-"""The files of an archive's partitions, cut into pieces of work."""
+"""Divides the files of an archive's partitions into units of work."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Unit:
 
 @dataclass
 class _Stretch:
-    """Files of one partition that have its sequences in turns: rows of one lie between rows of another."""
+    """Files of one partition whose sequences interleave: rows of one file lie between rows of another."""
 
     files: list[ArchivedFile]
-    #: The first sequence and the last one.
+    #: The first and the last sequence.
     first: int
     last: int
-    #: The log offset behind it.
+    #: The log offset after the last row.
     end: int
 
     def meets(self, other: _Stretch) -> bool:
@@ -46,12 +46,12 @@ class _Stretch:
 
 
 def _stretches(files: list[ArchivedFile], name: str) -> list[_Stretch]:
-    """Of one partition, by where they start."""
+    """The stretches of one partition, in order of their start in the log."""
     found: list[_Stretch] = []
     near: list[_Stretch] = []
     for file in sorted(files, key=lambda file: (file.start, file.path)):
         new = _Stretch([file], *file.partitions[name], file.end)
-        # Those that lie before it in the log have the sequences before it, too.
+        # Stretches that end before this file in the log also have lower sequences.
         near = [other for other in near if other.end > file.start]
         same = [other for other in near if other.meets(new)]
         near = [other for other in near if other not in same[1:]]
@@ -66,7 +66,7 @@ def _stretches(files: list[ArchivedFile], name: str) -> list[_Stretch]:
 
 
 def parts_of(files: Mapping[int, tuple[str, list[ArchivedFile]]]) -> list[list[Unit]]:
-    """Units of about ``BLOCK_COUNT`` rows, small ones together. Each has all rows of its sequences.
+    """Parts of about ``BLOCK_COUNT`` rows; small units share a part. Each unit has all rows of its sequences.
 
     ``files``: partition → its name, and the files with its rows.
     """

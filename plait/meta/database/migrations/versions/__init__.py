@@ -1,1 +1,1 @@
-"""One module for each version of the schema."""
+"""The migrations of the meta database, one module per schema version; ``migrate`` applies them in order."""

@@ -1,4 +1,4 @@
-"""The first schema."""
+"""Schema version 1: all tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _body() -> sa.Column[bytes]:
 
 
 def upgrade() -> None:
-    """Make the tables."""
+    """Create all tables, and the rows of the cluster table."""
     op.create_table(
         "plait_brokers",
         _name("broker_group", key=True),
@@ -80,7 +80,16 @@ def upgrade() -> None:
     )
     for table in ("brokers", "subjects", "routes", "partitions", "groups", "members", "allocations"):
         op.create_index(f"plait_{table}_changed", f"plait_{table}", ["changed"])
-    op.create_table("plait_beats", _name("who", key=True), _number("count"))
+    op.create_table("plait_heartbeats", _name("name", key=True), _number("count"))
+    op.create_table(
+        "plait_commits",
+        _name("query", key=True),
+        *(_number(column) for column in ("batch", "version")),
+        _flag("done"),
+        _number("time"),
+        _body(),
+    )
+    op.create_index("plait_commits_time", "plait_commits", ["time"])
     cluster = op.create_table(
         "plait_cluster",
         _name("name", key=True),

@@ -1,0 +1,106 @@
+"""Outcomes in flight while the session changes are sent again for the same rows in the next session."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from plait.client.consume.ack_collector import AckCollector
+from plait.client.consume.failure import FailureOutcome
+from plait.client.consume.ordered.lock_rights import LockRights
+from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
+from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
+from plait.client.consume.ordered.ordered_pending import OrderedPending
+from plait.client.types import PartitionName
+from plait.clock import ManualClock
+from plait.errors import PlaitError, StaleSession
+from plait.frame import FrameView, build_frame
+from plait.frame.header import pack_stamp
+from plait.frame.slicing import slice_mask
+from plait.limits import ClientLimits
+from plait.wire import messages as m
+
+EPOCH = 3
+
+
+class Wire:
+    """A link whose replies the test sets."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[Any, asyncio.Future[Any]]] = []
+
+    async def request(self, message: Any) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.requests.append((message, future))
+        return await future
+
+    async def next(self) -> tuple[Any, asyncio.Future[Any]]:
+        async with asyncio.timeout(60):
+            while not self.requests:  # noqa: ASYNC110 - the code under test sends the request
+                await asyncio.sleep(0)
+        return self.requests.pop(0)
+
+
+class LossCounter:
+    """A listener that counts lost connections."""
+
+    losses = 0
+    alone = True
+
+    def frame_closed(self, delivered: Any) -> None: ...
+
+    def progressed(self) -> None: ...
+
+    def outcomes_stored(self) -> None: ...
+
+    def lost(self, *, stale: bool) -> None:
+        self.losses += 1
+
+    def failed(self, error: PlaitError) -> None:
+        raise error
+
+
+def every_other_row(owner: AckCollector) -> OrderedDelivered:
+    """A delivery of sequences 100, 102, 104, 106 and 108; another consumer holds the rows between them."""
+    parts = build_frame([b"%d" % n for n in range(10)], producer=1, first=1)
+    parts.stamp_with(pack_stamp(1, 100, 0, 0, EPOCH))
+    mask: Any = [number % 2 == 0 for number in range(10)]
+    frame = FrameView(slice_mask(FrameView(parts.tobytes()), mask).tobytes())
+    delivered = OrderedDelivered(frame, "s", PartitionName("s", "g"), owner, [(100, 110, 1)])
+    delivered.tracker, delivered.rights, delivered.tag = OrderedBuffer(lambda: None), LockRights(ManualClock()), 7
+    return delivered
+
+
+async def test_outcomes_in_flight_when_the_session_changes_are_sent_again_for_the_same_rows():
+    frames: list[OrderedDelivered] = []
+    listener = LossCounter()
+    collector = AckCollector(listener, ClientLimits(), None, OrderedPending(lambda: frames, lambda: 0))
+    collector.open(asyncio.get_running_loop())
+    first, second = Wire(), Wire()
+    collector.attached(first, 1)  # type: ignore[arg-type]
+    delivered = every_other_row(collector)
+    frames.append(delivered)
+    collector.collect_soon(delivered)
+    delivered.ack_row(0)
+    delivered.ack_row(1)
+    delivered.nack_rows(slice(3, 4), FailureOutcome(5.0))
+    nack, answer = await first.next()
+    # With a tag, the range of a row extends to the next row of its frame.
+    assert (nack.session, nack.ranges, nack.tags) == (1, [(106, 108, EPOCH)], [7])
+    # Until the broker has stored the outcomes, no other consumer may get the rows.
+    assert sorted(collector.unsent) == [(100, 101, EPOCH), (102, 103, EPOCH), (106, 107, EPOCH)]
+    delivered.tag = 0
+    collector.attached(second, 2)  # type: ignore[arg-type]
+    answer.set_exception(StaleSession("given up"))
+    nack, answer = await second.next()
+    assert (nack.session, nack.ranges, nack.tags) == (2, [(106, 107, EPOCH)], [0])
+    answer.set_result(m.NackReply())
+    ack, answer = await second.next()
+    assert (ack.session, ack.ranges, ack.tags) == (2, [(100, 101, EPOCH), (102, 103, EPOCH)], [0, 0])
+    answer.set_result(m.DoneReply())
+    await collector.flush()
+    assert listener.losses == 0
+    assert collector.unsent == []
+    await collector.close()

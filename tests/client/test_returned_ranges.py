@@ -1,0 +1,78 @@
+"""Returns by logical partition cover the same rows as returns row by row, and no held row."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.client.consume.failure import EpochRange
+from plait.client.consume.ordered.ordered_delivered import OrderedDelivered, RowMask
+from plait.client.consume.ordered.returned_ranges import RangesByFrame, by_logical_partitions
+from plait.client.types import PartitionName
+from plait.model.logical_partitions import NO_KEY_HASH, lp_set
+from tests.frame.samples import Draft
+
+KEYS = [int(NO_KEY_HASH), *(n << 10 | n % 4 for n in range(1, 8))]
+#: The key of each row, and whether the row is returned.
+FRAMES = st.lists(
+    st.lists(st.tuples(st.sampled_from(KEYS), st.booleans()), min_size=1, max_size=40), min_size=1, max_size=3
+)
+
+
+def frame_of(hashes: list[int], tag: int) -> OrderedDelivered:
+    base = 1000 * tag
+    view = Draft([b"x"] * len(hashes), keys=[b"k"] * len(hashes), key_hashes=hashes, base=base).view()
+    frame = OrderedDelivered(view, "s", PartitionName("s", "g"), None, [(base, base + len(hashes), 1)])
+    frame.tag = tag
+    return frame
+
+
+def rows_in(frame: OrderedDelivered, ranges: list[EpochRange]) -> RowMask:
+    inside = np.zeros(frame.count, bool)
+    for start, end, epoch in ranges:
+        assert epoch == frame.epoch
+        inside |= (frame.sequences >= start) & (frame.sequences < end)
+    return inside
+
+
+@given(FRAMES)
+def test_ranges_by_logical_partition_cover_exactly_the_returned_rows(drawn: list[list[tuple[int, bool]]]):
+    frames = [frame_of([key for key, _ in rows], tag) for tag, rows in enumerate(drawn, 1)]
+    masks = [np.array([given for _, given in rows]) for rows in drawn]
+    tagged: RangesByFrame = {f: f.tagged(f.runs(mask)) for f, mask in zip(frames, masks, strict=True) if mask.any()}
+    lps, ranges, tags, rest = by_logical_partitions(tagged)
+    for frame, mask in zip(frames, masks, strict=True):
+        assert frame.keyed is not None
+        by_lps = rows_in(frame, [each for each, tag in zip(ranges, tags, strict=True) if tag == frame.tag])
+        by_row = rows_in(frame, rest.get(frame, []))
+        covered = by_row | (by_lps & lp_set(lps)[frame.lps])
+        assert (covered[frame.keyed] == mask[frame.keyed]).all()
+        # The broker may count a row without a key to any logical partition.
+        assert (by_row[~frame.keyed] == mask[~frame.keyed]).all()
+        assert not (by_lps & ~mask & ~frame.keyed).any()
+    assert len(ranges) + sum(map(len, rest.values())) <= sum(map(len, tagged.values()))
+
+
+def test_a_return_of_every_other_row_of_a_frame_is_one_range():
+    frame = frame_of([KEYS[1], KEYS[2]] * 50, 1)
+    mask = np.arange(100) % 2 == 0
+    lps, ranges, tags, rest = by_logical_partitions({frame: frame.tagged(frame.runs(mask))})
+    assert (lps, tags, rest) == ([(1, 2)], [1], {})
+    assert ranges == [(1000, 1100, frame.epoch)]
+
+
+@given(st.lists(st.sampled_from(["returned", "reported", "open"]), min_size=1, max_size=40))
+def test_ranges_of_reported_rows_may_span_returned_rows(states: list[str]):
+    frame = frame_of([KEYS[1]] * len(states), 1)
+    returned, reported = (np.array([state == each for state in states]) for each in ("returned", "reported"))
+    if not reported.any():
+        return
+    before = frame.tagged(frame.runs(reported))
+    if returned.any():
+        frame.given_back(frame.tagged(frame.runs(returned)))
+    ranges = frame.widened(before)
+    assert (rows_in(frame, ranges) & ~returned == reported).all()
+    assert len(ranges) <= len(before)
+    if "open" not in states:
+        assert len(ranges) == 1

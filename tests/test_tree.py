@@ -1,0 +1,168 @@
+"""The shape of the package: small rooms, small files, one meaning for each class name.
+
+`LONGER` lists what is still over a limit. An entry may only get smaller; one that is within the limit is removed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent / "plait"
+ROOM_MODULES_MAX = 14
+FILE_LINES_MAX = 400
+CLASS_LINES_MAX = 300
+FUNCTION_LINES_MAX = 60
+#: File, class or function → its lines.
+LONGER = {
+    "broker/broker.py": 611,
+    "broker/broker.py:Broker": 544,
+    "broker/broker.py:__init__()": 68,
+    "broker/groups/attachments.py": 448,
+    "broker/groups/attachments.py:Attachments": 402,
+    "broker/groups/attachments.py:attach()": 108,
+    "broker/groups/ordered_group.py": 616,
+    "broker/groups/ordered_group.py:OrderedGroup": 556,
+    "broker/groups/ordered_group.py:_serve_again()": 79,
+    "broker/groups/shared_group.py": 615,
+    "broker/groups/shared_group.py:Group": 447,
+    "broker/partitions/partition.py": 473,
+    "broker/partitions/partition.py:Partition": 401,
+    "broker/partitions/partition.py:read()": 69,
+    "broker/recovery/start_up.py": 421,
+    "broker/recovery/start_up.py:Recovery": 332,
+    "broker/recovery/start_up.py:run()": 100,
+    "broker/schedule/schedules.py": 455,
+    "broker/schedule/schedules.py:Schedules": 391,
+    "broker/staging/stages.py": 509,
+    "broker/staging/stages.py:Stages": 402,
+    "cli/commands/spark/archive.py:archive()": 76,
+    "cli/commands/spark/audit.py:audit()": 64,
+    "client/admin/dead_letter_admin.py": 441,
+    "client/app/app.py": 470,
+    "client/app/app.py:App": 371,
+    "client/app/app.py:subscriber()": 81,
+    "client/client.py": 479,
+    "client/client.py:Client": 389,
+    "client/client.py:_consumer()": 62,
+    "client/consume/ack_collector.py": 417,
+    "client/consume/ack_collector.py:AckCollector": 309,
+    "client/consume/consumer.py": 559,
+    "client/consume/consumer.py:Consumer": 446,
+    "client/consume/delivered.py:DeliveredFrame": 311,
+    "client/consume/ordered/ordered_buffer.py:OrderedBuffer": 345,
+    "client/consume/pull_client.py": 534,
+    "client/consume/pull_client.py:PullClient": 388,
+    "client/send/partition_sender.py": 572,
+    "client/send/partition_sender.py:PartitionSender": 498,
+    "client/send/send_many.py:send_many()": 61,
+    "client/send/subject_sender.py:SubjectSender": 329,
+    "frame/gather.py": 409,
+    "frame/view.py": 449,
+    "frame/view.py:FrameView": 322,
+    "meta/database/migrations/versions/v0001_first.py:upgrade()": 72,
+    "meta/members/membership.py": 504,
+    "meta/members/membership.py:Members": 412,
+    "meta/service.py:MetaService": 331,
+    "server/broker_server.py": 437,
+    "server/broker_server.py:Server": 394,
+    "server/connection.py:Connection": 316,
+    "server/meta/meta_host.py:MetaHost": 304,
+    "server/meta/meta_requests.py": 443,
+    "server/requests.py:Handlers": 305,
+    "spark/archiving/intake.py": 440,
+    "spark/archiving/intake.py:rounds()": 75,
+    "spark/archiving/manifest.py": 475,
+    "spark/auditing/inputs/live_input.py:open_live()": 75,
+    "spark/auditing/summary.py:_group()": 69,
+    "spark/source/spark_columns.py": 452,
+    "storage/logs/log.py": 500,
+    "storage/logs/log.py:Log": 374,
+    "storage/reading/log_chunks.py": 444,
+    "storage/reading/log_reader.py": 479,
+    "testing/sim/sim_loop.py:SimLoop": 306,
+    "testing/sim/transport.py": 425,
+    "testing/simulated_disk.py": 430,
+    "wire/messages.py": 491,
+}
+#: Classes of the blocking client and of requests that have the name of another class.
+TWICE = {
+    "Admin",
+    "ArrowBatch",
+    "Batch",
+    "Client",
+    "Consumer",
+    "CreateSubject",
+    "History",
+    "Nothing",
+    "OfGroup",
+    "OfSubject",
+    "Reader",
+    "SetSubject",
+    "SubjectSettings",
+    "Ticket",
+}
+
+TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def definitions() -> Iterator[tuple[str, Definition]]:
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, Definition):
+                yield name, node
+
+
+def lines(node: Definition) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def test_no_room_has_too_many_modules():
+    modules = Counter(str(Path(name).parent) for name in TREES if not name.endswith("__init__.py"))
+    assert {room: count for room, count in modules.items() if count > ROOM_MODULES_MAX} == {}
+
+
+def test_every_room_is_introduced():
+    rooms = [name for name in TREES if name.endswith("__init__.py")]
+    assert [name for name in rooms if len((ast.get_docstring(TREES[name]) or "").split()) < 8] == []
+
+
+def too_long(sizes: dict[str, int], limit: int) -> dict[str, int]:
+    """Sizes over the limit, or over what `LONGER` allows; and entries of `LONGER` that allow too much."""
+    found = {name: size for name, size in sizes.items() if size > max(limit, LONGER.get(name, 0))}
+    return found | {name: sizes[name] for name, size in LONGER.items() if name in sizes and sizes[name] <= limit < size}
+
+
+def test_no_file_is_too_long():
+    assert too_long({name: (PACKAGE / name).read_text().count("\n") for name in TREES}, FILE_LINES_MAX) == {}
+
+
+def test_no_class_is_too_long():
+    sizes = {f"{name}:{node.name}": lines(node) for name, node in definitions() if isinstance(node, ast.ClassDef)}
+    assert too_long(sizes, CLASS_LINES_MAX) == {}
+
+
+def test_no_function_is_too_long():
+    sizes: dict[str, int] = {}
+    for name, node in definitions():
+        if not isinstance(node, ast.ClassDef):
+            key = f"{name}:{node.name}()"
+            sizes[key] = max(lines(node), sizes.get(key, 0))
+    assert too_long(sizes, FUNCTION_LINES_MAX) == {}
+
+
+def test_every_exception_still_exists():
+    known = {f"{name}:{node.name}{'' if isinstance(node, ast.ClassDef) else '()'}" for name, node in definitions()}
+    assert LONGER.keys() - known - TREES.keys() == set()
+
+
+def test_every_class_has_a_name_of_its_own():
+    places = defaultdict(list)
+    for name, node in definitions():
+        if isinstance(node, ast.ClassDef):
+            places[node.name].append(name)
+    assert {name for name, files in places.items() if len(files) > 1} == TWICE
