@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Protocol
 
 
@@ -43,14 +44,11 @@ def virtual_clock(addresses: Iterable[str]) -> Clock | None:
 class SystemClock:
     """The machine's clocks. CLOCK_BOOTTIME, where available, makes leases expire while the machine is suspended."""
 
-    def __init__(self) -> None:
-        self._clock_id: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    #: Not a function in Python: it is called several times for each request.
+    monotonic = staticmethod(partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)))
 
     def now(self) -> int:
         return time.time_ns() // 1000
-
-    def monotonic(self) -> float:
-        return time.clock_gettime(self._clock_id)
 
 
 class ManualClock:

@@ -6,9 +6,9 @@ appended together. Memory changes only after the log has reserved space for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
+from plait.broker.commit import Commit, SendCallback
 from plait.broker.partitions.partition import Partition
 from plait.errors import FlowControl, OutOfSequence, PlaitError, ProducerConflict, StaleRoute, UnknownProducer
 from plait.frame.builder import Buffer
@@ -27,31 +27,16 @@ CONSTANTS_SIZE_MAX = sum(FIXED_WIDTHS.values())
 
 #: Bound once: Python 3.11 calls a function for each access to an enum member.
 _NEW: Final = FrameVerdict.NEW
-#: Called once, with the sequence of the first row or with the error.
-SendCallback = Callable[[int | None, PlaitError | None], None]
 
 
 class Submission:
-    """A received frame that is not yet appended."""
+    """A received frame that is not yet commit."""
 
     __slots__ = ("frame", "reply")
 
     def __init__(self, frame: FrameView, reply: SendCallback | None) -> None:
         self.frame = frame
         self.reply = reply
-
-
-class Appended:
-    """What one commit appended to the message log."""
-
-    __slots__ = ("delayed", "partitions", "replies")
-
-    def __init__(self) -> None:
-        #: Partition → the end of its appended rows.
-        self.partitions: dict[Partition, int] = {}
-        self.replies: list[tuple[SendCallback, int | None, PlaitError | None]] = []
-        #: (schedule partition, frame, its log offset, number of its first row) of delayed rows.
-        self.delayed: list[tuple[Partition, FrameView, int, int]] = []
 
 
 class Appender:
@@ -61,16 +46,14 @@ class Appender:
         self._log = log
         self._producers = producers
 
-    def append(
-        self, partition: Partition, submissions: list[Submission], epoch: int, now: int, appended: Appended
-    ) -> None:
+    def append(self, partition: Partition, submissions: list[Submission], epoch: int, now: int, commit: Commit) -> None:
         """Store the new frames. Raises OSError when the log cannot grow; the frames before that one are stored."""
         if partition.row.kind == STAGE:
             for submission in submissions:
-                self._stage(partition, submission, epoch, now, appended)
+                self._stage(partition, submission, epoch, now, commit)
             return
         if len(submissions) == 1:
-            self._store(partition, submissions, epoch, now, appended)
+            self._store(partition, submissions, epoch, now, commit)
             return
         run: list[Submission] = []
         run_size = 0
@@ -84,17 +67,17 @@ class Appender:
                 or frame.flags != run[0].frame.flags
                 or run_size + frame.size > JOINED_SIZE_MAX
             ):
-                self._store(partition, run, epoch, now, appended)
+                self._store(partition, run, epoch, now, commit)
                 run, run_size = [], 0
             run.append(submission)
             run_size += frame.size
             if not joinable:
-                self._store(partition, run, epoch, now, appended)
+                self._store(partition, run, epoch, now, commit)
                 run, run_size = [], 0
         if run:
-            self._store(partition, run, epoch, now, appended)
+            self._store(partition, run, epoch, now, commit)
 
-    def _store(self, partition: Partition, run: list[Submission], epoch: int, now: int, appended: Appended) -> None:
+    def _store(self, partition: Partition, run: list[Submission], epoch: int, now: int, commit: Commit) -> None:
         bound = run[0].frame.size
         if len(run) > 1:
             # A joined frame has one header and a run table; a constant column is expanded to one value per row.
@@ -114,11 +97,11 @@ class Appender:
                 if verdict is not _NEW:
                     sequence, error = self._refuse(partition, frame, verdict)
                     if submission.reply is not None:
-                        appended.replies.append((submission.reply, sequence, error))
+                        commit.replies.append((submission.reply, sequence, error))
                     continue
                 if main.accepts is not None and not main.takes(frame):
                     if submission.reply is not None:
-                        appended.replies.append((submission.reply, None, self._stale_route(partition, frame)))
+                        commit.replies.append((submission.reply, None, self._stale_route(partition, frame)))
                     continue
                 self._producers.stored(
                     frame.producer, partition.id, frame.first, frame.count, frame.previous, end, now, frame.crc
@@ -128,7 +111,7 @@ class Appender:
             new.append(submission)
             end += frame.count
             if submission.reply is not None:
-                appended.replies.append((submission.reply, sequence, None))
+                commit.replies.append((submission.reply, sequence, None))
         if not new:
             return
         stamp = pack_stamp(partition.id, base, now, self._log.durable, epoch)
@@ -144,20 +127,20 @@ class Appender:
             parts, size = joined.parts, joined.size
         offset = self._log.append(parts, size)
         partition.appended(base, offset, now, size, end - base, epoch)
-        appended.partitions[partition] = end
+        commit.partitions[partition] = end
         if partition.row.kind:
             if len(new) > 1:
                 frame = FrameView(joined.tobytes())
-            appended.delayed.append((partition, frame, offset, base))
+            commit.delayed.append((partition, frame, offset, base))
 
-    def _stage(self, partition: Partition, submission: Submission, epoch: int, now: int, appended: Appended) -> None:
+    def _stage(self, partition: Partition, submission: Submission, epoch: int, now: int, commit: Commit) -> None:
         """Store a frame of a stage. A stage has one producer, which numbers its rows from 1 without gaps.
 
         Frames are not joined, so that they can be published unchanged.
         """
         frame, sequence, error = submission.frame, partition.next, None
         if frame.first == sequence + 1:
-            self.copy(partition, frame, epoch, now, appended)
+            self.copy(partition, frame, epoch, now, commit)
         elif frame.first + frame.count - 1 <= sequence:
             sequence = frame.first - 1
             error = self._other_stage_rows(partition, frame)
@@ -167,7 +150,7 @@ class Appender:
                 last=sequence,
             )
         if submission.reply is not None:
-            appended.replies.append((submission.reply, None if error else sequence, error))
+            commit.replies.append((submission.reply, None if error else sequence, error))
 
     def _other_stage_rows(self, partition: Partition, frame: FrameView) -> PlaitError | None:
         """The error for a frame whose row numbers are stored; None when the stored frame is the same one."""
@@ -178,7 +161,7 @@ class Appender:
             return None
         return _conflict(partition, frame)
 
-    def copy(self, partition: Partition, frame: FrameView, epoch: int, now: int, appended: Appended) -> int:
+    def copy(self, partition: Partition, frame: FrameView, epoch: int, now: int, commit: Commit) -> int:
         """Append a stored frame to this partition, unchanged except for its stamp. Returns the offset."""
         self._log.place_for(frame.size)
         base = partition.next
@@ -186,9 +169,9 @@ class Appender:
         buffer = frame.buffer
         offset = self._log.append([buffer[:STAMP_OFFSET], stamp, buffer[HEADER_SIZE:]], frame.size)
         partition.appended(base, offset, now, frame.size, frame.count, epoch)
-        appended.partitions[partition] = partition.next
+        commit.partitions[partition] = partition.next
         if partition.row.kind == SCHEDULE:
-            appended.delayed.append((partition, frame, offset, base))
+            commit.delayed.append((partition, frame, offset, base))
         return offset
 
     def _stale_route(self, partition: Partition, frame: FrameView) -> PlaitError:

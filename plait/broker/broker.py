@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from plait.broker import flow_control as flow
 from plait.broker import subjects
-from plait.broker.appender import Appended, Appender, SendCallback, Submission
-from plait.broker.commit import Commit, SyncWork
+from plait.broker.appender import Appender, Submission
+from plait.broker.commit import Commit, SendCallback, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.granted_numbers import GrantedNumbers
 from plait.broker.groups.dead_letters import DeadLetters
@@ -76,7 +76,7 @@ class Broker:
         self.epoch = 0
         #: Only meta servers create partitions; the first use of a name does not.
         self.routed = False
-        self.on_dirty: Callable[[], None] = lambda: None
+        self.on_dirty: Callable[[], object] = lambda: None
         self._partitions: dict[int, Partition] = {}
         #: Changed only by ``add_partition`` and ``remove_partition``: a segment header defines every partition.
         self.partitions: Mapping[int, Partition] = self._partitions
@@ -95,8 +95,8 @@ class Broker:
         self.retries = Retries()
         self._pending: dict[Partition, list[Submission]] = {}
         self._pending_since = 0.0
-        self._replies: list[Callable[[], None]] = []
-        self._durable_replies: list[Callable[[], None]] = []
+        self._answers: list[Callable[[], None]] = []
+        self._durable_answers: list[Callable[[], None]] = []
         self._unsynced: deque[Commit] = deque()
         #: Running syncs, and when each began (monotonic clock).
         self.syncs: dict[SyncWork, float] = {}
@@ -290,7 +290,8 @@ class Broker:
             self._pending[partition] = [Submission(frame, reply)]
         else:
             waiting.append(Submission(frame, reply))
-        self._mark()
+        if not self._dirty:
+            self._mark()
 
     def refuse_when_full(self) -> None:
         """Raise while the message log accepts no rows."""
@@ -317,50 +318,57 @@ class Broker:
         """Write the changes of this loop turn. In sync mode the answers wait for ``end_sync``."""
         if not self._dirty or self.failed is not None:
             return
-        self._dirty = False
         pending, self._pending = self._pending, {}
-        appended = Appended()
-        commit = Commit(appended, self.clock.monotonic())
+        commit = Commit(self.clock.monotonic())
         now = self.clock.now()
         for partition, submissions in pending.items():
             try:
-                self.appender.append(partition, submissions, self.epoch, now, appended)
+                self.appender.append(partition, submissions, self.epoch, now, commit)
             except OSError as error:
                 refusal = self.disk_error(error)
-                answered = {id(reply) for reply, _, _ in appended.replies}
+                answered = {id(reply) for reply, _, _ in commit.replies}
                 for submission in submissions:
                     if submission.reply is not None and id(submission.reply) not in answered:
-                        appended.replies.append((submission.reply, None, refusal))
-            self.touch(partition)
+                        commit.replies.append((submission.reply, None, refusal))
+            self.snapshots.dirty.add(partition.id % state.SHARDS)
         if self.schedules.ready:
-            self.schedules.run(now, appended)
+            self.schedules.run(now, commit)
         if self.stages.ready:
-            self.stages.run(now, appended)
+            self.stages.run(now, commit)
         if self.failed is not None:
             return
         try:
-            self._write(now)
+            if self.message_log.pending:
+                self.message_log.write()
+            if self.retained_log.pending:
+                self.retained_log.write()
+            if commit.partitions and self.config.flush != "sync":
+                # Before the events are written: the deliveries of this turn add events.
+                self._make_visible(commit)
+            self._dirty = False
+            self._write_actions(now)
         except OSError as error:
             self.storage_failed(error)
             return
-        if appended.delayed:
-            self.schedules.take_in(appended)
+        if commit.delayed:
+            self.schedules.take_in(commit)
         if not self._actions_stalled:
             # While stalled, the events are not in the log: their answers wait for the commit that writes them.
-            commit.replies, self._replies = self._replies, []
-            commit.durable_replies, self._durable_replies = self._durable_replies, []
-        commit.ends = [log.written for log in self.logs]
-        if self.config.flush == "sync" or commit.durable_replies:
+            commit.answers, self._answers = self._answers, []
+            commit.durable_answers, self._durable_answers = self._durable_answers, []
+        if self.config.flush == "sync" or commit.durable_answers:
+            commit.ends = [log.written for log in self.logs]
             self._unsynced.append(commit)
             if self.config.flush == "sync":
                 return
-        self._finish(commit)
+        self._answer(commit)
 
-    def _write(self, now: int) -> None:
+    def _write_actions(self, now: int) -> None:
         self._actions_stalled = False
-        if self._actions:
+        actions, log = self._actions, self.action_log
+        if actions.count:
             try:
-                self.action_log.place_for(self._actions.size_bound)
+                log.place_for(actions.size_bound)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EMFILE, errno.ENFILE):
                     raise
@@ -368,26 +376,28 @@ class Broker:
                 self._actions_stalled = True
             else:
                 self._seal_actions(now)
-                for frame in self._actions.drain():
-                    self.action_log.append(frame.parts, frame.size)
-        for log in self.logs:
+                for frame in actions.drain():
+                    log.append(frame.parts, frame.size)
+        if log.pending:
             log.write()
 
     def _seal_actions(self, now: int) -> None:
         ends = self.message_log.end, self.retained_log.end
         self.action_index += self._actions.build_frames(self.action_index, ends, self.epoch, now)
 
-    def _finish(self, commit: Commit) -> None:
-        """The commit counts: make its rows visible, serve suspended pulls and answer callers."""
-        for partition, end in commit.appended.partitions.items():
+    def _make_visible(self, commit: Commit) -> None:
+        """Make the rows of a commit visible, and serve the suspended pulls that wait for them."""
+        for partition, end in commit.partitions.items():
             partition.visible = max(partition.visible, end)
-        # Suspended pulls have waited longest, so they are served first.
-        for partition in commit.appended.partitions:
+        for partition in commit.partitions:
             if partition.waiting or partition.readers:
                 self.waking.wake(partition)
-        for reply, sequence, error in commit.appended.replies:
+
+    def _answer(self, commit: Commit) -> None:
+        """The commit counts: answer its callers."""
+        for reply, sequence, error in commit.replies:
             reply(sequence, error)
-        for answer in commit.replies:
+        for answer in commit.answers:
             answer()
 
     # --- durability -----------------------------------------------------------------------------
@@ -395,7 +405,7 @@ class Broker:
     @property
     def sync_wanted(self) -> bool:
         """Whether a commit or a stage needs a sync."""
-        return bool(self._unsynced) or self.stages.sync_wanted
+        return bool(self._unsynced or self.stages.unsynced)
 
     @property
     def syncing(self) -> bool:
@@ -419,10 +429,11 @@ class Broker:
         while self._unsynced and work.covers(self._unsynced[0].ends):
             commit = self._unsynced.popleft()
             if self.config.flush == "sync":
-                self._finish(commit)
-            for answer in commit.durable_replies:
+                self._make_visible(commit)
+                self._answer(commit)
+            for answer in commit.durable_answers:
                 answer()
-        if self.stages.sync_wanted:
+        if self.stages.unsynced:
             self.stages.synced()
 
     def storage_failed(self, error: OSError) -> None:
@@ -447,23 +458,29 @@ class Broker:
         size: int,
         wait: float,
         reply: Callable[[Delivery | None], None],
-    ) -> None:
-        """Deliver rows to a consumer, now or within ``wait`` seconds; ``reply`` gets None when there are none."""
+    ) -> float | None:
+        """Deliver rows to a consumer, now or within ``wait`` seconds; ``reply`` gets None when there are none.
+
+        Returns the deadline of a suspended pull.
+        """
         group = consumer.group
-        self.refuse_when_stalled()
+        if self.failed is not None or self._actions_stalled:
+            self.refuse_when_stalled()
         count = max(1, min(count, self.limits.pull_count))
         size = min(size, self.limits.pull_bytes)
         # Suspended pulls already got every row there was for them, so this pull overtakes none of them.
         delivery = group.take(self.message_log, consumer, count, size, self)
         if delivery is not None:
             self.deliver(group, delivery, reply)
-            return
+            return None
         if wait <= 0:
             reply(None)
-            return
+            return None
         waiter = Waiter(group.waiters, consumer, count, size, reply)
         group.partition.waiting[group] = None
-        self.deadlines.add(self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, Waiter.time_out)
+        deadline = self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds)
+        self.deadlines.add(deadline, waiter, Waiter.time_out)
+        return deadline
 
     def read(
         self,
@@ -515,11 +532,14 @@ class Broker:
         tags: Sequence[int] = (),
     ) -> None:
         """Ack (start, end, epoch) ranges of a consumer."""
-        self.refuse_when_stalled()
-        consumer.group.ack(consumer, ranges, self, tags)
+        if self.failed is not None or self._actions_stalled:
+            self.refuse_when_stalled()
+        group = consumer.group
+        group.ack(consumer, ranges, self, tags)
         self.answer_after_commit(reply)
         # A consumer that held too many separate ranges may get rows again.
-        self.wake_group(consumer.group)
+        if group.waiters and (group.definition.ordered or group.has_more):
+            self.wake_group(group)
 
     def nack(
         self,
@@ -541,12 +561,12 @@ class Broker:
     def answer_after_commit(self, reply: Callable[[], None] | None) -> None:
         """Answer after the commit of this turn counts (written, or durable in sync mode)."""
         if reply is not None:
-            self._replies.append(reply)
+            self._answers.append(reply)
         self._mark()
 
     def answer_when_durable(self, reply: Callable[[], None]) -> None:
         """Answer after the commit of this turn is durable, whatever the flush mode."""
-        self._durable_replies.append(reply)
+        self._durable_answers.append(reply)
         self._mark()
 
     def bury(self, group: Group, consumer: int, pieces: list[Range], reason: Reason) -> list[Range]:
@@ -567,8 +587,9 @@ class Broker:
         """Record a consumption event in the action log (``Journal``)."""
         time, flags = (due, flags | FLAG_DUE) if due else (self.clock.now(), flags)
         self._actions.event(action, group.id, consumer, start, end, attempt, self.epoch, time, flags)
-        self.touch(group.partition)
-        self._mark()
+        self.snapshots.dirty.add(group.partition.id % state.SHARDS)
+        if not self._dirty:
+            self._mark()
 
     def record(self, action: Action, partition: Partition, start: int, end: int, due: int) -> None:
         """Record an event about delayed rows in the action log."""

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from plait.broker.appender import Appended
+from plait.broker.partitions.partition import Partition
+from plait.errors import PlaitError
+from plait.frame.view import FrameView
 from plait.storage.logs.log import SyncJob
+
+#: Called once, with the sequence of the first row or with the error.
+SendCallback = Callable[[int | None, PlaitError | None], None]
 
 
 class Commit:
     """What one loop turn wrote, and the callbacks that run when it counts."""
 
-    __slots__ = ("appended", "durable_replies", "ends", "replies", "since")
+    __slots__ = ("answers", "delayed", "durable_answers", "ends", "partitions", "replies", "since")
 
-    def __init__(self, appended: Appended, since: float) -> None:
-        self.appended = appended
+    def __init__(self, since: float = 0.0) -> None:
         #: Time of the write, on the monotonic clock.
         self.since = since
-        self.replies: list[Callable[[], None]] = []
-        self.durable_replies: list[Callable[[], None]] = []
+        #: Partition → the end of its appended rows.
+        self.partitions: dict[Partition, int] = {}
+        #: Callbacks of sends, each with its result.
+        self.replies: list[tuple[SendCallback, int | None, PlaitError | None]] = []
+        #: (schedule partition, frame, its log offset, number of its first row) of delayed rows.
+        self.delayed: list[tuple[Partition, FrameView, int, int]] = []
+        #: Callbacks of all other requests: called when the commit counts, or when it is durable.
+        self.answers: list[Callable[[], None]] = []
+        self.durable_answers: list[Callable[[], None]] = []
         #: The written end of each log.
         self.ends: list[int] = []
 

@@ -81,7 +81,7 @@ def update_subject(broker: Broker, subject: str, settings: SubjectSettings) -> N
     partition = broker.partition_of(subject, create=False)
     row = msgspec.structs.replace(partition.row, settings=settings)
     broker.segment_headers.define([row])
-    partition.row = row
+    partition.redefine(row)
     broker.touch(partition)
     broker.retention_wanted = True
 

@@ -100,7 +100,7 @@ class FrameParts:
 
     @property
     def last(self) -> int:
-        """Producer sequence of the last row."""
+        """The producer sequence of the last row."""
         return self.first + self.count - 1
 
     def follow(self, previous: int) -> None:
@@ -225,7 +225,11 @@ def build_frame(
             continue
         if len(rows) != count:
             raise InvalidArgument(f"{label(column)} has {len(rows)} rows, bodies have {count}")
-        columns.append(_variable(column, *variable_parts(rows), codec if column in COMPRESSIBLE else None))
+        offsets, data = variable_parts(rows)
+        if codec is not None and column in COMPRESSIBLE:
+            columns.append(_variable(column, offsets, data, codec))
+        else:
+            columns.append((column, Codec.RAW, [offsets, data]))
     frame = assemble(columns, count=count, producer=producer, first=first, previous=previous, flags=flags)
     if frame.size > ORIGINAL_SIZE_MAX:
         raise TooLarge(f"frame of {frame.size} bytes is over the limit of {ORIGINAL_SIZE_MAX}; send fewer rows")
@@ -256,6 +260,21 @@ def build_one(body: bytes, *, producer: int, first: int, previous: int, send_tim
     padding = -size & 7
     rest = _ONE_ROW.pack(_ONE_ROW_TIME, size + 8, send_time, 0, size) + body + _PADDING[padding]
     return FrameParts(_ONE_ROW_BITS, [b"", rest], HEADER_SIZE + len(rest), 1, producer, first, previous, flags)
+
+
+def build_bodies(rows: list[bytes], *, producer: int, first: int, stamp: bytes) -> FrameParts:
+    """A frame of bodies alone, with the broker's stamp."""
+    count = len(rows)
+    data = b"".join(rows)
+    if count <= SMALL_COUNT:
+        offsets = _OFFSETS[count].pack(*accumulate(map(len, rows), initial=0))
+    else:
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32).tobytes()
+    size = len(offsets) + len(data)
+    directory = _DIRECTORIES[1].pack(size)
+    parts: list[Buffer] = [b"", directory, offsets, data, _PADDING[-size & 7]]
+    total = HEADER_SIZE + len(directory) + size + (-size & 7)
+    return FrameParts(1 << Column.BODY, parts, total, count, producer, first, 0, 0, stamp)
 
 
 def assemble(

@@ -12,6 +12,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from math import inf
 from typing import Any
 
 from plait import tasks
@@ -64,7 +66,8 @@ class Server(Listener):
         self._next_segments = Notice("log segments can be created again")
         self._removing = Notice("expired messages are removed again")
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
+        #: When the timer runs, on the monotonic clock.
+        self.timer_at = inf
         #: Fires at the end of the lease that expires first.
         self._lease_timer: asyncio.TimerHandle | None = None
         #: The error of the last checkpoint; empty if it was written.
@@ -90,7 +93,9 @@ class Server(Listener):
             self.membership = Attachments(self.broker)
             self.retention = Retention(self.broker)
             self.handlers = Handlers(self)
-            self.broker.on_dirty = self._schedule_commit
+            self.sessions = self.broker.sessions
+            # ``call_soon`` itself: it runs for every turn with a change.
+            self.broker.on_dirty = partial(self.loop.call_soon, self._commit)
             self.broker.check_space()
             await self.bind()
             await self.cluster.start()
@@ -142,9 +147,6 @@ class Server(Listener):
             if timer is not None:
                 timer.cancel()
 
-    def session(self, number: int) -> AttachedConsumer:
-        return self.membership.session(number)
-
     def lost(self, consumer: AttachedConsumer, session: int) -> None:
         self.membership.disconnected(consumer, session)
 
@@ -193,9 +195,6 @@ class Server(Listener):
 
     # --- the loop -------------------------------------------------------------------------------
 
-    def _schedule_commit(self) -> None:
-        self.loop.call_soon(self._commit)
-
     def _commit(self) -> None:
         if self._stopped:
             return
@@ -234,14 +233,15 @@ class Server(Listener):
         if due is None:
             return
         if self._timer is not None:
-            if self._timer_at <= due:
+            if self.timer_at <= due:
                 return
             self._timer.cancel()
-        self._timer_at = due
+        self.timer_at = due
         self._timer = self.loop.call_later(max(due - self.clock.monotonic(), 0), self._run_timer)
 
     def _run_timer(self) -> None:
         self._timer = None
+        self.timer_at = inf
         try:
             self.broker.run_timers()
         except Exception as error:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from plait.broker.groups.shared_group import AttachedConsumer
 from plait.errors import InternalError, LimitExceeded, PlaitError, ProtocolError, StaleSession, TooLarge
 from plait.limits import KIB
 from plait.wire import messages as m
-from plait.wire.packets import Buffer, Packet, Receiver, pack, send
+from plait.wire.packets import Buffer, Packet, Receiver, send
 
 if TYPE_CHECKING:
     from plait.server.listener import Listener
@@ -41,12 +41,12 @@ class Poll:
         self.session = session
 
 
-class Connection(asyncio.BufferedProtocol):
+class Connection(Receiver, asyncio.BufferedProtocol):
     """Created by the listener; lives as long as its socket."""
 
     def __init__(self, server: Listener) -> None:
+        super().__init__(server.shared_buffer)
         self.server = server
-        self._receiver = Receiver(server.shared_buffer)
         self._transport: asyncio.Transport | None = None
         #: The client id from its hello. Empty: no hello yet, and no other request is served.
         self.client = ""
@@ -113,14 +113,13 @@ class Connection(asyncio.BufferedProtocol):
         self._delayed.clear()
         self.server.hung_up(self)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._receiver.buffer()
-
     def buffer_updated(self, nbytes: int) -> None:
         self.last_received = self.server.now
-        if self._serve(self._receiver.received(nbytes)) or not self.partial:
+        packets = self.received(nbytes)
+        self._serve(packets)
+        if packets or not self.partial:
             self.partial_since = self.server.now
-        partial = self._receiver.partial_size
+        partial = self.partial_size
         if partial != self.partial and not self.closed:
             self._count_partial(partial)
             if self.server.partial_bytes > self.server.limits.partial_bytes_total:
@@ -148,16 +147,16 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- requests -------------------------------------------------------------------------------
 
-    def _serve(self, packets: Iterable[Packet]) -> int:
-        """Serve requests. Returns how many there were."""
-        count = 0
+    def _serve(self, packets: list[Packet]) -> None:
+        """Serve requests."""
         try:
             for packet in packets:
-                count += 1
                 if self.writing_paused:
                     self._delay(packet)
                 else:
                     self.server.handlers.handle(self, packet)
+            if self.failure is not None:
+                raise self.failure
         except PlaitError as error:
             self.fail(0, error)
             self.close()
@@ -166,7 +165,6 @@ class Connection(asyncio.BufferedProtocol):
             log.exception("a request of %s failed", self.client or "a new client")
             self.fail(0, InternalError(f"the server failed on this request ({type(error).__name__}); see its log"))
             self.close()
-        return count
 
     def _delay(self, packet: Packet) -> None:
         """Keep a request until the client has read its replies."""
@@ -193,18 +191,20 @@ class Connection(asyncio.BufferedProtocol):
             ),
         )
         self._count_partial(0)
-        self._receiver = Receiver(self.server.shared_buffer)
+        self.end_packet()
         self.close()
 
     # --- sessions and polls ---------------------------------------------------------------------
 
     def consumer(self, session: int) -> AttachedConsumer:
         """The consumer that attached over this connection under the session. Raises ``StaleSession`` if it is lost."""
-        if session not in self.consumers:
+        consumer = self.server.sessions.get(session) if session in self.consumers else None
+        if consumer is None:
             raise StaleSession(
                 "the session of this consumer has ended (no contact, or attached elsewhere); attach again"
             )
-        return self.server.session(session)
+        consumer.last_contact = self.server.clock.monotonic()
+        return consumer
 
     def touch_consumers(self) -> None:
         """Record a contact of every consumer of this connection."""
@@ -259,11 +259,10 @@ class Connection(asyncio.BufferedProtocol):
         if self.closed or transport is None or transport.is_closing():
             return
         try:
-            head = pack(message.KIND, correlation, m.encode(message), size)
+            send(transport, message.KIND, correlation, m.encode(message), payload, size)
         except ProtocolError as error:
             self.fail(correlation, TooLarge(f"the reply is too large ({error.message}); request less"))
             return
-        send(transport, head, payload, size)
         if self._counts_outgoing:
             self._check_outgoing()
 

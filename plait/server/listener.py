@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from plait.clock import Clock
-from plait.errors import InvalidArgument, StaleSession
+from plait.errors import InvalidArgument
 from plait.limits import ServerLimits
 from plait.server.connection import Connection
 from plait.wire.packets import SHARED_SIZE, Packet
@@ -43,6 +44,8 @@ class Listener:
         self.shared_buffer = memoryview(bytearray(SHARED_SIZE))
         #: In order of arrival, so that work over all connections is repeatable.
         self.connections: dict[Connection, None] = {}
+        #: Attached consumers by session; a meta server has none.
+        self.sessions: Mapping[int, AttachedConsumer] = {}
         #: The connection and the session of each attached consumer.
         self.holders: dict[AttachedConsumer, tuple[Connection, int]] = {}
         #: Bytes of incomplete packets on all connections.
@@ -107,10 +110,6 @@ class Listener:
         self.connections.pop(connection, None)
         if self._emptied is not None and not self.connections and not self._emptied.done():
             self._emptied.set_result(None)
-
-    def session(self, number: int) -> AttachedConsumer:
-        """The consumer of a session; records the contact."""
-        raise StaleSession("a meta server has no consumers; attach to a broker")
 
     def lost(self, consumer: AttachedConsumer, session: int) -> None:
         """Called when the connection of a consumer is closed."""

@@ -214,7 +214,7 @@ class Handlers:
 
     def _pull(self, connection: Connection, correlation: int, pull: m.PullRequest, _: memoryview) -> None:
         consumer = connection.consumer(pull.session)
-        wait = _checked_wait(pull.wait)
+        wait = pull.wait if pull.wait >= 0 else _checked_wait(pull.wait)
         poll = connection.begin_poll(correlation, pull.session)
 
         def reply(delivery: Delivery | None) -> None:
@@ -227,15 +227,18 @@ class Handlers:
                 connection.answer(correlation, pulled, delivery.parts, delivery.size)
 
         try:
-            self._broker.pull(consumer, pull.count, pull.size, wait, reply)
+            deadline = self._broker.pull(consumer, pull.count, pull.size, wait, reply)
         except PlaitError:
             connection.end_poll(poll)
             raise
-        self._server.arm_timer()
+        if deadline is not None and deadline < self._server.timer_at:
+            self._server.arm_timer()
 
     def _ack(self, connection: Connection, correlation: int, ack: m.AckRequest, _: memoryview) -> None:
         consumer = connection.consumer(ack.session)
-        ranges, tags = _with_tags(_bounded(ack.ranges), ack.tags)
+        if len(ack.ranges) > REQUEST_RANGES_MAX:
+            _bounded(ack.ranges)
+        ranges, tags = _with_tags(ack.ranges, ack.tags) if ack.tags else (_checked(ack.ranges), [])
         self._broker.ack(consumer, ranges, lambda: connection.answer(correlation, m.DoneReply()), tags)
 
     def _nack(self, connection: Connection, correlation: int, nack: m.NackRequest, _: memoryview) -> None:

@@ -127,12 +127,8 @@ class Disk(Protocol):
         ...
 
 
-def _pieces(buffers: Sequence[Buffer], offset: int) -> Iterator[tuple[list[Buffer], int]]:
-    """The buffers of each system call, and their size. Large writes are cut at multiples of ``WRITE_SIZE``."""
-    size = sum(map(len, buffers))
-    if size <= WRITE_SIZE and len(buffers) <= IOV_MAX:
-        yield list(buffers), size
-        return
+def _pieces(buffers: Sequence[Buffer], offset: int, size: int) -> Iterator[tuple[list[Buffer], int]]:
+    """The buffers of each system call of a large write, and their size: it is cut at multiples of ``WRITE_SIZE``."""
     ends = list(accumulate(map(len, buffers)))
     start = first = 0
     while start < size:
@@ -166,7 +162,9 @@ class RealFile:
             # pwritev takes -1 for the current file position.
             raise OSError(errno.EINVAL, f"cannot write at offset {offset}")
         start = offset
-        for piece, wanted in _pieces(buffers, offset):
+        size = sum(map(len, buffers))
+        whole = size <= WRITE_SIZE and len(buffers) <= IOV_MAX
+        for piece, wanted in [(list(buffers), size)] if whole else _pieces(buffers, offset, size):
             while wanted:
                 written = os.pwritev(self._fd, piece, offset)
                 offset += written

@@ -18,7 +18,7 @@ Due = tuple[int, list[Range]]
 class DueRanges:
     """Disjoint ranges, each with its due time."""
 
-    __slots__ = ("_at", "_known", "_length", "_moments", "_released")
+    __slots__ = ("_at", "_known", "_moments", "_released", "length")
 
     def __init__(self, entries: Iterable[Due] = ()) -> None:
         self._at: dict[int, Ranges] = {}
@@ -28,17 +28,14 @@ class DueRanges:
         self._known: dict[int, None] = {}
         #: Due times that have passed, the earliest first.
         self._released: list[int] = []
-        self._length = 0
+        #: The number of ranges.
+        self.length = 0
         for due, ranges in entries:
             for start, end, attempt in ranges:
                 self.add(start, end, attempt, due)
 
-    def __bool__(self) -> bool:
-        return bool(self._at)
-
     def __len__(self) -> int:
-        """The number of ranges."""
-        return self._length
+        return self.length
 
     def __iter__(self) -> Iterator[Due]:
         return ((due, list(ranges)) for due, ranges in sorted(self._at.items()))
@@ -70,7 +67,7 @@ class DueRanges:
                 heapq.heappush(self._moments, due)
         before = len(ranges)
         ranges.add(start, end, attempt)
-        self._length += len(ranges) - before
+        self.length += len(ranges) - before
 
     def remove(self, start: int, end: int) -> list[Range]:
         """Remove [start, end). Returns the ranges that were present."""
@@ -79,7 +76,7 @@ class DueRanges:
             before = len(ranges)
             if found := ranges.remove(start, end):
                 removed += found
-                self._length += len(ranges) - before
+                self.length += len(ranges) - before
                 if not ranges:
                     del self._at[due]
         return removed
@@ -100,7 +97,7 @@ class DueRanges:
         while self._released:
             ranges = self._at.pop(self._released.pop(0), None)
             if ranges is not None:
-                self._length -= len(ranges)
+                self.length -= len(ranges)
                 return ranges
         return None
 
@@ -109,4 +106,4 @@ class DueRanges:
         self._moments.clear()
         self._known.clear()
         self._released.clear()
-        self._length = 0
+        self.length = 0

@@ -76,9 +76,9 @@ class ProducerWindow:
             for first, previous, base, packed in zip(numbers, numbers, numbers, numbers, strict=True)
         ]
 
-    def remember(self, run: StoredRun, frames_max: int) -> None:
+    def remember(self, first: int, count: int, base: int, previous: int, crc: int, frames_max: int) -> None:
         """Add a stored run; drop the oldest one if there are more than ``frames_max``."""
-        self._add(*run)
+        self._numbers.extend((first, previous, base, count | crc << 32))
         if len(self._numbers) > 4 * frames_max:
             del self._numbers[:4]
 
@@ -152,7 +152,8 @@ class ProducerTable:
 
     def judge(self, producer: int, partition: int, first: int, count: int, previous: int) -> FrameVerdict:
         """Whether rows [first, first + count), whose frame names ``previous`` as predecessor, are to be stored."""
-        window = self.window(producer, partition)
+        partitions = self._windows.get(producer)
+        window = partitions.get(partition) if partitions else None
         if window is None:
             return FrameVerdict.NEW if previous == 0 else FrameVerdict.UNKNOWN
         last = first + count - 1
@@ -200,7 +201,7 @@ class ProducerTable:
             if previous > window.last:
                 window.holes.append((window.last, previous))
             window.last = last
-        window.remember(StoredRun(first, last, base, previous, crc), self._window_frames)
+        window.remember(first, count, base, previous, crc, self._window_frames)
 
     def _add(self, producer: int) -> dict[int, ProducerWindow]:
         partitions = self._windows[producer] = {}

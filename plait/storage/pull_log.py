@@ -53,12 +53,15 @@ class PullLog:
     def pulled(self, consumer: int, start: int, end: int, attempt: int) -> None:
         """[start, end) was delivered to a consumer for the ``attempt``-th time."""
         new = end - max(start, self.next)
-        self._pass(start, end)
-        again = self.returned.remove(start, end)
-        if self.waiting and max(new, 0) + count_of(again) < end - start:
+        if start == self.next:
+            self.next = end
+        else:
+            self._pass(start, end)
+        again = self.returned.remove(start, end) if self.returned.length else []
+        if self.waiting.length and max(new, 0) + count_of(again) < end - start:
             # The range was due. Replay has no clock: the pull event implies it.
             self.waiting.remove(start, end)
-        if self.dead:
+        if self.dead.length:
             # A reset moved ``next`` back before it: it is no dead letter any more.
             self.dead.remove(start, end)
         held = self.held.get(consumer)
@@ -69,10 +72,10 @@ class PullLog:
     def acked(self, consumer: int, start: int, end: int) -> int:
         """[start, end) is done, whether or not the consumer still holds it. Returns the number of sequences settled."""
         settled = self._settle(consumer, start, end)
-        if self.dead:
+        if self.dead.length:
             # A late ack: the row ran out of attempts because its consumer was taken for lost.
             settled += count_of(self.dead.remove(start, end))
-        if self.failing:
+        if self.failing.length:
             self.failing.remove(start, end)
             self.resent.remove(start, end)
         return settled
@@ -129,12 +132,12 @@ class PullLog:
     @property
     def ready(self) -> bool:
         """True if there is something to deliver again; it is in ``returned`` then."""
-        if not self.returned and self.waiting:
+        if not self.returned.length and self.waiting.length:
             # One due time at a time, without merging: joining many ranges with many others would take long.
             due = self.waiting.pop_released()
             if due is not None:
                 self.returned = due
-        return bool(self.returned)
+        return self.returned.length > 0
 
     def offline(self, consumer: int, time: int) -> int:
         """A consumer is gone: all its ranges are returned. Returns the number of sequences."""
@@ -199,14 +202,15 @@ class PullLog:
 
         Returns the number of sequences removed.
         """
-        self._pass(start, end)
-        settled = self.returned.remove(start, end)
+        if end > self.next:
+            self._pass(start, end)
+        settled = self.returned.remove(start, end) if self.returned.length else []
         held = self.held.get(consumer)
         if held is not None:
             settled += held.remove(start, end)
-            if not held:
+            if not held.length:
                 del self.held[consumer]
-        if self.waiting and count_of(settled) < end - start:
+        if self.waiting.length and count_of(settled) < end - start:
             # A late ack or nack cancels the retry that waits (R11).
             settled += self.waiting.remove(start, end)
         return count_of(settled)
@@ -280,4 +284,7 @@ class PullLog:
 
 def count_of(pieces: Iterable[Range]) -> int:
     """The number of sequences in the ranges."""
-    return sum(piece.end - piece.start for piece in pieces)
+    count = 0
+    for start, end, _ in pieces:
+        count += end - start
+    return count

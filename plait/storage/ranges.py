@@ -33,7 +33,7 @@ def joined(sequences: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
 class Ranges:
     """Disjoint ranges in ascending order; neighbours with the same attempt are joined."""
 
-    __slots__ = ("_attempts", "_ends", "_gone", "_starts")
+    __slots__ = ("_attempts", "_ends", "_gone", "_starts", "length")
 
     def __init__(self, ranges: Iterable[tuple[int, int, int]] = ()) -> None:
         self._starts: list[int] = []
@@ -42,14 +42,13 @@ class Ranges:
         #: The first entries of the lists that are removed already. They are deleted in batches, because deleting one
         #: from the front of a list takes time proportional to its length.
         self._gone = 0
+        #: The number of ranges.
+        self.length = 0
         for start, end, attempt in ranges:
             self.add(start, end, attempt)
 
     def __len__(self) -> int:
-        return len(self._starts) - self._gone
-
-    def __bool__(self) -> bool:
-        return len(self._starts) > self._gone
+        return self.length
 
     def __iter__(self) -> Iterator[Range]:
         return iter(self._slice(self._gone, len(self._starts)))
@@ -71,15 +70,16 @@ class Ranges:
         """Add [start, end); where it overlaps, the new attempt replaces the old one."""
         if start >= end:
             return
-        if not self:
+        if not self.length and self._gone:
             self.clear()
-        if not self._starts or start >= self._ends[-1]:
-            if self._starts and start == self._ends[-1] and attempt == self._attempts[-1]:
+        if not self.length or start >= self._ends[-1]:
+            if self.length and start == self._ends[-1] and attempt == self._attempts[-1]:
                 self._ends[-1] = end
             else:
                 self._starts.append(start)
                 self._ends.append(end)
                 self._attempts.append(attempt)
+                self.length += 1
             return
         self.remove(start, end)
         at = bisect_left(self._starts, start, self._gone)
@@ -90,12 +90,21 @@ class Ranges:
             self._starts.insert(at, start)
             self._ends.insert(at, end)
             self._attempts.insert(at, attempt)
+            self.length += 1
         if at + 1 < len(self._starts) and self._starts[at + 1] == end and self._attempts[at + 1] == attempt:
             self._ends[at] = self._ends[at + 1]
             self._delete(at + 1, at + 2)
+            self.length -= 1
 
     def remove(self, start: int, end: int) -> list[Range]:
         """Remove [start, end). Returns the ranges that were present."""
+        if not self.length:
+            return []
+        if self.length == 1 and start <= self._starts[-1] and self._ends[-1] <= end:
+            # All of the only range: the most common case.
+            removed = [Range(self._starts[-1], self._ends[-1], self._attempts[-1])]
+            self._gone, self.length = len(self._starts), 0
+            return removed
         low, high = self._between(start, end)
         if low >= high:
             return []
@@ -103,6 +112,7 @@ class Ranges:
         before = (self._starts[low], start, self._attempts[low])
         after = (end, self._ends[high - 1], self._attempts[high - 1])
         rest = [piece for piece in (before, after) if piece[0] < piece[1]]
+        self.length += len(rest) - (high - low)
         if low == self._gone and not rest:
             self._forget(high)
             return removed
@@ -171,12 +181,13 @@ class Ranges:
         """Ranges from such arrays. They must ascend, and neighbours with equal attempts must be joined."""
         ranges = cls()
         ranges._starts, ranges._ends, ranges._attempts = columns.tolist()
+        ranges.length = len(ranges._starts)
         return ranges
 
     def copy(self) -> Ranges:
         copy = Ranges()
         copy._starts, copy._ends, copy._attempts = self._starts[:], self._ends[:], self._attempts[:]
-        copy._gone = self._gone
+        copy._gone, copy.length = self._gone, self.length
         return copy
 
     def pack(self) -> bytes:
@@ -189,7 +200,7 @@ class Ranges:
         return cls.of(np.frombuffer(data, "<i8").reshape(3, -1))
 
     def clear(self) -> None:
-        self._gone = 0
+        self._gone = self.length = 0
         self._delete(0, len(self._starts))
 
     def _delete(self, low: int, high: int) -> None:

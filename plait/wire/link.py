@@ -45,12 +45,12 @@ def _is_host(host: str) -> bool:
         return False
 
 
-class Link(asyncio.BufferedProtocol):
+class Link(Receiver, asyncio.BufferedProtocol):
     """One connection, open or lost."""
 
     def __init__(self) -> None:
         # A client trusts the packet sizes that its server declares, and allocates them at once.
-        self._receiver = Receiver(memory(SHARED_SIZE), PACKET_SIZE_MAX)
+        super().__init__(memory(SHARED_SIZE), PACKET_SIZE_MAX)
         self._transport: asyncio.Transport | None = None
         #: Correlation → (callback, expected packet kind of the answer).
         self._calls: dict[int, tuple[OnAnswer, int]] = {}
@@ -62,7 +62,7 @@ class Link(asyncio.BufferedProtocol):
         self.closed = False
         self.error: PlaitError | None = None
         #: Bytes received.
-        self.received = 0
+        self.received_bytes = 0
         #: Called once when the connection is lost.
         self.on_lost: Callable[[], None] = lambda: None
 
@@ -76,31 +76,30 @@ class Link(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose(self.error or Unavailable("the connection to the server was lost"))
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._receiver.buffer()
-
     def buffer_updated(self, nbytes: int) -> None:
-        self.received += nbytes
+        self.received_bytes += nbytes
         try:
-            for packet in self._receiver.received(nbytes):
-                message = m.decode(packet.kind, packet.head)
-                call, due = self._calls.get(packet.correlation, _NO_CALL)
-                if packet.kind != due and packet.kind != _FAILURE and call is not None:
+            for kind, correlation, head, payload in self.received(nbytes):
+                message = m.decode(kind, head)
+                call, due = self._calls.get(correlation, _NO_CALL)
+                if kind != due and kind != _FAILURE and call is not None:
                     # The call stays registered and fails when the connection closes.
                     raise ProtocolError(
-                        f"the server answered with packet kind {packet.kind} instead of {due}; is it a Plait server?"
+                        f"the server answered with packet kind {kind} instead of {due}; is it a Plait server?"
                     )
-                self._calls.pop(packet.correlation, None)
+                self._calls.pop(correlation, None)
                 if isinstance(message, m.ErrorReply):
                     error = m.error_of(message)
-                    if packet.correlation == 0:
+                    if correlation == 0:
                         self.error = error
                         self.abort()
                         return
                     if call is not None:
                         call(None, _EMPTY, error)
                 elif call is not None:
-                    call(message, packet.payload, None)
+                    call(message, payload, None)
+            if self.failure is not None:
+                raise self.failure
         except ProtocolError as error:
             self.error = error
             self.abort()
@@ -136,18 +135,19 @@ class Link(asyncio.BufferedProtocol):
             on_answer(None, _EMPTY, self.error or Unavailable("not connected"))
             return
         number = self._next
-        # Pack first: a message that cannot be packed must not leave a call without an answer.
-        head = pack(message.KIND, number, m.encode(message), size)
+        if payload:
+            if self._heads:
+                # Write the earlier packets first, to preserve the order.
+                self._write_heads()
+            send(self._transport, message.KIND, number, m.encode(message), payload, size)
+        else:
+            head = pack(message.KIND, number, m.encode(message), size)
+            if not self._heads:
+                asyncio.get_running_loop().call_soon(self._write_heads)
+            self._heads.append(head)
+        # After the packing: a message that cannot be packed must not leave a call without an answer.
         self._next = number + 1 if number < 0xFFFF_FFFF else 1
         self._calls[number] = (on_answer, m.ANSWERS[message.KIND])
-        if payload:
-            # Write the earlier packets first, to preserve the order.
-            self._write_heads()
-            send(self._transport, head, payload, size)
-            return
-        if not self._heads:
-            asyncio.get_running_loop().call_soon(self._write_heads)
-        self._heads.append(head)
 
     def _write_heads(self) -> None:
         """Write the collected packets with one system call: it costs more than the rest of a request."""
@@ -159,17 +159,17 @@ class Link(asyncio.BufferedProtocol):
         """Send a packet that has no answer."""
         if not self.closed and self._transport is not None:
             self._write_heads()
-            send(self._transport, pack(message.KIND, 0, m.encode(message), size), payload, size)
+            send(self._transport, message.KIND, 0, m.encode(message), payload, size)
 
     async def request(self, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0) -> Any:
         """Send a request and wait for its answer; raises the error that the server answers with."""
         answer, _ = await self.request_payload(message, payload, size)
         return answer
 
-    async def request_payload(
+    def request_payload(
         self, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0
-    ) -> tuple[Any, memoryview]:
-        """Send a request and wait for its answer and the payload of the answer."""
+    ) -> asyncio.Future[tuple[Any, memoryview]]:
+        """Send a request; the result is its answer and the payload of the answer."""
         future: asyncio.Future[tuple[Any, memoryview]] = asyncio.get_running_loop().create_future()
 
         def answered(answer: Any, received: memoryview, error: PlaitError | None) -> None:
@@ -181,7 +181,7 @@ class Link(asyncio.BufferedProtocol):
                 future.set_result((answer, received))
 
         self.call(message, answered, payload, size)
-        return await future
+        return future
 
     async def drained(self) -> None:
         """Wait until the socket accepts more data."""

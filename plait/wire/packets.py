@@ -4,15 +4,15 @@ A packet is a 16-byte header, a msgpack head padded to 8 bytes, and a payload of
 buffer for the next bytes: small packets use one buffer that all connections of a loop share; a large packet gets a
 buffer of its own, so that its payload is received in place.
 
-Arbitrary bytes give packets or ``ProtocolError``, with the same result for every split into pieces, and never take more
-memory than twice the bytes received.
+Arbitrary bytes give packets or a ``ProtocolError``, with the same result for every split into pieces, and never take
+more memory than twice the bytes received.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,8 +54,16 @@ def pack(kind: int, correlation: int, head: bytes, payload_size: int = 0) -> byt
     return HEADER.pack(size, kind, 0, correlation, len(head)) + head + b"\0" * padding
 
 
-def send(transport: asyncio.WriteTransport, head: bytes, payload: Sequence[Buffer], size: int) -> None:
+def send(
+    transport: asyncio.WriteTransport,
+    kind: int,
+    correlation: int,
+    head: bytes,
+    payload: Sequence[Buffer] = (),
+    size: int = 0,
+) -> None:
     """Write a packet whose payload has ``size`` bytes."""
+    head = pack(kind, correlation, head, size)
     if not payload:
         transport.write(head)
     elif size <= JOIN_SIZE_MAX:
@@ -65,9 +73,7 @@ def send(transport: asyncio.WriteTransport, head: bytes, payload: Sequence[Buffe
 
 
 class Receiver:
-    """The reading side of one connection. It must not be used after a ``ProtocolError``."""
-
-    __slots__ = ("_filled", "_growth_first", "_own", "_rest", "_shared", "_size")
+    """The reading side of one connection; its protocol inherits from it. After ``failure`` it must not be used."""
 
     def __init__(self, shared: memoryview, growth_first: int | None = None) -> None:
         self._shared = shared
@@ -76,14 +82,13 @@ class Receiver:
         self._own: memoryview | None = None
         self._filled = 0
         self._size = 0
+        #: Bytes received of the packet that is still incomplete.
+        self.partial_size = 0
+        #: Set when the bytes are not packets.
+        self.failure: ProtocolError | None = None
 
-    @property
-    def partial_size(self) -> int:
-        """Bytes received of the packet that is still incomplete."""
-        return self._filled if self._own is not None else len(self._rest)
-
-    def buffer(self) -> memoryview:
-        """The buffer for the next bytes."""
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """The buffer for the next bytes (``asyncio.BufferedProtocol``)."""
         if self._own is None:
             return self._shared
         if self._filled == len(self._own):
@@ -92,36 +97,54 @@ class Receiver:
             self._own = grown
         return self._own[self._filled :]
 
-    def received(self, count: int) -> Iterator[Packet]:
-        """Yield the packets that are complete after ``count`` bytes arrived in ``buffer``; each owns its memory.
+    def received(self, count: int) -> list[Packet]:
+        """The packets that are complete after ``count`` bytes arrived in the buffer; each owns its memory.
 
-        The caller must take all of them before it asks for the next buffer.
+        If the bytes after them are not a packet, ``failure`` is set.
         """
-        if self._own is not None:
-            self._filled += count
-            if self._filled == self._size:
-                whole, self._own = self._own, None
-                yield _packet(whole)
-            return
+        packets: list[Packet] = []
         data: memoryview = self._shared[:count]
-        if self._rest:
+        own = self._own
+        if own is not None:
+            self._filled += count
+            self.partial_size = self._filled
+            if self._filled < self._size:
+                return packets
+            data, self._own = own, None
+        elif self._rest:
             data = memoryview(self._rest + data)
-            self._rest = b""
         position, end = 0, len(data)
         while end - position >= HEADER_SIZE:
-            size = int.from_bytes(data[position : position + 4], "little")
+            size, kind, _, correlation, head_size = HEADER.unpack_from(data, position)
             if not HEADER_SIZE <= size <= PACKET_SIZE_MAX:
-                raise ProtocolError(f"packet size {size} is outside {HEADER_SIZE} to {PACKET_SIZE_MAX}")
-            if position + size > end:
+                self.failure = ProtocolError(f"packet size {size} is outside {HEADER_SIZE} to {PACKET_SIZE_MAX}")
+                return packets
+            stop = position + size
+            if stop > end:
+                self._rest = b""
                 self._begin_own(data[position:], size)
-                return
-            yield _packet(memoryview(bytes(data[position : position + size])))
-            position += size
+                return packets
+            start = HEADER_SIZE + head_size + (-head_size & 7)
+            if start > size:
+                self.failure = ProtocolError(f"packet head of {head_size} bytes passes the packet's end")
+                return packets
+            whole = data if own is not None else memoryview(bytes(data[position:stop]))
+            # Bypass the Python-level constructor of the NamedTuple: this runs for every packet.
+            fields = (kind, correlation, whole[HEADER_SIZE : HEADER_SIZE + head_size], whole[start:])
+            packets.append(tuple.__new__(Packet, fields))
+            position = stop
         self._rest = bytes(data[position:])
+        self.partial_size = len(self._rest)
+        return packets
+
+    def end_packet(self) -> None:
+        """Free the memory of an incomplete packet. The connection must be closed: its next bytes are no packet."""
+        self._own, self._rest = None, b""
+        self.partial_size = 0
 
     def _begin_own(self, data: memoryview, size: int) -> None:
         self._size = size
-        self._filled = len(data)
+        self._filled = self.partial_size = len(data)
         # Do not allocate the declared size at once: a peer that only declares a size must not cost memory.
         room = min(size, max(self._growth_first, 2 * len(data)))
         self._own = memory(room)
@@ -132,12 +155,3 @@ def memory(size: int) -> memoryview:
     """Uninitialised memory: zeroing a large buffer costs as much as receiving into it."""
     empty: Any = np.empty(size, np.uint8)
     return memoryview(empty).cast("B")
-
-
-def _packet(data: memoryview) -> Packet:
-    _, kind, _, correlation, head_size = HEADER.unpack_from(data)
-    start = HEADER_SIZE + head_size + (-head_size & 7)
-    if start > len(data):
-        raise ProtocolError(f"packet head of {head_size} bytes passes the packet's end")
-    # Bypass the Python-level constructor of the NamedTuple: this runs for every packet.
-    return tuple.__new__(Packet, (kind, correlation, data[HEADER_SIZE : HEADER_SIZE + head_size], data[start:]))

@@ -82,6 +82,22 @@ def r2_only_acknowledged_rows_are_visible() -> None:
     assert len(reading.answers) == 1
 
 
+def r2_a_row_is_written_before_it_is_delivered() -> None:
+    node = Node(flush="async")
+    node.send("orders", b"first")
+    waiting = node.pull(node.attach("orders", "g", start="latest"), wait=30)
+    node.commit()
+    writes: list[tuple[str, bool]] = []
+    node.disk.on_operation = lambda operation, path, size: writes.append((path.split("/")[0], waiting.answered))
+    sent = node.submit(Producer(8).frame("orders", b"second"))
+    node.commit()
+    # One commit: the message, then its delivery, then the event of the delivery, then the receipt.
+    assert writes == [("message", False), ("action", True)]
+    assert (waiting.bodies, sent.sequence) == ([b"second"], 1)
+    node = node.killed()
+    assert node.pull(node.attach("orders", "h")).bodies == [b"first", b"second"]
+
+
 # --- R3 -----------------------------------------------------------------------------------------
 
 
@@ -394,6 +410,7 @@ SCENARIOS: list[Callable[[], None]] = [
     r1_a_checkpoint_writes_only_what_changed,
     r1_a_cursor_is_one_sequence_and_its_exceptions,
     r2_only_acknowledged_rows_are_visible,
+    r2_a_row_is_written_before_it_is_delivered,
     r3_events_that_depend_on_lost_messages_are_not_replayed,
     r3_a_dead_letter_without_its_copy_does_not_count,
     r3_every_unclean_start_opens_a_new_epoch,
@@ -418,6 +435,7 @@ DEFECTS: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (r1_a_checkpoint_writes_only_what_changed, defects.touch_everything),
     (r1_a_cursor_is_one_sequence_and_its_exceptions, defects.remember_every_sequence),
     (r2_only_acknowledged_rows_are_visible, defects.finish_before_the_sync),
+    (r2_a_row_is_written_before_it_is_delivered, defects.write_messages_last),
     (r3_events_that_depend_on_lost_messages_are_not_replayed, defects.presume_nothing),
     (r3_a_dead_letter_without_its_copy_does_not_count, defects.presume_nothing_kept),
     (r3_every_unclean_start_opens_a_new_epoch, defects.take_a_lost_life_for_a_clean_stop),

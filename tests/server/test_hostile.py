@@ -464,7 +464,7 @@ async def test_a_defect_in_a_commit_stops_the_server_before_anything_is_acknowle
     async with Raw(server) as raw:
         await raw.hello()
         partition = await raw.route("orders")
-        monkeypatch.setattr(server.broker, "_finish", broken)
+        monkeypatch.setattr(server.broker, "_answer", broken)
         with caplog.at_level(logging.CRITICAL + 1, "plait.server"):
             raw.request(m.SendRequest(partition), WHOLE)
             assert await raw.ending() is None

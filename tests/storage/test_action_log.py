@@ -40,7 +40,7 @@ def drain(buffer: ActionBuffer) -> list[FrameView]:
     buffer.build_frames(40, (12345, 0), 6, 99)
     frames = buffer.drain()
     assert sum(frame.size for frame in frames) <= bound
-    assert not buffer
+    assert not buffer.count
     return [view(frame) for frame in frames]
 
 
@@ -71,7 +71,7 @@ def test_definitions_precede_the_events_that_use_them():
 
 def test_an_empty_buffer_makes_no_frame():
     buffer = ActionBuffer()
-    assert not buffer
+    assert not buffer.count
     assert drain(buffer) == []
 
 

@@ -33,7 +33,13 @@ Patch = pytest.MonkeyPatch
 
 def touch_everything(patch: Patch) -> None:
     """R1: every checkpoint writes every shard."""
-    patch.setattr(Broker, "touch", lambda self, partition: self.snapshots.dirty.update(range(SHARDS)))
+    commit = Broker.commit
+
+    def naive(self: Broker) -> None:
+        commit(self)
+        self.snapshots.dirty.update(range(SHARDS))
+
+    patch.setattr(Broker, "commit", naive)
 
 
 def remember_every_sequence(patch: Patch) -> None:
@@ -56,9 +62,27 @@ def finish_before_the_sync(patch: Patch) -> None:
     def naive(self: Broker) -> None:
         commit(self)
         while self._unsynced:
-            self._finish(self._unsynced.popleft())
+            written = self._unsynced.popleft()
+            self._make_visible(written)
+            self._answer(written)
 
     patch.setattr(Broker, "commit", naive)
+
+
+def write_messages_last(patch: Patch) -> None:
+    """R2: with ``flush="async"`` pulls are served and sends acknowledged before the message log is written."""
+    commit, write = Broker.commit, Log.write
+
+    def naive(self: Broker) -> None:
+        commit(self)
+        write(self.message_log)
+
+    def of_other_logs(self: Log) -> None:
+        if self.directory != "message":
+            write(self)
+
+    patch.setattr(Broker, "commit", naive)
+    patch.setattr(Log, "write", of_other_logs)
 
 
 def presume_nothing(patch: Patch) -> None:

@@ -26,11 +26,13 @@ def feed(receiver: Receiver, data: bytes, cuts: Iterator[int]) -> Iterator[packe
     """Feed bytes as a socket does: at most the size of the buffer and of the next cut at a time."""
     position = 0
     while position < len(data):
-        buffer = receiver.buffer()
+        buffer = receiver.get_buffer(-1)
         count = min(len(buffer), next(cuts), len(data) - position)
         buffer[:count] = data[position : position + count]
         position += count
         yield from receiver.received(count)
+        if receiver.failure is not None:
+            raise receiver.failure
 
 
 def endless(cuts: list[int]) -> Iterator[int]:
@@ -100,7 +102,7 @@ def test_an_incomplete_packet_uses_memory_only_for_received_bytes(declared: int,
         for _ in feed(receiver, piece, endless([SHARED_SIZE])):
             return
         fed += len(piece)
-        room = max(room, len(receiver.buffer()) + receiver.partial_size)
+        room = max(room, len(receiver.get_buffer(-1)) + receiver.partial_size)
         assert receiver.partial_size == fed
     assert room <= max(GROWTH_FIRST, 2 * fed, SHARED_SIZE + HEADER_SIZE)
 

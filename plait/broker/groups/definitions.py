@@ -18,31 +18,21 @@ class GroupDefinitions:
     Each change calls ``Partition.redefined``: the segment header of the next action log segment must include it.
     """
 
-    __slots__ = ("_consumers", "_definition", "consumers", "partition")
+    __slots__ = ("_consumers", "consumers", "definition", "id", "name", "partition")
 
     def __init__(self, definition: GroupDefinition, partition: Partition) -> None:
-        self._definition = definition
+        #: The group's id, name and settings; only ``redefine`` changes it.
+        self.definition = definition
+        self.id = definition.id
+        self.name = definition.name
         self.partition = partition
         self._consumers: dict[str, AttachedConsumer] = {}
         #: Client id → consumer. Only the methods of this class change it.
         self.consumers: Mapping[str, AttachedConsumer] = self._consumers
 
-    @property
-    def definition(self) -> GroupDefinition:
-        """The group's id, name and settings."""
-        return self._definition
-
-    @property
-    def id(self) -> int:
-        return self._definition.id
-
-    @property
-    def name(self) -> str:
-        return self._definition.name
-
     def redefine(self, definition: GroupDefinition) -> None:
         """Change the group's settings."""
-        self._definition = definition
+        self.definition = definition
         self.partition.redefined()
 
     def add(self, consumer: AttachedConsumer) -> None:

@@ -249,8 +249,8 @@ class OrderedGroup(FailurePolicy):
         limits = self.limits
         return (
             sum(map(len, cursor.held.values())) >= limits.consumer_ranges
-            or len(cursor.waiting) >= limits.retry_ranges
-            or len(self.retained) >= limits.retained_messages
+            or cursor.waiting.length >= limits.retry_ranges
+            or len(self.retained.offsets) >= limits.retained_messages
             or len(self.cursors.by_key) >= limits.held_keys
         )
 
@@ -320,7 +320,7 @@ class OrderedGroup(FailurePolicy):
                 delivery.tags.append(self._tag)
                 delivery.count += len(rows)
                 delivery.size += size
-                delivery.inflated += frame.inflated_size
+                delivery.weight += size + frame.inflated_size
                 self.redelivered_count += len(rows) if attempt else 0
         for index, piece in pieces:
             if piece.start >= cut:
@@ -369,7 +369,7 @@ class OrderedGroup(FailurePolicy):
                 delivery.tags.append(tag)
                 delivery.count += piece.rows
                 delivery.size += piece.size
-                delivery.inflated += piece.inflated
+                delivery.weight += piece.size + piece.inflated
                 if attempt:
                     self.redelivered_count += piece.rows
             if piece.end < last or not taking.more:
@@ -390,7 +390,7 @@ class OrderedGroup(FailurePolicy):
                 journal.event(Action.ACK, self, cursor.id, piece.start, piece.end, 0)
                 cursor.let_go(tag, piece.start, piece.end)
                 count += piece.end - piece.start
-        if self.retained:
+        if self.retained.offsets:
             self.retained.settled()
         self._after_settled(journal)
         return count

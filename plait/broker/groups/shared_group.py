@@ -57,7 +57,7 @@ _PULL, _ACK = Action.PULL, Action.ACK
 class Delivery:
     """The rows that one pull gets."""
 
-    __slots__ = ("count", "inflated", "parts", "ranges", "size", "tags")
+    __slots__ = ("count", "parts", "ranges", "size", "tags", "weight")
 
     def __init__(self) -> None:
         self.parts: list[Buffer] = []
@@ -67,13 +67,8 @@ class Delivery:
         self.tags: list[int] = []
         self.count = 0
         self.size = 0
-        #: Bytes that its compressed columns inflate to.
-        self.inflated = 0
-
-    @property
-    def weight(self) -> int:
-        """Bytes of memory that the consumer needs for it."""
-        return self.size + self.inflated
+        #: Bytes of memory that the consumer needs for it: ``size``, and what its compressed columns inflate to.
+        self.weight = 0
 
 
 class AttachedConsumer:
@@ -216,19 +211,26 @@ class Group(GroupDefinitions):
     @property
     def has_more(self) -> bool:
         """Whether a pull would find rows now."""
-        return self.pull_log.ready or self.pull_log.next < self.partition.visible
+        pull_log = self.pull_log
+        if pull_log.next < self.partition.visible or pull_log.returned.length:
+            return True
+        return pull_log.waiting.length > 0 and pull_log.ready
 
     # --- delivery -------------------------------------------------------------------------------
 
     def take(self, log: Log, consumer: AttachedConsumer, count: int, size: int, journal: Journal) -> Delivery | None:
         """Rows for a consumer, recorded as held by it; None when there are none."""
+        pull_log, partition = self.pull_log, self.partition
+        if not (pull_log.returned.length or pull_log.waiting.length or pull_log.next < partition.visible):
+            return None
         delivery = Delivery()
-        self.partition.expire_deleted(log)
+        if partition.log_start != log.start:
+            partition.expire_deleted(log)
         while len(delivery.ranges) < PIECES_MAX:
             if delivery.count >= count or (delivery.count and delivery.weight >= size):
                 break
-            if self.pull_log.ready:
-                start, end, attempt = self.pull_log.returned.head()
+            if pull_log.returned.length or (pull_log.waiting.length and pull_log.ready):
+                start, end, attempt = pull_log.returned.head()
                 frame = self._frame_apart(log, journal.retained_log, start)
                 if frame is not None:
                     gathered = self._take_apart(frame, consumer, count, size, journal, delivery)
@@ -236,23 +238,23 @@ class Group(GroupDefinitions):
                         continue
                     if gathered is None:
                         break
-            elif not self._at_limit(consumer):
-                start, end, attempt = self.pull_log.next, self.partition.visible, 0
+            elif pull_log.next < partition.visible and not self._at_limit(consumer):
+                start, end, attempt = pull_log.next, partition.visible, 0
             else:
                 break
-            if start < self.partition.start:
-                end = min(self.partition.start, max(end, start + 1))
+            if start < partition.start:
+                end = min(partition.start, max(end, start + 1))
                 # Retained rows are delivered when their turn comes.
-                self._skip(start, self.retained.elsewhere_after(start, end) if self.pull_log.returned else end, journal)
+                self._skip(start, self.retained.elsewhere_after(start, end) if pull_log.returned else end, journal)
                 continue
-            if start >= self.partition.visible or start >= end:
+            if start >= partition.visible or start >= end:
                 break
             # An at-most-once group verifies at the first delivery, as there is no second one.
             again = attempt > 0 or self.definition.delivery == "at_most_once"
             # The first frame is delivered whatever its size; later ones must fit the size limit.
             some = not delivery.count
             room = size - delivery.weight
-            batch = self.partition.read(log, start, end, count - delivery.count, room, some=some, again=again)
+            batch = partition.read(log, start, end, count - delivery.count, room, some=some, again=again)
             if batch.full and not batch.count:
                 break
             if not batch.ranges:
@@ -262,14 +264,16 @@ class Group(GroupDefinitions):
             if batch.ranges[0][0] > start:
                 self._skip(start, batch.ranges[0][0], journal)
             for first, last in batch.ranges:
-                self._deliver(consumer, first, last, attempt + 1, journal)
+                self._record(consumer, first, last, attempt + 1, journal)
                 delivery.ranges.append((first, last, attempt + 1))
+                if attempt:
+                    self.redelivered_count += last - first
             for first, last in batch.damaged:
                 self._skip(first, last, journal)
             delivery.parts.extend(batch.parts)
             delivery.count += batch.count
             delivery.size += batch.size
-            delivery.inflated += batch.inflated
+            delivery.weight += batch.size + batch.inflated
             if batch.end < end:
                 # The room is used up. Another read would return one frame whatever its size.
                 break
@@ -280,7 +284,7 @@ class Group(GroupDefinitions):
 
         A copy from the retained log is verified, as it is small. A frame of the message log is not.
         """
-        copy = self.retained.frame(retained_log, sequence) if self.retained else None
+        copy = self.retained.frame(retained_log, sequence) if self.retained.offsets else None
         try:
             if copy is not None:
                 return copy.verify()
@@ -291,9 +295,9 @@ class Group(GroupDefinitions):
 
     def _frame_apart(self, log: Log, retained_log: Log, sequence: int) -> FrameView | None:
         """The frame of a returned row, if its returned rows may be scattered or are in the retained log; else None."""
-        if self.retained and self.retained.offset(sequence) is not None:
+        if sequence in self.retained.offsets:
             return self.frame_of(log, retained_log, sequence)
-        return self.partition.whole_frame(log, sequence) if len(self.pull_log.returned) > 1 else None
+        return self.partition.whole_frame(log, sequence) if self.pull_log.returned.length > 1 else None
 
     def _take_apart(
         self, frame: FrameView, consumer: AttachedConsumer, count: int, size: int, journal: Journal, delivery: Delivery
@@ -337,15 +341,15 @@ class Group(GroupDefinitions):
         delivery.parts.extend(piece.parts)
         delivery.count += rows
         delivery.size += piece.size
-        delivery.inflated += frame.inflated_size
+        delivery.weight += piece.size + frame.inflated_size
         return True
 
     def _at_limit(self, consumer: AttachedConsumer) -> bool:
-        limits, pull_log = self.limits, self.pull_log
+        limits, held = self.limits, self.pull_log.held.get(consumer.id)
         return (
-            pull_log.ranges_of(consumer.id) >= limits.consumer_ranges
-            or len(pull_log.waiting) >= limits.retry_ranges
-            or len(self.retained) >= limits.retained_messages
+            (held is not None and held.length >= limits.consumer_ranges)
+            or self.pull_log.waiting.length >= limits.retry_ranges
+            or len(self.retained.offsets) >= limits.retained_messages
         )
 
     def _after_hole(self, start: int, end: int) -> int:
@@ -354,14 +358,9 @@ class Group(GroupDefinitions):
             return end
         return max(start + 1, min(end, self.partition.consume_log.record(index).base))
 
-    def _deliver(self, consumer: AttachedConsumer, start: int, end: int, attempt: int, journal: Journal) -> None:
-        self._record(consumer, start, end, attempt, journal)
-        if attempt > 1:
-            self.redelivered_count += end - start
-
     def _record(self, consumer: AttachedConsumer, start: int, end: int, attempt: int, journal: Journal) -> None:
         """Record that the consumer holds the rows."""
-        if self.logs_pulls:
+        if not self.definition.broadcast:
             journal.event(_PULL, self, consumer.id, start, end, attempt)
         self.pull_log.pulled(consumer.id, start, end, attempt)
 
@@ -380,12 +379,12 @@ class Group(GroupDefinitions):
             # After a power loss, an ack of rows of an earlier epoch may be the only trace of their pull, so rows past
             # ``next`` may be acked. Not while returned ranges are scattered: acks of rows that were never delivered
             # could use memory without limit.
-            scattered = len(self.pull_log.returned) >= self.limits.consumer_ranges
+            scattered = self.pull_log.returned.length >= self.limits.consumer_ranges
             pulled_until = self.pull_log.next if scattered or epoch == journal.epoch else self.partition.visible
             start, end = self.partition.clip_to_epoch(first, min(last, pulled_until), epoch)
             if start < end:
                 journal.event(_ACK, self, consumer.id, start, end, 0)
-                if self.retained:
+                if self.retained.offsets:
                     self.retained.settled()
                 count += self.pull_log.acked(consumer.id, start, end)
         return count

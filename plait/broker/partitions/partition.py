@@ -76,8 +76,6 @@ class Partition:
     __slots__ = (
         "_groups",
         "_head",
-        "_log_start",
-        "_row",
         "_searched",
         "_slots",
         "accepts",
@@ -86,11 +84,14 @@ class Partition:
         "epochs",
         "fences",
         "groups",
+        "id",
         "keys",
+        "log_start",
         "main",
         "next",
         "position",
         "readers",
+        "row",
         "size",
         "start",
         "visible",
@@ -103,7 +104,8 @@ class Partition:
         self.accepts: LpSet | None = None
         #: The fence of each sealed logical partition: the sequence at which its rows end; 0: none.
         self.fences: npt.NDArray[np.int64] | None = None
-        self.row = row
+        self.id = row.id
+        self.redefine(row)
         #: Of a schedule partition: the partition that its rows enter when they are due. It accepts the same keys.
         self.main: Partition | None = None
         #: The sequence of the next row. Rows below it are appended, perhaps not yet acknowledged.
@@ -115,7 +117,7 @@ class Partition:
         #: (``start``, the first record that is not expired): avoids most searches of the consume log.
         self._head: tuple[int, Record] | None = None
         #: The start of the message log for which ``start`` was computed.
-        self._log_start = 0
+        self.log_start = 0
         #: (generation, index) of a wrong record → the right record; None: its frame is not in the log.
         self._searched: dict[tuple[int, int], Record | None] = {}
         #: The log positions of the checkpoint that it was loaded from. Recovery does not apply earlier frames again.
@@ -147,14 +149,9 @@ class Partition:
         #: A number that changes with each change and is unique among all partitions.
         self.definitions = next(_numbers)
 
-    @property
-    def row(self) -> PartitionRow:
-        """Its row in the catalog."""
-        return self._row
-
-    @row.setter
-    def row(self, row: PartitionRow) -> None:
-        self._row = row
+    def redefine(self, row: PartitionRow) -> None:
+        """Set its row in the catalog."""
+        self.row = row
         self.accepts = None if row.lps is None else lp_set(row.lps)
         self.fences = None
         if row.lps is not None:
@@ -167,14 +164,10 @@ class Partition:
         """For each LP, the first sequence that a route of this version does not cover; -1: it covers all."""
         begins = np.full(LOGICAL_PARTITIONS, -1, np.int64)
         # The lowest sequence is written last and wins.
-        for first, end, sequence, version in sorted(self._row.reopened, key=lambda each: -each[2]):
+        for first, end, sequence, version in sorted(self.row.reopened, key=lambda each: -each[2]):
             if version > route:
                 begins[first:end] = sequence
         return begins
-
-    @property
-    def id(self) -> int:
-        return self._row.id
 
     def lps_of(self, sequences: npt.NDArray[np.int64], hashes: Hashes | None) -> Lps:
         """The LP of each row. A row without a key belongs to an LP that the partition accepted when it was stored."""
@@ -221,7 +214,8 @@ class Partition:
         ``again=False`` is for a first delivery: frames that this process received are not verified, since it verified
         them on arrival. If the consumer finds a wrong checksum, it returns the rows, and they are read with ``again``.
         """
-        self.expire_deleted(log)
+        if self.log_start != log.start:
+            self.expire_deleted(log)
         batch = ReadBatch(start)
         trusted = log.end if again else log.resumed_at
         end = min(end, self.visible)
@@ -374,7 +368,7 @@ class Partition:
                 frame.verify()
         except (FrameError, DamageError):
             return None
-        meant = (self.row.id, record.base, record.size, record.count)
+        meant = (self.id, record.base, record.size, record.count)
         return frame if (frame.partition, frame.base, frame.size, frame.count) == meant else None
 
     def _search(self, log: Log, sequence: int, index: int) -> tuple[int, FrameView] | None:
@@ -435,9 +429,9 @@ class Partition:
 
         A checkpoint may be older than the deletion, so the ``start`` that it has may be too low.
         """
-        if self._log_start == log.start:
+        if self.log_start == log.start:
             return
-        self._log_start = log.start
+        self.log_start = log.start
         if self.start < self.next and ((head := self.head) is None or head.offset < log.start):
             index = self.consume_log.find_offset(log.start)
             first = self.consume_log.record(index).base if index < len(self.consume_log) else self.next

@@ -192,5 +192,5 @@ def _change(broker: Broker, partition: Partition, row: PartitionRow, settings: S
         broker.retention_wanted = True
     if row != partition.row:
         broker.segment_headers.define([row])
-        partition.row = row
+        partition.redefine(row)
         broker.touch(partition)

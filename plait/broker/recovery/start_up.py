@@ -307,7 +307,7 @@ class Recovery:
             broker.add_partition(partition)
             broker.touch(partition)
         elif known.row != row:
-            known.row = row
+            known.redefine(row)
             broker.touch(known)
             if row.kind == FORWARD:
                 broker.forwards.replay_note(known)

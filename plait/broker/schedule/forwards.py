@@ -1,7 +1,7 @@
 """Forwards due rows to the partition that their LP has moved to (R20, R25).
 
 A row that becomes due after its LP has moved must not enter the partition that scheduled it: consumers do not read
-behind the fence. It is appended to a *forward partition* instead, one for each target partition, in a frame that
+behind the fence. It is commit to a *forward partition* instead, one for each target partition, in a frame that
 settles its number in the schedule; this is one write, so a crash cannot separate the two. From there the server sends
 the frames, unchanged and in order, to the partition that the route leads to. The header of a frame has the producer of
 the forward partition and numbers its rows, so the other broker stores each frame once, however often it is sent.
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from plait.broker.appender import Appended
+from plait.broker.commit import Commit
 from plait.broker.partitions.partition import Partition
 from plait.broker.subjects import create_partition, drop_partition
 from plait.errors import DamageError, FrameError
@@ -160,7 +160,7 @@ class Forwards:
     def split(
         self, target: Partition, hashes: npt.NDArray[np.uint64] | None, numbers: npt.NDArray[np.int64]
     ) -> list[tuple[Partition, npt.NDArray[np.int64]]] | None:
-        """Split rows with these key hashes by the partition that they are appended to: (partition, row indices).
+        """Split rows with these key hashes by the partition that they are commit to: (partition, row indices).
 
         Returns None when some rows must follow the route and it is not known.
         """
@@ -237,7 +237,7 @@ class Forwards:
                 partition.row, forward=msgspec.structs.replace(_forward(partition), stored=end)
             )
             broker.segment_headers.define([row])
-            partition.row = row
+            partition.redefine(row)
             count, noted = 0, broker.message_log.end
         self._notes[partition.id] = count, noted
 
@@ -254,7 +254,7 @@ class Forwards:
         if partition.id not in self._all:
             return True
         self._close(partition)
-        appended = Appended()
+        commit = Commit()
         schedule = broker.schedules.partition_of(partition.row.name)
         size = 0
         try:
@@ -263,14 +263,14 @@ class Forwards:
                 if waiting is None:
                     self._delete(partition)
                     return True
-                broker.appender.copy(schedule, waiting.frame, broker.epoch, broker.clock.now(), appended)
+                broker.appender.copy(schedule, waiting.frame, broker.epoch, broker.clock.now(), commit)
                 broker.touch(schedule)
                 self._passed(partition, waiting.end)
                 size += waiting.frame.size
         except OSError as error:
             raise broker.disk_error(error) from error
         finally:
-            broker.schedules.take_in(appended)
+            broker.schedules.take_in(commit)
             broker.answer_after_commit(None)
         return False
 

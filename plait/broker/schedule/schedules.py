@@ -1,8 +1,8 @@
 """The schedule: messages with a due time.
 
-A delayed row is appended to the *schedule partition* of its subject in the message log, and then its receipt is sent;
+A delayed row is commit to the *schedule partition* of its subject in the message log, and then its receipt is sent;
 the number of the row is its sequence there. A checkpoint moves the rows that still wait to buckets
-(``storage.schedule``). A due row is appended to the subject's own partition, in a frame that names the numbers that it
+(``storage.schedule``). A due row is commit to the subject's own partition, in a frame that names the numbers that it
 settles: delivery and its record are one write, so a crash cannot make a row be delivered twice or not at all.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from plait.broker.appender import Appended
+from plait.broker.commit import Commit
 from plait.broker.partitions.partition import Partition
 from plait.broker.schedule.bucketed import BucketedRows
 from plait.broker.schedule.due_rows import DELIVER_SIZE_MAX, BucketedOffset, DueRows, reading
@@ -183,9 +183,9 @@ class Schedules:
                 f"a delay of {ahead / 1e6:.0f} seconds is over the limit of {WAIT_SECONDS_MAX:.0f}; deliver earlier"
             )
 
-    def take_in(self, appended: Appended) -> None:
+    def take_in(self, commit: Commit) -> None:
         """Add the delayed rows that a commit wrote."""
-        for partition, frame, offset, base in appended.delayed:
+        for partition, frame, offset, base in commit.delayed:
             schedule = self._by_partition.get(partition.id)
             if schedule is not None:
                 self.upcoming.append(schedule, frame, offset, base)
@@ -211,12 +211,12 @@ class Schedules:
         self.ready = due and clock.monotonic() >= self._held_until
         return self.ready
 
-    def run(self, now: int, appended: Appended) -> None:
+    def run(self, now: int, commit: Commit) -> None:
         """Deliver due rows. Rows that find no space on the disk stay and are tried again."""
         try:
             self._broker.refuse_when_full()
             self.write()
-            self._deliver_all(now, appended)
+            self._deliver_all(now, commit)
             self._stall_reason = ""
         except OSError as error:
             self._hold()
@@ -246,7 +246,7 @@ class Schedules:
             assert self._broker.failed is not None
             raise self._broker.failed from error
 
-    def _deliver_all(self, now: int, appended: Appended) -> None:
+    def _deliver_all(self, now: int, commit: Commit) -> None:
         self.ready = False
         clock = self._broker.clock
         self._turn_at = clock.monotonic() + TURN_SECONDS
@@ -267,7 +267,7 @@ class Schedules:
             for mine in sorted(subjects, key=lambda mine: int(mine[0])):
                 schedule = self._by_partition[int(partitions[mine[0]])]
                 if not schedule.held:
-                    room -= self._deliver(schedule, rows, mine, now, appended, kept, room)
+                    room -= self._deliver(schedule, rows, mine, now, commit, kept, room)
                 if schedule.held:
                     # They enter the window again when the route is known.
                     kept[mine] = False
@@ -283,7 +283,7 @@ class Schedules:
         rows: Any,
         mine: Int64s,
         now: int,
-        appended: Appended,
+        commit: Commit,
         kept: npt.NDArray[np.bool_],
         room: int,
     ) -> int:
@@ -308,20 +308,20 @@ class Schedules:
         if gathered is None:
             return room
         if target.accepts is None:
-            self._append(schedule, target, gathered, rows, mine, now, appended, kept)
+            self._append(schedule, target, gathered, rows, mine, now, commit, kept)
             return size
         parts = self._broker.forwards.split(target, gathered.key_hashes, rows["number"][mine])
         if parts is None:
             schedule.held = True
             return 0
         if len(parts) == 1:
-            self._append(schedule, parts[0][0], gathered, rows, mine, now, appended, kept)
+            self._append(schedule, parts[0][0], gathered, rows, mine, now, commit, kept)
             return size
         for partition, which in parts:
             with reading():
                 some, gathered, _ = self.rows.gather(schedule, rows, mine[which])
             assert gathered is not None
-            self._append(schedule, partition, gathered, rows, some, now, appended, kept, in_turn=False)
+            self._append(schedule, partition, gathered, rows, some, now, commit, kept, in_turn=False)
         return size
 
     def _append(
@@ -332,7 +332,7 @@ class Schedules:
         rows: Any,
         mine: Int64s,
         now: int,
-        appended: Appended,
+        commit: Commit,
         kept: npt.NDArray[np.bool_],
         *,
         in_turn: bool = True,
@@ -346,7 +346,7 @@ class Schedules:
             frame.stamp_with(pack_stamp(target.id, base, now, broker.message_log.durable, broker.epoch))
             offset = broker.message_log.append(frame.parts, frame.size)
             target.appended(base, offset, now, frame.size, frame.count, broker.epoch)
-            appended.partitions[target] = target.next
+            commit.partitions[target] = target.next
             broker.touch(target)
             kept[mine[start:stop]] = False
             self.rows.left(schedule, chosen[start:stop], in_turn=in_turn)

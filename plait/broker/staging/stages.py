@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from plait.broker.appender import Appended
+from plait.broker.commit import Commit
 from plait.broker.partitions.partition import Partition
 from plait.broker.recovery.copied_ranges import CopiedRanges
 from plait.broker.recovery.segment_headers import CATALOG_FRAME_ROWS
@@ -91,8 +91,9 @@ class Stages:
         self._waiters: list[_Waiter] = []
         #: Ranges of the frames that were copied since the queue was last empty.
         self._copied = CopiedRanges()
-        #: The end of the message log after each turn that is not durable yet.
-        self._turns: deque[int] = deque()
+        #: The end of the message log after each turn that is not durable yet. No request waits for this sync, so its
+        #: age does not count for flow control.
+        self.unsynced: deque[int] = deque()
         #: The next commit continues publishing.
         self.ready = False
         #: Monotonic time until which publishing pauses after an error.
@@ -267,27 +268,19 @@ class Stages:
 
     def look(self) -> bool:
         """Set and return ``ready``: whether ``run`` has work to do."""
-        waiting = len(self._turns) >= TURNS_AHEAD
+        waiting = len(self.unsynced) >= TURNS_AHEAD
         self.ready = bool(self._queue) and not waiting and self._broker.clock.monotonic() >= self._held_until
         return self.ready
-
-    @property
-    def sync_wanted(self) -> bool:
-        """Whether copied frames should be synced now, while more are copied, and not all at the end.
-
-        No request waits for this sync. So it is not a commit whose age makes flow control refuse sends.
-        """
-        return bool(self._turns)
 
     def synced(self) -> None:
         """More of the message log is durable: continue if publishing waited for that."""
         durable = self._broker.message_log.durable
-        while self._turns and self._turns[0] <= durable:
-            self._turns.popleft()
+        while self.unsynced and self.unsynced[0] <= durable:
+            self.unsynced.popleft()
         if self.look():
             self._broker.answer_after_commit(None)
 
-    def run(self, now: int, appended: Appended) -> None:
+    def run(self, now: int, commit: Commit) -> None:
         """Publish one turn's worth. Stages that find no space on the disk stay queued and are tried again."""
         self.ready = False
         broker = self._broker
@@ -296,7 +289,7 @@ class Stages:
             self._write()
             room = PUBLISH_SIZE_MAX
             while self._queue and room > 0:
-                room -= self._publish(self._queue[0], now, appended, room)
+                room -= self._publish(self._queue[0], now, commit, room)
             self._forget()
         except OSError as error:
             self._held_until = broker.clock.monotonic() + RETRY_SECONDS
@@ -308,11 +301,11 @@ class Stages:
             return
         else:
             if self._queue:
-                self._turns.append(broker.message_log.end)
+                self.unsynced.append(broker.message_log.end)
                 if self.look():
                     broker.answer_after_commit(None)
 
-    def _publish(self, partition: Partition, now: int, appended: Appended, room: int) -> int:
+    def _publish(self, partition: Partition, now: int, commit: Commit, room: int) -> int:
         """Append up to ``room`` bytes of a stage's frames to their partition. Returns their size."""
         broker = self._broker
         size = 0
@@ -323,7 +316,7 @@ class Stages:
         if target is not None:
             try:
                 for frame, record in self._frames(partition, partition.start):
-                    broker.appender.copy(target, frame, broker.epoch, now, appended)
+                    broker.appender.copy(target, frame, broker.epoch, now, commit)
                     broker.touch(target)
                     partition.start = record.base + record.count
                     self._copied.add(record.offset, record.offset + record.size)
@@ -450,7 +443,7 @@ class Stages:
             ]
             broker.segment_headers.define(rows)
             for partition, row in zip(some, rows, strict=True):
-                partition.row = row
+                partition.redefine(row)
                 if state == EXPIRED:
                     partition.start = partition.next
                 broker.touch(partition)

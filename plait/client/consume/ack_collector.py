@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from plait import tasks
 from plait.client.consume.ack_requests import split_ack, split_nack
@@ -19,7 +20,7 @@ from plait.client.consume.delivered import DeliveredFrame, OutcomeCollector
 from plait.client.consume.failure import FAILED, EpochRange, FailureOutcome
 from plait.client.consume.pending_outcomes import PendingOutcomes, SharedPending
 from plait.errors import Closed, PlaitError, StaleSession, Timeout, Unavailable
-from plait.limits import ClientLimits
+from plait.limits import REQUEST_RANGES_MAX, ClientLimits
 from plait.wire.link import Link
 
 #: Rows [start, stop) of a delivered frame.
@@ -86,7 +87,10 @@ class AckCollector:
         self._pending: PendingOutcomes = SharedPending() if pending is None else pending
         #: The outcomes of the request in flight.
         self._in_flight: PendingOutcomes | None = None
+        #: Sends the outcomes that ``_send_acks`` does not send.
         self._task: asyncio.Task[None] | None = None
+        #: Callers of ``flush`` that wait for the answer to an ack of ``_send_acks``.
+        self._waiting: list[asyncio.Future[None]] = []
         self._scheduled = False
         #: The latest write of the spool.
         self._writing: asyncio.Future[None] | None = None
@@ -159,6 +163,17 @@ class AckCollector:
 
     # --- outcomes of rows -----------------------------------------------------------------------
 
+    async def ack(self, delivered: DeliveredFrame, rows: slice) -> None:
+        """Ack rows of a frame, and wait until the broker has every outcome reported so far."""
+        if self._closed or self._loop is None:
+            raise _closed()
+        if self._inbox:
+            # Outcomes that other threads reported earlier count first.
+            self.absorb()
+        self._unsent[delivered] = None
+        delivered.acking.append(rows)
+        await self.flush()
+
     def collect_soon(self, delivered: DeliveredFrame) -> None:
         """Rows of the frame were acked or nacked: send their outcomes at the end of this turn of the loop."""
         self._unsent[delivered] = None
@@ -171,7 +186,8 @@ class AckCollector:
 
     def gather(self) -> None:
         """Collect the outcomes of all frames."""
-        self.absorb()
+        if self._inbox:
+            self.absorb()
         unsent, self._unsent = self._unsent, {}
         self._pending.collect(unsent)
         for delivered in unsent:
@@ -214,10 +230,59 @@ class AckCollector:
 
     def _start(self) -> None:
         self._scheduled = False
-        if self._closed or self._loop is None:
+        if self._closed or self._loop is None or self._in_flight is not None or self._running:
+            # The task, or the answer to the request in flight, sends the rest.
             return
-        if self._task is None or self._task.done():
+        if not self._send_acks():
             self._task = tasks.start(self._send_all(), "plait-acks", failed=self._defect)
+
+    def _send_acks(self) -> bool:
+        """Send the pending outcomes without a task, as one request. False: that is not possible.
+
+        It is possible without a spool, if all of them are acks and fit into one request.
+        """
+        if self._spool is not None:
+            return False
+        self.gather()
+        link = self._link
+        if not self._pending:
+            return True
+        if link is None or link.closed or not self._pending.only_acks(REQUEST_RANGES_MAX):
+            return False
+        self._listener.progressed()
+        sending, session = self._pending.take(), self._session
+        request = sending.ack(session)
+        assert request is not None
+        self._in_flight = sending
+        link.call(request, partial(self._acked, sending, session))
+        return True
+
+    def _acked(self, sending: PendingOutcomes, session: int, _: Any, __: memoryview, error: PlaitError | None) -> None:
+        """The answer to an ack of ``_send_acks``."""
+        self._in_flight = None
+        if error is None:
+            self._listener.outcomes_stored()
+            if (self._unsent or self._pending) and not self._scheduled:
+                self._start()
+        else:
+            self._put_back(sending, session)
+            if not self._closed:
+                self._task = tasks.start(self._resend(error, session), "plait-acks", failed=self._defect)
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def _put_back(self, sending: PendingOutcomes, session: int) -> None:
+        """The broker may not have stored these outcomes: send them again."""
+        if session != self._session:
+            # A new session has started, in which the tags of these ranges are not valid.
+            sending.new_session()
+        self._pending.give_back(sending)
+
+    async def _resend(self, failure: PlaitError, session: int) -> None:
+        if await self._continues_after(failure, session):
+            await self._send_all()
 
     def _defect(self, error: Exception) -> None:
         self._error = tasks.error_of(error)
@@ -250,11 +315,8 @@ class AckCollector:
                 self._listener.outcomes_stored()
             except BaseException as error:
                 self._in_flight = None
-                if session != self._session:
-                    # A new session has started, in which the tags of these ranges are not valid.
-                    sending.new_session()
-                # Also when ``close`` stops waiting for a reply: outcomes that the broker may not have are sent again.
-                self._pending.give_back(sending)
+                # Also when ``close`` stops waiting for a reply.
+                self._put_back(sending, session)
                 if not isinstance(error, PlaitError):
                     # The loop may be ending, so the spool is written here and not in a thread.
                     write = self._spool_write()
@@ -265,21 +327,24 @@ class AckCollector:
             else:
                 self._in_flight = None
                 failure = None
-            if failure is None:
-                continue
-            if isinstance(failure, Unavailable | StaleSession):
-                if session == self._session:
-                    self._listener.lost(stale=isinstance(failure, StaleSession))
-                    if not await self._save_and_recheck():
-                        break
-            elif failure.retryable:
-                await self._save()
-                await asyncio.sleep(self._limits.reconnect_max_seconds)
-            else:
-                self._error = failure
-                self._listener.failed(failure)
-                await self._save()
+            if failure is not None and not await self._continues_after(failure, session):
                 break
+
+    async def _continues_after(self, failure: PlaitError, session: int) -> bool:
+        """Handle a failed request. True: send the pending outcomes again; False: the next attach does."""
+        if isinstance(failure, Unavailable | StaleSession):
+            if session == self._session:
+                self._listener.lost(stale=isinstance(failure, StaleSession))
+                return await self._save_and_recheck()
+        elif failure.retryable:
+            await self._save()
+            await asyncio.sleep(self._limits.reconnect_max_seconds)
+        else:
+            self._error = failure
+            self._listener.failed(failure)
+            await self._save()
+            return False
+        return True
 
     async def _send_nacks(self, link: Link, session: int, sending: PendingOutcomes) -> None:
         """Send all nacks and remove those that the broker has stored. After all replies, raises the first error."""
@@ -302,11 +367,18 @@ class AckCollector:
     async def flush(self) -> None:
         """Wait until the broker has every ack and nack reported so far."""
         while True:
-            self.absorb()
+            if self._inbox:
+                self.absorb()
             if self._error is not None:
                 raise self._error
-            if self._unsent and not self._running:
+            if self._unsent:
                 self._start()
+            if self._in_flight is not None and not self._running:
+                assert self._loop is not None
+                answered = self._loop.create_future()
+                self._waiting.append(answered)
+                await answered
+                continue
             if self._running:
                 task = self._task
                 assert task is not None
@@ -344,7 +416,7 @@ class AckCollector:
     @property
     def under_way(self) -> bool:
         """There are outcomes that the broker does not have yet."""
-        return bool(self._unsent or self._pending or self._inbox or self._running)
+        return bool(self._unsent or self._pending or self._inbox or self._in_flight is not None or self._running)
 
     @property
     def _running(self) -> bool:
@@ -364,6 +436,9 @@ class AckCollector:
             assert self._task is not None
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
         await self._save()
         if self._writing is not None:
             await self._writing

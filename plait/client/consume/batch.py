@@ -58,6 +58,11 @@ class Batch(Sequence[Message]):
 
     async def ack(self) -> None:
         """Ack all messages that are not nacked; returns when the broker has stored the acks."""
+        if len(self._pieces) == 1:
+            delivered, start, stop = self._pieces[0]
+            if delivered.collector is not None:
+                await delivered.collector.ack(delivered, slice(start, stop))
+            return
         self._ack_soon()
         await flush_pieces(self._pieces)
 

@@ -352,7 +352,7 @@ class Consumer:
             client.pull()
 
     def _relieve_soon(self) -> None:
-        if self._prefetch.starved and not self._relieving:
+        if not self._relieving:
             assert self._loop is not None
             self._relieving = True
             self._loop.call_soon(self._relieve)
@@ -500,10 +500,8 @@ class Feeding:
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
-
-    @property
-    def pulling(self) -> bool:
-        return not (self._consumer._stopping or self._consumer._suspended)
+        self.buffer = consumer._buffer
+        self.prefetch = consumer._prefetch
 
     @property
     def several(self) -> bool:
@@ -514,13 +512,10 @@ class Feeding:
         return self._consumer._suspended
 
     def wanted(self, client: PullClient, *, patient: bool) -> int:
-        return self._consumer._wanted(client, patient=patient)
-
-    def large(self) -> bool:
-        return self._consumer._prefetch.large
-
-    def arrived(self, delivered: DeliveredFrame) -> None:
-        self._consumer._buffer.append(delivered)
+        consumer = self._consumer
+        if consumer._stopping or consumer._suspended:
+            return 0
+        return consumer._wanted(client, patient=patient)
 
     def take_back(self, client: PullClient, lps: LpSet | None = None) -> list[Piece]:
         return self._consumer._take_back(client, lps)
@@ -546,7 +541,8 @@ class Feeding:
             consumer._leave_retired()
         consumer._prefetch.report(client)
         client.pull()
-        consumer._relieve_soon()
+        if consumer._prefetch.starved:
+            consumer._relieve_soon()
 
     def failed(self, error: PlaitError) -> None:
         self._consumer._fail(error)

@@ -39,6 +39,9 @@ NEVER = np.iinfo(np.int64).max
 class OutcomeCollector(Protocol):
     """Collects the outcomes of frames: an ``AckCollector``."""
 
+    async def ack(self, delivered: DeliveredFrame, rows: slice) -> None:
+        """Ack rows of a frame, and wait until the broker has every outcome reported so far."""
+
     def collect_soon(self, delivered: DeliveredFrame) -> None:
         """The frame has outcomes to collect."""
 

@@ -22,6 +22,9 @@ class PendingOutcomes(Protocol):
     def __bool__(self) -> bool:
         """There are pending outcomes."""
 
+    def only_acks(self, ranges_max: int) -> bool:
+        """All outcomes are acks, in at most ``ranges_max`` ranges."""
+
     def clear(self) -> None:
         """Discard all outcomes."""
 
@@ -70,13 +73,16 @@ class SharedPending:
     def __bool__(self) -> bool:
         return bool(self._acks or self._nacks)
 
+    def only_acks(self, ranges_max: int) -> bool:
+        return not self._nacks and len(self._acks) <= ranges_max
+
     def clear(self) -> None:
         self._acks, self._nacks = [], {}
 
     def take(self) -> SharedPending:
         taken = SharedPending()
-        taken._acks, taken._nacks = merged(self._acks), self._nacks
-        self.clear()
+        taken._acks, self._acks = merged(self._acks), []
+        taken._nacks, self._nacks = self._nacks, {}
         return taken
 
     def give_back(self, unsent: SharedPending) -> None:

@@ -45,6 +45,8 @@ class Prefetch(Generic[P]):
         self._spans = spans
         #: Rows to prefetch, over all partitions.
         self.ahead = limits.prefetch_count
+        #: Large fetches have raised ``ahead`` above the configured limit.
+        self.large = False
         #: Each partition's rows beyond its own share, and its bytes, as last reported.
         self._used: dict[P, tuple[int, int]] = {}
         #: The sums of both over all partitions.
@@ -54,20 +56,16 @@ class Prefetch(Generic[P]):
         self._own = 0
         self._size = 0
         #: Starved partitions, longest wait first.
-        self._starved: dict[P, None] = {}
+        self.starved: dict[P, None] = {}
         #: Partitions that could pull a few rows, and wait until they can pull half of their share.
         self._patient: dict[P, None] = {}
-
-    @property
-    def large(self) -> bool:
-        """Large fetches have raised ``ahead`` above the configured limit."""
-        return self.ahead > self._limits.prefetch_count
 
     def enlarge(self, ahead: int) -> bool:
         """Prefetch at least ``ahead`` rows; returns True if that is more than before."""
         if ahead <= self.ahead:
             return False
         self.ahead, self._own = ahead, 0
+        self.large = ahead > self._limits.prefetch_count
         return True
 
     def add(self, puller: P) -> None:
@@ -78,7 +76,7 @@ class Prefetch(Generic[P]):
     def remove(self, puller: P) -> None:
         """Remove a partition."""
         del self._used[puller]
-        self._starved.pop(puller, None)
+        self.starved.pop(puller, None)
         self._patient.pop(puller, None)
         self._own = 0
 
@@ -132,17 +130,17 @@ class Prefetch(Generic[P]):
         return wanted
 
     def _share(self, puller: P, held: int, count: int, *, patient: bool) -> int:
-        self._starved.pop(puller, None)
+        self.starved.pop(puller, None)
         self._patient.pop(puller, None)
         if puller.open_bytes >= self._size and not self._bytes_left:
-            self._starved[puller] = None
+            self.starved[puller] = None
             return 0
         room = self._own - held
         if puller.more:
             over = max(held - self._own, 0)
             room += max(self._rows_left + over, 0)
             if room <= 0:
-                self._starved[puller] = None
+                self.starved[puller] = None
         if patient and held and 0 < 2 * room < self._own:
             self._patient[puller] = None
             return 0
@@ -159,20 +157,15 @@ class Prefetch(Generic[P]):
 
     def relieved(self) -> P | None:
         """Remove and return a starved partition that may have room now; None: there is none."""
-        if self._starved and self._rows_left > 0 and self._bytes_left:
-            puller = next(iter(self._starved))
-            del self._starved[puller]
+        if self.starved and self._rows_left > 0 and self._bytes_left:
+            puller = next(iter(self.starved))
+            del self.starved[puller]
             return puller
         return None
 
     def patient(self) -> list[P]:
         """Partitions that could pull a few rows and wait for more room."""
         return list(self._patient)
-
-    @property
-    def starved(self) -> bool:
-        """Some partition is starved."""
-        return bool(self._starved)
 
     def _whole(self, wanted: int, count: int) -> int:
         """Raise a large pull to at least half a share: its bytes limit it, not a count that ends inside a frame."""

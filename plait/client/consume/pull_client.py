@@ -17,9 +17,11 @@ from plait import tasks
 from plait.client.consume.ack_collector import AckCollector, Piece
 from plait.client.consume.ack_requests import split_nack
 from plait.client.consume.ack_spool import AckSpool
+from plait.client.consume.buffer import BufferedRows
 from plait.client.consume.delivered import DeliveredFrame
 from plait.client.consume.failure import UNBEGUN, EpochRange, FailureOutcome
 from plait.client.consume.pending_outcomes import merged
+from plait.client.consume.prefetch import Prefetch
 from plait.client.net.node import Node
 from plait.client.types import PartitionName
 from plait.errors import FrameError, GroupBusy, PlaitError, StaleRoute, StaleSession, Unavailable
@@ -65,8 +67,12 @@ class Feed(Protocol):
     """The interface of a consumer to its pull clients."""
 
     @property
-    def pulling(self) -> bool:
-        """The consumer pulls rows: it is neither stopping nor suspended."""
+    def buffer(self) -> BufferedRows:
+        """The rows that were delivered and not yet handed to the user."""
+
+    @property
+    def prefetch(self) -> Prefetch[PullClient]:
+        """The limits of the consumer."""
 
     @property
     def several(self) -> bool:
@@ -78,12 +84,6 @@ class Feed(Protocol):
 
     def wanted(self, client: PullClient, *, patient: bool) -> int:
         """The number of rows that the next pull requests; 0: do not pull. ``patient``: 0 rather than a few rows."""
-
-    def large(self) -> bool:
-        """The pulls are for large fetches."""
-
-    def arrived(self, delivered: DeliveredFrame) -> None:
-        """A frame was delivered."""
 
     def take_back(self, client: PullClient, lps: LpSet | None = None) -> list[Piece]:
         """Remove and return the partition's rows (of ``lps``; None: all) that no handler has begun."""
@@ -374,12 +374,12 @@ class PullClient:
     def pull(self, *, patient: bool = True) -> None:
         """Pull as many rows as there is room for. If that is only a few, ``patient`` waits for more room."""
         link = self._link
-        if not self.attached or self.retiring or link is None or link.closed or not self._feed.pulling:
+        if not self.attached or self.retiring or link is None or link.closed:
             return
         # While the broker has more rows, it reads the next ones during the transfer of these.
         while self.pulls < (PULLS_MAX if self.more else 1) and (count := self._feed.wanted(self, patient=patient)) > 0:
             size = self._limits.pull_bytes
-            if self._feed.large():
+            if self._feed.prefetch.large:
                 # Bytes limit a large pull, not a count that ends inside a frame.
                 size *= LARGE_PULL
             self.pulls += 1
@@ -389,7 +389,8 @@ class PullClient:
                 m.PullRequest(self._session, count, size, self._limits.pull_wait_seconds),
                 functools.partial(self._pulled, self._session, count, self._pull_number),
             )
-        self._feed.pulled()
+        if self._feed.prefetch.starved:
+            self._feed.pulled()
 
     def _pulled(
         self, session: int, count: int, number: int, answer: Any, payload: memoryview, error: PlaitError | None
@@ -431,7 +432,7 @@ class PullClient:
             delivered = self._kind(frame, self._terms.subject, self.partition, collector, attempts)
             if collector is not None:
                 self._opened(delivered)
-            self._feed.arrived(delivered)
+            self._feed.buffer.append(delivered)
 
     def _opened(self, delivered: DeliveredFrame) -> None:
         """Track a frame: its rows are held until they have outcomes."""

@@ -242,7 +242,7 @@ class Node:
         up, self._up = self._up, None
         if up is not None and not up.done():
             up.set_result(link)
-        self._send_heartbeat(link, link.received, loop)
+        self._send_heartbeat(link, link.received_bytes, loop)
         if not link.closed:
             await lost
         if self._heartbeat is not None:
@@ -256,7 +256,7 @@ class Node:
         if link.closed or self.closed is not None:
             return
         now = loop.time()
-        if link.received != received:
+        if link.received_bytes != received:
             self.last_contact = now
         elif now - self.last_contact > self._lost_seconds(link):
             link.abort()
@@ -271,7 +271,7 @@ class Node:
                 self.last_contact = loop.time()
             self._send_heartbeat(link, link_received, loop)
 
-        link_received = link.received
+        link_received = link.received_bytes
         self._heartbeat = loop.call_at(due, again)
 
     @staticmethod

@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from plait.client.send.encoding import encode_body, encode_headers, encode_key, encode_tags
 from plait.client.types import PendingBatch, ScheduledBatch
-from plait.frame.builder import ONE_ROW_SIZE_MAX, FrameParts, build_frame, build_one
+from plait.frame.builder import ONE_ROW_SIZE_MAX, SMALL_COUNT, FrameParts, build_frame, build_one
 
 #: Bytes that a row costs in addition to its data, approximately.
 ROW_SIZE = 16
@@ -113,7 +113,8 @@ class OpenRows:
             previous=previous,
             send_time=send_time,
             deliver_at=None if dues is None else _one_or_all(dues),
-            keys=None if keys is None else pa.array(keys, pa.string()),
+            # Arrow converts many keys faster, and few more slowly.
+            keys=pa.array(keys, pa.string()) if keys is not None and count > SMALL_COUNT else keys,
             key_hashes=None if keys is None else hash_keys(keys, count),
             tags=self.tags,
             headers=self.headers,

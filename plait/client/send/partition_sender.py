@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from plait import tasks
@@ -229,7 +230,7 @@ class PartitionSender:
         assert self._partition is not None
         link.call(
             m.SendRequest(self._partition),
-            lambda answer, _, error: self._answered(link, frame, answer, error),
+            partial(self._answered, link, frame),
             frame.parts.parts,
             frame.parts.size,
         )
@@ -354,7 +355,7 @@ class PartitionSender:
 
     # --- replies --------------------------------------------------------------------------------
 
-    def _answered(self, link: Link, frame: SentFrame, answer: Any, error: PlaitError | None) -> None:
+    def _answered(self, link: Link, frame: SentFrame, answer: Any, _: memoryview, error: PlaitError | None) -> None:
         if link is not self._link or not frame.under_way:
             return
         frame.under_way = False
@@ -394,7 +395,8 @@ class PartitionSender:
             if isinstance(error, ProducerConflict) and frame.parts.producer == self.producer.id:
                 # Another process uses this producer id: unsent frames get a new one.
                 self.producer.renew()
-        self._after_answer()
+        if self.draining or self._under_way < len(self._frames):
+            self._after_answer()
 
     def _after_answer(self) -> None:
         if self.draining and self.resolved:

@@ -15,13 +15,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from plait.frame.builder import FrameParts, build_frame
+from plait.frame.builder import FrameParts, build_bodies
 from plait.frame.columns import Column
 from plait.frame.header import pack_stamp
-from plait.frame.validation import SMALL_COUNT
-from plait.frame.view import FrameView, wrap_binary
+from plait.frame.view import FrameView
 from plait.model.retry_policy import Retry
 from plait.storage.logs.header_rows import HeaderRows, header_rows
 
@@ -139,9 +137,8 @@ class ActionBuffer:
         self._events: list[bytes] = []
         self._definitions: list[bytes] = []
         self._frames: list[FrameParts] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._events or self._definitions or self._frames)
+        #: The number of events, definitions and frames in the buffer.
+        self.count = 0
 
     @property
     def size_bound(self) -> int:
@@ -149,7 +146,9 @@ class ActionBuffer:
         definitions, events = len(self._definitions), len(self._events)
         frames = 2 + definitions // DEFINITIONS_MAX + events // EVENTS_MAX
         size = 256 * frames + sum(map(len, self._definitions)) + 8 * definitions + (EVENT_SIZE + 4) * events
-        return size + sum(frame.size for frame in self._frames)
+        for frame in self._frames:
+            size += frame.size
+        return size
 
     def event(
         self,
@@ -164,9 +163,11 @@ class ActionBuffer:
         flags: int = 0,
     ) -> None:
         self._events.append(_EVENT.pack(action, flags, min(attempt, 0xFFFF), group, consumer, epoch, start, end, time))
+        self.count += 1
 
     def define(self, definition: Definition) -> None:
         self._definitions.append(_encoder.encode(definition))
+        self.count += 1
 
     def build_frames(self, index: int, ends: tuple[int, int], epoch: int, time: int) -> int:
         """Put the buffered definitions, then the events, into frames numbered from ``index``. Returns their number.
@@ -174,25 +175,26 @@ class ActionBuffer:
         ``ends``: the offsets in the message log and in the retained log up to which the events depend on these logs.
         """
         message_end, retained_end = ends
-        stamp = (message_end, epoch, time)
-        definitions, self._definitions = self._definitions, []
-        events, self._events = self._events, []
-        frames = _frames(definitions, DEFINITIONS, DEFINITIONS_MAX, index, stamp)
-        frames += _frames(events, EVENTS, EVENTS_MAX, index + len(frames), stamp, retained_end=retained_end)
-        self._frames += frames
-        return len(frames)
+        first = index
+        for kind, rows, rows_max in (
+            (DEFINITIONS, self._definitions, DEFINITIONS_MAX),
+            (EVENTS, self._events, EVENTS_MAX),
+        ):
+            producer = retained_end if kind == EVENTS else 0
+            for start in range(0, len(rows), rows_max):
+                stamp = pack_stamp(kind, index, time, message_end, epoch)
+                part = rows[start : start + rows_max]
+                self._frames.append(build_bodies(part, producer=producer, first=index, stamp=stamp))
+                index += 1
+        self._definitions, self._events = [], []
+        self.count = len(self._frames)
+        return index - first
 
     def drain(self) -> list[FrameParts]:
         """Remove the frames from the buffer and return them."""
         frames, self._frames = self._frames, []
+        self.count = len(self._definitions) + len(self._events)
         return frames
-
-
-def _column(rows: list[bytes]) -> list[bytes] | pa.BinaryArray:
-    """The bodies of a frame. Many rows become an Arrow array here: for a list Arrow imports pandas, which is slow."""
-    if len(rows) <= SMALL_COUNT:
-        return rows
-    return wrap_binary(np.cumsum([0, *map(len, rows)], dtype=np.int32), memoryview(b"".join(rows)))
 
 
 def presumed_retained(frame: FrameView) -> int:
@@ -203,24 +205,6 @@ def presumed_retained(frame: FrameView) -> int:
 def encode_definitions(definitions: list[Definition]) -> list[HeaderRows]:
     """Definitions for the header of a new segment (``Log.on_segment``). Header frames are numbered like all others."""
     return header_rows([_encoder.encode(definition) for definition in definitions], DEFINITIONS_MAX)
-
-
-def _frames(
-    rows: list[bytes],
-    kind: int,
-    rows_max: int,
-    index: int,
-    stamp: tuple[int, int, int],
-    retained_end: int = 0,
-) -> list[FrameParts]:
-    message_end, epoch, time = stamp
-    frames = []
-    for start in range(0, len(rows), rows_max):
-        frame = build_frame(_column(rows[start : start + rows_max]), producer=retained_end, first=index)
-        frame.stamp_with(pack_stamp(kind, index, time, message_end, epoch))
-        frames.append(frame)
-        index += 1
-    return frames
 
 
 def read_events(frame: FrameView) -> npt.NDArray[Any]:

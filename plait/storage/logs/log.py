@@ -45,7 +45,7 @@ def segment_name(base: int) -> str:
 class Segment:
     """One file of the log: [base, end) in log offsets. ``size`` is the length of the file, including unused space."""
 
-    __slots__ = ("_view", "allocated", "base", "end", "file", "header_end", "size", "synced", "written", "zeroed")
+    __slots__ = ("allocated", "base", "end", "file", "header_end", "mapped", "size", "synced", "written", "zeroed")
 
     def __init__(self, base: int, file: File) -> None:
         self.base = base
@@ -60,22 +60,23 @@ class Segment:
         self.allocated = base
         #: The log offset of the end of the segment header.
         self.header_end = base
-        self._view: memoryview | None = None
+        #: The map of the file, once it was read.
+        self.mapped: memoryview | None = None
 
     @property
     def view(self) -> memoryview:
         """The whole file, read-only; it also shows later writes."""
-        if self._view is None:
-            self._view = self.file.view()
-        return self._view
+        if self.mapped is None:
+            self.mapped = self.file.view()
+        return self.mapped
 
     def unmap(self) -> None:
         """Drop the map; the next access makes it again."""
-        self._view = None
+        self.mapped = None
         self.file.unmap()
 
     def close(self) -> None:
-        self._view = None
+        self.mapped = None
         self.file.close()
 
 
@@ -120,7 +121,8 @@ class Log:
         self.lacking = 0
         self.segments: list[Segment] = []
         self._bases: list[int] = []
-        self._pending: list[Buffer] = []
+        #: The buffers of frames that are appended and not written.
+        self.pending: list[Buffer] = []
         self._pending_at = 0
         self._spare: tuple[int, File] | None = None
         #: The size of the last segment header.
@@ -135,6 +137,8 @@ class Log:
         self.mark = read_mark(disk, directory)
         #: Everything from this offset on was appended since the log was opened.
         self.resumed_at = 0
+        #: The first offset of the first segment; ``end`` if there is none.
+        self.start = 0
         self.end = 0
         self.written = 0
         self.durable = 0
@@ -155,11 +159,7 @@ class Log:
     def _add(self, segment: Segment) -> None:
         self.segments.append(segment)
         self._bases.append(segment.base)
-
-    @property
-    def start(self) -> int:
-        """The first offset of the first segment."""
-        return self._bases[0] if self._bases else self.end
+        self.start = self._bases[0]
 
     @property
     def size(self) -> int:
@@ -179,11 +179,13 @@ class Log:
 
     def view(self, offset: int, size: int) -> memoryview:
         """The bytes [offset, offset + size) of one segment, without copying."""
-        segment = self.segment_at(offset)
+        segment = self.segments[-1] if self.segments else None
+        if segment is None or not segment.base <= offset < segment.end:
+            segment = self.segment_at(offset)
         start = offset - segment.base
         if start + size > segment.size:
             raise DamageError(f"{self.directory}: {size} bytes at offset {offset} exceed the end of their segment")
-        return segment.view[start : start + size]
+        return (segment.mapped or segment.view)[start : start + size]
 
     def forget(self, start: int, end: int) -> None:
         """Drop the durable bytes of [start, end), in one segment, from the page cache: they will not be read soon.
@@ -221,6 +223,7 @@ class Log:
             segment.unmap()
         self._disk.sync_directory(self.directory)
         self.end = self.written = self.durable = self._pending_at = self.resumed_at = end
+        self.start = self._bases[0] if self._bases else end
         self.note_durable()
 
     def _write_again(self, segment: Segment, start: int) -> None:
@@ -319,7 +322,7 @@ class Log:
         self._add(segment)
         self.end = self.written = self._pending_at = base
         for frame in header:
-            self._pending.extend(frame.parts)
+            self.pending.extend(frame.parts)
             self.end += frame.size
         segment.header_end = self.end
 
@@ -357,23 +360,25 @@ class Log:
 
     def append(self, parts: Sequence[Buffer], size: int) -> int:
         """Append the buffers of a frame. Returns its offset. Nothing reaches the disk before ``write``."""
-        offset = self.place_for(size, own=True)
-        self._pending.extend(parts)
+        offset = self.end
+        if not self.segments or self.segments[-1].base > offset or offset + size > self.segments[-1].allocated:
+            offset = self.place_for(size, own=True)
+        self.pending.extend(parts)
         self.end = offset + size
         return offset
 
     def write(self) -> None:
         """Write everything appended: it survives the process from now on. After an OSError the log must not be used."""
-        if not self._pending:
+        if not self.pending:
             return
         segment = self.segments[-1]
-        ahead = self._zeros_ahead(segment)
-        zeros = [_ZEROS[: ahead - done] for done in range(0, ahead, len(_ZEROS))]
-        segment.file.write([*self._pending, *zeros] if zeros else self._pending, self._pending_at - segment.base)
+        ahead = self._zeros_ahead(segment) if self._zero_ahead else 0
         if ahead:
+            self.pending += [_ZEROS[: ahead - done] for done in range(0, ahead, len(_ZEROS))]
             segment.zeroed = self.end + ahead
+        segment.file.write(self.pending, self._pending_at - segment.base)
         segment.written = self.end
-        self._pending = []
+        self.pending = []
         self._pending_at = self.written = self.end
 
     def _zeros_ahead(self, segment: Segment) -> int:
@@ -435,6 +440,7 @@ class Log:
             self._bases.pop(0)
             self.segments.pop(0).close()
             self._disk.remove(f"{self.directory}/{segment_name(base)}")
+        self.start = self._bases[0]
         self._disk.sync_directory(self.directory)
         self._write_mark(mark, sync=True)
         return removed

@@ -96,42 +96,43 @@ def is_header(frame: FrameView) -> bool:
 class RetainedRows:
     """The retained messages of a group: sequence → offset in the retained log."""
 
-    __slots__ = ("_offsets", "_untidy")
+    __slots__ = ("_untidy", "offsets")
 
     def __init__(self) -> None:
-        self._offsets: dict[int, int] = {}
+        #: Sequence → offset in the retained log.
+        self.offsets: dict[int, int] = {}
         #: Some of the sequences may be settled.
         self._untidy = False
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self.offsets)
 
     def add(self, sequences: npt.NDArray[np.int64], offset: int) -> None:
         """Record that these sequences are in the frame at ``offset``; earlier copies are forgotten."""
-        self._offsets.update(dict.fromkeys(sequences.tolist(), offset))
+        self.offsets.update(dict.fromkeys(sequences.tolist(), offset))
 
     def offset(self, sequence: int) -> int | None:
-        return self._offsets.get(sequence)
+        return self.offsets.get(sequence)
 
     def frame(self, log: Log, sequence: int) -> FrameView | None:
         """The frame with a message; None if it is not retained, or its frame is unreadable."""
-        offset = self._offsets.get(sequence)
+        offset = self.offsets.get(sequence)
         if offset is None:
             return None
         return frame_at(log, offset)
 
     def places(self, sequences: Sequence[int]) -> npt.NDArray[np.int64]:
         """The offset of each sequence; -1 if it is not retained."""
-        return np.fromiter(map(self._offsets.get, sequences, repeat(-1)), np.int64, len(sequences))
+        return np.fromiter(map(self.offsets.get, sequences, repeat(-1)), np.int64, len(sequences))
 
     def within(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """The retained sequences in [start, end), ascending."""
-        sequences = np.fromiter(self._offsets, np.int64, len(self._offsets))
+        sequences = np.fromiter(self.offsets, np.int64, len(self.offsets))
         return np.sort(sequences[(sequences >= start) & (sequences < end)])
 
     def elsewhere_after(self, start: int, end: int) -> int:
         """The first retained sequence in [start, end) that is in another frame than ``start``; ``end`` if none is."""
-        if not self._offsets:
+        if not self.offsets:
             return end
         places = self.places(range(start, end))
         others = np.flatnonzero((places >= 0) & (places != places[0]))
@@ -143,17 +144,17 @@ class RetainedRows:
 
     def tidy(self, needed: npt.NDArray[np.int64]) -> None:
         """Forget all sequences outside ``needed``: [start, end) pairs, ascending and disjoint."""
-        if not self._untidy or not self._offsets:
+        if not self._untidy or not self.offsets:
             return
         self._untidy = False
         sequences, offsets = self._arrays()
         wanted = _within(sequences, needed)
-        self._offsets = dict(zip(sequences[wanted].tolist(), offsets[wanted].tolist(), strict=True))
+        self.offsets = dict(zip(sequences[wanted].tolist(), offsets[wanted].tolist(), strict=True))
 
     @property
     def first_offset(self) -> int | None:
         """The retained log is needed from this offset; None if nothing is retained."""
-        return min(self._offsets.values(), default=None)
+        return min(self.offsets.values(), default=None)
 
     def by_offset(self, needed: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """(offset, sequences) of each frame with rows in ``needed`` (as for ``tidy``), in log order."""
@@ -166,8 +167,8 @@ class RetainedRows:
         return ((int(offsets[start]), sequences[start:end]) for start, end in pairwise(edges))
 
     def _arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        count = len(self._offsets)
-        return np.fromiter(self._offsets, np.int64, count), np.fromiter(self._offsets.values(), np.int64, count)
+        count = len(self.offsets)
+        return np.fromiter(self.offsets, np.int64, count), np.fromiter(self.offsets.values(), np.int64, count)
 
     def dump(self) -> bytes:
         """The state for a checkpoint."""
@@ -178,7 +179,7 @@ class RetainedRows:
         """Restore the state from a checkpoint."""
         rows = cls()
         numbers = np.frombuffer(data, "<i8").reshape(2, -1).tolist()
-        rows._offsets = dict(zip(*numbers, strict=True))
+        rows.offsets = dict(zip(*numbers, strict=True))
         # Some may have been settled since the last ``tidy``.
         rows._untidy = True
         return rows

@@ -80,6 +80,9 @@ class OrderedPending:
     def __bool__(self) -> bool:
         return bool(self._acks or self._nacks)
 
+    def only_acks(self, ranges_max: int) -> bool:
+        return not self._nacks and sum(map(len, self._acks.values())) <= ranges_max
+
     def clear(self) -> None:
         self._acks, self._nacks = {}, {}
 

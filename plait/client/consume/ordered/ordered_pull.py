@@ -278,7 +278,7 @@ class OrderedPullClient(PullClient):
             back = self._not_ours(delivered, number)
             if back.any():
                 delivered.states[back] = BROKEN
-            self._feed.arrived(delivered)
+            self._feed.buffer.append(delivered)
             if back.any():
                 self._give_up({delivered: back})
 
