@@ -44,7 +44,7 @@ def virtual_clock(addresses: Iterable[str]) -> Clock | None:
 class SystemClock:
     """The machine's clocks. CLOCK_BOOTTIME, where available, makes leases expire while the machine is suspended."""
 
-    #: Not a function in Python: it is called several times for each request.
+    #: A C callable instead of a Python method: each request calls it several times.
     monotonic = staticmethod(partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)))
 
     def now(self) -> int:

@@ -30,7 +30,7 @@ _NEW: Final = FrameVerdict.NEW
 
 
 class Submission:
-    """A received frame that is not yet commit."""
+    """A received frame that is not yet appended."""
 
     __slots__ = ("frame", "reply")
 

@@ -347,6 +347,9 @@ class Broker:
                 self._make_visible(commit)
             self._dirty = False
             self._write_actions(now)
+            if self.stages.ready or self._pending:
+                # Publishing continues with the next commit. Requests for it during this one had no effect.
+                self._mark()
         except OSError as error:
             self.storage_failed(error)
             return

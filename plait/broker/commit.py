@@ -27,8 +27,9 @@ class Commit:
         self.replies: list[tuple[SendCallback, int | None, PlaitError | None]] = []
         #: (schedule partition, frame, its log offset, number of its first row) of delayed rows.
         self.delayed: list[tuple[Partition, FrameView, int, int]] = []
-        #: Callbacks of all other requests: called when the commit counts, or when it is durable.
+        #: Callbacks of all other requests: called when the commit counts.
         self.answers: list[Callable[[], None]] = []
+        #: Callbacks that are called when the commit is durable.
         self.durable_answers: list[Callable[[], None]] = []
         #: The written end of each log.
         self.ends: list[int] = []

@@ -73,7 +73,7 @@ def send(
 
 
 class Receiver:
-    """The reading side of one connection; its protocol inherits from it. After ``failure`` it must not be used."""
+    """The reading side of a connection: ``Link`` and ``Connection`` inherit from it. Not used after ``failure``."""
 
     def __init__(self, shared: memoryview, growth_first: int | None = None) -> None:
         self._shared = shared
@@ -138,7 +138,7 @@ class Receiver:
         return packets
 
     def end_packet(self) -> None:
-        """Free the memory of an incomplete packet. The connection must be closed: its next bytes are no packet."""
+        """Free the memory of an incomplete packet. The caller closes the connection: the rest of it may follow."""
         self._own, self._rest = None, b""
         self.partial_size = 0
 

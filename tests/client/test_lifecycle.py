@@ -82,8 +82,9 @@ async def test_a_flush_interrupted_by_a_close_raises_closed(timed_broker: Embedd
         flushing = asyncio.ensure_future(consumer.flush())
         await until(lambda: consumer._clients[0].collector._in_flight)
         await consumer.close()
+        # At once, and not when the link is given up.
         with pytest.raises(plait.Closed, match=r"the consumer .*is closed"):
-            await flushing
+            await asyncio.wait_for(flushing, 2.0)
         link.abort()
 
 

@@ -304,6 +304,21 @@ def test_segments_before_an_offset_are_removed_except_the_active_one():
         log.view(0, 8)
 
 
+def test_the_start_follows_a_removal_that_failed(monkeypatch: pytest.MonkeyPatch):
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    append(log, *some_bodies(9, 1000))
+    log.sync()
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EIO, "refused")
+
+    monkeypatch.setattr(disk, "remove", refuse)
+    with pytest.raises(OSError, match="refused"):
+        log.remove_before(1 << 40)
+    assert log.start == log.segments[0].base == SEGMENT_SIZE
+
+
 def test_the_next_segment_is_made_in_advance_once_the_active_one_is_half_full():
     disk = SimulatedDisk()
     log = open_log(disk)

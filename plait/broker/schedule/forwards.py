@@ -1,7 +1,7 @@
 """Forwards due rows to the partition that their LP has moved to (R20, R25).
 
 A row that becomes due after its LP has moved must not enter the partition that scheduled it: consumers do not read
-behind the fence. It is commit to a *forward partition* instead, one for each target partition, in a frame that
+behind the fence. It is appended to a *forward partition* instead, one for each target partition, in a frame that
 settles its number in the schedule; this is one write, so a crash cannot separate the two. From there the server sends
 the frames, unchanged and in order, to the partition that the route leads to. The header of a frame has the producer of
 the forward partition and numbers its rows, so the other broker stores each frame once, however often it is sent.
@@ -160,7 +160,7 @@ class Forwards:
     def split(
         self, target: Partition, hashes: npt.NDArray[np.uint64] | None, numbers: npt.NDArray[np.int64]
     ) -> list[tuple[Partition, npt.NDArray[np.int64]]] | None:
-        """Split rows with these key hashes by the partition that they are commit to: (partition, row indices).
+        """Split rows with these key hashes by the partition that they are appended to: (partition, row indices).
 
         Returns None when some rows must follow the route and it is not known.
         """

@@ -1,8 +1,8 @@
 """The schedule: messages with a due time.
 
-A delayed row is commit to the *schedule partition* of its subject in the message log, and then its receipt is sent;
+A delayed row is appended to the *schedule partition* of its subject in the message log, and then its receipt is sent;
 the number of the row is its sequence there. A checkpoint moves the rows that still wait to buckets
-(``storage.schedule``). A due row is commit to the subject's own partition, in a frame that names the numbers that it
+(``storage.schedule``). A due row is appended to the subject's own partition, in a frame that names the numbers that it
 settles: delivery and its record are one write, so a crash cannot make a row be delivered twice or not at all.
 """
 

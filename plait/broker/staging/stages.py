@@ -91,8 +91,8 @@ class Stages:
         self._waiters: list[_Waiter] = []
         #: Ranges of the frames that were copied since the queue was last empty.
         self._copied = CopiedRanges()
-        #: The end of the message log after each turn that is not durable yet. No request waits for this sync, so its
-        #: age does not count for flow control.
+        #: The end of the message log after each turn that is not durable yet. No request waits for their sync, so
+        #: its age does not count for flow control.
         self.unsynced: deque[int] = deque()
         #: The next commit continues publishing.
         self.ready = False

@@ -1,8 +1,9 @@
 """Collects the outcomes of delivered rows and sends them to the broker as acks and nacks.
 
-Outcomes reported in one turn of the event loop are sent together as ranges, one request at a time, so that acking each
-message by itself is cheap. Outcomes that cannot be sent because the connection is lost are sent after the next attach.
-The first outcome of a message counts: an ack after a nack, or a nack after an ack, has no effect.
+One request is in flight at a time. Outcomes reported in one turn of the event loop, and those reported while a request
+is in flight, are sent together as ranges, so that acking each message by itself is cheap. Outcomes that cannot be sent
+because the connection is lost are sent after the next attach. The first outcome of a message counts: an ack after a
+nack, or a nack after an ack, has no effect.
 """
 
 from __future__ import annotations
@@ -233,13 +234,18 @@ class AckCollector:
         if self._closed or self._loop is None or self._in_flight is not None or self._running:
             # The task, or the answer to the request in flight, sends the rest.
             return
-        if not self._send_acks():
+        try:
+            sent = self._send_acks()
+        except Exception as error:  # noqa: BLE001 (the listener gets it, as an error of the task)
+            self._defect(error)
+            return
+        if not sent:
             self._task = tasks.start(self._send_all(), "plait-acks", failed=self._defect)
 
     def _send_acks(self) -> bool:
-        """Send the pending outcomes without a task, as one request. False: that is not possible.
+        """Send the pending outcomes as one request, without a task.
 
-        It is possible without a spool, if all of them are acks and fit into one request.
+        Returns False if there is a spool, if some outcomes are not acks, or if they do not fit into one request.
         """
         if self._spool is not None:
             return False
@@ -260,14 +266,19 @@ class AckCollector:
     def _acked(self, sending: PendingOutcomes, session: int, _: Any, __: memoryview, error: PlaitError | None) -> None:
         """The answer to an ack of ``_send_acks``."""
         self._in_flight = None
-        if error is None:
-            self._listener.outcomes_stored()
-            if (self._unsent or self._pending) and not self._scheduled:
-                self._start()
-        else:
-            self._put_back(sending, session)
-            if not self._closed:
-                self._task = tasks.start(self._resend(error, session), "plait-acks", failed=self._defect)
+        try:
+            if error is None:
+                self._listener.outcomes_stored()
+                if (self._unsent or self._pending) and not self._scheduled:
+                    self._start()
+            else:
+                self._put_back(sending, session)
+                if not self._closed:
+                    self._task = tasks.start(self._resend(error, session), "plait-acks", failed=self._defect)
+        finally:
+            self._wake_waiting()
+
+    def _wake_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
@@ -315,7 +326,7 @@ class AckCollector:
                 self._listener.outcomes_stored()
             except BaseException as error:
                 self._in_flight = None
-                # Also when ``close`` stops waiting for a reply.
+                # Put back also when ``close`` stops waiting for a reply.
                 self._put_back(sending, session)
                 if not isinstance(error, PlaitError):
                     # The loop may be ending, so the spool is written here and not in a thread.
@@ -374,7 +385,8 @@ class AckCollector:
             if self._unsent:
                 self._start()
             if self._in_flight is not None and not self._running:
-                assert self._loop is not None
+                if self._closed or self._loop is None:
+                    raise _closed()
                 answered = self._loop.create_future()
                 self._waiting.append(answered)
                 await answered
@@ -436,9 +448,7 @@ class AckCollector:
             assert self._task is not None
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
+        self._wake_waiting()
         await self._save()
         if self._writing is not None:
             await self._writing

@@ -113,7 +113,7 @@ class OpenRows:
             previous=previous,
             send_time=send_time,
             deliver_at=None if dues is None else _one_or_all(dues),
-            # Arrow converts many keys faster, and few more slowly.
+            # Arrow converts many keys faster than Python does, and a few more slowly.
             keys=pa.array(keys, pa.string()) if keys is not None and count > SMALL_COUNT else keys,
             key_hashes=None if keys is None else hash_keys(keys, count),
             tags=self.tags,

@@ -438,9 +438,9 @@ class Log:
         removed = [segment.base for segment in self.segments[:count]]
         for base in removed:
             self._bases.pop(0)
+            self.start = self._bases[0]
             self.segments.pop(0).close()
             self._disk.remove(f"{self.directory}/{segment_name(base)}")
-        self.start = self._bases[0]
         self._disk.sync_directory(self.directory)
         self._write_mark(mark, sync=True)
         return removed
