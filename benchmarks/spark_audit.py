@@ -27,7 +27,8 @@ from plait.frame.builder import FrameParts, build_frame
 from plait.frame.header import pack_stamp
 from plait.frame.view import wrap_binary
 from plait.limits import GIB, MIB
-from plait.storage.catalog import PartitionRow, SubjectSettings, catalog_frame
+from plait.model.settings import SubjectSettings
+from plait.storage.catalog import PartitionRow, catalog_frame
 from plait.storage.disk import RealDisk
 from plait.storage.logs.action_log import Action, ActionBuffer, GroupDefinition
 from plait.storage.logs.log import Log

@@ -120,7 +120,7 @@ class Busy:
 
     def _ack(self, consumer: AttachedConsumer, delivery: Delivery | None) -> None:
         if delivery is not None:
-            ranges = [(start, end, self._broker.epoch) for start, end, _ in delivery.ranges]
+            ranges = [(start, end, self._broker.turn.epoch) for start, end, _ in delivery.ranges]
             self._broker.ack(consumer, ranges, None)
 
 
@@ -169,7 +169,7 @@ async def _phases(server: Server, turns: Turns, busy: Busy, size: Size) -> None:
 
     async def retention(seconds: float) -> None:
         broker.config = msgspec.structs.replace(broker.config, retention_seconds=seconds)
-        for _ in server._housekeeping():
+        for _ in server.broker_host.upkeep.housekeeping_steps():
             await asyncio.sleep(0)
 
     phases: list[tuple[str, Callable[[], Awaitable[None]]]] = [

@@ -146,12 +146,12 @@ if TYPE_CHECKING:
     from plait.client.admin.schedule_admin import ScheduleCount, ScheduledMessage
     from plait.client.app.app import App
     from plait.client.app.outcomes import Reject, RetryLater, Suspend
+    from plait.client.app.outgoing import Outgoing
     from plait.client.client import Client, connect
     from plait.client.consume.batch import ArrowBatch, Batch
     from plait.client.consume.consumer import Consumer
     from plait.client.read.reader import Reader
     from plait.client.send.due_time import DelayLevel
-    from plait.client.send.outgoing import Outgoing
     from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
 else:
     # NumPy and Arrow take most of the time of an import: what needs them is loaded when it is first asked for.
@@ -167,7 +167,7 @@ else:
         "plait.client.admin.dead_letter_admin": "DeadHistory DeadLetter DeadQueue DeadReason",
         "plait.client.send.due_time": "DelayLevel",
         "plait.client.app.outcomes": "Reject RetryLater Suspend",
-        "plait.client.send.outgoing": "Outgoing",
+        "plait.client.app.outgoing": "Outgoing",
         "plait.client.admin.parked_key_admin": "ParkedKey",
         "plait.client.read.reader": "Reader",
         "plait.client.admin.schedule_admin": "ScheduleCount ScheduledMessage",

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-from typing import TYPE_CHECKING
-
 from plait.broker.config import BrokerConfig
-from plait.errors import DiskFull, FlowControl, PlaitError
+from plait.errors import FlowControl
 from plait.limits import ServerLimits
-
-if TYPE_CHECKING:
-    from plait.broker.broker import Broker
 
 SPACE_HELP = "delete subjects, shorten their retention (plait subject set), or add disk space"
 
@@ -45,29 +39,3 @@ def refuse_when_busy(begun: float, oldest: float, now: float, limits: ServerLimi
     # Only the time before the sync began counts here: the duration of the sync itself depends on the disk.
     if begun - oldest > limits.queue_head_seconds:
         raise FlowControl("the send queue is too long; nothing was stored, send again later")
-
-
-def check_space(broker: Broker) -> None:
-    """Compare the free disk space with the watermarks."""
-    free, total = broker.disk.space()
-    broker.low_space = low_space(free, total, broker.config, broker.message_log.lacking)
-    broker.message_log.leave_free = floor_of(total, broker.config)
-
-
-def space(broker: Broker) -> dict[str, int]:
-    """Free and total bytes, for the details of a disk error."""
-    free, total = broker.disk.space()
-    return {"free": free, "total": total}
-
-
-def disk_error(broker: Broker, error: OSError) -> PlaitError:
-    """The error for a failed write. A full disk refuses requests; any other failure stops the server."""
-    if error.errno == errno.ENOSPC:
-        broker.check_space()
-        text = broker.low_space or f"the disk is full; nothing was stored; {SPACE_HELP}"
-        return DiskFull(text, **space(broker))
-    if error.errno not in (errno.EMFILE, errno.ENFILE):
-        broker.storage_failed(error)
-    return broker.failed or FlowControl(
-        "too many open files to create a segment; nothing was stored, raise the limit (ulimit -n) and send again"
-    )

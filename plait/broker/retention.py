@@ -89,7 +89,7 @@ class Retention:
             if cost >= self._step_cost:
                 yield
                 cost = 0
-            if broker.failed is not None:
+            if broker.turn.failed is not None:
                 return []
             if broker.partitions.get(partition.id) is partition:
                 cost += self._visit(partition, now, needed)
@@ -98,7 +98,7 @@ class Retention:
             yield from broker.segment_headers.refresh_catalog()
         # The files are deleted in a separate turn.
         yield
-        return [] if broker.failed is not None else self._delete(needed)
+        return [] if broker.turn.failed is not None else self._delete(needed)
 
     def _visit(self, partition: Partition, now: int, needed: _Needed) -> int:
         """Expire rows of one partition and lower ``needed`` to what it still needs. Returns the cost, in visits."""
@@ -151,9 +151,9 @@ class Retention:
                 messages.roll()
             except OSError as error:
                 # On a full disk the next pass tries again.
-                broker.disk_error(error)
+                broker.turn.disk_error(error)
             else:
-                broker.answer_after_commit(None)
+                broker.turn.answer_after_commit(None)
                 broker.retention_wanted = True
 
     def _archived(self) -> ArchiveMark:
@@ -199,7 +199,7 @@ class Retention:
         """
         if needed > self._retained_next and self._broker.retained_log.removable(needed):
             self._retained_next = needed
-            self._broker.answer_when_durable(lambda: self._retained_certain(needed))
+            self._broker.turn.answer_when_durable(lambda: self._retained_certain(needed))
 
     def _retained_certain(self, needed: int) -> None:
         self._retained_needed = max(self._retained_needed, needed)
@@ -222,16 +222,16 @@ class Retention:
         for group in behind:
             # Rows begun before that are in the retained log already.
             group.mark_begun_below(start)
-            rest = self._broker.dead_letters.retain(group, group.begun(partition.start, start, self._broker))
+            rest = self._broker.dead_letters.retain(group, group.begun(partition.start, start, self._broker.turn))
             if rest is None:
                 # There is no space to retain them: nothing expires until there is.
                 return True
             lost.append((group, rest))
         for group, pieces in lost:
             # Count the lost rows while they can still be read.
-            group.expire(pieces, start, self._broker)
+            group.expire(pieces, start, self._broker.turn)
         partition.start = start
-        self._broker.touch(partition)
+        self._broker.turn.touch(partition)
         return True
 
     def _by_time(self, partition: Partition, now: int) -> int:
@@ -271,4 +271,4 @@ class Retention:
             records = log.slice(first, len(log)).copy()
             self._broker.snapshots.replaced(log.path)
             log.replace(records)
-            self._broker.touch(partition)
+            self._broker.turn.touch(partition)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from plait.broker.partitions.partition import Partition
-from plait.errors import InvalidArgument, LimitExceeded, StaleRoute, SubjectExists, SubjectNotFound
-from plait.limits import AGE_SECONDS_MAX, RETENTION_BYTES_MAX
-from plait.storage.catalog import FORWARD, SCHEDULE, STAGE, PartitionRow, SubjectSettings
+from plait.errors import LimitExceeded, StaleRoute, SubjectExists, SubjectNotFound
+from plait.model.settings import SubjectSettings
+from plait.storage.catalog import FORWARD, SCHEDULE, STAGE, PartitionRow
 from plait.storage.logs.consume_log import ConsumeLog
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def make(broker: Broker, subject: str, *, create: bool) -> Partition:
     """
     if create and broker.routed:
         # The meta servers could not create it here either.
-        broker.refuse_when_full()
+        broker.turn.refuse_when_full()
         raise StaleRoute(f"this broker has no partition {subject!r}; get the route of its subject from a meta server")
     if not (create and broker.config.auto_create):
         raise SubjectNotFound(
@@ -35,23 +35,12 @@ def make(broker: Broker, subject: str, *, create: bool) -> Partition:
 
 def create_subject(broker: Broker, subject: str, settings: SubjectSettings | None) -> Partition:
     """Create a subject. Its definition is in the message log before its first row."""
-    settings = settings or SubjectSettings()
-    check_settings(settings)
     if subject in broker.subjects:
         raise SubjectExists(f"subject {subject!r} exists already", subject=subject)
     refuse_more(broker)
-    broker.refuse_when_full()
-    row = PartitionRow(broker.next_partition, subject, subject, broker.clock.now(), settings)
+    broker.turn.refuse_when_full()
+    row = PartitionRow(broker.next_partition, subject, subject, broker.clock.now(), settings or SubjectSettings())
     return create_partition(broker, row)
-
-
-def check_settings(settings: SubjectSettings) -> None:
-    """Raise ``InvalidArgument`` for retention settings that are out of range."""
-    seconds, size = settings.retention_seconds, settings.retention_bytes
-    if seconds is not None and not 0 < seconds <= AGE_SECONDS_MAX:
-        raise InvalidArgument(f"retention_seconds must be more than 0 and up to {AGE_SECONDS_MAX:g}, not {seconds}")
-    if size is not None and not 0 < size <= RETENTION_BYTES_MAX:
-        raise InvalidArgument(f"retention_bytes must be more than 0 and up to {RETENTION_BYTES_MAX}, not {size}")
 
 
 def refuse_more(broker: Broker) -> None:
@@ -71,27 +60,26 @@ def create_partition(broker: Broker, row: PartitionRow) -> Partition:
     broker.next_partition += 1
     partition = Partition(row, ConsumeLog(broker.disk, row.id, broker.maps), broker.known_rows)
     broker.add_partition(partition)
-    broker.touch(partition)
+    broker.turn.touch(partition)
     return partition
 
 
 def update_subject(broker: Broker, subject: str, settings: SubjectSettings) -> None:
     """Change the settings of a subject."""
-    check_settings(settings)
     partition = broker.partition_of(subject, create=False)
     row = msgspec.structs.replace(partition.row, settings=settings)
     broker.segment_headers.define([row])
     partition.redefine(row)
-    broker.touch(partition)
+    broker.turn.touch(partition)
     broker.retention_wanted = True
 
 
 def delete_subject(broker: Broker, subject: str) -> None:
     """Delete a subject with its messages, delayed messages and groups."""
     # Frames of this turn must precede the deletion in the log: recovery treats frames after it as damage.
-    broker.commit()
-    if broker.failed is not None:
-        raise broker.failed
+    broker.turn.commit()
+    if broker.turn.failed is not None:
+        raise broker.turn.failed
     partition = broker.partition_of(subject, create=False)
     schedule = broker.schedules.by_subject.get(subject)
     gone = [partition, *broker.forwards.of(subject)]
@@ -126,7 +114,7 @@ def added(broker: Broker, partition: Partition) -> None:
 
 def drop_partition(broker: Broker, partition: Partition) -> None:
     """Unregister a partition that the catalog marks as deleted."""
-    broker.touch(partition)
+    broker.turn.touch(partition)
     broker.remove_partition(partition)
     if broker.subjects.get(partition.row.name) is partition:
         del broker.subjects[partition.row.name]

@@ -34,6 +34,7 @@ from plait.client.read.reader import Reader
 from plait.client.send.due_time import Delay, Delays, DeliverAts, due_of, dues_of
 from plait.client.send.producer import Producer
 from plait.client.send.send_many import Headers, Tags, send_many
+from plait.client.send.senders import Senders
 from plait.client.types import PartitionName, Receipt, Receipts, Ticket
 from plait.clock import Clock, SystemClock, virtual_clock
 from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
@@ -110,7 +111,8 @@ class Client:
         self.limits = limits or ClientLimits()
         self._node = Node(addresses, self.client_id, self.limits)
         self._router = Router(self._node, self.client_id, self.limits)
-        self._producer = Producer(self._router, self.limits, _now, _next_now, compression)
+        self._producer = Producer(self.limits, _now, _next_now, compression)
+        self._senders = Senders(self._router, self._producer)
         #: In the order of their creation.
         self._consumers: weakref.WeakKeyDictionary[Consumer, None] = weakref.WeakKeyDictionary()
         #: The clock that measures leases.
@@ -179,7 +181,7 @@ class Client:
 
     async def _end_sending(self) -> None:
         if self._producer.closed is None:
-            self._failure = await self._producer.close()
+            self._failure = await self._senders.close()
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -240,42 +242,27 @@ class Client:
         producer = self._producer
         if producer.closed is not None or not self._opened:
             self._check_open()
+        due: int | None = None
         if delay is not None or deliver_at is not None:
-            return await self._send_later(subject, body, key, tags, headers, delay, deliver_at, oneway)
+            if oneway:
+                raise InvalidArgument(
+                    "a delayed message cannot be sent oneway: it would have no receipt; leave oneway out"
+                )
+            # The delay counts from the call, not from the moment at which the buffer has room.
+            due = due_of(delay, deliver_at, producer.next_now())
         if producer.buffered >= producer.buffer_bytes and not oneway:
             names.check("subject", subject)
             await producer.room()
-        queue = producer.queues.get(subject) or producer.queue(subject)
+        senders = self._senders
+        known = senders.plain if due is None else senders.delayed
+        sender = known.get(subject) or senders.sender(subject, delayed=due is not None)
         if oneway:
-            return await queue.send_oneway(body, key, tags, headers)
-        batch, row = queue.send(body, key, tags, headers)
+            return await sender.send_oneway(body, key, tags, headers)
+        batch, row = (sender.rows or sender.choose(key)).send(body, key, tags, headers, due)
         if not batch.settled:
             future = producer.loop.create_future()
             batch.waiters.append(future)
             await future
-        return batch.receipt(row)
-
-    async def _send_later(
-        self,
-        subject: str,
-        body: Any,
-        key: str | int | None,
-        tags: Iterable[str] | None,
-        headers: Mapping[str, Any] | None,
-        delay: Delay | None,
-        deliver_at: datetime | None,
-        oneway: bool,
-    ) -> Receipt:
-        if oneway:
-            raise InvalidArgument("a delayed message cannot be sent oneway: it would have no receipt; leave oneway out")
-        producer = self._producer
-        # The delay counts from the call, not from the moment at which the buffer has room.
-        due = due_of(delay, deliver_at, producer.next_now())
-        names.check("subject", subject)
-        if producer.buffered >= producer.buffer_bytes:
-            await producer.room()
-        batch, row = producer.delayed_queue(subject).send_at(due, body, key, tags, headers)
-        await batch.wait()
         return batch.receipt(row)
 
     def post(
@@ -294,11 +281,13 @@ class Client:
         if producer.buffered >= producer.buffer_bytes or producer.closed is not None or not self._opened:
             self._check_open()
             producer.refuse_when_full()
+        due = None
         if delay is not None or deliver_at is not None:
             due = due_of(delay, deliver_at, producer.next_now())
-            return producer.delayed_queue(subject).post_at(due, body, key, tags, headers)
-        queue = producer.queues.get(subject) or producer.queue(subject)
-        return queue.post(body, key, tags, headers)
+        senders = self._senders
+        known = senders.plain if due is None else senders.delayed
+        sender = known.get(subject) or senders.sender(subject, delayed=due is not None)
+        return (sender.rows or sender.choose(key)).post(body, key, tags, headers, due)
 
     async def send_many(
         self,
@@ -320,7 +309,7 @@ class Client:
         when = None
         if delay is not None or deliver_at is not None:
             when = functools.partial(dues_of, delay, deliver_at, self._producer.next_now())
-        return await send_many(self._producer, subject, bodies, keys, when, tags, headers)
+        return await send_many(self._senders, subject, bodies, keys, when, tags, headers)
 
     async def cancel(self, scheduled: Receipt | ScheduledMessage) -> bool:
         """Cancel a delayed message. True: it is never delivered. False: it was already delivered or cancelled."""
@@ -350,7 +339,7 @@ class Client:
     async def flush(self) -> None:
         """Wait until everything posted is stored; raises the first error since the last flush."""
         self._check_open()
-        await self._producer.flush()
+        await self._senders.flush()
 
     # --- consuming ------------------------------------------------------------------------------
 

@@ -32,11 +32,8 @@ from plait.meta.subjects import Subjects
 from plait.meta.views import (
     AllocationView,
     BrokerView,
-    Drop,
     HeartbeatView,
     LostPartitionView,
-    Make,
-    Move,
     PartitionProgress,
     Registered,
     RegisteredPartition,
@@ -63,9 +60,10 @@ class MetaService:
         self._core = Core(store, clock, limits or MetaLimits())
         self._brokers = Brokers(self._core)
         self._subjects = Subjects(self._core, self._brokers)
-        self._routing = RouteChanges(self._core, self._brokers, self._subjects)
+        #: Changes of routes, and the broker orders that carry them out.
+        self.routing = RouteChanges(self._core, self._brokers, self._subjects)
         self._retiring = Retiring(self._core, self._brokers, self._subjects)
-        self._members = Members(self._core)
+        self.members = Members(self._core)
         self._allocating = Allocator(self._core)
         self._peers = Peers(self._core, address)
         self._sweep = Sweep(self._core)
@@ -85,7 +83,7 @@ class MetaService:
     # --- time -----------------------------------------------------------------------------------
 
     def tick(self) -> Changes:
-        """Update liveness and remove lost clients. Call this every second, and after ``next_loss``.
+        """Update liveness and remove lost clients. Call this every second, and after ``members.next_loss``.
 
         Returns the changes since the last call of ``tick`` or ``step``.
         """
@@ -94,21 +92,17 @@ class MetaService:
         self._core.refresh()
         self._brokers.watch(seconds)
         self._peers.watch(seconds)
-        self._members.watch(seconds)
-        more = self._members.look()
+        self.members.watch(seconds)
+        more = self.members.look()
         self._sweep.run(seconds)
         return self._changes(more=more)
-
-    def next_loss(self) -> float:
-        """Seconds until the next client is lost, unless it sends a heartbeat."""
-        return self._members.next_loss
 
     def step(self) -> Changes:
         """Do one short slice of the pending work. Call this while the result has ``more``.
 
         Heartbeats can be answered between two slices. Returns the changes since the last call of ``tick`` or ``step``.
         """
-        more = self._members.look()
+        more = self.members.look()
         self._allocating.run()
         return self._changes(more=more)
 
@@ -129,7 +123,7 @@ class MetaService:
         more = more or bool(mirror.stale) or self.writing is not None
         changes = Changes(mirror.new_subjects, mirror.new_groups, mirror.new_brokers, clients, more=more)
         mirror.new_subjects, mirror.new_groups, mirror.new_brokers = set(), set(), set()
-        self._members.changed(clients)
+        self.members.changed(clients)
         return changes
 
     # --- brokers --------------------------------------------------------------------------------
@@ -211,9 +205,6 @@ class MetaService:
         """Create a subject. Raises ``SubjectExists``, or ``NoBroker`` if no broker group is available."""
         self._subjects.create(name, settings or SubjectSettings(), partitions, groups)
 
-    def update_subject(self, name: str, settings: SubjectSettings) -> None:
-        self._subjects.update(name, settings)
-
     def set_subject(self, name: str, settings: dict[str, Any]) -> None:
         """Change the named settings; the others stay."""
         self._core.refresh()
@@ -225,7 +216,7 @@ class MetaService:
         Returns True if the subject's route remembered it from retired partitions.
         """
         self._core.refresh()
-        self._members.forget_group(subject, group)
+        self.members.joining.forget(subject, group)
         return self._retiring.forget_group(subject, group)
 
     def remembered(self, subject: str, group: str) -> Remembered:
@@ -257,12 +248,12 @@ class MetaService:
         """
         self._look()
         if self._core.down is None:
-            return self._routing.view(subject, create=create)
+            return self.routing.view(subject, create=create)
         row = self._core.mirror.subjects.get(subject)
         if row is None or row.deleted:
             # Another meta server may have created it meanwhile.
             raise MetaUnavailable(self._core.down.message, **self._core.down.details)
-        return self._routing.view(subject, create=False)
+        return self.routing.view(subject, create=False)
 
     def _look(self) -> None:
         """Refresh the mirror if the database is available."""
@@ -275,37 +266,9 @@ class MetaService:
     def expand(self, subject: str, partitions: int | Sequence[PartitionId]) -> Route:
         """Set how many partitions, or which, take the subject's messages; more or fewer than now.
 
-        The change is then applied order by order: ``pending_makes``, ``pending_moves``.
+        The change is then applied order by order: ``routing.makes``, ``routing.moves``.
         """
-        return self._routing.retarget(subject, partitions)
-
-    def pending_makes(self, subject: str | None = None) -> list[Make]:
-        """Broker orders to create and open partitions, of one subject or all."""
-        return self._routing.makes(subject)
-
-    def unmade(self, subject: str) -> list[Make]:
-        """Those orders of a subject whose partition is in use and does not exist yet."""
-        return self._routing.unmade(subject)
-
-    def made(self, make: Make) -> None:
-        """Record that a broker has carried out the order."""
-        self._routing.made(make)
-
-    def pending_moves(self, subject: str | None = None) -> list[Move]:
-        """Broker orders to seal LPs, of one subject or all."""
-        return self._routing.moves(subject)
-
-    def sealed(self, move: Move, fences: Sequence[NumberedRun]) -> None:
-        """Record that a broker has sealed LPs; ``fences`` has (first, end, fence) of each run."""
-        self._routing.sealed(move, fences)
-
-    def pending_drops(self) -> list[Drop]:
-        """Broker orders to drop partitions."""
-        return self._routing.drops()
-
-    def dropped(self, drop: Drop) -> None:
-        """Record that a broker has dropped the partition."""
-        self._routing.dropped(drop)
+        return self.routing.retarget(subject, partitions)
 
     def report_progress(self, group: str, broker: str, reports: Sequence[PartitionProgress]) -> bool:
         """Store a broker's reports of finished LPs and removed rows.
@@ -342,7 +305,7 @@ class MetaService:
         is 0. Ordered groups whose (subject, group) is in ``affinity`` are affinity groups. Joins and leaves are written
         at once; ``step`` computes the allocation that follows.
         """
-        return self._members.heartbeat(client, members, seen=seen, leaving=leaving, affinity=affinity)
+        return self.members.heartbeat(client, members, seen=seen, leaving=leaving, affinity=affinity)
 
     def repeated_heartbeat(
         self, client: str, members: Sequence[Membership], affinity: Collection[tuple[str, str]], seen: int
@@ -351,35 +314,35 @@ class MetaService:
 
         Any thread may call this at any time. The reply may lack changes that ``step`` or ``tick`` has not returned yet.
         """
-        return self._members.repeat(client, members, affinity, seen)
+        return self.members.repeat(client, members, affinity, seen)
 
     def leave_client(self, client: str) -> Leave:
         """Begin a client's leave from all its groups.
 
         The leave is then written by ``carry_out``, which waits for the database, and completed by ``left_client``.
         """
-        return self._members.leave(client)
+        return self.members.leave(client)
 
     def carry_out(self, leave: Leave) -> None:
         """Write a leave together with others that wait. Any thread may call this, one at a time.
 
         A heartbeat of the client before that carries out the leave itself and waits for the database.
         """
-        self._members.carry_out(leave)
+        self.members.carry_out(leave)
 
     def left_client(self, leave: Leave) -> HeartbeatView:
         """Complete a leave. Raises the error of a failed write."""
-        return self._members.left(leave)
+        return self.members.left(leave)
 
     def client(self, client: str, seen: int = 0) -> HeartbeatView:
         """The reply of ``client_heartbeat`` for the memberships of the client's last heartbeat."""
-        return self._members.known(client, seen)
+        return self.members.known(client, seen)
 
     def client_news(self, client: str, seen: int) -> HeartbeatView | None:
         """The reply of ``client``, for any thread. Returns None if ``client`` must be called."""
-        return self._members.news(client, seen)
+        return self.members.news(client, seen)
 
     def allocation(self, subject: str, group: str) -> AllocationView:
         """The members of a group and their shares."""
         self._core.refresh()
-        return self._members.view(subject, group)
+        return self._allocating.view(subject, group)

@@ -1,4 +1,4 @@
-"""One client connection of a server: decodes requests, encodes replies, and limits the memory of both.
+"""The client connections of a server: each decodes requests, encodes replies, and limits the memory of both.
 
 Memory stays bounded whatever a client does. While a client does not read its replies, its requests wait. When too many
 requests wait, or too many bytes of its frames are unanswered, the server stops reading from it. Bytes of incomplete
@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
-from plait.broker.groups.shared_group import AttachedConsumer
-from plait.errors import InternalError, LimitExceeded, PlaitError, ProtocolError, StaleSession, TooLarge
-from plait.limits import KIB
+from plait.clock import Clock
+from plait.errors import InternalError, LimitExceeded, PlaitError, ProtocolError, TooLarge, VersionMismatch
+from plait.limits import KIB, ServerLimits
+from plait.model import names
+from plait.server.sessions import ConnectionSessions, SessionHolders
+from plait.version import VERSION
 from plait.wire import messages as m
-from plait.wire.packets import Buffer, Packet, Receiver, send
-
-if TYPE_CHECKING:
-    from plait.server.listener import Listener
+from plait.wire.packets import SHARED_SIZE, Buffer, Packet, Receiver, send
 
 log = logging.getLogger("plait.server")
 
+#: How long clients may take to read their last replies when the server stops.
+HANG_UP_SECONDS = 2.0
 #: Requests that may wait for a client that does not read its replies: enough for its heartbeats, not for a flood.
 DELAYED_SIZE_MAX = 256 * KIB
 #: Unsent replies of a connection count towards the server's limit only above this size.
@@ -31,29 +33,83 @@ COUNTED_SIZE_MIN = 64 * KIB
 DELAYED_OVERHEAD = 256
 
 
-class Poll:
-    """A pull or read that has not been answered; a read has no session."""
+class Connections(dict["Connection", None]):
+    """The open connections of a server, in order of arrival, and the limits that they share."""
 
-    __slots__ = ("correlation", "session")
+    def __init__(self, clock: Clock, limits: ServerLimits) -> None:
+        self.clock = clock
+        self.limits = limits
+        #: Serves a request. A protocol error closes the connection; any other error is a reply.
+        self.handle: Callable[[Connection, Packet], None]
+        self.holders = SessionHolders(clock, limits.polls_per_connection)
+        self.shared_buffer = memoryview(bytearray(SHARED_SIZE))
+        #: Bytes of incomplete packets on all connections.
+        self.partial_bytes = 0
+        #: Bytes of unsent replies, on connections with many of them.
+        self.outgoing_bytes = 0
+        self.now = clock.monotonic()
+        #: True if the server is stopping or has failed: new connections are refused.
+        self.ending = False
+        self._emptied: asyncio.Future[None] | None = None
 
-    def __init__(self, correlation: int, session: int | None) -> None:
-        self.correlation = correlation
-        self.session = session
+    async def hang_up(self) -> None:
+        """Close all connections; unsent replies get ``HANG_UP_SECONDS`` to leave."""
+        self._emptied = asyncio.get_running_loop().create_future()
+        for connection in list(self):
+            connection.close()
+        if self:
+            await asyncio.wait([self._emptied], timeout=HANG_UP_SECONDS)
+        self.abort_all()
+        await asyncio.sleep(0)
+
+    def abort_all(self) -> None:
+        """Close all connections at once."""
+        for connection in list(self):
+            connection.abort()
+
+    def remove(self, connection: Connection) -> None:
+        """The connection is closed."""
+        self.pop(connection, None)
+        if self._emptied is not None and not self and not self._emptied.done():
+            self._emptied.set_result(None)
+
+    def abort_overdue(self) -> None:
+        """Close connections that were silent for too long. Call this every second."""
+        self.now = self.clock.monotonic()
+        for connection in list(self):
+            if connection.overdue(self.now):
+                connection.abort()
+
+    def give_up_partial(self) -> None:
+        """Close the connections with the oldest incomplete packets until the rest is within the limit."""
+        for connection in sorted([each for each in self if each.partial], key=lambda each: each.partial_since):
+            if self.partial_bytes <= self.limits.partial_bytes_total:
+                break
+            connection.give_up_partial()
+
+    def give_up_outgoing(self) -> None:
+        """Close the connections with the most unsent replies until the rest is within the limit."""
+        waiting = [connection for connection in self if connection.outgoing]
+        for connection in waiting:
+            # Some may have been sent since the last count.
+            connection.count_outgoing()
+        for connection in sorted(waiting, key=lambda each: -each.outgoing):
+            if self.outgoing_bytes <= self.limits.outgoing_bytes_total:
+                break
+            connection.give_up_outgoing()
 
 
 class Connection(Receiver, asyncio.BufferedProtocol):
     """Created by the listener; lives as long as its socket."""
 
-    def __init__(self, server: Listener) -> None:
-        super().__init__(server.shared_buffer)
-        self.server = server
+    def __init__(self, pool: Connections) -> None:
+        super().__init__(pool.shared_buffer)
+        self.pool = pool
         self._transport: asyncio.Transport | None = None
         #: The client id from its hello. Empty: no hello yet, and no other request is served.
         self.client = ""
-        #: Attached consumers by session.
-        self.consumers: dict[int, AttachedConsumer] = {}
-        self._polls: dict[Poll, None] = {}
-        self.opened = self.last_received = server.clock.monotonic()
+        self.sessions = ConnectionSessions(pool.holders, self.fail)
+        self.opened = self.last_received = pool.clock.monotonic()
         #: Bytes of received frames that are not yet answered.
         self.in_flight = 0
         self._too_many_in_flight = False
@@ -82,48 +138,43 @@ class Connection(Receiver, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not inherit from ``asyncio.Transport``.
         self._transport = cast(asyncio.Transport, transport)
-        limit = self.server.limits.outgoing_bytes_per_connection
+        limit = self.pool.limits.outgoing_bytes_per_connection
         self._transport.set_write_buffer_limits(high=min(limit, COUNTED_SIZE_MIN))
-        if self.server.ending:
+        if self.pool.ending:
             self.abort()
             return
-        if len(self.server.connections) >= self.server.limits.connections:
+        if len(self.pool) >= self.pool.limits.connections:
             self.fail(
                 0,
                 LimitExceeded(
-                    f"connection limit reached ({self.server.limits.connections} per server); close idle connections",
+                    f"connection limit reached ({self.pool.limits.connections} per server); close idle connections",
                     limit="connections",
-                    value=self.server.limits.connections,
+                    value=self.pool.limits.connections,
                 ),
             )
             self.close()
             return
-        self.server.connections[self] = None
+        self.pool[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         self._count_partial(0)
         self.count_outgoing(0)
-        for session, consumer in self.consumers.items():
-            self.server.lost(consumer, session)
-            if self.server.holders.get(consumer) == (self, session):
-                del self.server.holders[consumer]
-        self.consumers.clear()
-        self._polls.clear()
+        self.sessions.lose()
         self._delayed.clear()
-        self.server.hung_up(self)
+        self.pool.remove(self)
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.last_received = self.server.now
+        self.last_received = self.pool.now
         packets = self.received(nbytes)
         self._serve(packets)
         if packets or not self.partial:
-            self.partial_since = self.server.now
+            self.partial_since = self.pool.now
         partial = self.partial_size
         if partial != self.partial and not self.closed:
             self._count_partial(partial)
-            if self.server.partial_bytes > self.server.limits.partial_bytes_total:
-                self.server.give_up_partial()
+            if self.pool.partial_bytes > self.pool.limits.partial_bytes_total:
+                self.pool.give_up_partial()
 
     def eof_received(self) -> bool:
         return False
@@ -154,7 +205,7 @@ class Connection(Receiver, asyncio.BufferedProtocol):
                 if self.writing_paused:
                     self._delay(packet)
                 else:
-                    self.server.handlers.handle(self, packet)
+                    self.pool.handle(self, packet)
             if self.failure is not None:
                 raise self.failure
         except PlaitError as error:
@@ -166,22 +217,43 @@ class Connection(Receiver, asyncio.BufferedProtocol):
             self.fail(0, InternalError(f"the server failed on this request ({type(error).__name__}); see its log"))
             self.close()
 
+    def greet(self, correlation: int, hello: m.Hello, group: str = "", epoch: int = 0) -> None:
+        """Answer the first request of a client. ``group`` and ``epoch`` are those of a broker."""
+        if not hello.version_min <= m.PROTOCOL_VERSION <= hello.version_max:
+            raise VersionMismatch(
+                f"this server supports protocol {m.PROTOCOL_VERSION}, the client {hello.version_min} to "
+                f"{hello.version_max}; use matching versions of Plait"
+            )
+        self.client = names.check("client", hello.client)
+        limits = self.pool.limits
+        self.answer(
+            correlation,
+            m.Welcome(
+                m.PROTOCOL_VERSION,
+                VERSION,
+                group,
+                epoch,
+                limits.consumer_lost_seconds,
+                limits.producer_window_frames,
+            ),
+        )
+
     def _delay(self, packet: Packet) -> None:
         """Keep a request until the client has read its replies."""
         if packet.kind == m.HeartbeatRequest.KIND:
-            self.touch_consumers()
+            self.sessions.touch()
         self._delayed.append(packet)
         self._delayed_size += len(packet.head) + len(packet.payload) + DELAYED_OVERHEAD
         if self._delayed_size > DELAYED_SIZE_MAX:
             self._pause_or_resume_reading()
 
     def _count_partial(self, size: int) -> None:
-        self.server.partial_bytes += size - self.partial
+        self.pool.partial_bytes += size - self.partial
         self.partial = size
 
     def give_up_partial(self) -> None:
         """Close the connection because incomplete packets exceed the server's limit."""
-        limit = self.server.limits.partial_bytes_total
+        limit = self.pool.limits.partial_bytes_total
         self.fail(
             0,
             LimitExceeded(
@@ -193,63 +265,6 @@ class Connection(Receiver, asyncio.BufferedProtocol):
         self._count_partial(0)
         self.end_packet()
         self.close()
-
-    # --- sessions and polls ---------------------------------------------------------------------
-
-    def consumer(self, session: int) -> AttachedConsumer:
-        """The consumer that attached over this connection under the session. Raises ``StaleSession`` if it is lost."""
-        consumer = self.server.sessions.get(session) if session in self.consumers else None
-        if consumer is None:
-            raise StaleSession(
-                "the session of this consumer has ended (no contact, or attached elsewhere); attach again"
-            )
-        consumer.last_contact = self.server.clock.monotonic()
-        return consumer
-
-    def touch_consumers(self) -> None:
-        """Record a contact of every consumer of this connection."""
-        now = self.server.clock.monotonic()
-        for consumer in self.consumers.values():
-            consumer.last_contact = now
-
-    def attached(self, consumer: AttachedConsumer) -> None:
-        """Register a new session of a consumer, and end its earlier session on any connection."""
-        session = consumer.session
-        before = self.server.holders.get(consumer)
-        if before is not None:
-            before[0].end_session(before[1])
-        self.consumers[session] = consumer
-        self.server.holders[consumer] = (self, session)
-
-    def end_session(self, session: int) -> None:
-        """End a session. Its open polls fail with ``StaleSession``, because the broker does not answer them."""
-        consumer = self.consumers.pop(session, None)
-        if consumer is not None and self.server.holders.get(consumer) == (self, session):
-            del self.server.holders[consumer]
-        error = StaleSession("the session of this consumer has ended (no contact, or attached elsewhere); attach again")
-        for poll in [poll for poll in self._polls if poll.session == session]:
-            del self._polls[poll]
-            self.fail(poll.correlation, error)
-
-    def begin_poll(self, correlation: int, session: int | None) -> Poll:
-        """Register a pull or read that may wait."""
-        limit = self.server.limits.polls_per_connection
-        if len(self._polls) >= limit:
-            raise LimitExceeded(
-                f"limit of long polls reached ({limit} per connection); wait for their replies",
-                limit="polls_per_connection",
-                value=limit,
-            )
-        poll = Poll(correlation, session)
-        self._polls[poll] = None
-        return poll
-
-    def end_poll(self, poll: Poll) -> bool:
-        """Remove a poll before its reply. Returns False if the poll has ended already and must not be answered."""
-        if poll not in self._polls:
-            return False
-        del self._polls[poll]
-        return True
 
     # --- replies --------------------------------------------------------------------------------
 
@@ -284,14 +299,14 @@ class Connection(Receiver, asyncio.BufferedProtocol):
     def frame_received(self, size: int) -> None:
         """Count a received frame. Stops reading if too many bytes are unanswered."""
         self.in_flight += size
-        if self.in_flight > self.server.limits.in_flight_bytes_per_connection and not self._too_many_in_flight:
+        if self.in_flight > self.pool.limits.in_flight_bytes_per_connection and not self._too_many_in_flight:
             self._too_many_in_flight = True
             self._pause_or_resume_reading()
 
     def frame_answered(self, size: int) -> None:
         """Count an answered frame. Resumes reading."""
         self.in_flight -= size
-        if self._too_many_in_flight and self.in_flight <= self.server.limits.in_flight_bytes_per_connection // 2:
+        if self._too_many_in_flight and self.in_flight <= self.pool.limits.in_flight_bytes_per_connection // 2:
             self._too_many_in_flight = False
             self._pause_or_resume_reading()
 
@@ -308,17 +323,17 @@ class Connection(Receiver, asyncio.BufferedProtocol):
 
     def _check_outgoing(self) -> None:
         self.count_outgoing(self._outgoing_size())
-        if self.outgoing > self.server.limits.outgoing_bytes_per_connection and not self.writing_paused:
+        if self.outgoing > self.pool.limits.outgoing_bytes_per_connection and not self.writing_paused:
             self.writing_paused = True
             self._outgoing = self.outgoing
-        if self.server.outgoing_bytes > self.server.limits.outgoing_bytes_total:
-            self.server.give_up_outgoing()
+        if self.pool.outgoing_bytes > self.pool.limits.outgoing_bytes_total:
+            self.pool.give_up_outgoing()
 
     def count_outgoing(self, size: int | None = None) -> None:
         """Set this connection's part of the server's unsent bytes; None: the present size."""
         if size is None:
             size = self._outgoing_size() if self._counts_outgoing else 0
-        self.server.outgoing_bytes += size - self.outgoing
+        self.pool.outgoing_bytes += size - self.outgoing
         self.outgoing = size
 
     def give_up_outgoing(self) -> None:
@@ -328,7 +343,7 @@ class Connection(Receiver, asyncio.BufferedProtocol):
             "(limit outgoing_bytes_total)",
             self.client or "without a name",
             self.outgoing,
-            self.server.outgoing_bytes,
+            self.pool.outgoing_bytes,
         )
         self.count_outgoing(0)
         self._counts_outgoing = False
@@ -341,7 +356,7 @@ class Connection(Receiver, asyncio.BufferedProtocol):
 
     def overdue(self, now: float) -> bool:
         """True if the client was silent for too long, or sent no hello in time. Called every second."""
-        limits = self.server.limits
+        limits = self.pool.limits
         if not self.client:
             return now - self.opened > limits.hello_seconds
         if self._reading_paused:
@@ -355,4 +370,4 @@ class Connection(Receiver, asyncio.BufferedProtocol):
         if self.writing_paused and outgoing >= before:
             return
         self.last_received = now
-        self.touch_consumers()
+        self.sessions.touch()

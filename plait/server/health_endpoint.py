@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from plait.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from plait.server.broker_server import Server
+from plait.server.broker_host import BrokerHost
 
 #: A larger request head is refused.
 REQUEST_SIZE_MAX = 8 * 1024
@@ -31,17 +29,18 @@ _encoder = msgspec.json.Encoder()
 class HealthEndpoint:
     """The HTTP listener. ``port`` is set by ``start``."""
 
-    def __init__(self, server: Server, port: int) -> None:
+    def __init__(self, host: BrokerHost, interface: str, port: int) -> None:
         if not 0 <= port < 65536:
             raise InvalidArgument(f"HTTP port {port} is invalid; use 0 to 65535")
-        self._server = server
+        self._host = host
+        self._interface = interface
         self.port = port
         self._listener: asyncio.Server | None = None
         #: Connections without a complete request, the oldest first.
         self._open: dict[asyncio.StreamWriter, None] = {}
 
     async def start(self) -> None:
-        self._listener = await asyncio.start_server(self._serve, self._server.host, self.port, limit=REQUEST_SIZE_MAX)
+        self._listener = await asyncio.start_server(self._serve, self._interface, self.port, limit=REQUEST_SIZE_MAX)
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -77,11 +76,11 @@ class HealthEndpoint:
             return _response(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET and HEAD are served"})
         if path != b"/health":
             return _response(HTTPStatus.NOT_FOUND, {"error": "not found; use /health"})
-        failure = self._server.broker.failed
+        failure = self._host.broker.turn.failed
         if failure is not None:
             return _failed(failure.message)
         try:
-            facts = self._server.describe()
+            facts = self._host.describe()
         except OSError as error:
             return _failed(f"the data directory cannot be read: {error}")
         return _response(HTTPStatus.OK, {"status": "ready", **facts}, body=method == b"GET")

@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from plait.broker.groups.attachments import resolve_start
 from plait.broker.groups.shared_group import Delivery, NackOutcome
 from plait.broker.partitions.partition import ReadBatch
-from plait.errors import InvalidArgument, LimitExceeded, PlaitError, ProtocolError, StaleRoute, VersionMismatch
+from plait.errors import InvalidArgument, LimitExceeded, PlaitError, ProtocolError, StaleRoute
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
 from plait.limits import FAILED_RANGES_MAX, LOGICAL_PARTITIONS, REQUEST_RANGES_MAX
 from plait.model import names
 from plait.model.reason import Reason
 from plait.model.retry_policy import ATTEMPTS_MAX, WAIT_SECONDS_MAX
+from plait.server.broker_host import BrokerHost
+from plait.server.cluster.cluster_role import ClusterRole
+from plait.server.connection import Connection
 from plait.server.operations import partitions as admin_partition
 from plait.server.operations import stages as admin_stage
 from plait.server.operations import subjects_and_groups as admin
-from plait.version import VERSION
 from plait.wire import messages as m
 from plait.wire.packets import Packet
 
-if TYPE_CHECKING:
-    from plait.server.broker_server import Server
-    from plait.server.connection import Connection
-
-Handler = Callable[["Connection", int, Any, memoryview], None]
+Handler = Callable[[Connection, int, Any, memoryview], None]
 
 
 class Handlers:
     """Serves the requests of a broker's clients: one method per packet kind."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._broker = server.broker
+    def __init__(self, host: BrokerHost, cluster: ClusterRole) -> None:
+        self._host = host
+        self._cluster = cluster
+        self._broker = host.broker
         #: New partitions whose numbers are not yet committed.
         self._new: set[int] = set()
         self._table: dict[int, Handler] = {
@@ -70,32 +69,15 @@ class Handlers:
         except ProtocolError:
             raise
         except PlaitError as error:
-            if self._broker.failed is not None:
-                self._server.fail(self._broker.failed)
+            if self._broker.turn.failed is not None:
+                self._host.fail(self._broker.turn.failed)
             connection.fail(packet.correlation, error)
 
     def _hello(self, connection: Connection, correlation: int, hello: m.Hello, _: memoryview) -> None:
-        if not hello.version_min <= m.PROTOCOL_VERSION <= hello.version_max:
-            raise VersionMismatch(
-                f"this server supports protocol {m.PROTOCOL_VERSION}, "
-                f"the client {hello.version_min} to {hello.version_max}; use matching versions of Plait"
-            )
-        names.check("client", hello.client)
-        connection.client = hello.client
-        connection.answer(
-            correlation,
-            m.Welcome(
-                m.PROTOCOL_VERSION,
-                VERSION,
-                self._broker.config.group,
-                self._broker.epoch,
-                self._broker.limits.consumer_lost_seconds,
-                self._broker.limits.producer_window_frames,
-            ),
-        )
+        connection.greet(correlation, hello, self._broker.config.group, self._broker.turn.epoch)
 
     def _heartbeat(self, connection: Connection, correlation: int, _: m.HeartbeatRequest, __: memoryview) -> None:
-        connection.touch_consumers()
+        connection.sessions.touch()
         connection.answer(correlation, m.DoneReply())
 
     def _route(self, connection: Connection, correlation: int, route: m.PartitionNumberRequest, _: memoryview) -> None:
@@ -115,10 +97,10 @@ class Handlers:
 
         # Reply after the commit: after a crash an uncommitted number is given to another subject.
         self._new.add(partition.id)
-        self._broker.answer_after_commit(reply)
+        self._broker.turn.answer_after_commit(reply)
 
     def _find_route(self, connection: Connection, correlation: int, find: m.RouteRequest, _: memoryview) -> None:
-        if self._server.cluster.take(connection, correlation, find):
+        if self._cluster.take(connection, correlation, find):
             return
         # Without a meta server the broker is the whole cluster.
         names.check("subject", find.subject)
@@ -131,14 +113,14 @@ class Handlers:
             row.settings.order,
             [(row.name, group)],
             [(0, LOGICAL_PARTITIONS, [(0, None)])],
-            {group: ([self._server.address], "R" if broker.read_only else "RW")},
+            {group: ([self._host.address], "R" if broker.turn.read_only else "RW")},
         )
-        broker.answer_after_commit(lambda: connection.answer(correlation, route))
+        broker.turn.answer_after_commit(lambda: connection.answer(correlation, route))
 
     def _member_heartbeat(
         self, connection: Connection, correlation: int, heartbeat: m.MemberHeartbeatRequest, _: memoryview
     ) -> None:
-        if not self._server.cluster.take(connection, correlation, heartbeat):
+        if not self._cluster.take(connection, correlation, heartbeat):
             raise InvalidArgument("this broker has no meta server, so it has no ordered groups")
 
     def _send(self, connection: Connection, correlation: int, send: m.SendRequest, payload: memoryview) -> None:
@@ -179,7 +161,7 @@ class Handlers:
             raise InvalidArgument(f"delivery {attach.delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
         if not 0 <= attach.began < SEQUENCE_MAX:
             raise InvalidArgument(f"began {attach.began} is not a version of a route")
-        consumer = self._server.membership.attach(
+        consumer = self._host.membership.attach(
             attach.name,
             attach.group,
             attach.client,
@@ -193,7 +175,7 @@ class Handlers:
             token=attach.token,
             began=attach.began,
         )
-        connection.attached(consumer)
+        connection.sessions.begin(consumer)
         partition = consumer.group.partition
         retry = consumer.group.retry
         # With an age limit any attempt may be the last, so the consumer reports a reason with each failure.
@@ -213,12 +195,12 @@ class Handlers:
         )
 
     def _pull(self, connection: Connection, correlation: int, pull: m.PullRequest, _: memoryview) -> None:
-        consumer = connection.consumer(pull.session)
+        consumer = connection.sessions.consumer(pull.session)
         wait = pull.wait if pull.wait >= 0 else _checked_wait(pull.wait)
-        poll = connection.begin_poll(correlation, pull.session)
+        poll = connection.sessions.begin_poll(correlation, pull.session)
 
         def reply(delivery: Delivery | None) -> None:
-            if not connection.end_poll(poll):
+            if not connection.sessions.end_poll(poll):
                 return
             if delivery is None:
                 connection.answer(correlation, m.PullReply(news=consumer.news))
@@ -229,20 +211,20 @@ class Handlers:
         try:
             deadline = self._broker.pull(consumer, pull.count, pull.size, wait, reply)
         except PlaitError:
-            connection.end_poll(poll)
+            connection.sessions.end_poll(poll)
             raise
-        if deadline is not None and deadline < self._server.timer_at:
-            self._server.arm_timer()
+        if deadline is not None and deadline < self._host.timer_at:
+            self._host.arm_timer()
 
     def _ack(self, connection: Connection, correlation: int, ack: m.AckRequest, _: memoryview) -> None:
-        consumer = connection.consumer(ack.session)
+        consumer = connection.sessions.consumer(ack.session)
         if len(ack.ranges) > REQUEST_RANGES_MAX:
             _bounded(ack.ranges)
         ranges, tags = _with_tags(ack.ranges, ack.tags) if ack.tags else (_checked(ack.ranges), [])
         self._broker.ack(consumer, ranges, lambda: connection.answer(correlation, m.DoneReply()), tags)
 
     def _nack(self, connection: Connection, correlation: int, nack: m.NackRequest, _: memoryview) -> None:
-        consumer = connection.consumer(nack.session)
+        consumer = connection.sessions.consumer(nack.session)
         _bounded([*nack.ranges, *nack.lp_ranges])
         if nack.counted:
             _bounded(nack.ranges, FAILED_RANGES_MAX, "FAILED_RANGES_MAX")
@@ -251,7 +233,7 @@ class Handlers:
             raise InvalidArgument(f"a delay of {delay} seconds is invalid; use 0 to {WAIT_SECONDS_MAX:.0f}")
         if not nack.counted:
             # A consumer that returns rows must not receive them again at once.
-            self._server.membership.end_pulls(consumer)
+            self._host.membership.end_pulls(consumer)
         failure = NackOutcome(delay, nack.reason or Reason(), nack.reject, nack.counted)
         ranges, tags = _with_tags(nack.ranges, nack.tags)
         if nack.lp_ranges:
@@ -263,27 +245,27 @@ class Handlers:
 
         self._broker.nack(consumer, ranges, reply, failure, tags)
         died = group.died_count - dead
-        self._server.arm_timer()
+        self._host.arm_timer()
 
     def _lease(self, connection: Connection, correlation: int, lease: m.LeaseRequest, _: memoryview) -> None:
-        consumer = connection.consumer(lease.session)
+        consumer = connection.sessions.consumer(lease.session)
         leased = self._broker.leases.ask(consumer, lease.wants, lease.parked, lease.resumed, lease.route)
         # A lock is granted when its event is committed.
-        self._broker.answer_after_commit(lambda: connection.answer(correlation, m.LeaseReply(*leased)))
+        self._broker.turn.answer_after_commit(lambda: connection.answer(correlation, m.LeaseReply(*leased)))
 
     def _renew(self, connection: Connection, correlation: int, renew: m.RenewRequest, _: memoryview) -> None:
         self._broker.leases.renew(renew.sessions)
         connection.answer(correlation, m.DoneReply())
 
     def _detach(self, connection: Connection, correlation: int, detach: m.DetachRequest, _: memoryview) -> None:
-        consumer = connection.consumers.get(detach.session)
+        consumer = connection.sessions.consumers.get(detach.session)
         if consumer is None:
             connection.answer(correlation, m.DoneReply())
             return
         if consumer.session == detach.session:
-            self._server.membership.detach(consumer)
-        connection.end_session(detach.session)
-        self._broker.answer_after_commit(lambda: connection.answer(correlation, m.DoneReply()))
+            self._host.membership.detach(consumer)
+        connection.sessions.end(detach.session)
+        self._broker.turn.answer_after_commit(lambda: connection.answer(correlation, m.DoneReply()))
 
     def _read(self, connection: Connection, correlation: int, read: m.ReadRequest, _: memoryview) -> None:
         names.check_partition(read.name)
@@ -291,10 +273,10 @@ class Handlers:
         # A read creates no subject. In a cluster the missing partition makes the reader refresh its route.
         partition = self._broker.partition_of(read.name, create=self._broker.routed)
         start = resolve_start(partition, read.start)
-        poll = connection.begin_poll(correlation, None)
+        poll = connection.sessions.begin_poll(correlation, None)
 
         def reply(batch: ReadBatch | None) -> None:
-            if not connection.end_poll(poll):
+            if not connection.sessions.end_poll(poll):
                 return
             if connection.writing_paused:
                 # Send no rows: the client reads again from here after it has read its earlier replies.
@@ -307,14 +289,14 @@ class Handlers:
                 connection.answer(correlation, head, batch.parts, batch.size)
 
         self._broker.read(partition, start, read.count, read.size, wait, reply)
-        self._server.arm_timer()
+        self._host.arm_timer()
 
     def _admin(self, connection: Connection, correlation: int, request: m.AdminRequest, _: memoryview) -> None:
-        if self._server.cluster.take(connection, correlation, request):
+        if self._cluster.take(connection, correlation, request):
             return
         if request.operation in admin_partition.ORDERS:
             admin_partition.order(
-                self._server,
+                self._host,
                 request.operation,
                 request.arguments,
                 lambda result: self._answer_admin(connection, correlation, result),
@@ -328,11 +310,11 @@ class Handlers:
                 else:
                     self._answer_admin(connection, correlation, result)
 
-            admin_stage.order(self._server, request.operation, request.arguments, answer)
+            admin_stage.order(self._host, request.operation, request.arguments, answer)
             return
-        result, changes = admin.run(self._server, request.operation, request.arguments)
+        result, changes = admin.run(self._host, request.operation, request.arguments)
         if changes:
-            self._broker.answer_after_commit(lambda: self._answer_admin(connection, correlation, result))
+            self._broker.turn.answer_after_commit(lambda: self._answer_admin(connection, correlation, result))
         else:
             self._answer_admin(connection, correlation, result)
 

@@ -7,14 +7,16 @@ a disk that hangs blocks the loop at most once.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from concurrent.futures import Executor
 
+from plait.broker import Broker
 from plait.broker.commit import SyncWork
+from plait.clock import Clock
 from plait.limits import KIB
-
-if TYPE_CHECKING:
-    from plait.server.broker_server import Server
+from plait.server.connection import Connections
 
 log = logging.getLogger("plait.server")
 
@@ -27,8 +29,19 @@ QUICK_SIZE = 256 * KIB
 class Syncs:
     """Runs the syncs that the broker asks for."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(
+        self,
+        broker: Broker,
+        clock: Clock,
+        connections: Connections,
+        threads: Executor,
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self._broker = broker
+        self._clock = clock
+        self._connections = connections
+        self._threads = threads
+        self._fail = fail
         self._busy = False
         self._begun = 0.0
         #: Duration of the last sync, with the hand-over. Initially slow: the first sync runs in a thread.
@@ -36,15 +49,14 @@ class Syncs:
 
     def begin(self) -> None:
         """Start a sync, unless one is running; the next one then follows at its end."""
-        server = self._server
-        if self._busy or server.ending:
+        if self._busy or self._connections.ending:
             return
         self._busy = True
         # A checkpoint syncs too, and this sync would have to wait for it on the loop.
-        alone = not server.broker.syncing
-        awaited = server.broker.sync_wanted
-        self._begun = server.clock.monotonic()
-        work = server.broker.begin_sync()
+        alone = not self._broker.turn.syncing
+        awaited = self._broker.turn.sync_wanted
+        self._begun = self._clock.monotonic()
+        work = self._broker.turn.begin_sync()
         if awaited and alone and self._seconds < QUICK_SECONDS and work.size <= QUICK_SIZE:
             try:
                 work.run()
@@ -53,27 +65,26 @@ class Syncs:
             else:
                 self._end(work, None)
         else:
-            done = server.loop.run_in_executor(server.threads, work.run)
+            done = asyncio.get_running_loop().run_in_executor(self._threads, work.run)
             done.add_done_callback(lambda d: self._end(work, d.exception()))
 
     def _end(self, work: SyncWork, error: BaseException | None) -> None:
-        server = self._server
         self._busy = False
-        self._seconds = server.clock.monotonic() - self._begun
-        if server.ending:
+        self._seconds = self._clock.monotonic() - self._begun
+        if self._connections.ending:
             # A clean stop syncs everything itself; after a crash no request is answered.
             return
         try:
             if isinstance(error, OSError):
-                server.broker.storage_failed(error)
+                self._broker.turn.storage_failed(error)
             elif error is not None:
                 raise error
             else:
-                server.broker.end_sync(work)
-            if server.broker.failed is not None:
-                server.fail(server.broker.failed)
-            elif server.broker.sync_wanted:
+                self._broker.turn.end_sync(work)
+            if self._broker.turn.failed is not None:
+                self._fail(self._broker.turn.failed)
+            elif self._broker.turn.sync_wanted:
                 self.begin()
         except Exception as defect:
             log.exception("a sync failed")
-            server.defect(defect)
+            self._fail(defect)

@@ -12,6 +12,7 @@ from plait.frame.builder import FrameParts, assemble, body_column
 from plait.frame.columns import Codec, Column
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
+from plait.model.settings import SubjectSettings
 from plait.storage.logs.header_rows import HeaderRows, header_rows
 
 #: The partition id of catalog frames.
@@ -25,18 +26,6 @@ STAGE = "stage"
 #: The kind of partitions that hold due rows whose logical partition has moved to another partition, until that
 #: partition has stored them.
 FORWARD = "forward"
-
-
-class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Settings of a subject; None means the server's default."""
-
-    #: Retention may remove messages older than this.
-    retention_seconds: float | None = None
-    #: Retention leaves at least this many bytes of the newest messages.
-    retention_bytes: int | None = None
-    #: "strict": a failed message holds back its key; "best_tried": it does not.
-    order: str = "best_tried"
-
 
 #: Logical partitions [first, end).
 Lps = tuple[int, int]

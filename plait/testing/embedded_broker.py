@@ -149,17 +149,17 @@ class EmbeddedBroker:
         if not isinstance(self.clock, ManualClock):
             raise InvalidArgument("this broker runs on the machine's clock; give it clock=ManualClock()")
         self.clock.advance(seconds_of(seconds))
-        server = self.server
+        server, host = self.server, self.server.broker_host
         now = self.clock.monotonic()
         for connection in server.connections:
             if connection.client not in silent:
                 connection.last_received = now
-                for consumer in connection.consumers.values():
+                for consumer in connection.sessions.consumers.values():
                     consumer.last_contact = now
-        server.tick()
-        server.housekeep()
+        host.tick()
+        host.upkeep.housekeep()
         server.broker.run_timers()
-        server.arm_timer()
+        host.arm_timer()
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -20,7 +20,7 @@ from plait.frame.columns import Column
 from plait.frame.frame_lps import key_hashes
 from plait.frame.view import frames_in
 from plait.model.logical_partitions import lp_set, lps_of, runs_of
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from tests.support.broker_node import Node, Producer, Sent
 
 SUBJECT, GROUP = "orders", "billing"

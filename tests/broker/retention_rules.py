@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from plait.broker.subjects import update_subject
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from tests.support.broker_node import Node, Producer, Sent
 

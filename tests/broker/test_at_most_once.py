@@ -135,7 +135,7 @@ def test_every_row_is_handled_at_most_once_and_returned_rows_are_not_lost(steps:
             if step == "return part":
                 back = [(start + (end - start) // 2, end) for start, end in back]
             # The rows may be of an earlier epoch: report each epoch, only one applies.
-            ranges = [(s, e, epoch) for s, e in back for epoch in range(1, node.broker.epoch + 1)]
+            ranges = [(s, e, epoch) for s, e in back for epoch in range(1, node.broker.turn.epoch + 1)]
             node.nack(node.group("orders", "once").consumers[client], *ranges, counted=False)
             begun -= {sequence for s, e in back for sequence in range(s, e)}
     last = once(node, "last")

@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from plait.broker.partitions import partition as partition_module
 from plait.broker.partitions.partition import BEGINNING
+from plait.broker.recovery import checkpointer, start_up
 from plait.broker.recovery import shards as state
 from plait.broker.recovery import start_up as recover
 from plait.broker.recovery.checkpointer import CheckpointWork
@@ -84,7 +86,7 @@ class Model:
         client = self.draw.choice(("o1", "o2"))
         consumer = self.node.attach(self.subject(), "ordered", client, ordered=True, token=len(client))
         half = self.draw.choice(((0, 512), (512, 1024)))
-        self.node.broker.leases.ask(consumer, [(*half, self.node.broker.epoch, 0)], [], [], NEWEST)
+        self.node.broker.leases.ask(consumer, [(*half, self.node.broker.turn.epoch, 0)], [], [], NEWEST)
         self.node.turn()
 
     def delete(self) -> None:
@@ -238,7 +240,8 @@ DEFECTS = [
 @pytest.fixture(autouse=True)
 def _few_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use few shards, so that new partitions enter shards that are being copied."""
-    monkeypatch.setattr(state, "SHARDS", 5)
+    for module in (partition_module, checkpointer, start_up, state):
+        monkeypatch.setattr(module, "SHARDS", 5)
 
 
 @pytest.mark.parametrize("seed", range(30))

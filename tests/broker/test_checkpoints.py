@@ -57,7 +57,7 @@ def test_events_that_a_checkpoint_includes_and_that_are_written_later_are_not_re
     node.broker.end_checkpoint(work)
     assert work.written
     node.disk._faults.clear()
-    node.broker.check_space()
+    node.broker.turn.check_space()
     node.turn()
     assert len(answered) == 10
     node.later(10.0)

@@ -185,7 +185,7 @@ def test_an_ack_is_answered_after_its_event_was_written():
     node.pull(consumer)
     answered: list[bool] = []
     written = node.broker.action_log.written
-    node.broker.ack(consumer, [(0, 3, node.broker.epoch)], lambda: answered.append(True))
+    node.broker.ack(consumer, [(0, 3, node.broker.turn.epoch)], lambda: answered.append(True))
     assert answered == []
     node.commit()
     assert answered == [True]
@@ -463,12 +463,12 @@ def test_every_row_is_delivered_until_it_is_acked_and_not_after(steps: list[tupl
             held = held_rows.pop(client)
             if step == "ack":
                 # The rows may be of an earlier epoch: report each epoch, only one applies.
-                node.ack(consumer, *((s, e, epoch) for s, e in held for epoch in range(1, node.broker.epoch + 1)))
+                node.ack(consumer, *((s, e, epoch) for s, e in held for epoch in range(1, node.broker.turn.epoch + 1)))
                 acked.update(sequence for s, e in held for sequence in range(s, e))
             elif step == "nack":
-                node.nack(consumer, *((s, e, epoch) for s, e in held for epoch in range(1, node.broker.epoch + 1)))
+                node.nack(consumer, *((s, e, epoch) for s, e in held for epoch in range(1, node.broker.turn.epoch + 1)))
             elif step == "fail":
-                ranges = [(s, e, epoch) for s, e in held for epoch in range(1, node.broker.epoch + 1)]
+                ranges = [(s, e, epoch) for s, e in held for epoch in range(1, node.broker.turn.epoch + 1)]
                 node.nack(consumer, *ranges, delay=None)
             elif step == "wait":
                 held_rows[client] = held

@@ -14,7 +14,7 @@ from plait.frame.columns import Column
 from plait.limits import ServerLimits
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from plait.storage.logs.retained_log import frame_at
 from tests.support.broker_node import Node, Producer, Pulled
 

@@ -6,7 +6,7 @@ import pytest
 
 from plait.broker.partitions import sealing
 from plait.errors import StaleRoute
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from tests.broker.ordered_node import SUBJECT, Owner, keyed
 from tests.support.broker_node import Node, Producer
 

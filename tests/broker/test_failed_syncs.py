@@ -21,7 +21,7 @@ def failed(node: Node, path: str) -> SimulatedDisk:
     """Fail the next sync of a log. Returns the disk as the next process on the same machine reads it."""
     node.disk.fail("sync", path=path)
     node.sync()
-    assert node.broker.failed is not None
+    assert node.broker.turn.failed is not None
     return node.disk.copy()
 
 
@@ -59,7 +59,7 @@ def test_retained_rows_that_a_start_finds_survive_a_power_loss(number: int):
         node.send("orders", b"%d" % row * 200)
     consumer = node.attach("orders", "g")
     node.pull(consumer)
-    node.broker.nack(consumer, [(0, 8, node.broker.epoch)], None, failure=NackOutcome(None, reject=True))
+    node.broker.nack(consumer, [(0, 8, node.broker.turn.epoch)], None, failure=NackOutcome(None, reject=True))
     node.commit()
     again = Node(failed(node, "kept/*"), node.clock, node.config).power_lost()
     group = again.group("orders", "g")
@@ -78,7 +78,7 @@ def test_acks_after_events_that_a_start_found_survive_the_loss_of_its_checkpoint
     node.pull(consumer)
     node.checkpoint()
     for number in range(0, 60, 2):
-        node.broker.ack(consumer, [(number, number + 1, node.broker.epoch)], None)
+        node.broker.ack(consumer, [(number, number + 1, node.broker.turn.epoch)], None)
         node.commit()
     again = Node(failed(node, "action/*"), node.clock, node.config)
     consumer = again.attach("orders", "g")

@@ -41,7 +41,7 @@ def test_a_full_disk_refuses_sends_until_there_is_space(flush: str):
     *stored, refused = send_until_refused(node, producer)
     assert isinstance(refused.error, DiskFull)
     assert "nothing was stored" in refused.error.message
-    assert node.broker.failed is None
+    assert node.broker.turn.failed is None
     assert len(node.bodies("orders")) == len(stored)
     assert len(node.pull(consumer).rows) == len(stored), "consumers are served meanwhile"
     assert node.ack(consumer, (0, len(stored))) == [True]
@@ -95,7 +95,7 @@ def stall(node: Node, count: int = 400) -> tuple[Pulled, list[bool]]:
     for sequence in range(count):
         answered: list[bool] = []
         node.broker.pull(consumer, 1, 1 << 20, 0, lambda delivery: None)
-        node.broker.ack(consumer, [(sequence, sequence + 1, node.broker.epoch)], lambda: answered.append(True))  # noqa: B023
+        node.broker.ack(consumer, [(sequence, sequence + 1, node.broker.turn.epoch)], lambda: answered.append(True))  # noqa: B023
         pulled = Pulled()
         node.broker.pull(once, 1, 1 << 20, 0, pulled.answer)
         node.turn()
@@ -109,7 +109,7 @@ def stall(node: Node, count: int = 400) -> tuple[Pulled, list[bool]]:
 def test_without_space_for_events_acks_are_not_answered_and_rows_not_delivered(flush: str):
     node = Node(flush=flush, message_segment_size=64 * 1024)
     pulled, answered = stall(node)
-    assert node.broker.failed is None
+    assert node.broker.turn.failed is None
     assert not pulled.answered, "at most once: the pull event is not in the log"
     group = node.group("orders", "g")
     consumer = group.consumers["c1"]
@@ -124,7 +124,7 @@ def test_without_space_for_events_acks_are_not_answered_and_rows_not_delivered(f
     assert not pulled.answered
     give_space(node)
     assert node.killed().group("orders", "g").pull_log.floor == acked - 1
-    node.broker.check_space()
+    node.broker.turn.check_space()
     node.turn()
     assert answered == [True]
     assert len(pulled.rows) == 1
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_finds_no_space_is_made_later():
     node.broker.end_checkpoint(work)
     assert work.error is not None
     assert work.error.errno == errno.ENOSPC
-    assert node.broker.failed is None
+    assert node.broker.turn.failed is None
     with pytest.raises(OSError, match="No space"):
         node.checkpoint()
     node.pull(consumer)
@@ -189,12 +189,12 @@ def test_a_start_on_a_full_disk_fails_clearly_and_a_stop_loses_nothing():
 
 def test_sends_are_refused_above_the_watermark_and_below_the_floor():
     node = Node(SimulatedDisk(capacity=1 << 20), disk_used_max=0.5, disk_free_min=1000)
-    node.broker.check_space()
+    node.broker.turn.check_space()
     node.send("orders", b"a")
     ballast = node.disk.open("ballast", create=True)
     ballast.allocate(600_000)
     assert node.send("orders", b"b").acknowledged, "the result of the last check applies until the next one"
-    node.broker.check_space()
+    node.broker.turn.check_space()
     refused = node.send("orders", b"c")
     assert isinstance(refused.error, DiskFull)
     assert "watermark 50%" in refused.error.message
@@ -202,13 +202,13 @@ def test_sends_are_refused_above_the_watermark_and_below_the_floor():
         node.partition("new")
     assert node.pull(node.attach("orders", "g")).bodies == [b"a", b"b"]
     ballast.truncate(0)
-    node.broker.check_space()
+    node.broker.turn.check_space()
     resent = node.submit(Sent("orders", refused.data, refused.bodies))
     node.turn()
     assert resent.acknowledged
     free = node.disk.space()[0]
     ballast.allocate(free - 999)
-    node.broker.check_space()
+    node.broker.turn.check_space()
     assert "minimum" in node.send("orders", b"d", producer=Producer(9)).error.message
 
 
@@ -217,7 +217,7 @@ def test_sends_are_refused_above_the_watermark_and_below_the_floor():
 
 def check_stopped(node: Node, doubtful: list[Sent]) -> None:
     """Check that no send was answered, nothing is visible, and every request is refused."""
-    assert isinstance(node.broker.failed, StorageFailed)
+    assert isinstance(node.broker.turn.failed, StorageFailed)
     assert all(sent.answers == [] for sent in doubtful)
     visible = node.partition("orders").visible
     with pytest.raises(StorageFailed, match="the server stops and must recover"):
@@ -229,7 +229,7 @@ def check_stopped(node: Node, doubtful: list[Sent]) -> None:
         with pytest.raises(StorageFailed):
             node.ack(group.consumers["c1"], (0, 1))
     with pytest.raises(StorageFailed):
-        node.broker.begin_sync()
+        node.broker.turn.begin_sync()
     with pytest.raises(StorageFailed):
         node.checkpoint()
     node.commit()
@@ -248,7 +248,7 @@ def test_after_a_failed_write_nothing_is_acknowledged(flush: str, path: str):
     node.disk.fail("write", path=path)
     sent = node.submit(Producer(7).frame("orders", b"doubtful"))
     answered: list[bool] = []
-    node.broker.ack(consumer, [(0, 3, node.broker.epoch)], lambda: answered.append(True))
+    node.broker.ack(consumer, [(0, 3, node.broker.turn.epoch)], lambda: answered.append(True))
     node.commit()
     assert answered == []
     check_stopped(node, [sent])
@@ -269,7 +269,7 @@ def test_after_a_failed_sync_nothing_is_acknowledged(path: str):
     node.disk.fail("sync", path=path)
     sent = node.submit(Producer(7).frame("orders", b"doubtful"))
     answered: list[bool] = []
-    node.broker.ack(consumer, [(0, 1, node.broker.epoch)], lambda: answered.append(True))
+    node.broker.ack(consumer, [(0, 1, node.broker.turn.epoch)], lambda: answered.append(True))
     node.turn()
     assert answered == []
     check_stopped(node, [sent])
@@ -286,11 +286,11 @@ def test_a_running_sync_acknowledges_nothing_after_another_failed():
     node = Node(flush="sync")
     sent = node.submit(Producer(7).frame("orders", b"doubtful"))
     node.commit()
-    one, checkpoint = node.broker.begin_sync(), node.broker.begin_checkpoint().copy_all()
+    one, checkpoint = node.broker.turn.begin_sync(), node.broker.begin_checkpoint().copy_all()
     node.disk.fail("sync", path="message/*")
     with pytest.raises(OSError, match=r"\[Errno 5\]") as raised:
         one.run()
-    node.broker.storage_failed(raised.value)
+    node.broker.turn.storage_failed(raised.value)
     number = node.broker.checkpoints.last.number
     # The operating system reports the failure once: a second sync of the same file would succeed.
     with pytest.raises(OSError, match=r"\[Errno 5\]"):
@@ -339,8 +339,8 @@ def test_a_failed_broker_writes_no_checkpoint_when_it_stops():
 def test_sends_are_refused_while_the_log_is_busy_for_too_long(flush: str):
     node = Node(flush=flush, limits=ServerLimits(log_busy_seconds=1.0))
     node.send("orders", b"a")
-    work = node.broker.begin_sync()
-    assert node.broker.syncing
+    work = node.broker.turn.begin_sync()
+    assert node.broker.turn.syncing
     node.clock.advance(0.9)
     sent = node.submit(Producer(7).frame("orders", b"b"))
     assert sent.answers == []
@@ -349,8 +349,8 @@ def test_sends_are_refused_while_the_log_is_busy_for_too_long(flush: str):
     assert isinstance(refused.error, FlowControl)
     assert "busy for 1.1 s; nothing was stored, send again later" in refused.error.message
     work.run()
-    node.broker.end_sync(work)
-    assert not node.broker.syncing
+    node.broker.turn.end_sync(work)
+    assert not node.broker.turn.syncing
     assert node.send("orders", b"d").acknowledged
     node.turn()
     assert sent.acknowledged
@@ -362,28 +362,28 @@ def test_sends_are_refused_while_the_oldest_one_waits_too_long_for_a_sync():
     head = node.submit(Producer(7).frame("orders", b"head"))
     node.commit()
     node.clock.advance(0.3)
-    work = node.broker.begin_sync()
+    work = node.broker.turn.begin_sync()
     assert isinstance(node.submit(Producer(8).frame("orders", b"b")).error, FlowControl)
     work.run()
-    node.broker.end_sync(work)
+    node.broker.turn.end_sync(work)
     assert head.acknowledged
-    second = node.broker.begin_sync()
+    second = node.broker.turn.begin_sync()
     assert node.submit(Producer(9).frame("orders", b"c")).answers == []
     second.run()
-    node.broker.end_sync(second)
+    node.broker.turn.end_sync(second)
 
 
 def test_the_log_is_busy_until_both_of_two_syncs_are_done():
     node = Node(limits=ServerLimits(log_busy_seconds=1.0))
     node.send("orders", b"a")
-    first, second = node.broker.begin_sync(), node.broker.begin_sync()
+    first, second = node.broker.turn.begin_sync(), node.broker.turn.begin_sync()
     node.clock.advance(2)
     second.run()
-    node.broker.end_sync(second)
-    assert node.broker.syncing
+    node.broker.turn.end_sync(second)
+    assert node.broker.turn.syncing
     assert isinstance(node.send("orders", b"b").error, FlowControl)
     first.run()
-    node.broker.end_sync(first)
+    node.broker.turn.end_sync(first)
     assert node.send("orders", b"c", producer=Producer(7)).acknowledged
 
 

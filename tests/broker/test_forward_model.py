@@ -20,7 +20,7 @@ from plait.frame.columns import Column
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import lp_of_key
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from tests.broker.schedule_node import SECOND, delayed_frame, delivered_frames, run_due, submit
 from tests.support.broker_node import Node, Producer
 

@@ -25,7 +25,7 @@ def test_sends_are_refused_until_the_next_segment_can_be_opened(flush: str, erro
     assert isinstance(refused.error, FlowControl)
     assert refused.error.retryable
     assert "nothing was stored" in refused.error.message
-    assert node.broker.failed is None
+    assert node.broker.turn.failed is None
     assert len(node.pull(consumer).rows) == stored, "consumers are served meanwhile"
     second = node.submit(Sent("orders", refused.data, refused.bodies))
     node.turn()

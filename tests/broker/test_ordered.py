@@ -8,7 +8,7 @@ from plait.broker.partitions import sealing
 from plait.errors import GroupMismatch, InvalidArgument, StaleRoute
 from plait.model.logical_partitions import lp_of_key
 from plait.model.retry_policy import Retry
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from tests.broker.ordered_node import GROUP, NEWEST, SUBJECT, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer, Sent
 
@@ -179,7 +179,7 @@ def test_after_a_restart_the_owner_continues_and_no_other_gets_its_locks_within_
 
 def test_floors_fence_out_epochs_that_a_power_loss_removed_from_the_log():
     node = node_with()
-    node.broker.leases.waits_for_floors = True
+    node.broker.turn.floors.awaited = True
     owner = Owner(node, "c1")
     assert owner.lease([(0, 1024, 5)]).owned == []
     node.broker.leases.set_floors({(SUBJECT, GROUP): [(0, 1024, 7)]})
@@ -283,7 +283,7 @@ def test_a_key_out_of_attempts_is_parked_and_resume_redelivers_the_failed_messag
         owner.attach()
         owner.lease()
     [key] = [cursor.key for cursor in owner.group.parked()]
-    assert owner.group.resume(key, node.broker, skip=False)
+    assert owner.group.resume(key, node.broker.turn, skip=False)
     node.turn()
     assert bodies(owner.pull()) == [b"a1"]
     owner.ack(*owner.rows)
@@ -297,17 +297,17 @@ def test_a_key_out_of_attempts_is_parked_and_resume_redelivers_the_failed_messag
 def test_skip_continues_after_the_failed_message_which_stays_a_dead_letter():
     node, owner, _ = parked_key()
     [key] = [cursor.key for cursor in owner.group.parked()]
-    assert owner.group.resume(key, node.broker, skip=True)
+    assert owner.group.resume(key, node.broker.turn, skip=True)
     assert bodies(owner.pull()) == [b"a2", b"a3"]
     assert owner.group.pull_log.dead.count == 1
-    assert not owner.group.resume(key, node.broker, skip=True)
+    assert not owner.group.resume(key, node.broker.turn, skip=True)
 
 
 @pytest.mark.parametrize("crash", [False, True])
 def test_resume_does_not_affect_letters_that_were_skipped_before(crash: bool):
     node, owner, _ = parked_key()
     [key] = [cursor.key for cursor in owner.group.parked()]
-    assert owner.group.resume(key, node.broker, skip=True)
+    assert owner.group.resume(key, node.broker.turn, skip=True)
     node.turn()
     owner.pull()
     owner.nack(owner.first_of("a"), None)
@@ -316,7 +316,7 @@ def test_resume_does_not_affect_letters_that_were_skipped_before(crash: bool):
         node = owner.node = node.killed()
         owner.attach()
         owner.lease()
-    assert owner.group.resume(key, node.broker, skip=False)
+    assert owner.group.resume(key, node.broker.turn, skip=False)
     node.turn()
     assert bodies(owner.pull()) == [b"a2"]
     owner.ack(*owner.rows)

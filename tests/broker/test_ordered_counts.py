@@ -8,7 +8,7 @@ from plait.broker.groups import row_counts
 from plait.broker.partitions import sealing
 from plait.broker.views import GroupView, group_view
 from plait.model.logical_partitions import lp_of_key
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from tests.broker.ordered_node import GROUP, SUBJECT, Owner, keyed
 from tests.support.broker_node import Node, Producer
 

@@ -11,7 +11,7 @@ from plait.broker.partitions import sealing
 from plait.errors import InvalidArgument, LimitExceeded
 from plait.limits import NUMBER_MAX, NUMBER_STEP_MAX, ServerLimits
 from plait.model.logical_partitions import NO_KEY_HASH
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from plait.storage.logs.action_log import Action
 from tests.broker.ordered_node import GROUP, NEWEST, SUBJECT, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
@@ -130,7 +130,7 @@ def test_an_event_that_cannot_be_applied_is_reported_and_prevents_no_start(actio
     owner = Owner(node, "c1")
     owner.lease(ALL)
     group = owner.group
-    node.broker.event(action, group, 1, 2**63, 2**63 + 1, 1, -5)
+    node.broker.turn.event(action, group, 1, 2**63, 2**63 + 1, 1, -5)
     node.turn()
     with caplog.at_level(logging.CRITICAL):
         node = owner.node = node.killed()

@@ -10,7 +10,7 @@ from plait.broker.partitions.finished import gone_below
 from plait.broker.partitions.partition import Partition
 from plait.model.logical_partitions import lp_of_key, lp_set
 from plait.model.retry_policy import Retry
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from tests.broker.ordered_node import SUBJECT, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
 
@@ -151,7 +151,7 @@ def test_a_consumer_that_has_moved_on_is_notified_of_a_letter_resent_in_a_draine
         owner.attach()
         # Wait until the leases from before the crash have ended.
         node.later(30)
-    assert owner.group.revived(0, 1, node.broker) == 1
+    assert owner.group.revived(0, 1, node.broker.turn) == 1
     node.turn()
     assert lp_set(owner.lease([]).again)[LP]
     owner.lease([(LP, LP + 1, 1, 3)])
@@ -214,7 +214,7 @@ def test_a_partition_stays_in_the_route_while_a_failed_message_of_its_key_is_ret
     assert gone_below(node.broker, partition) == -1
     if attempts:
         [cursor] = owner.group.parked()
-        assert owner.group.resume(cursor.key, node.broker, skip=True)
+        assert owner.group.resume(cursor.key, node.broker.turn, skip=True)
         node.turn()
         assert gone_below(node.broker, partition) == -1, "the letter can be resent"
         purge(node, owner)

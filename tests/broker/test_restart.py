@@ -87,7 +87,7 @@ def test_with_fewer_checkpoints_the_state_is_still_the_same(bad: int):
     assert len(again.report.rejected_checkpoints) == bad
     assert again.stored("orders") == rows
     assert positions(again) == before
-    assert again.broker.epoch > node.broker.epoch or bad == 3
+    assert again.broker.turn.epoch > node.broker.turn.epoch or bad == 3
     later = again.killed()
     assert later.report.rejected_checkpoints == []
     assert positions(later) == before
@@ -170,7 +170,7 @@ def test_rows_held_by_unknown_consumers_are_redelivered():
     for number in range(5):
         node.send("orders", b"%d" % number)
     consumer = node.attach("orders", "g")
-    node.broker.event(Action.PULL, consumer.group, 4711, 0, 5, 1)
+    node.broker.turn.event(Action.PULL, consumer.group, 4711, 0, 5, 1)
     consumer.group.pull_log.pulled(4711, 0, 5, 1)
     node.turn()
     again = node.killed()

@@ -10,8 +10,8 @@ import pytest
 from plait.broker.retention import STEP_COST, Retention
 from plait.broker.subjects import update_subject
 from plait.errors import StorageFailed
+from plait.model.settings import SubjectSettings
 from plait.storage.archive_mark import ArchiveMark, write_archived
-from plait.storage.catalog import SubjectSettings
 from plait.storage.checkpoint import KEEP
 from tests.support.broker_node import Node, Producer, retention_steps
 
@@ -167,7 +167,7 @@ def test_a_broker_that_fails_during_a_pass_deletes_nothing_more():
     node.clock.advance(100)
     steps = node.retention.steps()
     next(steps)
-    node.broker.failed = StorageFailed("the disk failed")
+    node.broker.turn.failed = StorageFailed("the disk failed")
     starts = [node.partition(subject).start for subject in SUBJECTS]
     files = node.disk.list("message")
     finish(steps)

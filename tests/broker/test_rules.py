@@ -73,10 +73,10 @@ def r2_only_acknowledged_rows_are_visible() -> None:
     node.broker.pull(consumer, 100, 1 << 20, 0, pulled.answer)
     assert pulled.bodies == [b"durable"]
     assert node.membership.attach("orders", "i", "c1", start="latest").group.pull_log.next == 1
-    work = node.broker.begin_sync()
+    work = node.broker.turn.begin_sync()
     work.run()
     assert (sent.answers, waiting.answered, reading.answers) == ([], False, [])
-    node.broker.end_sync(work)
+    node.broker.turn.end_sync(work)
     assert sent.sequence == 1
     assert waiting.bodies == [b"written"]
     assert len(reading.answers) == 1
@@ -162,15 +162,15 @@ def r21_rows_that_a_group_holds_outlast_retention() -> None:
 
 def r3_every_unclean_start_opens_a_new_epoch() -> None:
     node = Node()
-    assert node.broker.epoch == 1
+    assert node.broker.turn.epoch == 1
     node = node.killed()
-    assert node.broker.epoch == 2
+    assert node.broker.turn.epoch == 2
     node = node.restart()
-    assert (node.report.clean, node.broker.epoch) == (True, 2)
+    assert (node.report.clean, node.broker.turn.epoch) == (True, 2)
     node.send("orders", b"acknowledged and lost")
     again = node.power_lost()
     assert again.bodies("orders") == []
-    assert (again.report.clean, again.broker.epoch) == (False, 3)
+    assert (again.report.clean, again.broker.turn.epoch) == (False, 3)
 
 
 # --- R7 -----------------------------------------------------------------------------------------
@@ -181,9 +181,9 @@ def r7_a_refused_frame_is_not_overtaken() -> None:
     producer = Producer(7)
     one, two, three = (producer.frame("orders", b"%d" % n) for n in (1, 2, 3))
     node.submit(one)
-    node.broker.low_space = "full for a moment"
+    node.broker.turn.low_space = "full for a moment"
     node.submit(two)
-    node.broker.low_space = ""
+    node.broker.turn.low_space = ""
     node.submit(three)
     node.turn()
     assert one.acknowledged
@@ -278,10 +278,10 @@ def r10_an_ack_of_an_earlier_epoch_does_not_apply_to_other_messages() -> None:
     again.membership.lose_silent()
     consumer = again.attach("orders", "g", "c2")
     # The client acks rows that were delivered before the power loss.
-    assert again.ack(consumer, (0, 5, node.broker.epoch)) == [True]
+    assert again.ack(consumer, (0, 5, node.broker.turn.epoch)) == [True]
     assert again.pull(consumer).bodies == [b"new %d" % number for number in range(4)]
     again.membership.detach(consumer)
-    holder = again.attach("orders", "g", "c3", holds=[(1, 5, node.broker.epoch)])
+    holder = again.attach("orders", "g", "c3", holds=[(1, 5, node.broker.turn.epoch)])
     assert again.pull(holder).bodies == [b"new %d" % number for number in range(4)], (
         "a hold of the earlier epoch does not apply either"
     )
@@ -303,10 +303,10 @@ def r12_at_most_once_rows_are_delivered_after_their_event_is_durable() -> None:
         assert not pulled.answered
         early = node.power_lost()
         assert early.pull(early.attach("orders", "g", "x", delivery="at_most_once"), 1).bodies == [b"0"]
-        work = node.broker.begin_sync()
+        work = node.broker.turn.begin_sync()
         work.run()
         assert not pulled.answered
-        node.broker.end_sync(work)
+        node.broker.turn.end_sync(work)
         assert pulled.bodies == [b"0", b"1"]
         for again in (node.power_lost(), node.killed()):
             rest = again.pull(again.attach("orders", "g", "x", delivery="at_most_once"))
@@ -322,7 +322,7 @@ def r13_rows_that_a_client_reports_as_held_are_not_redelivered() -> None:
         node.send("orders", b"%d" % number)
     consumer = node.attach("orders", "g")
     node.pull(consumer, 8)
-    epoch = node.broker.epoch
+    epoch = node.broker.turn.epoch
     node.ack(consumer, (0, 2))
     node.membership.disconnected(consumer, consumer.session)
     # Rows 2 to 4 are in flight; the reply with 5 to 7 never arrived.
@@ -344,7 +344,7 @@ def r13_a_reported_hold_that_the_broker_forgot_is_accepted() -> None:
     node.sync()
     node.pull(consumer, 4)
     again = node.power_lost()
-    back = again.attach("orders", "g", holds=[(0, 4, node.broker.epoch)])
+    back = again.attach("orders", "g", holds=[(0, 4, node.broker.turn.epoch)])
     assert again.pull(back).ranges == [(4, 6, 1)]
 
 

@@ -317,7 +317,7 @@ def test_a_full_disk_delays_delivery_and_loses_nothing(producer: Producer) -> No
     later(node, 1)
     first = len(delivered(node))
     assert first < 20
-    assert node.broker.failed is None
+    assert node.broker.turn.failed is None
     assert schedules(node).count == 20 - first
     assert node.broker.next_deadline == pytest.approx(node.clock.monotonic() + 1)
     node.disk._faults.clear()
@@ -330,13 +330,13 @@ def test_nothing_is_delivered_below_the_watermark(producer: Producer) -> None:
     node = Node(disk_free_min=1)
     delay(node, producer, node.clock.now() + SECOND, b"a")
     capacity, node.disk.capacity = node.disk.capacity, 0
-    node.broker.check_space()
+    node.broker.turn.check_space()
     later(node, 5)
     assert delivered(node) == []
     with pytest.raises(DiskFull):
         schedules(node).reschedule("orders", 0, node.clock.now() - 4 * SECOND, node.clock.now())
     node.disk.capacity = capacity
-    node.broker.check_space()
+    node.broker.turn.check_space()
     later(node, 5)
     assert delivered(node) == [b"a"]
 

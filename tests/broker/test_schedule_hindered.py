@@ -80,7 +80,7 @@ def test_delivery_waits_until_files_can_be_opened(producer: Producer) -> None:
         later(node, 2)
         later(node, 2)
         assert delivered(node) == []
-        assert node.broker.failed is None
+        assert node.broker.turn.failed is None
         assert len(schedules(node).damages) == 1
         assert "is paused" in schedules(node).damages[0]
         assert "Too many open files" in schedules(node).damages[0]

@@ -18,7 +18,8 @@ from plait.broker.subjects import update_subject
 from plait.errors import PlaitError
 from plait.limits import ServerLimits
 from plait.model.retry_policy import Retry
-from plait.storage.catalog import PartitionRow, SubjectSettings, read_rows
+from plait.model.settings import SubjectSettings
+from plait.storage.catalog import PartitionRow, read_rows
 from plait.storage.logs.action_log import ConsumerDefinition, Definition, GroupDefinition, read_definitions
 from plait.storage.logs.log import Log
 from plait.storage.logs.recovery import LogScan

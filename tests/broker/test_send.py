@@ -20,7 +20,7 @@ from plait.frame.builder import build_frame
 from plait.frame.coalesce import coalesce
 from plait.frame.view import FrameView
 from plait.limits import ServerLimits
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from tests.support.broker_node import Node, Producer, Sent
 
 # --- storing ------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_a_producer_cannot_send_rows_of_another_producer():
 def test_a_read_only_broker_refuses_sends_and_serves_pulls():
     node = Node()
     node.send("orders", b"a")
-    node.broker.read_only = True
+    node.broker.turn.read_only = True
     assert isinstance(node.send("orders", b"b").error, ReadOnly)
     assert node.pull(node.attach("orders", "g")).bodies == [b"a"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from plait.broker.staging import stages as staging
 from plait.errors import DamageError, Expired
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from plait.storage.logs.log import segment_name
 from tests.broker.stage_node import Task, ask, ask_and_settle, complete, publish, settle, staged
 from tests.support.broker_node import Node
@@ -138,7 +138,7 @@ def test_stages_that_cannot_expire_yet_block_nothing_else(
         node.disk.fail(operation, path="message/*", times=None, error=code)
     assert node.retention.run() != []
     assert "cannot be expired yet" in caplog.text
-    assert node.broker.failed is None
+    assert node.broker.turn.failed is None
     node = node.killed()
     node.retention.run()
     with pytest.raises(Expired):
@@ -198,11 +198,11 @@ def test_a_damaged_stage_expires_and_releases_its_segments(
 def test_a_stage_that_waits_for_space_does_not_expire(node: Node, task: Task) -> None:
     task.write(node, b"a")
     answers = ask(node, [task])
-    node.broker.low_space = "full"
+    node.broker.turn.low_space = "full"
     node.turn()
     node.clock.advance(8 * DAY)
     node.retention.run()
-    node.broker.low_space = ""
+    node.broker.turn.low_space = ""
     settle(node)
     assert answers == [None]
     assert node.bodies("orders") == [b"a"]

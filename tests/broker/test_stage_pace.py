@@ -45,7 +45,7 @@ def test_published_frames_are_synced_while_more_are_copied(node: Node, task: Tas
     written(node, task, 2)
     answers = ask(node, [task])
     node.commit()
-    assert node.broker.sync_wanted
+    assert node.broker.turn.sync_wanted
     node.sync()
     assert node.broker.message_log.durable == node.broker.message_log.end
     assert (node.bodies("orders"), answers) == ([b"0"], [])
@@ -54,19 +54,34 @@ def test_published_frames_are_synced_while_more_are_copied(node: Node, task: Tas
 
 
 @pytest.mark.usefixtures("small_turns")
+def test_publishing_requests_its_next_commit_without_a_timer(task: Task) -> None:
+    node = Node(flush="async")
+    bodies = written(node, task, 4)
+    requests: list[None] = []
+    node.broker.turn.on_dirty = lambda: requests.append(None)
+    answers = ask(node, [task])
+    while requests:
+        requests.clear()
+        node.broker.turn.commit()
+    assert node.bodies("orders") == bodies[: staging.TURNS_AHEAD]
+    settle(node)
+    assert (node.bodies("orders"), answers) == (bodies, [None])
+
+
+@pytest.mark.usefixtures("small_turns")
 def test_only_one_turn_is_copied_ahead_of_a_running_sync(node: Node, task: Task) -> None:
     bodies = written(node, task, 8)
     ask(node, [task])
     node.commit()
     for done in range(1, 5):
-        work = node.broker.begin_sync()
+        work = node.broker.turn.begin_sync()
         for _ in range(5):
             node.broker.run_timers()
             node.commit()
         assert node.bodies("orders") == bodies[: done + 1]
         work.run()
-        node.broker.end_sync(work)
-        assert node.broker.sync_wanted, "the next sync can begin at once"
+        node.broker.turn.end_sync(work)
+        assert node.broker.turn.sync_wanted, "the next sync can begin at once"
     settle(node)
     assert node.bodies("orders") == bodies
 
@@ -78,7 +93,7 @@ def test_a_slow_disk_during_a_large_batch_refuses_no_sends(task: Task) -> None:
     answers, producer = ask(node, [task]), Producer(7)
     node.commit()
     for n in range(5):
-        work = node.broker.begin_sync()
+        work = node.broker.turn.begin_sync()
         for _ in range(10):
             node.clock.advance(0.03)
             node.commit()
@@ -86,7 +101,7 @@ def test_a_slow_disk_during_a_large_batch_refuses_no_sends(task: Task) -> None:
         node.commit()
         assert sent.acknowledged, sent.answers
         work.run()
-        node.broker.end_sync(work)
+        node.broker.turn.end_sync(work)
     settle(node)
     assert answers == [None]
 
@@ -115,7 +130,7 @@ def test_publishing_survives_a_full_disk_and_retention(node: Node, task: Task) -
     assert log.start > 0
     node.later(2)
     node.later(2)
-    assert (answers, node.broker.failed) == ([None], None)
+    assert (answers, node.broker.turn.failed) == ([None], None)
     assert node.bodies("orders") == task.bodies
 
 

@@ -257,12 +257,12 @@ def test_impossible_due_times_are_refused(node: Node) -> None:
 def test_a_full_disk_delays_publishing_and_loses_nothing(node: Node, task: Task) -> None:
     task.write(node, b"a")
     answers = ask(node, [task])
-    node.broker.low_space = "full"
+    node.broker.turn.low_space = "full"
     node.turn()
     assert not answers
     with pytest.raises(DiskFull):
         ask(node, [task])
-    node.broker.low_space = ""
+    node.broker.turn.low_space = ""
     node.later(2)
     assert answers == [None]
     assert node.bodies("orders") == [b"a"]
@@ -425,10 +425,10 @@ def test_an_abandoned_seal_blocks_no_publishing(monkeypatch: pytest.MonkeyPatch,
 def test_a_seal_that_waits_for_a_full_disk_reports_it(node: Node, task: Task) -> None:
     task.write(node, b"a")
     ask(node, [task])
-    node.broker.low_space = "full"
+    node.broker.turn.low_space = "full"
     with pytest.raises(FlowControl, match="the disk is full"):
         sealed(node, [(0, 1)])
-    node.broker.low_space = ""
+    node.broker.turn.low_space = ""
     node.later(2)
     assert sealed(node, [(0, 1)]) == [(0, 1, 1)]
 

@@ -279,7 +279,7 @@ def delayed(data: Path) -> None:
         due = SystemClock().now() + seconds * 1_000_000
         frame = build_frame([b"later"], producer=77, first=number, previous=number - 1, deliver_at=due)
         broker.submit(partition, FrameView(frame.tobytes()), None)
-        broker.commit()
+        broker.turn.commit()
     broker.run_timers()
     broker.stop()
 

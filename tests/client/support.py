@@ -46,12 +46,11 @@ def impatient(client: plait.Client) -> Iterator[None]:
     """Sends in this block time out after 50 ms; other sends keep their limit."""
     producer = client._producer
     patient, producer.limits = producer.limits, msgspec.structs.replace(producer.limits, send_seconds=0.05)
-    for sender in producer._subject_senders.values():
-        for queue in sender.queues():
-            # The timer is set for the time limit of an earlier send.
-            if queue._timer is not None:
-                queue._timer.cancel()
-                queue._timer = None
+    for sender in [each for subject in client._senders._all() for each in subject.senders()]:
+        # The timer is set for the time limit of an earlier send.
+        if sender._timer is not None:
+            sender._timer.cancel()
+            sender._timer = None
     try:
         yield
     finally:

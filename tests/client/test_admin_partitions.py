@@ -33,15 +33,15 @@ async def attach(meta: PlayedMeta, partition: int, group: str, *, dead: int = 0,
     consumer = membership.attach(meta.name(partition), group, f"c{partition}", retry=plait.Retry())
     if dead + acked:
         broker.pull(consumer, dead + acked, 1 << 20, 0.0, lambda _: None)
-        epoch = broker.epoch
+        epoch = broker.turn.epoch
         if acked:
             broker.ack(consumer, [(dead, dead + acked, epoch)], lambda: None)
         if dead:
             failure = NackOutcome(None, Reason("ValueError", f"reason {partition}"), True, True)
             broker.nack(consumer, [(0, dead, epoch)], lambda: None, failure)
-    broker.commit()
+    broker.turn.commit()
     membership.detach(consumer)
-    broker.commit()
+    broker.turn.commit()
 
 
 async def filled(meta: PlayedMeta, client: plait.Client) -> None:

@@ -117,7 +117,7 @@ async def test_a_restart_keeps_address_and_messages() -> None:
 async def test_a_start_recovers_from_a_kill() -> None:
     async with EmbeddedBroker() as broker, broker.connect() as client:
         await client.send("s", b"")
-        epoch = broker.server.broker.epoch
+        epoch = broker.server.broker.turn.epoch
         await broker.kill()
         with pytest.raises(plait.Closed, match="is down"):
             _ = broker.server
@@ -127,7 +127,7 @@ async def test_a_start_recovers_from_a_kill() -> None:
         report = broker.server.report
         assert report is not None
         assert not report.clean
-        assert broker.server.broker.epoch > epoch
+        assert broker.server.broker.turn.epoch > epoch
         assert (await client.send("s", b"")).sequence == 1
 
 

@@ -143,7 +143,7 @@ async def test_an_invalid_broker_order_is_refused_and_the_node_restarts(node: Em
             operation,
             arguments,
         )
-    node.server.housekeep()
+    node.server.broker_host.upkeep.housekeep()
     await consumes(node, 2)
     await node.restart()
     await consumes(node, 3)

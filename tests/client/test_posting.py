@@ -120,7 +120,7 @@ async def test_a_cancelled_waiting_send_does_not_block_the_next(broker: Embedded
 
 async def test_flush_raises_the_error_of_a_post_once(broker: EmbeddedBroker, client: plait.Client) -> None:
     await client.send("order.book", b"stored")
-    broker.server.broker.read_only = True
+    broker.server.broker.turn.read_only = True
     ticket = client.post("order.book", b"refused")
     with pytest.raises(plait.ReadOnly):
         await client.flush()
@@ -131,7 +131,7 @@ async def test_flush_raises_the_error_of_a_post_once(broker: EmbeddedBroker, cli
 
 async def test_flush_does_not_repeat_the_error_of_a_send(broker: EmbeddedBroker, client: plait.Client) -> None:
     await client.send("order.book", b"stored")
-    broker.server.broker.read_only = True
+    broker.server.broker.turn.read_only = True
     with pytest.raises(plait.ReadOnly):
         await client.send("order.book", b"refused")
     with pytest.raises(plait.ReadOnly):
@@ -230,14 +230,14 @@ async def test_send_many_waits_for_room_in_the_buffer(broker: EmbeddedBroker) ->
 async def test_a_cancelled_flush_leaves_the_error_of_another_subject_to_the_next_flush(
     broker: EmbeddedBroker, client: plait.Client
 ) -> None:
-    core = broker.server.broker
+    core = broker.server.broker.turn
     await client.send("first", b"")
     await client.send("second", b"")
     core.read_only = True
     refused = client.post("first", b"refused")
     await until(lambda: refused.done)
     core.read_only = False
-    # The broker does not answer for now.
+    # The broker stores the next frame when ``commit`` is called below.
     commit, core.on_dirty = core.on_dirty, lambda: None
     client.post("second", b"slow")
     flushing = asyncio.ensure_future(client.flush())
@@ -256,7 +256,7 @@ async def test_a_cancelled_flush_leaves_the_error_of_another_subject_to_the_next
 async def test_closing_raises_the_errors_of_posted_messages(broker: EmbeddedBroker) -> None:
     client = await broker.connect().open()
     await client.send("s", b"")
-    broker.server.broker.low_space = "the disk is full"
+    broker.server.broker.turn.low_space = "the disk is full"
     client.post("s", b"lost")
     with pytest.raises(plait.DiskFull):
         await client.close()

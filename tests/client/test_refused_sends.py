@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 import plait
 from plait.client.net.node import Node
-from plait.client.send.partition_queue import PartitionQueue
+from plait.client.send.partition_sender import PartitionSender
 from plait.frame.columns import Column
 from plait.testing import EmbeddedBroker
 from tests.client.support import EAGER, PlayedMeta, until
@@ -44,7 +44,7 @@ async def test_best_tried_a_refused_row_moves_to_an_lp_of_the_other_partition(
 ) -> None:
     """R6: the bits of the hash that distinguish the key stay the same."""
     await client.send("s", b"before", key=RIGHT)
-    brokers[1].server.broker.read_only = True
+    brokers[1].server.broker.turn.read_only = True
     receipt = await client.send("s", b"moved", key=RIGHT, tags=["t"], headers={"h": 1})
     assert str(receipt.partition) == "s@g1"
     [frame] = await meta.frames(0)
@@ -54,7 +54,7 @@ async def test_best_tried_a_refused_row_moves_to_an_lp_of_the_other_partition(
     async with client.reader("s", start="earliest") as reader:
         rows = [message for message in await reader.fetch(10, wait=0) if message.body == b"moved"]
     assert [(r.key, r.tags, r.headers, r.message_id) for r in rows] == [(RIGHT, ["t"], {"h": 1}, receipt.message_id)]
-    brokers[1].server.broker.read_only = False
+    brokers[1].server.broker.turn.read_only = False
     assert (await client.send("s", b"after", key=RIGHT)).partition.name == "s#1"
 
 
@@ -63,14 +63,14 @@ async def test_best_tried_a_row_that_all_brokers_refuse_fails(
 ) -> None:
     await client.send_many("s", [b"x"] * 2, keys=[LEFT, RIGHT])
     for broker in brokers:
-        broker.server.broker.read_only = True
+        broker.server.broker.turn.read_only = True
     for arguments in ({"key": LEFT}, {"key": RIGHT}, {}):
         with pytest.raises(plait.ReadOnly):
             await client.send("s", b"refused", **arguments)  # type: ignore[arg-type]
     with pytest.raises(plait.ReadOnly):
         await client.send_many("s", [b"refused"] * 10, keys=[f"k{n}" for n in range(10)])
     for broker in brokers:
-        broker.server.broker.read_only = False
+        broker.server.broker.turn.read_only = False
     await client.send("s", b"y", key=LEFT)
     stored = [*await meta.rows(0), *await meta.rows(1)]
     assert sorted(row[3] for row in stored) == [b"x", b"x", b"y"]
@@ -80,7 +80,7 @@ async def test_rows_without_keys_avoid_a_broker_that_refuses(
     brokers: list[EmbeddedBroker], meta: PlayedMeta, client: plait.Client
 ) -> None:
     await client.send_many("s", [b"x"] * 2, keys=[LEFT, RIGHT])
-    brokers[1].server.broker.read_only = True
+    brokers[1].server.broker.turn.read_only = True
     receipts = [await client.send("s", b"%d" % n) for n in range(40)]
     assert {str(r.partition) for r in receipts} == {"s@g1"}
     assert client._producer.health.seconds("g2") >= 3.0
@@ -103,34 +103,36 @@ async def test_strict_a_refused_row_waits_for_its_partition(
     brokers: list[EmbeddedBroker], meta: PlayedMeta, client: plait.Client
 ) -> None:
     await client.send("s", b"0", key=RIGHT)
-    brokers[1].server.broker.read_only = True
+    brokers[1].server.broker.turn.read_only = True
     sending = [asyncio.ensure_future(client.send("s", b"1", key=RIGHT))]
     await until(lambda: node_retries(client, "s#1"))
     sending += [asyncio.ensure_future(client.send("s", b"%d" % n, key=RIGHT)) for n in range(2, 50)]
     assert (await client.send("s", b"other key", key=LEFT)).partition.name == "s"
     assert not any(one.done() for one in sending)
-    brokers[1].server.broker.read_only = False
+    brokers[1].server.broker.turn.read_only = False
     receipts = await asyncio.gather(*sending)
     assert {str(r.partition) for r in receipts} == {"s#1@g2"}
     assert (await meta.by_key())[RIGHT] == [b"%d" % n for n in range(50)]
 
 
-def node_queue(client: plait.Client, name: str) -> PartitionQueue:
-    [queue] = [q for q in client._producer.subject_sender("s").queues() if q.name is not None and q.name.name == name]
-    return queue
+def node_sender(client: plait.Client, name: str) -> PartitionSender:
+    [sender] = [
+        s for s in client._senders.sender("s").senders() if s.target.name is not None and s.target.name.name == name
+    ]
+    return sender
 
 
 def node_retries(client: plait.Client, name: str) -> bool:
     """Whether a refused frame waits for its resend."""
-    return any(frame.refusal is not None for frame in node_queue(client, name)._frames)
+    return any(frame.refusal is not None for frame in node_sender(client, name).window.frames)
 
 
 def expire(client: plait.Client, name: str) -> None:
     """Let all waiting frames time out."""
-    queue = node_queue(client, name)
-    for frame in queue._frames:
+    sender = node_sender(client, name)
+    for frame in sender.window.frames:
         frame.deadline = 0.0
-    queue._expire()
+    sender._expire()
 
 
 @strict
@@ -141,14 +143,14 @@ async def test_strict_a_row_that_is_refused_until_it_times_out_fails_with_the_re
     limits = msgspec.structs.replace(EAGER, send_retry_first_seconds=60.0, send_retry_max_seconds=60.0)
     async with meta.client(limits=limits) as client:
         await client.send("s", b"0", key=RIGHT)
-        brokers[1].server.broker.read_only = True
+        brokers[1].server.broker.turn.read_only = True
         sending = asyncio.ensure_future(client.send("s", b"1", key=RIGHT))
         await until(lambda: node_retries(client, "s#1"))
         expire(client, "s#1")
         with pytest.raises(plait.ReadOnly):
             await sending
-        brokers[1].server.broker.read_only = False
-        node_queue(client, "s#1")._try_again()
+        brokers[1].server.broker.turn.read_only = False
+        node_sender(client, "s#1")._try_again()
         await client.send("s", b"2", key=RIGHT)
     assert (await meta.by_key())[RIGHT] == [b"0", b"2"]
 
@@ -188,10 +190,10 @@ async def test_a_row_whose_reply_was_lost_is_not_failed_by_a_later_refusal(
 ) -> None:
     await client.send("s", b"0", key=RIGHT)
     ticket = await stored_unanswered(client, brokers[1], b"1", "s#1")
-    brokers[1].server.broker.read_only = True
+    brokers[1].server.broker.turn.read_only = True
     await until(lambda: node_retries(client, "s#1"))
     assert not ticket.done
-    brokers[1].server.broker.read_only = False
+    brokers[1].server.broker.turn.read_only = False
     assert (await ticket).sequence == 1
     assert (await meta.by_key())[RIGHT] == [b"0", b"1"]
 

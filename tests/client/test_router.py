@@ -8,6 +8,7 @@ import pytest
 import plait
 from plait.client.net.node import Node
 from plait.client.net.router import Router, SubjectRoute
+from plait.client.send.partition_sender import PartitionSender
 from plait.meta.database.store import Store
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
@@ -178,32 +179,32 @@ async def test_a_new_process_sends_and_consumes_while_the_meta_database_is_down(
 async def test_the_senders_of_idle_subjects_are_dropped(broker: EmbeddedBroker) -> None:
     limits = plait.ClientLimits(route_seconds=0.001, sender_idle_seconds=0.02)
     async with broker.connect(limits=limits) as client:
-        producer, router = client._producer, client._router
+        senders, router = client._senders, client._router
         await client.admin.create_subject("read")
         async with client.reader("read", start="earliest") as reader, client.consumer("eaten", "g"):
             first = [await client.send(f"s{number}", b"0", key="k") for number in range(20)]
             await client.send("s0", b"later", delay=3600)
             await until(lambda: set(router._routes) == {"read", "eaten"})
-            assert (producer._subject_senders, producer.queues, producer.delayed) == ({}, {}, {})
-            assert not any(producer._partition_senders.values())
+            assert (senders.plain, senders.delayed) == ({}, {})
+            assert not any(isinstance(call.__self__, PartitionSender) for call in client._node.on_link)
             # The next send continues with the same producer and the next sequence.
             second = await client.send("s0", b"1", key="k")
             assert (second.sequence, second.message_id.producer) == (1, first[0].message_id.producer)
             await client.send("read", b"2")
             assert [message.body for message in await reader.fetch(1, wait=PATIENCE_SECONDS)] == [b"2"]
         await until(lambda: not router._routes)
-        assert router.users == [producer._uses]
+        assert router.users == [senders._uses]
         async with client.reader("s0", start="earliest") as reader:
             assert [m.body for m in await reader.fetch(5, wait=PATIENCE_SECONDS)] == [b"0", b"1"]
 
 
 async def test_the_senders_of_deleted_subjects_are_dropped(broker: EmbeddedBroker) -> None:
     async with broker.connect(limits=plait.ClientLimits(route_seconds=0.001)) as client:
-        producer = client._producer
+        senders = client._senders
         for number in range(5):
             await client.send(f"s{number}", b"")
             await client.send(f"s{number}", b"", delay=3600)
             await client.admin.delete_subject(f"s{number}")
-        await until(lambda: not producer._subject_senders)
-        assert not any(producer._partition_senders.values())
+        await until(lambda: not senders.plain and not senders.delayed)
+        assert not any(isinstance(call.__self__, PartitionSender) for call in client._node.on_link)
         assert (await client.send("s0", b"")).sequence == 0

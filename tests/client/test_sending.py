@@ -194,12 +194,12 @@ async def test_a_refusal_reaches_the_caller_at_once_and_the_next_send_succeeds(
     broker: EmbeddedBroker, client: plait.Client
 ) -> None:
     await client.admin.create_subject("order.book")
-    broker.server.broker.read_only = True
+    broker.server.broker.turn.read_only = True
     with pytest.raises(plait.ReadOnly):
         await client.send("order.book", b"refused")
     with pytest.raises(plait.ReadOnly):
         await client.send("new.subject", b"refused")
-    broker.server.broker.read_only = False
+    broker.server.broker.turn.read_only = False
     assert (await client.send("order.book", b"stored")).sequence == 0
     assert (await client.send("new.subject", b"stored")).sequence == 0
 

@@ -71,7 +71,7 @@ async def test_a_new_route_moves_waiting_rows(meta: PlayedMeta, client: plait.Cl
     await client.flush()
     found = await meta.by_key()
     assert found == {"a": [b"first"]} | {f"k{k}": [b"%d" % n for n in range(k, 100, 10)] for k in range(10)}
-    assert len(client._producer.queue("s").queues) == 5  # type: ignore[union-attr]
+    assert len(client._senders.sender("s").partitioner.senders) == 5  # type: ignore[union-attr]
 
 
 async def test_a_sealed_partition_makes_the_client_request_the_route_until_it_changes(

@@ -12,7 +12,7 @@ import plait
 from plait import tasks
 from plait.clock import ManualClock
 from plait.limits import MetaLimits
-from plait.meta.members.membership import Members
+from plait.meta.members.joining import Joining
 from plait.server.meta.client_ids import ClientIds
 from plait.testing import EmbeddedBroker
 from tests.client.support import PATIENCE_SECONDS, lose, until
@@ -24,13 +24,13 @@ HASTY = plait.ClientLimits(request_seconds=0.5, heartbeat_seconds=0.05)
 def joins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The client of each join that the meta server stored."""
     written: list[str] = []
-    join = Members._join
+    join = Joining.join
 
-    def counted(self: Members, client: str, wanted: Any) -> Any:
+    def counted(self: Joining, client: str, wanted: Any) -> Any:
         written.append(client)
         return join(self, client, wanted)
 
-    monkeypatch.setattr(Members, "_join", counted)
+    monkeypatch.setattr(Joining, "join", counted)
     return written
 
 

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 
 import plait
+from plait.client.send.row_columns import RowColumns
 from plait.client.staged.stage_sender import ask
-from plait.client.staged.stage_writer import StagedRows, StageWriter
+from plait.client.staged.stage_writer import StageWriter
 from plait.errors import Expired, InvalidArgument, InvalidName, OutOfSequence, Timeout
 from plait.limits import STAGES_PAGE_MAX
 from plait.testing import EmbeddedBroker
@@ -64,7 +65,7 @@ async def test_a_broker_that_lost_its_log_tail_stores_no_row_under_a_reused_numb
         await client.send("orders", b"before")
         shutil.copytree(broker.data, tmp_path / "durable")
         writer = StageWriter(client, "orders", "q", 0)
-        await writer.write(StagedRows(pa.array([b"a"], pa.binary())))
+        await writer.write(RowColumns(pa.array([b"a"], pa.binary())))
         (number,) = [each.id for each in broker.server.broker.partitions.values() if each.row.stage is not None]
         await broker.kill()
         shutil.rmtree(broker.data)
@@ -75,13 +76,13 @@ async def test_a_broker_that_lost_its_log_tail_stores_no_row_under_a_reused_numb
         assert payments.id == number
         # The earlier rows are lost, so every resend finds a gap.
         with pytest.raises((OutOfSequence, Timeout)):
-            await writer.write(StagedRows(pa.array([b"b"], pa.binary())))
+            await writer.write(RowColumns(pa.array([b"b"], pa.binary())))
         assert payments.next == 1
 
 
 async def test_the_doctor_accepts_a_data_directory_with_stages(broker: EmbeddedBroker, client: plait.Client):
     writer = StageWriter(client, "orders", "q", 0)
-    await writer.write(StagedRows(pa.array([b"a", b"b"], pa.binary())))
+    await writer.write(RowColumns(pa.array([b"a", b"b"], pa.binary())))
     await writer.complete()
     await broker.kill()
     done = run_plait("doctor", str(broker.data))

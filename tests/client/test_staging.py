@@ -14,10 +14,11 @@ import pytest
 import plait
 from plait.client.net.node import Node
 from plait.client.send.open_rows import hash_keys
+from plait.client.send.row_columns import RowColumns
 from plait.client.staged import batch_commit as committing
 from plait.client.staged.batch_commit import abort, carry_out, commit, finish_others
 from plait.client.staged.stage_sender import ask
-from plait.client.staged.stage_writer import Staged, StagedRows, StageWriter
+from plait.client.staged.stage_writer import Staged, StageWriter
 from plait.errors import InvalidArgument, MetaUnavailable, StaleSession
 from plait.model.logical_partitions import lp_of_key
 from plait.server.meta.meta_requests import UNDONE_MAX
@@ -47,10 +48,10 @@ async def client(nodes: list[EmbeddedBroker]) -> AsyncIterator[plait.Client]:
         yield connected
 
 
-def rows(bodies: Sequence[bytes], keys: Sequence[str] | None = None, **columns: object) -> StagedRows:
+def rows(bodies: Sequence[bytes], keys: Sequence[str] | None = None, **columns: object) -> RowColumns:
     if keys is None:
-        return StagedRows(pa.array(bodies, pa.binary()), **columns)  # type: ignore[arg-type]
-    return StagedRows(
+        return RowColumns(pa.array(bodies, pa.binary()), **columns)  # type: ignore[arg-type]
+    return RowColumns(
         pa.array(bodies, pa.binary()),
         pa.array(keys, pa.string()),
         hash_keys(keys, len(keys)),

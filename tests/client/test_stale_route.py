@@ -28,7 +28,7 @@ async def test_a_number_that_was_assigned_to_another_subject_is_not_used(tmp_pat
         # A broker that lost the creation of "mine": the number belongs to another subject.
         second = Server(RealDisk(tmp_path / "second"), port=first.port)
         await second.start()
-        second.broker.epoch += 1
+        second.broker.turn.epoch += 1
         second.broker.partition_of("another")
         receipt = await client.send("mine", b"after")
         assert receipt.partition.name == "mine"

@@ -26,7 +26,7 @@ from plait.frame.builder import build_frame
 from plait.frame.columns import TAG_SEPARATOR
 from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from plait.storage.disk import RealDisk
 
 DIRECTORY = Path(__file__).parent / "data"
@@ -58,15 +58,15 @@ class Writer:
 
     def turn(self) -> None:
         """End a loop turn."""
-        self.broker.commit()
-        assert self.broker.failed is None
-        if self.broker.sync_wanted:
+        self.broker.turn.commit()
+        assert self.broker.turn.failed is None
+        if self.broker.turn.sync_wanted:
             self.sync()
 
     def sync(self) -> None:
-        work = self.broker.begin_sync()
+        work = self.broker.turn.begin_sync()
         work.run()
-        self.broker.end_sync(work)
+        self.broker.turn.end_sync(work)
 
     def checkpoint(self) -> None:
         self.broker.checkpoint()
@@ -104,7 +104,7 @@ class Writer:
             compression=compression,
             flags=FLAG_UNSEQUENCED if oneway else 0,
         )
-        epoch = self.broker.epoch
+        epoch = self.broker.turn.epoch
 
         def stored(sequence: int | None, error: PlaitError | None) -> None:
             now = self.clock.now()
@@ -130,7 +130,7 @@ class Writer:
             # A oneway frame gets no receipt; it is the only frame of its turn, so its sequence is known.
             sequence = partition.next
             self.broker.submit(partition, view, None)
-            self.broker.answer_after_commit(lambda: stored(sequence, None))
+            self.broker.turn.answer_after_commit(lambda: stored(sequence, None))
             return
         self._last[producer, subject] = first + count - 1
         self.broker.submit(partition, view, stored)
@@ -154,11 +154,11 @@ class Writer:
         assert taken[0] is not None
 
     def ack(self, consumer: AttachedConsumer, start: int, end: int) -> None:
-        self.broker.ack(consumer, [(start, end, self.broker.epoch)], None)
+        self.broker.ack(consumer, [(start, end, self.broker.turn.epoch)], None)
         self.turn()
 
     def nack(self, consumer: AttachedConsumer, start: int, end: int) -> None:
-        self.broker.nack(consumer, [(start, end, self.broker.epoch)], None, NackOutcome(0.0))
+        self.broker.nack(consumer, [(start, end, self.broker.turn.epoch)], None, NackOutcome(0.0))
         self.turn()
 
     def kill(self) -> None:
@@ -198,7 +198,7 @@ class Writer:
             for name, partition in sorted(broker.subjects.items())
         }
         return (
-            {"clean": False, "epoch": broker.epoch + 1, "torn": [], "time": self.clock.now()}
+            {"clean": False, "epoch": broker.turn.epoch + 1, "torn": [], "time": self.clock.now()}
             | facts
             | {"subjects": subjects}
         )
@@ -232,7 +232,7 @@ def _fill(writer: Writer) -> None:
 
 def _clean(writer: Writer) -> dict[str, Any]:
     _fill(writer)
-    content = writer.content(clean=True, epoch=writer.broker.epoch)
+    content = writer.content(clean=True, epoch=writer.broker.turn.epoch)
     writer.broker.stop()
     return content
 

@@ -62,7 +62,7 @@ def test_the_recovered_state_is_that_of_the_writer(expected: dict[str, Any], roo
     broker = opened(root, expected)
     report = broker.start()
     assert report.clean == expected["clean"]
-    assert broker.epoch == expected["epoch"]
+    assert broker.turn.epoch == expected["epoch"]
     assert sorted((damage.log, damage.kind) for damage in report.damages) == [(log, "torn") for log in expected["torn"]]
     assert sorted(broker.subjects) == sorted(expected["subjects"])
     for subject, facts in expected["subjects"].items():
@@ -131,7 +131,7 @@ def append(broker: Broker, subject: str, number: int) -> None:
     frame = build_frame([b"new"], producer=0xFF00 + partition.id, first=number, previous=number - 1)
     answers: list[Any] = []
     broker.submit(partition, FrameView(frame.tobytes()), lambda *answer: answers.append(answer))
-    broker.commit()
+    broker.turn.commit()
     assert answers == [(partition.visible - 1, None)]
 
 

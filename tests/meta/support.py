@@ -27,12 +27,12 @@ def converge(service: MetaService, *, without: Iterable[str] = (), fence: int = 
     """Carry out all broker orders, except those to the unreachable broker groups ``without``."""
     lost = set(without)
     while True:
-        makes = [make for make in service.pending_makes() if make.place.group not in lost]
-        moves = [move for move in service.pending_moves() if move.place.group not in lost]
+        makes = [make for make in service.routing.makes() if make.place.group not in lost]
+        moves = [move for move in service.routing.moves() if move.place.group not in lost]
         for make in makes:
-            service.made(make)
+            service.routing.made(make)
         for move in moves:
-            service.sealed(move, [(first, end, fence) for first, end in move.lps])
+            service.routing.sealed(move, [(first, end, fence) for first, end in move.lps])
         if not makes and not moves:
             return
 

@@ -14,7 +14,6 @@ from plait.meta.database.connection import Database
 from plait.meta.database.schema import CLUSTER
 from plait.meta.database.store import Store
 from plait.meta.service import MetaService
-from plait.model.settings import SubjectSettings
 from tests.meta.support import expire, join, lps, pass_time, place, register, settle, share
 from tests.support.postgres import Postgres
 
@@ -36,7 +35,7 @@ CALLS: dict[str, Callable[[MetaService], object]] = {
     "broker_heartbeat": lambda service: service.broker_heartbeat("g1", "g1-1", "RW"),
     "broker state": lambda service: service.set_broker_state("g1", "R"),
     "create": lambda service: service.create_subject("new"),
-    "update": lambda service: service.update_subject("s", SubjectSettings(order="strict")),
+    "update": lambda service: service.set_subject("s", {"order": "strict"}),
     "delete": lambda service: service.delete_subject("s"),
     "subjects": lambda service: service.subjects(),
     "subject": lambda service: service.subject("s"),

@@ -10,7 +10,7 @@ import pytest
 from plait.clock import ManualClock
 from plait.errors import GroupMismatch, GroupNotFound, InvalidName, LimitExceeded, SubjectNotFound
 from plait.limits import LOGICAL_PARTITIONS, MetaLimits
-from plait.meta.members.membership import Members
+from plait.meta.members.joining import Joining
 from plait.meta.service import MetaService
 from tests.meta.support import Stores, join, lps, pass_time, register, settle, share
 
@@ -296,12 +296,12 @@ def test_silence_counts_from_the_last_heartbeat_not_from_the_last_check(subject:
         pass_time(clock, 1, subject)
     clock.advance(0.9)
     subject.tick()
-    assert subject.next_loss() == pytest.approx(0.1)
+    assert subject.members.next_loss == pytest.approx(0.1)
     assert subject.allocation("s", "g").members.keys() == {"c1"}
     clock.advance(0.1)
     subject.tick()
     assert subject.allocation("s", "g").members == {}
-    assert subject.next_loss() == math.inf
+    assert subject.members.next_loss == math.inf
 
 
 def test_no_client_is_lost_because_the_meta_server_paused(stores: Stores, clock: ManualClock):
@@ -370,14 +370,14 @@ def test_joining_a_group_while_another_meta_server_deletes_its_subject_is_refuse
     settle(subject)
     other = MetaService(stores(), clock)
     other.tick()
-    founded = Members._join
+    founded = Joining.join
 
-    def late(members: Members, *arguments: Any) -> Any:
+    def late(joining: Joining, *arguments: Any) -> Any:
         subject.delete_subject("s")
-        return founded(members, *arguments)
+        return founded(joining, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Members, "_join", late)
+        patch.setattr(Joining, "join", late)
         join(other, "c2")
     refused = join(other, "c2").refused
     assert [type(error) for error in refused.values()] == [SubjectNotFound]

@@ -214,7 +214,7 @@ def test_a_repeating_client_is_lost_one_lease_after_its_last_repeat(subject: Met
     pass_time(clock, 9, subject)
     clock.advance(0.5)
     subject.tick()
-    assert subject.next_loss() == pytest.approx(0.25)
+    assert subject.members.next_loss == pytest.approx(0.25)
     assert subject.allocation("s", "g").members.keys() == {"c1"}
     clock.advance(0.25)
     subject.tick()

@@ -48,8 +48,8 @@ def test_histories_do_not_grow_while_retention_removes_rows(spread: MetaService)
             fence += 10
         for name in places(spread, "s"):
             expire(spread, "s", name, fence)
-        for drop in spread.pending_drops():
-            spread.dropped(drop)
+        for drop in spread.routing.drops():
+            spread.routing.dropped(drop)
     assert span_count(spread) == 1
     assert len(places(spread, "s")) == 3
 
@@ -97,9 +97,9 @@ def test_a_report_of_an_earlier_partition_of_the_same_name_is_ignored(spread: Me
     spread.expand("s", [place("s@g1")])
     converge(spread, fence=10)
     expire(spread, "s", "s@g2", 10)
-    (drop,) = spread.pending_drops()
+    (drop,) = spread.routing.drops()
     report(spread, "s@g2", {"a": [(0, 1024, 10)]})
-    spread.dropped(drop)
+    spread.routing.dropped(drop)
     spread.expand("s", [place("s@g1"), place("s@g2")])
     report(spread, "s@g2", {"a": [(0, 1024, 10)]})
     assert spread.route("s").passed == {}
@@ -133,7 +133,7 @@ def test_a_live_broker_group_is_not_given_up(spread: MetaService, clock: ManualC
     assert [each.partition for each in spread.forget_broker("g2", lost=True)] == ["s@g2"]
     assert [broker.group for broker in spread.brokers()] == ["g1", "g3"]
     # No broker is left to receive an order to drop.
-    assert spread.pending_drops() == []
+    assert spread.routing.drops() == []
     converge(spread)
     assert places(spread, "s") == ["s@g1"]
     # The broker group is no longer known.

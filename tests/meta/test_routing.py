@@ -26,29 +26,29 @@ def spread(service: MetaService) -> MetaService:
 def test_new_partitions_are_made_before_any_lp_moves(spread: MetaService):
     spread.expand("s", 3)
     assert places(spread, "s") == ["s@g1", "s@g2", "s@g3"]
-    assert spread.pending_moves() == []
-    (make,) = spread.pending_makes()
+    assert spread.routing.moves() == []
+    (make,) = spread.routing.makes()
     assert (str(make.place), make.lps) == ("s@g3", [])
-    spread.made(make)
-    assert {str(move.place) for move in spread.pending_moves("s")} == {"s@g1", "s@g2"}
+    spread.routing.made(make)
+    assert {str(move.place) for move in spread.routing.moves("s")} == {"s@g1", "s@g2"}
 
 
 def test_a_route_waits_for_the_partitions_of_a_new_subject_but_not_for_added_ones(service: MetaService):
     register(service, "g2", "g3")
     service.create_subject("s", groups=["g1", "g2"])
-    assert service.unmade("s") == service.pending_makes("s") != []
+    assert service.routing.unmade("s") == service.routing.makes("s") != []
     converge(service)
     service.expand("s", 3)
-    assert service.pending_makes("s")
-    assert service.unmade("s") == []
+    assert service.routing.makes("s")
+    assert service.routing.unmade("s") == []
 
 
 def test_a_moved_lp_is_opened_in_its_new_partition(spread: MetaService):
     spread.expand("s", 3)
-    spread.made(spread.pending_makes()[0])
-    move = spread.pending_moves()[0]
+    spread.routing.made(spread.routing.makes()[0])
+    move = spread.routing.moves()[0]
     before = spread.route("s").route
-    spread.sealed(move, [(first, end, 42) for first, end in move.lps])
+    spread.routing.sealed(move, [(first, end, 42) for first, end in move.lps])
     after = spread.route("s").route
     assert after.version == before.version + 1
     lp = move.lps[0][0]
@@ -56,10 +56,10 @@ def test_a_moved_lp_is_opened_in_its_new_partition(spread: MetaService):
         (str(move.place), 42),
         ("s@g3", None),
     ]
-    (make,) = spread.pending_makes()
+    (make,) = spread.routing.makes()
     assert (str(make.place), make.lps) == ("s@g3", move.lps)
     converge(spread)
-    assert spread.pending_makes() == spread.pending_moves() == []
+    assert spread.routing.makes() == spread.routing.moves() == []
     route = spread.route("s").route
     assert (current(route) == target(route)).all()
 
@@ -68,7 +68,7 @@ def test_lps_of_an_unreachable_broker_group_stay_until_it_can_be_reached(spread:
     spread.expand("s", 4)
     converge(spread, without=["g2"])
     route = spread.route("s").route
-    assert {str(move.place) for move in spread.pending_moves()} == {"s@g2"}
+    assert {str(move.place) for move in spread.routing.moves()} == {"s@g2"}
     at_g2 = route.partitions.index(place("s@g2"))
     assert (current(route) == at_g2).sum() == LOGICAL_PARTITIONS // 2
     converge(spread)
@@ -93,9 +93,9 @@ def test_fewer_partitions_leave_the_others_listed_while_they_drain(spread: MetaS
     assert openings(spread.route("s").route)[0] == ALL
     expire(spread, "s", "s@g2", 10)
     assert places(spread, "s") == ["s@g1"]
-    (drop,) = spread.pending_drops()
+    (drop,) = spread.routing.drops()
     assert str(drop.place) == "s@g2"
-    spread.dropped(drop)
+    spread.routing.dropped(drop)
     # The name is free again.
     spread.expand("s", [place("s@g1"), place("s@g2")])
     converge(spread)
@@ -108,29 +108,29 @@ def give_up(service: MetaService) -> Drop:
     converge(service)
     for each in ("s@g1", "s@g2"):
         expire(service, "s", each, 10)
-    (drop,) = service.pending_drops()
+    (drop,) = service.routing.drops()
     return drop
 
 
 def test_a_partition_that_is_made_again_gets_a_higher_version_than_the_order_to_drop_it(spread: MetaService):
     drop = give_up(spread)
     assert drop.version == spread.route("s").route.version
-    spread.dropped(drop)
+    spread.routing.dropped(drop)
     spread.expand("s", [place("s@g1"), place("s@g2")])
-    (make,) = spread.pending_makes()
+    (make,) = spread.routing.makes()
     assert (make.place, make.version > drop.version) == (drop.place, True)
 
 
 def test_a_late_answer_to_an_earlier_drop_is_ignored(spread: MetaService):
     late = give_up(spread)
-    spread.dropped(late)
+    spread.routing.dropped(late)
     spread.expand("s", [place("s@g1"), place("s@g2")])
     converge(spread)
     drop = give_up(spread)
-    spread.dropped(late)
-    assert spread.pending_drops() == [drop]
-    spread.dropped(drop)
-    assert spread.pending_drops() == []
+    spread.routing.dropped(late)
+    assert spread.routing.drops() == [drop]
+    spread.routing.dropped(drop)
+    assert spread.routing.drops() == []
 
 
 def test_a_draining_partition_is_reused_before_another_is_made(spread: MetaService):
@@ -170,38 +170,38 @@ def test_without_a_broker_no_partition_is_added(spread: MetaService):
 
 def test_a_repeated_or_late_report_changes_nothing(spread: MetaService):
     spread.expand("s", 3)
-    spread.made(spread.pending_makes()[0])
-    move = spread.pending_moves()[0]
+    spread.routing.made(spread.routing.makes()[0])
+    move = spread.routing.moves()[0]
     fences = [(first, end, 42) for first, end in move.lps]
-    spread.sealed(move, fences)
+    spread.routing.sealed(move, fences)
     version = spread.route("s").route.version
-    spread.sealed(move, fences)
+    spread.routing.sealed(move, fences)
     assert spread.route("s").route.version == version
-    (make,) = spread.pending_makes()
+    (make,) = spread.routing.makes()
     spread.delete_subject("s")
-    spread.sealed(move, fences)
-    spread.made(make)
+    spread.routing.sealed(move, fences)
+    spread.routing.made(make)
     assert spread.subjects() == []
-    assert len(spread.pending_drops()) == 3
+    assert len(spread.routing.drops()) == 3
 
 
 def test_another_meta_server_continues_an_unfinished_change(spread: MetaService, stores: Stores, clock: ManualClock):
     spread.expand("s", 3)
-    spread.made(spread.pending_makes()[0])
-    move = spread.pending_moves()[0]
-    spread.sealed(move, [(first, end, 42) for first, end in move.lps])
+    spread.routing.made(spread.routing.makes()[0])
+    move = spread.routing.moves()[0]
+    spread.routing.sealed(move, [(first, end, 42) for first, end in move.lps])
     other = MetaService(stores(), clock)
     other.tick()
     converge(other)
     route = spread.route("s").route
     assert moves(route) == []
     spread.tick()
-    assert spread.pending_moves() == spread.pending_makes() == []
+    assert spread.routing.moves() == spread.routing.makes() == []
 
 
 def test_a_subject_can_have_a_thousand_partitions(spread: MetaService):
     spread.expand("s", LOGICAL_PARTITIONS)
-    assert len(spread.pending_makes()) == LOGICAL_PARTITIONS - 2
+    assert len(spread.routing.makes()) == LOGICAL_PARTITIONS - 2
     route = spread.route("s").route
     assert sorted(target(route).tolist()) == list(range(LOGICAL_PARTITIONS))
     assert not mark(openings(route)[5]).any()

@@ -115,21 +115,21 @@ def test_the_number_of_subjects_is_limited(stores: Stores, clock: ManualClock):
 def test_settings_are_stored_and_sent_to_brokers(service: MetaService):
     strict = SubjectSettings(order="strict", retention_seconds=60.0)
     service.create_subject("orders", strict)
-    (make,) = service.pending_makes()
+    (make,) = service.routing.makes()
     assert make.settings == strict
     assert make.lps == ALL
-    service.made(make)
-    assert service.pending_makes() == []
-    service.update_subject("orders", SubjectSettings(order="strict"))
-    (again,) = service.pending_makes()
+    service.routing.made(make)
+    assert service.routing.makes() == []
+    service.set_subject("orders", {"retention_seconds": None})
+    (again,) = service.routing.makes()
     assert again.settings == SubjectSettings(order="strict")
     assert again.version == make.version + 1
     # An answer to the order before does not count for the new settings.
-    service.made(make)
-    assert service.pending_makes() == [again]
-    service.made(again)
-    service.update_subject("orders", SubjectSettings(order="strict"))
-    assert service.pending_makes() == []
+    service.routing.made(make)
+    assert service.routing.makes() == [again]
+    service.routing.made(again)
+    service.set_subject("orders", {"retention_seconds": None})
+    assert service.routing.makes() == []
 
 
 def test_the_view_of_a_subject_names_its_groups(service: MetaService):
@@ -153,10 +153,10 @@ def test_a_deleted_subject_is_gone_with_its_groups(service: MetaService):
     reply = join(service, "c1")
     assert isinstance(reply.refused["s", "g"], SubjectNotFound)
     assert reply.shares == []
-    (drop,) = service.pending_drops()
+    (drop,) = service.routing.drops()
     assert (drop.subject, str(drop.place)) == ("s", "s@g1")
-    service.dropped(drop)
-    assert service.pending_drops() == []
+    service.routing.dropped(drop)
+    assert service.routing.drops() == []
 
 
 def test_a_recreated_subject_has_higher_versions_and_epochs(service: MetaService):
@@ -201,7 +201,7 @@ def test_a_deleted_subject_does_not_return_with_its_broker(service: MetaService)
     service.delete_subject("s")
     service.register_broker("g1", "b1", "plait://b1:1", partitions=[RegisteredPartition("s", "s")])
     assert service.subjects() == []
-    assert len(service.pending_drops()) == 1
+    assert len(service.routing.drops()) == 1
 
 
 def test_a_meta_server_with_a_lost_database_gives_out_higher_numbers_than_brokers_know(service: MetaService):
@@ -274,7 +274,7 @@ def test_a_deleted_subject_is_removed_from_the_database_eventually(stores: Store
     late = MetaService(stores(), clock)
     assert [view.name for view in late.subjects()] == ["s", "t"]
     service.delete_subject("s")
-    service.dropped(service.pending_drops()[0])
+    service.routing.dropped(service.routing.drops()[0])
     pass_time(clock, 60, service, alive=["g1"])
     rows = stores().news(-1).rows
     assert {type(row).__name__ for row in rows} == {"BrokerRow", "SubjectRow", "RouteRow", "PartitionAssignment"}

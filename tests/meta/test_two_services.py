@@ -78,15 +78,15 @@ def test_clients_see_one_history_whichever_meta_server_they_ask(stores: Stores, 
             case 0:
                 service.expand("s", chance.randint(1, 6))
             case 1:
-                orders += [("make", make) for make in service.pending_makes("s")]
-                orders += [("move", move) for move in service.pending_moves("s")]
+                orders += [("make", make) for make in service.routing.makes("s")]
+                orders += [("move", move) for move in service.routing.moves("s")]
             case 2 | 3 | 4 if orders:
                 # A broker carries the order out, perhaps late, and reports to either of the two, perhaps twice.
                 kind, order = orders[at] if (at := chance.randrange(len(orders))) % 3 else orders.pop(at)
                 if kind == "make":
-                    service.made(order)
+                    service.routing.made(order)
                 elif isinstance(order, Move):
-                    service.sealed(order, [(first, end, order.version) for first, end in order.lps])
+                    service.routing.sealed(order, [(first, end, order.version) for first, end in order.lps])
             case 5 | 6:
                 client = f"c{chance.randrange(6)}"
                 wanted = {group for group in ("g", "h") if chance.random() < 0.6}

@@ -18,7 +18,7 @@ from plait.storage.disk import RealDisk
 async def health(tmp_path: Path) -> AsyncIterator[HealthEndpoint]:
     server = Server(RealDisk(tmp_path), port=0)
     await server.start()
-    endpoint = HealthEndpoint(server, 0)
+    endpoint = HealthEndpoint(server.broker_host, server.host, 0)
     await endpoint.start()
     yield endpoint
     await endpoint.stop()
@@ -46,7 +46,7 @@ async def test_a_serving_node_reports_ready_with_its_facts(health: HealthEndpoin
 
 
 async def test_failed_storage_is_503(health: HealthEndpoint) -> None:
-    health._server.broker.storage_failed(OSError(5, "broken"))
+    health._host.broker.turn.storage_failed(OSError(5, "broken"))
     status, body = await ask(health.port, b"GET /health HTTP/1.1\r\n\r\n")
     assert status == 503
     assert "broken" in json.loads(body)["error"]
@@ -56,7 +56,7 @@ async def test_an_unreadable_data_directory_is_503(health: HealthEndpoint, monke
     def gone() -> tuple[int, int]:
         raise FileNotFoundError(2, "No such file or directory", "data")
 
-    monkeypatch.setattr(health._server.disk, "space", gone)
+    monkeypatch.setattr(health._host.disk, "space", gone)
     status, body = await ask(health.port, b"GET /health HTTP/1.1\r\n\r\n")
     assert status == 503
     assert "No such file" in json.loads(body)["error"]

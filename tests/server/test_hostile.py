@@ -336,7 +336,7 @@ async def test_dead_letters_of_a_compressed_frame_are_retained_compressed(server
         pytest.param(
             m.AdminRequest("subject.create", {"subject": "s", "retention_seconds": -1}),
             InvalidArgument,
-            "more than 0",
+            "a number above 0",
             id="age",
         ),
     ],
@@ -464,7 +464,7 @@ async def test_a_defect_in_a_commit_stops_the_server_before_anything_is_acknowle
     async with Raw(server) as raw:
         await raw.hello()
         partition = await raw.route("orders")
-        monkeypatch.setattr(server.broker, "_answer", broken)
+        monkeypatch.setattr(server.broker.turn, "_answer", broken)
         with caplog.at_level(logging.CRITICAL + 1, "plait.server"):
             raw.request(m.SendRequest(partition), WHOLE)
             assert await raw.ending() is None
@@ -480,7 +480,7 @@ async def test_a_packet_that_never_ends_affects_no_other_client(server: Server, 
         await witness.send("other", b"x")
     async with Raw(server) as raw:
         await raw.hello()
-    assert server.partial_bytes == 0
+    assert server.connections.partial_bytes == 0
 
 
 async def test_random_bytes_affect_only_their_connection(server: Server, witness: plait.Client, seed: int):

@@ -56,10 +56,10 @@ async def test_a_connection_without_a_hello_is_closed_even_if_it_sends_bytes(ser
             dripping.write(b"\x28")
             await until(lambda: not dripping.writer.transport.get_write_buffer_size())
             clock.advance(1.0)
-            server.tick()
+            server.broker_host.tick()
         assert len(server.connections) == 2
         clock.advance(0.1)
-        server.tick()
+        server.broker_host.tick()
         assert await silent.ending() is None
         assert await dripping.ending() is None
     assert not server.connections
@@ -80,7 +80,7 @@ async def test_a_half_open_connection_is_closed_and_its_consumer_lost(serve: Ser
             clock.advance(1.0)
             alive.request(m.HeartbeatRequest())
             await alive.next()
-            server.tick()
+            server.broker_host.tick()
             if clock.monotonic() < 1005.5:
                 assert len(server.connections) == 2
         # The rows of the lost consumer were delivered at once; one of the packets read above was the pull's reply.
@@ -100,7 +100,7 @@ async def test_a_lost_consumer_with_an_open_connection_gets_stale_session(serve:
         waiting = stopped.request(m.PullRequest(session, 10, 1000, 60.0))
         await stopped.ask(m.HeartbeatRequest())
         clock.advance(6.0)
-        server.tick()
+        server.broker_host.tick()
         with pytest.raises(StaleSession, match="attach again"):
             await stopped.answer(waiting)
         with pytest.raises(StaleSession):
@@ -149,7 +149,7 @@ async def test_heartbeats_of_an_old_connection_do_not_keep_a_moved_consumer_aliv
         for _ in range(6):
             clock.advance(1.0)
             await old.ask(m.HeartbeatRequest())
-            server.tick()
+            server.broker_host.tick()
         assert not server.broker.sessions
         assert server.membership.group("orders", "g").pull_log.returned.count == 1
 
@@ -286,16 +286,16 @@ async def test_unread_replies_have_a_total_limit_and_the_connections_with_the_mo
         for number in range(20):
             write = await stack.enter_async_context(unread_socket(server, f"slow-{number}"))
             write(packet(m.ReadRequest("large", "earliest", 1000, 4 * MIB, 0.0)))
-            await until(lambda number=number: server.outgoing_bytes or number == 0)
+            await until(lambda number=number: server.connections.outgoing_bytes or number == 0)
             await client.send("calm", b"x")
             highest = max(highest, sum(connection._outgoing_size() for connection in server.connections))
-            assert server.outgoing_bytes <= limits["outgoing_bytes_total"]
+            assert server.connections.outgoing_bytes <= limits["outgoing_bytes_total"]
         assert highest <= limits["outgoing_bytes_total"] + 20 * 64 * KIB
         left = [connection for connection in server.connections if connection.client.startswith("slow")]
         assert 2 <= len(left) < 20
         assert (await client.send("calm", b"x")).sequence == 20
     await until(lambda: not server.connections)
-    assert server.outgoing_bytes == 0
+    assert server.connections.outgoing_bytes == 0
 
 
 async def test_slow_readers_stay_connected_while_they_send_heartbeats_or_read(serve: Serve):
@@ -334,7 +334,7 @@ async def test_slow_readers_stay_connected_while_they_send_heartbeats_or_read(se
                     heartbeating.request(m.HeartbeatRequest())
                     await until(lambda: not heartbeating.writer.transport.get_write_buffer_size())
                     await sender.ask(m.HeartbeatRequest())
-                    server.tick()
+                    server.broker_host.tick()
             await until(lambda: len(server.connections) == 3)
             assert {connection.client for connection in server.connections} == {"sender", "heartbeating", "taking"}
             assert len(server.broker.sessions) == 2
@@ -427,13 +427,13 @@ async def test_a_thousand_connections_with_incomplete_packets_use_little_memory_
             # Another client can still send a large packet.
             await client.send_many("calm", [bytes(100 * KIB)] * 20)
         assert len(server.connections) >= 1000
-        assert server.partial_bytes < 1 * MIB
+        assert server.connections.partial_bytes < 1 * MIB
         assert resident() - before < 64 * MIB
     finally:
         for dripping in sockets:
             dripping.close()
     await until(lambda: not server.connections)
-    assert server.partial_bytes == 0
+    assert server.connections.partial_bytes == 0
 
 
 async def test_above_the_limit_of_incomplete_packets_the_oldest_one_is_closed(serve: Serve):
@@ -449,14 +449,14 @@ async def test_above_the_limit_of_incomplete_packets_the_oldest_one_is_closed(se
         whole.write(sent[:100])
         await until(lambda: connection_of(server, "whole").partial == 100)
         clock.advance(1.0)
-        server.tick()
+        server.broker_host.tick()
         # This connection always has an incomplete packet, but never an old one.
         whole.write(sent[100:] + sent[:100])
         assert (await whole.answer(9)).message == m.SendReply(0)
         old.write(began + bytes(MIB))
         await until(lambda: connection_of(server, "old").partial > MIB)
         clock.advance(1.0)
-        server.tick()
+        server.broker_host.tick()
         whole.write(sent[100:] + sent[:100])
         assert (await whole.answer(9)).message == m.SendReply(0)
         young.write(began + bytes(MIB))
@@ -468,7 +468,7 @@ async def test_above_the_limit_of_incomplete_packets_the_oldest_one_is_closed(se
         whole.write(sent[2 * MIB :])
         assert (await whole.answer(9)).message == m.SendReply(0)
         await until(lambda: len(server.connections) == 2)
-        assert server.partial_bytes == connection_of(server, "young").partial
+        assert server.connections.partial_bytes == connection_of(server, "young").partial
 
 
 # --- unanswered frames -----------------------------------------------------------------------------
@@ -513,7 +513,7 @@ async def test_reading_stops_while_too_many_bytes_are_unanswered(serve: Serve):
         for _ in range(40):
             clock.advance(1.0)
             await other.ask(m.HeartbeatRequest())
-            server.tick()
+            server.broker_host.tick()
         assert len(server.connections) == 2
         hanging = False
         let_go.set()

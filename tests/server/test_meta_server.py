@@ -216,7 +216,7 @@ async def test_a_repeated_heartbeat_with_a_new_share_does_not_wait_for_decisions
 async def test_a_waiting_heartbeat_is_answered_when_the_share_changes(server: MetaServer):
     seen = await member(server)
     waiting = asyncio.ensure_future(heartbeat(server, seen, 30.0))
-    await until(lambda: "c" in server.meta._waiting)
+    await until(lambda: "c" in server.meta._waiting._futures)
     await server.meta.heartbeat("c2", [("s", "g", True)], 0, 0.0, leaving=False, affinity=[])
     newer, shares = await waiting
     assert newer > seen

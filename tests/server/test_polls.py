@@ -88,7 +88,7 @@ async def test_a_pull_times_out_empty_on_the_servers_clock(serve: Serve):
         ended: list[float] = []
         for count in (1, 1, 2):
             clock.advance(100.0)
-            server.tick()
+            server.broker_host.tick()
             for _ in range(count):
                 answer = await raw.next()
                 assert answer.message == (m.ReadReply(1, "orders", 0) if answer.correlation == read else m.PullReply())
@@ -104,10 +104,10 @@ async def test_a_pull_may_not_wait_longer_than_the_limit(serve: Serve):
         waiting = raw.request(m.PullRequest(await raw.attach("orders"), 10, 1000, float("inf")))
         await raw.ask(m.HeartbeatRequest())
         clock.advance(49.0)
-        server.tick()
+        server.broker_host.tick()
         assert await raw.ask(m.HeartbeatRequest()) == m.DoneReply()
         clock.advance(1.0)
-        server.tick()
+        server.broker_host.tick()
         assert (await raw.answer(waiting)).message == m.PullReply()
 
 
@@ -162,7 +162,7 @@ async def test_a_consumer_that_leaves_or_is_lost_wakes_another_at_once(serve: Se
         clock.advance(3.0)
         await staying.ask(m.HeartbeatRequest())
         clock.advance(3.0)
-        server.tick()
+        server.broker_host.tick()
         assert (await staying.answer(waiting)).message.ranges == [(1, 2, 2)]
 
 

@@ -151,7 +151,7 @@ async def test_a_stop_answers_the_accepted_requests(serve: Serve):
 
 
 async def test_a_stop_does_not_wait_for_a_client_that_does_not_read(serve: Serve, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("plait.server.listener.HANG_UP_SECONDS", 0.2)
+    monkeypatch.setattr("plait.server.connection.HANG_UP_SECONDS", 0.2)
     server = await serve(message_segment_size=64 * MIB)
     async with plait.connect(server.address) as client:
         await client.send_many("large", [bytes(1 * MIB - 1000)] * 30)
@@ -185,7 +185,7 @@ async def test_requests_delayed_by_a_slow_reader_are_not_served_after_a_stop(
         ]
         await until(lambda: len(connection._delayed) == len(delayed))
         stopping = asyncio.create_task(server.stop())
-        await until(lambda: server._stopped)
+        await until(lambda: server.broker_host.stopped)
         answers: list[int] = []
         try:
             while True:
@@ -210,7 +210,7 @@ async def test_after_a_stop_nothing_is_committed(serve: Serve):
         await raw.store("orders", b"x")
     await server.stop()
     operations, answers = disk.operations, []
-    server.broker.answer_after_commit(lambda: answers.append(True))
+    server.broker.turn.answer_after_commit(lambda: answers.append(True))
     frame = build_frame([b"late"], producer=8, first=1, previous=0)
     server.broker.submit(server.broker.subjects["orders"], FrameView(frame.tobytes()), lambda *a: answers.append(a))
     await asyncio.sleep(0)

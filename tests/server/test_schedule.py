@@ -101,7 +101,7 @@ async def test_delayed_messages_can_be_listed_counted_cancelled_and_moved(serve:
         times = await admin(raw, "schedule.count", subject="orders", by="time", end=due)
         assert [(row["subject"], row["count"]) for row in times] == [("orders", 1)]
         clock.jump(3600)
-        server.tick()
+        server.broker_host.tick()
         assert await read(raw, wait=15) == [b"a", b"ccc"]
 
 
@@ -117,7 +117,7 @@ async def test_delayed_messages_survive_a_restart(serve: Serve) -> None:
         await raw.hello()
         assert (await admin(raw, "server.describe"))["scheduled"] == 1
         clock.jump(60)
-        server.tick()
+        server.broker_host.tick()
         assert await read(raw, wait=15) == [b"a"]
 
 

@@ -81,18 +81,18 @@ async def test_a_watermark_refuses_sends_until_there_is_space_again(serve: Serve
         disk.open("ballast", create=True).allocate(4 * MIB)
         used = disk.capacity - disk.space()[0]
         disk.capacity = used * 3 // 2
-        server.tick()
+        server.broker_host.tick()
         with pytest.raises(DiskFull, match=r"% full \(watermark 50%\)"):
             await client.send("orders", b"b")
         disk.capacity = used + 1000
-        server.tick()
+        server.broker_host.tick()
         with pytest.raises(DiskFull, match=r"MiB of disk are free \(minimum 1 MiB\)"):
             await client.send("orders", b"b")
         with pytest.raises(DiskFull):
             await client.send("another", b"b")
         assert "another" not in server.broker.subjects
         disk.capacity = 20 * MIB
-        server.tick()
+        server.broker_host.tick()
         assert (await client.send("orders", b"c")).sequence == 1
     assert await bodies_of(server, "orders") == [b"a", b"c"]
 
@@ -108,7 +108,7 @@ async def test_progress_that_cannot_be_recorded_is_not_acknowledged(serve: Serve
         await raw.ask(m.PullRequest(session, 2000, MIB, 0.0))
         disk.capacity = 64 * MIB - disk.space()[0]
         acked = 0
-        while not server.broker._actions_stalled:
+        while not server.broker.turn.stalled:
             acking = raw.request(m.AckRequest(session, [(n, n + 1, 1) for n in range(acked, acked + 100, 2)]))
             # The loop turn of the ack has ended when the second reply arrives.
             await raw.ask(m.HeartbeatRequest())
@@ -116,7 +116,7 @@ async def test_progress_that_cannot_be_recorded_is_not_acknowledged(serve: Serve
             answers = [(await raw.next()).correlation]
             while answers[-1] != beating:
                 answers.append((await raw.next()).correlation)
-            assert (acking in answers) != server.broker._actions_stalled
+            assert (acking in answers) != server.broker.turn.stalled
             acked += 100
         assert (await raw.ask(m.ReadRequest("orders", "earliest", 5, 1000, 0.0))).next == 5
         assert (await raw.ask(m.AdminRequest("subject.list"))).result
@@ -125,7 +125,7 @@ async def test_progress_that_cannot_be_recorded_is_not_acknowledged(serve: Serve
         with pytest.raises(DiskFull):
             await raw.ask(m.AckRequest(session, [(1, 2, 1)]))
         disk.capacity = 64 * MIB
-        server.tick()
+        server.broker_host.tick()
         assert (await raw.answer(acking)).message == m.DoneReply()
         assert (await raw.ask(m.AckRequest(session, [(1, 2, 1)]))) == m.DoneReply()
 
@@ -262,7 +262,7 @@ async def test_a_defect_in_a_background_job_stops_the_server(serve: Serve, monke
     def broken() -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr(server.broker, "begin_sync", broken)
+    monkeypatch.setattr(server.broker.turn, "begin_sync", broken)
     async with Raw(server) as raw:
         await raw.hello()
         raw.request(m.PartitionNumberRequest("orders"))
@@ -287,7 +287,7 @@ async def test_an_action_log_that_cannot_be_written_stops_the_server_before_an_a
     again = await serve(disk.copy(), clock=clock)
     # The message is redelivered after the time in which the consumer may come back.
     clock.advance(10.0)
-    again.tick()
+    again.broker_host.tick()
     async with Raw(again) as raw:
         await raw.hello("other")
         session = await raw.attach("orders", client="other")
@@ -387,9 +387,9 @@ async def test_sends_to_a_deleted_data_directory_are_not_acknowledged(serve: Ser
 
 async def test_a_data_directory_that_was_moved_away_is_noticed(serve: Serve, tmp_path: Path):
     server = await serve(RealDisk(tmp_path / "data"), message_segment_size=FRAME_SIZE_MAX)
-    server.tick()
+    server.broker_host.tick()
     (tmp_path / "data").rename(tmp_path / "elsewhere")
-    server.tick()
+    server.broker_host.tick()
     failure = await failure_of(server)
     assert f"data directory {tmp_path / 'data'} was removed or replaced while the server ran" in failure.message
 
@@ -409,6 +409,6 @@ async def test_failing_checkpoints_are_logged_once_and_when_they_succeed_again(
     server = await serve()
     full = OSError(errno.ENOSPC, "No space left on device")
     for error in (full, full, None, None):
-        server._checkpoint_ended(error)
+        server.broker_host.upkeep._checkpoint_ended(error)
     assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
     assert "a checkpoint cannot be written: [Errno 28] No space left" in caplog.text

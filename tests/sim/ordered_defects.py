@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plait.broker.groups.lease_grants import LeaseGrants
-from plait.broker.groups.locks import Locks
+from plait.broker.groups.locks import LockFloors, Locks
 from plait.broker.groups.ordered_group import OrderedGroup
 from plait.broker.groups.shared_group import AttachedConsumer
 from plait.broker.partitions.partition import Partition
@@ -20,7 +19,7 @@ from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
 from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
 from plait.client.consume.ordered.ordered_pull import OrderedPullClient
 from plait.client.consume.ordered.wanted_locks import WantedLocks
-from plait.client.send.partition_queue import PartitionQueue
+from plait.client.send.partition_sender import PartitionSender
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.members import allocation
 from plait.meta.members import allocator as allocating
@@ -86,8 +85,8 @@ def ask_all_spans_at_once(patch: Patch) -> None:
 
 def overtake_rows_that_are_sent_again(patch: Patch) -> None:
     """R8: rows that a changed route refused are resent in any order."""
-    take_back = PartitionQueue.take_back
-    patch.setattr(PartitionQueue, "take_back", lambda self: take_back(self)[::-1])
+    take_back = PartitionSender.take_back
+    patch.setattr(PartitionSender, "take_back", lambda self: take_back(self)[::-1])
 
 
 def deliver_rows_from_after_a_round_trip(patch: Patch) -> None:
@@ -175,7 +174,7 @@ def grant_right_after_a_start(patch: Patch) -> None:
 
     patch.setattr(Locks, "keep", naive)
     patch.setattr(OrderedGroup, "frozen_until", property(lambda self: 0.0, lambda self, _: None))
-    patch.setattr(LeaseGrants, "waits_for_floors", property(lambda self: False, lambda self, _: None), raising=False)
+    patch.setattr(LockFloors, "awaited", property(lambda self: False, lambda self, _: None), raising=False)
 
 
 # --- rows ---------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ import pyarrow as pa
 
 import plait
 from plait.client.send.open_rows import hash_keys
+from plait.client.send.row_columns import RowColumns
 from plait.client.staged.batch_commit import abort, commit
-from plait.client.staged.stage_writer import Staged, StagedRows, StageWriter
+from plait.client.staged.stage_writer import Staged, StageWriter
 from plait.errors import PlaitError
 from plait.frame.columns import Column
 from plait.frame.view import frames_in
@@ -182,7 +183,7 @@ class SinkCluster(OrderedCluster):
         for number in range(TIMES):
             body = "|".join(map(str, row._replace(number=number))).encode()
             bodies = pa.array([body] * KEYS, pa.binary())
-            await writer.write(StagedRows(bodies, pa.array(keys), hash_keys(keys, KEYS)))
+            await writer.write(RowColumns(bodies, pa.array(keys), hash_keys(keys, KEYS)))
         return await writer.complete() if whole else []
 
     # --- checks ---------------------------------------------------------------------------------

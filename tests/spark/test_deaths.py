@@ -73,7 +73,7 @@ def test_each_death_is_archived_with_its_reason_and_without_the_body(tmp_path: P
     assert {(row["subject"], row["partition"], row["consumer_group"]) for row in rows} == {
         ("orders", "orders@g1", "failing")
     }
-    assert [(row["sequence"], row["epoch"]) for row in rows] == [(n, filler.node.broker.epoch) for n in range(7)]
+    assert [(row["sequence"], row["epoch"]) for row in rows] == [(n, filler.node.broker.turn.epoch) for n in range(7)]
     assert {row["group_number"] for row in rows} == {filler.node.group("orders", "failing").id}
     assert [(row["type"], row["text"], row["handler"]) for row in rows[4:6]] == [
         ("ValueError", "no amount", "on_order"),

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from plait.client.send.encoding import decode_headers, decode_tags, encode_headers, encode_tags
-from plait.client.staged.stage_writer import StagedRows
+from plait.client.send.row_columns import RowColumns
 from plait.errors import InvalidArgument, InvalidName, TooLarge
 from plait.model.logical_partitions import NO_KEY_HASH
 from plait.spark.sink import frame_columns as encoding
@@ -27,7 +27,7 @@ def batch(**columns: pa.Array) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict(columns)
 
 
-def one(**columns: pa.Array) -> StagedRows:
+def one(**columns: pa.Array) -> RowColumns:
     """Encode a batch whose rows all go to subject "s"."""
     [(subject, rows)] = encode(batch(**columns), "s", NOW)
     assert subject == "s"

@@ -14,7 +14,7 @@ import pytest
 
 import plait
 from plait.broker import BrokerConfig
-from plait.client.send import resumable_sender
+from plait.client.send import row_columns
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, PlaitError, TooLarge
 from plait.limits import HEADERS_SIZE_MAX
@@ -281,7 +281,7 @@ async def test_a_batch_that_only_some_partitions_received_is_completed(
     """The process ends between the frames of a batch; the frames sent before are stored."""
     await target.admin.create_subject("copy", partitions=3)
     state = tmp_path / "state.json"
-    await run_and_die(monkeypatch, history, target, state, resumable_sender, name="build_frame", call=call, after=False)
+    await run_and_die(monkeypatch, history, target, state, row_columns, name="build_frame", call=call, after=False)
     async with plait.connect(target._node._addresses) as client:
         await replay_of(history, state=state).run(client)
     assert sorted(numbers(await stored(target))) == list(range(30))

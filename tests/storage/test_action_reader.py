@@ -23,7 +23,7 @@ def busy(path: Path, rounds: int = 120) -> Node:
         node.send("orders", b"x")
         for start, end, _ in node.pull(consumer).ranges:
             node.ack(consumer, (start, end))
-    node.broker.commit()
+    node.broker.turn.commit()
     assert len(node.broker.action_log.segments) > 3
     return node
 

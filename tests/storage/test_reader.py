@@ -17,7 +17,7 @@ from plait.errors import DamageError, DataDirError, Expired, SubjectNotFound
 from plait.frame.builder import build_frame
 from plait.frame.columns import Column
 from plait.frame.header import HEADER_SIZE
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from plait.storage.disk import Disk, RealDisk
 from plait.storage.reading.log_chunks import ChunkPlan, LogChunk, WantedRows, plan, read_chunk
 from plait.storage.reading.log_reader import LogReader, open_log

@@ -37,7 +37,7 @@ def check(
     observed = trace.look()
     node = Node(disk, ManualClock(trace.clock.now()), trace.config)
     if observed.epoch:
-        assert node.broker.epoch > observed.epoch, "an unclean start continues the old epoch"
+        assert node.broker.turn.epoch > observed.epoch, "an unclean start continues the old epoch"
     damages = [damage for damage in node.report.damages if damage.kind != "torn"]
     assert len(damages) <= flipped, "a crash is reported as damage"
     stored = everything(node)
@@ -75,7 +75,7 @@ def served(
     node.turn()
     group_seen, acked = _ack_some(observed, node, number)
     node.sync()
-    assert node.broker.failed is None
+    assert node.broker.turn.failed is None
     observed.frames += again
     before = group_seen.ack_asked, group_seen.ack_acknowledged
     group_seen.ack_asked = before[0] | acked

@@ -7,17 +7,19 @@ from typing import Any
 import pytest
 
 from plait.broker.appender import Appender
-from plait.broker.broker import Broker, SyncWork
+from plait.broker.broker import Broker
+from plait.broker.commit import SyncWork
 from plait.broker.groups.attachments import Attachments
 from plait.broker.groups.dead_letters import DeadLetters
 from plait.broker.groups.shared_group import Group
-from plait.broker.partitions.partition import LogPositions, Partition
+from plait.broker.partitions.partition import SHARDS, LogPositions, Partition
+from plait.broker.partitions.waking import WaiterWaking
 from plait.broker.recovery import checkpointer as snapshot
 from plait.broker.recovery import start_up as recover
 from plait.broker.recovery.segment_headers import SegmentHeaders
-from plait.broker.recovery.shards import SHARDS
 from plait.broker.retention import Retention
 from plait.broker.schedule.bucketed import BucketedRows
+from plait.broker.turn import Turn
 from plait.storage.checkpoint import Checkpoints
 from plait.storage.logs import recovery
 from plait.storage.logs.action_log import ActionBuffer
@@ -33,13 +35,13 @@ Patch = pytest.MonkeyPatch
 
 def touch_everything(patch: Patch) -> None:
     """R1: every checkpoint writes every shard."""
-    commit = Broker.commit
+    commit = Turn.commit
 
-    def naive(self: Broker) -> None:
+    def naive(self: Turn) -> None:
         commit(self)
-        self.snapshots.dirty.update(range(SHARDS))
+        self.dirty_shards.update(range(SHARDS))
 
-    patch.setattr(Broker, "commit", naive)
+    patch.setattr(Turn, "commit", naive)
 
 
 def remember_every_sequence(patch: Patch) -> None:
@@ -57,23 +59,23 @@ def remember_every_sequence(patch: Patch) -> None:
 
 def finish_before_the_sync(patch: Patch) -> None:
     """R2: written rows are acknowledged before their sync, even with ``flush="sync"``."""
-    commit = Broker.commit
+    commit = Turn.commit
 
-    def naive(self: Broker) -> None:
+    def naive(self: Turn) -> None:
         commit(self)
         while self._unsynced:
             written = self._unsynced.popleft()
             self._make_visible(written)
             self._answer(written)
 
-    patch.setattr(Broker, "commit", naive)
+    patch.setattr(Turn, "commit", naive)
 
 
 def write_messages_last(patch: Patch) -> None:
     """R2: with ``flush="async"`` pulls are served and sends acknowledged before the message log is written."""
-    commit, write = Broker.commit, Log.write
+    commit, write = Turn.commit, Log.write
 
-    def naive(self: Broker) -> None:
+    def naive(self: Turn) -> None:
         commit(self)
         write(self.message_log)
 
@@ -81,7 +83,7 @@ def write_messages_last(patch: Patch) -> None:
         if self.directory != "message":
             write(self)
 
-    patch.setattr(Broker, "commit", naive)
+    patch.setattr(Turn, "commit", naive)
     patch.setattr(Log, "write", of_other_logs)
 
 
@@ -179,7 +181,7 @@ def believe_any_epoch(patch: Patch) -> None:
 
 def hand_out_at_once(patch: Patch) -> None:
     """R12: at-most-once rows leave before their event is durable."""
-    patch.setattr(Broker, "deliver", lambda self, group, delivery, reply: reply(delivery))
+    patch.setattr(WaiterWaking, "deliver", lambda self, group, delivery, reply: reply(delivery))
 
 
 def ignore_holds(patch: Patch) -> None:
@@ -189,7 +191,7 @@ def ignore_holds(patch: Patch) -> None:
 
 def answer_acks_at_once(patch: Patch) -> None:
     """An ack is answered before its event is in the log."""
-    patch.setattr(Broker, "answer_after_commit", lambda self, reply: (reply() if reply else None, self._mark()))
+    patch.setattr(Turn, "answer_after_commit", lambda self, reply: (reply() if reply else None, self.mark()))
 
 
 def forget_events(patch: Patch) -> None:
@@ -199,10 +201,10 @@ def forget_events(patch: Patch) -> None:
 
 def seal_after_the_checkpoint(patch: Patch) -> None:
     """A checkpoint on a full disk includes effects of buffered events, which are then replayed on top of them."""
-    patch.setattr(Broker, "settled_position", _position_without_sealing)
+    patch.setattr(Turn, "settled_position", _position_without_sealing)
 
 
-def _position_without_sealing(self: Broker) -> LogPositions:
+def _position_without_sealing(self: Turn) -> LogPositions:
     self.commit()
     return LogPositions(self.message_log.written, self.retained_log.written, self.action_index)
 
@@ -242,7 +244,7 @@ def believe_segments_behind_missing_ends(patch: Patch) -> None:
 
 def define_partitions_once(patch: Patch) -> None:
     """R18: until a checkpoint, a partition is defined by a single frame."""
-    patch.setattr(SegmentHeaders, "define", lambda self, rows: self._broker.append_own(self.catalog(rows)))
+    patch.setattr(SegmentHeaders, "define", lambda self, rows: self._turn.append_own(self.catalog(rows)))
 
 
 # --- order of writing ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import functools
 import random
 from collections.abc import Callable
 
-from plait.broker.broker import MESSAGE_DIRECTORY
+from plait.broker.turn import MESSAGE_DIRECTORY
 from plait.errors import StorageFailed
 from plait.storage.catalog import CATALOG
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS

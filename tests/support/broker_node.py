@@ -192,24 +192,24 @@ class Node:
     # --- turns ----------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        self.broker.commit()
+        self.broker.turn.commit()
 
     def sync(self) -> None:
         """Sync as the server does: a failure stops the broker."""
-        work = self.broker.begin_sync()
+        work = self.broker.turn.begin_sync()
         try:
             work.run()
         except OSError as error:
-            self.broker.storage_failed(error)
+            self.broker.turn.storage_failed(error)
         else:
-            self.broker.end_sync(work)
+            self.broker.turn.end_sync(work)
 
     def turn(self) -> None:
         """End the loop turn, and the turns that it causes."""
-        self.broker.commit()
-        while self.broker.sync_wanted and self.broker.failed is None:
+        self.broker.turn.commit()
+        while self.broker.turn.sync_wanted and self.broker.turn.failed is None:
             self.sync()
-            self.broker.commit()
+            self.broker.turn.commit()
 
     def later(self, seconds: float) -> None:
         """Let time pass, and process everything that is due."""
@@ -265,7 +265,7 @@ class Node:
         return answered
 
     def _with_epochs(self, consumer: AttachedConsumer, ranges: Sequence[tuple[int, ...]]) -> list[tuple[int, int, int]]:
-        return [(r[0], r[1], r[2] if len(r) > 2 else self.broker.epoch) for r in ranges]
+        return [(r[0], r[1], r[2] if len(r) > 2 else self.broker.turn.epoch) for r in ranges]
 
     def read(self, subject: str, sequence: int, count: int = 1000, size: int = 1 << 20, wait: float = 0) -> ReadAnswer:
         answer = ReadAnswer()

@@ -19,7 +19,7 @@ from plait.clock import ManualClock
 from plait.errors import GroupBusy
 from plait.frame.builder import build_frame
 from plait.model.reason import Reason
-from plait.storage.catalog import SubjectSettings
+from plait.model.settings import SubjectSettings
 from plait.storage.checkpoint import KEEP
 from plait.testing.simulated_disk import SimulatedDisk
 from tests.support.broker_node import (
@@ -172,7 +172,7 @@ class Trace:
     def _start(self) -> None:
         self.observed.epoch = 0
         self.node = Node(self.disk, self.clock, self.config)
-        self.observed.epoch = self.node.broker.epoch
+        self.observed.epoch = self.node.broker.turn.epoch
         self._consumers, self._held = [], []
 
     def _turn(self) -> None:

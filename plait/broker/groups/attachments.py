@@ -99,7 +99,7 @@ class Attachments:
         from its first row, whatever ``start`` is.
         """
         broker = self._broker
-        broker.refuse_when_stalled()
+        broker.turn.refuse_when_stalled()
         partition = broker.partition_of(subject)
         broadcast = group_name is None
         name = names.of_group(group_name, client)
@@ -171,14 +171,14 @@ class Attachments:
         if retry is not None and retry != group.retry:
             self._change_retry(group, client, retry)
         self._drop_waiters(group, consumer)
-        group.reclaim(consumer, holds or [] if holds_of in (0, partition.id) else [], broker, broker.clock.now())
+        group.reclaim(consumer, holds or [] if holds_of in (0, partition.id) else [], broker.turn, broker.clock.now())
         consumer.online = consumer.connected = True
         consumer.leased_until = max(consumer.leased_until, now + broker.leases.longest)
         self._set_online(consumer)
         consumer.last_contact = now
         group.used = broker.clock.now()
         broker.new_session(consumer)
-        broker.wake_group(group)
+        broker.waking.wake_group(group)
         return consumer
 
     def _displace(self, consumer: AttachedConsumer, now: float) -> AttachedConsumer | None:
@@ -203,8 +203,8 @@ class Attachments:
     def _define(self, consumer: AttachedConsumer, client: str, proof: int) -> None:
         """Record the consumer's client id and the proof of its token."""
         consumer.group.redefine_consumer(consumer, client, proof)
-        self._broker.define(ConsumerDefinition(consumer.id, consumer.group.id, client, proof))
-        self._broker.touch(consumer.group.partition)
+        self._broker.turn.define(ConsumerDefinition(consumer.id, consumer.group.id, client, proof))
+        self._broker.turn.touch(consumer.group.partition)
 
     def began(self, partitions: Iterable[str], group_name: str | None, client: str) -> int | None:
         """The oldest route version at which a group began on one of these partitions; None: no partition has it."""
@@ -249,11 +249,11 @@ class Attachments:
             began,
         )
         broker.next_group += 1
-        group = new_group(definition, partition, broker.limits, broker)
+        group = new_group(definition, partition, broker.limits, broker.turn)
         partition.add_group(group)
         broker.add_group(group)
-        broker.define(definition)
-        broker.touch(partition)
+        broker.turn.define(definition)
+        broker.turn.touch(partition)
         return group
 
     def _change_retry(self, group: Group, client: str, retry: Retry) -> None:
@@ -272,8 +272,8 @@ class Attachments:
 
     def _set_retry(self, group: Group, retry: Retry) -> None:
         group.redefine(msgspec.structs.replace(group.definition, retry=retry))
-        self._broker.define(group.definition)
-        self._broker.touch(group.partition)
+        self._broker.turn.define(group.definition)
+        self._broker.turn.touch(group.partition)
 
     def session(self, number: int) -> AttachedConsumer:
         """The consumer of a session. Records the contact; ``StaleSession`` if the session has ended."""
@@ -291,14 +291,14 @@ class Attachments:
         self._online.discard(consumer)
         self._leased.discard(consumer)
         consumer.connected = False
-        group.offline(consumer, self._broker, self._broker.clock.now())
+        group.offline(consumer, self._broker.turn, self._broker.clock.now())
         self._forget(consumer)
-        self._broker.wake_group(group)
+        self._broker.waking.wake_group(group)
 
     def _forget(self, consumer: AttachedConsumer) -> None:
         """Remove a consumer that holds nothing: each segment header of the action log lists all consumers."""
         consumer.group.remove(consumer)
-        self._broker.event(Action.FORGET_CONSUMER, consumer.group, consumer.id, 0, 0, 0)
+        self._broker.turn.event(Action.FORGET_CONSUMER, consumer.group, consumer.id, 0, 0, 0)
 
     def disconnected(self, consumer: AttachedConsumer, session: int) -> None:
         """The connection closed; the consumer has ``consumer_lost_seconds`` to attach again."""
@@ -347,7 +347,7 @@ class Attachments:
         self._leased.discard(consumer)
         consumer.connected = False
         before = group.died_count
-        returned = group.lost(consumer, self._broker, self._broker.clock.now())
+        returned = group.lost(consumer, self._broker.turn, self._broker.clock.now())
         if group.died_count > before:
             log.warning(
                 "%d messages of %s went to the dead letters of group %s: consumer %s was lost at their last attempt",
@@ -357,7 +357,7 @@ class Attachments:
                 consumer.client,
             )
         self._forget(consumer)
-        self._broker.wake_group(group)
+        self._broker.waking.wake_group(group)
         return returned
 
     def forget_idle(self) -> int:
@@ -372,7 +372,7 @@ class Attachments:
 
     def _forget_idle(self, partition: Partition) -> int:
         broker = self._broker
-        if broker.failed is not None or broker.partitions.get(partition.id) is not partition:
+        if broker.turn.failed is not None or broker.partitions.get(partition.id) is not partition:
             return 0
         limit = broker.limits.group_forget_seconds
         now, wall = broker.clock.monotonic(), broker.clock.now()
@@ -407,7 +407,7 @@ class Attachments:
         """Set the position of a group without online consumers; returns the sequence that it continues from."""
         group = self._idle(subject, name)
         sequence = resolve_start(group.partition, start)
-        group.reset(sequence, self._broker)
+        group.reset(sequence, self._broker.turn)
         return sequence
 
     def set_retry(self, subject: str, name: str, retry: Retry) -> Group:
@@ -419,7 +419,7 @@ class Attachments:
 
     def delete(self, subject: str, name: str) -> None:
         """Delete a group without online consumers, its position and its dead letters."""
-        self._broker.refuse_when_stalled()
+        self._broker.turn.refuse_when_stalled()
         self.remove_group(self._idle(subject, name))
         self._broker.retention_wanted = True
 
@@ -444,5 +444,5 @@ class Attachments:
             self._broker.sessions.pop(consumer.session, None)
             self._online.discard(consumer)
             self._leased.discard(consumer)
-        self._broker.event(Action.FORGET_GROUP, group, 0, 0, 0, 0)
+        self._broker.turn.event(Action.FORGET_GROUP, group, 0, 0, 0, 0)
         self._broker.remove_group(group)

@@ -10,21 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from plait.broker.groups.shared_group import Group
+from plait.broker.partitions.waking import WaiterWaking
+from plait.broker.turn import Turn
 from plait.errors import FrameError
 from plait.frame.view import FrameView
 from plait.model.reason import Reason
 from plait.storage.logs.action_log import Action
 from plait.storage.logs.retained_log import HISTORY_MAX, DeathRecord, Note, frame_at, note_of, retained_frames, rows_of
 from plait.storage.ranges import Range, joined
-
-if TYPE_CHECKING:
-    from plait.broker.broker import Broker
-    from plait.broker.groups.shared_group import Group
 
 #: Rows with equal keys share one note: attempts, second of the first failure, offset in the retained log (-1: none).
 Key = tuple[int, int, int]
@@ -74,8 +73,9 @@ class RetainOutcome(Enum):
 class DeadLetters:
     """All dead letters of a broker."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
+    def __init__(self, turn: Turn, waking: WaiterWaking) -> None:
+        self._turn = turn
+        self._waking = waking
 
     # --- adding ---------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class DeadLetters:
         """Make dead letters of pieces that a consumer holds; returns the pieces for which there is no room or that are
         damaged.
         """
-        now = self._broker.clock.now()
+        now = self._turn.clock.now()
         rest: list[Range] = []
         for frame, rows in self._by_frame(group, pieces, now, rest):
             for (attempt, first, before), mask in rows.items():
@@ -94,7 +94,7 @@ class DeadLetters:
                     if stored is not RetainOutcome.YES:
                         rest.append(Range(start, end, attempt))
                         continue
-                    self._broker.event(Action.BURY, group, consumer, start, end, attempt)
+                    self._turn.event(Action.BURY, group, consumer, start, end, attempt)
                     group.buried(consumer, start, end, attempt, now)
                     group.died_count += end - start
         return rest
@@ -118,12 +118,12 @@ class DeadLetters:
         self, group: Group, pieces: list[Range], now: int, rest: list[Range]
     ) -> Iterator[tuple[FrameView, dict[Key, npt.NDArray[np.bool_]]]]:
         """The frames of the pieces, each with its rows by ``Key``. Adds pieces that cannot be read to ``rest``."""
-        broker = self._broker
+        turn = self._turn
         failing = group.pull_log.failing
         found: dict[tuple[int, int], tuple[FrameView, dict[Key, npt.NDArray[np.bool_]]]] = {}
         for start, end, attempt in sorted(pieces):
             while start < end:
-                frame = group.frame_of(broker.message_log, broker.retained_log, start)
+                frame = group.frame_of(turn.message_log, turn.retained_log, start)
                 first, last = rows_of(frame, start, end) if frame is not None else (0, 0)
                 if frame is None or first == last:
                     # It is damaged. The group skips it when it is due for delivery.
@@ -150,7 +150,7 @@ class DeadLetters:
 
     def _history(self, offset: int) -> list[DeathRecord]:
         """The earlier deaths of a letter that was resent, from its frame at ``offset``."""
-        frame = frame_at(self._broker.retained_log, offset) if offset >= 0 else None
+        frame = frame_at(self._turn.retained_log, offset) if offset >= 0 else None
         death = _death(frame)
         if death is None:
             return []
@@ -161,24 +161,24 @@ class DeadLetters:
         self, group: Group, frame: FrameView, mask: npt.NDArray[np.bool_], note: Note, *, again: bool = False
     ) -> RetainOutcome:
         """Copy rows to the retained log. ``again``: it already has them under another note."""
-        broker = self._broker
-        if not again and len(group.retained) + int(mask.sum()) > broker.limits.retained_messages:
+        turn = self._turn
+        if not again and len(group.retained) + int(mask.sum()) > turn.limits.retained_messages:
             return RetainOutcome.NO
         places: list[tuple[Sequences, int]] = []
         try:
             for parts, sequences in retained_frames(frame, mask, note):
-                places.append((sequences, broker.retained_log.append(parts.parts, parts.size)))
+                places.append((sequences, turn.retained_log.append(parts.parts, parts.size)))
             # The rows may be read before the turn ends.
-            broker.retained_log.write()
+            turn.retained_log.write()
         except FrameError:
             return RetainOutcome.NO
         except OSError as error:
-            broker.disk_error(error)
+            turn.disk_error(error)
             return RetainOutcome.DISK_FULL
         for sequences, offset in places:
             group.retained.add(sequences, offset)
-        broker.touch(group.partition)
-        broker.answer_after_commit(None)
+        turn.touch(group.partition)
+        turn.answer_after_commit(None)
         return RetainOutcome.YES
 
     # --- finding --------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class DeadLetters:
         edges = np.flatnonzero(np.diff(places[order])) + 1
         for part in np.split(order, edges):
             offset = int(places[part[0]])
-            frame = frame_at(self._broker.retained_log, offset) if offset >= 0 else None
+            frame = frame_at(self._turn.retained_log, offset) if offset >= 0 else None
             death = _death(frame)
             if choice.matches(death):
                 yield Letters(sequences[part], frame if death is not None else None, death)
@@ -229,8 +229,8 @@ class DeadLetters:
         count = 0
         for found in letters:
             for start, end in joined(found.sequences):
-                count += group.revived(start, end, self._broker)
-        self._broker.wake_group(group)
+                count += group.revived(start, end, self._turn)
+        self._waking.wake_group(group)
         return count
 
     def purge(self, group: Group, letters: list[Letters]) -> int:
@@ -238,10 +238,10 @@ class DeadLetters:
         count = 0
         for found in letters:
             for start, end in joined(found.sequences):
-                self._broker.event(Action.PURGE, group, 0, start, end, 0)
+                self._turn.event(Action.PURGE, group, 0, start, end, 0)
                 count += group.pull_log.purged(start, end)
         group.retained.settled()
-        if len(group.retained) >= self._broker.limits.retained_messages:
+        if len(group.retained) >= self._turn.limits.retained_messages:
             self.tidy(group)
         return count
 
@@ -249,7 +249,7 @@ class DeadLetters:
         """Delete letters that died before ``before`` (microseconds); how many."""
         count = 0
         for offset, sequences in group.retained.by_offset(_pairs(group.pull_log.dead)):
-            death = _death(frame_at(self._broker.retained_log, offset))
+            death = _death(frame_at(self._turn.retained_log, offset))
             if death is None:
                 # It cannot be read, so its age is not known: only a purge or a resend removes it.
                 continue
@@ -261,9 +261,9 @@ class DeadLetters:
 
     def tidy(self, group: Group) -> None:
         """Forget retained rows that the group no longer needs, which makes room for new ones."""
-        begun = group.begun(0, group.partition.visible, self._broker)
+        begun = group.begun(0, group.partition.visible, self._turn)
         group.retained.tidy(_pairs([*begun, *group.pull_log.dead]))
-        self._broker.wake_group(group)
+        self._waking.wake_group(group)
 
 
 def _pairs(pieces: Iterable[Range]) -> npt.NDArray[np.int64]:

@@ -7,23 +7,21 @@ a margin, so the lease ends first at the consumer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from plait.broker.groups.locks import Epochs, Grant, Want, epochs_of
+from plait.broker.granted_numbers import GrantedNumbers
+from plait.broker.groups.locks import Epochs, Grant, Want
 from plait.broker.groups.ordered_group import OrderedGroup
+from plait.broker.groups.shared_group import AttachedConsumer, Group
+from plait.broker.partitions.waking import WaiterWaking
 from plait.broker.session_token import proves
+from plait.broker.turn import Turn
 from plait.errors import InvalidArgument, StaleSession
 from plait.frame.header import SEQUENCE_MAX
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH, LpSet, lp_set, runs_of, runs_with
-from plait.model.lp_numbers import ZEROS, LpNumbers
-
-if TYPE_CHECKING:
-    from plait.broker.broker import Broker
-    from plait.broker.groups.shared_group import AttachedConsumer, Group
-
 
 #: Groups examined in one turn: one without locks to grant takes a microsecond or two.
 LOOK_GROUPS: Final = 2_000
@@ -46,43 +44,36 @@ class LeaseGrant(NamedTuple):
 class LeaseGrants:
     """The leases of a broker."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
-        #: No lock is granted before the meta server has sent the epochs of earlier grants (R15).
-        self.waits_for_floors = False
-        #: (subject, group) → the lowest epochs under which locks are granted.
-        self._floors: dict[tuple[str, str], LpNumbers] = {}
+    def __init__(
+        self, turn: Turn, waking: WaiterWaking, numbers: GrantedNumbers, sessions: Mapping[int, AttachedConsumer]
+    ) -> None:
+        self._turn = turn
+        self._waking = waking
+        self._numbers = numbers
+        self._sessions = sessions
         #: The ordered groups, by their ids.
         self._groups: dict[int, OrderedGroup] = {}
 
     @property
     def seconds(self) -> float:
         """The length of a lease for the consumer."""
-        return self._broker.limits.lease_seconds
+        return self._turn.limits.lease_seconds
 
     @property
     def longest(self) -> float:
         """The length of a lease for the broker."""
-        limits = self._broker.limits
+        limits = self._turn.limits
         return limits.lease_seconds * (1 + limits.lease_margin)
 
     def now(self) -> float:
-        return self._broker.clock.monotonic()
-
-    def floor(self, group: Group) -> LpNumbers | None:
-        """The lowest epochs under which the group's locks are granted; None: no lock is granted yet."""
-        if self.waits_for_floors:
-            return None
-        return self._floors.get((group.partition.row.subject, group.name), ZEROS)
+        return self._turn.clock.monotonic()
 
     def set_floors(self, floors: Mapping[tuple[str, str], Iterable[Grant]]) -> None:
         """Set the lowest epochs, which the meta server sent, and start to grant locks."""
-        for group, grants in floors.items():
+        for grants in floors.values():
             for _, _, epoch in grants:
-                self._broker.numbers.learn(epoch)
-            epochs = epochs_of(each for each in grants if each[2] > 0)
-            self._floors[group] = LpNumbers.of(np.maximum(self._floors.get(group, ZEROS).array(), epochs))
-        self.waits_for_floors = False
+                self._numbers.learn(epoch)
+        self._turn.floors.raise_to(floors)
         self.look()
 
     def ask(
@@ -106,9 +97,9 @@ class LeaseGrants:
         if route < group.partition.row.route and not group.definition.affinity:
             wanted = _limit_to_route(wanted, group.partition.known_until(route))
         consumer.leased_until = self.now() + self.longest
-        group.lease(consumer, wanted, self._broker, self.now())
-        group.inherit(marks, resumed, self._broker)
-        self._broker.wake_group(group)
+        group.lease(consumer, wanted, self._turn, self.now())
+        group.inherit(marks, resumed, self._turn)
+        self._waking.wake_group(group)
         owned, leaving, refused = group.lock_state(consumer)
         drained, again = runs_of(group.drained(wanted)), runs_of(group.sealed_unfinished())
         parked, inherited = _parked(group, chosen)
@@ -128,12 +119,12 @@ class LeaseGrants:
                     f"[{first}, {end}) under epoch {epoch} up to {until} is not a run of logical partitions; use 0 <= "
                     f"first < end <= {LOGICAL_PARTITIONS}, an epoch above 0 and a valid sequence"
                 )
-            self._broker.numbers.check("epoch", epoch)
+            self._numbers.check("epoch", epoch)
         return wanted
 
     def _checked_keys(self, keys: list[int], lps: LpSet) -> list[int]:
         """The key hashes that belong to the requested logical partitions."""
-        limit = self._broker.limits.held_keys
+        limit = self._turn.limits.held_keys
         if len(keys) > limit:
             raise InvalidArgument(
                 f"{len(keys)} parked keys are more than {limit} per group (limit `held_keys`); resume or skip some"
@@ -158,32 +149,24 @@ class LeaseGrants:
                 f"{len(runs)} runs, starting with {runs[:10]}, are not runs of logical partitions; use 0 <= first "
                 f"< end <= {LOGICAL_PARTITIONS} and name each logical partition once"
             )
-        self._ordered(consumer).give_back(consumer, lp_set(runs), ranges, tags, self._broker)
+        self._ordered(consumer).give_back(consumer, lp_set(runs), ranges, tags, self._turn)
 
     def _ordered(self, consumer: AttachedConsumer) -> OrderedGroup:
         group = consumer.group
         if not isinstance(group, OrderedGroup):
             raise InvalidArgument(f"group {group.name!r} is not ordered and has no locks; attach with ordered=True")
-        self._broker.refuse_when_stalled()
+        self._turn.refuse_when_stalled()
         return group
 
     def renew(self, sessions: Iterable[tuple[int, int]]) -> None:
         """Renew the leases of (session, token) pairs; ``StaleSession`` if a session has ended."""
         now = self.now()
         for session, token in sessions:
-            consumer = self._broker.sessions.get(session)
+            consumer = self._sessions.get(session)
             if consumer is None or not proves(token, consumer.proof):
                 raise StaleSession("this session has ended: the consumer was lost or attached elsewhere; attach again")
             consumer.leased_until = now + self.longest
             consumer.last_contact = now
-
-    def notify(self, group: Group, number: int) -> None:
-        """A consumer's locks changed: end its suspended pulls, so that it asks for its locks."""
-        for consumer in group.consumers.values():
-            if consumer.id == number:
-                consumer.news += 1
-                for waiter in [each for each in group.waiters if each.consumer is consumer]:
-                    waiter.time_out()
 
     def add(self, group: Group) -> None:
         """Add a group, if it is ordered."""
@@ -204,9 +187,9 @@ class LeaseGrants:
         for number, group in enumerate(list(self._groups.values()), 1):
             if group.consumers and group.id in self._groups:
                 try:
-                    group.transfer_locks(self._broker, self.now())
+                    group.transfer_locks(self._turn, self.now())
                 except Exception:  # noqa: BLE001 (it is logged there)
-                    self._broker.waking.failed(group)
+                    self._waking.failed(group)
             if number % LOOK_GROUPS == 0:
                 yield
 

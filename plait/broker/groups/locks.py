@@ -9,7 +9,7 @@ This module only decides. ``OrderedGroup`` records grants and releases as events
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -234,3 +234,23 @@ class Locks:
             mine = had & (owners == owner)
             runs += [(first, end, owner, epoch) for first, end, epoch in runs_with(epochs, mine)]
         return runs
+
+
+class LockFloors:
+    """The lowest epochs under which a broker grants locks, by group (R15)."""
+
+    def __init__(self) -> None:
+        #: No lock is granted before the meta server has sent the epochs of earlier grants.
+        self.awaited = False
+        self._floors: dict[tuple[str, str], LpNumbers] = {}
+
+    def of(self, subject: str, group: str) -> LpNumbers | None:
+        """The lowest epochs of a group's locks; None: no lock is granted yet."""
+        return None if self.awaited else self._floors.get((subject, group), ZEROS)
+
+    def raise_to(self, floors: Mapping[tuple[str, str], Iterable[Grant]]) -> None:
+        """Raise the floors of (subject, group) pairs to the epochs that the meta server sent."""
+        for group, grants in floors.items():
+            epochs = epochs_of(each for each in grants if each[2] > 0)
+            self._floors[group] = LpNumbers.of(np.maximum(self._floors.get(group, ZEROS).array(), epochs))
+        self.awaited = False

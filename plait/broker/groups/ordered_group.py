@@ -83,6 +83,14 @@ class OrderedGroup(FailurePolicy):
         self._trim_all_held(consumer, journal)
         self._limit(consumer.id)
 
+    def notify(self, owner: int) -> None:
+        """An owner's locks changed: end its suspended pulls, so that it asks for its locks."""
+        for consumer in self.consumers.values():
+            if consumer.id == owner:
+                consumer.news += 1
+                for waiter in [each for each in self.waiters if each.consumer is consumer]:
+                    waiter.time_out()
+
     def lock_state(self, consumer: AttachedConsumer) -> LockState:
         """The locks that a consumer owns, is to give up, or was refused."""
         return self.locks.state(consumer.id)
@@ -139,7 +147,11 @@ class OrderedGroup(FailurePolicy):
                 busy |= cursor.busy
             self._set_locks(runs_of(leaving & ~busy), journal)
         grant = self.locks.to_grant
-        if grant is NONE or now < self.frozen_until or (floor := journal.leases.floor(self)) is None:
+        if (
+            grant is NONE
+            or now < self.frozen_until
+            or (floor := journal.floors.of(self.partition.row.subject, self.name)) is None
+        ):
             return
         grant = grant & (self.locks.wanted >= floor.array())
         if grant.any():
@@ -158,7 +170,7 @@ class OrderedGroup(FailurePolicy):
             cursor.owner, cursor.leaving, cursor.limit = 0, False, 0
             cursor.drop()
         for owner in owners:
-            journal.leases.notify(self, owner)
+            self.notify(owner)
 
     def _granted(self, runs: list[tuple[int, int, int, int]], journal: Journal) -> None:
         for owner in {owner for _, _, owner, _ in runs}:
@@ -170,7 +182,7 @@ class OrderedGroup(FailurePolicy):
                 self._compact_returned(journal, cursor)
             self._limit(owner)
             self.cursors.join_alike(self.cursors.of(owner))
-            journal.leases.notify(self, owner)
+            self.notify(owner)
 
     # --- delivery -------------------------------------------------------------------------------
 
@@ -398,7 +410,7 @@ class OrderedGroup(FailurePolicy):
     def _after_settled(self, journal: Journal) -> None:
         """After rows were settled or returned: transfer locks of leaving LPs that have no held rows left."""
         if any(cursor.leaving and (cursor.lps & ~cursor.busy).any() for cursor in self.cursors):
-            self.transfer_locks(journal, journal.leases.now())
+            self.transfer_locks(journal, journal.clock.monotonic())
 
     def give_back(
         self,
@@ -489,7 +501,7 @@ class OrderedGroup(FailurePolicy):
         self.locks.forget(consumer.id)
         self.wanted_until.pop(consumer.id, None)
         self._set_locks(runs_of(self.locks.owner == consumer.id), journal)
-        self.transfer_locks(journal, journal.leases.now())
+        self.transfer_locks(journal, journal.clock.monotonic())
         return count
 
     def reclaim(

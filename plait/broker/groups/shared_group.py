@@ -9,14 +9,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from plait.broker.groups.definitions import GroupDefinitions
+from plait.broker.groups.locks import LockFloors
 from plait.broker.partitions.partition import Partition
 from plait.broker.partitions.suspended import Waiter
+from plait.clock import Clock
 from plait.errors import FrameError
 from plait.frame.builder import Buffer
 from plait.frame.columns import Column
@@ -30,9 +32,6 @@ from plait.storage.logs.log import Log
 from plait.storage.logs.retained_log import RetainedRows, rows_of
 from plait.storage.pull_log import PullLog
 from plait.storage.ranges import Range
-
-if TYPE_CHECKING:
-    from plait.broker.groups.lease_grants import LeaseGrants
 
 #: Pieces of returned ranges that one pull collects at most: bounds its work where returned ranges are scattered.
 PIECES_MAX = 64
@@ -129,10 +128,12 @@ class NackOutcome(NamedTuple):
 
 
 FAILURE = NackOutcome()
+#: Makes dead letters of ranges of a group that a consumer (or cursor) holds; returns the ranges that must wait.
+Bury = Callable[["Group", int, list[Range], Reason], list[Range]]
 
 
 class Journal(Protocol):
-    """Records the events of groups, and copies messages to the retained log. The broker implements it."""
+    """Records the events of groups, and makes dead letters. The broker's turn implements it."""
 
     @property
     def message_log(self) -> Log: ...
@@ -152,10 +153,14 @@ class Journal(Protocol):
         flags: int = 0,
     ) -> None: ...
 
-    def bury(self, group: Group, consumer: int, pieces: list[Range], reason: Reason) -> list[Range]: ...
+    @property
+    def bury(self) -> Bury: ...
 
     @property
-    def leases(self) -> LeaseGrants: ...
+    def clock(self) -> Clock: ...
+
+    @property
+    def floors(self) -> LockFloors: ...
 
     @property
     def epoch(self) -> int: ...

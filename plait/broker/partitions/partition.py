@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 SEARCHED_MAX = 1_000
 
 
+#: The checkpoint shards of a broker.
+SHARDS: Final = 256
+
+
 class LogPositions(msgspec.Struct, array_like=True, frozen=True):
     """Positions in the logs: a state includes everything before them."""
 
@@ -92,6 +96,7 @@ class Partition:
         "position",
         "readers",
         "row",
+        "shard",
         "size",
         "start",
         "visible",
@@ -126,6 +131,8 @@ class Partition:
         self.size = 0
         #: (first sequence, data epoch) of each epoch that stored rows here, ascending.
         self.epochs: list[tuple[int, int]] = []
+        #: Which checkpoint shard it is in.
+        self.shard = row.id % SHARDS
         self._groups: dict[str, Group] = {}
         #: Only ``add_group`` and ``remove_group`` change it.
         self.groups: Mapping[str, Group] = self._groups

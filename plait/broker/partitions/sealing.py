@@ -19,7 +19,8 @@ from plait.errors import InvalidArgument, StaleRoute, SubjectNotFound
 from plait.frame.header import SEQUENCE_MAX
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import LpSet, lp_set, runs_alike, runs_of, runs_with
-from plait.storage.catalog import Fence, Lps, PartitionRow, Reopened, SubjectSettings
+from plait.model.settings import SubjectSettings
+from plait.storage.catalog import Fence, Lps, PartitionRow, Reopened
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
@@ -37,11 +38,10 @@ def open_lps(
     """Open logical partitions, and create the partition if it does not exist. Idempotent."""
     chosen = checked(lps)
     broker.numbers.check("route", version)
-    subjects.check_settings(settings)
     partition = broker.subjects.get(name)
     if partition is None:
         broker.dropped.refuse_late(name, version, broker.clock.monotonic())
-        broker.refuse_when_full()
+        broker.turn.refuse_when_full()
         subjects.refuse_more(broker)
         row = PartitionRow(broker.next_partition, subject, name, broker.clock.now(), settings)
         return subjects.create_partition(broker, _with(row, chosen, [], version, 0))
@@ -84,7 +84,7 @@ def seal(broker: Broker, name: str, lps: Iterable[Lps], version: int, reply: Cal
     row = _with(partition.row, left, runs_with(fences, ~left & (fences > 0)), version, partition.next)
     _change(broker, partition, row, partition.row.settings)
     answer = runs_with(fences, chosen)
-    broker.answer_when_durable(lambda: reply(answer))
+    broker.turn.answer_when_durable(lambda: reply(answer))
 
 
 def drop(broker: Broker, subject: str, name: str, version: int) -> None:
@@ -193,4 +193,4 @@ def _change(broker: Broker, partition: Partition, row: PartitionRow, settings: S
     if row != partition.row:
         broker.segment_headers.define([row])
         partition.redefine(row)
-        broker.touch(partition)
+        broker.turn.touch(partition)

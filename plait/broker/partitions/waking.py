@@ -6,12 +6,11 @@ Every send runs this code, so an error here fails one group or one reader and ne
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from plait.broker.broker import Broker
-    from plait.broker.groups.shared_group import Group
-    from plait.broker.partitions.partition import Partition
+from plait.broker.groups.shared_group import Delivery, Group
+from plait.broker.partitions.partition import Partition
+from plait.broker.turn import Turn
 
 log = logging.getLogger("plait.broker")
 
@@ -19,8 +18,8 @@ log = logging.getLogger("plait.broker")
 class WaiterWaking:
     """Answers the suspended requests of a broker."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
 
     def wake(self, partition: Partition) -> None:
         """Answer requests that wait for rows of a partition."""
@@ -29,7 +28,7 @@ class WaiterWaking:
         for waiter in list(partition.readers):
             try:
                 batch = partition.read(
-                    self._broker.message_log, waiter.sequence, partition.visible, waiter.count, waiter.size
+                    self._turn.message_log, waiter.sequence, partition.visible, waiter.count, waiter.size
                 )
                 if batch.count and waiter.leave():
                     waiter.reply(batch)
@@ -40,15 +39,23 @@ class WaiterWaking:
     def wake_group(self, group: Group) -> None:
         """Answer a group's suspended pulls for which there are rows."""
         if group.waiters:
-            broker = self._broker
+            turn = self._turn
             try:
                 group.serve(
-                    broker.message_log, broker, lambda waiter, delivery: broker.deliver(group, delivery, waiter.reply)
+                    turn.message_log, turn, lambda waiter, delivery: self.deliver(group, delivery, waiter.reply)
                 )
             except Exception:  # noqa: BLE001 (it is logged there)
                 self.failed(group)
         if not group.waiters:
             group.partition.waiting.pop(group, None)
+
+    def deliver(self, group: Group, delivery: Delivery, reply: Callable[[Delivery | None], None]) -> None:
+        """Answer a pull, for an at-most-once group after its event is durable."""
+        if group.definition.delivery == "at_most_once":
+            # R12: the event is durable before the rows are sent, whatever the flush mode.
+            self._turn.answer_when_durable(lambda: reply(delivery))
+        else:
+            reply(delivery)
 
     def failed(self, group: Group) -> None:
         """Log the error that work for a group raised; call it in the ``except`` clause. The work is left undone.

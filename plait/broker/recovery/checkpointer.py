@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from plait.broker.partitions.partition import LogPositions, Partition
+from plait.broker.partitions.partition import SHARDS, LogPositions, Partition
 from plait.broker.recovery import shards as state
 from plait.broker.schedule.bucketed import BUCKET_ROWS_MAX, BUCKET_ROWS_NOW_MAX
 from plait.storage.checkpoint import KEEP, CheckpointManifest
@@ -42,7 +42,7 @@ class CheckpointWork:
         self.buckets = buckets
         self._garbage = garbage
         #: Numbers of the shards that are not copied yet.
-        self._partitions = deque(sorted(broker.snapshots.dirty))
+        self._partitions = deque(sorted(broker.turn.dirty_shards))
         self._producers = deque(sorted(broker.producers.dirty))
         #: Numbers of the copied shards, and their contents by name.
         self.copied_partitions: set[int] = set()
@@ -65,7 +65,7 @@ class CheckpointWork:
         Raises ``StorageFailed`` when the broker has failed meanwhile.
         """
         broker = self._broker
-        position = broker.settled_position()
+        position = broker.turn.settled_position()
         count, limit = 0, broker.config.copy_partitions if partitions is None else partitions
         while self._partitions and count < limit:
             count += self._copy_partitions(self._partitions.popleft(), position)
@@ -83,7 +83,7 @@ class CheckpointWork:
             next_group=broker.next_group,
             next_consumer=broker.next_consumer,
         )
-        self.sync = broker.begin_sync()
+        self.sync = broker.turn.begin_sync()
         return False
 
     def copy_all(self) -> CheckpointWork:
@@ -95,7 +95,7 @@ class CheckpointWork:
     def _copy_partitions(self, shard: int, position: LogPositions) -> int:
         """Copy a shard of partitions. Returns their number."""
         snapshots = self._broker.snapshots
-        snapshots.dirty.discard(shard)
+        self._broker.turn.dirty_shards.discard(shard)
         self.copied_partitions.add(shard)
         states = []
         for partition in snapshots.partitions_of(shard):
@@ -148,10 +148,8 @@ class Snapshots:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        #: Shards of partitions that changed since they were last copied.
-        self.dirty: set[int] = set()
         #: The partitions of each shard, so that copying a shard does not visit all partitions.
-        self._shards: list[dict[int, Partition]] = [{} for _ in range(state.SHARDS)]
+        self._shards: list[dict[int, Partition]] = [{} for _ in range(SHARDS)]
         #: (last checkpoint that may use the file, path) of replaced consume logs and finished buckets.
         self._garbage: list[tuple[int, str]] = []
         self._last_message_end = 0
@@ -191,7 +189,7 @@ class Snapshots:
             return True
         if self.wanted and broker.clock.monotonic() - self._last_time >= WANTED_SECONDS:
             return True
-        if not self.dirty and not broker.producers.dirty:
+        if not broker.turn.dirty_shards and not broker.producers.dirty:
             return False
         return broker.clock.monotonic() - self._last_time >= config.checkpoint_seconds
 
@@ -211,11 +209,11 @@ class Snapshots:
         if self.work is not None:
             # The previous checkpoint was abandoned: ``end`` was not called, and no commit waits for its sync.
             if self.work.sync is not None:
-                self._broker.syncs.pop(self.work.sync, None)
+                self._broker.turn.syncs.pop(self.work.sync, None)
             self._finish(self.work)
         while self.settle_some():
             pass
-        position = broker.settled_position()
+        position = broker.turn.settled_position()
         last = broker.checkpoints.last
         number = last.number + 1 if last else 1
         message_end, kept_end, action_end = (log.written for log in broker.logs)
@@ -230,7 +228,7 @@ class Snapshots:
             message_end=message_end,
             action_end=action_end,
             kept_end=kept_end,
-            epoch=broker.epoch,
+            epoch=broker.turn.epoch,
             action_index=position.action,
             clean=clean,
             time=broker.clock.now(),
@@ -252,7 +250,7 @@ class Snapshots:
     def end(self, work: CheckpointWork) -> None:
         """Finish a checkpoint after ``work.run``."""
         if work.sync is not None:
-            self._broker.end_sync(work.sync)
+            self._broker.turn.end_sync(work.sync)
         if work is self.work:
             self._finish(work)
 
@@ -262,7 +260,7 @@ class Snapshots:
         if work.written:
             self._unsettled.extend(work.consume)
         else:
-            self.dirty |= work.copied_partitions
+            self._broker.turn.dirty_shards |= work.copied_partitions
             self._broker.producers.dirty |= work.copied_producers
 
     def settle_some(self) -> bool:

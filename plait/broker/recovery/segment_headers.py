@@ -28,8 +28,8 @@ from plait.storage.logs.header_rows import HeaderRows
 from plait.storage.logs.retained_log import header_frame
 
 if TYPE_CHECKING:
-    from plait.broker.broker import Broker
     from plait.broker.partitions.partition import Partition
+    from plait.broker.turn import Turn
 
 #: Bytes between the two frames that define a partition: the size of the largest disk sector, so that one bad sector
 #: damages at most one of the frames.
@@ -85,8 +85,8 @@ class HeaderChunk:
 class SegmentHeaders:
     """Makes segment headers from the broker's current state (``Log.on_segment``)."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
         self._chunks: dict[HeaderChunk, None] = {}
         #: Chunks with room for more partitions.
         self._open: dict[HeaderChunk, None] = {}
@@ -120,9 +120,9 @@ class SegmentHeaders:
 
     def refresh_steps(self) -> Iterator[None]:
         """Encode ahead for the logs whose next segment is near, in steps of one loop turn each."""
-        if self._broker.message_log.half_full:
+        if self._turn.message_log.half_full:
             yield from self.refresh_catalog()
-        if self._broker.action_log.half_full:
+        if self._turn.action_log.half_full:
             yield from self.refresh_definitions()
 
     def refresh(self) -> None:
@@ -158,9 +158,9 @@ class SegmentHeaders:
 
     def catalog(self, rows: list[PartitionRow], padding: int = 0) -> FrameParts:
         """A frame that defines partitions."""
-        broker = self._broker
-        durable = broker.message_log.durable
-        return catalog_frame(rows, time=broker.clock.now(), durable=durable, epoch=broker.epoch, padding=padding)
+        turn = self._turn
+        durable = turn.message_log.durable
+        return catalog_frame(rows, time=turn.clock.now(), durable=durable, epoch=turn.epoch, padding=padding)
 
     def define(self, rows: list[PartitionRow]) -> None:
         """Write catalog rows to the message log, in two equal frames that are ``APART`` bytes apart.
@@ -170,30 +170,30 @@ class SegmentHeaders:
         frames of known partitions. The padded frame between them repeats one row.
         """
         # Small segments have less space for the broker's own frames.
-        apart = min(APART, self._broker.message_log.margin)
+        apart = min(APART, self._turn.message_log.margin)
         frame = self.catalog(rows)
-        self._broker.append_own(frame, self.catalog(rows[:1], padding=apart), frame)
+        self._turn.append_own(frame, self.catalog(rows[:1], padding=apart), frame)
 
     def of_message_segment(self, previous_end: int) -> list[FrameParts]:
         """The header of a message log segment: all partitions."""
-        broker = self._broker
-        stamp = pack_stamp(CATALOG, 0, broker.clock.now(), broker.message_log.durable, broker.epoch)
+        turn = self._turn
+        stamp = pack_stamp(CATALOG, 0, turn.clock.now(), turn.message_log.durable, turn.epoch)
         return [rows.frame(1, previous_end, stamp) for rows in self._rows(attrgetter("catalog"))]
 
     def of_retained_segment(self, previous_end: int) -> list[FrameParts]:
         """The header of a retained log segment: only the end of the previous one. Frames have the ids of groups."""
-        broker = self._broker
-        return [header_frame(broker.clock.now(), broker.message_log.durable, broker.epoch, previous_end)]
+        turn = self._turn
+        return [header_frame(turn.clock.now(), turn.message_log.durable, turn.epoch, previous_end)]
 
     def of_action_segment(self, previous_end: int) -> list[FrameParts]:
         """The header of an action log segment: all groups and consumers."""
-        broker = self._broker
-        time, presumed = broker.clock.now(), broker.message_log.end
+        turn = self._turn
+        time, presumed = turn.clock.now(), turn.message_log.end
         frames = []
         for rows in self._rows(attrgetter("definitions")):
-            stamp = pack_stamp(DEFINITIONS, broker.action_index, time, presumed, broker.epoch)
-            frames.append(rows.frame(broker.action_index, previous_end, stamp))
-            broker.action_index += 1
+            stamp = pack_stamp(DEFINITIONS, turn.action_index, time, presumed, turn.epoch)
+            frames.append(rows.frame(turn.action_index, previous_end, stamp))
+            turn.action_index += 1
         return frames
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from plait.broker.groups.ordered_group import OrderedGroup, new_group
 from plait.broker.groups.shared_group import AttachedConsumer, Group
-from plait.broker.partitions.partition import LogPositions, Partition
+from plait.broker.partitions.partition import SHARDS, LogPositions, Partition
 from plait.storage.catalog import PartitionRow
 from plait.storage.cursor import CursorState
 from plait.storage.due_ranges import Due
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 #: One turn of the loop copies one shard: with 100,000 partitions a shard has 400 of them. The number is part of the
 #: format, because a checkpoint keeps the unchanged shards of earlier ones.
-SHARDS: Final = 256
 SHARD_PREFIX: Final = "partitions-"
 
 
@@ -162,7 +161,7 @@ def _dump_group(group: Group) -> GroupState:
 def load_groups(state: PartitionState, partition: Partition, broker: Broker, last_contact: float) -> Iterable[Group]:
     """Load the groups of a partition from a checkpoint; their consumers have not reconnected yet."""
     for entry in state.groups:
-        group = new_group(entry.definition, partition, broker.limits, broker)
+        group = new_group(entry.definition, partition, broker.limits, broker.turn)
         group.pull_log = PullLog.load(
             PullLogState(entry.next, entry.returned, entry.held, entry.waiting, entry.dead, entry.failing, entry.resent)
         )

@@ -16,7 +16,7 @@ from plait.broker import subjects
 from plait.broker.appender import replay_producers
 from plait.broker.groups.ordered_group import OrderedGroup, new_group
 from plait.broker.groups.shared_group import AFTER_CLIENT, AttachedConsumer, Group
-from plait.broker.partitions.partition import BEGINNING, LogPositions, Partition
+from plait.broker.partitions.partition import BEGINNING, SHARDS, LogPositions, Partition
 from plait.broker.recovery import shards as state
 from plait.errors import FrameError
 from plait.frame.columns import Column
@@ -86,7 +86,7 @@ class Recovery:
         #: Frames with correct checksums and an event that cannot be applied.
         self._unusable: list[Damage] = []
         #: The log positions up to which each shard of partitions includes the logs.
-        self._positions = [BEGINNING] * state.SHARDS
+        self._positions = [BEGINNING] * SHARDS
         #: The checkpoint's schedule includes the frames of the action log with lower numbers.
         self._schedule_index = 0
         #: Number of a partition whose definition is damaged → (offset of its first frame, bytes, rows).
@@ -108,7 +108,7 @@ class Recovery:
             broker.next_partition = manifest.next_partition
             broker.next_group = manifest.next_group
             broker.next_consumer = manifest.next_consumer
-            broker.action_index = self._schedule_index = manifest.action_index
+            broker.turn.action_index = self._schedule_index = manifest.action_index
             shards: list[state.PartitionShard] = []
             for shard, data in loaded.shards.items():
                 if shard.startswith(state.SHARD_PREFIX):
@@ -174,7 +174,7 @@ class Recovery:
         rejected = broker.checkpoints.rejected
         clean = manifest is not None and manifest.clean and untouched and not damages and not rejected
         # Every start writes a checkpoint, so each unreadable one hides at most one epoch.
-        broker.epoch = max(self._epoch_max + (0 if clean else 1 + len(rejected)), 1)
+        broker.turn.epoch = max(self._epoch_max + (0 if clean else 1 + len(rejected)), 1)
         for partition in broker.partitions.values():
             partition.visible = partition.next
             broker.numbers.learn(partition.row.route)
@@ -184,7 +184,7 @@ class Recovery:
                     broker.numbers.learn(group.locks.newest)
         return RecoveryReport(
             clean=clean,
-            epoch=broker.epoch,
+            epoch=broker.turn.epoch,
             scanned_bytes=messages.end - message_start,
             frames=self._frames,
             events=self._events,
@@ -200,7 +200,7 @@ class Recovery:
         broker = self._broker
         found: list[tuple[state.PartitionState, LogPositions]] = []
         for shard in shards:
-            broker.action_index = max(broker.action_index, shard.position.action)
+            broker.turn.action_index = max(broker.turn.action_index, shard.position.action)
             self._positions[shard.number] = shard.position
             found += [(entry, shard.position) for entry in shard.partitions]
         broken = []
@@ -237,7 +237,7 @@ class Recovery:
                 rows[frame.partition].append((frame.base, offset, frame.store_time, frame.size, frame.count))
         for number, partition in wanted.items():
             partition.consume_log.replace(np.array(rows[number], RECORD))
-            self._broker.touch(partition)
+            self._broker.turn.touch(partition)
 
     def _in_checkpoint(self, partition: int, offset: int) -> bool:
         """Whether the checkpoint includes the effect of the frame at ``offset`` on the partition, even its deletion."""
@@ -273,7 +273,7 @@ class Recovery:
             if frame.base < partition.next:
                 return
             partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
-            broker.touch(partition)
+            broker.turn.touch(partition)
         # Producers, schedules and stages are in other shards, which were copied at other moments.
         replay_producers(partition, broker.producers, offset, frame)
         if partition.row.kind == SCHEDULE or frame.has(Column.SCHEDULE):
@@ -305,10 +305,10 @@ class Recovery:
         elif known is None:
             partition = Partition(row, ConsumeLog(broker.disk, row.id, broker.maps), broker.known_rows)
             broker.add_partition(partition)
-            broker.touch(partition)
+            broker.turn.touch(partition)
         elif known.row != row:
             known.redefine(row)
-            broker.touch(known)
+            broker.turn.touch(known)
             if row.kind == FORWARD:
                 broker.forwards.replay_note(known)
 
@@ -318,7 +318,7 @@ class Recovery:
         """Apply a frame of the action log. An event that cannot be applied is skipped and reported."""
         broker = self._broker
         self._epoch_max = max(self._epoch_max, frame.epoch)
-        broker.action_index = max(broker.action_index, frame.base + 1)
+        broker.turn.action_index = max(broker.turn.action_index, frame.base + 1)
         if frame.partition == DEFINITIONS:
             for definition in read_definitions(frame):
                 self._definition(definition, frame)
@@ -344,7 +344,7 @@ class Recovery:
             # A power failure may have lost rows, and later rows have their sequences: the copies are not of those.
             group.retained.add(sequences[sequences < group.partition.stored_until(frame.epoch)], offset)
             group.retained.settled()
-            self._broker.touch(group.partition)
+            self._broker.turn.touch(group.partition)
 
     def _definition(self, definition: GroupDefinition | ConsumerDefinition, frame: FrameView) -> None:
         broker = self._broker
@@ -358,14 +358,14 @@ class Recovery:
                 # A segment header repeats the definition; a changed setting is a new definition.
                 if known.definition != definition:
                     known.redefine(definition)
-                    broker.touch(partition)
+                    broker.turn.touch(partition)
                 return
-            group = new_group(definition, partition, broker.limits, broker)
+            group = new_group(definition, partition, broker.limits, broker.turn)
             group.begin(min(definition.start, partition.stored_until(frame.epoch)))
             partition.add_group(group)
             self._groups[group.id] = group
             broker.add_group(group)
-            broker.touch(partition)
+            broker.turn.touch(partition)
             return
         broker.next_consumer = max(broker.next_consumer, definition.id + 1)
         owner = self._groups.get(definition.group)
@@ -373,7 +373,7 @@ class Recovery:
             last_contact = broker.clock.monotonic()
             consumer = AttachedConsumer(definition.id, owner, definition.client, last_contact, definition.proof)
             if _defined(owner, consumer):
-                broker.touch(owner.partition)
+                broker.turn.touch(owner.partition)
 
     def _event(self, event: tuple[Any, ...], frame: FrameView) -> None:
         action, flags, attempt, group_id, consumer, epoch, start, end, time = event
@@ -389,7 +389,7 @@ class Recovery:
         if group is None or frame.base < group.partition.position.action:
             return
         self._events += 1
-        self._broker.touch(group.partition)
+        self._broker.turn.touch(group.partition)
         if action in NOT_OF_ROWS:
             group.replay(action, flags, consumer, Range(start, end, attempt), due, written)
         elif action == Action.FORGET_GROUP:

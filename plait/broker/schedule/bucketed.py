@@ -210,7 +210,7 @@ class BucketedRows:
             unbucketed_left,
             unbucketed_offset=min(offsets, default=None),
             now=broker.clock.now(),
-            epoch=broker.epoch,
+            epoch=broker.turn.epoch,
             checkpoint=checkpoint,
         )
         return self._writer
@@ -252,7 +252,7 @@ class BucketedRows:
             self._start_at_unbucketed(schedule)
             if len(schedule.unbucketed.due):
                 # More rows wait to be bucketed.
-                self._broker.touch(schedule.partition)
+                self._broker.turn.touch(schedule.partition)
             schedules.window.remove_partition(copy.partition, before=copy.end)
             schedules.upcoming.expect_from(schedule, schedules.window.end)
         schedules.upcoming.runs_added()

@@ -129,7 +129,7 @@ class Forwards:
         broker = self._broker
         number, created = broker.next_partition, broker.clock.now()
         # Unique, also among the logs of a broker group that is created again under the same name.
-        text = f"{broker.config.group}/{number}/{created}/{broker.epoch}/{broker.message_log.end}/{place}"
+        text = f"{broker.config.group}/{number}/{created}/{broker.turn.epoch}/{broker.message_log.end}/{place}"
         forward = Forward(xxh3_64_intdigest(text.encode()) | 1, *place)
         row = PartitionRow(number, source.row.subject, source.row.name, created, kind=FORWARD, forward=forward)
         return create_partition(broker, row)
@@ -243,7 +243,7 @@ class Forwards:
 
     def _passed(self, partition: Partition, end: int) -> None:
         partition.start = max(partition.start, end)
-        self._broker.touch(partition)
+        self._broker.turn.touch(partition)
 
     def take_back(self, partition: Partition) -> bool:
         """Take back rows that the other broker does not have: they are due at once and follow the newer route.
@@ -263,15 +263,15 @@ class Forwards:
                 if waiting is None:
                     self._delete(partition)
                     return True
-                broker.appender.copy(schedule, waiting.frame, broker.epoch, broker.clock.now(), commit)
-                broker.touch(schedule)
+                broker.turn.appender.copy(schedule, waiting.frame, broker.turn.epoch, broker.clock.now(), commit)
+                broker.turn.touch(schedule)
                 self._passed(partition, waiting.end)
                 size += waiting.frame.size
         except OSError as error:
-            raise broker.disk_error(error) from error
+            raise broker.turn.disk_error(error) from error
         finally:
             broker.schedules.take_in(commit)
-            broker.answer_after_commit(None)
+            broker.turn.answer_after_commit(None)
         return False
 
     def expire(self) -> None:

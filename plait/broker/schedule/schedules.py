@@ -214,13 +214,13 @@ class Schedules:
     def run(self, now: int, commit: Commit) -> None:
         """Deliver due rows. Rows that find no space on the disk stay and are tried again."""
         try:
-            self._broker.refuse_when_full()
+            self._broker.turn.refuse_when_full()
             self.write()
             self._deliver_all(now, commit)
             self._stall_reason = ""
         except OSError as error:
             self._hold()
-            self._broker.disk_error(error)
+            self._broker.turn.disk_error(error)
         except FlowControl as error:
             self._hold()
             if self._stall_reason != str(error):
@@ -229,7 +229,7 @@ class Schedules:
         except (DiskFull, ReadOnly):
             self._hold()
         except StorageFailed:
-            # ``broker.failed`` is set, and the server stops.
+            # ``broker.turn.failed`` is set, and the server stops.
             pass
 
     def _hold(self) -> None:
@@ -242,9 +242,9 @@ class Schedules:
         try:
             self._broker.message_log.write()
         except OSError as error:
-            self._broker.storage_failed(error)
-            assert self._broker.failed is not None
-            raise self._broker.failed from error
+            self._broker.turn.storage_failed(error)
+            assert self._broker.turn.failed is not None
+            raise self._broker.turn.failed from error
 
     def _deliver_all(self, now: int, commit: Commit) -> None:
         self.ready = False
@@ -343,11 +343,11 @@ class Schedules:
         for start, stop, frame in self.rows.frames(gathered, chosen, target):
             broker.message_log.place_for(frame.size)
             base = target.next
-            frame.stamp_with(pack_stamp(target.id, base, now, broker.message_log.durable, broker.epoch))
+            frame.stamp_with(pack_stamp(target.id, base, now, broker.message_log.durable, broker.turn.epoch))
             offset = broker.message_log.append(frame.parts, frame.size)
-            target.appended(base, offset, now, frame.size, frame.count, broker.epoch)
+            target.appended(base, offset, now, frame.size, frame.count, broker.turn.epoch)
             commit.partitions[target] = target.next
-            broker.touch(target)
+            broker.turn.touch(target)
             kept[mine[start:stop]] = False
             self.rows.left(schedule, chosen[start:stop], in_turn=in_turn)
 
@@ -368,7 +368,7 @@ class Schedules:
         if found is None:
             return False
         schedule, place = found
-        self._broker.record(Action.CANCEL, schedule.partition, number, number + 1, due)
+        self._broker.turn.record(Action.CANCEL, schedule.partition, number, number + 1, due)
         self._settle(schedule, number, due, place)
         return True
 
@@ -381,7 +381,7 @@ class Schedules:
         if found is None:
             return None
         schedule, place = found
-        broker.refuse_when_full()
+        broker.turn.refuse_when_full()
         self.write()
         with reading():
             frame = self.rows.copy(schedule, number, due, to, place)
@@ -389,10 +389,10 @@ class Schedules:
             return None
         partition = schedule.partition
         base, now = partition.next, broker.clock.now()
-        frame.stamp_with(pack_stamp(partition.id, base, now, broker.message_log.durable, broker.epoch))
-        offset = broker.append_own(frame)
-        partition.appended(base, offset, now, frame.size, 1, broker.epoch)
-        broker.touch(partition)
+        frame.stamp_with(pack_stamp(partition.id, base, now, broker.message_log.durable, broker.turn.epoch))
+        offset = broker.turn.append_own(frame)
+        partition.appended(base, offset, now, frame.size, 1, broker.turn.epoch)
+        broker.turn.touch(partition)
         self._settle(schedule, number, due, place)
         self.upcoming.append(schedule, FrameView(frame.tobytes()), offset, base)
         return base
@@ -400,7 +400,7 @@ class Schedules:
     def _find(self, subject: str, number: int, due: int) -> tuple[Schedule, BucketedOffset | None] | None:
         """The schedule of the subject, if the row waits in it, and the location of a bucketed row."""
         self._broker.partition_of(subject, create=False)
-        self._broker.refuse_when_stalled()
+        self._broker.turn.refuse_when_stalled()
         schedule = self.by_subject.get(subject)
         if schedule is None or not 0 <= due < NEVER:
             return None
@@ -435,7 +435,7 @@ class Schedules:
 
     def _settle(self, schedule: Schedule, number: int, due: int, place: BucketedOffset | None) -> None:
         """Settle a waiting row before it is due."""
-        self._broker.touch(schedule.partition)
+        self._broker.turn.touch(schedule.partition)
         self.window.remove(due, number, schedule.partition.id)
         if place is None:
             schedule.unbucketed.settle(np.array([number]))

@@ -147,7 +147,7 @@ class Stages:
                 limit="stages",
                 value=limit,
             )
-        broker.refuse_when_full()
+        broker.turn.refuse_when_full()
         row = PartitionRow(broker.next_partition, target.row.subject, name, broker.clock.now(), kind=STAGE, stage=stage)
         return create_partition(broker, row)
 
@@ -171,7 +171,7 @@ class Stages:
         """Check that stages, given as (producer, rows), are complete; ``reply`` is called when they are durable."""
         for producer, count in producers:
             self._checked(producer, count)
-        self._broker.answer_when_durable(lambda: reply(None))
+        self._broker.turn.answer_when_durable(lambda: reply(None))
 
     def read(self, producer: int, start: int, size: int) -> tuple[str, list[bytes], int]:
         """A stage's subject, about ``size`` bytes of its frames from row ``start`` on, and the row after them."""
@@ -213,8 +213,8 @@ class Stages:
         partition no longer takes the keys of the stages that it names, and the driver writes their rows elsewhere.
         """
         broker = self._broker
-        broker.refuse_when_full()
-        broker.commit()
+        broker.turn.refuse_when_full()
+        broker.turn.commit()
         wanted = {producer: self._checked(producer, rows) for producer, rows in producers if producer in self._all}
         begun = [partition for partition in wanted.values() if _stage(partition).state != PUBLISHING]
         self._check_closing(begun)
@@ -223,24 +223,24 @@ class Stages:
             return
         self._change(begun, PUBLISHING)
         if not wanted:
-            broker.answer_when_durable(lambda: reply(None))
+            broker.turn.answer_when_durable(lambda: reply(None))
             return
         # In the order of the request. A stage whose publishing stopped at damage is tried again.
         queued = set(self._queue)
         self._queue.extend(partition for partition in wanted.values() if partition not in queued)
         self._waiters.append(_Waiter(set(wanted), reply))
         self.ready = True
-        broker.answer_after_commit(None)
+        broker.turn.answer_after_commit(None)
 
     def drop(self, producers: Iterable[int]) -> int:
         """Delete stages that are not to be published. Returns how many there were. Counts once committed."""
-        self._broker.commit()
+        self._broker.turn.commit()
         chosen = [self._all[producer] for producer in dict.fromkeys(producers) if producer in self._all]
         return self._delete([partition for partition in chosen if _stage(partition).state != PUBLISHING])
 
     def forget(self, query: str, batch: int) -> int:
         """Delete the other stages of all batches of the query up to this one, which are published."""
-        self._broker.commit()
+        self._broker.turn.commit()
         chosen = self._queries.get(query, {}).values()
         return self._delete([p for p in chosen if _stage(p).batch <= batch and _stage(p).state != PUBLISHING])
 
@@ -253,10 +253,10 @@ class Stages:
         broker, name = self._broker, target.row.name
         if self._busy_with(name) and broker.clock.monotonic() >= self._held_until:
             self.ready = True
-            broker.answer_after_commit(None)
-        broker.commit()
-        if broker.failed is not None:
-            raise broker.failed
+            broker.turn.answer_after_commit(None)
+        broker.turn.commit()
+        if broker.turn.failed is not None:
+            raise broker.turn.failed
         if self._busy_with(name):
             self._closing[name] = broker.clock.monotonic() + CLOSING_SECONDS
             full = ", and the disk is full" if broker.clock.monotonic() < self._held_until else ""
@@ -278,14 +278,14 @@ class Stages:
         while self.unsynced and self.unsynced[0] <= durable:
             self.unsynced.popleft()
         if self.look():
-            self._broker.answer_after_commit(None)
+            self._broker.turn.answer_after_commit(None)
 
     def run(self, now: int, commit: Commit) -> None:
         """Publish one turn's worth. Stages that find no space on the disk stay queued and are tried again."""
         self.ready = False
         broker = self._broker
         try:
-            broker.refuse_when_full()
+            broker.turn.refuse_when_full()
             self._write()
             room = PUBLISH_SIZE_MAX
             while self._queue and room > 0:
@@ -293,17 +293,17 @@ class Stages:
             self._forget()
         except OSError as error:
             self._held_until = broker.clock.monotonic() + RETRY_SECONDS
-            broker.disk_error(error)
+            broker.turn.disk_error(error)
         except (DiskFull, ReadOnly, FlowControl):
             self._held_until = broker.clock.monotonic() + RETRY_SECONDS
         except StorageFailed:
-            # ``broker.failed`` is set, and the server stops.
+            # ``broker.turn.failed`` is set, and the server stops.
             return
         else:
             if self._queue:
                 self.unsynced.append(broker.message_log.end)
                 if self.look():
-                    broker.answer_after_commit(None)
+                    broker.turn.answer_after_commit(None)
 
     def _publish(self, partition: Partition, now: int, commit: Commit, room: int) -> int:
         """Append up to ``room`` bytes of a stage's frames to their partition. Returns their size."""
@@ -316,11 +316,11 @@ class Stages:
         if target is not None:
             try:
                 for frame, record in self._frames(partition, partition.start):
-                    broker.appender.copy(target, frame, broker.epoch, now, commit)
-                    broker.touch(target)
+                    broker.turn.appender.copy(target, frame, broker.turn.epoch, now, commit)
+                    broker.turn.touch(target)
                     partition.start = record.base + record.count
                     self._copied.add(record.offset, record.offset + record.size)
-                    broker.touch(partition)
+                    broker.turn.touch(partition)
                     size += frame.size
                     if size >= room:
                         break
@@ -375,7 +375,7 @@ class Stages:
             waiter.producers.discard(producer)
             if error is not None or not waiter.producers:
                 self._waiters.remove(waiter)
-                self._broker.answer_when_durable(lambda reply=waiter.reply: reply(error))  # type: ignore[misc]
+                self._broker.turn.answer_when_durable(lambda reply=waiter.reply: reply(error))  # type: ignore[misc]
 
     def _check_closing(self, partitions: list[Partition]) -> None:
         """Raise if a seal waits for the target partition of one of these stages."""
@@ -397,7 +397,7 @@ class Stages:
             producer=producers[0],
             producers=producers,
         )
-        self._broker.answer_when_durable(lambda: reply(error))
+        self._broker.turn.answer_when_durable(lambda: reply(error))
 
     def _takes(self, partition: Partition) -> bool:
         target = self._broker.subjects.get(partition.row.name)
@@ -413,9 +413,9 @@ class Stages:
         try:
             broker.message_log.write()
         except OSError as error:
-            broker.storage_failed(error)
-            assert broker.failed is not None
-            raise broker.failed from error
+            broker.turn.storage_failed(error)
+            assert broker.turn.failed is not None
+            raise broker.turn.failed from error
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -446,7 +446,7 @@ class Stages:
                 partition.redefine(row)
                 if state == EXPIRED:
                     partition.start = partition.next
-                broker.touch(partition)
+                broker.turn.touch(partition)
 
     def _delete(self, partitions: list[Partition]) -> int:
         broker = self._broker
@@ -466,7 +466,7 @@ class Stages:
             return
         if target.row.name == partition.row.name and offset >= partition.position.message:
             partition.start = max(partition.start, frame.first + frame.count - 1)
-            self._broker.touch(partition)
+            self._broker.turn.touch(partition)
 
     def recovered(self) -> None:
         """Finish recovery after both logs were replayed: queue the stages whose publishing had begun."""

@@ -102,7 +102,7 @@ async def run_broker(
     """
     stop = stop_on_signals()
     config = server.config
-    health = None if http is None else HealthEndpoint(server, http)
+    health = None if http is None else HealthEndpoint(server.broker_host, server.host, http)
     check_free(server.host, server.port)
     check_free(server.host, http or 0)
     report = await _start(server, data)

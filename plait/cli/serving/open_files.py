@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from plait.broker.broker import MESSAGE_DIRECTORY
+from plait.broker.turn import MESSAGE_DIRECTORY
 from plait.limits import FILES_PER_SEGMENT, FILES_RESERVE, ServerLimits
 from plait.storage.logs.action_log import DIRECTORY as ACTION_DIRECTORY
 from plait.storage.logs.log import SUFFIX

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from plait import tasks
 from plait.client.app.handler_threads import HandlerThreads
+from plait.client.app.outgoing import Outgoing, SendHook
 from plait.client.app.signature import Handler
 from plait.client.app.subscription import HandleHook, SubscriberSettings, Subscription
 from plait.client.arguments import Duration, Start, seconds_of, start_of, wait_of
@@ -32,7 +33,6 @@ from plait.client.closing import end_of
 from plait.client.consume.consumer import Consumer
 from plait.client.consume.ordered.ordered_consumer import OrderedConsumer, check_ordered
 from plait.client.send.due_time import Delay
-from plait.client.send.outgoing import Outgoing, SendHook
 from plait.client.types import Receipt, Ticket
 from plait.errors import Closed, InvalidArgument
 from plait.limits import ClientLimits

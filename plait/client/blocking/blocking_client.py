@@ -89,7 +89,7 @@ class Client:
         if self._inbox is None:
             self._thread = shared_loop()
             self._thread.run(self._client.open())
-            self._inbox = PostInbox(self._client._producer, self._thread.loop, self._run)
+            self._inbox = PostInbox(self._client._senders, self._thread.loop, self._run)
             _open.add(self)
         return self
 

@@ -73,6 +73,11 @@ class SubjectRoute:
         """The indexes of the partitions that take new rows."""
         return sorted(set(self.table.tolist()))
 
+    def writable(self, group: str) -> bool:
+        """Whether a broker group takes sends."""
+        _, state = self.brokers.get(group, ([], "NRW"))
+        return "W" in state and state != "NRW"
+
 
 class Router:
     """The routes and nodes of one client."""

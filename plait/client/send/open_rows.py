@@ -1,8 +1,9 @@
-"""Open rows: the rows that were added to a queue after its last frame was sealed."""
+"""Open rows: the rows of one partition that were added after its last frame was sealed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,10 @@ import pyarrow as pa
 from xxhash import xxh3_64_intdigest
 
 from plait.client.send.encoding import encode_body, encode_headers, encode_key, encode_tags
-from plait.client.types import PendingBatch, ScheduledBatch
+from plait.client.send.producer import Producer
+from plait.client.send.resend_window import ResendWindow, SentFrame
+from plait.client.types import PendingBatch, ScheduledBatch, Ticket
+from plait.errors import PlaitError
 from plait.frame.builder import ONE_ROW_SIZE_MAX, SMALL_COUNT, FrameParts, build_frame, build_one
 
 #: Bytes that a row costs in addition to its data, approximately.
@@ -19,6 +23,8 @@ ROW_SIZE = 16
 #: ASCII keys and bodies below these sizes are within their limits: they need no further check.
 SHORT_KEY_MAX = 256
 SHORT_BODY_MAX = 1_000_000
+#: A group of fewer rows is not sent in two halves.
+AHEAD_COUNT = 64
 
 
 def hash_keys(keys: Iterable[str], count: int) -> npt.NDArray[np.uint64]:
@@ -33,24 +39,161 @@ def _one_or_all(dues: list[int]) -> int | npt.NDArray[np.int64]:
 
 
 class OpenRows:
-    """Columns that grow row by row. A column is created with the first row that has a value for it."""
+    """Columns that grow row by row, and decide when they become a frame.
 
-    __slots__ = ("batch", "bodies", "dues", "headers", "keys", "plain", "size", "tags")
+    A column is created with the first row that has a value for it.
+    """
 
-    def __init__(self, dues: list[int] | None = None) -> None:
+    __slots__ = (
+        "_ahead",
+        "_delayed",
+        "_frame_bytes",
+        "_frame_count",
+        "_linger",
+        "_producer",
+        "_push",
+        "_urgent",
+        "_window",
+        "batch",
+        "bodies",
+        "dues",
+        "headers",
+        "keys",
+        "plain",
+        "size",
+        "tags",
+    )
+
+    def __init__(
+        self,
+        producer: Producer,
+        window: ResendWindow,
+        push: Callable[[SentFrame], None],
+        *,
+        delayed: bool = False,
+    ) -> None:
+        self._producer = producer
+        self._window = window
+        #: Sends a frame.
+        self._push = push
+        self._delayed = delayed
+        self._frame_bytes = producer.limits.frame_bytes
+        self._frame_count = producer.limits.frame_count
+        #: The rows are sealed at the end of this loop turn.
+        self._urgent = False
+        #: If no frame waits, open rows are sealed early with this row: half of what the last frame had.
+        self._ahead = AHEAD_COUNT // 2 - 1
+        self._linger: asyncio.TimerHandle | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start with no rows."""
         self.bodies: list[bytes] = []
         self.keys: list[str] | None = None
         self.tags: list[bytes] | None = None
         self.headers: list[bytes] | None = None
         self.size = 0
-        #: No row has tags or headers.
-        self.plain = True
         #: The due time of each row; None: the rows are not delayed.
-        self.dues = dues
-        self.batch = PendingBatch() if dues is None else ScheduledBatch(dues)
+        self.dues: list[int] | None = None
+        #: No row has tags, headers or a due time.
+        self.plain = True
+        if self._delayed:
+            self.dues, self.plain = [], False
+            self.batch: PendingBatch = ScheduledBatch(self.dues)
+        else:
+            self.batch = PendingBatch()
+
+    def post(
+        self,
+        body: Any,
+        key: str | int | None,
+        tags: Iterable[str] | None,
+        headers: Mapping[str, Any] | None,
+        due: int | None = None,
+    ) -> Ticket:
+        """Add a row. It is sent when the frame is full, or after ``linger_seconds``."""
+        bodies, keys = self.bodies, self.keys
+        row = len(bodies)
+        # The fast path for most rows: a bytes body and a short text key, and no row here has more than that.
+        if (
+            tags is None
+            and headers is None
+            and self.plain
+            and keys is not None
+            and type(key) is str
+            and type(body) is bytes
+            and 0 < len(key) < SHORT_KEY_MAX
+            and key.isascii()
+            and len(body) <= SHORT_BODY_MAX
+        ):
+            bodies.append(body)
+            keys.append(key)
+            size = len(body) + len(key) + ROW_SIZE
+            self.size += size
+        else:
+            size = self.add(body, key, tags, headers, due)
+        producer = self._producer
+        producer.buffered += size
+        batch = self.batch
+        batch.posted = True
+        if self.size >= self._frame_bytes or row >= self._frame_count - 1:
+            self.seal()
+        elif row == 0 and self._linger is None:
+            self._linger = producer.loop.call_later(producer.limits.linger_seconds, self.seal)
+        return Ticket(batch, row)
+
+    def send(
+        self,
+        body: Any,
+        key: str | int | None,
+        tags: Iterable[str] | None,
+        headers: Mapping[str, Any] | None,
+        due: int | None = None,
+    ) -> tuple[PendingBatch, int]:
+        """Add a row that is sent at the end of this loop turn, with the other rows of the turn.
+
+        Returns the batch that gets the result, and the row's number in it. When no frame waits, the first half of many
+        rows is sent early, so that the broker works on it while the client adds the second half.
+        """
+        bodies, batch = self.bodies, self.batch
+        row = len(bodies)
+        if (
+            key is None
+            and tags is None
+            and headers is None
+            and self.plain
+            and self.keys is None
+            and type(body) is bytes
+            and len(body) <= SHORT_BODY_MAX
+        ):
+            bodies.append(body)
+            size = len(body) + ROW_SIZE
+            self.size += size
+        else:
+            size = self.add(body, key, tags, headers, due)
+        self._producer.buffered += size
+        if (
+            self.size >= self._frame_bytes
+            or row >= self._frame_count - 1
+            or (row >= self._ahead and not self._window.frames)
+        ):
+            self.seal()
+        elif not self._urgent:
+            self._urgent = True
+            self._producer.loop.call_soon(self._end_turn)
+        return batch, row
+
+    def _end_turn(self) -> None:
+        self._urgent = False
+        self.seal()
 
     def add(
-        self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
+        self,
+        body: Any,
+        key: str | int | None,
+        tags: Iterable[str] | None,
+        headers: Mapping[str, Any] | None,
+        due: int | None = None,
     ) -> int:
         """Append a row and return its size. An invalid row raises and is not added."""
         if type(body) is not bytes or len(body) > SHORT_BODY_MAX:
@@ -83,31 +226,58 @@ class OpenRows:
             size += len(key)
         elif self.keys is not None:
             self.keys.append("")
+        if self.dues is not None:
+            assert due is not None
+            self.dues.append(due)
         bodies.append(body)
         self.size += size
         return size
 
-    def build(
-        self, producer: int, first: int, previous: int, send_time: int, compression: str | None, flags: int = 0
-    ) -> FrameParts:
-        """Build a frame of the rows."""
+    def seal(self) -> None:
+        """Make a frame of the rows; it is sent as soon as the window allows."""
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
         count = len(self.bodies)
-        keys, dues = self.keys, self.dues
+        if not count:
+            return
+        self._ahead = max(AHEAD_COUNT, count) // 2 - 1
+        producer, batch, size = self._producer, self.batch, self.size
+        try:
+            parts = self.build(producer.id, producer.take(count), self._window.last)
+        except PlaitError as error:
+            self.fail(error)
+            return
+        self.start()
+        self._push(SentFrame(parts, batch, size, producer.loop.time() + producer.limits.send_seconds))
+
+    def fail(self, error: PlaitError) -> None:
+        """Remove all rows: their sends raise ``error``."""
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+        producer, batch, size = self._producer, self.batch, self.size
+        if not self.bodies:
+            return
+        self.start()
+        if batch.posted:
+            producer.note(error)
+        batch.settle(None, error)
+        producer.released(size)
+
+    def build(self, producer: int, first: int, previous: int, flags: int = 0) -> FrameParts:
+        """Build a frame of the rows."""
+        bodies, keys, dues = self.bodies, self.keys, self.dues
+        count = len(bodies)
         batch = self.batch
         batch.producer, batch.first, batch.count = producer, first, count
-        if (
-            count == 1
-            and keys is None
-            and self.plain
-            and dues is None
-            and not compression
-            and self.size < ONE_ROW_SIZE_MAX
-        ):
+        send_time, compression = self._producer.now(), self._producer.compression
+        if count == 1 and keys is None and self.plain and not compression and self.size < ONE_ROW_SIZE_MAX:
             return build_one(
-                self.bodies[0], producer=producer, first=first, previous=previous, send_time=send_time, flags=flags
+                bodies[0], producer=producer, first=first, previous=previous, send_time=send_time, flags=flags
             )
         return build_frame(
-            self.bodies,
+            bodies,
             producer=producer,
             first=first,
             previous=previous,

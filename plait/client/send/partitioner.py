@@ -8,173 +8,115 @@ same partition until its frame is sealed, because one frame of many rows costs l
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from plait import chance
-from plait.client.send.delayed_queue import DelayedQueue
+from plait.client.net.router import SubjectRoute
 from plait.client.send.encoding import encode_key
-from plait.client.send.open_rows import SHORT_KEY_MAX
-from plait.client.send.partition_queue import PartitionQueue
-from plait.client.send.regroup import Rows, groups_of
-from plait.client.types import PendingBatch, Receipt, Ticket
+from plait.client.send.open_rows import SHORT_KEY_MAX, OpenRows
+from plait.client.send.partition_sender import PartitionSender
+from plait.client.send.producer import Producer
+from plait.client.send.row_columns import Rows, groups_of
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH, Hashes
 
-if TYPE_CHECKING:
-    from plait.client.send.partition_sender import PartitionSender
-    from plait.client.send.subject_sender import SubjectSender
-
-Queue = TypeVar("Queue", bound=PartitionQueue)
+#: Partition senders, each with the numbers of its rows; None: all rows.
+Pieces = list[tuple[PartitionSender, Rows | None]]
 
 _MASK: Final = LOGICAL_PARTITIONS - 1
 _LPS: Final = np.uint64(_MASK)
 
 
-class Partitioner(Generic[Queue]):
-    """Chooses among the queues of one version of a route."""
+class Partitioner:
+    """Chooses among the partition senders of one version of a route."""
 
     __slots__ = (
         "_changes",
         "_healthy",
         "_keyless",
         "_owners",
-        "_subject_sender",
+        "_producer",
         "_table",
         "_until",
         "_weights",
-        "queues",
+        "route",
+        "senders",
     )
 
-    def __init__(self, subject_sender: SubjectSender, queues: list[Queue], owners: npt.NDArray[np.int64]) -> None:
-        self._subject_sender = subject_sender
+    def __init__(
+        self, producer: Producer, route: SubjectRoute, senders: list[PartitionSender], owners: npt.NDArray[np.int64]
+    ) -> None:
+        self._producer = producer
+        #: Its broker states may change.
+        self.route = route
         #: One for each partition that takes rows.
-        self.queues = queues
-        #: LP → the index of its queue; ``_table`` has the queue itself.
+        self.senders = senders
+        #: LP → the index of its sender; ``_table`` has the sender's open rows.
         self._owners = owners
-        self._table: list[Queue] = [queues[owner] for owner in owners.tolist()]
-        self._healthy: list[Queue] = []
+        self._table: list[OpenRows] = [senders[owner].rows for owner in owners.tolist()]
+        self._healthy: list[PartitionSender] = []
         self._weights: list[int] = []
         self._changes = -1
         self._until = 0.0
-        self._keyless = self.pick()
+        self._keyless = self.pick().rows
 
-    # --- rows in --------------------------------------------------------------------------------
-
-    def _queue(self, key: str | int | None) -> Queue:
+    def choose(self, key: str | int | None) -> OpenRows:
+        """The open rows to which a row with this key is added."""
         if key is None:
-            queue = self._keyless
-            if queue.no_open_rows:
-                queue = self._keyless = self.pick()
-            return queue
+            if not self._keyless.bodies:
+                self._keyless = self.pick().rows
+            return self._keyless
         if type(key) is not str or not 0 < len(key) < SHORT_KEY_MAX or not key.isascii():
             key = encode_key(key)
-        lp: int = xxh3_64_intdigest(key.encode()) & _MASK
-        return self._table[lp]
+        return self._table[xxh3_64_intdigest(key.encode()) & _MASK]
 
-    def post(
-        self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
-    ) -> Ticket:
-        """Add a row. It is sent when its frame is full, or after ``linger_seconds``."""
-        # The fast path for most rows.
-        if type(key) is str and key.isascii() and 0 < len(key) < SHORT_KEY_MAX:
-            return self._table[xxh3_64_intdigest(key.encode()) & _MASK].post(body, key, tags, headers)
-        queue = self._keyless if key is None and self._keyless._rows.bodies else self._queue(key)
-        return queue.post(body, key, tags, headers)
-
-    def send(
-        self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
-    ) -> tuple[PendingBatch, int]:
-        """Add a row that is sent at the end of this loop turn; returns its batch and its row number there."""
-        return self._queue(key).send(body, key, tags, headers)
-
-    async def send_oneway(
-        self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
-    ) -> Receipt:
-        """Add a row that is sent once, at the end of this loop turn, and gets no reply."""
-        queue = self.pick() if key is None else self._queue(key)
-        return await queue.send_oneway(body, key, tags, headers)
-
-    # --- choosing -------------------------------------------------------------------------------
-
-    def pick(self, *, but: PartitionSender | None = None) -> Queue:
-        """A random queue for rows that may go to any partition, other than ``but``."""
-        sender = self._subject_sender
-        health = sender.producer.health
-        if self._changes != health.changes or sender.producer.loop.time() >= self._until:
+    def pick(self, *, but: PartitionSender | None = None) -> PartitionSender:
+        """A random sender for rows that may go to any partition, other than ``but``."""
+        if self._changes != self._producer.health.changes or self._producer.loop.time() >= self._until:
             self._choose_healthy()
         if but is not None:
-            others = [queue for queue in self._healthy if queue is not but]
-            others = others or [queue for queue in self.queues if queue is not but]
+            others = [sender for sender in self._healthy if sender is not but]
+            others = others or [sender for sender in self.senders if sender is not but]
             return others[min(int(chance.uniform(0, len(others))), len(others) - 1)]
         last = len(self._healthy) - 1
         return self._healthy[min(bisect_right(self._weights, chance.uniform(0, self._weights[-1])), last)]
 
     def _choose_healthy(self) -> None:
-        """Choose the healthy queues: connected, writable, and not recently slow or failing.
+        """Choose the healthy senders: connected, writable, and not recently slow or failing.
 
-        If there are none, the conditions are dropped one by one, so that at least one queue is chosen.
+        If there are none, the conditions are dropped one by one, so that at least one sender is chosen.
         """
-        sender = self._subject_sender
-        producer = sender.producer
-        now = producer.loop.time()
-        ends = [producer.health.avoided_until(sender.group_of(queue)) for queue in self.queues]
-        writable = [n for n, queue in enumerate(self.queues) if sender.writable(queue)]
-        connected = [n for n in writable if self.queues[n].connected]
-        chosen = [n for n in connected if ends[n] <= now] or connected or writable or range(len(self.queues))
-        shares = np.bincount(self._owners, minlength=len(self.queues)).tolist()
-        self._healthy = [self.queues[n] for n in chosen]
+        health, senders = self._producer.health, self.senders
+        now = self._producer.loop.time()
+        ends = [health.avoided_until(sender.target.group) for sender in senders]
+        writable = [n for n, sender in enumerate(senders) if self.route.writable(sender.target.group)]
+        connected = [n for n in writable if senders[n].target.connected]
+        chosen = [n for n in connected if ends[n] <= now] or connected or writable or range(len(senders))
+        shares = np.bincount(self._owners, minlength=len(senders)).tolist()
+        self._healthy = [senders[n] for n in chosen]
         self._weights = list(accumulate(shares[n] for n in chosen))
-        self._changes = producer.health.changes
+        self._changes = health.changes
         self._until = min((end for end in ends if end > now), default=float("inf"))
 
-    # --- many rows ------------------------------------------------------------------------------
+    def spread(self, hashes: Hashes | None, home: PartitionSender | None = None) -> Pieces:
+        """The senders for rows with these key hashes, each with its row numbers; None: all rows.
 
-    def spread(self, hashes: Hashes | None, home: PartitionQueue | None = None) -> list[tuple[Queue, Rows | None]]:
-        """The queues for rows with these key hashes, each with its row numbers; None: all rows.
-
-        Rows without keys go to the queue of the first row with a key. If no row has a key, they go to ``home`` if it is
-        still one of the queues, otherwise to a random queue.
+        Rows without keys go to the sender of the first row with a key. If no row has a key, they go to ``home`` if it
+        is still one of the senders, otherwise to a random one.
         """
-        if hashes is None:
-            return [(self._home(home), None)]
+        keyless = None if hashes is None else hashes == NO_KEY_HASH
+        if hashes is None or keyless is None or keyless.all():
+            return [(home if home is not None and home in self.senders else self.pick(), None)]
         targets = self._owners[(hashes & _LPS).astype(np.int64)]
-        keyless = hashes == NO_KEY_HASH
         if keyless.any():
-            if keyless.all():
-                return [(self._home(home), None)]
             targets[keyless] = targets[int(np.argmin(keyless))]
-        return [(self.queues[target], rows) for target, rows in groups_of(targets)]
+        return [(self.senders[target], rows) for target, rows in groups_of(targets)]
 
-    def _home(self, home: PartitionQueue | None) -> Queue:
-        for queue in self.queues:
-            if queue is home:
-                return queue
-        return self.pick()
-
-    def lps_of(self, queue: PartitionQueue) -> npt.NDArray[np.uint64]:
-        """The LPs whose rows go to this queue."""
-        return np.flatnonzero(self._owners == self.queues.index(queue)).astype(np.uint64)  # type: ignore[arg-type]
-
-
-class DelayedPartitioner(Partitioner[DelayedQueue]):
-    """Chooses the partition of delayed rows."""
-
-    __slots__ = ()
-
-    def post_at(
-        self, due: int, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
-    ) -> Ticket:
-        """``post`` a row with its due time."""
-        return self._queue(key).post_at(due, body, key, tags, headers)
-
-    def send_at(
-        self, due: int, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
-    ) -> tuple[PendingBatch, int]:
-        """``send`` a row with its due time."""
-        return self._queue(key).send_at(due, body, key, tags, headers)
+    def lps_of(self, sender: PartitionSender) -> npt.NDArray[np.uint64]:
+        """The LPs whose rows go to this sender."""
+        return np.flatnonzero(self._owners == self.senders.index(sender)).astype(np.uint64)

@@ -16,7 +16,7 @@ from plait.client.arguments import Duration, seconds_of
 from plait.client.blocking.loop_thread import RunInLoop
 from plait.client.send.encoding import encode_body, encode_headers, encode_key, encode_tags
 from plait.client.send.open_rows import ROW_SIZE, SHORT_BODY_MAX, SHORT_KEY_MAX
-from plait.client.send.producer import Producer
+from plait.client.send.senders import Senders
 from plait.client.types import Receipt
 from plait.client.types import Ticket as LoopTicket
 from plait.errors import BufferFull, Closed, PlaitError, Timeout
@@ -75,11 +75,12 @@ _Row = tuple[str, bytes, str | None, list[str] | None, dict[str, Any] | None, in
 class PostInbox:
     """Rows that were posted and not yet taken by the loop."""
 
-    def __init__(self, producer: Producer, loop: asyncio.AbstractEventLoop, run: RunInLoop) -> None:
+    def __init__(self, senders: Senders, loop: asyncio.AbstractEventLoop, run: RunInLoop) -> None:
         self.run = run
-        self._producer = producer
+        self._senders = senders
+        self._producer = senders.producer
         self._loop = loop
-        self._limit = producer.limits.buffer_bytes
+        self._limit = self._producer.limits.buffer_bytes
         self._lock = threading.Lock()
         self._rows: deque[_Row] = deque()
         self._size = 0
@@ -143,7 +144,7 @@ class PostInbox:
 
     def _take(self, count: int) -> None:
         rows = self._rows
-        producer = self._producer
+        senders, producer = self._senders, self._producer
         taken = 0
         for _ in range(min(count, len(rows))):
             subject, body, key, tags, headers, due, size, ticket = rows.popleft()
@@ -151,9 +152,8 @@ class PostInbox:
             if producer.closed is not None:
                 ticket._error = producer.closed
                 continue
-            if due is None:
-                ticket._ticket = producer.queue(subject).post(body, key, tags, headers)
-            else:
-                ticket._ticket = producer.delayed_queue(subject).post_at(due, body, key, tags, headers)
+            known = senders.plain if due is None else senders.delayed
+            sender = known.get(subject) or senders.sender(subject, delayed=due is not None)
+            ticket._ticket = (sender.rows or sender.choose(key)).post(body, key, tags, headers, due)
         with self._lock:
             self._size -= taken

@@ -16,15 +16,14 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import pyarrow as pa
 from xxhash import xxh3_64_intdigest
 
 from plait.client.client import Client
 from plait.client.send.open_rows import hash_keys
-from plait.client.send.subject_sender import Pieces, split_batch
+from plait.client.send.partitioner import Pieces
+from plait.client.send.row_columns import RowColumns
 from plait.client.types import PendingBatch
-from plait.frame.builder import build_frame
-from plait.model.logical_partitions import NO_KEY_HASH, Hashes
+from plait.model.logical_partitions import NO_KEY_HASH
 
 
 class SendPosition(msgspec.Struct, frozen=True):
@@ -38,25 +37,11 @@ class SendPosition(msgspec.Struct, frozen=True):
     last: dict[str, int] = {}
 
 
-class OutgoingRows(NamedTuple):
-    """Rows to send, enough for a few frames, as columns of equal length."""
-
-    bodies: pa.Array
-    #: "" for a row without a key.
-    keys: Sequence[str]
-    #: Encoded; empty for a row without tags, and likewise for headers.
-    tags: Sequence[bytes]
-    headers: Sequence[bytes]
-    #: Unique for each row; the id chooses the partition of a row without a key.
-    ids: Sequence[str]
-
-
 class Prepared(NamedTuple):
     """Rows and the partitions that they are to be sent to."""
 
-    rows: OutgoingRows
+    rows: RowColumns
     pieces: Pieces
-    hashes: Hashes
     #: Equal for the same rows and the same partitions.
     digest: str
 
@@ -67,7 +52,7 @@ class ResumableSender:
     def __init__(self, client: Client, subject: str) -> None:
         self._node = client._node
         self._producer = client._producer
-        self._sender = self._producer.subject_sender(subject)
+        self._sender = client._senders.sender(subject)
         self._sender.pinned = True
         self._send_time = 0
 
@@ -83,70 +68,35 @@ class ResumableSender:
     @property
     def position(self) -> SendPosition:
         """The state to save before rows are sent."""
-        last = {str(queue.name): queue.last for queue in self._sender.queues() if queue.name is not None and queue.last}
+        last = {str(each.target.name): each.window.last for each in self._sender.senders() if each.window.last}
         return SendPosition(self._producer.id, self._producer.next, self._send_time, last)
 
     def resume_at(self, position: SendPosition) -> None:
         """Restore a saved state. Call it before rows are sent."""
         self._producer.id, self._producer.next = position.producer, position.next
         self._send_time = position.send_time
-        for queue in self._sender.queues():
-            queue.last = position.last.get(str(queue.name), 0)
+        for each in self._sender.senders():
+            each.window.last = position.last.get(str(each.target.name), 0)
 
-    def prepare(self, rows: OutgoingRows) -> Prepared:
-        """Choose the partitions and the send time of rows, without sending them."""
+    def prepare(self, rows: RowColumns, ids: Sequence[str]) -> Prepared:
+        """Choose the partitions and the send time of rows, enough for a few frames, without sending them.
+
+        ``ids`` are unique for each row; the id chooses the partition of a row without a key.
+        """
         self._send_time = self._producer.now()
-        count = len(rows.ids)
-        hashes = hash_keys(rows.keys, count)
         # A row without a key could go to any partition, but a resend must choose the same one: hash its id.
-        ways = np.where(hashes == NO_KEY_HASH, hash_keys(rows.ids, count), hashes)
+        ways = hash_keys(ids, len(ids))
+        if rows.hashes is not None:
+            ways = np.where(rows.hashes == NO_KEY_HASH, ways, rows.hashes)
         pieces = self._sender.spread(ways)
-        parts = [f"{queue.name}:{count if chosen is None else len(chosen)}" for queue, chosen in pieces]
-        digest = xxh3_64_intdigest("\n".join([*parts, *rows.ids]).encode())
-        return Prepared(rows, pieces, hashes, f"{digest:016x}")
+        parts = [f"{each.target.name}:{len(ids) if chosen is None else len(chosen)}" for each, chosen in pieces]
+        digest = xxh3_64_intdigest("\n".join([*parts, *ids]).encode())
+        return Prepared(rows, pieces, f"{digest:016x}")
 
     async def send(self, prepared: Prepared) -> None:
         """Store the rows in order; raises the first error. The caller must not await between ``prepare`` and this."""
         batch = PendingBatch()
-        batch.count = len(prepared.rows.ids)
-        pieces = prepared.pieces
-        batches = [batch] if len(pieces) == 1 else split_batch(batch, [chosen for _, chosen in pieces])
-        for (queue, chosen), part in zip(pieces, batches, strict=True):
-            rows, hashes = _take(prepared, chosen)
-            keyed = any(rows.keys)
-            count = len(rows.ids)
-            parts = build_frame(
-                rows.bodies,
-                producer=self._producer.id,
-                first=self._producer.take(count),
-                previous=queue.last,
-                send_time=self._send_time,
-                keys=pa.array(rows.keys, pa.string()) if keyed else None,
-                key_hashes=hashes if keyed else None,
-                tags=rows.tags if any(rows.tags) else None,
-                headers=rows.headers if any(rows.headers) else None,
-                compression=self._producer.compression,
-            )
-            part.producer, part.first, part.count = parts.producer, parts.first, count
-            self._producer.buffered += parts.size
-            queue.push(parts, part, parts.size)
+        self._sender.push(prepared.pieces, prepared.rows, batch, self._send_time)
         await batch.wait()
         if batch.error is not None:
             raise batch.error
-
-
-def _take(prepared: Prepared, chosen: np.ndarray[tuple[int], np.dtype[np.int64]] | None) -> tuple[OutgoingRows, Hashes]:
-    rows = prepared.rows
-    if chosen is None:
-        return rows, prepared.hashes
-    numbers = chosen.tolist()
-    return (
-        OutgoingRows(
-            rows.bodies.take(pa.array(numbers, pa.int64())),
-            [rows.keys[number] for number in numbers],
-            [rows.tags[number] for number in numbers],
-            [rows.headers[number] for number in numbers],
-            [rows.ids[number] for number in numbers],
-        ),
-        prepared.hashes[chosen],
-    )

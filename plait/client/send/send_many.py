@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,17 +12,14 @@ import pyarrow as pa
 from plait.client.send.due_time import Dues
 from plait.client.send.encoding import encode_body, encode_headers, encode_key, encode_tags
 from plait.client.send.open_rows import hash_keys
-from plait.client.send.partitioner import Partitioner
-from plait.client.send.regroup import Rows
-from plait.client.send.subject_sender import Pieces, SubjectSender, split_batch
+from plait.client.send.partitioner import Pieces
+from plait.client.send.row_columns import RowColumns
+from plait.client.send.senders import Senders
+from plait.client.send.subject_sender import SubjectSender
 from plait.client.types import PendingBatch, Receipts, ScheduledBatch
 from plait.errors import InvalidArgument, TooLarge
-from plait.frame.builder import build_frame
 from plait.limits import BODY_SIZE_MAX
 from plait.model.logical_partitions import Hashes
-
-if TYPE_CHECKING:
-    from plait.client.send.producer import Producer
 
 #: One value for all rows, or one for each.
 Tags = str | Iterable[str] | Sequence[Iterable[str] | None]
@@ -35,7 +32,7 @@ SPREAD_MAX = 4
 
 
 async def send_many(
-    producer: Producer,
+    senders: Senders,
     subject: str,
     bodies: Sequence[Any] | pa.Array,
     keys: Sequence[str | int | None] | None,
@@ -58,8 +55,8 @@ async def send_many(
     labels = _Encoded(tags, encode_tags, _is_one_tags, "tags", total)
     properties = _Encoded(headers, encode_headers, lambda given: isinstance(given, Mapping), "headers", total)
     dues = None if when is None else when(total)
-    sender = producer.subject_sender(subject, delayed=dues is not None)
-    limits = producer.limits
+    sender = senders.sender(subject, delayed=dues is not None)
+    producer, limits = senders.producer, senders.producer.limits
     sender.seal()
     batches: list[PendingBatch] = []
     position = 0
@@ -77,47 +74,23 @@ async def send_many(
             await producer.room()
         texts = None if keys is None else [_key(key) for key in keys[position : position + count]]
         hashes = None if texts is None else hash_keys(texts, count)
-        pieces = await _room(producer, sender, hashes)
+        pieces = await _room(sender, hashes)
         due = dues if dues is None or isinstance(dues, int) else dues[position : position + count]
         batch = PendingBatch() if due is None else ScheduledBatch(due)
         texts_column = None if texts is None else pa.array(texts, pa.string())
-        columns = Columns(array, texts_column, hashes, due, _bytes_column(tagged), _bytes_column(described))
+        columns = RowColumns(array, texts_column, hashes, _bytes_column(tagged), _bytes_column(described), due)
         batches.append(batch)
-        _push(producer, pieces, columns, batch)
+        sender.push(pieces, columns, batch, producer.now())
         position += count
         step = _rows_for(sender, array, size)
         # Lets the loop serve the socket between frames.
         await asyncio.sleep(0)
     for batch in batches:
         await batch.wait()
-    failed = next((batch for batch in batches if batch.error is not None), None)
-    if failed is not None:
-        assert failed.error is not None
-        raise failed.error
+    for batch in batches:
+        if batch.error is not None:
+            raise batch.error
     return Receipts(batches)
-
-
-class Columns(NamedTuple):
-    """Rows that are to become frames, as columns."""
-
-    bodies: pa.Array
-    keys: pa.Array | None
-    hashes: Hashes | None
-    dues: Dues | None
-    tags: pa.Array | None = None
-    headers: pa.Array | None = None
-
-    def take(self, rows: Rows) -> Columns:
-        """The rows with these numbers."""
-        index = pa.array(rows)
-        return Columns(
-            self.bodies.take(index),
-            None if self.keys is None else self.keys.take(index),
-            None if self.hashes is None else self.hashes[rows],
-            self.dues if self.dues is None or isinstance(self.dues, int) else self.dues[rows],
-            None if self.tags is None else self.tags.take(index),
-            None if self.headers is None else self.headers.take(index),
-        )
 
 
 class _Encoded:
@@ -165,48 +138,21 @@ def _bytes_column(rows: list[bytes] | None) -> pa.Array | None:
     return None if rows is None else pa.array(rows, pa.binary())
 
 
-async def _room(producer: Producer, sender: SubjectSender, hashes: Hashes | None) -> Pieces:
-    """The queues for rows with these hashes, when all of those queues have room."""
+async def _room(sender: SubjectSender, hashes: Hashes | None) -> Pieces:
+    """The partition senders for rows with these hashes, when all of their windows have room."""
     while True:
-        if producer.closed is not None:
-            raise producer.closed
+        if sender.producer.closed is not None:
+            raise sender.producer.closed
         pieces = sender.spread(hashes)
-        full = next((queue for queue, _ in pieces if queue.full), None)
+        full = next((each.window for each, _ in pieces if each.window.full), None)
         if full is None:
             return pieces
         await full.wait_for_room()
 
 
-def _push(producer: Producer, pieces: Pieces, columns: Columns, batch: PendingBatch) -> None:
-    """Push a frame to the queue of each piece."""
-    batch.count = len(columns.bodies)
-    batches = [batch] if len(pieces) == 1 else split_batch(batch, [rows for _, rows in pieces])
-    for (queue, rows), part in zip(pieces, batches, strict=True):
-        # Rows that other calls added while this one waited for room are sent first.
-        queue.seal()
-        bodies, keys, hashes, dues, tags, headers = columns if rows is None else columns.take(rows)
-        count = len(bodies)
-        parts = build_frame(
-            bodies,
-            producer=producer.id,
-            first=producer.take(count),
-            previous=queue.last,
-            send_time=producer.now(),
-            deliver_at=dues,
-            keys=keys,
-            key_hashes=hashes,
-            tags=tags,
-            headers=headers,
-            compression=producer.compression,
-        )
-        part.producer, part.first, part.count = parts.producer, parts.first, count
-        producer.buffered += parts.size
-        queue.push(parts, part, parts.size)
-
-
 def _frames_per_step(sender: SubjectSender) -> int:
     """How many frames one step makes: one for each partition, at most ``SPREAD_MAX``."""
-    return min(len(sender.entry.queues), SPREAD_MAX) if isinstance(sender.entry, Partitioner) else 1
+    return 1 if sender.partitioner is None else min(len(sender.partitioner.senders), SPREAD_MAX)
 
 
 def _rows_for(sender: SubjectSender, sample: pa.Array, size: int | None = None) -> int:

@@ -1,9 +1,9 @@
-"""Sends the rows of one subject: has its route, a queue for each partition, and changes from one route to the next.
+"""Sends the rows of one subject: has its route, a sender for each partition, and changes from one route to the next.
 
-When the route changes, every queue that loses LPs drains: it sends no new frames, and resends sent frames until they
-are answered. New rows still enter the old queues. When every sent frame has a result, the frames that are not stored
-are taken back and given to the queues of the new route, split where necessary, and new rows enter those queues as well.
-All of this is one step, so no row overtakes another row of its key (R8).
+When the route changes, every partition sender that loses LPs drains: it sends no new frames, and resends sent frames
+until they are answered. New rows still enter the old senders. When every sent frame has a result, the frames that are
+not stored are taken back and given to the senders of the new route, split where necessary, and new rows enter those
+senders as well. All of this is one step, so no row overtakes another row of its key (R8).
 
 A frame that a broker definitely refused moves to another partition, unless the subject is strict (R6) or the sender is
 pinned. Rows of a pinned sender have numbers that a later process resends, and those are valid at one partition only.
@@ -11,162 +11,133 @@ pinned. Rows of a pinned sender have numbers that a later process resends, and t
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
-from plait import chance, tasks
-from plait.client.net.router import SubjectRoute
-from plait.client.send.delayed_queue import DelayedQueue
-from plait.client.send.partition_queue import PartitionQueue
-from plait.client.send.partition_sender import PartitionSender, SentFrame
-from plait.client.send.partitioner import DelayedPartitioner, Partitioner
-from plait.client.send.regroup import Rows, restamp, take_rows
-from plait.client.types import PartitionName, PendingBatch, ScheduledBatch
-from plait.errors import DiskFull, FlowControl, LimitExceeded, PlaitError, ReadOnly
-from plait.frame.frame_lps import key_hashes
+from plait.client.net.node import Node
+from plait.client.net.route_lookup import RouteLookup
+from plait.client.net.router import Router, SubjectRoute
+from plait.client.send.encoding import encode_key
+from plait.client.send.open_rows import OpenRows, hash_keys
+from plait.client.send.partition_sender import PartitionSender
+from plait.client.send.partitioner import Partitioner, Pieces
+from plait.client.send.producer import Producer
+from plait.client.send.resend_window import SentFrame
+from plait.client.send.row_columns import RowColumns, Rows, restamp
+from plait.client.types import PartitionName, PendingBatch, Receipt, ScheduledBatch
+from plait.errors import PlaitError, Timeout
 from plait.frame.view import FrameView
 from plait.model.logical_partitions import Hashes
-
-if TYPE_CHECKING:
-    from plait.client.send.producer import Producer
-
-#: Where rows enter: the only queue, or a partitioner that chooses among several.
-Entry = PartitionQueue | Partitioner[PartitionQueue]
-#: Queues, each with the numbers of its rows; None: all rows.
-Pieces = list[tuple[PartitionQueue, Rows | None]]
-
-#: The meta server cannot create the subject now: the rows fail without another attempt.
-_FINAL: Final = (ReadOnly, DiskFull, FlowControl, LimitExceeded)
 
 
 class SubjectSender:
     """Sends the rows of one subject, or with ``delayed`` its delayed rows."""
 
     __slots__ = (
-        "_looking",
         "_next",
-        "_queues",
-        "_wanted",
+        "_only",
+        "_senders",
+        "choose",
         "closed",
         "delayed",
-        "entry",
+        "lookup",
+        "partitioner",
         "pinned",
         "producer",
         "route",
-        "route_backoff",
-        "route_error",
+        "router",
+        "rows",
         "subject",
         "used_at",
     )
 
-    def __init__(self, producer: Producer, subject: str, *, delayed: bool = False) -> None:
+    def __init__(self, producer: Producer, router: Router, subject: str, *, delayed: bool = False) -> None:
         self.producer = producer
+        self.router = router
         self.subject = subject
         self.delayed = delayed
         self.route: SubjectRoute | None = None
-        #: The next route, while queues drain for it.
+        #: The next route, while senders drain for it.
         self._next: SubjectRoute | None = None
-        #: The newest route version that a broker has reported to a queue.
-        self._wanted = 0
-        #: The pause before the next request for the route; grows until a frame is stored.
-        self.route_backoff = 0.0
-        #: Why the last request for the route failed.
-        self.route_error: PlaitError | None = None
-        self._looking: asyncio.Task[None] | None = None
-        self._queues: dict[PartitionName, PartitionQueue] = {}
+        self.lookup = RouteLookup(router, producer.limits, subject, self.begin, self.abandon)
+        self._senders: dict[PartitionName, PartitionSender] = {}
         self.closed = False
         #: When rows were last added or stored (loop time).
         self.used_at = 0.0
         #: Rows keep their partition and their numbers, for every order strategy.
         self.pinned = False
-        self.entry: Entry
-        # Until the route is known, rows wait in a queue without a partition.
-        self._enter(self._new_queue())
+        self._only: PartitionSender | None
+        self.partitioner: Partitioner | None
+        #: Where rows enter: the open rows of the only partition...
+        self.rows: OpenRows | None
+        #: ...or, if ``rows`` is None, those that the partitioner chooses for their key.
+        self.choose: Callable[[str | int | None], OpenRows]
+        # Until the route is known, rows wait in a sender without a partition.
+        self._enter(PartitionSender(self))
 
-    def _new_queue(self) -> PartitionQueue:
-        return DelayedQueue(self) if self.delayed else PartitionQueue(self)
+    def _enter(self, entry: PartitionSender | Partitioner) -> None:
+        """Let rows enter here from now on."""
+        if isinstance(entry, Partitioner):
+            self._only, self.partitioner, self.rows, self.choose = None, entry, None, entry.choose
+        else:
+            self._only, self.partitioner, self.rows = entry, None, entry.rows
 
-    def _enter(self, entry: Entry) -> None:
-        self.entry = entry
-        registry = self.producer.delayed if self.delayed else self.producer.queues
-        registry[self.subject] = entry  # type: ignore[assignment]
-
-    def queues(self) -> list[PartitionQueue]:
-        """All queues, including the one in which rows wait until the route is known."""
-        found = list(self._queues.values())
-        if isinstance(self.entry, PartitionQueue) and self.entry not in found:
-            found.append(self.entry)
+    def senders(self) -> list[PartitionSender]:
+        """All partition senders, including the one in which rows wait until the route is known."""
+        found = list(self._senders.values())
+        if self._only is not None and self._only not in found:
+            found.append(self._only)
         return found
 
     def seal(self) -> None:
-        """Seal the open rows of all queues."""
-        for queue in self.queues():
-            queue.seal()
+        """Seal the open rows of all partition senders."""
+        for sender in self.senders():
+            sender.seal()
 
-    def spread(self, hashes: Hashes | None) -> Pieces:
-        """The queues for rows with these key hashes, each with its rows."""
-        return [(self.entry, None)] if isinstance(self.entry, PartitionQueue) else self.entry.spread(hashes)
+    def spread(self, hashes: Hashes | None, home: PartitionSender | None = None) -> Pieces:
+        """The partition senders for rows with these key hashes, each with its rows; see ``Partitioner``."""
+        if self._only is not None:
+            return [(self._only, None)]
+        assert self.partitioner is not None
+        return self.partitioner.spread(hashes, home)
+
+    def push(self, pieces: Pieces, columns: RowColumns, batch: PendingBatch, now: int) -> None:
+        """Send a frame for each piece of the rows; ``now`` is their send time, and ``batch`` gets the result."""
+        producer = self.producer
+        batch.count = len(columns.bodies)
+        batches = [batch] if len(pieces) == 1 else split_batch(batch, [rows for _, rows in pieces])
+        for (sender, rows), part in zip(pieces, batches, strict=True):
+            # Rows that were added before these are sent first.
+            sender.seal()
+            first, last = producer.take(part.count), sender.window.last
+            parts = columns.take(rows).build(producer.id, first, last, now=now, compression=producer.compression)
+            part.producer, part.first = parts.producer, first
+            producer.buffered += parts.size
+            sender.push(SentFrame(parts, part, parts.size, producer.loop.time() + producer.limits.send_seconds))
+
+    async def send_oneway(
+        self,
+        body: Any,
+        key: str | int | None,
+        tags: Iterable[str] | None,
+        headers: Mapping[str, Any] | None,
+    ) -> Receipt:
+        """Add a row that is sent once, at the end of this loop turn, and gets no reply."""
+        await self.ready()
+        [(sender, _)] = self.spread(None if key is None else hash_keys([encode_key(key)], 1))
+        return await sender.target.send_oneway(body, key, tags, headers)
 
     # --- the route ------------------------------------------------------------------------------
 
-    async def ready(self) -> Entry:
-        """Wait until the route is known; returns where rows enter."""
+    async def ready(self) -> None:
+        """Wait until the route is known."""
         if self.route is None:
-            self.begin(await self.producer.router.route(self.subject))
-        return self.entry
-
-    def look(self) -> None:
-        """Start a request for the route, unless one runs."""
-        if self._looking is None and not self.closed:
-            self._looking = tasks.start(self._look(), f"plait-route-{self.subject}", failed=self._defect)
-
-    def stale(self, version: int) -> None:
-        """A broker reported to a queue that the route has changed to this version or a later one."""
-        self._wanted = max(self._wanted, version)
-        self.look()
-
-    def _defect(self, error: Exception) -> None:
-        """The task that asks for the route failed: fail the rows that wait for it. The next send asks again."""
-        self.abandon(tasks.error_of(error))
-
-    async def _look(self) -> None:
-        router, limits = self.producer.router, self.producer.limits
-        pause = limits.send_retry_first_seconds
-        try:
-            if self.route_backoff:
-                # The route of the last request was wrong as well.
-                await self._sleep_about(self.route_backoff)
-            if self.route is not None:
-                self.route_backoff = min(2 * (self.route_backoff or pause), limits.send_retry_max_seconds)
-            while True:
-                try:
-                    found = await (router.route if self.route is None else router.refresh)(self.subject)
-                except _FINAL as error:
-                    self.abandon(error)
-                    return
-                except PlaitError as error:
-                    if not error.retryable:
-                        self.abandon(error)
-                        return
-                    self.route_error = error
-                else:
-                    self.route_error = None
-                    if found.version >= self._wanted:
-                        break
-                await self._sleep_about(pause)
-                pause = min(pause * 2, limits.send_retry_max_seconds)
-        finally:
-            self._looking = None
-        self.begin(found)
-
-    @staticmethod
-    async def _sleep_about(seconds: float) -> None:
-        await asyncio.sleep(seconds * chance.uniform(0.5, 1.0))
+            self.begin(await self.router.route(self.subject))
 
     def begin(self, route: SubjectRoute) -> None:
-        """Change to a route when the queues that it affects have drained."""
+        """Change to a route when the partition senders that it affects have drained."""
         if self.closed:
             return
         if self.route is None:
@@ -176,39 +147,37 @@ class SubjectSender:
             route = self._next
         if route.version < self.route.version:
             return
-        if route.version == self.route.version and not any(queue.draining for queue in self.queues()):
+        if route.version == self.route.version and not any(sender.draining for sender in self.senders()):
             # The same version with changed broker states.
             self.route = route
+            if self.partitioner is not None:
+                self.partitioner.route = route
             self.producer.health.changed()
             return
-        losers = self._losers(self.route, route)
-        for queue in losers:
-            queue.drain()
+        for sender in self._losers(self.route, route):
+            sender.draining = True
         self._next = route
         self.resolved()
 
-    @staticmethod
-    def _names(route: SubjectRoute) -> dict[int, PartitionName]:
-        return {index: route.partitions[index] for index in route.open()}
-
-    def _losers(self, old: SubjectRoute, new: SubjectRoute) -> list[PartitionQueue]:
-        """The queues of partitions that lose some LP."""
+    def _losers(self, old: SubjectRoute, new: SubjectRoute) -> list[PartitionSender]:
+        """The senders of partitions that lose some LP."""
         if old is new or old.version == new.version:
             return []
         numbers = {name: number for number, name in enumerate(dict.fromkeys([*old.partitions, *new.partitions]))}
         before = np.array([numbers[name] for name in old.partitions])[old.table]
         after = np.array([numbers[name] for name in new.partitions])[new.table]
         lost = set(before[before != after].tolist())
-        return [queue for name, queue in self._queues.items() if numbers.get(name) in lost]
+        return [sender for name, sender in self._senders.items() if numbers.get(name) in lost]
 
     def _first(self, route: SubjectRoute) -> None:
-        waiting = self.entry
-        assert isinstance(waiting, PartitionQueue)
-        self.route = route
-        names = list(self._names(route).values())
+        waiting = self._only
+        assert waiting is not None
+        self.lookup.first = False
+        names = [route.partitions[index] for index in route.open()]
         if len(names) == 1:
-            self._queues[names[0]] = waiting
-            waiting.bind(self.producer.router.node(route, names[0].group), names[0])
+            self.route = route
+            self._senders[names[0]] = waiting
+            waiting.bind(self.router.node(route, names[0].group), names[0])
             return
         self._adopt(route)
         for frame in waiting.take_back():
@@ -217,68 +186,55 @@ class SubjectSender:
     def _adopt(self, route: SubjectRoute) -> None:
         """Use this route for all rows from now on."""
         self.route = route
-        names = self._names(route)
-        queues = {}
-        for index, name in names.items():
-            queue = self._queues.get(name)
-            if queue is None:
-                queue = self._queues[name] = self._new_queue()
-                queue.bind(self.producer.router.node(route, name.group), name)
-            queues[index] = queue
-        if len(queues) == 1:
-            self._enter(next(iter(queues.values())))
+        senders = {}
+        for index in route.open():
+            name = route.partitions[index]
+            sender = self._senders.get(name)
+            if sender is None:
+                sender = self._senders[name] = PartitionSender(self)
+                sender.bind(self.router.node(route, name.group), name)
+            senders[index] = sender
+        if len(senders) == 1:
+            self._enter(next(iter(senders.values())))
             return
         places = np.zeros(len(route.partitions), np.int64)
-        places[list(queues)] = np.arange(len(queues))
-        kind = DelayedPartitioner if self.delayed else Partitioner
-        self._enter(kind(self, list(queues.values()), places[route.table]))  # type: ignore[arg-type]
+        places[list(senders)] = np.arange(len(senders))
+        self._enter(Partitioner(self.producer, route, list(senders.values()), places[route.table]))
 
     def resolved(self) -> None:
-        """A draining queue has a result for every sent frame. When all draining queues have, change the route."""
-        draining = [queue for queue in self._queues.values() if queue.draining]
-        if self._next is None or not all(queue.resolved for queue in draining):
+        """A draining sender has a result for every sent frame. When all draining senders have, change the route."""
+        draining = [sender for sender in self._senders.values() if sender.draining]
+        if self._next is None or not all(sender.window.resolved for sender in draining):
             return
         route, self._next = self._next, None
-        taken = [(frame, queue) for queue in draining for frame in queue.take_back()]
+        taken = [(frame, sender) for sender in draining for frame in sender.take_back()]
         self._adopt(route)
-        for frame, queue in taken:
-            self._give(frame, queue)
-        for queue in draining:
-            queue.resume()
+        for frame, sender in taken:
+            self._give(frame, sender)
+        for sender in draining:
+            sender.resume()
 
     # --- frames that move -----------------------------------------------------------------------
 
-    def _give(self, frame: SentFrame, home: PartitionQueue | None) -> None:
-        """Give a frame that is not stored to the queues of the current route."""
-        entry = self.entry
-        if isinstance(entry, PartitionQueue):
-            entry.take_over(frame)
+    def _give(self, frame: SentFrame, home: PartitionSender | None) -> None:
+        """Give a frame that is not stored to the partition senders of the current route."""
+        if self._only is not None:
+            self._only.take_over(frame)
             return
-        view = FrameView(frame.parts.tobytes())
-        hashes = key_hashes(view)
-        pieces = entry.spread(hashes, home)
+        columns = RowColumns.of(FrameView(frame.parts.tobytes()))
+        pieces = self.spread(columns.hashes, home)
         if len(pieces) == 1:
             pieces[0][0].take_over(frame)
-        else:
-            self._split(frame, view, hashes, pieces)
-
-    def _split(
-        self,
-        frame: SentFrame,
-        view: FrameView,
-        hashes: Hashes | None,
-        pieces: Pieces,
-    ) -> None:
+            return
         batches = split_batch(frame.batch, [rows for _, rows in pieces])
         left = frame.size
-        for (queue, rows), batch in zip(pieces, batches, strict=True):
-            compression = self.producer.compression
-            parts = take_rows(view, rows, hashes, compression, producer=self.producer.id, first=1)
-            size = left if queue is pieces[-1][0] else frame.size * parts.count // view.count
+        for (sender, rows), batch in zip(pieces, batches, strict=True):
+            parts = columns.take(rows).build(self.producer.id, 1, compression=self.producer.compression)
+            size = left if batch is batches[-1] else frame.size * parts.count // frame.parts.count
             left -= size
             piece = SentFrame(parts, batch, size, frame.deadline)
             piece.tries, piece.refusal = frame.tries, frame.refusal
-            queue.take_over(piece)
+            sender.take_over(piece)
 
     @property
     def holds(self) -> bool:
@@ -288,87 +244,74 @@ class SubjectSender:
     @property
     def movable(self) -> bool:
         """A refused frame may move to another partition."""
-        return isinstance(self.entry, Partitioner) and not self.holds
+        return self.partitioner is not None and not self.holds
 
-    def patience(self, queue: PartitionSender) -> float:
+    def patience(self, sender: PartitionSender) -> float:
         """Seconds to wait for a disconnected broker before frames move to another partition."""
-        if queue.node is None or not self.writable(queue):
+        assert self.route is not None
+        node = sender.target.node
+        if node is None or not self.route.writable(sender.target.group):
             return 0.0
-        away = self.producer.loop.time() - queue.node.down_since
+        away = self.producer.loop.time() - node.down_since
         return max(self.producer.limits.unreached_seconds - away, 0.0)
 
-    def move(self, frame: SentFrame, queue: PartitionSender, error: PlaitError) -> bool:
+    def move(self, frame: SentFrame, sender: PartitionSender, error: PlaitError) -> bool:
         """Move a frame that a broker definitely refused to another partition.
 
         Its rows get LPs of the other partition (R6). Returns False if no partition takes it, or if it was moved
         ``send_attempts`` times.
         """
-        entry, producer = self.entry, self.producer
-        producer.health.failed(self.group_of(queue), producer.loop.time())
+        partitioner, producer = self.partitioner, self.producer
+        producer.health.failed(sender.target.group, producer.loop.time())
         frame.refusal = error
-        if not isinstance(entry, Partitioner) or self.holds or frame.tries + 1 >= producer.limits.send_attempts:
+        if partitioner is None or self.holds or frame.tries + 1 >= producer.limits.send_attempts:
             return False
-        other = entry.pick(but=queue)
-        if not self.writable(other):
+        other = partitioner.pick(but=sender)
+        if not partitioner.route.writable(other.target.group):
             return False
         frame.tries += 1
-        queue.remove(frame)
-        view = FrameView(frame.parts.tobytes())
-        hashes = key_hashes(view)
-        if hashes is not None:
-            stamped = restamp(hashes, entry.lps_of(other))
-            frame.parts = take_rows(view, None, stamped, producer.compression, producer=producer.id, first=1)
+        sender.window.remove(frame)
+        columns = RowColumns.of(FrameView(frame.parts.tobytes()))
+        if columns.hashes is not None:
+            moved = columns._replace(hashes=restamp(columns.hashes, partitioner.lps_of(other)))
+            frame.parts = moved.build(producer.id, 1, compression=producer.compression)
         other.take_over(frame)
         return True
 
-    # --- brokers --------------------------------------------------------------------------------
-
-    @staticmethod
-    def group_of(queue: PartitionSender) -> str:
-        """The broker group of the queue's partition."""
-        return queue.name.group if queue.name is not None else ""
-
-    def writable(self, queue: PartitionSender) -> bool:
-        """The route says that the queue's broker takes sends."""
-        assert self.route is not None
-        _, state = self.route.brokers.get(self.group_of(queue), ([], "NRW"))
-        return "W" in state and state != "NRW"
-
-    def stored(self, queue: PartitionSender, frame: SentFrame) -> None:
-        """The broker has stored a frame."""
-        self.route_backoff = 0.0
-        self.used_at = frame.sent_at
-        if isinstance(self.entry, Partitioner):
-            now = self.producer.loop.time()
-            self.producer.health.answered(self.group_of(queue), now - frame.sent_at, now)
-
-    def idle(self, oldest: float) -> bool:
-        """Nothing was sent after ``oldest``, no row waits, and no route change is pending."""
-        if self.pinned or self.used_at > oldest or self._looking is not None or self._next is not None:
-            return False
-        return all(queue.empty for queue in self.queues())
+    def timeout(self, node: Node | None) -> Timeout:
+        """The error of a send without a reply in time, with the reason if there is no connection."""
+        node, limit = node or self.router.meta, self.producer.limits.send_seconds
+        cause = self.lookup.error or (node.last_error if node.link is None else None)
+        detail = f": {cause}" if cause else ""
+        return Timeout(
+            f"no answer for a send to {self.subject!r} within {limit:g} s{detail}", subject=self.subject, seconds=limit
+        )
 
     # --- the end --------------------------------------------------------------------------------
 
-    def note(self, error: PlaitError) -> None:
-        """Record the error of a posted frame; ``flush`` raises the first one."""
-        if self.producer.error is None:
-            self.producer.error = error
+    def idle(self, oldest: float) -> bool:
+        """Nothing was sent after ``oldest``, no row waits, and no route change is pending."""
+        if self.pinned or self.used_at > oldest or self.lookup.running or self._next is not None:
+            return False
+        return all(sender.empty for sender in self.senders())
+
+    def stop(self) -> None:
+        """Stop the partition senders: none is used again."""
+        for sender in self.senders():
+            sender.stop()
 
     def unsettled(self) -> list[PendingBatch]:
         """Seal the open rows; returns the batches that have no result yet."""
         self.seal()
-        return [batch for queue in self.queues() for batch in queue.batches()]
+        return [frame.batch for sender in self.senders() for frame in sender.window.frames]
 
     def abandon(self, error: PlaitError) -> None:
         """Fail all rows with ``error``."""
         if error.code == "closed":
             self.closed = True
-            if self._looking is not None:
-                self._looking.cancel()
-        for queue in self.queues():
-            queue.abandon(error)
-            queue.draining = False
+            self.lookup.close()
+        for sender in self.senders():
+            sender.abandon(error)
         self._next = None
 
 

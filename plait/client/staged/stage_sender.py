@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from plait.client.net.node import Node
+from plait.client.send.row_columns import RowColumns
 from plait.client.types import PartitionName
 from plait.errors import (
     DiskFull,
@@ -21,6 +22,7 @@ from plait.errors import (
     Unavailable,
 )
 from plait.frame.builder import FrameParts
+from plait.frame.header import FLAG_UNSEQUENCED
 from plait.limits import ClientLimits
 from plait.wire import messages as m
 from plait.wire.link import Link
@@ -78,8 +80,9 @@ class StageSender:
         self._partition = await ask(self._node, "stage.open", int, **self._arguments)
         self._link = link
 
-    async def push(self, parts: FrameParts) -> None:
+    async def push(self, rows: RowColumns, now: int | None, compression: str | None) -> None:
         """Send a frame; waits while the window is full. Raises the error that ended the stage."""
+        parts = rows.build(self.producer, self.count + 1, now=now, flags=FLAG_UNSEQUENCED, compression=compression)
         self.count += parts.count
         self._frames.append(parts)
         self._send(parts)

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from plait.errors import GroupNotFound
 from plait.meta.core import Core
 from plait.meta.database.connection import ConcurrentChange
 from plait.meta.database.mirror import GroupKey, Packed
 from plait.meta.database.schema import AllocationRow
 from plait.meta.database.store import Store, StoreChange
 from plait.meta.members.allocation import allocate
-from plait.meta.members.shares import Shares
+from plait.meta.members.shares import Shares, join, split
+from plait.meta.views import AllocationView
 
 
 class _Computed(NamedTuple):
@@ -94,3 +96,20 @@ class Allocator:
             core.refresh()
             return
         core.take_in(change, {key: made.packed for key, made in writing.made.items()})
+
+    def view(self, subject: str, name: str) -> AllocationView:
+        """The members of a group and their shares."""
+        mirror, key = self._core.mirror, (subject, name)
+        group = mirror.groups.get(key)
+        if group is None or group.deleted:
+            raise GroupNotFound(
+                f"group {name!r} has never consumed subject {subject!r}; see 'plait group list'",
+                subject=subject,
+                group=name,
+            )
+        clients = sorted(mirror.members.get(key, ()))
+        if not mirror.settings[key].ordered:
+            return AllocationView(subject, name, "shared", 0, {client: [] for client in clients})
+        shares = split(join([mirror.shares(key).of(client) for client in clients]))
+        members = {client: share.lps for client, share in zip(clients, shares, strict=True)}
+        return AllocationView(subject, name, "exclusive", mirror.allocation(key).epoch, members)

@@ -14,20 +14,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from plait.errors import GroupBusy, GroupMismatch, GroupNotFound, LimitExceeded, PlaitError, SubjectNotFound
+from plait.errors import LimitExceeded, PlaitError
 from plait.meta.core import Core
 from plait.meta.database.connection import ConcurrentChange
 from plait.meta.database.mirror import Allocated, GroupKey, Mirror
-from plait.meta.database.schema import AllocationRow, GroupRow, MemberRow
-from plait.meta.database.store import StoreChange
-from plait.meta.members.allocation import unallocated
+from plait.meta.database.schema import MemberRow
+from plait.meta.members.joining import Joining
 from plait.meta.members.leaving import Leave, LeaveQueue
 from plait.meta.members.liveness import Liveness
-from plait.meta.members.shares import join, split
+from plait.meta.members.shares import join
 from plait.meta.members.shares import shared as shared_of
-from plait.meta.views import AllocationView, HeartbeatView
+from plait.meta.views import HeartbeatView
 from plait.model import names
-from plait.model.settings import GroupSettings, group_settings, text_of
+from plait.model.settings import GroupSettings
 
 #: Prefix of clients among the names whose heartbeats are counted.
 _PREFIX = "c/"
@@ -107,6 +106,7 @@ class Members:
         self._repeat_views: dict[str, HeartbeatView] = {}
         #: Clients answered by ``repeat``, with the time; the watch does not know these heartbeats yet.
         self._repeated: deque[tuple[str, float]] = deque()
+        self.joining = Joining(core)
         self._leaving = LeaveQueue(core)
         self._flushed = 0.0
         #: Heartbeat counts after this name are still to be read; "" when all are read.
@@ -205,9 +205,9 @@ class Members:
                 value=limit,
             )
         refused: dict[GroupKey, PlaitError] = {}
-        if mirror.memberships.get(client, set()) != wanted.keys() or not self._agree(wanted):
-            refused = self._core.decide(lambda: self._join(client, wanted))
-        if refused or not wanted or not self._agree(wanted):
+        if mirror.memberships.get(client, set()) != wanted.keys() or not self.joining.agree(wanted):
+            refused = self._core.decide(lambda: self.joining.join(client, wanted))
+        if refused or not wanted or not self.joining.agree(wanted):
             # The next heartbeat is processed in full: a group may have been deleted at the same moment.
             self._last.pop(client, None)
         else:
@@ -270,111 +270,6 @@ class Members:
             self._repeat_views[client] = HeartbeatView(newest, join(groups.shared), {}, groups.versions)
         shares = [(each.shares or self._core.mirror.shares(each.key)).of(client) for each in allocated]
         return HeartbeatView(newest, join([*groups.shared, *shares]), refused, groups.versions)
-
-    def _agree(self, wanted: dict[GroupKey, GroupSettings]) -> bool:
-        """True if all groups exist with these settings."""
-        mirror = self._core.mirror
-        return all(
-            mirror.settings.get(key) == settings and not mirror.groups[key].deleted and mirror.subject(key[0])
-            for key, settings in wanted.items()
-        )
-
-    def _join(self, client: str, wanted: dict[GroupKey, GroupSettings]) -> dict[GroupKey, PlaitError]:
-        """Write the joins and leaves. Returns refused memberships and the reasons."""
-        mirror = self._core.mirror
-        known = mirror.memberships.get(client, set())
-        refused: dict[GroupKey, PlaitError] = {}
-        new_groups: list[GroupRow] = []
-        for key, settings in wanted.items():
-            try:
-                if not self._admit(key, settings, len(new_groups), joins=key not in known):
-                    new_groups.append(GroupRow(*key, text_of(settings)))
-            except PlaitError as error:
-                # Only this membership is refused; the client keeps the others.
-                error.details.update(subject=key[0], group=key[1])
-                refused[key] = error
-        joins = [key for key in wanted if key not in known and key not in refused]
-        leaves = [key for key in known if key not in wanted or key in refused]
-        if joins or leaves:
-            with self._core.change() as change:
-                self._found(change, new_groups)
-                change.put(
-                    *(MemberRow(*key, client, online=True) for key in joins),
-                    *(MemberRow(*key, client, online=False) for key in leaves),
-                )
-        return refused
-
-    def _admit(self, key: GroupKey, settings: GroupSettings, founded: int, *, joins: bool) -> bool:
-        """Check that the client may join. Returns False if the group must be created first."""
-        mirror, limits = self._core.mirror, self._core.limits
-        subject, name = key
-        names.check("subject", subject)
-        names.check_group(name)
-        if mirror.subject(subject) is None:
-            raise SubjectNotFound(
-                f"subject {subject!r} does not exist; create it with 'plait subject create {subject}'", subject=subject
-            )
-        group = mirror.groups.get(key)
-        if group is None or group.deleted:
-            if len(mirror.groups) + founded >= limits.groups:
-                raise LimitExceeded(
-                    f"group limit reached ({limits.groups} per cluster, limit `groups`); "
-                    "delete unused groups or raise it",
-                    limit="groups",
-                    value=limits.groups,
-                )
-            return False
-        if mirror.settings[key] != settings:
-            raise GroupMismatch(
-                f"group {name!r} of subject {subject!r} is {mirror.settings[key]}, this member asks for {settings}; "
-                "use the same settings or another group name",
-                subject=subject,
-                group=name,
-                has=str(mirror.settings[key]),
-                asked=str(settings),
-            )
-        if joins and len(mirror.members.get(key, ())) >= limits.members_per_group:
-            raise LimitExceeded(
-                f"member limit of group {name!r} of subject {subject!r} reached ({limits.members_per_group} per group, "
-                "limit `members_per_group`); close idle consumers or raise it",
-                limit="members_per_group",
-                value=limits.members_per_group,
-            )
-        return True
-
-    def _found(self, change: StoreChange, groups: Sequence[GroupRow]) -> None:
-        """Create groups. A group whose name was used before continues with higher epochs."""
-        mirror = self._core.mirror
-        before = [
-            (mirror.groups[row.subject, row.name], row) for row in groups if (row.subject, row.name) in mirror.groups
-        ]
-        change.replace(*before)
-        change.insert(*(row for row in groups if (row.subject, row.name) not in mirror.groups))
-        number, body = change.number, unallocated(change.number).encode()
-        ordered = [row for row in groups if group_settings(row.settings).ordered]
-        change.put(*(AllocationRow(row.subject, row.name, number, 0, body) for row in ordered))
-
-    def forget_group(self, subject: str, name: str) -> None:
-        """Delete a group without members. A later group of the same name continues with higher epochs."""
-
-        def decision() -> None:
-            mirror, key = self._core.mirror, (subject, name)
-            row = mirror.groups.get(key)
-            if row is None or row.deleted:
-                return
-            if members := sorted(mirror.members.get(key, ())):
-                named = ", ".join(members[:3])
-                raise GroupBusy(
-                    f"group {name!r} of {subject!r} has {names.counted(len(members), 'online consumer')} "
-                    f"({named}); stop {'it' if len(members) == 1 else 'them'} first",
-                    subject=subject,
-                    group=name,
-                    consumers=len(members),
-                )
-            with self._core.change() as change:
-                change.replace((row, msgspec.structs.replace(row, deleted=True)))
-
-        self._core.decide(decision)
 
     # --- lost clients ---------------------------------------------------------------------------
 
@@ -484,21 +379,3 @@ class Members:
         if not self._core.store.alone:
             with self._core.noted():
                 self._core.store.forget_heartbeats(watched)
-
-    # --- views ----------------------------------------------------------------------------------
-
-    def view(self, subject: str, name: str) -> AllocationView:
-        mirror, key = self._core.mirror, (subject, name)
-        group = mirror.groups.get(key)
-        if group is None or group.deleted:
-            raise GroupNotFound(
-                f"group {name!r} has never consumed subject {subject!r}; see 'plait group list'",
-                subject=subject,
-                group=name,
-            )
-        clients = sorted(mirror.members.get(key, ()))
-        if not mirror.settings[key].ordered:
-            return AllocationView(subject, name, "shared", 0, {client: [] for client in clients})
-        shares = split(join([mirror.shares(key).of(client) for client in clients]))
-        members = {client: share.lps for client, share in zip(clients, shares, strict=True)}
-        return AllocationView(subject, name, "exclusive", mirror.allocation(key).epoch, members)

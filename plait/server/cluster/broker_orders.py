@@ -1,107 +1,69 @@
-"""Sends a meta server's broker orders, over the wire or to the broker in the same process."""
+"""A meta server's broker orders, over the wire or to the broker in the same process."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from plait.errors import Timeout
 from plait.meta.views import Drop, Make, Move
+from plait.server.broker_host import BrokerHost
 from plait.server.cluster.links import Links
 from plait.server.operations import partitions as admin_partition
 from plait.storage.catalog import Fence
 from plait.wire import messages as m
 
-if TYPE_CHECKING:
-    from plait.server.broker_server import Server
-
 #: Timeout of an order, which is then repeated later.
 ORDER_SECONDS = 5.0
 CLIENT = "%meta"
 
-_fences = msgspec.msgpack.Decoder(list[Fence])
 
+class BrokerOrders:
+    """Sends orders over one link to each broker, except to the broker in this process."""
 
-def _opening(make: Make) -> dict[str, Any]:
-    settings = msgspec.to_builtins(make.settings)
-    return {
-        "subject": make.subject,
-        "name": make.place.name,
-        "lps": make.lps,
-        "version": make.version,
-        "settings": settings,
-    }
-
-
-def _sealing(move: Move) -> dict[str, Any]:
-    return {"name": move.place.name, "lps": move.lps, "version": move.version}
-
-
-def _dropping(drop: Drop) -> dict[str, Any]:
-    return {"subject": drop.subject, "name": drop.place.name, "version": drop.version}
-
-
-class RemoteOrders:
-    """Sends orders to brokers in other processes, over one link to each."""
-
-    def __init__(self) -> None:
+    def __init__(self, host: BrokerHost | None = None) -> None:
+        """``host`` runs the broker in this process, if there is one."""
+        self._host = host
         self._links = Links(CLIENT, ORDER_SECONDS)
 
     async def make(self, address: str, make: Make) -> None:
-        await self._ask(address, admin_partition.OPEN, _opening(make))
+        """Create the partition if it does not exist, and open it for LPs."""
+        opening = {
+            "subject": make.subject,
+            "name": make.place.name,
+            "lps": make.lps,
+            "version": make.version,
+            "settings": msgspec.to_builtins(make.settings),
+        }
+        await self._ask(address, admin_partition.OPEN, opening)
 
     async def seal(self, address: str, move: Move) -> list[Fence]:
-        return _fences.decode(await self._ask(address, admin_partition.SEAL, _sealing(move)))
+        """Seal LPs of a partition. Returns their fences once the seal is durable."""
+        sealing = {"name": move.place.name, "lps": move.lps, "version": move.version}
+        return msgspec.convert(await self._ask(address, admin_partition.SEAL, sealing), list[Fence])
 
     async def drop(self, address: str, drop: Drop) -> None:
-        await self._ask(address, admin_partition.DROP, _dropping(drop))
+        """Drop a partition with all its messages."""
+        dropping = {"subject": drop.subject, "name": drop.place.name, "version": drop.version}
+        await self._ask(address, admin_partition.DROP, dropping)
 
-    async def close(self) -> None:
+    def close(self) -> None:
+        """Close the connections."""
         self._links.close()
 
-    async def _ask(self, address: str, operation: str, arguments: dict[str, Any]) -> msgspec.Raw:
-        answer: m.AdminReply = await self._links.request(address, m.AdminRequest(operation, arguments))
-        return answer.result
-
-
-class LocalOrders:
-    """Gives orders to the broker in this process, and sends them to other brokers."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._remote = RemoteOrders()
-
-    async def make(self, address: str, make: Make) -> None:
-        if address != self._server.address:
-            await self._remote.make(address, make)
-        else:
-            await self._ask(admin_partition.OPEN, _opening(make))
-
-    async def seal(self, address: str, move: Move) -> list[Fence]:
-        if address != self._server.address:
-            return await self._remote.seal(address, move)
-        fences: list[Fence] = await self._ask(admin_partition.SEAL, _sealing(move))
-        return fences
-
-    async def drop(self, address: str, drop: Drop) -> None:
-        if address != self._server.address:
-            await self._remote.drop(address, drop)
-        else:
-            await self._ask(admin_partition.DROP, _dropping(drop))
-
-    async def close(self) -> None:
-        await self._remote.close()
-
-    async def _ask(self, operation: str, arguments: dict[str, Any]) -> Any:
+    async def _ask(self, address: str, operation: str, arguments: dict[str, Any]) -> Any:
+        if self._host is None or address != self._host.address:
+            answer: m.AdminReply = await self._links.request(address, m.AdminRequest(operation, arguments))
+            return msgspec.msgpack.decode(answer.result)
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def reply(result: Any) -> None:
             if not done.done():
                 done.set_result(result)
 
-        admin_partition.order(self._server, operation, arguments, reply)
+        admin_partition.order(self._host, operation, arguments, reply)
         try:
             async with asyncio.timeout(ORDER_SECONDS):
                 return await done

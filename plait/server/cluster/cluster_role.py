@@ -5,25 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from plait.errors import InvalidArgument, PlaitError, Timeout, Unavailable
 from plait.limits import MetaLimits
 from plait.meta.database.connection import DATABASE, file_url
-from plait.server.cluster.broker_orders import LocalOrders
+from plait.server.broker_host import BrokerHost
+from plait.server.cluster.broker_orders import BrokerOrders
 from plait.server.cluster.links import Links
 from plait.server.cluster.registrar import Registrar
+from plait.server.connection import Connection
 from plait.server.meta.meta_host import MetaHost
 from plait.server.meta.meta_requests import MetaHandlers
 from plait.storage.directory_id import identity
 from plait.wire import messages as m
-
-if TYPE_CHECKING:
-    from plait.server.broker_server import Server
-    from plait.server.connection import Connection
-
 
 #: Timeout of a request to a meta server; then another one is asked.
 ASK_SECONDS = 3.0
@@ -37,12 +34,12 @@ def database_in(directory: Path) -> str:
 class ClusterRole:
     """Starts what the role needs, and serves or forwards requests to meta servers."""
 
-    def __init__(self, server: Server, url: str | None, addresses: Sequence[str]) -> None:
+    def __init__(self, broker_host: BrokerHost, url: str | None, addresses: Sequence[str]) -> None:
         if url is not None and addresses:
             raise InvalidArgument(
                 "a broker has a meta server in its process or uses others, not both; give one of `meta` and `metas`"
             )
-        self._server = server
+        self._broker_host = broker_host
         self._url = url
         self._addresses = list(addresses)
         self._host: MetaHost | None = None
@@ -60,20 +57,20 @@ class ClusterRole:
 
     async def start(self) -> None:
         """Register with a meta server. If none is reachable, registration is retried in the background."""
-        server = self._server
+        host = self._broker_host
         if self._url is not None:
-            limits = MetaLimits.of_lease(server.limits.lease_seconds)
+            limits = MetaLimits.of_lease(host.config.limits.lease_seconds)
             self._host = MetaHost(
-                self._url, LocalOrders(server), server.clock, limits, auto_create=server.config.auto_create
+                self._url, BrokerOrders(host), host.clock, limits, auto_create=host.config.auto_create
             )
-            await self._host.start(server.address)
+            await self._host.start(host.address)
             self._handlers = MetaHandlers(self._host)
-            self._registrar = Registrar(server, server.config.group, self._ask_here)
+            self._registrar = Registrar(host, host.config.group, self._ask_here)
         elif self._addresses:
             # The operator may give two brokers the same group name; the directory's identity tells them apart.
-            name = await asyncio.get_running_loop().run_in_executor(server.threads, identity, server.disk)
+            name = await asyncio.get_running_loop().run_in_executor(host.threads, identity, host.disk)
             self._links = Links(f"%broker-{name}", ASK_SECONDS)
-            self._registrar = Registrar(server, name, self._ask_there)
+            self._registrar = Registrar(host, name, self._ask_there)
         if self._registrar is not None:
             await self._registrar.start()
         if self._host is not None:

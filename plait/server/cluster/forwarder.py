@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -26,12 +26,11 @@ from plait.errors import (
 )
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
+from plait.server.broker_host import BrokerHost
+from plait.server.cluster.cluster_role import ClusterRole
 from plait.server.cluster.links import Links
 from plait.server.notices import Notices
 from plait.wire import messages as m
-
-if TYPE_CHECKING:
-    from plait.server.broker_server import Server
 
 log = logging.getLogger("plait.server")
 
@@ -44,10 +43,11 @@ PAUSE_SECONDS: Final = 0.2
 class Forwarder:
     """Sends the rows of a broker's forward partitions."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._broker = server.broker
-        self._forwards = server.broker.forwards
+    def __init__(self, host: BrokerHost, cluster: ClusterRole) -> None:
+        self._host = host
+        self._cluster = cluster
+        self._broker = host.broker
+        self._forwards = host.broker.forwards
         self._work = asyncio.Event()
         self._forwards.on_work = self._work.set
         #: Broker group → its addresses, from the last route that names it.
@@ -109,14 +109,14 @@ class Forwarder:
                 self._astray.end(
                     subject, f"the route of subject {subject} is known again; its delayed messages are forwarded"
                 )
-                self._server.arm_timer()
+                self._host.arm_timer()
 
     def _look_later(self) -> None:
         asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._work.set)
 
     async def _find(self, subject: str) -> m.RouteReply:
         """Get the newest route from a meta server."""
-        found = await self._server.cluster.route(subject)
+        found = await self._cluster.route(subject)
         table = np.zeros(LOGICAL_PARTITIONS, np.int64)
         for first, end, spans in found.histories:
             table[first:end] = spans[-1][0]
@@ -181,7 +181,7 @@ class Forwarder:
 
     async def _store(self, name: str, group: str, frame: bytes) -> None:
         """Send a frame to a partition of a broker group, which may be this broker's own."""
-        if group == self._server.config.group:
+        if group == self._host.config.group:
             await self._store_here(name, frame)
             return
         addresses = self._addresses.get(group)
@@ -210,5 +210,5 @@ class Forwarder:
             if not done.done():
                 done.set_result(None)
 
-        self._broker.answer_when_durable(reply)
+        self._broker.turn.answer_when_durable(reply)
         await done

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plait import tasks
 from plait.broker.groups.ordered_group import OrderedGroup
@@ -17,10 +17,8 @@ from plait.broker.partitions.finished import began, gone_below, passed
 from plait.broker.partitions.partition import Partition
 from plait.errors import InvalidArgument, PlaitError
 from plait.limits import NUMBER_MAX
+from plait.server.broker_host import BrokerHost
 from plait.server.notices import Notice
-
-if TYPE_CHECKING:
-    from plait.server.broker_server import Server
 
 log = logging.getLogger("plait.broker")
 
@@ -42,8 +40,8 @@ Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
 class Registrar:
     """Registers a broker, sends its heartbeats and reports its progress."""
 
-    def __init__(self, server: Server, name: str, ask: Ask) -> None:
-        self._server = server
+    def __init__(self, host: BrokerHost, name: str, ask: Ask) -> None:
+        self._host = host
         self._name = name
         self._ask = ask
         self._task: asyncio.Task[None] | None = None
@@ -58,7 +56,7 @@ class Registrar:
 
         Raises ``InvalidArgument`` if a live broker uses the same group name.
         """
-        self._server.broker.leases.waits_for_floors = True
+        self._host.broker.turn.floors.awaited = True
         for left in reversed(range(CLAIMS)):
             try:
                 await self._register()
@@ -99,7 +97,7 @@ class Registrar:
     async def _step(self) -> None:
         try:
             if self._registered and (newest := await self._ask("broker.heartbeat", self._facts(self._state()))):
-                self._server.broker.numbers.learn(newest)
+                self._host.broker.numbers.learn(newest)
                 await self._report(self._next_sealed())
             else:
                 await self._register()
@@ -111,7 +109,7 @@ class Registrar:
 
     def _sealed(self) -> list[Partition]:
         """Partitions with sealed LPs."""
-        return [each for each in self._server.broker.subjects.values() if each.fences is not None]
+        return [each for each in self._host.broker.subjects.values() if each.fences is not None]
 
     def _next_sealed(self) -> list[Partition]:
         """The next ``REPORTED_MAX`` sealed partitions, round robin."""
@@ -122,13 +120,13 @@ class Registrar:
 
     async def _report(self, partitions: list[Partition]) -> None:
         """Send the progress of partitions whose report changed."""
-        known = self._server.broker.subjects
+        known = self._host.broker.subjects
         self._reported = {name: report for name, report in self._reported.items() if name in known}
         reports = {each.row.name: self._progress(each) for each in partitions}
         news = [(name, report) for name, report in reports.items() if self._reported.get(name) != report]
         for at in range(0, len(news), REPORTED_MAX):
             some = news[at : at + REPORTED_MAX]
-            facts = {"group": self._server.config.group, "broker": self._name}
+            facts = {"group": self._host.config.group, "broker": self._name}
             if await self._ask("broker.progress", {**facts, "partitions": [report for _, report in some]}):
                 self._reported.update(some)
 
@@ -138,24 +136,24 @@ class Registrar:
             "subject": partition.row.subject,
             "route": partition.row.route,
             "passed": passed(partition),
-            "gone_below": gone_below(self._server.broker, partition),
+            "gone_below": gone_below(self._host.broker, partition),
             "began": began(partition),
         }
 
     # --- registration ---------------------------------------------------------------------------
 
     def _state(self) -> str:
-        broker = self._server.broker
-        return "R" if broker.read_only or broker.low_space else "RW"
+        broker = self._host.broker
+        return "R" if broker.turn.read_only or broker.turn.low_space else "RW"
 
     def _facts(self, state: str) -> dict[str, Any]:
-        reason = self._server.broker.low_space
-        return {"group": self._server.config.group, "broker": self._name, "state": state, "reason": reason}
+        reason = self._host.broker.turn.low_space
+        return {"group": self._host.config.group, "broker": self._name, "state": state, "reason": reason}
 
     async def _register(self) -> None:
-        server = self._server
-        facts = {**self._facts(self._state()), "address": server.address, "epoch": server.broker.epoch}
-        partitions = [self._partition(name) for name in sorted(server.broker.subjects)]
+        host = self._host
+        facts = {**self._facts(self._state()), "address": host.address, "epoch": host.broker.turn.epoch}
+        partitions = [self._partition(name) for name in sorted(host.broker.subjects)]
         pages = [partitions[at : at + PAGE] for at in range(0, len(partitions), PAGE)] or [[]]
         # The meta database may be a new one without the earlier reports.
         self._reported = {}
@@ -163,12 +161,12 @@ class Registrar:
             answer = await self._ask("broker.register", {**facts, "partitions": page})
             for name in answer["unrouted"]:
                 log.warning("no route names partition %s: nothing is read from it", name)
-        server.broker.numbers.learn(answer["newest"])
-        server.broker.leases.set_floors({(subject, group): runs for subject, group, runs in answer["floors"]})
+        host.broker.numbers.learn(answer["newest"])
+        host.broker.leases.set_floors({(subject, group): runs for subject, group, runs in answer["floors"]})
         self._registered = True
 
     def _partition(self, name: str) -> dict[str, Any]:
-        partition = self._server.broker.subjects[name]
+        partition = self._host.broker.subjects[name]
         row = partition.row
         epochs = [group.locks.newest for group in partition.groups.values() if isinstance(group, OrderedGroup)]
         settings = {

@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from plait import chance, tasks
 from plait.clock import Clock
@@ -26,9 +26,9 @@ from plait.meta.database.store import Store
 from plait.meta.members.allocator import AllocationWrite
 from plait.meta.service import MetaService
 from plait.meta.views import Drop, HeartbeatView, Make, Move, RouteView
+from plait.server.cluster.broker_orders import BrokerOrders
 from plait.server.meta.client_ids import ClientIds
 from plait.server.notices import Notices
-from plait.storage.catalog import Fence
 
 log = logging.getLogger("plait.meta")
 
@@ -57,20 +57,33 @@ def make_private(url: str) -> None:
             os.close(os.open(parsed.database, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o640))
 
 
-class Orders(Protocol):
-    """Sends broker orders."""
+class WaitingHeartbeats:
+    """Heartbeats of clients that wait for changes."""
 
-    async def make(self, address: str, make: Make) -> None:
-        """Create the partition if it does not exist, and open it for LPs."""
+    def __init__(self) -> None:
+        #: By client, in order of arrival, so that a simulation is repeatable.
+        self._futures: dict[str, list[asyncio.Future[None]]] = {}
 
-    async def seal(self, address: str, move: Move) -> list[Fence]:
-        """Seal LPs of a partition. Returns their fences once the seal is durable."""
+    def add(self, client: str) -> asyncio.Future[None]:
+        """A future that is done after the next ``notify`` of the client."""
+        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._futures.setdefault(client, []).append(news)
+        return news
 
-    async def drop(self, address: str, drop: Drop) -> None:
-        """Drop a partition with all its messages."""
+    def discard(self, client: str, news: asyncio.Future[None]) -> None:
+        """The heartbeat waits no longer."""
+        waiting = self._futures.get(client, [])
+        if news in waiting:
+            waiting.remove(news)
+            if not waiting:
+                del self._futures[client]
 
-    async def close(self) -> None:
-        """Close the connections."""
+    def notify(self, clients: set[str]) -> None:
+        """Something changed for these clients."""
+        for client in [each for each in self._futures if each in clients]:
+            for news in self._futures[client]:
+                if not news.done():
+                    news.set_result(None)
 
 
 class MetaHost:
@@ -79,7 +92,7 @@ class MetaHost:
     def __init__(
         self,
         url: str,
-        orders: Orders,
+        orders: BrokerOrders,
         clock: Clock,
         limits: MetaLimits | None = None,
         *,
@@ -99,8 +112,7 @@ class MetaHost:
         self._store: Store | None = None
         #: The addresses of all live meta servers, this one first.
         self.metas: list[str] = []
-        #: Client → its heartbeats that wait for changes.
-        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        self._waiting = WaitingHeartbeats()
         #: Clients with a leave in progress: their next heartbeats wait for it.
         self._leaves: dict[str, asyncio.Event] = {}
         #: Broker orders in progress.
@@ -130,7 +142,7 @@ class MetaHost:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._orders.close()
+        self._orders.close()
         for thread in (self._thread, self._writer):
             await self._loop.run_in_executor(None, thread.shutdown)
         if self._store is not None:
@@ -170,11 +182,11 @@ class MetaHost:
     async def route(self, subject: str, *, create: bool) -> RouteView:
         """The route of a subject. The partitions of a new subject are created before the reply."""
         try:
-            view, makes = await self.call(lambda s: (s.route(subject, create=False), s.unmade(subject)))
+            view, makes = await self.call(lambda s: (s.route(subject, create=False), s.routing.unmade(subject)))
         except SubjectNotFound:
             if not (create and self._auto_create):
                 raise
-            view, makes = await self.choose(lambda s: (s.route(subject), s.unmade(subject)))
+            view, makes = await self.choose(lambda s: (s.route(subject), s.routing.unmade(subject)))
         if makes:
             await asyncio.gather(*(self._make(make) for make in makes))
             view = await self.call(lambda s: s.route(subject, create=False))
@@ -184,14 +196,14 @@ class MetaHost:
     async def set_subject(self, subject: str, settings: dict[str, Any]) -> None:
         """Change settings of a subject. Reachable brokers have them before the reply."""
         await self.call(lambda s: s.set_subject(subject, settings))
-        makes = await self.call(lambda s: s.pending_makes(subject))
+        makes = await self.call(lambda s: s.routing.makes(subject))
         await asyncio.gather(*(self._make(make) for make in makes))
         self.look_soon()
 
     async def delete_subject(self, subject: str) -> None:
         """Delete a subject. Reachable brokers drop its partitions before the reply."""
         await self.call(lambda s: s.delete_subject(subject))
-        drops = await self.call(lambda s: s.pending_drops())
+        drops = await self.call(lambda s: s.routing.drops())
         await asyncio.gather(*(self._drop(drop) for drop in drops if drop.subject == subject))
         self.look_soon()
 
@@ -224,21 +236,21 @@ class MetaHost:
             return await self._leave(client)
         service, deadline = self._opened(), self._loop.time() + min(max(wait, 0.0), HEARTBEAT_WAIT_MAX)
         # Registered before the first reply is computed, so that no change is missed.
-        news = self._wait_for(client)
+        news = self._waiting.add(client)
         try:
             view = service.repeated_heartbeat(client, members, affinity, seen) or await self._answer(
                 lambda s: s.client_heartbeat(client, members, seen=seen, affinity=affinity)
             )
             while view.seen == seen and not view.refused:
                 left = deadline - self._loop.time()
-                if left <= 0 or not await self._notified(news, left):
+                if left <= 0 or not (await asyncio.wait([news], timeout=left))[0]:
                     break
-                self._wait_no_more(client, news)
-                news = self._wait_for(client)
+                self._waiting.discard(client, news)
+                news = self._waiting.add(client)
                 view = service.client_news(client, seen) or await self._answer(lambda s: s.client(client, seen))
             return view
         finally:
-            self._wait_no_more(client, news)
+            self._waiting.discard(client, news)
 
     async def _leave(self, client: str) -> HeartbeatView:
         """Remove a client from all groups. The writer thread writes it, so that other heartbeats do not wait."""
@@ -259,31 +271,14 @@ class MetaHost:
             self.look_soon()
         return view
 
-    async def _notified(self, news: asyncio.Future[None], seconds: float) -> bool:
-        """Wait for a notification. Returns False after ``seconds``."""
-        await asyncio.wait([news], timeout=seconds)
-        return news.done()
-
-    def _wait_for(self, client: str) -> asyncio.Future[None]:
-        news: asyncio.Future[None] = self._loop.create_future()
-        self._waiting.setdefault(client, []).append(news)
-        return news
-
-    def _wait_no_more(self, client: str, news: asyncio.Future[None]) -> None:
-        waiting = self._waiting.get(client, [])
-        if news in waiting:
-            waiting.remove(news)
-            if not waiting:
-                del self._waiting[client]
-
     # --- periodic work, notifications and orders ------------------------------------------------
 
     async def _tick_loop(self) -> None:
         while True:
             pause = TICK_SECONDS
             try:
-                changes, self.metas, pause = await self.call(lambda s: (s.tick(), s.metas(), s.next_loss()))
-                self._notify(changes.clients)
+                changes, self.metas, pause = await self.call(lambda s: (s.tick(), s.metas(), s.members.next_loss))
+                self._waiting.notify(changes.clients)
                 self.look_soon()
             except PlaitError as error:
                 log.warning("%s", error)
@@ -310,7 +305,7 @@ class MetaHost:
                 changes, writing, makes, moves, drops = await self.call(_work)
                 changed |= changes.clients
                 if not changes.more or self._loop.time() - since >= NOTIFY_SECONDS:
-                    self._notify(changed)
+                    self._waiting.notify(changed)
                     changed, since = set(), self._loop.time()
                 for make in makes:
                     self._order(("make", make.place, make.version), self._make(make))
@@ -327,14 +322,7 @@ class MetaHost:
         except Exception:
             log.exception("notifications and broker orders failed; they are retried")
         finally:
-            self._notify(changed)
-
-    def _notify(self, clients: set[str]) -> None:
-        # In order of arrival, so that a simulation is repeatable.
-        for client in [each for each in self._waiting if each in clients]:
-            for news in self._waiting[client]:
-                if not news.done():
-                    news.set_result(None)
+            self._waiting.notify(changed)
 
     def _order(self, what: tuple[Any, ...], job: Any) -> None:
         """Start a broker order, unless it is in progress or too many are."""
@@ -347,21 +335,21 @@ class MetaHost:
     async def _make(self, make: Make) -> None:
         async def order(address: str) -> None:
             await self._orders.make(address, make)
-            await self.change(lambda s: s.made(make))
+            await self.change(lambda s: s.routing.made(make))
 
         await self._at_broker(make.place.group, order, f"partition {make.place} could not be made")
 
     async def _seal(self, move: Move) -> None:
         async def order(address: str) -> None:
             fences = await self._orders.seal(address, move)
-            await self.change(lambda s: s.sealed(move, fences))
+            await self.change(lambda s: s.routing.sealed(move, fences))
 
         await self._at_broker(move.place.group, order, f"partition {move.place} could not be sealed")
 
     async def _drop(self, drop: Drop) -> None:
         async def order(address: str) -> None:
             await self._orders.drop(address, drop)
-            await self.change(lambda s: s.dropped(drop))
+            await self.change(lambda s: s.routing.dropped(drop))
 
         await self._at_broker(drop.place.group, order, f"partition {drop.place} could not be dropped")
 
@@ -381,4 +369,4 @@ class MetaHost:
 
 def _work(service: MetaService) -> tuple[Changes, AllocationWrite | None, list[Make], list[Move], list[Drop]]:
     changes = service.step()
-    return changes, service.writing, service.pending_makes(), service.pending_moves(), service.pending_drops()
+    return changes, service.writing, service.routing.makes(), service.routing.moves(), service.routing.drops()

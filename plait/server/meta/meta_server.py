@@ -6,15 +6,13 @@ import asyncio
 
 from plait import tasks
 from plait.clock import Clock, SystemClock
-from plait.errors import InvalidArgument, PlaitError, ProtocolError, VersionMismatch
+from plait.errors import InvalidArgument, PlaitError, ProtocolError
 from plait.limits import MetaLimits, ServerLimits
-from plait.model import names
-from plait.server.cluster.broker_orders import RemoteOrders
+from plait.server.cluster.broker_orders import BrokerOrders
 from plait.server.connection import Connection
 from plait.server.listener import Listener
 from plait.server.meta.meta_host import MetaHost
 from plait.server.meta.meta_requests import MetaHandlers
-from plait.version import VERSION
 from plait.wire import messages as m
 from plait.wire.packets import Packet
 
@@ -38,9 +36,10 @@ class MetaServer(Listener):
     ) -> None:
         """``alone``: no other meta server uses the database. Default: True for SQLite."""
         super().__init__(host, port, clock or SystemClock(), limits or ServerLimits())
-        self.meta = MetaHost(url, RemoteOrders(), self.clock, meta_limits, auto_create=auto_create, alone=alone)
+        self.meta = MetaHost(url, BrokerOrders(), self.clock, meta_limits, auto_create=auto_create, alone=alone)
         self._meta_handlers = MetaHandlers(self.meta)
-        self.handlers = self
+        self.connections.handle = self._handle
+        self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -65,18 +64,18 @@ class MetaServer(Listener):
             await asyncio.gather(self._task, return_exceptions=True)
         await self._meta_handlers.stop()
         await self.meta.stop()
-        await self.hang_up()
+        await self.connections.hang_up()
 
     async def _tick_loop(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self.abort_overdue()
+            self.connections.abort_overdue()
 
-    def handle(self, connection: Connection, packet: Packet) -> None:
+    def _handle(self, connection: Connection, packet: Packet) -> None:
         """Serve a request."""
         message = m.decode(packet.kind, packet.head)
         if isinstance(message, m.Hello):
-            self._hello(connection, packet.correlation, message)
+            connection.greet(packet.correlation, message)
             return
         if not connection.client:
             raise ProtocolError("the first packet must be a hello")
@@ -89,17 +88,3 @@ class MetaServer(Listener):
                 raise InvalidArgument("this is a meta server; send to and consume from a broker")
         except PlaitError as error:
             connection.fail(packet.correlation, error)
-
-    def _hello(self, connection: Connection, correlation: int, hello: m.Hello) -> None:
-        if not hello.version_min <= m.PROTOCOL_VERSION <= hello.version_max:
-            raise VersionMismatch(
-                f"this server supports protocol {m.PROTOCOL_VERSION}, the client {hello.version_min} to "
-                f"{hello.version_max}; use matching versions of Plait"
-            )
-        names.check("client", hello.client)
-        connection.client = hello.client
-        limits = self.limits
-        connection.answer(
-            correlation,
-            m.Welcome(m.PROTOCOL_VERSION, VERSION, "", 0, limits.consumer_lost_seconds, limits.producer_window_frames),
-        )

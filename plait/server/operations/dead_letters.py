@@ -19,7 +19,7 @@ from plait.model.reason import Reason
 from plait.storage.logs.retained_log import DeathRecord
 
 if TYPE_CHECKING:
-    from plait.server.broker_server import Server
+    from plait.server.broker_host import BrokerHost as Server
 
 #: Approximate size limit of one page. A page has at least one letter.
 PAGE_BYTES = 8 * MIB

@@ -12,7 +12,7 @@ from plait.frame.header import SEQUENCE_MAX, TIME_MAX
 from plait.limits import SCHEDULE_PAGE_MAX
 
 if TYPE_CHECKING:
-    from plait.server.broker_server import Server
+    from plait.server.broker_host import BrokerHost as Server
 
 
 class Cancel(msgspec.Struct, forbid_unknown_fields=True):

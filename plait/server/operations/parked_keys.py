@@ -19,7 +19,7 @@ from plait.limits import LOGICAL_PARTITIONS, PARKED_PAGE_MAX
 from plait.model.reason import Reason
 
 if TYPE_CHECKING:
-    from plait.server.broker_server import Server
+    from plait.server.broker_host import BrokerHost as Server
 
 
 class ListParked(msgspec.Struct, forbid_unknown_fields=True):
@@ -109,11 +109,11 @@ def _unpark(server: Server, request: Unpark, *, skip: bool) -> int:
     if not 1 <= len(request.keys) <= PARKED_PAGE_MAX:
         raise InvalidArgument(f"the request names {len(request.keys)} keys; name 1 to {PARKED_PAGE_MAX} at a time")
     broker = server.broker
-    broker.refuse_when_stalled()
+    broker.turn.refuse_when_stalled()
     parked = {cursor.key: cursor.owner for cursor in group.parked()}
     # Ignore keys that a concurrent request has resumed already.
     owners = {parked[key] for key in request.keys if key in parked}
-    count = sum(group.resume(key, broker, skip=skip) for key in dict.fromkeys(request.keys))
+    count = sum(group.resume(key, broker.turn, skip=skip) for key in dict.fromkeys(request.keys))
     if not count:
         raise KeyNotParked(
             f"none of these keys is parked in group {request.group!r} on {request.subject!r}",
@@ -122,8 +122,8 @@ def _unpark(server: Server, request: Unpark, *, skip: bool) -> int:
         )
     for owner in sorted(owners):
         # If the key has moved to another partition, its owner finds out what to consume first.
-        broker.leases.notify(group, owner)
-    broker.wake_group(group)
+        group.notify(owner)
+    broker.waking.wake_group(group)
     return count
 
 

@@ -18,7 +18,7 @@ from plait.storage.logs import record_spans as spans
 from plait.storage.logs.consume_log import Records
 
 if TYPE_CHECKING:
-    from plait.server.broker_server import Server
+    from plait.server.broker_host import BrokerHost as Server
 
 #: Partitions and times in one request: the reply takes a few milliseconds.
 SPAN_NAMES_MAX = 1_000

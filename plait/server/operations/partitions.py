@@ -11,10 +11,11 @@ from plait.broker.partitions import sealing
 from plait.errors import InvalidArgument
 from plait.limits import Number
 from plait.model import names
-from plait.storage.catalog import Lps, SubjectSettings
+from plait.model.settings import SubjectSettings
+from plait.storage.catalog import Lps
 
 if TYPE_CHECKING:
-    from plait.server.broker_server import Server
+    from plait.server.broker_host import BrokerHost as Server
 
 _T = TypeVar("_T")
 
@@ -66,7 +67,7 @@ def order(server: Server, operation: str, arguments: dict[str, Any], reply: Call
     else:
         dropped = _checked(operation, arguments, DropPartition)
         sealing.drop(broker, dropped.subject, dropped.name, dropped.version)
-    broker.answer_when_durable(lambda: reply(None))
+    broker.turn.answer_when_durable(lambda: reply(None))
 
 
 def _checked(operation: str, arguments: dict[str, Any], kind: type[_T]) -> _T:

@@ -13,7 +13,7 @@ from plait.model import names
 from plait.storage.catalog import Stage
 
 if TYPE_CHECKING:
-    from plait.server.broker_server import Server
+    from plait.server.broker_host import BrokerHost as Server
 
 #: Called once with the result, or with the error.
 Answer = Callable[[Any, PlaitError | None], None]
@@ -65,7 +65,7 @@ def _open(server: Server, request: OpenStage, answer: Answer) -> None:
     stage = Stage(request.producer, request.query, request.batch, request.delayed)
     partition = server.broker.stages.open(request.name, stage)
     # Reply after the commit: after a crash an uncommitted number is given to another partition.
-    server.broker.answer_after_commit(lambda: answer(partition.id, None))
+    server.broker.turn.answer_after_commit(lambda: answer(partition.id, None))
 
 
 def _complete(server: Server, request: NameStages, answer: Answer) -> None:
@@ -79,12 +79,12 @@ def _publish(server: Server, request: NameStages, answer: Answer) -> None:
 def _drop(server: Server, request: DropStages, answer: Answer) -> None:
     _check_numbers(request.producers)
     count = server.broker.stages.drop(request.producers)
-    server.broker.answer_after_commit(lambda: answer(count, None))
+    server.broker.turn.answer_after_commit(lambda: answer(count, None))
 
 
 def _forget(server: Server, request: ForgetBatches, answer: Answer) -> None:
     count = server.broker.stages.forget(request.query, request.batch)
-    server.broker.answer_after_commit(lambda: answer(count, None))
+    server.broker.turn.answer_after_commit(lambda: answer(count, None))
 
 
 def _read(server: Server, request: ReadStage, answer: Answer) -> None:

@@ -15,14 +15,14 @@ from plait.broker.views import GroupView, SubjectView, group_view, subject_view
 from plait.errors import InvalidArgument
 from plait.model import names
 from plait.model.retry_policy import Retry
+from plait.model.settings import SubjectSettings
 from plait.server.operations import dead_letters as admin_dead
 from plait.server.operations import delayed as admin_schedule
 from plait.server.operations import parked_keys as admin_parked
 from plait.server.operations import partition_spans as admin_spans
-from plait.storage.catalog import SubjectSettings
 
 if TYPE_CHECKING:
-    from plait.server.broker_server import Server
+    from plait.server.broker_host import BrokerHost as Server
 
 
 class CreateSubject(msgspec.Struct, forbid_unknown_fields=True):
@@ -153,7 +153,7 @@ def _list_groups(server: Server, request: ListGroups) -> list[GroupView]:
 
 
 def _describe_group(server: Server, request: OfGroup) -> GroupView:
-    return group_view(server.membership.group(request.subject, request.group), server.broker)
+    return group_view(server.membership.group(request.subject, request.group), server.broker.turn)
 
 
 def _began(server: Server, request: Began) -> int | None:
@@ -188,7 +188,7 @@ def _describe_server(server: Server, _: Nothing) -> dict[str, Any]:
 
 def _list_brokers(server: Server, _: Nothing) -> dict[str, tuple[list[str], str]]:
     """The address and state of this broker, by the name of its group."""
-    return {server.broker.config.group: ([server.address], "R" if server.broker.read_only else "RW")}
+    return {server.broker.config.group: ([server.address], "R" if server.broker.turn.read_only else "RW")}
 
 
 class Operation(NamedTuple):

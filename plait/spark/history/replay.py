@@ -29,7 +29,8 @@ from plait.client.arguments import limit_of
 from plait.client.client import Client
 from plait.client.send.encoding import decode_headers, encode_headers, encode_tags
 from plait.client.send.open_rows import hash_keys
-from plait.client.send.resumable_sender import OutgoingRows, ResumableSender
+from plait.client.send.resumable_sender import ResumableSender
+from plait.client.send.row_columns import RowColumns
 from plait.clock import Clock, SystemClock
 from plait.errors import InvalidArgument, TooLarge
 from plait.limits import MIB
@@ -149,7 +150,7 @@ class Replay:
                 state = msgspec.structs.replace(state, ends=dict(ends))
             # Time lost by reading and stalls is not made up for: a rate is to prevent such bursts.
             due = max(due, self._clock.monotonic())
-            prepared = sender.prepare(_outgoing(rows, state.run))
+            prepared = sender.prepare(*_outgoing(rows, state.run))
             doubt = InDoubt(rows.num_rows, prepared.digest)
             file.save(msgspec.structs.replace(state, position=sender.position, in_doubt=doubt))
             await sender.send(prepared)
@@ -169,7 +170,7 @@ class Replay:
         rows = await asyncio.to_thread(batches.next, state.in_doubt.count)
         if rows is None:
             return state
-        prepared = sender.prepare(_outgoing(rows, state.run))
+        prepared = sender.prepare(*_outgoing(rows, state.run))
         if prepared.digest == state.in_doubt.digest:
             sender.resume_at(state.position)
         else:
@@ -350,20 +351,23 @@ def _advanced(state: ReplayState, rows: pa.Table) -> ReplayState:
     return msgspec.structs.replace(state, count=state.count + rows.num_rows, marks=marks, position=None, in_doubt=None)
 
 
-def _outgoing(rows: pa.Table, run: str) -> OutgoingRows:
-    """Rows as they are sent: unchanged except for the headers of a replay."""
+def _outgoing(rows: pa.Table, run: str) -> tuple[RowColumns, list[str]]:
+    """Rows as they are sent, unchanged except for the headers of a replay; and their message ids."""
     ids = rows["message_id"].to_pylist()
     headers = [
         _marked(known, texts, message_id, run)
         for known, texts, message_id in zip(rows[ENCODED].to_pylist(), rows["headers"].to_pylist(), ids, strict=True)
     ]
-    return OutgoingRows(
+    keys = rows["key"].fill_null("").to_pylist()
+    tags = [encode_tags(tags) for tags in rows["tags"].to_pylist()]
+    columns = RowColumns(
         rows["body"].combine_chunks(),
-        rows["key"].fill_null("").to_pylist(),
-        [encode_tags(tags) for tags in rows["tags"].to_pylist()],
-        headers,
-        ids,
+        pa.array(keys, pa.string()) if any(keys) else None,
+        hash_keys(keys, len(keys)) if any(keys) else None,
+        pa.array(tags, pa.binary()) if any(tags) else None,
+        pa.array(headers, pa.binary()),
     )
+    return columns, ids
 
 
 def _marked(encoded: bytes | None, texts: list[tuple[str, str]] | None, message_id: str, run: str) -> bytes:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from plait.client.send.due_time import dues_of
-from plait.client.staged.stage_writer import StagedRows
+from plait.client.send.row_columns import RowColumns
 from plait.errors import InvalidArgument, TooLarge
 from plait.frame.columns import TAG_SEPARATOR
 from plait.frame.xxh3 import hash_rows
@@ -69,7 +69,7 @@ def _fits(name: str, kind: pa.DataType) -> bool:
     return bool(fits)
 
 
-def encode(batch: pa.RecordBatch, subject: str | None, now: int) -> Iterator[tuple[str, StagedRows]]:
+def encode(batch: pa.RecordBatch, subject: str | None, now: int) -> Iterator[tuple[str, RowColumns]]:
     """The rows of a batch by subject, delayed rows separately; each group keeps the order of its rows.
 
     ``subject`` is the subject of rows without one; delays count from ``now``, in microseconds.
@@ -77,7 +77,7 @@ def encode(batch: pa.RecordBatch, subject: str | None, now: int) -> Iterator[tup
     if not batch.num_rows:
         return
     keys = None if "key" not in batch.schema.names else encode_keys(batch["key"])
-    rows = StagedRows(
+    rows = RowColumns(
         encode_bodies(batch["body"]),
         keys,
         None if keys is None else hash_rows(keys),

@@ -23,8 +23,9 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from plait import chance
 from plait.client.blocking.loop_thread import shared_loop
 from plait.client.client import Client, connect
+from plait.client.send.row_columns import RowColumns
 from plait.client.staged import batch_commit as committing
-from plait.client.staged.stage_writer import Staged, StagedRows, StageWriter
+from plait.client.staged.stage_writer import Staged, StageWriter
 from plait.errors import InvalidArgument, PlaitError
 from plait.model import names
 from plait.spark.runtime.worker import prepare_worker
@@ -105,7 +106,7 @@ class _Task:
     def now(self) -> int:
         return self._client._producer.next_now()
 
-    async def write(self, subject: str, rows: StagedRows) -> None:
+    async def write(self, subject: str, rows: RowColumns) -> None:
         writer = self._writers.get(subject)
         if writer is None:
             writer = self._writers[subject] = StageWriter(self._client, subject, self._query, self._batch)

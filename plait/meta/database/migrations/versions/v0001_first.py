@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -26,27 +28,25 @@ def _body() -> sa.Column[bytes]:
     return sa.Column("body", sa.LargeBinary, nullable=False)
 
 
+def _mirrored(table: str, *columns: sa.Column[Any]) -> None:
+    """Create a table whose rows meta servers mirror; ``changed`` is the change that wrote a row last."""
+    op.create_table(table, *columns, _number("changed"))
+    op.create_index(f"{table}_changed", table, ["changed"])
+
+
 def upgrade() -> None:
     """Create all tables, and the rows of the cluster table."""
-    op.create_table(
+    _mirrored(
         "plait_brokers",
         _name("broker_group", key=True),
         _name("broker", key=True),
         *(_name(column) for column in ("address", "wished", "reported")),
         _number("epoch"),
         _name("reason"),
-        _number("changed"),
     )
-    op.create_table(
-        "plait_subjects",
-        _name("name", key=True),
-        _name("settings"),
-        _number("created"),
-        _flag("deleted"),
-        _number("changed"),
-    )
-    op.create_table("plait_routes", _name("subject", key=True), _number("version"), _body(), _number("changed"))
-    op.create_table(
+    _mirrored("plait_subjects", _name("name", key=True), _name("settings"), _number("created"), _flag("deleted"))
+    _mirrored("plait_routes", _name("subject", key=True), _number("version"), _body())
+    _mirrored(
         "plait_partitions",
         _name("broker_group", key=True),
         _name("name", key=True),
@@ -54,32 +54,16 @@ def upgrade() -> None:
         _number("told"),
         _name("state"),
         sa.Column("progress", sa.LargeBinary, nullable=False),
-        _number("changed"),
     )
-    op.create_table(
-        "plait_groups",
-        _name("subject", key=True),
-        _name("name", key=True),
-        _name("settings"),
-        _flag("deleted"),
-        _number("changed"),
-    )
-    op.create_table(
-        "plait_members",
-        *(_name(column, key=True) for column in ("subject", "name", "client")),
-        _flag("online"),
-        _number("changed"),
-    )
-    op.create_table(
+    group = ("subject", "name")
+    _mirrored("plait_groups", *(_name(column, key=True) for column in group), _name("settings"), _flag("deleted"))
+    _mirrored("plait_members", *(_name(column, key=True) for column in (*group, "client")), _flag("online"))
+    _mirrored(
         "plait_allocations",
-        _name("subject", key=True),
-        _name("name", key=True),
+        *(_name(column, key=True) for column in group),
         *(_number(column) for column in ("epoch", "seen")),
         _body(),
-        _number("changed"),
     )
-    for table in ("brokers", "subjects", "routes", "partitions", "groups", "members", "allocations"):
-        op.create_index(f"plait_{table}_changed", f"plait_{table}", ["changed"])
     op.create_table("plait_heartbeats", _name("name", key=True), _number("count"))
     op.create_table(
         "plait_commits",
