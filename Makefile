@@ -16,13 +16,6 @@ ARGS   ?=
 # Memory that the tests' files may take.
 ROOM_KIB := 8388608
 PYTEST := $(PY) -m pytest --durations 40 --durations-min 5 --numprocesses $(WORKERS) --dist worksteal
-# What starts no server, browser or Spark: the units of the storage, the broker and the formats, and their models.
-UNITS  := tests/broker tests/frame tests/golden tests/storage tests/testing tests/wire \
-	tests/test_chance.py tests/test_errors_doc.py tests/test_import_rules.py tests/test_public_api.py \
-	tests/test_repo.py tests/test_retry.py tests/test_tasks.py
-# They crash a broker thousands of times.
-CRASHES := tests/broker/test_crash_points.py tests/broker/test_explorer.py
-
 # Hundreds of processes are started; each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -64,7 +57,7 @@ servers:
 		|| tools/debian-install chromium chromium-driver >/dev/null || true
 
 check: lint
-	$(PYTEST) -m "not deep and not bench" $(UNITS) $(CRASHES:%=--ignore %) $(ARGS)
+	$(PYTEST) -m "(unit or model) and not deep and not bench" $(ARGS)
 
 # Side by side: checking types takes one core a minute, and tests wait now and then.
 test: setup servers
