@@ -74,8 +74,6 @@ LONGER = {
     "spark/source/spark_columns.py": 452,
     "storage/logs/log.py": 506,
     "storage/logs/log.py:Log": 379,
-    "storage/reading/log_chunks.py": 444,
-    "storage/reading/log_reader.py": 479,
     "testing/sim/sim_loop.py:SimLoop": 306,
     "testing/sim/transport.py": 425,
     "testing/simulated_disk.py": 430,

@@ -27,7 +27,7 @@ from plait.storage.logs.recovery import LogScan
 from plait.storage.logs.retained_log import DIRECTORY as KEPT
 from plait.storage.logs.retained_log import is_header, note_of
 from plait.storage.reading.log_chunks import WantedRows, plan, read_chunk
-from plait.storage.reading.log_reader import LogReader, MappedLog, open_log
+from plait.storage.reading.log_reader import LogReader, open_log
 from tests.support.broker_node import Node, Producer
 
 SCHEMA = pa.schema([pa.field(name, column.type, column.nullable) for name, column in STORED_COLUMNS.items()])
@@ -148,9 +148,8 @@ def archived_events(to: Path | str) -> list[dict[str, Any]]:
 def log_deaths(data: Path) -> list[tuple[Any, ...]]:
     """Every death in the retained log of a data directory, in log order."""
     reader = LogReader(RealDisk(data, read_only=True), KEPT)
-    segments = [segment for n in range(len(reader.files)) if (segment := reader.map(n)) and not segment.blank]
     found = []
-    for offset, frame in LogScan(MappedLog("", segments), reader.files[0][0], stamps_durable=False):
+    for offset, frame in LogScan(reader.mapped(), reader.files[0][0], stamps_durable=False):
         death = None if is_header(frame) else note_of(frame).death
         if death is not None:
             reason = death.reason

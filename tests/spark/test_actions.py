@@ -20,6 +20,7 @@ from plait.storage.disk import RealDisk
 from plait.storage.logs.action_log import EVENT, Action, ActionBuffer, ConsumerDefinition, GroupDefinition
 from plait.storage.reading.action_reader import open_actions, read_actions
 from plait.storage.reading.log_reader import open_log
+from plait.storage.reading.log_walk import LogWalk
 from tests.support.broker_node import Node
 
 NAMES = {7: PartitionRow(7, "orders", "orders", 0), 8: PartitionRow(8, "orders", "orders#delayed", 0, kind="schedule")}
@@ -27,7 +28,7 @@ NAMES = {7: PartitionRow(7, "orders", "orders", 0), 8: PartitionRow(8, "orders",
 
 def rows_of(path: Path, part_size: int = 1 << 20) -> list[dict[str, Any]]:
     """The rows as an archiver reads them: part by part, each part with its own names."""
-    walk = open_log(str(path)).walk()
+    walk = LogWalk(open_log(str(path)))
     for _ in walk:
         pass
     reader = open_actions(str(path))

@@ -26,8 +26,8 @@ from plait.storage.archive_mark import read_archived
 from plait.storage.catalog import PartitionRow
 from plait.storage.disk import RealDisk, RealFile
 from plait.storage.logs.retained_log import DeathRecord, Note, retained_frames
+from plait.storage.reading.action_reader import open_retained
 from plait.storage.reading.log_chunks import WantedRows
-from plait.storage.reading.retained_reader import open_retained
 from tests.spark.archives import (
     DAY,
     Filler,

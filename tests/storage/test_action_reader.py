@@ -10,8 +10,7 @@ from plait.errors import DamageError, DataDirError
 from plait.model.retry_policy import Retry
 from plait.storage.disk import RealDisk
 from plait.storage.logs.action_log import EVENTS, presumed_retained
-from plait.storage.reading.action_reader import ActionPart, ActionReader, open_actions, read_actions
-from plait.storage.reading.retained_reader import open_retained
+from plait.storage.reading.action_reader import ActionPart, ActionReader, open_actions, open_retained, read_actions
 from tests.support.broker_node import Node
 
 

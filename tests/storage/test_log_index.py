@@ -13,6 +13,7 @@ from plait.storage.reading import log_index
 from plait.storage.reading.log_chunks import WantedRows
 from plait.storage.reading.log_index import LogIndex
 from plait.storage.reading.log_reader import LogReader, open_log
+from plait.storage.reading.log_walk import LogWalk
 from tests.support.broker_node import Node, Producer
 
 ORDERS = WantedRows(frozenset({"orders"}))
@@ -58,13 +59,12 @@ def test_a_refresh_reads_only_the_newest_segments(tmp_path: Path, monkeypatch: p
     fill(node, 200)
     index = index_of(tmp_path)
     opened: list[LogReader] = []
-    walk = LogReader.walk
 
-    def watched(self: LogReader, *, fail_on_damage: bool = True) -> object:
-        opened.append(self)
-        return walk(self, fail_on_damage=fail_on_damage)
+    def watched(reader: LogReader, *, fail_on_damage: bool) -> LogWalk:
+        opened.append(reader)
+        return LogWalk(reader, fail_on_damage=fail_on_damage)
 
-    monkeypatch.setattr(LogReader, "walk", watched)
+    monkeypatch.setattr(log_index, "LogWalk", watched)
     for _ in range(3):
         fill(node, 60)
         before = len(list((tmp_path / "message").iterdir()))
@@ -141,7 +141,7 @@ def test_damage_is_listed_once_after_several_verifications(tmp_path: Path):
         for after in (2000, 4000):
             data[data.index(b"PL", after) + 4] ^= 0xFF
         path.write_bytes(data)
-    walk = open_log(str(tmp_path)).walk(fail_on_damage=False)
+    walk = LogWalk(open_log(str(tmp_path)), fail_on_damage=False)
     assert sum(len(piece.frames) for piece in walk) > 300
     offsets = [damage.offset for damage in walk.damages]
     assert offsets == sorted(set(offsets))

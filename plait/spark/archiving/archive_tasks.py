@@ -39,7 +39,7 @@ from plait.storage.logs.action_log import GroupDefinition
 from plait.storage.logs.recovery import LogScan
 from plait.storage.reading.action_reader import ActionPart, read_actions
 from plait.storage.reading.log_chunks import ChunkPartition, LogChunk, WantedRows, extend, read_chunk
-from plait.storage.reading.log_reader import MappedLog, MappedSegment, damage_error, expired_error
+from plait.storage.reading.log_reader import MappedLog, MappedSegment, damage_error, map_segment
 
 #: Bytes of frames, stored and inflated, that a task collects before it writes files.
 HELD_SIZE_MAX: Final = 256 * MIB
@@ -245,14 +245,7 @@ class RawTask:
     def run(self, writer: FileWriter) -> TaskFacts:
         archive = writer.archive
         disk = RealDisk(self.data, read_only=True)
-        try:
-            file = disk.open(self.segment)
-        except FileNotFoundError:
-            raise expired_error(self.data, self.segment) from None
-        try:
-            view = file.view()
-        finally:
-            file.close()
+        view = map_segment(disk, self.data, self.segment)
         if self.fail_on_damage:
             self._check_frames(view)
         archive.make_directory(self.target.rpartition("/")[0])

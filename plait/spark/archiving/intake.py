@@ -7,7 +7,6 @@ remove rows from the log that are in the archive, and the log would give their s
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
@@ -33,10 +32,9 @@ from plait.spark.archiving.manifest import (
 from plait.storage.catalog import PartitionRow
 from plait.storage.disk import RealDisk
 from plait.storage.logs.recovery import Damage
-from plait.storage.reading.action_reader import ActionReader, open_actions
+from plait.storage.reading.action_reader import ActionReader, open_actions, open_retained
 from plait.storage.reading.log_chunks import ChunkPlan, WantedRows, extend, logical_ends, note_epoch, plan
 from plait.storage.reading.log_reader import LogReader, MappedSegment, expired_error, open_log
-from plait.storage.reading.retained_reader import open_retained
 
 #: The size of the message log that is committed at once. It bounds the work that a run repeats after a crash.
 ROUND_SIZE: Final = 8 * GIB
@@ -86,7 +84,7 @@ class Intake:
         reader = open_log(self._data)
         self._check_mark(reader)
         sealed_end = _sealed_end(reader)
-        _skip_before(reader, source.message_offset)
+        reader.skip_before(source.message_offset)
         planned = plan(
             reader,
             wanted,
@@ -254,7 +252,7 @@ class Intake:
         message, kept, action = open_log(self._data), open_retained(self._data), open_actions(self._data)
         self._check_mark(message)
         sealed_end = _sealed_end(message)
-        _skip_before(message, source.raw_message_offset)
+        message.skip_before(source.raw_message_offset)
         fail = self._fail_on_damage
         there = (source.raw_message_offset, sealed_end)
         planned = plan(message, WantedRows(), fail_on_damage=fail, offsets=there, expired=True, may_be_empty=True)
@@ -392,9 +390,9 @@ def _is_whole(source: ArchivedSource, reader: LogReader, lost: list[Damage]) -> 
 
 def _mark(reader: LogReader, offset: int) -> FrameMark | None:
     """The mark of the frame at an offset; None: the frame is gone or does not verify."""
-    index = bisect_right([base for base, _ in reader.files], offset) - 1
-    segment = reader.map(index) if index >= 0 else None
-    if segment is None or offset + HEADER_SIZE > segment.end:
+    index = reader.index_of(offset)
+    segment = reader.map(index) if reader.files else None
+    if segment is None or not segment.base <= offset <= segment.end - HEADER_SIZE:
         return None
     try:
         frame = FrameView(segment.view, offset - segment.base).verify_stamp()
@@ -402,11 +400,6 @@ def _mark(reader: LogReader, offset: int) -> FrameMark | None:
     except FrameError:
         return None
     return FrameMark(offset=offset, stamp_crc=frame.stamp_crc, crc=frame.crc)
-
-
-def _skip_before(reader: LogReader, offset: int) -> None:
-    """Skip segments that end before a log offset. Each segment header has all that its frames need."""
-    del reader.files[: max(bisect_right([base for base, _ in reader.files], offset) - 1, 0)]
 
 
 def _of_log(log: str, damages: list[Damage]) -> list[Damage]:

@@ -6,7 +6,6 @@ columns at a time. Message headers are decoded only for rows that match all othe
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
@@ -87,8 +86,7 @@ def plan_live(path: str, group: str, selection: HistorySelection, offset: int, e
         reader.files = [(base, segment) for base, segment in reader.files if base < end]
     bases = [base for base, _ in reader.files]
     # Each segment header has the names of all partitions, so earlier segments need not be read.
-    first = max(bisect_right(bases, offset) - 1, 0)
-    del reader.files[:first]
+    reader.skip_before(offset)
     segments = {segment: base for base, segment in reader.files}
     try:
         # Include expired messages while their file exists, as archives do.

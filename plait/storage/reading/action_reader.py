@@ -1,4 +1,4 @@
-"""Reading an action log that another process may be writing. Nothing is changed, locked or repaired.
+"""Reading an action log or a retained log that another process may be writing. Nothing is changed, locked or repaired.
 
 ``look`` decides once, as recovery would (``LogScan``), which frames are valid, where the log ends, and which bytes
 before that are damage. The result is a plan of parts that several tasks can read: each part lies in one segment, and a
@@ -8,7 +8,7 @@ segment starts with the definitions of all names (``encode_definitions``).
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -29,7 +29,8 @@ from plait.storage.logs.action_log import (
     read_definitions,
 )
 from plait.storage.logs.recovery import Damage, LogScan
-from plait.storage.reading.log_reader import LOOKS_MAX, LogReader, MappedLog, MappedSegment, damage_error, expired_error
+from plait.storage.logs.retained_log import DIRECTORY as RETAINED_DIRECTORY
+from plait.storage.reading.log_reader import LOOKS_MAX, LogReader, MappedLog, MappedSegment, map_segment
 
 #: The approximate size of a part: what one task reads of one segment.
 PART_SIZE: Final = 32 << 20
@@ -69,7 +70,7 @@ Presumed: TypeAlias = tuple[int, int, int]
 
 
 class ActionReader(LogReader):
-    """The segments of an action log, as of opening it."""
+    """The segments of an action log or of a retained log, as of opening it."""
 
     def __init__(self, disk: Disk, directory: str, place: str = "") -> None:
         super().__init__(disk, directory, place)
@@ -92,10 +93,10 @@ class ActionReader(LogReader):
         log beyond ``retained_end``: a server that starts on these files cuts it off too.
         """
         for _ in range(LOOKS_MAX):
-            segments, scan, presumed = self._scan(start)
-            damages = [damage for damage in scan.damages if damage.kind == "damaged"]
-            # If a bad frame is readable now, the broker was writing it during the scan: scan again.
-            if not any(_reads(segments, damage.offset) for damage in damages):
+            log = self.mapped(start)
+            frames, presumed, scan = self._scan(log, start)
+            damages, being_written = log.damages(scan)
+            if not being_written:
                 break
         else:
             raise DataDirError(f"{self.place}/{self.directory} changes faster than it can be read; try again")
@@ -110,42 +111,43 @@ class ActionReader(LogReader):
             ):
                 end = max(min(end, offset), start)
                 break
-        used = [segment for segment in segments if segment.base < end]
+        used = [segment for segment in log.segments if segment.base < end]
         if closed_only:
             used = used[:-1]
-            end = min(end, max(segments[len(used)].base if used else start, start))
+            end = min(end, max(log.segments[len(used)].base if used else start, start))
         damages = [damage for damage in damages if damage.offset < end]
         if damages and fail_on_damage:
-            damage = damages[0]
-            holder = max((s for s in segments if s.base <= damage.offset), key=lambda s: s.base)
-            raise damage_error(self.place, holder.path, damage.offset - holder.base, damage.size, damage.reason)
-        parts = self._parts(used, start, end, damages, part_size)
+            raise log.error(damages[0])
+        parts = _parts(used, frames, start, end, damages, part_size)
         depends_on = max((each[1:] for each in presumed if each[0] < end), default=(0, 0))
         return ActionPlan(parts, start, end, damages, *depends_on)
 
-    def _scan(self, start: int) -> tuple[list[MappedSegment], LogScan, list[Presumed]]:
-        """Scan from the segment that contains ``start``. Also returns the offsets where ``Presumed`` ends grow."""
-        bases = [base for base, _ in self.files]
-        first = max(bisect_right(bases, start) - 1, 0)
-        mapped = [self.map(number) for number in range(first, len(self.files))]
-        segments = [segment for segment in mapped if segment is not None and not segment.blank]
-        known = self._known_durable()
-        begin = segments[0].base if segments else start
-        scan = LogScan(MappedLog(self.place, segments), begin, max(known, begin), stamps_durable=False)
+    def _scan(self, log: MappedLog, start: int) -> tuple[list[int], list[Presumed], LogScan]:
+        """Scan a log. Returns the offsets of its frames, and those where the ``Presumed`` ends grow."""
+        begin = log.segments[0].base if log.segments else start
+        manifest = self.checkpoint.manifest if self.checkpoint is not None else None
+        known = 0 if manifest is None else manifest.action_end if self._has_actions else manifest.kept_end
+        scan = LogScan(log, begin, max(known, begin), stamps_durable=False)
+        frames: list[int] = []
         presumed: list[Presumed] = []
         messages = retained = -1
         for offset, frame in scan:
+            frames.append(offset)
             more = self._presumes(frame)
             if more[0] > messages or more[1] > retained:
                 messages, retained = max(more[0], messages), max(more[1], retained)
                 presumed.append((offset, messages, retained))
-        return segments, scan, presumed
+        return frames, presumed, scan
 
-    def _known_durable(self) -> int:
-        return self.checkpoint.manifest.action_end if self.checkpoint is not None else 0
+    @property
+    def _has_actions(self) -> bool:
+        return self.directory == DIRECTORY
 
     def _presumes(self, frame: FrameView) -> tuple[int, int]:
         """The message-log and retained-log offsets up to which a frame depends on them. Records group definitions."""
+        if not self._has_actions:
+            # A copy of rows is complete in itself. The action log decides whether it is needed.
+            return 0, 0
         if frame.partition == DEFINITIONS:
             # A frame that does not decode is reported as damage when it is read.
             with contextlib.suppress(msgspec.MsgspecError):
@@ -153,31 +155,23 @@ class ActionReader(LogReader):
                 self.groups |= {each.id: each for each in named if isinstance(each, GroupDefinition)}
         return frame.durable, presumed_retained(frame) if frame.partition == EVENTS else 0
 
-    def _parts(
-        self, segments: list[MappedSegment], start: int, end: int, damages: list[Damage], part_size: int
-    ) -> list[ActionPart]:
-        parts: list[ActionPart] = []
-        unseen = not start or _follows_unseen(segments, start)
-        for segment, following in zip_longest(segments, segments[1:]):
-            segment_end = min(end, following.base if following is not None else end)
-            bad = tuple((d.offset, d.size) for d in damages if segment.base <= d.offset < segment_end)
-            at = max(start, segment.base)
-            while at < segment_end:
-                until = self._cut(segment, at, min(at + part_size, segment_end), segment_end, dict(bad))
-                parts.append(ActionPart(segment.path, segment.base, at, until, bad, not parts and unseen))
-                at = until
-        return parts
 
-    def _cut(self, segment: MappedSegment, start: int, wanted: int, end: int, bad: dict[int, int]) -> int:
-        """The offset of the first frame at or after ``wanted``."""
-        if wanted >= end:
-            return end
-        at = start
-        while at < wanted:
-            if at not in bad and not _is_used(segment.view, at - segment.base):
-                return end
-            at += bad[at] if at in bad else FrameView(segment.view, at - segment.base).size
-        return min(at, end)
+def _parts(
+    segments: list[MappedSegment], frames: list[int], start: int, end: int, damages: list[Damage], part_size: int
+) -> list[ActionPart]:
+    """Cut [start, end) at frames; a part has about ``part_size`` bytes of one segment."""
+    parts: list[ActionPart] = []
+    unseen = not start or _follows_unseen(segments, start)
+    for segment, following in zip_longest(segments, segments[1:]):
+        segment_end = min(end, following.base if following is not None else end)
+        bad = tuple((d.offset, d.size) for d in damages if segment.base <= d.offset < segment_end)
+        at = max(start, segment.base)
+        while at < segment_end:
+            index = bisect_left(frames, at + part_size)
+            until = min(frames[index] if index < len(frames) else segment_end, segment_end)
+            parts.append(ActionPart(segment.path, segment.base, at, until, bad, not parts and unseen))
+            at = until
+    return parts
 
 
 def open_actions(path: str) -> ActionReader:
@@ -185,23 +179,22 @@ def open_actions(path: str) -> ActionReader:
     return ActionReader(RealDisk(path, read_only=True), DIRECTORY, path)
 
 
+def open_retained(path: str) -> ActionReader:
+    """The retained log of a data directory; empty if the directory has none. Its frames depend on no other log."""
+    return ActionReader(RealDisk(path, read_only=True), RETAINED_DIRECTORY, path)
+
+
 def read_actions(disk: Disk, place: str, part: ActionPart, *, alone: bool = False) -> Iterator[tuple[int, FrameView]]:
     """(log offset, verified frame) of a part; unless ``alone``, also of the frames before it in its segment."""
-    try:
-        file = disk.open(part.segment)
-    except FileNotFoundError:
-        raise expired_error(place, part.segment) from None
-    try:
-        view = file.view()
-    finally:
-        file.close()
+    view = map_segment(disk, place, part.segment)
     bad = dict(part.damages)
     offset = part.start if alone else part.base
     while offset < part.end:
         size = bad.get(offset)
         if size is None:
             position = offset - part.base
-            if not _is_used(view, position):
+            if not any(view[position : position + len(PREFIX)]):
+                # The rest of the segment was never written.
                 return
             try:
                 frame = FrameView(view, position).verify()
@@ -224,19 +217,3 @@ def _follows_unseen(segments: list[MappedSegment], start: int) -> bool:
         return FrameView(segments[0].view, 0).verify_stamp().previous > start
     except FrameError:
         return True
-
-
-def _is_used(view: memoryview, position: int) -> bool:
-    """True if there may be a frame here; otherwise the rest of the segment was never written."""
-    return any(view[position : position + len(PREFIX)])
-
-
-def _reads(segments: list[MappedSegment], offset: int) -> bool:
-    """True if the frame at a log offset is readable now."""
-    for segment in segments:
-        if segment.base <= offset < segment.end:
-            try:
-                return FrameView(segment.view, offset - segment.base).verify() is not None
-            except FrameError:
-                return False
-    return False

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import groupby, pairwise, zip_longest
 from struct import Struct
 from typing import Final
 
@@ -26,7 +26,8 @@ from plait.storage.catalog import PartitionRow
 from plait.storage.checkpoint import LoadedCheckpoint
 from plait.storage.disk import Disk
 from plait.storage.logs.recovery import Damage
-from plait.storage.reading.log_reader import LogPiece, LogReader, LogWalk, damage_error, expired_error
+from plait.storage.reading.log_reader import LogReader, damage_error, map_segment
+from plait.storage.reading.log_walk import FrameHeader, LogPiece, LogWalk, survey
 
 #: The approximate size of the wanted frames of a chunk: also Spark's default size for a part of a file.
 CHUNK_SIZE: Final = 128 * MIB
@@ -127,19 +128,26 @@ class ChunkPlan:
 
 @dataclass
 class _FrameRun:
-    """The wanted frames of one piece of the walk, and the frames between them."""
+    """One piece of the walk: its wanted frames, and the frames between them."""
 
+    #: Log offsets of the piece.
     offset: int
+    log_end: int
     segment: str
-    #: Between runs with the same number there are only whole frames, and no damage.
-    stretch: int
-    start: int
-    end: int
-    size: int
+    #: Positions in the segment, and the size of the wanted frames.
+    start: int = 0
+    end: int = 0
+    size: int = 0
     #: Partition → ranges [first, end) of consecutive sequences.
     partitions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     #: Partition → (first sequence, epoch) wherever the epoch changes.
     epochs: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    #: The log offset of the last frame of the requested offsets; -1: there is none.
+    last: int = -1
+    #: A frame starts or ends at the start of the requested offsets.
+    meets_start: bool = False
+    #: Between runs with the same number there are only whole frames, and no damage.
+    stretch: int = 0
 
 
 def plan(
@@ -162,14 +170,19 @@ def plan(
     ``may_be_empty``.
     """
     places = _SequenceBounds({} if expired else logical_starts(reader.checkpoint), bounds)
-    planner = _Planner(reader.walk(fail_on_damage=fail_on_damage), wanted, places, offsets)
-    runs = planner.run()
-    partitions = planner.walk.partitions
-    if planner.frame_count and not partitions:
+    walk = LogWalk(reader, fail_on_damage=fail_on_damage)
+    runs = survey(walk, wanted.covers, _RunFinder(wanted, places, *offsets))
+    partitions = walk.partitions
+    end = runs[-1].log_end if runs else 0
+    if not partitions and any(run.log_end > run.offset for run in runs):
         raise DataDirError(f"{reader.place!r} holds no message log: its frames name no partition")
     rows = {row.id: row for row in partitions.values() if not row.deleted}
     if not may_be_empty:
-        check_subjects(reader, wanted, list(rows.values()))
+        check_names(reader.place, wanted, {row.subject for row in rows.values()})
+    last = max((run.last for run in runs), default=-1)
+    meets_start = any(run.meets_start for run in runs)
+    for run, following in pairwise(runs):
+        following.stretch = run.stretch + (following.offset > run.log_end)
     live = {number for number, row in rows.items() if wanted.covers(row)}
     runs = [run for run in runs if not live.isdisjoint(run.partitions)]
     total = sum(run.size for run in runs)
@@ -177,8 +190,7 @@ def plan(
     rounds = max(-(-total // (chunk_size * chunks_min)), 1)
     size = max(-(-total // (rounds * chunks_min)), 1)
     known = {number: places.of(rows[number]) for number in live}
-    chunks, damages = _chunks(runs, known, size), planner.walk.damages
-    return ChunkPlan(chunks, damages, planner.end, partitions, planner.meets_start, planner.last)
+    return ChunkPlan(_chunks(runs, known, size), walk.damages, end, partitions, meets_start, last)
 
 
 class _SequenceBounds:
@@ -202,91 +214,43 @@ class _SequenceBounds:
         return ChunkPartition(row.subject, row.name, self._starts.get(row.id, 0), end)
 
 
-class _Planner:
-    """Collects the runs of wanted frames from a walk."""
+class _RunFinder:
+    """Reduces the pieces of a walk to runs."""
 
-    def __init__(
-        self, walk: LogWalk, wanted: WantedRows, places: _SequenceBounds, offsets: tuple[int, int | None]
-    ) -> None:
-        self.walk = walk
+    def __init__(self, wanted: WantedRows, places: _SequenceBounds, start: int, end: int | None) -> None:
         self._wanted = wanted
         self._places = places
-        self._offset_min = offsets[0]
-        self._offset_end = OFFSET_MAX if offsets[1] is None else offsets[1]
-        self._runs: list[_FrameRun] = []
-        #: Partition → (the expected sequence of its next frame, the log offset of its last frame).
-        self._next: dict[int, tuple[int, int]] = {}
-        self.end = 0
-        self.last = -1
-        self._stretch = 0
-        self.frame_count = 0
-        self.meets_start = False
+        self._start = start
+        self._end = OFFSET_MAX if end is None else end
 
-    def run(self) -> list[_FrameRun]:
-        version = -1
-        ids: set[int] = set()
-        for piece in self.walk:
-            if version != self.walk.catalog_version:
-                version = self.walk.catalog_version
-                ids = {row.id for row in self.walk.partitions.values() if self._wanted.covers(row)}
-            if piece.offset < self.end:
-                self._take_back(piece.offset)
-            elif piece.offset > self.end:
-                self._stretch += 1
-            self._take(piece, ids)
-            self.frame_count += len(piece.frames)
-        return self._runs
-
-    def _take_back(self, offset: int) -> None:
-        """Drop everything from ``offset`` on: the walk yields it again."""
-        while self._runs and self._runs[-1].offset >= offset:
-            self._runs.pop()
-        self._next.clear()
-        self.meets_start = self.meets_start and offset > self._offset_min
-
-    def _take(self, piece: LogPiece, ids: set[int]) -> None:
-        wanted, places, expected = self._wanted, self._places, self._next
-        run: _FrameRun | None = None
-        for position, size, count, partition, base, store_time, epoch in piece.frames:
-            if partition not in ids:
-                continue
-            offset = piece.segment_base + position
-            following = expected.get(partition)
-            if following is not None and following[0] != base and offset >= self.walk.verified:
-                self.walk.distrust(following[1])
-            expected[partition] = (base + count, offset)
+    def __call__(self, piece: LogPiece, frames: list[FrameHeader]) -> _FrameRun:
+        wanted, places = self._wanted, self._places
+        run = _FrameRun(piece.offset, piece.end, piece.segment)
+        for position, size, count, partition, base, store_time, epoch in frames:
             if not wanted.takes(base, count, store_time) or not places.has(partition, base, count):
                 continue
-            if not self._offset_min <= offset < self._offset_end:
+            if not self._start <= piece.segment_base + position < self._end:
                 continue
-            if run is None:
-                run = _FrameRun(piece.offset, piece.segment, self._stretch, position, position, 0)
-                self._runs.append(run)
+            if not run.size:
+                run.start = position
             run.end = position + size
             run.size += size
             extend(run.partitions.setdefault(partition, []), base, base + count)
-            known = run.epochs.get(partition)
-            if known is None or known[-1][1] != epoch:
-                run.epochs.setdefault(partition, []).append((base, epoch))
-        self.end = piece.offset
-        if piece.frames:
-            position, size, *_ = piece.frames[-1]
-            self.end = piece.segment_base + position + size
-            # The requested offsets end with a segment, and a piece lies in one segment.
-            if piece.segment_base < self._offset_end:
-                self.last = piece.segment_base + position
-            if piece.offset <= self._offset_min <= self.end:
-                start = self._offset_min - piece.segment_base
-                self.meets_start |= any(start in (frame[0], frame[0] + frame[1]) for frame in piece.frames)
+            note_epoch(run.epochs.setdefault(partition, []), base, epoch)
+        # The requested offsets end with a segment, and a piece lies in one segment.
+        if piece.frames and piece.segment_base < self._end:
+            run.last = piece.segment_base + piece.frames[-1][0]
+        if piece.offset <= self._start <= run.log_end:
+            start = self._start - piece.segment_base
+            run.meets_start = any(start in (frame[0], frame[0] + frame[1]) for frame in piece.frames)
+        return run
 
 
 def _chunks(runs: list[_FrameRun], known: Mapping[int, ChunkPartition], size: int) -> list[LogChunk]:
     """Join runs to chunks of about ``size``; the chunks of one segment are about equal."""
     chunks: list[LogChunk] = []
-    by_segment: dict[str, list[_FrameRun]] = {}
-    for run in runs:
-        by_segment.setdefault(run.segment, []).append(run)
-    for segment, members in by_segment.items():
+    for _, same in groupby(runs, lambda run: run.segment):
+        members = list(same)
         total = sum(run.size for run in members)
         share = total / -(-total // size)
         taken: list[_FrameRun] = []
@@ -298,34 +262,23 @@ def _chunks(runs: list[_FrameRun], known: Mapping[int, ChunkPartition], size: in
             full = following is not None and done + following.size / 2 >= (cuts + 1) * share
             if following is None or full or _are_apart(run, following, share):
                 cuts += full
-                ranges = _ranges(taken, known)
-                partitions = {partition: known[partition] for partition in sorted(ranges)}
-                taken_size = sum(run.size for run in taken)
-                epochs = _epochs(taken, known)
-                chunks.append(LogChunk(segment, taken[0].start, taken[-1].end, taken_size, partitions, ranges, epochs))
+                chunks.append(_chunk(taken, known))
                 taken = []
     return chunks
 
 
-def _ranges(runs: list[_FrameRun], known: Mapping[int, ChunkPartition]) -> dict[int, list[tuple[int, int]]]:
-    joined: dict[int, list[tuple[int, int]]] = {}
+def _chunk(runs: list[_FrameRun], known: Mapping[int, ChunkPartition]) -> LogChunk:
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    epochs: dict[int, list[tuple[int, int]]] = {}
     for run in runs:
-        for partition, pieces in run.partitions.items():
-            if partition in known:
-                mine = joined.setdefault(partition, [])
-                for first, end in pieces:
-                    extend(mine, first, end)
-    return joined
-
-
-def _epochs(runs: list[_FrameRun], known: Mapping[int, ChunkPartition]) -> dict[int, list[tuple[int, int]]]:
-    joined: dict[int, list[tuple[int, int]]] = {}
-    for run in runs:
-        for partition, changes in run.epochs.items():
-            if partition in known:
-                for first, epoch in changes:
-                    note_epoch(joined.setdefault(partition, []), first, epoch)
-    return joined
+        for partition in run.partitions.keys() & known.keys():
+            for first, end in run.partitions[partition]:
+                extend(ranges.setdefault(partition, []), first, end)
+            for first, epoch in run.epochs[partition]:
+                note_epoch(epochs.setdefault(partition, []), first, epoch)
+    partitions = {partition: known[partition] for partition in sorted(ranges)}
+    size = sum(run.size for run in runs)
+    return LogChunk(runs[0].segment, runs[0].start, runs[-1].end, size, partitions, ranges, epochs)
 
 
 def note_epoch(changes: list[tuple[int, int]], first: int, epoch: int) -> None:
@@ -345,10 +298,6 @@ def extend(pieces: list[tuple[int, int]], first: int, end: int) -> None:
 def _are_apart(run: _FrameRun, following: _FrameRun, share: float) -> bool:
     """True if damage lies between the runs, or so many other frames that skipping them costs more than another task."""
     return run.stretch != following.stretch or following.start - run.end > share
-
-
-def check_subjects(reader: LogReader, wanted: WantedRows, rows: list[PartitionRow]) -> None:
-    check_names(reader.place, wanted, {row.subject for row in rows})
 
 
 def check_names(place: str, wanted: WantedRows, there: Iterable[str]) -> None:
@@ -411,14 +360,7 @@ def read_chunk(
 
     A damaged frame raises ``DamageError``, or is left out. ``Expired`` if the segment was removed.
     """
-    try:
-        file = disk.open(chunk.segment)
-    except FileNotFoundError:
-        raise expired_error(place, chunk.segment) from None
-    try:
-        view = file.view()
-    finally:
-        file.close()
+    view = map_segment(disk, place, chunk.segment)
     partitions, unpack = chunk.partitions, _HEADER.unpack_from
     position = chunk.start
     while position < chunk.end:

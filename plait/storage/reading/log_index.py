@@ -6,7 +6,7 @@ A refresh reads only the newest segments; the records of older ones are cached. 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from plait.storage.catalog import PartitionRow
 from plait.storage.logs.consume_log import RECORD, Records
-from plait.storage.reading.log_chunks import WantedRows, check_subjects, logical_ends, logical_starts
-from plait.storage.reading.log_reader import LogPiece, LogReader, LogWalk
+from plait.storage.reading.log_chunks import WantedRows, check_names, logical_ends, logical_starts
+from plait.storage.reading.log_reader import LogReader
+from plait.storage.reading.log_walk import FrameHeader, LogPiece, LogWalk, survey
 
 #: The newest segments, which every refresh reads: they contain the end of the log and a torn tail.
 OPEN_SEGMENTS: Final = 2
@@ -23,13 +24,8 @@ OPEN_SEGMENTS: Final = 2
 _Epochs = npt.NDArray[np.int64]
 
 
-@dataclass
-class _PieceIndex:
-    """Some frames of one partition, in log order."""
-
-    offset: int
-    records: Records
-    epochs: _Epochs
+#: Partition → the records of its frames, and their epochs, in log order.
+_PieceRecords = dict[int, tuple[Records, _Epochs]]
 
 
 @dataclass
@@ -58,13 +54,6 @@ class IndexedPartition:
         return self.records[max(first, 0) : int(np.searchsorted(bases, np.uint64(end), "left"))]
 
 
-@dataclass
-class _Segment:
-    """The frames of each partition in one segment."""
-
-    pieces: dict[int, list[_PieceIndex]] = field(default_factory=dict)
-
-
 class LogIndex:
     """The wanted partitions as of the last ``refresh``."""
 
@@ -74,8 +63,8 @@ class LogIndex:
         self._open_reader = open_reader
         self._wanted = wanted
         self._fail_on_damage = fail_on_damage
-        #: Segment base → segment.
-        self._segments: dict[int, _Segment] = {}
+        #: Segment base → its pieces.
+        self._segments: dict[int, list[_PieceRecords]] = {}
         self.partitions: dict[int, IndexedPartition] = {}
 
     def refresh(self) -> None:
@@ -85,10 +74,13 @@ class LogIndex:
         self._segments = {base: known for base, known in self._segments.items() if base in bases}
         unknown = next((base for base in bases if base not in self._segments), bases[-1] if bases else 0)
         reader.skip_before(unknown)
-        walk = reader.walk(fail_on_damage=self._fail_on_damage)
-        self._segments |= _Indexer(walk, self._wanted).run()
+        walk = LogWalk(reader, fail_on_damage=self._fail_on_damage)
+        read: dict[int, list[_PieceRecords]] = {}
+        for base, records in survey(walk, self._wanted.covers, _records):
+            read.setdefault(base, []).append(records)
+        self._segments |= read
         rows = {row.id: row for row in walk.partitions.values() if not row.deleted}
-        check_subjects(reader, self._wanted, list(rows.values()))
+        check_names(reader.place, self._wanted, {row.subject for row in rows.values()})
         starts = logical_starts(reader.checkpoint)
         # If retention removed segments, a partition without frames may have had some, up to these sequences.
         ends = logical_ends(reader.checkpoint) if bases and bases[0] > 0 else {}
@@ -102,69 +94,25 @@ class LogIndex:
 
     def _joined(self, row: PartitionRow, start: int, end: int) -> IndexedPartition:
         """Join the pieces of a partition. Without pieces it starts and ends at its end in the checkpoint."""
-        pieces = [piece for base in sorted(self._segments) for piece in self._segments[base].pieces.get(row.id, ())]
+        pieces = [each[row.id] for base in sorted(self._segments) for each in self._segments[base] if row.id in each]
         if not pieces:
             return IndexedPartition(row, max(start, end), np.empty(0, RECORD), [])
-        records = np.concatenate([piece.records for piece in pieces])
-        numbers = np.concatenate([piece.epochs for piece in pieces])
+        records = np.concatenate([each for each, _ in pieces])
+        numbers = np.concatenate([epochs for _, epochs in pieces])
         changes = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 1))
         epochs = list(zip(records["base"][changes].tolist(), numbers[changes].tolist(), strict=True))
         return IndexedPartition(row, max(start, int(records["base"][0])), records, epochs)
 
 
-class _Indexer:
-    """Collects the records of wanted frames from a walk."""
-
-    def __init__(self, walk: LogWalk, wanted: WantedRows) -> None:
-        self._walk = walk
-        self._wanted = wanted
-        self._segments: dict[int, _Segment] = {}
-        #: Partition → (the expected sequence of its next frame, the log offset of its last frame).
-        self._next: dict[int, tuple[int, int]] = {}
-        self._end = 0
-
-    def run(self) -> dict[int, _Segment]:
-        """Run the walk. Returns segment base → segment, for every segment with frames."""
-        for piece in self._walk:
-            if piece.offset < self._end:
-                self._take_back(piece.offset)
-            self._take(piece)
-        return self._segments
-
-    def _take_back(self, offset: int) -> None:
-        """Drop everything from ``offset`` on: the walk yields it again."""
-        for segment in self._segments.values():
-            for pieces in segment.pieces.values():
-                while pieces and pieces[-1].offset >= offset:
-                    pieces.pop()
-        self._next.clear()
-
-    def _take(self, piece: LogPiece) -> None:
-        segment = self._segments.setdefault(piece.segment_base, _Segment())
-        if not piece.frames:
-            self._end = piece.offset
-            return
-        frames = np.array(piece.frames, np.int64)
-        positions, sizes, counts, numbers, bases, times, epochs = frames.T
-        self._end = piece.segment_base + int(positions[-1] + sizes[-1])
-        rows = self._walk.partitions
+def _records(piece: LogPiece, frames: list[FrameHeader]) -> tuple[int, _PieceRecords]:
+    """The base of a piece's segment, and the records of its frames."""
+    found: _PieceRecords = {}
+    if frames:
+        positions, sizes, counts, numbers, bases, times, epochs = np.array(frames, np.int64).T
         for number in np.unique(numbers).tolist():
-            if number not in rows or not self._wanted.covers(rows[number]):
-                continue
             mine = numbers == number
             records = np.empty(int(mine.sum()), RECORD)
             records["base"], records["offset"] = bases[mine], piece.segment_base + positions[mine]
             records["time"], records["size"], records["count"] = times[mine], sizes[mine], counts[mine]
-            self._look_for_missing(number, records)
-            segment.pieces.setdefault(number, []).append(_PieceIndex(piece.offset, records, epochs[mine]))
-
-    def _look_for_missing(self, number: int, records: Records) -> None:
-        """If rows seem to be missing, have the walk verify that part of the log and yield it again."""
-        bases, ends = records["base"].astype(np.int64), (records["base"] + records["count"]).astype(np.int64)
-        expected, before = self._next.get(number, (int(bases[0]), int(records["offset"][0])))
-        follow = np.concatenate([[expected], ends[:-1]])
-        lasts = np.concatenate([[before], records["offset"][:-1].astype(np.int64)])
-        wrong = np.flatnonzero((follow != bases) & (records["offset"].astype(np.int64) >= self._walk.verified))
-        if len(wrong):
-            self._walk.distrust(int(lasts[wrong[0]]))
-        self._next[number] = (int(ends[-1]), int(records["offset"][-1]))
+            found[number] = records, epochs[mine]
+    return piece.segment_base, found

@@ -17,20 +17,14 @@ from plait.storage.disk import RealDisk
 from plait.storage.logs.action_log import EVENTS, Action, read_events
 from plait.storage.logs.log import Log
 from plait.storage.logs.recovery import LogScan
-from plait.storage.reading.log_reader import LogReader, MappedSegment
+from plait.storage.reading.log_reader import LogReader
 
 Events = npt.NDArray[Any]
 
 
-class _Segments:
-    def __init__(self, segments: list[MappedSegment]) -> None:
-        self.directory, self.segments = "", segments
-
-
 def frames_of(data: Path, log: str) -> list[FrameView]:
     reader = LogReader(RealDisk(data, read_only=True), log)
-    segments = [segment for n in range(len(reader.files)) if (segment := reader.map(n)) and not segment.blank]
-    return [frame for _, frame in LogScan(_Segments(segments), 0, 0, stamps_durable=log == "message")]
+    return [frame for _, frame in LogScan(reader.mapped(), 0, 0, stamps_durable=log == "message")]
 
 
 def write(data: Path, log: str, frames: Iterable[tuple[list[Any], int]]) -> None:

@@ -23,6 +23,7 @@ from plait.spark.auditing.stored_order import astray
 from plait.storage.catalog import PartitionRow
 from plait.storage.logs.action_log import Action
 from plait.storage.reading.log_reader import open_log
+from plait.storage.reading.log_walk import LogWalk
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import archive_here, run_here
 from tests.spark.auditing.conftest import Audit, one_group
@@ -54,7 +55,7 @@ async def grown(data: Path, before: int, after: int) -> None:
 
 
 def partitions_of(data: Path) -> dict[str, PartitionRow]:
-    walk = open_log(str(data)).walk()
+    walk = LogWalk(open_log(str(data)))
     cover(walk, wanted_of((), None, None))
     return {row.name: row for row in walk.partitions.values() if row.subject == SUBJECT and not row.kind}
 

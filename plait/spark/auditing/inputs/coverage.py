@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from plait.spark.auditing.inputs.events import merged
 from plait.storage.reading.log_chunks import WantedRows
-from plait.storage.reading.log_reader import FrameHeader, LogWalk
+from plait.storage.reading.log_walk import FrameHeader, LogPiece, LogWalk, survey
 
 Ranges = list[tuple[int, int]]
 
@@ -49,22 +50,8 @@ class Coverage:
 
 def cover(walk: LogWalk, wanted: WantedRows) -> Coverage:
     """Run a walk to its end and collect its headers."""
-    pieces: list[tuple[int, Coverage]] = []
-    #: Partition → (the sequence its next frame should have, the log offset of its last one).
-    expected: dict[int, tuple[int, int]] = {}
-    for piece in walk:
-        while pieces and pieces[-1][0] >= piece.offset:
-            # The walk went back to verify: this piece replaces the earlier ones from its offset on.
-            pieces.pop()
-            expected.clear()
-        if piece.frames:
-            position, size, *_ = piece.frames[-1]
-            found = _piece(piece.frames, wanted)
-            found.log_end = piece.segment_base + position + size
-            pieces.append((piece.offset, found))
-        _look_closer(walk, piece.segment_base, piece.frames, expected)
     total = Coverage()
-    for _, each in pieces:
+    for each in survey(walk, wanted.covers, partial(_piece, wanted)):
         total.log_end = max(total.log_end, each.log_end)
         for partition, ranges in each.ranges.items():
             total.ranges.setdefault(partition, []).extend(ranges)
@@ -77,23 +64,13 @@ def cover(walk: LogWalk, wanted: WantedRows) -> Coverage:
     return total
 
 
-def _look_closer(
-    walk: LogWalk, segment_base: int, frames: list[FrameHeader], expected: dict[int, tuple[int, int]]
-) -> None:
-    """Where rows seem to be missing, make the walk verify the frames that it passed, before the gap counts."""
-    for position, _, count, partition, base, *_ in frames:
-        offset = segment_base + position
-        following = expected.get(partition)
-        if partition and following is not None and following[0] != base and offset >= walk.verified:
-            walk.distrust(following[1])
-        expected[partition] = (base + count, offset)
-
-
-def _piece(frames: list[FrameHeader], wanted: WantedRows) -> Coverage:
+def _piece(wanted: WantedRows, piece: LogPiece, frames: list[FrameHeader]) -> Coverage:
+    found = Coverage(log_end=piece.end)
+    if not frames:
+        return found
     columns = np.array(frames, np.int64)
     order = np.argsort(columns[:, 3], kind="stable")
     columns = columns[order]
-    found = Coverage()
     edges = np.flatnonzero(np.diff(columns[:, 3])) + 1
     for part in np.split(columns, edges):
         partition, times = int(part[0, 3]), part[:, 5]

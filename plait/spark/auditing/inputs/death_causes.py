@@ -15,7 +15,7 @@ from plait.spark.auditing.inputs.archived_events import read_columns, read_names
 from plait.storage.disk import RealDisk
 from plait.storage.logs.recovery import LogScan
 from plait.storage.logs.retained_log import DIRECTORY, is_header, note_of
-from plait.storage.reading.log_reader import LogReader, MappedLog
+from plait.storage.reading.log_reader import LogReader
 
 
 class Cause(NamedTuple):
@@ -35,13 +35,12 @@ _STORED: Final = "store_time"
 def deaths(path: str, *, since: int, until: int) -> Counter[Cause]:
     """Dead letters that were stored at times [since, until], by cause. Removed letters are not counted."""
     reader = LogReader(RealDisk(path, read_only=True), DIRECTORY, path)
-    mapped = [reader.map(number) for number in range(len(reader.files))]
-    segments = [segment for segment in mapped if segment is not None and not segment.blank]
+    log = reader.mapped()
     found: Counter[Cause] = Counter()
-    if not segments:
+    if not log.segments:
         return found
-    start = segments[0].base
-    for _, frame in LogScan(MappedLog(path, segments), start, start, stamps_durable=False):
+    start = log.segments[0].base
+    for _, frame in LogScan(log, start, start, stamps_durable=False):
         if is_header(frame):
             continue
         try:

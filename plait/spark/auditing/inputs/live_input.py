@@ -32,6 +32,7 @@ from plait.storage.logs.action_log import DEFINITIONS, EVENTS, read_definitions,
 from plait.storage.reading.action_reader import ActionPart, open_actions, read_actions
 from plait.storage.reading.log_chunks import LogChunk, WantedRows, logical_ends, plan, read_chunk
 from plait.storage.reading.log_reader import open_log
+from plait.storage.reading.log_walk import LogWalk
 
 #: Bytes of the message log that one task reads: about a million short messages.
 BLOCK_SIZE: Final = 32 * MIB
@@ -233,7 +234,7 @@ def open_live(
     """Read the headers of the message log and all of the action log, and plan the work."""
     reader = open_log(path)
     progress("looking at the message log", 0, 1)
-    walk = reader.walk(fail_on_damage=fail_on_damage)
+    walk = LogWalk(reader, fail_on_damage=fail_on_damage)
     coverage = cover(walk, wanted)
     actions = open_actions(path)
     # Events that depend on messages stored since, or lost, do not count.
