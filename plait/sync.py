@@ -3,11 +3,20 @@
 ``post`` returns a ticket whose ``result()`` waits for the receipt; a consumer is iterated with a plain ``for``.
 """
 
-from plait.client.blocking.blocking_admin import Admin
-from plait.client.blocking.blocking_client import Client, connect
-from plait.client.blocking.blocking_consumer import ArrowBatch, Batch, Consumer
-from plait.client.blocking.blocking_reader import Reader
-from plait.client.send.post_inbox import Ticket
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+from plait.client.blocking.blocking_admin import SyncAdmin as Admin
+from plait.client.blocking.blocking_client import SyncClient as Client
+from plait.client.blocking.blocking_consumer import SyncArrowBatch as ArrowBatch
+from plait.client.blocking.blocking_consumer import SyncBatch as Batch
+from plait.client.blocking.blocking_consumer import SyncConsumer as Consumer
+from plait.client.blocking.blocking_reader import SyncReader as Reader
+from plait.client.client import DEFAULT_ADDRESS
+from plait.client.send.post_inbox import SyncTicket as Ticket
 from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts
 from plait.limits import ClientLimits
 
@@ -27,3 +36,15 @@ __all__ = [
     "Ticket",
     "connect",
 ]
+
+
+def connect(
+    address: str | Sequence[str] = DEFAULT_ADDRESS,
+    *,
+    client_id: str | None = None,
+    compression: Literal["zstd", "lz4"] | None = None,
+    limits: ClientLimits | None = None,
+    spool: str | os.PathLike[str] | None = None,
+) -> Client:
+    """A client for ``with``. The arguments are those of ``plait.connect``."""
+    return Client(address, client_id=client_id, compression=compression, limits=limits, spool=spool)

@@ -79,21 +79,13 @@ LONGER = {
     "testing/simulated_disk.py": 430,
     "wire/messages.py": 491,
 }
-#: Classes of the blocking client and of requests that have the name of another class.
+#: Classes of requests that have the name of another class.
 TWICE = {
-    "Admin",
-    "ArrowBatch",
-    "Batch",
-    "Client",
-    "Consumer",
     "CreateSubject",
-    "History",
     "Nothing",
     "OfGroup",
     "OfSubject",
-    "Reader",
     "SetSubject",
-    "Ticket",
 }
 
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}

@@ -404,7 +404,7 @@ class Client:
         if retry is not None and not isinstance(retry, Retry):
             raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
         check_ordered(ordered, affinity, group, delivery, handling)
-        limits = self.limits
+        limits, shared = self.limits, any_thread or self._node.blocking
         if prefetch is not None:
             if prefetch < 1:
                 raise InvalidArgument(f"prefetch must be 1 or more, not {prefetch}")
@@ -425,11 +425,11 @@ class Client:
                 renewer=self._lease_renewer(),
                 clock=self._clock,
                 handling=limits.handling_seconds if handling is None else seconds_of(handling),
-                any_thread=any_thread,
+                any_thread=shared,
                 spools=spools,
             )
         else:
-            consumer = Consumer(self._router, limits, terms, any_thread=any_thread, spools=spools)
+            consumer = Consumer(self._router, limits, terms, any_thread=shared, spools=spools)
         consumer._after = [c for c in self._consumers if (c.subject, c.group, c.client_id) == (subject, group, member)]
         self._consumers[consumer] = None
         return consumer

@@ -29,7 +29,9 @@ class RecordedSend:
 
     __slots__ = ("_history", "begun", "ended", "error", "key", "number", "outcome", "place", "producer", "value")
 
-    def __init__(self, history: History, number: int, producer: str, key: Key, value: Value, begun: float) -> None:
+    def __init__(
+        self, history: DeliveryHistory, number: int, producer: str, key: Key, value: Value, begun: float
+    ) -> None:
         self._history = history
         #: The number of the send in the history. Sends of one producer are in the order of its calls.
         self.number = number
@@ -69,7 +71,7 @@ class Handling:
 
     def __init__(
         self,
-        history: History,
+        history: DeliveryHistory,
         number: int,
         consumer: str,
         key: Key,
@@ -152,7 +154,7 @@ class Broken:
         self.forgets = forgets
 
 
-class History:
+class DeliveryHistory:
     """The sends, handlings, faults and dead letters of a test.
 
     ``path``: a file to which each event is written as it happens, for a process that may be killed.
@@ -245,7 +247,7 @@ class History:
             self._file = None
 
     @classmethod
-    def read(cls, paths: Iterable[str | Path]) -> History:
+    def read(cls, paths: Iterable[str | Path]) -> DeliveryHistory:
         """The history that several processes recorded, each in a file of its own."""
         whole = cls()
         sends: list[RecordedSend] = []
@@ -301,3 +303,7 @@ def _lines(path: str | Path) -> Iterator[list[Any]]:
 
 def _place(fields: list[Any] | None) -> Place | None:
     return None if fields is None else (fields[0], fields[1])
+
+
+#: The name that tests import. ``plait.spark.history.History`` is another class.
+History = DeliveryHistory

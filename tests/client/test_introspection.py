@@ -53,6 +53,17 @@ def test_type_hints_of_every_public_name_resolve():
     assert unknown == []
 
 
+@pytest.mark.parametrize("name", ["Admin", "ArrowBatch", "Batch", "Client", "Consumer", "Reader"])
+def test_a_blocking_method_has_the_signature_of_the_asynchronous_one(name: str):
+    kind, blocking = getattr(plait, name), getattr(plait.sync, name)
+    for member, method in inspect.getmembers(kind, inspect.isfunction):
+        if not member.startswith("_"):
+            twin = getattr(blocking, member)
+            assert str(inspect.signature(twin)) == str(inspect.signature(method)), member
+            assert not inspect.iscoroutinefunction(twin), member
+            assert inspect.getdoc(twin), member
+
+
 def test_messages_and_receipts_have_type_hints_and_help():
     assert typing.get_type_hints(plait.Message)["key"] == str | None
     assert "deliver_at" in typing.get_type_hints(plait.Receipt)

@@ -138,7 +138,7 @@ def test_flush_raises_the_error_of_a_post(plait_broker: BlockingBroker) -> None:
     with plait.sync.connect(plait_broker.address) as client:
         client.send("s", b"0")
         plait_broker.stop()
-        with impatient(client._client):
+        with impatient(client._inner):
             ticket = client.post("s", b"1")
             with pytest.raises(plait.Timeout, match=r"'s' within 0.05 s"):
                 client.flush()
@@ -485,7 +485,7 @@ def test_an_interrupt_ends_the_wait_for_a_close_but_not_the_close(
         send(client, 10)
         consumer = client.consumer("s", group="g", ordered=ordered).__enter__()
         assert len(consumer.fetch(5)) == 5
-        link = client._client._node.link
+        link = client._inner._node.link
         assert link is not None
         # The client reads no replies, so the close waits.
         shared_loop().run(_call(link._transport.pause_reading))  # type: ignore[union-attr]

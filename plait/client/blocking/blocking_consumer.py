@@ -12,25 +12,24 @@ import pyarrow as pa
 
 from plait.client.arguments import Duration, seconds_of
 from plait.client.blocking.loop_thread import RunInLoop
+from plait.client.blocking.proxy import Blocking, blocking, signed_as
 from plait.client.consume.ack_collector import Piece
-from plait.client.consume.batch import ArrowBatch as LoopArrowBatch
-from plait.client.consume.batch import Batch as LoopBatch
-from plait.client.consume.batch import Rows
+from plait.client.consume.batch import ArrowBatch, Batch
 from plait.client.consume.buffer import ITERATION_COUNT
-from plait.client.consume.consumer import Consumer as LoopConsumer
-from plait.client.types import Message, Why
+from plait.client.consume.consumer import Consumer
+from plait.client.types import Message
 from plait.errors import Closed, ForkedClient
 
 #: The longest single wait of an iteration, which then waits again.
 ITERATION_SECONDS = 3600.0
 
 
-class Batch(Sequence[Message]):
+class SyncBatch(Blocking[Batch], Sequence[Message]):
     """A list-like batch of messages held by a consumer. It is empty when no message arrived in time."""
 
-    def __init__(self, inner: LoopBatch, run: RunInLoop) -> None:
-        self._inner = inner
-        self._run = run
+    ack = blocking(Batch.ack)
+    nack = blocking(Batch.nack)
+    reject = blocking(Batch.reject)
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -45,28 +44,13 @@ class Batch(Sequence[Message]):
     def __iter__(self) -> Iterator[Message]:
         return iter(self._inner)
 
-    def ack(self) -> None:
-        """Ack all messages that are not nacked; returns when the broker has stored the acks."""
-        self._run(self._inner.ack())
 
-    def nack(self, delay: Duration | None = None, reason: Why | None = None) -> None:
-        """Nack all messages that are not acked: they are redelivered after ``delay``, or as the group's policy says."""
-        self._run(self._inner.nack(delay, reason))
-
-    def reject(self, reason: Why | None = None) -> None:
-        """Make all messages that are not acked or nacked dead letters of the group at once."""
-        self._run(self._inner.reject(reason))
-
-    def __repr__(self) -> str:
-        return repr(self._inner)
-
-
-class ArrowBatch:
+class SyncArrowBatch(Blocking[ArrowBatch]):
     """Messages as an Arrow table, over the memory they were received in."""
 
-    def __init__(self, inner: LoopArrowBatch, run: RunInLoop) -> None:
-        self._inner = inner
-        self._run = run
+    ack = blocking(ArrowBatch.ack)
+    nack = blocking(ArrowBatch.nack)
+    reject = blocking(ArrowBatch.reject)
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -76,34 +60,15 @@ class ArrowBatch:
         """The columns of the asynchronous ``ArrowBatch.table``."""
         return self._inner.table
 
-    def ack(self) -> None:
-        """Ack all rows that are not nacked; returns when the broker has stored the acks."""
-        self._run(self._inner.ack())
 
-    def nack(self, rows: Rows | None = None, delay: Duration | None = None, reason: Why | None = None) -> None:
-        """Nack these rows (None: all): they are redelivered after ``delay``, or as the group's policy says.
-
-        ``rows`` are row numbers of the table, or a mask of all its rows: lists, or arrays of NumPy or Arrow.
-        """
-        self._run(self._inner.nack(rows, delay, reason))
-
-    def reject(self, rows: Rows | None = None, reason: Why | None = None) -> None:
-        """Make these rows (None: all) dead letters of the group at once; ``rows`` as for ``nack``."""
-        self._run(self._inner.reject(rows, reason))
-
-    def __repr__(self) -> str:
-        return repr(self._inner)
-
-
-class Consumer:
+class SyncConsumer(Blocking[Consumer]):
     """A member of a group. Use it with ``with``; leaving the block returns messages that are not acked.
 
     Threads may share it: one thread gets each message, and any thread may ack it.
     """
 
-    def __init__(self, inner: LoopConsumer, run: RunInLoop) -> None:
-        self._inner = inner
-        self._run = run
+    def __init__(self, inner: Consumer, run: RunInLoop) -> None:
+        super().__init__(inner, run)
         self.subject = inner.subject
         self.group = inner.group
         self.client_id = inner.client_id
@@ -128,17 +93,17 @@ class Consumer:
         with contextlib.suppress(Closed, ForkedClient):
             self._run(self._inner.close(), cancel=False)
 
-    def flush(self) -> None:
-        """Wait until the brokers have every ack and nack reported so far."""
-        self._run(self._inner.flush())
+    flush = blocking(Consumer.flush)
 
-    def fetch(self, count: int = 500, wait: Duration = 1.0) -> Batch:
+    @signed_as(Consumer.fetch)
+    def fetch(self, count: int = 500, wait: Duration = 1.0) -> SyncBatch:
         """Up to ``count`` messages: those available now, or else the first that arrive within ``wait`` seconds."""
-        return Batch(LoopBatch(self._fetch(count, wait)), self._run)
+        return SyncBatch(Batch(self._fetch(count, wait)), self._run)
 
-    def fetch_arrow(self, count: int = 50_000, wait: Duration = 1.0) -> ArrowBatch:
+    @signed_as(Consumer.fetch_arrow)
+    def fetch_arrow(self, count: int = 50_000, wait: Duration = 1.0) -> SyncArrowBatch:
         """Like ``fetch``, as an Arrow table over the received memory, without a copy."""
-        return ArrowBatch(LoopArrowBatch(self._fetch(count, wait)), self._run)
+        return SyncArrowBatch(ArrowBatch(self._fetch(count, wait)), self._run)
 
     def _fetch(self, count: int, wait: Duration) -> list[Piece]:
         deadline = time.monotonic() + seconds_of(wait)

@@ -10,17 +10,16 @@ from typing import Any, Self
 from plait.client.arguments import Duration
 from plait.client.blocking.blocking_consumer import ITERATION_SECONDS
 from plait.client.blocking.loop_thread import RunInLoop
-from plait.client.read.reader import ITERATION_COUNT
-from plait.client.read.reader import Reader as LoopReader
+from plait.client.blocking.proxy import Blocking
+from plait.client.read.reader import ITERATION_COUNT, Reader
 from plait.client.types import Message
 
 
-class Reader:
+class SyncReader(Blocking[Reader]):
     """Reads a subject from a position. A restart of the server only delays it."""
 
-    def __init__(self, inner: LoopReader, run: RunInLoop) -> None:
-        self._inner = inner
-        self._run = run
+    def __init__(self, inner: Reader, run: RunInLoop) -> None:
+        super().__init__(inner, run)
         self.subject = inner.subject
         #: Messages that the loop handed over and no caller has taken: an interrupted call loses none.
         self._ready: deque[Message] = deque()

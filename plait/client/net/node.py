@@ -47,7 +47,7 @@ class Node:
         self.down_since = 0.0
         #: The broker group of the last link.
         self.group = ""
-        #: It serves blocking code: errors about its use name ``plait.sync``.
+        #: It serves blocking code: errors name ``plait.sync``, and messages may be acked from any thread.
         self.blocking = False
 
     @property

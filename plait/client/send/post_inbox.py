@@ -7,6 +7,7 @@ them. A posted message needs no coroutine and no future, and its thread does not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -17,8 +18,7 @@ from plait.client.blocking.loop_thread import RunInLoop
 from plait.client.send.encoding import encode_body, encode_headers, encode_key, encode_tags
 from plait.client.send.open_rows import ROW_SIZE, SHORT_BODY_MAX, SHORT_KEY_MAX
 from plait.client.send.senders import Senders
-from plait.client.types import Receipt
-from plait.client.types import Ticket as LoopTicket
+from plait.client.types import Receipt, Ticket
 from plait.errors import BufferFull, Closed, PlaitError, Timeout
 from plait.model import names
 
@@ -26,7 +26,7 @@ from plait.model import names
 TURN_COUNT = 5_000
 
 
-class Ticket:
+class SyncTicket:
     """A posted message; ``result`` waits for its receipt."""
 
     __slots__ = ("_error", "_inbox", "_ticket")
@@ -34,7 +34,7 @@ class Ticket:
     def __init__(self, inbox: PostInbox) -> None:
         self._inbox = inbox
         #: The ticket of the asynchronous client, after the loop has taken the row...
-        self._ticket: LoopTicket | None = None
+        self._ticket: Ticket | None = None
         #: ...or the error if the client was closed before that.
         self._error: PlaitError | None = None
 
@@ -63,13 +63,12 @@ class Ticket:
 
     async def _settled(self) -> None:
         """Runs on the loop: wait for the result."""
-        self._inbox.take_all()
         if self._ticket is not None:
             await self._ticket._batch.wait()
 
 
 #: Subject, body, key, tags, headers, due time (None: not delayed), size and ticket.
-_Row = tuple[str, bytes, str | None, list[str] | None, dict[str, Any] | None, int | None, int, Ticket]
+_Row = tuple[str, bytes, str | None, list[str] | None, dict[str, Any] | None, int | None, int, SyncTicket]
 
 
 class PostInbox:
@@ -95,7 +94,7 @@ class PostInbox:
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
         due: int | None = None,
-    ) -> Ticket:
+    ) -> SyncTicket:
         """Add a row, from any thread. An invalid row raises here."""
         if subject not in self._known:
             names.check("subject", subject)
@@ -111,7 +110,7 @@ class PostInbox:
         if headers is not None:
             headers = dict(headers)
             size += len(encode_headers(headers))
-        ticket = Ticket(self)
+        ticket = SyncTicket(self)
         with self._lock:
             waiting = self._producer.buffered + self._size
             if waiting >= self._limit:
@@ -129,6 +128,13 @@ class PostInbox:
             except RuntimeError:
                 raise Closed("the interpreter is shutting down; post before the program ends") from None
         return ticket
+
+    def take_soon(self) -> None:
+        """From any thread: the loop takes all posted rows before it starts the caller's next coroutine."""
+        if self._rows:
+            # If the loop has ended, starting the coroutine fails.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self.take_all)
 
     def _turn(self) -> None:
         self._take(TURN_COUNT)
