@@ -51,17 +51,11 @@ from plait.storage.disk import Buffer
 from plait.testing.cached_file import CachedFile, Keep
 from plait.testing.cached_names import CachedNames
 
-Operation = Literal[
-    "create",
-    "write",
-    "sync",
-    "truncate",
-    "allocate",
-    "rename",
-    "remove",
-    "make_directory",
-    "sync_directory",
-]
+FileOperation = Literal["create", "write", "sync", "truncate", "allocate"]
+Operation = FileOperation | Literal["rename", "remove", "make_directory", "sync_directory"]
+Failing = Operation | Literal["read"]
+#: Called with the operation, its path (the new one of a rename) and its size in bytes.
+Watcher = Callable[[Operation, str, int], None]
 
 #: Enough for several small segments; files live whole in memory.
 CAPACITY_DEFAULT = 256 * 1024 * 1024
@@ -99,33 +93,64 @@ class SimulatedFile:
             raise OSError(errno.EINVAL, f"cannot write at offset {offset}")
         if data:
             try:
-                self._disk._write(self._cached, self._path, data, offset)
+                self._write(data, offset)
             finally:
                 self._size = max(self._size, min(self._cached.size, offset + len(data)))
         return len(data)
 
+    def _write(self, data: bytes, offset: int) -> None:
+        disk = self._disk
+        try:
+            disk._begin("write", self._path, len(data))
+        except SimulatedCrash as crash:
+            disk._store(self._cached, data[: crash.byte], offset)
+            raise
+        except OSError:
+            disk._store(self._cached, data[: disk._rng.randrange(len(data))], offset)
+            raise
+        if disk._store(self._cached, data, offset) < len(data):
+            raise _error(errno.ENOSPC, self._path)
+
     def allocate(self, size: int) -> None:
         self._check_open()
-        if size > 0:
-            self._disk._resize("allocate", self._cached, self._path, size)
-        elif size < 0:
+        if size < 0:
             raise OSError(errno.EINVAL, f"cannot allocate {size} bytes")
+        if size > 0:
+            self._disk._begin("allocate", self._path, size)
+            with self._disk._lock:
+                if size - self._cached.reserved > self._disk._free():
+                    raise _error(errno.ENOSPC, self._path)
+                if size > self._cached.size:
+                    self._cached.resize(size)
+                self._cached.reserved = max(self._cached.reserved, size)
         self._size = max(self._size, size)
 
     def truncate(self, size: int) -> None:
         self._check_open()
         if size < 0:
             raise OSError(errno.EINVAL, f"cannot truncate to {size} bytes")
-        self._disk._resize("truncate", self._cached, self._path, size)
+        self._disk._begin("truncate", self._path, size)
+        with self._disk._lock:
+            self._cached.resize(size)
         self._size = size
 
     def sync(self) -> None:
         self._check_open()
-        self._disk._sync(self._cached, self._path)
+        until = self._cached.changes
+        try:
+            self._disk._begin("sync", self._path)
+        except OSError:
+            with self._disk._lock:
+                self._cached.fail_sync(until, self._disk._rng)
+            raise
+        with self._disk._lock:
+            self._cached.sync(until)
 
     def view(self) -> memoryview:
         self._check_open()
-        return self._disk._view(self._cached, self._size)
+        self._disk._check_alive()
+        with self._disk._lock:
+            return self._cached.view(self._size)
 
     def unmap(self) -> None:
         self._check_open()
@@ -138,12 +163,12 @@ class SimulatedFile:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF), self._path)
+            raise _error(errno.EBADF, self._path)
 
 
 @dataclass
 class _Fault:
-    operation: Operation | Literal["read"]
+    operation: Failing
     pattern: str
     after: int
     times: int | None
@@ -153,15 +178,8 @@ class _Fault:
 class SimulatedDisk:
     """A directory tree in memory, with the faults that the module docstring lists."""
 
-    def __init__(
-        self,
-        *,
-        capacity: int = CAPACITY_DEFAULT,
-        seed: int = 0,
-        on_operation: Callable[[Operation, str, int], None] | None = None,
-    ) -> None:
+    def __init__(self, *, capacity: int = CAPACITY_DEFAULT, seed: int = 0, on_operation: Watcher | None = None) -> None:
         self.capacity = capacity
-        #: Called with the operation, its path (the new one of a rename) and its size in bytes.
         self.on_operation = on_operation
         #: How many operations were begun; the next one has this number.
         self.operations = 0
@@ -177,9 +195,7 @@ class SimulatedDisk:
     # --- what a Disk does ------------------------------------------------------------------------
 
     def open(self, path: str, *, create: bool = False) -> SimulatedFile:
-        self._check_alive()
-        path = _normal(path)
-        self._refuse_directory(path)
+        path = self._path_of_file(path)
         if path not in self._names.files:
             if not create:
                 raise _error(errno.ENOENT, path)
@@ -193,9 +209,7 @@ class SimulatedDisk:
         return SimulatedFile(self, path, self._names.files[path])
 
     def read(self, path: str) -> bytes:
-        self._check_alive()
-        path = _normal(path)
-        self._refuse_directory(path)
+        path = self._path_of_file(path)
         if path not in self._names.files:
             raise _error(errno.ENOENT, path)
         self._fail_if_planned("read", path)
@@ -203,8 +217,7 @@ class SimulatedDisk:
             return self._names.files[path].read()
 
     def list(self, path: str) -> builtins.list[str]:
-        self._check_alive()
-        path = _normal(path)
+        path = self._path(path)
         if path in self._names.files:
             raise _error(errno.ENOTDIR, path)
         below = f"{path}/" if path else ""
@@ -214,13 +227,11 @@ class SimulatedDisk:
         return sorted(name[skip:] for name in names if name.startswith(below) and name and "/" not in name[skip:])
 
     def exists(self, path: str) -> bool:
-        self._check_alive()
-        path = _normal(path)
+        path = self._path(path)
         return path in self._names.files or path in self._directories
 
     def make_directory(self, path: str) -> None:
-        self._check_alive()
-        path = _normal(path)
+        path = self._path(path)
         if path in self._names.files:
             raise _error(errno.EEXIST, path)
         if path in self._directories:
@@ -233,10 +244,7 @@ class SimulatedDisk:
             self._directories.add(path)
 
     def rename(self, source: str, target: str) -> None:
-        self._check_alive()
-        source, target = _normal(source), _normal(target)
-        self._refuse_directory(source)
-        self._refuse_directory(target)
+        source, target = self._path_of_file(source), self._path_of_file(target)
         if source not in self._names.files:
             raise _error(errno.ENOENT, source)
         self._require_directory(posixpath.dirname(target))
@@ -245,9 +253,7 @@ class SimulatedDisk:
             self._names.change(source, target, self._names.files[source])
 
     def remove(self, path: str) -> None:
-        self._check_alive()
-        path = _normal(path)
-        self._refuse_directory(path)
+        path = self._path_of_file(path)
         if path not in self._names.files:
             return
         self._begin("remove", path)
@@ -255,8 +261,7 @@ class SimulatedDisk:
             self._names.change(path, None, self._names.files[path])
 
     def sync_directory(self, path: str) -> None:
-        self._check_alive()
-        path = _normal(path)
+        path = self._path(path)
         self._require_directory(path)
         until = self._names.changes
         self._begin("sync_directory", path)
@@ -281,13 +286,7 @@ class SimulatedDisk:
         self._crash_byte = byte or 0
 
     def fail(
-        self,
-        operation: Operation | Literal["read"],
-        *,
-        path: str = "*",
-        after: int = 0,
-        times: int | None = 1,
-        error: int = errno.EIO,
+        self, operation: Failing, *, path: str = "*", after: int = 0, times: int | None = 1, error: int = errno.EIO
     ) -> None:
         """Make such operations on paths matching a pattern raise ``OSError``.
 
@@ -349,7 +348,7 @@ class SimulatedDisk:
             raise
         self._fail_if_planned(operation, path)
 
-    def _fail_if_planned(self, operation: Operation | Literal["read"], path: str) -> None:
+    def _fail_if_planned(self, operation: Failing, path: str) -> None:
         with self._lock:
             for fault in self._faults:
                 if fault.operation != operation or not fnmatchcase(path, fault.pattern) or fault.times == 0:
@@ -361,18 +360,6 @@ class SimulatedDisk:
                     fault.times -= 1
                 raise _error(fault.error, path)
 
-    def _write(self, cached: CachedFile, path: str, data: bytes, offset: int) -> None:
-        try:
-            self._begin("write", path, len(data))
-        except SimulatedCrash as crash:
-            self._store(cached, data[: crash.byte], offset)
-            raise
-        except OSError:
-            self._store(cached, data[: self._rng.randrange(len(data))], offset)
-            raise
-        if self._store(cached, data, offset) < len(data):
-            raise _error(errno.ENOSPC, path)
-
     def _store(self, cached: CachedFile, data: bytes, offset: int) -> int:
         with self._lock:
             end = cached.reserved + self._free()
@@ -380,39 +367,21 @@ class SimulatedDisk:
             cached.write(stored, offset)
             return len(stored)
 
-    def _resize(self, operation: Literal["allocate", "truncate"], cached: CachedFile, path: str, size: int) -> None:
-        self._begin(operation, path, size)
-        with self._lock:
-            if operation == "allocate" and size - cached.reserved > self._free():
-                raise _error(errno.ENOSPC, path)
-            if operation == "truncate" or size > cached.size:
-                cached.resize(size)
-            if operation == "allocate":
-                cached.reserved = max(cached.reserved, size)
-
-    def _sync(self, cached: CachedFile, path: str) -> None:
-        until = cached.changes
-        try:
-            self._begin("sync", path)
-        except OSError:
-            with self._lock:
-                cached.fail_sync(until, self._rng)
-            raise
-        with self._lock:
-            cached.sync(until)
-
-    def _view(self, cached: CachedFile, size: int) -> memoryview:
-        self._check_alive()
-        with self._lock:
-            return cached.view(size)
-
     def _free(self) -> int:
         # A crash can restore removed files beside new ones, beyond the capacity.
         return max(0, self.capacity - sum([cached.reserved for cached in self._names.files.values()]))
 
-    def _refuse_directory(self, path: str) -> None:
+    def _path(self, path: str) -> str:
+        """The normal form of a path; raises if the disk has crashed."""
+        self._check_alive()
+        return _normal(path)
+
+    def _path_of_file(self, path: str) -> str:
+        """The same, for a path that must not be a directory's."""
+        path = self._path(path)
         if path in self._directories:
             raise _error(errno.EISDIR, path)
+        return path
 
     def _require_directory(self, path: str) -> None:
         if path not in self._directories:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -17,7 +18,7 @@ def faults(seed: int) -> Faults:
 
 
 async def live(process: Process) -> None:
-    await process.simulation.sleep(10_000.0)
+    await asyncio.get_running_loop().create_future()
 
 
 def test_a_script_follows_from_its_seed():

@@ -74,14 +74,14 @@ def listen(process: Process, protocols: list[Taker]) -> asyncio.AbstractServer:
         return protocols[-1]
 
     task = process.spawn(process.loop().create_server(factory, HOST, PORT))
-    process.simulation.run_until(task.done)
+    process.timeline.run_until(task.done)
     server: asyncio.AbstractServer = task.result()
     return server
 
 
 def dial(process: Process) -> Taker:
     task = process.spawn(process.loop().create_connection(Taker, HOST, PORT))
-    process.simulation.run_until(task.done)
+    process.timeline.run_until(task.done)
     protocol: Taker = task.result()[1]
     return protocol
 
@@ -220,7 +220,7 @@ def test_a_write_to_a_closed_connection_is_reset(sim: Simulation, pair: tuple[Ta
 
 def refused(process: Process) -> OSError:
     task = process.spawn(process.loop().create_connection(Taker, HOST, PORT))
-    process.simulation.run_until(task.done, seconds=600.0)
+    process.timeline.run_until(task.done, seconds=600.0)
     error = task.exception()
     assert isinstance(error, OSError)
     return error

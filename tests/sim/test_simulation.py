@@ -249,12 +249,12 @@ def test_a_kill_hits_all_loops_of_a_process():
         process = sim.process("p")
         ticks: list[str] = []
 
-        def tick(loop: SimLoop) -> None:
-            ticks.append(loop.name)
-            loop.call_later(1.0, tick, loop)
+        def tick(name: str) -> None:
+            ticks.append(name)
+            process.loop(name).call_later(1.0, tick, name)
 
         for name in ("main", "renewals"):
-            process.loop(name).call_soon(tick, process.loop(name))
+            process.loop(name).call_soon(tick, name)
         sim.run_for(5.5)
         assert ticks.count("main") == ticks.count("renewals") == 6
         process.kill()

@@ -11,14 +11,11 @@ import errno
 import os
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from plait.testing.sim.transport import Endpoint, Pipe
-
-if TYPE_CHECKING:
-    from plait.testing.sim.process import Process
-    from plait.testing.sim.sim_loop import SimLoop
-    from plait.testing.sim.simulation import Simulation
+from plait.testing.sim.machine import Machine
+from plait.testing.sim.timeline import Timeline
+from plait.testing.sim.transport import Address, Endpoint, Loop, Pipe
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 #: Ports for a bind to port 0.
@@ -28,15 +25,14 @@ WINDOWS = (16 * 1024, 64 * 1024, 256 * 1024, 1024 * 1024)
 #: Pause before an unanswered connection request is repeated; doubles with each repetition.
 DIAL_AGAIN_SECONDS = 1.0
 
-Address = tuple[str, int]
 Factory = Callable[[], asyncio.BaseProtocol]
 
 
 class Network:
     """Made by ``Simulation``."""
 
-    def __init__(self, simulation: Simulation, rng: random.Random) -> None:
-        self.simulation = simulation
+    def __init__(self, timeline: Timeline, rng: random.Random) -> None:
+        self.timeline = timeline
         self.random = rng
         #: Usual latency in seconds, from and to...
         self.latency_seconds = (0.00005, 0.0005)
@@ -53,9 +49,9 @@ class Network:
         self.give_up_seconds = (15.0, 30.0)
         self._listeners: dict[Address, SimListener] = {}
         #: Address → the last process that listened there; its machine refuses connections when no process listens.
-        self._owners: dict[Address, Process] = {}
+        self._owners: dict[Address, Machine] = {}
         self._endpoints: dict[Endpoint, Endpoint] = {}
-        self._cuts: dict[tuple[Process, Process], None] = {}
+        self._cuts: dict[tuple[Machine, Machine], None] = {}
         #: Pipes with bytes that a cut holds back; their endpoints may be closed.
         self._holding: dict[Pipe, None] = {}
         self._next_port = FIRST_FREE_PORT
@@ -85,17 +81,17 @@ class Network:
 
     # --- cuts -----------------------------------------------------------------------------------
 
-    def cut(self, source: Process, target: Process, *, both: bool = True) -> None:
+    def cut(self, source: Machine, target: Machine, *, both: bool = True) -> None:
         """Cut the network from ``source`` to ``target``; ``both``: and back."""
-        self.simulation.log(source.name, f"is cut off from {target.name}" + ("" if both else ", one way"))
+        self.timeline.log(source.name, f"is cut off from {target.name}" + ("" if both else ", one way"))
         self._cuts[source, target] = None
         if both:
             self._cuts[target, source] = None
 
-    def mend(self, one: Process, other: Process) -> None:
+    def mend(self, one: Machine, other: Machine) -> None:
         """End all cuts between the two."""
         if self.is_cut(one, other) or self.is_cut(other, one):
-            self.simulation.log(one.name, f"reaches {other.name} again")
+            self.timeline.log(one.name, f"reaches {other.name} again")
             self._cuts.pop((one, other), None)
             self._cuts.pop((other, one), None)
             self._healed()
@@ -103,11 +99,11 @@ class Network:
     def heal(self) -> None:
         """End all cuts."""
         if self._cuts:
-            self.simulation.log("network", "is whole")
+            self.timeline.log("network", "is whole")
             self._cuts.clear()
             self._healed()
 
-    def is_cut(self, source: Process, target: Process) -> bool:
+    def is_cut(self, source: Machine, target: Machine) -> bool:
         """Whether bytes from ``source`` cannot reach ``target``."""
         return bool(self._cuts) and (source, target) in self._cuts
 
@@ -120,20 +116,20 @@ class Network:
             pipe.retry()
         self._holding.clear()
         for one, other in list(self._endpoints.items()):
-            if not (self.is_cut(one.process, other.process) or self.is_cut(other.process, one.process)):
+            if not (self.is_cut(one.machine, other.machine) or self.is_cut(other.machine, one.machine)):
                 one.healed()
 
     # --- listening and dialling -----------------------------------------------------------------
 
-    def listen(self, loop: SimLoop, factory: Factory, host: str, port: int) -> SimListener:
+    def listen(self, loop: Loop, machine: Machine, factory: Factory, host: str, port: int) -> SimListener:
         """A server on that address."""
         if not port:
             port, self._next_port = self._next_port, self._next_port + 1
         address = (_canonical(host), port)
         if address in self._listeners:
             raise OSError(errno.EADDRINUSE, f"error while attempting to bind on address {address}: in use")
-        listener = self._listeners[address] = SimListener(self, loop, factory, address)
-        self._owners[address] = loop.process
+        listener = self._listeners[address] = SimListener(self, loop, machine, factory, address)
+        self._owners[address] = machine
         return listener
 
     def unlisten(self, listener: SimListener) -> None:
@@ -142,10 +138,10 @@ class Network:
             del self._listeners[listener.address]
 
     async def connect(
-        self, loop: SimLoop, factory: Factory, host: str, port: int
+        self, loop: Loop, machine: Machine, factory: Factory, host: str, port: int
     ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
         """Connect from that loop; raises ``OSError`` as a real network does."""
-        dialling = _Dialling(self, loop, factory, (_canonical(host), port))
+        dialling = _Dialling(self, loop, machine, factory, (_canonical(host), port))
         try:
             return await dialling.future
         except BaseException:
@@ -155,16 +151,16 @@ class Network:
     def listener_at(self, address: Address) -> SimListener | None:
         return self._listeners.get(address)
 
-    def owner_of(self, address: Address) -> Process | None:
+    def owner_of(self, address: Address) -> Machine | None:
         """The process whose machine has the address."""
         return self._owners.get(address)
 
-    def join(self, near: SimLoop, listener: SimListener) -> Endpoint:
+    def join(self, loop: Loop, machine: Machine, listener: SimListener) -> Endpoint:
         """Make both ends of a connection and return the near one. The far one waits to be accepted."""
         port, self._next_port = self._next_port, self._next_port + 1
         here = ("127.0.0.1", port)
-        one = Endpoint(self, near, here, listener.address)
-        other = Endpoint(self, listener.loop, listener.address, here)
+        one = Endpoint(self, loop, machine, here, listener.address)
+        other = Endpoint(self, listener.loop, listener.machine, listener.address, here)
         window = self.random.choice(WINDOWS)
         one.out = other.into = Pipe(self, one, other, window)
         other.out = one.into = Pipe(self, other, one, window)
@@ -176,29 +172,30 @@ class Network:
     def window_opened(self, reader: Endpoint) -> None:
         """Bytes were read: the other end may send more, after the latency."""
         writer = self._endpoints.get(reader)
-        if writer is not None and writer.get_write_buffer_size() and not self.is_cut(reader.process, writer.process):
-            self.simulation.call_later(self.latency(), writer.write_room)
+        if writer is not None and writer.get_write_buffer_size() and not self.is_cut(reader.machine, writer.machine):
+            self.timeline.call_later(self.latency(), writer.write_soon)
 
     def closed(self, endpoint: Endpoint) -> None:
         """Forget a closed endpoint."""
         self._endpoints.pop(endpoint, None)
 
-    def _died(self, process: Process, *, silent: bool) -> None:
+    def _died(self, machine: Machine, *, silent: bool) -> None:
         """Close the sockets of a dead process; ``silent``: without notifying the peers."""
         for listener in list(self._listeners.values()):
-            if listener.loop.process is process:
+            if listener.machine is machine:
                 self.unlisten(listener)
         for endpoint in list(self._endpoints):
-            if endpoint.process is process:
+            if endpoint.machine is machine:
                 endpoint.vanish(silent=silent)
 
 
 class SimListener(asyncio.AbstractServer):
     """A server socket."""
 
-    def __init__(self, network: Network, loop: SimLoop, factory: Factory, address: Address) -> None:
+    def __init__(self, network: Network, loop: Loop, machine: Machine, factory: Factory, address: Address) -> None:
         self._network = network
         self.loop = loop
+        self.machine = machine
         self.address = address
         self._factory = factory
 
@@ -248,9 +245,10 @@ class _Socket:
 class _Dialling:
     """One attempt to connect, with TCP's repeated requests."""
 
-    def __init__(self, network: Network, loop: SimLoop, factory: Factory, address: Address) -> None:
+    def __init__(self, network: Network, loop: Loop, machine: Machine, factory: Factory, address: Address) -> None:
         self._network = network
         self._loop = loop
+        self._machine = machine
         self._factory = factory
         self._address = address
         self._pause = DIAL_AGAIN_SECONDS
@@ -259,26 +257,26 @@ class _Dialling:
         self._ask()
 
     def _ask(self) -> None:
-        if not self.future.done() and not self._loop.dead:
-            self._network.simulation.call_later(self._network.latency(), self._asked)
+        if not self.future.done() and not self._loop.is_closed():
+            self._network.timeline.call_later(self._network.latency(), self._asked)
 
     def _asked(self) -> None:
-        network, process = self._network, self._loop.process
-        if self.future.done() or self._loop.dead:
+        network, machine = self._network, self._machine
+        if self.future.done() or self._loop.is_closed():
             return
         listener = network.listener_at(self._address)
-        owner = network.owner_of(self._address) if listener is None else listener.loop.process
+        owner = network.owner_of(self._address) if listener is None else listener.machine
         if owner is not None and (
-            not owner.powered or network.is_cut(process, owner) or network.is_cut(owner, process)
+            not owner.powered or network.is_cut(machine, owner) or network.is_cut(owner, machine)
         ):
-            network.simulation.call_later(self._pause, self._ask)
+            network.timeline.call_later(self._pause, self._ask)
             self._pause *= 2
         elif listener is None:
             error = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            network.simulation.call_later(network.latency(), self._answer, error)
+            network.timeline.call_later(network.latency(), self._answer, error)
         else:
-            self._endpoint = network.join(self._loop, listener)
-            network.simulation.call_later(network.latency(), self._answer, None)
+            self._endpoint = network.join(self._loop, self._machine, listener)
+            network.timeline.call_later(network.latency(), self._answer, None)
 
     def _answer(self, error: OSError | None) -> None:
         self._loop.call_soon(self._end, error)

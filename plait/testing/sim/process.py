@@ -6,24 +6,18 @@ The clock and the disk belong to the machine and survive a kill; memory does not
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import plait
-from plait.testing.sim.sim_clock import SimClock
+from plait.testing.sim.machine import Machine
+from plait.testing.sim.network import Network
 from plait.testing.sim.sim_loop import SimLoop
-from plait.testing.sim.threads import SimThread
-from plait.testing.simulated_disk import SimulatedCrash, SimulatedDisk
-
-if TYPE_CHECKING:
-    from plait.testing.sim.simulation import Simulation
+from plait.testing.sim.timeline import Timeline
+from plait.testing.simulated_disk import SimulatedCrash
 
 #: The coroutine function that each start of a process runs.
 Main = Callable[["Process"], Coroutine[Any, Any, Any]]
-
-#: Range of the delay before work in a thread begins, and before its result arrives.
-THREAD_SECONDS = (0.00002, 0.0005)
 
 
 class SimBackground:
@@ -46,33 +40,20 @@ class SimBackground:
             self._loop.stop()
 
 
-class Process:
+class Process(Machine):
     """Made by ``Simulation.process``."""
 
-    def __init__(self, simulation: Simulation, name: str, main: Main | None, drift: float) -> None:
-        self.simulation = simulation
-        self.name = name
-        self.label = name.encode()
-        self._seed = f"{simulation.seed} {name}"
-        #: Source of every random choice of the process and its machine.
-        self.random = random.Random(self._seed)
+    def __init__(self, timeline: Timeline, network: Network, name: str, main: Main | None, drift: float) -> None:
+        super().__init__(timeline, name, drift)
+        self._network = network
         self.main = main
-        self.clock = SimClock(simulation, booted=self.random.uniform(1_000.0, 100_000.0), drift=drift)
-        self._disk: SimulatedDisk | None = None
-        #: Range of the delay before work in a thread begins, and before its result arrives.
-        self.thread_seconds = THREAD_SECONDS
-        self.paused = False
-        #: Its machine has power; without power it does not even refuse connections.
-        self.powered = True
         #: How often it was started.
         self.lives = 0
         #: How many threads with their own loops were started.
         self.threads = 0
-        #: Functions in executors may block: each runs in a real thread, which is slower.
-        self.blocking_threads = False
-        self._thread: SimThread | None = None
+        #: The loops of the present life, and those of all lives.
         self.loops: dict[str, SimLoop] = {}
-        self._expected: tuple[type[BaseException], ...] = ()
+        self.all_loops: list[SimLoop] = []
 
     def __repr__(self) -> str:
         state = "dead" if not self.alive else "paused" if self.paused else "alive"
@@ -82,20 +63,6 @@ class Process:
     def alive(self) -> bool:
         """It was started and not killed since."""
         return bool(self.loops)
-
-    @property
-    def disk(self) -> SimulatedDisk:
-        """The machine's disk; a new object after every kill."""
-        if self._disk is None:
-            self._disk = SimulatedDisk(seed=self.random.getrandbits(32))
-        elif self._disk.crashed:
-            # Copied on demand: a kill during a write first stores a part of the write.
-            self._disk = self._disk.copy() if self.powered else self._disk.after_crash(self.random)
-        return self._disk
-
-    @disk.setter
-    def disk(self, disk: SimulatedDisk) -> None:
-        self._disk = disk
 
     def start(self, coroutine: Coroutine[Any, Any, Any] | None = None) -> asyncio.Task[Any]:
         """Start the process if it is down, and run the coroutine (default: ``main``); an error fails the simulation."""
@@ -111,7 +78,7 @@ class Process:
                 # ``disk`` depends on ``powered``.
                 self._disk = self.disk
             self.powered = True
-            self._log("starts")
+            self.log("starts")
         if coroutine is None:
             if self.main is None:
                 raise ValueError(f"process {self.name} has nothing to run; give start() a coroutine")
@@ -123,21 +90,13 @@ class Process:
         if error is not None:
             self.loop().call_exception_handler({"message": "it ended with an error", "exception": error, "task": task})
 
-    def expect(self, *kinds: type[BaseException]) -> None:
-        """Do not fail the simulation for unhandled errors of these types."""
-        self._expected += kinds
-
-    def expects(self, error: BaseException) -> bool:
-        """Whether an unhandled error is expected."""
-        return isinstance(error, self._expected)
-
     def loop(self, name: str = "main") -> SimLoop:
         """The loop of that name, made at its first use; each loop represents a thread."""
         if name not in self.loops:
-            seed = f"{self._seed} {self.lives} {name}"
+            seed = f"{self.timeline.seed} {self.name} {self.lives} {name}"
             # Signals, pipes and subprocesses raise NotImplementedError.
-            self.loops[name] = SimLoop(self.simulation, self, name, seed)  # type: ignore[abstract]
-            self.simulation._made(self.loops[name])
+            self.loops[name] = SimLoop(self, self._network, seed)  # type: ignore[abstract]
+            self.all_loops.append(self.loops[name])
         return self.loops[name]
 
     def connect(self, *args: Any, **kwargs: Any) -> plait.Client:
@@ -159,13 +118,6 @@ class Process:
         client._background = lambda: SimBackground(self)
         return client
 
-    def block(self, seconds: float) -> None:
-        """Called in a thread: block it for this much virtual time. Needs ``blocking_threads``."""
-        thread = self._thread
-        if thread is None:
-            raise RuntimeError(f"no thread of {self.name} runs; set blocking_threads and call it in an executor")
-        thread.block(seconds)
-
     # --- faults ---------------------------------------------------------------------------------
 
     def kill(self, *, power_loss: bool = False) -> None:
@@ -176,15 +128,12 @@ class Process:
         """
         if not self.alive:
             return
-        self._log("loses power" if power_loss else "is killed")
+        self.log("loses power" if power_loss else "is killed")
         loops, self.loops = list(self.loops.values()), {}
-        self.paused = False
-        self.powered = not power_loss
+        super().kill(power_loss=power_loss)
         for loop in loops:
             loop._die()
-        self.simulation.network._died(self, silent=power_loss)
-        if self._disk is not None:
-            self._disk.crashed = True
+        self._network._died(self, silent=power_loss)
 
     def crash_at(self, operations: int) -> None:
         """Kill the process after this many more disk operations; a write is torn at any byte."""
@@ -206,22 +155,14 @@ class Process:
     def pause(self) -> None:
         """Stop it as SIGSTOP does: time passes, and the network still delivers."""
         if self.alive and not self.paused:
-            self._log("is paused")
+            self.log("is paused")
             self.paused = True
 
     def resume(self) -> None:
         """Resume a paused process; it finds everything that arrived during the pause."""
         if self.paused:
-            self._log("resumes")
+            self.log("resumes")
             self.paused = False
             for loop in self.loops.values():
                 loop._due = None
                 loop._wake()
-
-    def jump(self, seconds: float) -> None:
-        """Set the wall clock forward or back."""
-        self._log(f"has its clock set by {seconds:+.3f} s")
-        self.clock.jump(seconds)
-
-    def _log(self, text: str) -> None:
-        self.simulation.log(self.name, text)

@@ -6,23 +6,16 @@ machines goes wrong as it would in reality. ``now`` is wall time, which ``jump``
 
 from __future__ import annotations
 
-from typing import Protocol
+from plait.testing.sim.timeline import Timeline
 
 #: Wall time at the beginning of every simulation, in microseconds since the Unix epoch.
 WALL_START = 1_700_000_000_000_000
 
 
-class VirtualTime(Protocol):
-    """Has the virtual seconds since the beginning."""
-
-    @property
-    def now(self) -> float: ...
-
-
 class SimClock:
     """Satisfies ``plait.clock.Clock``."""
 
-    def __init__(self, time: VirtualTime, *, booted: float = 1000.0, drift: float = 0.0) -> None:
+    def __init__(self, time: Timeline, *, booted: float = 1000.0, drift: float = 0.0) -> None:
         self._time = time
         self._booted = booted
         self._rate = 1.0 + drift

@@ -17,17 +17,16 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from plait import chance
+from plait.testing.sim.machine import Machine
+from plait.testing.sim.network import Network
 from plait.testing.sim.threads import SimThread
 from plait.testing.simulated_disk import SimulatedCrash
 
-if TYPE_CHECKING:
-    from plait.testing.sim.process import Process
-    from plait.testing.sim.simulation import Simulation
-
 T = TypeVar("T")
+ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 #: A turn of a loop takes this long, or up to twice that.
 TURN_SECONDS = 0.00001
@@ -56,10 +55,10 @@ class _Handle(asyncio.Handle):
 class SimLoop(asyncio.AbstractEventLoop):
     """Made by ``Process.loop``. Has time and the network, but no signals, pipes, files or subprocesses."""
 
-    def __init__(self, simulation: Simulation, process: Process, name: str, seed: str) -> None:
-        self.simulation = simulation
-        self.process = process
-        self.name = name
+    def __init__(self, machine: Machine, network: Network, seed: str) -> None:
+        self.machine = machine
+        self._timeline = machine.timeline
+        self._network = network
         self.dead = False
         #: The loop's clock differs from the process's clock by this much, as if it had stopped while the machine slept.
         self._asleep = random.Random(f"{seed} asleep").uniform(0.0, 900.0)
@@ -78,12 +77,12 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._blocked: set[SimThread] = set()
         self._tasks: list[asyncio.Task[Any]] = []
         self._tasks_limit = TASKS_KEPT
-        self._handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
+        self._handler: ExceptionHandler | None = None
 
     # --- time and callbacks ---------------------------------------------------------------------
 
     def time(self) -> float:
-        return self.process.clock.monotonic() - self._asleep
+        return self.machine.clock.monotonic() - self._asleep
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
@@ -98,10 +97,8 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._wake()
         return handle
 
-    def call_soon_threadsafe(  # type: ignore[override]
-        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
-        return self.call_soon(callback, *args, context=context)
+    #: One thread runs all loops.
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
@@ -119,7 +116,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         # Only a scheduled handle reports its cancellation.
         handle._scheduled = True  # type: ignore[attr-defined]
         self._timer_number += 1
-        heapq.heappush(self._timers, (self.process.clock.virtual(when + self._asleep), self._timer_number, handle))
+        heapq.heappush(self._timers, (self.machine.clock.virtual(when + self._asleep), self._timer_number, handle))
         if not self._in_turn:
             self._wake()
         return handle
@@ -136,10 +133,10 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def _wake(self) -> None:
         """Schedule the next turn with the simulation."""
-        if self.dead or self.process.paused:
+        if self.dead or self.machine.paused:
             return
         if self._ready:
-            now, free = self.simulation.now, self._free_at
+            now, free = self._timeline.now, self._free_at
             due = now if now > free else free
         else:
             timers = self._timers
@@ -148,22 +145,22 @@ class SimLoop(asyncio.AbstractEventLoop):
                 self._cancelled -= 1
             if not timers:
                 return
-            due = max(timers[0][0], self._free_at, self.simulation.now)
+            due = max(timers[0][0], self._free_at, self._timeline.now)
         if self._due is None or due < self._due:
             self._due = due
-            self.simulation._push(due, self)
+            self._timeline._push(due, self)
 
     def _fire(self, due: float) -> None:
         """Run the turn that was scheduled for ``due``, unless it was rescheduled since."""
         if due != self._due:
             return
         self._due = None
-        if not self.dead and not self.process.paused:
+        if not self.dead and not self.machine.paused:
             self._turn()
             self._wake()
 
     def _turn(self) -> None:
-        now = self.simulation.now
+        now = self._timeline.now
         timers, ready = self._timers, self._ready
         while timers and timers[0][0] <= now:
             handle = heapq.heappop(timers)[2]
@@ -173,9 +170,9 @@ class SimLoop(asyncio.AbstractEventLoop):
             else:
                 ready.append(handle)
         count = len(ready)
-        self.simulation.trace.mix(b"%s %d %d" % (self.process.label, int(now * 1e9), count))
+        self._timeline.trace.mix(b"%s %d %d" % (self.machine.label, int(now * 1e9), count))
         self._in_turn = True
-        chances = chance.use(self.process.random)
+        chances = chance.use(self.machine.random)
         if events._get_running_loop() is not self:
             # Not reset after the turn, because setting it is slow: the next loop's turn or ``Later`` does that.
             events._set_running_loop(self)
@@ -240,7 +237,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Future[T]:
         self._check_closed()
         future: asyncio.Future[T] = self.create_future()
-        low, high = self.process.thread_seconds
+        low, high = self.machine.thread_seconds
         draw = self._random.uniform
         # Results arrive in order, so that the last one means that all threads have ended.
         self._threads_run = run = max(self._threads_run, self.time() + draw(low, high))
@@ -249,27 +246,28 @@ class SimLoop(asyncio.AbstractEventLoop):
         def turn(thread: SimThread) -> None:
             """Let the thread run until it blocks or ends."""
             self._blocked.discard(thread)
-            self.process._thread = thread
+            self.machine.thread = thread
             thread.resume()
             if thread.blocked is not None:
                 self._blocked.add(thread)
                 self.call_at(self.time() + thread.blocked, turn, thread)
             else:
-                self.call_at(max(answered, self.time()), _settle, future, thread.result, thread.error)
+                settle(thread.result, thread.error)
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            self.call_at(max(answered, self.time()), _settle, future, result, error)
 
         def work() -> None:
-            if self.process.blocking_threads:
+            if self.machine.blocking_threads:
                 turn(SimThread(partial(func, *args)))
                 return
             events._set_running_loop(None)
             try:
-                result = func(*args)
+                settle(func(*args), None)
             except SimulatedCrash:
                 raise
             except BaseException as error:  # noqa: BLE001 - the future raises it
-                self.call_at(answered, _settle, future, None, error)
-            else:
-                self.call_at(answered, _settle, future, result, None)
+                settle(None, error)
             finally:
                 events._set_running_loop(self)
 
@@ -288,7 +286,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         _refuse(options)
         if host is None or port is None:
             raise ValueError("a simulated connection needs a host and a port")
-        return await self.simulation.network.connect(self, protocol_factory, host, port)
+        return await self._network.connect(self, self.machine, protocol_factory, host, port)
 
     async def create_server(  # type: ignore[override]
         self,
@@ -301,7 +299,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         **options: Any,
     ) -> asyncio.AbstractServer:
         _refuse(options)
-        return self.simulation.network.listen(self, protocol_factory, host or "127.0.0.1", port or 0)
+        return self._network.listen(self, self.machine, protocol_factory, host or "127.0.0.1", port or 0)
 
     def remove_reader(self, fd: Any) -> bool:
         """Does nothing: no file descriptors are watched."""
@@ -313,7 +311,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return self._in_turn
 
     def is_closed(self) -> bool:
-        return self._closed
+        return self.dead
 
     def close(self) -> None:
         self._closed = True
@@ -332,23 +330,18 @@ class SimLoop(asyncio.AbstractEventLoop):
     async def shutdown_asyncgens(self) -> None:
         """Does nothing: the simulation closes generators."""
 
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Does nothing: there is no executor."""
-
-    def set_exception_handler(
-        self, handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None
-    ) -> None:
+    def set_exception_handler(self, handler: ExceptionHandler | None) -> None:
         self._handler = handler
 
-    def get_exception_handler(self) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None:
+    def get_exception_handler(self) -> ExceptionHandler | None:
         return self._handler
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        self.simulation._unhandled(self.process, context)
+        self.machine.unhandled(context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if isinstance(context.get("exception"), SimulatedCrash):
-            self.process.kill()
+            self.machine.kill()
         elif self.dead:
             return
         elif self._handler is not None:

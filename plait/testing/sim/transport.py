@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
 
 if TYPE_CHECKING:
+    from plait.testing.sim.machine import Machine
     from plait.testing.sim.network import Network
-    from plait.testing.sim.sim_loop import SimLoop
-    from plait.testing.sim.simulation import Later
+    from plait.testing.sim.timeline import Later
 
 #: asyncio's default limit of a write buffer.
 HIGH_DEFAULT = 64 * 1024
@@ -24,6 +24,9 @@ HIGH_DEFAULT = 64 * 1024
 READ_MAX = 256 * 1024
 #: Two deliveries of one pipe are never at the same instant.
 INSTANT = 1e-9
+
+Address = tuple[str, int]
+Loop = asyncio.AbstractEventLoop
 
 FIN = "end of stream"
 RESET = "reset"
@@ -53,7 +56,7 @@ class Pipe:
         self._last: SimSegment | None = None
         self._arrival = 0.0
         #: Segments that a cut stopped; they are resent.
-        self._held: deque[SimSegment] = deque()
+        self.held: deque[SimSegment] = deque()
         self._retrying = False
 
     @property
@@ -64,7 +67,7 @@ class Pipe:
     def push(self, data: bytes) -> None:
         """Send bytes; those of one instant travel together."""
         self.outstanding += len(data)
-        last, now = self._last, self._network.simulation.now
+        last, now = self._last, self._network.timeline.now
         if last is not None and last.written == now and not last.end:
             last.data.append(data)
         else:
@@ -72,10 +75,10 @@ class Pipe:
 
     def end(self, how: str) -> None:
         """End the stream, with ``FIN`` or ``RESET``."""
-        self._send(SimSegment(self._network.simulation.now, end=how))
+        self._send(SimSegment(self._network.timeline.now, end=how))
 
     def _send(self, segment: SimSegment) -> None:
-        simulation = self._network.simulation
+        simulation = self._network.timeline
         self._last = segment
         latency = self._network.latency()
         self._arrival = max(self._arrival + INSTANT, simulation.now + latency)
@@ -84,8 +87,8 @@ class Pipe:
     def _arrived(self, segment: SimSegment) -> None:
         if segment is self._last:
             self._last = None
-        if self._held or self._network.is_cut(self._source.process, self._target.process):
-            self._held.append(segment)
+        if self.held or self._network.is_cut(self._source.machine, self._target.machine):
+            self.held.append(segment)
             self._network.holds(self)
             self._source.unanswered()
             return
@@ -93,34 +96,30 @@ class Pipe:
 
     def retry(self) -> None:
         """A cut may have ended: resend the held segments after a pause."""
-        if self._held and not self._retrying:
+        if self.held and not self._retrying:
             self._retrying = True
-            self._network.simulation.call_later(self._network.retry_pause(), self._retry)
-
-    def drop(self) -> None:
-        """Drop the held segments."""
-        self._held.clear()
+            self._network.timeline.call_later(self._network.retry_pause(), self._retry)
 
     def _retry(self) -> None:
         self._retrying = False
-        if self._network.is_cut(self._source.process, self._target.process):
-            if self._held:
+        if self._network.is_cut(self._source.machine, self._target.machine):
+            if self.held:
                 self._network.holds(self)
             return
-        held, self._held = self._held, deque()
+        held, self.held = self.held, deque()
         for segment in held:
             self._deliver(segment)
 
     def _deliver(self, segment: SimSegment) -> None:
         source, target = self._source, self._target
         if not target.takes:
-            if not target.process.powered:
+            if not target.machine.powered:
                 source.unanswered()
             elif segment.end != RESET:
                 # The target closed the connection.
                 target.out.end(RESET)
             return
-        if self._network.is_cut(target.process, source.process):
+        if self._network.is_cut(target.machine, source.machine):
             # The segment arrives, but its confirmation does not.
             source.unanswered()
         if segment.end:
@@ -132,11 +131,11 @@ class Pipe:
 class Endpoint(asyncio.Transport):
     """One end of a connection: the transport of its process."""
 
-    def __init__(self, network: Network, loop: SimLoop, name: tuple[str, int], peer: tuple[str, int]) -> None:
+    def __init__(self, network: Network, loop: Loop, machine: Machine, name: Address, peer: Address) -> None:
         super().__init__({"sockname": name, "peername": peer})
         self._network = network
         self.loop = loop
-        self.process = loop.process
+        self.machine = machine
         #: The pipe to the peer; set when both ends exist.
         self.out: Pipe = cast(Pipe, None)
         self.into: Pipe = cast(Pipe, None)
@@ -177,7 +176,7 @@ class Endpoint(asyncio.Transport):
 
     def arrived(self, data: bytes) -> None:
         """Bytes arrived."""
-        self._network.simulation.trace.mix(b"%s %d %d" % (self.process.label, len(data), crc32(data)))
+        self._network.timeline.trace.mix(b"%s %d %d" % (self.machine.label, len(data), crc32(data)))
         self._unread.append(memoryview(data))
         self._unread_size += len(data)
         self._look()
@@ -202,7 +201,7 @@ class Endpoint(asyncio.Transport):
         """Sent bytes are not confirmed: give up the connection after a time."""
         if self._giving_up is None:
             seconds = self._network.give_up_pause()
-            self._giving_up = self._network.simulation.call_later(seconds, self._give_up)
+            self._giving_up = self._network.timeline.call_later(seconds, self._give_up)
 
     def _answered(self) -> None:
         if self._giving_up is not None:
@@ -211,15 +210,15 @@ class Endpoint(asyncio.Transport):
 
     def _give_up(self) -> None:
         self._giving_up = None
-        self.out.drop()
+        self.out.held.clear()
         if self.kernel_open:
-            self._network.simulation.log(self.process.name, f"{self!r} times out")
+            self._network.timeline.log(self.machine.name, f"{self!r} times out")
             self.broke(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
 
     def healed(self) -> None:
         """Neither direction is cut any more."""
         self._answered()
-        self._write_soon()
+        self.write_soon()
 
     def vanish(self, *, silent: bool) -> None:
         """The process is dead; ``silent``: its machine, too."""
@@ -233,7 +232,7 @@ class Endpoint(asyncio.Transport):
         self._answered()
         self._network.closed(self)
         if silent:
-            self.out.drop()
+            self.out.held.clear()
         if silent or self._error is not None:
             return
         if self._unread_size or self._network.random.random() < self._network.reset_odds:
@@ -267,42 +266,31 @@ class Endpoint(asyncio.Transport):
                 self.close()
 
     def _read_some(self) -> None:
-        wanted = self._network.chunk(min(self._unread_size, READ_MAX))
+        size = self._network.chunk(min(self._unread_size, READ_MAX))
         protocol = self._protocol
         if isinstance(protocol, asyncio.BufferedProtocol):
             buffer = memoryview(cast(Any, protocol.get_buffer(-1))).cast("B")
-            wanted = min(wanted, len(buffer))
-            position = 0
-            while position < wanted:
-                piece = self._take(wanted - position)
-                buffer[position : position + len(piece)] = piece
-                position += len(piece)
-            self._was_read(wanted)
-            protocol.buffer_updated(wanted)
+            data = self._take(min(size, len(buffer)))
+            buffer[: len(data)] = data
+            protocol.buffer_updated(len(data))
         else:
             assert isinstance(protocol, asyncio.Protocol)
-            pieces: list[memoryview] = []
-            left = wanted
-            while left:
-                pieces.append(self._take(left))
-                left -= len(pieces[-1])
-            self._was_read(wanted)
-            protocol.data_received(b"".join(pieces))
+            protocol.data_received(self._take(size))
 
-    def _take(self, size: int) -> memoryview:
-        first = self._unread[0]
-        if len(first) <= size:
-            return self._unread.popleft()
-        self._unread[0] = first[size:]
-        return first[:size]
-
-    def _was_read(self, size: int) -> None:
+    def _take(self, size: int) -> bytes:
+        pieces: list[memoryview] = []
+        left = size
+        while left:
+            piece = self._unread.popleft()
+            if len(piece) > left:
+                self._unread.appendleft(piece[left:])
+                piece = piece[:left]
+            pieces.append(piece)
+            left -= len(piece)
         self._unread_size -= size
         self.into.outstanding -= size
         self._network.window_opened(self)
-
-    def is_reading(self) -> bool:
-        return not self._reading_paused and not self._closing
+        return b"".join(pieces)
 
     def pause_reading(self) -> None:
         self._reading_paused = True
@@ -322,11 +310,9 @@ class Endpoint(asyncio.Transport):
             self.loop.call_soon(self._fatal, self._error)
             return
         piece = bytes(data)
-        if not self._buffer:
-            room = self.out.room
-            if room:
-                self.out.push(piece[:room])
-                piece = piece[room:]
+        if not self._buffer and (room := self.out.room):
+            self.out.push(piece[:room])
+            piece = piece[room:]
         if piece:
             self._buffer.append(piece)
             self._buffer_size += len(piece)
@@ -338,11 +324,8 @@ class Endpoint(asyncio.Transport):
     def writelines(self, list_of_data: Any) -> None:
         self.write(b"".join(list_of_data))
 
-    def write_room(self) -> None:
-        """The peer has read bytes: the kernel takes more."""
-        self._write_soon()
-
-    def _write_soon(self) -> None:
+    def write_soon(self) -> None:
+        """The kernel may take more bytes: the peer has read some, or a cut has ended."""
         if self._buffer and not self._write_scheduled:
             self._write_scheduled = True
             self.loop.call_soon(self._write_more)
@@ -366,9 +349,6 @@ class Endpoint(asyncio.Transport):
             elif self._write_ended:
                 self.out.end(FIN)
 
-    def can_write_eof(self) -> bool:
-        return True
-
     def write_eof(self) -> None:
         if not self._write_ended and not self._closing:
             self._write_ended = True
@@ -380,20 +360,10 @@ class Endpoint(asyncio.Transport):
             high = HIGH_DEFAULT if low is None else 4 * low
         self._high, self._low = high, high // 4 if low is None else low
 
-    def get_write_buffer_limits(self) -> tuple[int, int]:
-        return self._low, self._high
-
     def get_write_buffer_size(self) -> int:
         return self._buffer_size
 
     # --- ending ---------------------------------------------------------------------------------
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        self._protocol = protocol
-
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        assert self._protocol is not None
-        return self._protocol
 
     def is_closing(self) -> bool:
         return self._closing
