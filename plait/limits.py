@@ -18,6 +18,8 @@ GIB: Final = 1024 * MIB
 # --- format -------------------------------------------------------------------------------------
 #: A frame, header included. Large enough for one 16 MiB body with its columns.
 FRAME_SIZE_MAX: Final = 17 * MIB
+#: The largest packet: a frame and its request. Pull replies stay below this size too.
+PACKET_SIZE_MAX: Final = FRAME_SIZE_MAX + 1 * MIB
 #: Rows of one frame: bounds the size of row masks.
 FRAME_COUNT_MAX: Final = 1 << 20
 #: One column after decompression; a column that declares more is refused before it is decompressed.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from plait.broker.commit import Commit, SendCallback
 from plait.broker.partitions.partition import Partition
 from plait.errors import FlowControl, OutOfSequence, PlaitError, ProducerConflict, StaleRoute, UnknownProducer
@@ -29,14 +31,11 @@ CONSTANTS_SIZE_MAX = sum(FIXED_WIDTHS.values())
 _NEW: Final = FrameVerdict.NEW
 
 
-class Submission:
+class Submission(msgspec.Struct, eq=False):
     """A received frame that is not yet appended."""
 
-    __slots__ = ("frame", "reply")
-
-    def __init__(self, frame: FrameView, reply: SendCallback | None) -> None:
-        self.frame = frame
-        self.reply = reply
+    frame: FrameView
+    reply: SendCallback | None
 
 
 class Appender:

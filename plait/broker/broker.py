@@ -300,7 +300,10 @@ class Broker:
         if turn.failed is not None or turn.stalled:
             turn.refuse_when_stalled()
         group.ack(consumer, ranges, turn, tags)
-        turn.answer_after_commit(reply)
+        if reply is not None:
+            turn.answers.append(reply)
+        if not turn.dirty:
+            turn.mark()
         # A consumer that held too many separate ranges may get rows again.
         if group.waiters and (group.definition.ordered or group.has_more):
             self.waking.wake_group(group)

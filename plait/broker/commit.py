@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from plait.broker.partitions.partition import Partition
 from plait.errors import PlaitError
 from plait.frame.view import FrameView
@@ -13,26 +15,23 @@ from plait.storage.logs.log import SyncJob
 SendCallback = Callable[[int | None, PlaitError | None], None]
 
 
-class Commit:
+class Commit(msgspec.Struct, eq=False):
     """What one loop turn wrote, and the callbacks that run when it counts."""
 
-    __slots__ = ("answers", "delayed", "durable_answers", "ends", "partitions", "replies", "since")
-
-    def __init__(self, since: float = 0.0) -> None:
-        #: Time of the write, on the monotonic clock.
-        self.since = since
-        #: Partition → the end of its appended rows.
-        self.partitions: dict[Partition, int] = {}
-        #: Callbacks of sends, each with its result.
-        self.replies: list[tuple[SendCallback, int | None, PlaitError | None]] = []
-        #: (schedule partition, frame, its log offset, number of its first row) of delayed rows.
-        self.delayed: list[tuple[Partition, FrameView, int, int]] = []
-        #: Callbacks of all other requests: called when the commit counts.
-        self.answers: list[Callable[[], None]] = []
-        #: Callbacks that are called when the commit is durable.
-        self.durable_answers: list[Callable[[], None]] = []
-        #: The written end of each log.
-        self.ends: list[int] = []
+    #: Time of the write, on the monotonic clock.
+    since: float = 0.0
+    #: Partition → the end of its appended rows.
+    partitions: dict[Partition, int] = {}
+    #: Callbacks of sends, each with its result.
+    replies: list[tuple[SendCallback, int | None, PlaitError | None]] = []
+    #: (schedule partition, frame, its log offset, number of its first row) of delayed rows.
+    delayed: list[tuple[Partition, FrameView, int, int]] = []
+    #: Callbacks of all other requests: called when the commit counts.
+    answers: list[Callable[[], None]] = []
+    #: Callbacks that are called when the commit is durable.
+    durable_answers: list[Callable[[], None]] = []
+    #: The written end of each log.
+    ends: list[int] = []
 
 
 class SyncWork:

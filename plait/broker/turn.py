@@ -91,9 +91,11 @@ class Turn:
         #: Running syncs, and when each began (monotonic clock).
         self.syncs: dict[SyncWork, float] = {}
         self._actions = ActionBuffer()
-        self._answers: list[Callable[[], None]] = []
+        #: Called when the next commit counts (written, or durable in sync mode).
+        self.answers: list[Callable[[], None]] = []
         self._durable_answers: list[Callable[[], None]] = []
-        self._unsynced: deque[Commit] = deque()
+        #: Commits that are not durable yet and must be.
+        self.unsynced: deque[Commit] = deque()
         # Where sends wait for syncs, the logs zero their files ahead of the writes.
         ahead = 1 * MIB if config.flush == "sync" else 0
         self.message_log = Log(disk, MESSAGE_DIRECTORY, config.message_segment_size, zero_ahead=ahead)
@@ -157,7 +159,7 @@ class Turn:
     def answer_after_commit(self, reply: Callable[[], None] | None) -> None:
         """Answer after the commit of this turn counts (written, or durable in sync mode)."""
         if reply is not None:
-            self._answers.append(reply)
+            self.answers.append(reply)
         self.mark()
 
     def answer_when_durable(self, reply: Callable[[], None]) -> None:
@@ -179,7 +181,7 @@ class Turn:
         # A checkpoint continues after its sync; the logs are free by then, so finished syncs do not count.
         begun = min((begun for work, begun in self.syncs.items() if not work.done), default=None)
         if begun is not None:
-            oldest = self._unsynced[0].since if self._unsynced else begun
+            oldest = self.unsynced[0].since if self.unsynced else begun
             flow.refuse_when_busy(begun, oldest, self.clock.monotonic(), self.limits)
 
     def refuse_when_stalled(self) -> None:
@@ -256,11 +258,11 @@ class Turn:
             self.schedules.take_in(commit)
         if not self.stalled:
             # While stalled, the events are not in the log: their answers wait for the commit that writes them.
-            commit.answers, self._answers = self._answers, []
+            commit.answers, self.answers = self.answers, []
             commit.durable_answers, self._durable_answers = self._durable_answers, []
         if self.config.flush == "sync" or commit.durable_answers:
             commit.ends = [log.written for log in self.logs]
-            self._unsynced.append(commit)
+            self.unsynced.append(commit)
             if self.config.flush == "sync":
                 return
         self._answer(commit)
@@ -331,7 +333,7 @@ class Turn:
     @property
     def sync_wanted(self) -> bool:
         """Whether a commit or a stage needs a sync."""
-        return bool(self._unsynced or self.stages.unsynced)
+        return bool(self.unsynced or self.stages.unsynced)
 
     @property
     def syncing(self) -> bool:
@@ -352,8 +354,8 @@ class Turn:
             return
         for log, job in zip(self.logs, work.jobs, strict=True):
             log.end_sync(job)
-        while self._unsynced and work.covers(self._unsynced[0].ends):
-            commit = self._unsynced.popleft()
+        while self.unsynced and work.covers(self.unsynced[0].ends):
+            commit = self.unsynced.popleft()
             if self.config.flush == "sync":
                 self._make_visible(commit)
                 self._answer(commit)

@@ -152,11 +152,12 @@ class BrokerHost:
     def _commit(self) -> None:
         if self.stopped:
             return
+        turn = self.broker.turn
         try:
-            self.broker.turn.commit()
-            if self.broker.turn.failed is not None:
-                self.fail(self.broker.turn.failed)
-            elif self.broker.turn.sync_wanted:
+            turn.commit()
+            if turn.failed is not None:
+                self.fail(turn.failed)
+            elif turn.unsynced or turn.stages.unsynced:
                 self._syncs.begin()
             if self.broker.schedules.by_subject:
                 self.arm_timer()

@@ -51,7 +51,6 @@ class Server(Listener):
             self.report = await host.recover(routed=not alone)
             self.broker, self.membership = host.broker, host.membership
             self.connections.handle = Handlers(host, self.cluster).handle
-            self.connections.holders.attached = self.broker.sessions
             self.connections.holders.on_lost = self.membership.disconnected
             await self.bind()
             await self.cluster.start()

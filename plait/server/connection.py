@@ -19,7 +19,7 @@ from plait.model import names
 from plait.server.sessions import ConnectionSessions, SessionHolders
 from plait.version import VERSION
 from plait.wire import messages as m
-from plait.wire.packets import SHARED_SIZE, Buffer, Packet, Receiver, send
+from plait.wire.packets import SHARED_SIZE, Buffer, Packet, Receiver, pack, write
 
 log = logging.getLogger("plait.server")
 
@@ -41,7 +41,7 @@ class Connections(dict["Connection", None]):
         self.limits = limits
         #: Serves a request. A protocol error closes the connection; any other error is a reply.
         self.handle: Callable[[Connection, Packet], None]
-        self.holders = SessionHolders(clock, limits.polls_per_connection)
+        self.holders = SessionHolders(clock)
         self.shared_buffer = memoryview(bytearray(SHARED_SIZE))
         #: Bytes of incomplete packets on all connections.
         self.partial_bytes = 0
@@ -238,12 +238,25 @@ class Connection(Receiver, asyncio.BufferedProtocol):
             ),
         )
 
+    def begin_poll(self, correlation: int, session: int = 0) -> None:
+        """Register a pull of a session, or a read, that may wait. ``sessions.polls`` has it until its reply."""
+        polls, limit = self.sessions.polls, self.pool.limits.polls_per_connection
+        if len(polls) >= limit:
+            raise LimitExceeded(
+                f"limit of long polls reached ({limit} per connection); wait for their replies",
+                limit="polls_per_connection",
+                value=limit,
+            )
+        if correlation in polls:
+            raise ProtocolError(f"correlation {correlation} belongs to a request that has no reply yet")
+        polls[correlation] = session
+
     def _delay(self, packet: Packet) -> None:
         """Keep a request until the client has read its replies."""
-        if packet.kind == m.HeartbeatRequest.KIND:
+        if isinstance(packet.message, m.HeartbeatRequest):
             self.sessions.touch()
         self._delayed.append(packet)
-        self._delayed_size += len(packet.head) + len(packet.payload) + DELAYED_OVERHEAD
+        self._delayed_size += packet.size + DELAYED_OVERHEAD
         if self._delayed_size > DELAYED_SIZE_MAX:
             self._pause_or_resume_reading()
 
@@ -274,10 +287,14 @@ class Connection(Receiver, asyncio.BufferedProtocol):
         if self.closed or transport is None or transport.is_closing():
             return
         try:
-            send(transport, message.KIND, correlation, m.encode(message), payload, size)
+            head = pack(message.KIND, correlation, m.encode(message), size)
         except ProtocolError as error:
             self.fail(correlation, TooLarge(f"the reply is too large ({error.message}); request less"))
             return
+        if payload:
+            write(transport, head, payload, size)
+        else:
+            transport.write(head)
         if self._counts_outgoing:
             self._check_outgoing()
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from plait.broker.groups.attachments import resolve_start
-from plait.broker.groups.shared_group import Delivery, NackOutcome
+from plait.broker.groups.shared_group import AttachedConsumer, Delivery, NackOutcome
 from plait.broker.partitions.partition import ReadBatch
-from plait.errors import InvalidArgument, LimitExceeded, PlaitError, ProtocolError, StaleRoute
+from plait.errors import InvalidArgument, LimitExceeded, PlaitError, ProtocolError, StaleRoute, StaleSession
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
 from plait.limits import FAILED_RANGES_MAX, LOGICAL_PARTITIONS, REQUEST_RANGES_MAX
@@ -23,6 +23,7 @@ from plait.server.connection import Connection
 from plait.server.operations import partitions as admin_partition
 from plait.server.operations import stages as admin_stage
 from plait.server.operations import subjects_and_groups as admin
+from plait.server.sessions import ENDED
 from plait.wire import messages as m
 from plait.wire.packets import Packet
 
@@ -58,20 +59,20 @@ class Handlers:
 
     def handle(self, connection: Connection, packet: Packet) -> None:
         """Serve a request. A protocol error closes the connection; any other error is a reply."""
-        handler = self._table.get(packet.kind)
+        message, correlation, payload, _ = packet
+        handler = self._table.get(message.KIND)
         if handler is None:
-            raise ProtocolError(f"packet kind {packet.kind} is not a request; is the client newer?")
-        if not connection.client and packet.kind != m.Hello.KIND:
+            raise ProtocolError(f"packet kind {message.KIND} is not a request; is the client newer?")
+        if not connection.client and not isinstance(message, m.Hello):
             raise ProtocolError("the first packet must be a hello")
-        message = m.decode(packet.kind, packet.head)
         try:
-            handler(connection, packet.correlation, message, packet.payload)
+            handler(connection, correlation, message, payload)
         except ProtocolError:
             raise
         except PlaitError as error:
             if self._broker.turn.failed is not None:
                 self._host.fail(self._broker.turn.failed)
-            connection.fail(packet.correlation, error)
+            connection.fail(correlation, error)
 
     def _hello(self, connection: Connection, correlation: int, hello: m.Hello, _: memoryview) -> None:
         connection.greet(correlation, hello, self._broker.config.group, self._broker.turn.epoch)
@@ -194,13 +195,23 @@ class Handlers:
             ),
         )
 
+    def _consumer(self, connection: Connection, session: int) -> AttachedConsumer:
+        """The consumer that attached over this connection under the session. Raises ``StaleSession`` if it is lost."""
+        consumer = self._broker.sessions.get(session) if session in connection.sessions.consumers else None
+        if consumer is None:
+            raise StaleSession(ENDED)
+        consumer.last_contact = self._host.clock.monotonic()
+        return consumer
+
     def _pull(self, connection: Connection, correlation: int, pull: m.PullRequest, _: memoryview) -> None:
-        consumer = connection.sessions.consumer(pull.session)
+        consumer = self._consumer(connection, pull.session)
         wait = pull.wait if pull.wait >= 0 else _checked_wait(pull.wait)
-        poll = connection.sessions.begin_poll(correlation, pull.session)
+        connection.begin_poll(correlation, pull.session)
+        polls = connection.sessions.polls
 
         def reply(delivery: Delivery | None) -> None:
-            if not connection.sessions.end_poll(poll):
+            # The poll has ended with its session, and was answered then.
+            if polls.pop(correlation, None) is None:
                 return
             if delivery is None:
                 connection.answer(correlation, m.PullReply(news=consumer.news))
@@ -211,20 +222,20 @@ class Handlers:
         try:
             deadline = self._broker.pull(consumer, pull.count, pull.size, wait, reply)
         except PlaitError:
-            connection.sessions.end_poll(poll)
+            polls.pop(correlation, None)
             raise
         if deadline is not None and deadline < self._host.timer_at:
             self._host.arm_timer()
 
     def _ack(self, connection: Connection, correlation: int, ack: m.AckRequest, _: memoryview) -> None:
-        consumer = connection.sessions.consumer(ack.session)
+        consumer = self._consumer(connection, ack.session)
         if len(ack.ranges) > REQUEST_RANGES_MAX:
             _bounded(ack.ranges)
         ranges, tags = _with_tags(ack.ranges, ack.tags) if ack.tags else (_checked(ack.ranges), [])
         self._broker.ack(consumer, ranges, lambda: connection.answer(correlation, m.DoneReply()), tags)
 
     def _nack(self, connection: Connection, correlation: int, nack: m.NackRequest, _: memoryview) -> None:
-        consumer = connection.sessions.consumer(nack.session)
+        consumer = self._consumer(connection, nack.session)
         _bounded([*nack.ranges, *nack.lp_ranges])
         if nack.counted:
             _bounded(nack.ranges, FAILED_RANGES_MAX, "FAILED_RANGES_MAX")
@@ -248,7 +259,7 @@ class Handlers:
         self._host.arm_timer()
 
     def _lease(self, connection: Connection, correlation: int, lease: m.LeaseRequest, _: memoryview) -> None:
-        consumer = connection.sessions.consumer(lease.session)
+        consumer = self._consumer(connection, lease.session)
         leased = self._broker.leases.ask(consumer, lease.wants, lease.parked, lease.resumed, lease.route)
         # A lock is granted when its event is committed.
         self._broker.turn.answer_after_commit(lambda: connection.answer(correlation, m.LeaseReply(*leased)))
@@ -273,10 +284,10 @@ class Handlers:
         # A read creates no subject. In a cluster the missing partition makes the reader refresh its route.
         partition = self._broker.partition_of(read.name, create=self._broker.routed)
         start = resolve_start(partition, read.start)
-        poll = connection.sessions.begin_poll(correlation, None)
+        connection.begin_poll(correlation)
 
         def reply(batch: ReadBatch | None) -> None:
-            if not connection.sessions.end_poll(poll):
+            if connection.sessions.polls.pop(correlation, None) is None:
                 return
             if connection.writing_paused:
                 # Send no rows: the client reads again from here after it has read its earlier replies.

@@ -5,33 +5,20 @@ A consumer has at most one session: a new one, on any connection, ends the one b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from plait.broker.groups.shared_group import AttachedConsumer
 from plait.clock import Clock
-from plait.errors import LimitExceeded, PlaitError, StaleSession
+from plait.errors import PlaitError, StaleSession
 
-_ENDED = "the session of this consumer has ended (no contact, or attached elsewhere); attach again"
-
-
-class Poll:
-    """A pull or read that has not been answered; a read has no session."""
-
-    __slots__ = ("correlation", "session")
-
-    def __init__(self, correlation: int, session: int | None) -> None:
-        self.correlation = correlation
-        self.session = session
+ENDED = "the session of this consumer has ended (no contact, or attached elsewhere); attach again"
 
 
 class SessionHolders:
     """The connection of each attached consumer of a server; a meta server has none."""
 
-    def __init__(self, clock: Clock, polls_per_connection: int) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.monotonic = clock.monotonic
-        self.polls_per_connection = polls_per_connection
-        #: The broker's attached consumers by session.
-        self.attached: Mapping[int, AttachedConsumer] = {}
         #: Called with a consumer and its session when their connection is closed.
         self.on_lost: Callable[[AttachedConsumer, int], None] = lambda consumer, session: None
         self.held: dict[AttachedConsumer, tuple[ConnectionSessions, int]] = {}
@@ -52,15 +39,8 @@ class ConnectionSessions:
         self._fail = fail
         #: Attached consumers by session.
         self.consumers: dict[int, AttachedConsumer] = {}
-        self._polls: dict[Poll, None] = {}
-
-    def consumer(self, session: int) -> AttachedConsumer:
-        """The consumer that attached over this connection under the session. Raises ``StaleSession`` if it is lost."""
-        consumer = self._holders.attached.get(session) if session in self.consumers else None
-        if consumer is None:
-            raise StaleSession(_ENDED)
-        consumer.last_contact = self._holders.monotonic()
-        return consumer
+        #: Correlation of each pull or read that has no reply yet → its session; 0: a read.
+        self.polls: dict[int, int] = {}
 
     def touch(self) -> None:
         """Record a contact of every consumer of this connection."""
@@ -79,9 +59,9 @@ class ConnectionSessions:
         consumer = self.consumers.pop(session, None)
         if consumer is not None:
             self._forget(consumer, session)
-        for poll in [poll for poll in self._polls if poll.session == session]:
-            del self._polls[poll]
-            self._fail(poll.correlation, StaleSession(_ENDED))
+        for correlation in [number for number, of in self.polls.items() if of == session]:
+            del self.polls[correlation]
+            self._fail(correlation, StaleSession(ENDED))
 
     def _forget(self, consumer: AttachedConsumer, session: int) -> None:
         if self._holders.held.get(consumer) == (self, session):
@@ -93,24 +73,4 @@ class ConnectionSessions:
             self._holders.on_lost(consumer, session)
             self._forget(consumer, session)
         self.consumers.clear()
-        self._polls.clear()
-
-    def begin_poll(self, correlation: int, session: int | None) -> Poll:
-        """Register a pull or read that may wait."""
-        limit = self._holders.polls_per_connection
-        if len(self._polls) >= limit:
-            raise LimitExceeded(
-                f"limit of long polls reached ({limit} per connection); wait for their replies",
-                limit="polls_per_connection",
-                value=limit,
-            )
-        poll = Poll(correlation, session)
-        self._polls[poll] = None
-        return poll
-
-    def end_poll(self, poll: Poll) -> bool:
-        """Remove a poll before its reply. Returns False if the poll has ended already and must not be answered."""
-        if poll not in self._polls:
-            return False
-        del self._polls[poll]
-        return True
+        self.polls.clear()

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, Unavailable, VersionMismatch
+from plait.limits import PACKET_SIZE_MAX
 from plait.wire import messages as m
-from plait.wire.packets import PACKET_SIZE_MAX, SHARED_SIZE, Buffer, Receiver, memory, pack, send
+from plait.wire.packets import SHARED_SIZE, Buffer, Receiver, memory, pack, write
 
 DEFAULT_PORT = 7450
 SCHEME = "plait://"
@@ -79,8 +80,8 @@ class Link(Receiver, asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self.received_bytes += nbytes
         try:
-            for kind, correlation, head, payload in self.received(nbytes):
-                message = m.decode(kind, head)
+            for message, correlation, payload, _ in self.received(nbytes):
+                kind = message.KIND
                 call, due = self._calls.get(correlation, _NO_CALL)
                 if kind != due and kind != _FAILURE and call is not None:
                     # The call stays registered and fails when the connection closes.
@@ -135,13 +136,13 @@ class Link(Receiver, asyncio.BufferedProtocol):
             on_answer(None, _EMPTY, self.error or Unavailable("not connected"))
             return
         number = self._next
+        head = pack(message.KIND, number, m.encode(message), size)
         if payload:
             if self._heads:
                 # Write the earlier packets first, to preserve the order.
                 self._write_heads()
-            send(self._transport, message.KIND, number, m.encode(message), payload, size)
+            write(self._transport, head, payload, size)
         else:
-            head = pack(message.KIND, number, m.encode(message), size)
             if not self._heads:
                 asyncio.get_running_loop().call_soon(self._write_heads)
             self._heads.append(head)
@@ -159,7 +160,7 @@ class Link(Receiver, asyncio.BufferedProtocol):
         """Send a packet that has no answer."""
         if not self.closed and self._transport is not None:
             self._write_heads()
-            send(self._transport, message.KIND, 0, m.encode(message), payload, size)
+            write(self._transport, pack(message.KIND, 0, m.encode(message), size), payload, size)
 
     async def request(self, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0) -> Any:
         """Send a request and wait for its answer; raises the error that the server answers with."""

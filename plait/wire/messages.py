@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, from_code
-from plait.limits import KIB, MIB
+from plait.limits import KIB, MIB, PACKET_SIZE_MAX
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
-from plait.wire.packets import PACKET_SIZE_MAX
 
 PROTOCOL_VERSION = 1
 
@@ -415,14 +414,17 @@ _ANSWERS: list[tuple[type[PacketHead], type[PacketHead]]] = [
 ]
 #: Kind of a request → kind of its answer, unless the request fails.
 ANSWERS: dict[int, int] = {request.KIND: answer.KIND for request, answer in _ANSWERS}
-_DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {
-    number: msgspec.msgpack.Decoder(kind) for number, kind in _kinds().items()
+#: Packet kind → the decoder of its head.
+DECODERS: dict[int, Callable[[memoryview], PacketHead]] = {
+    number: msgspec.msgpack.Decoder(kind).decode for number, kind in _kinds().items()
 }
+#: What a decoder raises for invalid bytes.
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidArgument)
 _encoder = msgspec.msgpack.Encoder()
 
 #: The largest head: a reply with half a million ranges.
 HEAD_SIZE_MAX = 8 * MIB
-#: Limit of heads with values of any type: one byte can decode to a whole object.
+#: Limit of heads with values of any type: one byte can decode to a whole object. No kind has a lower limit.
 OPEN_HEAD_SIZE_MAX = 64 * KIB
 #: Enough for every LP as a run of its own and many times the parked keys of a group, or for many sessions. Decoding
 #: more would block the server.
@@ -450,17 +452,21 @@ encode: Callable[[PacketHead], bytes] = _encoder.encode
 
 def decode(kind: int, head: memoryview) -> PacketHead:
     """The message in the head of a packet; raises ``ProtocolError`` for invalid bytes."""
-    decoder = _DECODERS.get(kind)
+    decoder = DECODERS.get(kind)
     if decoder is None:
         raise ProtocolError(f"packet kind {kind} is not known; the peer may have a newer version of Plait")
     limit = _HEAD_SIZES_MAX.get(kind, HEAD_SIZE_MAX)
     if len(head) > limit:
         raise ProtocolError(f"the head of a packet of kind {kind} has {len(head)} bytes, over the limit of {limit}")
     try:
-        message: PacketHead = decoder.decode(head)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidArgument) as error:
-        raise ProtocolError(f"the head of a packet of kind {kind} does not decode: {error}") from None
-    return message
+        return decoder(head)
+    except UNDECODABLE as error:
+        raise undecodable(kind, error) from None
+
+
+def undecodable(kind: int, error: Exception) -> ProtocolError:
+    """The error for a head that is not a message of its kind."""
+    return ProtocolError(f"the head of a packet of kind {kind} does not decode: {error}")
 
 
 def failure_of(error: PlaitError) -> ErrorReply:

@@ -1,7 +1,7 @@
 """Packets: bytes in, packets out, no I/O.
 
-A packet is a 16-byte header, a msgpack head padded to 8 bytes, and a payload of frames. The receiver provides the
-buffer for the next bytes: small packets use one buffer that all connections of a loop share; a large packet gets a
+A packet is a 16-byte header, a message as a msgpack head padded to 8 bytes, and a payload of frames. The receiver has
+the buffer for the next bytes: small packets use one buffer that all connections of a loop share; a large packet gets a
 buffer of its own, so that its payload is received in place.
 
 Arbitrary bytes give packets or a ``ProtocolError``, with the same result for every split into pieces, and never take
@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from plait.errors import ProtocolError
-from plait.limits import FRAME_SIZE_MAX, KIB, MIB
+from plait.limits import KIB, MIB, PACKET_SIZE_MAX
+from plait.wire.messages import DECODERS, OPEN_HEAD_SIZE_MAX, UNDECODABLE, PacketHead, decode, undecodable
 
 #: Size of the packet, kind, reserved, correlation, size of the head.
 HEADER = struct.Struct("<IHHII")
 HEADER_SIZE = HEADER.size
-#: A frame and its request; pull replies stay below this size too.
-PACKET_SIZE_MAX = FRAME_SIZE_MAX + 1 * MIB
 #: Size of the receive buffer that the connections of a loop share.
 SHARED_SIZE = 256 * 1024
 #: First size of a large packet's own buffer, which doubles as bytes arrive. A frame of ``send_many`` fits.
@@ -39,10 +38,11 @@ Buffer = bytes | bytearray | memoryview
 class Packet(NamedTuple):
     """One request, reply or notice."""
 
-    kind: int
+    message: PacketHead
     correlation: int
-    head: memoryview
     payload: memoryview
+    #: Bytes of the whole packet.
+    size: int
 
 
 def pack(kind: int, correlation: int, head: bytes, payload_size: int = 0) -> bytes:
@@ -54,19 +54,9 @@ def pack(kind: int, correlation: int, head: bytes, payload_size: int = 0) -> byt
     return HEADER.pack(size, kind, 0, correlation, len(head)) + head + b"\0" * padding
 
 
-def send(
-    transport: asyncio.WriteTransport,
-    kind: int,
-    correlation: int,
-    head: bytes,
-    payload: Sequence[Buffer] = (),
-    size: int = 0,
-) -> None:
-    """Write a packet whose payload has ``size`` bytes."""
-    head = pack(kind, correlation, head, size)
-    if not payload:
-        transport.write(head)
-    elif size <= JOIN_SIZE_MAX:
+def write(transport: asyncio.WriteTransport, head: bytes, payload: Sequence[Buffer], size: int) -> None:
+    """Write the result of ``pack``, and a payload of ``size`` bytes."""
+    if size <= JOIN_SIZE_MAX:
         transport.write(b"".join((head, *payload)))
     else:
         transport.writelines([head, *payload])
@@ -129,9 +119,16 @@ class Receiver:
                 self.failure = ProtocolError(f"packet head of {head_size} bytes passes the packet's end")
                 return packets
             whole = data if own is not None else memoryview(bytes(data[position:stop]))
+            head = whole[HEADER_SIZE : HEADER_SIZE + head_size]
+            try:
+                # A small head of a known kind needs no Python call.
+                decoder = DECODERS.get(kind) if head_size <= OPEN_HEAD_SIZE_MAX else None
+                message = decode(kind, head) if decoder is None else decoder(head)
+            except (ProtocolError, *UNDECODABLE) as error:
+                self.failure = error if isinstance(error, ProtocolError) else undecodable(kind, error)
+                return packets
             # Bypass the Python-level constructor of the NamedTuple: this runs for every packet.
-            fields = (kind, correlation, whole[HEADER_SIZE : HEADER_SIZE + head_size], whole[start:])
-            packets.append(tuple.__new__(Packet, fields))
+            packets.append(tuple.__new__(Packet, (message, correlation, whole[start:], size)))
             position = stop
         self._rest = bytes(data[position:])
         self.partial_size = len(self._rest)

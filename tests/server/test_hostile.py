@@ -29,11 +29,11 @@ from plait.errors import (
 from plait.frame.builder import build_frame
 from plait.frame.columns import Codec, Column
 from plait.frame.view import frames_in
-from plait.limits import COLUMN_SIZE_MAX, KIB, MIB
+from plait.limits import COLUMN_SIZE_MAX, KIB, MIB, PACKET_SIZE_MAX
 from plait.server import Server
 from plait.storage.disk import RealDisk
 from plait.wire import messages as m
-from plait.wire.packets import HEADER, HEADER_SIZE, PACKET_SIZE_MAX, pack
+from plait.wire.packets import HEADER, HEADER_SIZE, pack
 from tests.frame.samples import Draft, arrow_bytes, resign, with_column
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
@@ -80,8 +80,8 @@ def head_of(*fields: Any) -> bytes:
         pytest.param(HEADER.pack(PACKET_SIZE_MAX + 1, 5, 0, 1, 0), "packet size", id="oversized"),
         pytest.param(HEADER.pack(0xFFFF_FFFF, 5, 0, 1, 0), "packet size 4294967295", id="largest size"),
         pytest.param(HEADER.pack(24, 5, 0, 1, 9) + bytes(8), "passes the packet's end", id="lying head size"),
-        pytest.param(packet(999), "kind 999 is not a request", id="unknown kind"),
-        pytest.param(packet(m.Welcome.KIND), "kind 2 is not a request", id="an answer as request"),
+        pytest.param(packet(999), "kind 999 is not known", id="unknown kind"),
+        pytest.param(packet(m.DoneReply.KIND), "kind 4 is not a request", id="an answer as request"),
         pytest.param(packet(m.PartitionNumberRequest.KIND, b"\xc1"), "does not decode", id="no msgpack"),
         pytest.param(packet(m.PartitionNumberRequest.KIND, head_of(5)), "does not decode", id="wrong type"),
         pytest.param(packet(m.PartitionNumberRequest.KIND, head_of()), "does not decode", id="missing field"),

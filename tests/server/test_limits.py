@@ -17,13 +17,13 @@ import plait
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, LimitExceeded, StaleSession
 from plait.frame.builder import build_frame
-from plait.limits import KIB, MIB
+from plait.limits import KIB, MIB, PACKET_SIZE_MAX
 from plait.server import Server
 from plait.server.connection import Connection
 from plait.storage.disk import RealDisk
 from plait.testing.simulated_disk import Operation, SimulatedDisk
 from plait.wire import messages as m
-from plait.wire.packets import HEADER, PACKET_SIZE_MAX, pack
+from plait.wire.packets import HEADER, pack
 from tests.server.conftest import Serve
 from tests.server.raw import PATIENCE_SECONDS, Raw, until
 from tests.support.require import require

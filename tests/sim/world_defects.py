@@ -84,10 +84,10 @@ def overtake_sends_that_wait_for_room(patch: Patch) -> None:
             if self.closed is not None:
                 raise self.closed
             me = object()
-            future = self._room[me] = self.loop.create_future()
+            future = self.waiting[me] = self.loop.create_future()
             try:
                 await future
             finally:
-                self._room.pop(me, None)
+                self.waiting.pop(me, None)
 
     patch.setattr(Producer, "room", naive)

@@ -11,14 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import ProtocolError
+from plait.limits import PACKET_SIZE_MAX
+from plait.wire import messages as m
 from plait.wire import packets
-from plait.wire.packets import GROWTH_FIRST, HEADER, HEADER_SIZE, PACKET_SIZE_MAX, SHARED_SIZE, Receiver, pack
+from plait.wire.packets import GROWTH_FIRST, HEADER, HEADER_SIZE, SHARED_SIZE, Receiver, pack
+from tests.wire.test_messages import messages
+
+#: Message, correlation and payload of a packet.
+Content = tuple[m.PacketHead, int, bytes]
 
 
 class Seen(NamedTuple):
     """The packets of a receiver and its error."""
 
-    packets: list[tuple[int, int, bytes, bytes]]
+    packets: list[Content]
     error: str | None
 
 
@@ -50,23 +56,23 @@ def see(data: bytes, cuts: list[int], shared_size: int = SHARED_SIZE) -> Seen:
         error = failure.message
     # Packets own their memory, because the receive buffer is reused.
     shared[:] = b"\xaa" * shared_size
-    return Seen([(p.kind, p.correlation, bytes(p.head), bytes(p.payload)) for p in found], error)
+    return Seen([(p.message, p.correlation, bytes(p.payload)) for p in found], error)
 
 
-content = st.tuples(
-    st.integers(0, 0xFFFF), st.integers(0, 0xFFFF_FFFF), st.binary(max_size=200), st.binary(max_size=700)
-)
+content = st.tuples(messages, st.integers(0, 0xFFFF_FFFF), st.binary(max_size=700))
 cutting = st.lists(st.integers(1, 400), min_size=1, max_size=12)
 
 
-def stream(contents: list[tuple[int, int, bytes, bytes]]) -> bytes:
-    return b"".join(pack(kind, number, head, len(payload)) + payload for kind, number, head, payload in contents)
+def stream(contents: list[Content]) -> bytes:
+    return b"".join(
+        pack(message.KIND, number, m.encode(message), len(payload)) + payload for message, number, payload in contents
+    )
 
 
 @settings(deadline=None)
 @given(st.lists(content, max_size=8), cutting, st.integers(1, 600), st.integers(32, 300))
 def test_packets_do_not_depend_on_how_the_stream_is_cut(
-    contents: list[tuple[int, int, bytes, bytes]], cuts: list[int], shared_size: int, growth: int
+    contents: list[Content], cuts: list[int], shared_size: int, growth: int
 ):
     with patch.object(packets, "GROWTH_FIRST", growth):
         assert see(stream(contents), cuts, shared_size) == Seen(contents, None)
@@ -77,7 +83,7 @@ def test_packets_do_not_depend_on_how_the_stream_is_cut(
     st.lists(content, max_size=3), st.binary(max_size=300), cutting, cutting, st.integers(1, 600), st.integers(1, 600)
 )
 def test_arbitrary_bytes_give_packets_or_a_protocol_error_however_they_are_cut(
-    contents: list[tuple[int, int, bytes, bytes]],
+    contents: list[Content],
     tail: bytes,
     cuts: list[int],
     other_cuts: list[int],
@@ -98,9 +104,10 @@ def test_an_incomplete_packet_uses_memory_only_for_received_bytes(declared: int,
     room = 0
     fed = 0
     for count in [HEADER_SIZE, *arrivals]:
-        piece = data[fed : min(fed + count, declared)]
-        for _ in feed(receiver, piece, endless([SHARED_SIZE])):
+        piece = data[fed : fed + count]
+        if fed + count >= declared:
             return
+        assert not [*feed(receiver, piece, endless([SHARED_SIZE]))]
         fed += len(piece)
         room = max(room, len(receiver.get_buffer(-1)) + receiver.partial_size)
         assert receiver.partial_size == fed
@@ -115,9 +122,9 @@ def test_an_impossible_size_is_refused_with_the_first_header(size: int):
 
 
 def test_packets_before_an_invalid_one_are_returned():
-    good = pack(4, 9, b"\x90")
+    good = pack(m.DoneReply.KIND, 9, b"\x90")
     seen = see(good + b"\xff" * 16, [1000])
-    assert [packet[:2] for packet in seen.packets] == [(4, 9)]
+    assert seen.packets == [(m.DoneReply(), 9, b"")]
     assert seen.error is not None
 
 
@@ -130,10 +137,10 @@ def test_a_head_that_passes_the_end_is_refused(head_size: int):
 
 def test_a_packet_of_the_largest_size_is_received_in_place():
     payload_size = PACKET_SIZE_MAX - HEADER_SIZE - 8
-    data = pack(12, 1, b"\x91\x01", payload_size) + b"\x01" * payload_size
-    seen = see(data, [100_000])
-    assert [(len(head), len(payload)) for _, _, head, payload in seen.packets] == [(2, payload_size)]
-    assert set(seen.packets[0][3]) == {1}
+    data = pack(m.SendRequest.KIND, 1, b"\x91\x01", payload_size) + b"\x01" * payload_size
+    ((message, _, payload),) = see(data, [100_000]).packets
+    assert message == m.SendRequest(1)
+    assert payload == b"\x01" * payload_size
 
 
 def test_a_packet_that_is_too_large_is_not_packed():
@@ -142,8 +149,22 @@ def test_a_packet_that_is_too_large_is_not_packed():
 
 
 def test_a_head_may_be_larger_than_64_kib():
-    head = bytes(100_000)
-    assert see(pack(41, 1, head), [5000]).packets == [(41, 1, head, b"")]
+    reply = m.PullReply([(n, n + 1, 1) for n in range(0, 40_000, 2)])
+    assert see(pack(m.PullReply.KIND, 1, m.encode(reply)), [5000]).packets == [(reply, 1, b"")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "error"),
+    [
+        (999, b"\x90", "packet kind 999 is not known"),
+        (m.SendRequest.KIND, b"\xc1", "does not decode"),
+        (m.AdminRequest.KIND, b"\xc6" + bytes(70_000), "over the limit of 65536"),
+    ],
+)
+def test_a_head_that_is_no_message_is_refused_after_the_packets_before_it(kind: int, head: bytes, error: str):
+    seen = see(pack(m.DoneReply.KIND, 9, b"\x90") + pack(kind, 1, head), [1000])
+    assert seen.packets == [(m.DoneReply(), 9, b"")]
+    assert error in str(seen.error)
 
 
 def test_the_header_is_as_documented():

@@ -243,8 +243,10 @@ class OpenRows:
             return
         self._ahead = max(AHEAD_COUNT, count) // 2 - 1
         producer, batch, size = self._producer, self.batch, self.size
+        first = producer.next
+        producer.next = first + count
         try:
-            parts = self.build(producer.id, producer.take(count), self._window.last)
+            parts = self.build(producer.id, first, self._window.last)
         except PlaitError as error:
             self.fail(error)
             return

@@ -54,7 +54,7 @@ class Producer:
         #: How fast each broker group answers.
         self.health = GroupHealth()
         #: Callers that wait for room in the buffer, in the order of arrival.
-        self._room: dict[object, asyncio.Future[None]] = {}
+        self.waiting: dict[object, asyncio.Future[None]] = {}
 
     def open(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -94,7 +94,7 @@ class Producer:
         if self.closed is not None:
             raise self.closed
         limit = self.limits.buffer_bytes
-        if not self._room and self.buffered < limit:
+        if not self.waiting and self.buffered < limit:
             return
         self.buffer_bytes = 0
         me = object()
@@ -102,11 +102,11 @@ class Producer:
             async with asyncio.timeout(self.limits.send_seconds):
                 while True:
                     # A dict keeps the position of a key, so a caller that waits again keeps its turn.
-                    future = self._room[me] = self.loop.create_future()
+                    future = self.waiting[me] = self.loop.create_future()
                     await future
                     if self.closed is not None:
                         raise self.closed
-                    if self.buffered < limit and next(iter(self._room)) is me:
+                    if self.buffered < limit and next(iter(self.waiting)) is me:
                         return
         except TimeoutError:
             raise Timeout(
@@ -114,24 +114,24 @@ class Producer:
                 "the server stores less than this client sends: send more slowly"
             ) from None
         finally:
-            self._room.pop(me, None)
-            if not self._room:
+            self.waiting.pop(me, None)
+            if not self.waiting:
                 self.buffer_bytes = limit
-            elif self.buffered < limit:
-                self._wake_waiting()
+            else:
+                self.wake_waiting()
 
     def released(self, size: int) -> None:
         """Rows have a result: free their bytes in the buffer."""
         self.buffered -= size
-        if self._room and self.buffered < self.limits.buffer_bytes:
-            self._wake_waiting()
+        if self.waiting:
+            self.wake_waiting()
 
-    def _wake_waiting(self) -> None:
-        """Wake waiting callers in order: many at a time, so that their rows share a frame."""
-        if next(iter(self._room.values())).done():
+    def wake_waiting(self) -> None:
+        """If the buffer has room, wake waiting callers in order: many at a time, so that their rows share a frame."""
+        if self.buffered >= self.limits.buffer_bytes or next(iter(self.waiting.values())).done():
             # Callers that were woken before have not run yet.
             return
-        for future in list(itertools.islice(self._room.values(), WAKE_MAX)):
+        for future in list(itertools.islice(self.waiting.values(), WAKE_MAX)):
             if not future.done():
                 future.set_result(None)
 
@@ -143,6 +143,6 @@ class Producer:
     def close(self, error: PlaitError) -> None:
         """Refuse more rows with ``error``."""
         self.closed = error
-        for future in self._room.values():
+        for future in self.waiting.values():
             if not future.done():
                 future.set_result(None)

@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
+import msgspec
+
 from plait.client.send.producer import Producer
 from plait.client.types import PendingBatch
 from plait.errors import OutOfSequence, PlaitError, ProducerConflict, UnknownProducer
@@ -47,23 +49,20 @@ ON_REFUSED: Final = {UNDER_WAY: REFUSED, RESENT: DOUBT}
 NOT_STORED: Final = {NEW: NEW, REFUSED: REFUSED, DOUBT: REFUSED, UNDER_WAY: UNDER_WAY, RESENT: UNDER_WAY}
 
 
-class SentFrame:
+class SentFrame(msgspec.Struct, eq=False):
     """A sealed frame, its batch, and the state of its send."""
 
-    __slots__ = ("batch", "deadline", "parts", "refusal", "sent_at", "size", "state", "tries")
-
-    def __init__(self, parts: FrameParts, batch: PendingBatch, size: int, deadline: float) -> None:
-        self.parts = parts
-        self.batch = batch
-        #: Bytes of the send buffer that its rows take.
-        self.size = size
-        self.deadline = deadline
-        self.state = NEW
-        self.sent_at = 0.0
-        #: How many partitions definitely refused it.
-        self.tries = 0
-        #: The error of the last refusal.
-        self.refusal: PlaitError | None = None
+    parts: FrameParts
+    batch: PendingBatch
+    #: Bytes of the send buffer that its rows take.
+    size: int
+    deadline: float
+    state: SendState = NEW
+    sent_at: float = 0.0
+    #: How many partitions definitely refused it.
+    tries: int = 0
+    #: The error of the last refusal.
+    refusal: PlaitError | None = None
 
     @property
     def doubt(self) -> bool:
@@ -131,7 +130,7 @@ class ResendWindow:
     def add(self, frame: SentFrame) -> None:
         """Append a frame that follows ``last``."""
         parts = frame.parts
-        self._last = (parts.producer, parts.last)
+        self._last = (parts.producer, parts.first + parts.count - 1)
         self.frames.append(frame)
 
     def renumber(self, frame: SentFrame) -> None:
@@ -162,7 +161,10 @@ class ResendWindow:
         if error is not None and frame.batch.posted:
             self._producer.note(error)
         frame.batch.settle(sequence, error)
-        self._producer.released(frame.size)
+        producer = self._producer
+        producer.buffered -= frame.size
+        if producer.waiting:
+            producer.wake_waiting()
         if self.waiting:
             self.wake()
 
@@ -212,7 +214,7 @@ class ResendWindow:
         else:
             self.remove(frame)
         parts = frame.parts
-        self._confirmed = (parts.producer, parts.last)
+        self._confirmed = (parts.producer, parts.first + parts.count - 1)
 
     def lost(self) -> None:
         """The link is lost, with the replies to all frames that were under way."""

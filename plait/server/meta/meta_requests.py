@@ -230,23 +230,24 @@ class MetaHandlers:
             if view is not None and (view.seen != message.seen or message.wait <= 0):
                 connection.answer(correlation, self._heartbeat_reply(view))
                 return
-        poll = connection.sessions.begin_poll(correlation, None)
+        connection.begin_poll(correlation)
+        polls = connection.sessions.polls
 
         async def answer() -> None:
             try:
                 result = await self.serve(message)
             except PlaitError as error:
-                if connection.sessions.end_poll(poll):
+                if polls.pop(correlation, None) is not None:
                     connection.fail(correlation, error)
             except Exception as error:
                 log.exception("a request of client %s failed", connection.client)
-                if connection.sessions.end_poll(poll):
+                if polls.pop(correlation, None) is not None:
                     connection.fail(
                         correlation,
                         InternalError(f"the meta server failed on this request ({type(error).__name__}); see its log"),
                     )
             else:
-                if connection.sessions.end_poll(poll):
+                if polls.pop(correlation, None) is not None:
                     connection.answer(correlation, result)
 
         task = tasks.start(answer(), "plait-meta-answer")

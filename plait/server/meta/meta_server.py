@@ -73,7 +73,7 @@ class MetaServer(Listener):
 
     def _handle(self, connection: Connection, packet: Packet) -> None:
         """Serve a request."""
-        message = m.decode(packet.kind, packet.head)
+        message = packet.message
         if isinstance(message, m.Hello):
             connection.greet(packet.correlation, message)
             return
