@@ -23,6 +23,7 @@ from plait.frame.builder import build_frame
 from plait.frame.columns import Column
 from plait.frame.view import frames_in
 from plait.limits import MIB
+from plait.wire import codec
 from plait.wire import messages as m
 from plait.wire.packets import HEADER, HEADER_SIZE, pack
 
@@ -57,14 +58,14 @@ class Wire:
 
     def _write(self, message: m.PacketHead, payload: bytes = b"") -> None:
         self._correlation += 1
-        self._writer.write(pack(message.KIND, self._correlation, m.encode(message), len(payload)) + payload)
+        self._writer.write(pack(message.KIND, self._correlation, codec.encode(message), len(payload)) + payload)
 
     async def _answer(self) -> tuple[Any, memoryview]:
         size, kind, _, _, head_size = HEADER.unpack(await self._reader.readexactly(HEADER_SIZE))
         body = memoryview(await self._reader.readexactly(size - HEADER_SIZE))
-        message = m.decode(kind, body[:head_size])
+        message = codec.decode(kind, body[:head_size])
         if isinstance(message, m.ErrorReply):
-            raise m.error_of(message)
+            raise codec.error_of(message)
         return message, body[head_size + (-head_size & 7) :]
 
     async def ask(self, message: m.PacketHead) -> Any:

@@ -74,7 +74,6 @@ LONGER = {
     "spark/source/spark_columns.py": 452,
     "storage/logs/log.py": 506,
     "storage/logs/log.py:Log": 379,
-    "wire/messages.py": 491,
 }
 #: Classes of requests that have the name of another class.
 TWICE = {

@@ -18,6 +18,7 @@ from plait.limits import KIB, ServerLimits
 from plait.model import names
 from plait.server.sessions import ConnectionSessions, SessionHolders
 from plait.version import VERSION
+from plait.wire import codec
 from plait.wire import messages as m
 from plait.wire.packets import SHARED_SIZE, Buffer, Packet, Receiver, pack, write
 
@@ -238,8 +239,8 @@ class Connection(Receiver, asyncio.BufferedProtocol):
             ),
         )
 
-    def begin_poll(self, correlation: int, session: int = 0) -> None:
-        """Register a pull of a session, or a read, that may wait. ``sessions.polls`` has it until its reply."""
+    def begin_poll(self, correlation: int, session: int = 0) -> dict[int, int]:
+        """Register a pull of a session, or a read, that may wait. The result has it until its reply."""
         polls, limit = self.sessions.polls, self.pool.limits.polls_per_connection
         if len(polls) >= limit:
             raise LimitExceeded(
@@ -250,6 +251,7 @@ class Connection(Receiver, asyncio.BufferedProtocol):
         if correlation in polls:
             raise ProtocolError(f"correlation {correlation} belongs to a request that has no reply yet")
         polls[correlation] = session
+        return polls
 
     def _delay(self, packet: Packet) -> None:
         """Keep a request until the client has read its replies."""
@@ -287,7 +289,7 @@ class Connection(Receiver, asyncio.BufferedProtocol):
         if self.closed or transport is None or transport.is_closing():
             return
         try:
-            head = pack(message.KIND, correlation, m.encode(message), size)
+            head = pack(message.KIND, correlation, codec.encode(message), size)
         except ProtocolError as error:
             self.fail(correlation, TooLarge(f"the reply is too large ({error.message}); request less"))
             return
@@ -299,7 +301,7 @@ class Connection(Receiver, asyncio.BufferedProtocol):
             self._check_outgoing()
 
     def fail(self, correlation: int, error: PlaitError) -> None:
-        self.answer(correlation, m.failure_of(error))
+        self.answer(correlation, codec.failure_of(error))
 
     def close(self) -> None:
         """Close after the unsent replies."""

@@ -206,8 +206,7 @@ class Handlers:
     def _pull(self, connection: Connection, correlation: int, pull: m.PullRequest, _: memoryview) -> None:
         consumer = self._consumer(connection, pull.session)
         wait = pull.wait if pull.wait >= 0 else _checked_wait(pull.wait)
-        connection.begin_poll(correlation, pull.session)
-        polls = connection.sessions.polls
+        polls = connection.begin_poll(correlation, pull.session)
 
         def reply(delivery: Delivery | None) -> None:
             # The poll has ended with its session, and was answered then.
@@ -284,10 +283,10 @@ class Handlers:
         # A read creates no subject. In a cluster the missing partition makes the reader refresh its route.
         partition = self._broker.partition_of(read.name, create=self._broker.routed)
         start = resolve_start(partition, read.start)
-        connection.begin_poll(correlation)
+        polls = connection.begin_poll(correlation)
 
         def reply(batch: ReadBatch | None) -> None:
-            if connection.sessions.polls.pop(correlation, None) is None:
+            if polls.pop(correlation, None) is None:
                 return
             if connection.writing_paused:
                 # Send no rows: the client reads again from here after it has read its earlier replies.

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, Unavailable, VersionMismatch
 from plait.limits import PACKET_SIZE_MAX
+from plait.wire import codec
 from plait.wire import messages as m
 from plait.wire.packets import SHARED_SIZE, Buffer, Receiver, memory, pack, write
 
@@ -90,7 +91,7 @@ class Link(Receiver, asyncio.BufferedProtocol):
                     )
                 self._calls.pop(correlation, None)
                 if isinstance(message, m.ErrorReply):
-                    error = m.error_of(message)
+                    error = codec.error_of(message)
                     if correlation == 0:
                         self.error = error
                         self.abort()
@@ -136,7 +137,7 @@ class Link(Receiver, asyncio.BufferedProtocol):
             on_answer(None, _EMPTY, self.error or Unavailable("not connected"))
             return
         number = self._next
-        head = pack(message.KIND, number, m.encode(message), size)
+        head = pack(message.KIND, number, codec.encode(message), size)
         if payload:
             if self._heads:
                 # Write the earlier packets first, to preserve the order.
@@ -148,7 +149,7 @@ class Link(Receiver, asyncio.BufferedProtocol):
             self._heads.append(head)
         # After the packing: a message that cannot be packed must not leave a call without an answer.
         self._next = number + 1 if number < 0xFFFF_FFFF else 1
-        self._calls[number] = (on_answer, m.ANSWERS[message.KIND])
+        self._calls[number] = (on_answer, codec.ANSWERS[message.KIND])
 
     def _write_heads(self) -> None:
         """Write the collected packets with one system call: it costs more than the rest of a request."""
@@ -160,7 +161,7 @@ class Link(Receiver, asyncio.BufferedProtocol):
         """Send a packet that has no answer."""
         if not self.closed and self._transport is not None:
             self._write_heads()
-            write(self._transport, pack(message.KIND, 0, m.encode(message), size), payload, size)
+            write(self._transport, pack(message.KIND, 0, codec.encode(message), size), payload, size)
 
     async def request(self, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0) -> Any:
         """Send a request and wait for its answer; raises the error that the server answers with."""

@@ -6,13 +6,10 @@ missing ones their defaults. docs/formats.md lists all messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import msgspec
 
-from plait.errors import InvalidArgument, PlaitError, ProtocolError, from_code
-from plait.limits import KIB, MIB, PACKET_SIZE_MAX
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
 
@@ -389,109 +386,3 @@ class MemberHeartbeatReply(PacketHead, frozen=True):
     metas: list[str] = []
     routes: dict[str, int] = {}
     refused: list[tuple[str, str, str, str]] = []
-
-
-def _kinds() -> dict[int, type[PacketHead]]:
-    return {kind.KIND: kind for kind in PacketHead.__subclasses__()}
-
-
-_ANSWERS: list[tuple[type[PacketHead], type[PacketHead]]] = [
-    (Hello, Welcome),
-    (HeartbeatRequest, DoneReply),
-    (PartitionNumberRequest, PartitionNumberReply),
-    (SendRequest, SendReply),
-    (AttachRequest, AttachReply),
-    (PullRequest, PullReply),
-    (AckRequest, DoneReply),
-    (NackRequest, NackReply),
-    (DetachRequest, DoneReply),
-    (LeaseRequest, LeaseReply),
-    (RenewRequest, DoneReply),
-    (ReadRequest, ReadReply),
-    (AdminRequest, AdminReply),
-    (RouteRequest, RouteReply),
-    (MemberHeartbeatRequest, MemberHeartbeatReply),
-]
-#: Kind of a request → kind of its answer, unless the request fails.
-ANSWERS: dict[int, int] = {request.KIND: answer.KIND for request, answer in _ANSWERS}
-#: Packet kind → the decoder of its head.
-DECODERS: dict[int, Callable[[memoryview], PacketHead]] = {
-    number: msgspec.msgpack.Decoder(kind).decode for number, kind in _kinds().items()
-}
-#: What a decoder raises for invalid bytes.
-UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidArgument)
-_encoder = msgspec.msgpack.Encoder()
-
-#: The largest head: a reply with half a million ranges.
-HEAD_SIZE_MAX = 8 * MIB
-#: Limit of heads with values of any type: one byte can decode to a whole object. No kind has a lower limit.
-OPEN_HEAD_SIZE_MAX = 64 * KIB
-#: Enough for every LP as a run of its own and many times the parked keys of a group, or for many sessions. Decoding
-#: more would block the server.
-LEASE_HEAD_SIZE_MAX = 1 * MIB
-#: Several times the size of ``REQUEST_RANGES_MAX`` ranges with tags, the runs of all LPs and a reason.
-RANGES_HEAD_SIZE_MAX = 256 * KIB
-#: The longest text of an error: it may quote a long value.
-MESSAGE_LENGTH_MAX = 4_000
-_HEAD_SIZES_MAX = {
-    AdminRequest.KIND: OPEN_HEAD_SIZE_MAX,
-    ErrorReply.KIND: OPEN_HEAD_SIZE_MAX,
-    AttachRequest.KIND: RANGES_HEAD_SIZE_MAX,
-    AckRequest.KIND: RANGES_HEAD_SIZE_MAX,
-    NackRequest.KIND: RANGES_HEAD_SIZE_MAX,
-    LeaseRequest.KIND: LEASE_HEAD_SIZE_MAX,
-    RenewRequest.KIND: LEASE_HEAD_SIZE_MAX,
-    # The result is not decoded here, and a listing may fill a packet.
-    AdminReply.KIND: PACKET_SIZE_MAX,
-}
-
-
-#: Encodes a message as the head of its packet.
-encode: Callable[[PacketHead], bytes] = _encoder.encode
-
-
-def decode(kind: int, head: memoryview) -> PacketHead:
-    """The message in the head of a packet; raises ``ProtocolError`` for invalid bytes."""
-    decoder = DECODERS.get(kind)
-    if decoder is None:
-        raise ProtocolError(f"packet kind {kind} is not known; the peer may have a newer version of Plait")
-    limit = _HEAD_SIZES_MAX.get(kind, HEAD_SIZE_MAX)
-    if len(head) > limit:
-        raise ProtocolError(f"the head of a packet of kind {kind} has {len(head)} bytes, over the limit of {limit}")
-    try:
-        return decoder(head)
-    except UNDECODABLE as error:
-        raise undecodable(kind, error) from None
-
-
-def undecodable(kind: int, error: Exception) -> ProtocolError:
-    """The error for a head that is not a message of its kind."""
-    return ProtocolError(f"the head of a packet of kind {kind} does not decode: {error}")
-
-
-def failure_of(error: PlaitError) -> ErrorReply:
-    """The packet for an error."""
-    details = {name: value for name, value in error.details.items() if _plain(value)}
-    message = error.message
-    if len(message) > MESSAGE_LENGTH_MAX:
-        message = message[: MESSAGE_LENGTH_MAX - 3] + "..."
-    return ErrorReply(error.code, message, details)
-
-
-def _plain(value: Any) -> bool:
-    """Whether the value keeps its type and value over the wire."""
-    if isinstance(value, list):
-        return all(isinstance(each, int) or _short(each) for each in value)
-    return _short(value) if isinstance(value, str) else isinstance(value, int | float | None)
-
-
-def _short(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= MESSAGE_LENGTH_MAX
-
-
-def error_of(failure: ErrorReply) -> PlaitError:
-    """The error in a packet."""
-    error = from_code(failure.code, failure.message)
-    # Not passed as keyword arguments: the peer chooses the names.
-    error.details = dict(failure.details)
-    return error

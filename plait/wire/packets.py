@@ -19,7 +19,8 @@ import numpy as np
 
 from plait.errors import ProtocolError
 from plait.limits import KIB, MIB, PACKET_SIZE_MAX
-from plait.wire.messages import DECODERS, OPEN_HEAD_SIZE_MAX, UNDECODABLE, PacketHead, decode, undecodable
+from plait.wire.codec import DECODERS, OPEN_HEAD_SIZE_MAX, UNDECODABLE, decode, undecodable
+from plait.wire.messages import PacketHead
 
 #: Size of the packet, kind, reserved, correlation, size of the head.
 HEADER = struct.Struct("<IHHII")

@@ -24,7 +24,7 @@ from plait.model.logical_partitions import lp_of_key
 from plait.storage.catalog import Fence
 from plait.storage.logs.log import segment_name
 from plait.testing.simulated_disk import SimulatedCrash
-from plait.wire import messages as m
+from plait.wire import codec
 from tests.broker.schedule_node import SECOND, later, schedules
 from tests.broker.stage_node import Task, ask, ask_and_settle, complete, publish, settle, staged
 from tests.support.broker_node import Node, Producer, rows_of
@@ -365,7 +365,7 @@ def test_one_error_names_all_stages_whose_keys_have_moved(node: Node) -> None:
     sealed(node, [(lp, lp + 1)])
     refused = ask_and_settle(node, *tasks)
     assert refused is not None
-    error = m.error_of(m.failure_of(refused))
+    error = codec.error_of(codec.failure_of(refused))
     assert error.details == {"producer": 2, "producers": [2, 4]}
 
 

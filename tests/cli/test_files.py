@@ -16,6 +16,7 @@ import plait
 from plait.cli.serving.open_files import fit_limits, segment_count
 from plait.errors import LimitExceeded, PlaitError
 from plait.limits import FILES_PER_SEGMENT, FILES_RESERVE, MIB, ServerLimits
+from plait.wire import codec
 from plait.wire import messages as m
 from plait.wire.packets import HEADER, HEADER_SIZE
 from tests.cli.commands import plait as command
@@ -32,9 +33,9 @@ async def refusal(reader: asyncio.StreamReader) -> PlaitError | None:
             body = await reader.readexactly(size - HEADER_SIZE)
     except TimeoutError:
         return None
-    message = m.decode(kind, memoryview(body)[:head_size])
+    message = codec.decode(kind, memoryview(body)[:head_size])
     assert isinstance(message, m.ErrorReply)
-    return m.error_of(message)
+    return codec.error_of(message)
 
 
 async def test_connections_leave_files_for_the_logs(tmp_path: Path):

@@ -12,6 +12,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.members.allocation import Allocation, allocate, unallocated
 from plait.meta.members.shares import Share, Shares, join, shared, split
 from plait.model.lp_runs import NumberedRun
+from plait.wire import codec
 from plait.wire import messages as m
 
 MEMBERS = st.lists(st.sampled_from([f"c{number}" for number in range(40)]), unique=True, max_size=40)
@@ -20,7 +21,7 @@ MEMBERS = st.lists(st.sampled_from([f"c{number}" for number in range(40)]), uniq
 def decoded(packed: msgspec.Raw) -> list[tuple[str, str, str, list[NumberedRun]]]:
     """The shares that a client finds in the reply to its heartbeat."""
     answer = m.MemberHeartbeatReply(1, packed)  # type: ignore[arg-type]
-    reply = m.decode(m.MemberHeartbeatReply.KIND, memoryview(m.encode(answer)))
+    reply = codec.decode(m.MemberHeartbeatReply.KIND, memoryview(codec.encode(answer)))
     assert isinstance(reply, m.MemberHeartbeatReply)
     return reply.members
 

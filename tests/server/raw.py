@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 from plait.errors import PlaitError
 from plait.frame.builder import build_frame
 from plait.server.listener import Listener
+from plait.wire import codec
 from plait.wire import messages as m
 from plait.wire.packets import HEADER, HEADER_SIZE, pack
 
@@ -57,7 +58,7 @@ class Raw:
     def request(self, message: m.PacketHead, payload: bytes = b"") -> int:
         """Send a request. Returns its correlation."""
         self._next += 1
-        self.write(pack(message.KIND, self._next, m.encode(message), len(payload)) + payload)
+        self.write(pack(message.KIND, self._next, codec.encode(message), len(payload)) + payload)
         return self._next
 
     async def next(self) -> Answer:
@@ -65,14 +66,14 @@ class Raw:
         async with asyncio.timeout(PATIENCE_SECONDS):
             size, kind, _, correlation, head_size = HEADER.unpack(await self.reader.readexactly(HEADER_SIZE))
             body = await self.reader.readexactly(size - HEADER_SIZE)
-        message = m.decode(kind, memoryview(body)[:head_size])
+        message = codec.decode(kind, memoryview(body)[:head_size])
         return Answer(correlation, message, body[head_size + (-head_size & 7) :])
 
     async def answer(self, correlation: int) -> Answer:
         """The reply to a request, which must be the next packet; raises the error if the reply is one."""
         answer = await self.next()
         if isinstance(answer.message, m.ErrorReply):
-            raise m.error_of(answer.message)
+            raise codec.error_of(answer.message)
         assert answer.correlation == correlation
         return answer
 
@@ -91,7 +92,7 @@ class Raw:
             while True:
                 answer = await self.next()
                 if answer.correlation == 0 and isinstance(answer.message, m.ErrorReply):
-                    last = m.error_of(answer.message)
+                    last = codec.error_of(answer.message)
         except (asyncio.IncompleteReadError, ConnectionError):
             return last
 

@@ -32,6 +32,7 @@ from plait.frame.view import frames_in
 from plait.limits import COLUMN_SIZE_MAX, KIB, MIB, PACKET_SIZE_MAX
 from plait.server import Server
 from plait.storage.disk import RealDisk
+from plait.wire import codec
 from plait.wire import messages as m
 from plait.wire.packets import HEADER, HEADER_SIZE, pack
 from tests.frame.samples import Draft, arrow_bytes, resign, with_column
@@ -115,7 +116,9 @@ async def test_requests_before_an_invalid_packet_are_served(server: Server, witn
         await raw.hello()
         frame = build_frame([b"x"], producer=9, first=1, previous=0).tobytes()
         partition = await raw.route("orders")
-        raw.write(pack(m.SendRequest.KIND, 7, m.encode(m.SendRequest(partition)), len(frame)) + frame + b"\xff" * 64)
+        raw.write(
+            pack(m.SendRequest.KIND, 7, codec.encode(m.SendRequest(partition)), len(frame)) + frame + b"\xff" * 64
+        )
         assert isinstance(await raw.ending(), ProtocolError)
     assert (await witness.send("orders", b"y")).sequence == 1
 
@@ -486,7 +489,7 @@ async def test_a_packet_that_never_ends_affects_no_other_client(server: Server, 
 async def test_random_bytes_affect_only_their_connection(server: Server, witness: plait.Client, seed: int):
     rng = random.Random(seed)
     heads = [
-        m.encode(message)
+        codec.encode(message)
         for message in (m.PartitionNumberRequest("s"), m.AttachRequest("s", "g", "c"), m.PullRequest(1, 1, 1, 0.0))
     ]
     for _ in range(60):

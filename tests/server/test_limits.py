@@ -22,6 +22,7 @@ from plait.server import Server
 from plait.server.connection import Connection
 from plait.storage.disk import RealDisk
 from plait.testing.simulated_disk import Operation, SimulatedDisk
+from plait.wire import codec
 from plait.wire import messages as m
 from plait.wire.packets import HEADER, pack
 from tests.server.conftest import Serve
@@ -245,7 +246,7 @@ async def unread_socket(server: Server, client: str) -> AsyncIterator[Callable[[
 
 
 def packet(message: m.PacketHead, correlation: int = 1, payload: bytes = b"") -> bytes:
-    return pack(message.KIND, correlation, m.encode(message), len(payload)) + payload
+    return pack(message.KIND, correlation, codec.encode(message), len(payload)) + payload
 
 
 async def test_a_client_that_never_reads_uses_bounded_memory_and_delays_no_other_client(serve: Serve, tmp_path: Path):
@@ -405,7 +406,7 @@ async def test_a_thousand_connections_with_incomplete_packets_use_little_memory_
 ):
     server = await serve(RealDisk(tmp_path))
     loop = asyncio.get_running_loop()
-    began = HEADER.pack(PACKET_SIZE_MAX, m.SendRequest.KIND, 0, 2, 8) + m.encode(m.SendRequest(1))
+    began = HEADER.pack(PACKET_SIZE_MAX, m.SendRequest.KIND, 0, 2, 8) + codec.encode(m.SendRequest(1))
     sockets = [socket.socket() for _ in range(1000)]
     before = resident()
     try:

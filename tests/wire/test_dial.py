@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from plait.errors import DiskFull, InvalidArgument, PlaitError, ProtocolError, Unavailable, VersionMismatch
+from plait.wire import codec
 from plait.wire import messages as m
 from plait.wire.link import Link, dial, parse_address
 from plait.wire.packets import HEADER, HEADER_SIZE, pack
@@ -42,7 +43,7 @@ async def next_request(reader: asyncio.StreamReader) -> tuple[int, int]:
 
 
 def packet(correlation: int, message: m.PacketHead, payload: bytes = b"") -> bytes:
-    return pack(message.KIND, correlation, m.encode(message), len(payload)) + payload
+    return pack(message.KIND, correlation, codec.encode(message), len(payload)) + payload
 
 
 async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -139,7 +140,7 @@ async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 async def test_an_error_reply_fails_only_its_request():
     async def one_failure(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first, second = (await next_request(reader))[1], (await next_request(reader))[1]
-        writer.write(packet(first, m.failure_of(DiskFull("no room", last=4))) + packet(second, m.DoneReply()))
+        writer.write(packet(first, codec.failure_of(DiskFull("no room", last=4))) + packet(second, m.DoneReply()))
 
     async with linked(one_failure) as link:
         failed, done = await asyncio.gather(
@@ -164,7 +165,7 @@ async def test_a_lost_connection_fails_open_and_later_requests():
 async def test_an_error_of_the_connection_fails_every_request_as_unavailable():
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await next_request(reader)
-        writer.write(packet(0, m.failure_of(DiskFull("no room"))))
+        writer.write(packet(0, codec.failure_of(DiskFull("no room"))))
 
     async with linked(refuse) as link:
         with pytest.raises(Unavailable, match="no room"):
@@ -197,7 +198,7 @@ async def test_replies_without_a_waiting_request_are_ignored():
     async def talkative(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _, number = await next_request(reader)
         writer.write(
-            packet(77, m.DoneReply()) + packet(78, m.failure_of(DiskFull("x"))) + packet(number, m.DoneReply())
+            packet(77, m.DoneReply()) + packet(78, codec.failure_of(DiskFull("x"))) + packet(number, m.DoneReply())
         )
 
     async with linked(talkative) as link:
@@ -209,7 +210,7 @@ async def test_replies_without_a_waiting_request_are_ignored():
     [
         pytest.param(m.DoneReply(), ProtocolError, "answered with packet kind 4 instead of 2", id="another reply"),
         pytest.param(m.Welcome(2, "9", "g1", 1, 5.0, 64), VersionMismatch, "chose protocol 2", id="version"),
-        pytest.param(m.failure_of(VersionMismatch("we speak 2")), VersionMismatch, "we speak 2", id="refusal"),
+        pytest.param(codec.failure_of(VersionMismatch("we speak 2")), VersionMismatch, "we speak 2", id="refusal"),
     ],
 )
 async def test_a_refused_hello_raises_the_reason(answer: m.PacketHead, kind: type[PlaitError], text: str):
@@ -270,5 +271,5 @@ async def test_a_reply_of_the_wrong_kind_fails_the_request_and_closes_the_connec
 
 
 def test_every_request_has_one_kind_of_reply():
-    answers = set(m.ANSWERS.values()) | {m.ErrorReply.KIND}
-    assert {kind.KIND for kind in m.PacketHead.__subclasses__()} == answers | set(m.ANSWERS)
+    answers = set(codec.ANSWERS.values()) | {m.ErrorReply.KIND}
+    assert {kind.KIND for kind in m.PacketHead.__subclasses__()} == answers | set(codec.ANSWERS)

@@ -16,6 +16,7 @@ from plait.errors import PlaitError, ProtocolError
 from plait.limits import LOGICAL_PARTITIONS, REQUEST_RANGES_MAX, STAGES_PAGE_MAX
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
+from plait.wire import codec
 from plait.wire import messages as m
 
 KINDS: dict[str, type[m.PacketHead]] = {kind.__name__: kind for kind in m.PacketHead.__subclasses__()}
@@ -138,13 +139,13 @@ messages = st.one_of([message_of(kind) for kind in KINDS.values()])
 
 
 def decode(kind: int, head: bytes) -> m.PacketHead:
-    return m.decode(kind, memoryview(head))
+    return codec.decode(kind, memoryview(head))
 
 
 @settings(deadline=None)
 @given(messages)
 def test_every_message_round_trips(message: m.PacketHead):
-    assert decode(message.KIND, m.encode(message)) == message
+    assert decode(message.KIND, codec.encode(message)) == message
 
 
 @settings(deadline=None)
@@ -156,7 +157,7 @@ def test_fields_of_a_later_version_are_ignored(message: m.PacketHead, later: lis
 
 @pytest.mark.parametrize(("message", "frozen"), GOLDEN, ids=[type(message).__name__ for message, _ in GOLDEN])
 def test_bytes_are_frozen(message: m.PacketHead, frozen: str):
-    assert m.encode(message).hex() == frozen
+    assert codec.encode(message).hex() == frozen
     assert decode(message.KIND, bytes.fromhex(frozen)) == message
 
 
@@ -214,48 +215,48 @@ def test_a_deeply_nested_head_is_refused(kind: type[m.PacketHead]):
     [(m.AttachRequest, b"\x94\xa1s\xa1g\xa1c"), (m.AdminRequest, b"\x92\xa1s\x81\xa1k"), (m.Hello, b"")],
 )
 def test_a_head_of_many_tiny_objects_uses_a_few_times_its_size_in_memory(kind: type[m.PacketHead], before: bytes):
-    count = (m.RANGES_HEAD_SIZE_MAX if kind is m.AttachRequest else m.HEAD_SIZE_MAX) - 100
+    count = (codec.RANGES_HEAD_SIZE_MAX if kind is m.AttachRequest else codec.HEAD_SIZE_MAX) - 100
     head = before + b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):
             decode(kind.KIND, head)
-        assert tracemalloc.get_traced_memory()[1] < 2 * m.HEAD_SIZE_MAX
+        assert tracemalloc.get_traced_memory()[1] < 2 * codec.HEAD_SIZE_MAX
     finally:
         tracemalloc.stop()
 
 
 def test_a_head_over_its_limit_is_refused_before_decoding():
-    with pytest.raises(ProtocolError, match=f"over the limit of {m.HEAD_SIZE_MAX}"):
-        decode(m.PullReply.KIND, bytes(m.HEAD_SIZE_MAX + 1))
+    with pytest.raises(ProtocolError, match=f"over the limit of {codec.HEAD_SIZE_MAX}"):
+        decode(m.PullReply.KIND, bytes(codec.HEAD_SIZE_MAX + 1))
     for kind in (m.AttachRequest, m.AckRequest, m.NackRequest):
-        with pytest.raises(ProtocolError, match=f"over the limit of {m.RANGES_HEAD_SIZE_MAX}"):
-            decode(kind.KIND, bytes(m.RANGES_HEAD_SIZE_MAX + 1))
-    with pytest.raises(ProtocolError, match=f"over the limit of {m.OPEN_HEAD_SIZE_MAX}"):
-        decode(m.AdminRequest.KIND, bytes(m.OPEN_HEAD_SIZE_MAX + 1))
+        with pytest.raises(ProtocolError, match=f"over the limit of {codec.RANGES_HEAD_SIZE_MAX}"):
+            decode(kind.KIND, bytes(codec.RANGES_HEAD_SIZE_MAX + 1))
+    with pytest.raises(ProtocolError, match=f"over the limit of {codec.OPEN_HEAD_SIZE_MAX}"):
+        decode(m.AdminRequest.KIND, bytes(codec.OPEN_HEAD_SIZE_MAX + 1))
 
 
 def test_a_pull_reply_may_have_many_ranges_and_a_request_as_many_as_the_limit():
     pulled = m.PullReply([(2 * n + 2**32, 2 * n + 2**32 + 1, 3) for n in range(1 << 18)])
-    assert decode(m.PullReply.KIND, m.encode(pulled)) == pulled
+    assert decode(m.PullReply.KIND, codec.encode(pulled)) == pulled
     ranges = [(2**62 + 2 * n, 2**62 + 2 * n + 1, 2**62) for n in range(REQUEST_RANGES_MAX)]
     tags = [2**62] * REQUEST_RANGES_MAX
     lps = [(lp, lp + 1) for lp in range(LOGICAL_PARTITIONS)]
     nack = m.NackRequest(1, ranges, 1.0, Reason("t" * 200, "\N{GRINNING FACE}" * 1000), tags=tags, lps=lps)
-    assert decode(m.NackRequest.KIND, m.encode(nack)) == nack
+    assert decode(m.NackRequest.KIND, codec.encode(nack)) == nack
 
 
 def test_a_listing_may_fill_a_packet():
     listing = msgspec.Raw(msgspec.msgpack.encode(["x" * 100] * 100_000))
-    assert decode(m.AdminReply.KIND, m.encode(m.AdminReply(listing))) == m.AdminReply(listing)
+    assert decode(m.AdminReply.KIND, codec.encode(m.AdminReply(listing))) == m.AdminReply(listing)
 
 
 @pytest.mark.parametrize("code", errors.BY_CODE)
 def test_every_error_round_trips_with_its_class(code: str):
     error = errors.BY_CODE[code]("what happened", last=5, subject="orders")
-    failure = decode(m.ErrorReply.KIND, m.encode(m.failure_of(error)))
+    failure = decode(m.ErrorReply.KIND, codec.encode(codec.failure_of(error)))
     assert isinstance(failure, m.ErrorReply)
-    arrived = m.error_of(failure)
+    arrived = codec.error_of(failure)
     assert type(arrived) is type(error)
     assert (arrived.message, arrived.details, str(arrived)) == (error.message, error.details, str(error))
 
@@ -263,23 +264,23 @@ def test_every_error_round_trips_with_its_class(code: str):
 def test_an_error_may_name_as_many_stages_as_a_request():
     producers = [(1 << 63) - 1 - n for n in range(STAGES_PAGE_MAX)]
     error = errors.StaleRoute("elsewhere", producer=producers[0], producers=producers, odd=[b"x"], pair=(1, 2))
-    failure = decode(m.ErrorReply.KIND, m.encode(m.failure_of(error)))
+    failure = decode(m.ErrorReply.KIND, codec.encode(codec.failure_of(error)))
     assert isinstance(failure, m.ErrorReply)
-    assert m.error_of(failure).details == {"producer": producers[0], "producers": producers}
+    assert codec.error_of(failure).details == {"producer": producers[0], "producers": producers}
 
 
 def test_an_error_code_of_a_later_version_becomes_a_plait_error():
-    arrived = m.error_of(m.ErrorReply("from_the_future", "what", {}))
+    arrived = codec.error_of(m.ErrorReply("from_the_future", "what", {}))
     assert type(arrived) is PlaitError
 
 
 def test_invalid_details_do_not_prevent_decoding_the_error():
-    arrived = m.error_of(m.ErrorReply("disk_full", "no room", {"message": 1, "self": 2, "": 3}))
+    arrived = codec.error_of(m.ErrorReply("disk_full", "no room", {"message": 1, "self": 2, "": 3}))
     assert arrived.message == "no room"
     assert arrived.details == {"message": 1, "self": 2, "": 3}
 
 
 def test_an_error_with_a_long_value_fits_into_its_packet():
-    failure = m.failure_of(errors.InvalidArgument("x" * 1_000_000))
+    failure = codec.failure_of(errors.InvalidArgument("x" * 1_000_000))
     assert failure.message.endswith("...")
-    assert decode(m.ErrorReply.KIND, m.encode(failure)) == failure
+    assert decode(m.ErrorReply.KIND, codec.encode(failure)) == failure

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from plait.errors import ProtocolError
 from plait.limits import PACKET_SIZE_MAX
+from plait.wire import codec, packets
 from plait.wire import messages as m
-from plait.wire import packets
 from plait.wire.packets import GROWTH_FIRST, HEADER, HEADER_SIZE, SHARED_SIZE, Receiver, pack
 from tests.wire.test_messages import messages
 
@@ -65,7 +65,8 @@ cutting = st.lists(st.integers(1, 400), min_size=1, max_size=12)
 
 def stream(contents: list[Content]) -> bytes:
     return b"".join(
-        pack(message.KIND, number, m.encode(message), len(payload)) + payload for message, number, payload in contents
+        pack(message.KIND, number, codec.encode(message), len(payload)) + payload
+        for message, number, payload in contents
     )
 
 
@@ -150,7 +151,7 @@ def test_a_packet_that_is_too_large_is_not_packed():
 
 def test_a_head_may_be_larger_than_64_kib():
     reply = m.PullReply([(n, n + 1, 1) for n in range(0, 40_000, 2)])
-    assert see(pack(m.PullReply.KIND, 1, m.encode(reply)), [5000]).packets == [(reply, 1, b"")]
+    assert see(pack(m.PullReply.KIND, 1, codec.encode(reply)), [5000]).packets == [(reply, 1, b"")]
 
 
 @pytest.mark.parametrize(

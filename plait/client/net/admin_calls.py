@@ -15,6 +15,7 @@ from plait.client.net.node import Node
 from plait.client.net.router import Router
 from plait.client.types import PartitionName
 from plait.errors import GroupNotFound, InvalidArgument, PlaitError, SubjectNotFound
+from plait.wire import codec
 from plait.wire import messages as m
 
 _T = TypeVar("_T")
@@ -42,7 +43,7 @@ class Calls:
         """Send a request to one node, by default the meta server."""
         request = m.AdminRequest(operation, arguments)
         try:
-            m.encode(request)
+            codec.encode(request)
         except (OverflowError, TypeError, UnicodeEncodeError) as error:
             raise InvalidArgument(f"the arguments of {operation} cannot be encoded: {error}") from None
         reply: m.AdminReply = await (at or self._router.meta).request(request)

@@ -230,8 +230,7 @@ class MetaHandlers:
             if view is not None and (view.seen != message.seen or message.wait <= 0):
                 connection.answer(correlation, self._heartbeat_reply(view))
                 return
-        connection.begin_poll(correlation)
-        polls = connection.sessions.polls
+        polls = connection.begin_poll(correlation)
 
         async def answer() -> None:
             try:
