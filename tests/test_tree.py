@@ -44,7 +44,6 @@ LONGER = {
     "broker/schedule/schedules.py:Schedules": 391,
     "broker/staging/stages.py": 502,
     "broker/staging/stages.py:Stages": 395,
-    "broker/turn.py:Turn": 305,
     "cli/commands/spark/archive.py:archive()": 76,
     "cli/commands/spark/audit.py:audit()": 64,
     "client/admin/dead_letter_admin.py": 441,

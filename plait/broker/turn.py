@@ -67,9 +67,7 @@ class Turn:
     bury: Bury
 
     def __init__(self, disk: Disk, clock: Clock, config: BrokerConfig, producers: ProducerTable) -> None:
-        self.disk = disk
-        self.clock = clock
-        self.config = config
+        self.disk, self.clock, self.config = disk, clock, config
         self.limits = config.limits
         self.epoch = 0
         self.action_index = 0
@@ -293,15 +291,12 @@ class Turn:
                 # The events stay in memory until there is space; until then pulls and acks are refused or unanswered.
                 self.stalled = True
             else:
-                self._seal_actions(now)
+                ends = self.message_log.end, self.retained_log.end
+                self.action_index += actions.build_frames(self.action_index, ends, self.epoch, now)
                 for frame in actions.drain():
                     log.append(frame.parts, frame.size)
         if log.pending:
             log.write()
-
-    def _seal_actions(self, now: int) -> None:
-        ends = self.message_log.end, self.retained_log.end
-        self.action_index += self._actions.build_frames(self.action_index, ends, self.epoch, now)
 
     def _make_visible(self, commit: Commit) -> None:
         """Make the rows of a commit visible, and serve the suspended pulls that wait for them."""
@@ -325,7 +320,8 @@ class Turn:
             raise self.failed
         if self.stalled:
             # The state includes these events; the log gets them later. Sealing numbers them before this position.
-            self._seal_actions(self.clock.now())
+            ends = self.message_log.end, self.retained_log.end
+            self.action_index += self._actions.build_frames(self.action_index, ends, self.epoch, self.clock.now())
         return LogPositions(self.message_log.written, self.retained_log.written, self.action_index)
 
     # --- durability -----------------------------------------------------------------------------
@@ -334,10 +330,6 @@ class Turn:
     def sync_wanted(self) -> bool:
         """Whether a commit or a stage needs a sync."""
         return bool(self.unsynced or self.stages.unsynced)
-
-    @property
-    def syncing(self) -> bool:
-        return bool(self.syncs)
 
     def begin_sync(self) -> SyncWork:
         """Begin to sync everything written so far. The caller calls ``run`` in a thread, then ``end_sync``."""

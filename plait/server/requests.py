@@ -309,7 +309,7 @@ class Handlers:
                 self._host,
                 request.operation,
                 request.arguments,
-                lambda result: self._answer_admin(connection, correlation, result),
+                lambda result: _answer_admin(connection, correlation, result),
             )
             return
         if request.operation in admin_stage.OPERATIONS:
@@ -318,19 +318,19 @@ class Handlers:
                 if error is not None:
                     connection.fail(correlation, error)
                 else:
-                    self._answer_admin(connection, correlation, result)
+                    _answer_admin(connection, correlation, result)
 
             admin_stage.order(self._host, request.operation, request.arguments, answer)
             return
         result, changes = admin.run(self._host, request.operation, request.arguments)
         if changes:
-            self._broker.turn.answer_after_commit(lambda: self._answer_admin(connection, correlation, result))
+            self._broker.turn.answer_after_commit(lambda: _answer_admin(connection, correlation, result))
         else:
-            self._answer_admin(connection, correlation, result)
+            _answer_admin(connection, correlation, result)
 
-    @staticmethod
-    def _answer_admin(connection: Connection, correlation: int, result: Any) -> None:
-        connection.answer(correlation, m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(result))))
+
+def _answer_admin(connection: Connection, correlation: int, result: Any) -> None:
+    connection.answer(correlation, m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(result))))
 
 
 def _bounded(

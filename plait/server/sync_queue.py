@@ -53,7 +53,7 @@ class Syncs:
             return
         self._busy = True
         # A checkpoint syncs too, and this sync would have to wait for it on the loop.
-        alone = not self._broker.turn.syncing
+        alone = not self._broker.turn.syncs
         awaited = self._broker.turn.sync_wanted
         self._begun = self._clock.monotonic()
         work = self._broker.turn.begin_sync()

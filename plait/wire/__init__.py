@@ -1,5 +1,5 @@
-"""The wire protocol: packets (``packets``), the messages in them (``messages``) and a client connection (``link``).
+"""The wire protocol: ``messages`` defines structs, ``codec`` makes bytes of them, ``packets`` makes packets of those.
 
-The server and the client use this package. It may import the base modules, ``model`` and ``frame``. ``packets`` parses
-bytes and ``messages`` defines structs, both without I/O; ``link`` connects to a server with asyncio.
+The server and the client use this package. It may import the base modules, ``model`` and ``frame``. Only ``link``, a
+connection to a server, does I/O.
 """

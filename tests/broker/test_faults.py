@@ -340,7 +340,7 @@ def test_sends_are_refused_while_the_log_is_busy_for_too_long(flush: str):
     node = Node(flush=flush, limits=ServerLimits(log_busy_seconds=1.0))
     node.send("orders", b"a")
     work = node.broker.turn.begin_sync()
-    assert node.broker.turn.syncing
+    assert node.broker.turn.syncs
     node.clock.advance(0.9)
     sent = node.submit(Producer(7).frame("orders", b"b"))
     assert sent.answers == []
@@ -350,7 +350,7 @@ def test_sends_are_refused_while_the_log_is_busy_for_too_long(flush: str):
     assert "busy for 1.1 s; nothing was stored, send again later" in refused.error.message
     work.run()
     node.broker.turn.end_sync(work)
-    assert not node.broker.turn.syncing
+    assert not node.broker.turn.syncs
     assert node.send("orders", b"d").acknowledged
     node.turn()
     assert sent.acknowledged
@@ -380,7 +380,7 @@ def test_the_log_is_busy_until_both_of_two_syncs_are_done():
     node.clock.advance(2)
     second.run()
     node.broker.turn.end_sync(second)
-    assert node.broker.turn.syncing
+    assert node.broker.turn.syncs
     assert isinstance(node.send("orders", b"b").error, FlowControl)
     first.run()
     node.broker.turn.end_sync(first)
