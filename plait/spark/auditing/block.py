@@ -11,9 +11,9 @@ import numpy as np
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH
 from plait.spark.auditing import tally
+from plait.spark.auditing.block_rows import BlockRows
+from plait.spark.auditing.events import Events
 from plait.spark.auditing.group_facts import GroupFacts
-from plait.spark.auditing.inputs.block_rows import BlockRows
-from plait.spark.auditing.inputs.events import Events
 from plait.spark.auditing.key_order import key_times, out_of_order
 from plait.spark.auditing.stored_order import judge_stored, key_numbers, windows_of
 from plait.spark.auditing.tally import Tally, latency_bins

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from plait.spark.auditing.inputs.events import Events, merged
+from plait.spark.auditing.events import Events, merged
 from plait.storage.logs.action_log import Action, ConsumerDefinition, Definition, GroupDefinition
 
 #: Actions that change which cursor of an ordered group a row belongs to.

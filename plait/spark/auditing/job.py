@@ -1,41 +1,131 @@
-"""The audit as a Spark job: the driver plans and adds up, each task judges a block. Little data passes through Java.
+"""The audit: checks the arguments, opens the input, judges its blocks on Spark and adds up their facts.
 
-Only comparisons between blocks need a shuffle: two numbers for each key of a block, and one number for 64 message ids.
+The driver plans and adds up, each task judges a block. Little data passes through Java: only comparisons between blocks
+need a shuffle, of two numbers for each key of a block, and one number for 64 message ids.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from plait import chance
-from plait.errors import PlaitError, from_code
+from plait.client.arguments import moment_of, shown
+from plait.clock import SystemClock
+from plait.errors import InvalidArgument, PlaitError
+from plait.frame.header import TIME_MAX
+from plait.model import names
+from plait.spark.archiving.archiver import wanted_of
 from plait.spark.auditing import tally
 from plait.spark.auditing.block import Domain, audit_block
+from plait.spark.auditing.block_rows import Numbers
 from plait.spark.auditing.group_facts import GroupFacts
-from plait.spark.auditing.inputs.audit_input import AuditInput, Progress
-from plait.spark.auditing.inputs.block_rows import Numbers
 from plait.spark.auditing.key_order import crossings, moved_crossings
 from plait.spark.auditing.report import AuditReport
 from plait.spark.auditing.stored_order import stored_again
 from plait.spark.auditing.summary import scale_of, summarize
 from plait.spark.auditing.tally import Tally
-from plait.spark.runtime.job_runner import SHOWN_LENGTH_MAX
+from plait.spark.history.selection import When
+from plait.spark.inputs.archive_audit import open_archived
+from plait.spark.inputs.audit_input import AuditInput
+from plait.spark.inputs.log_audit import open_live
+from plait.spark.runtime.job_runner import (
+    NoProgress,
+    ProgressListener,
+    encode_error,
+    raise_encoded,
+    run_action,
+    spark_errors,
+)
+from plait.spark.runtime.session import check_packages, session
 from plait.spark.runtime.worker import prepare_worker
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-#: The interval at which the driver reports progress.
-LOOK_SECONDS: Final = 0.5
+#: The Spark master unless the caller names one. Two threads bound the memory on small machines.
+DEFAULT_MASTER: Final = "local[2]"
+_FAILED: Final = "the Spark job of the audit failed, nothing was judged; run it again"
+_CROSSED: Final = pa.schema([pa.field("kind", pa.string()), pa.field("id", pa.int64()), pa.field("count", pa.int64())])
+
+
+def audit(
+    data: str | PathLike[str] | None = None,
+    *,
+    archive: str | PathLike[str] | None = None,
+    subjects: Sequence[str] = (),
+    groups: Sequence[str] = (),
+    since: When | None = None,
+    until: When | None = None,
+    broker_group: str = "g1",
+    skip_damage: bool = False,
+    spark: SparkSession | None = None,
+    master: str | None = None,
+    progress: ProgressListener | None = None,
+) -> AuditReport:
+    """Check the first-hand logs of a data directory or of an archive against Plait's promises.
+
+    ``subjects`` are names, or prefixes with ``*`` (none: all); ``groups`` are consumer groups (none: all); ``since``
+    and ``until`` select messages by store time: a datetime, ISO 8601, or "-2h" before now. docs/audit.md explains each
+    count of the report.
+    """
+    progress = progress or NoProgress()
+    low, high = times_of(since, until)
+    source = open_input(
+        data,
+        archive,
+        subjects=subjects,
+        groups=groups,
+        since=low,
+        until=high,
+        broker_group=broker_group,
+        skip_damage=skip_damage,
+        progress=progress,
+    )
+    check_packages()
+    with spark_errors(_FAILED, PlaitError):
+        if spark is None:
+            progress.step("starting Spark", 1, "parts")
+            spark = session("plait audit", master=master or DEFAULT_MASTER)
+        table, crossed = _judge_all(spark, source, progress)
+    return summarize(source, tally.added_up(table), crossed, since=low, until=high)
+
+
+def times_of(since: When | None, until: When | None) -> tuple[int | None, int | None]:
+    """Two times of a user in microseconds since 1970."""
+    now = SystemClock().now()
+    low, high = moment_of(since, "since", now), moment_of(until, "until", now)
+    if low is not None and high is not None and low >= high:
+        raise InvalidArgument(f"since {shown(since)} is not before until {shown(until)}: nothing lies between")
+    return low, high
+
+
+def open_input(
+    data: str | PathLike[str] | None,
+    archive: str | PathLike[str] | None,
+    *,
+    subjects: Sequence[str] = (),
+    groups: Sequence[str] = (),
+    since: int | None = None,
+    until: int | None = None,
+    broker_group: str = "g1",
+    skip_damage: bool = False,
+    progress: ProgressListener,
+) -> AuditInput:
+    """Open the data directory or the archive and plan the work. Times are in microseconds since 1970."""
+    wanted = replace(wanted_of(subjects), time_min=since or 0, time_max=TIME_MAX if until is None else until - 1)
+    named = frozenset(names.check("group", group) for group in groups)
+    if archive is not None and data is None:
+        return open_archived(fspath(archive), wanted, named, progress)
+    if data is not None and archive is None:
+        return open_live(fspath(data), wanted, named, broker_group, fail_on_damage=not skip_damage, progress=progress)
+    raise InvalidArgument("name a data directory or an archive to audit: exactly one of them")
 
 
 def judge_part(source: AuditInput, number: int) -> pa.Table:
@@ -57,14 +147,8 @@ def _judged(source: AuditInput, number: int) -> pa.Table:
         return judge_part(source, number)
     except PlaitError as error:
         facts = Tally()
-        facts.add(tally.ERROR, number, msgspec.json.encode((error.code, error.message)).decode(), 1)
+        facts.add(tally.ERROR, number, encode_error(error), 1)
         return facts.table()
-
-
-def _raise_errors(table: pa.Table) -> None:
-    errors = table.filter(pc.field("kind") == tally.ERROR).sort_by("id").column("name").to_pylist()
-    if errors:
-        raise from_code(*msgspec.json.decode(errors[0], type=tuple[str, str]))
 
 
 def domains_of(source: AuditInput) -> dict[int, Domain]:
@@ -106,30 +190,8 @@ def _crossed_of(kind: str, facts: pa.Table) -> Numbers:
     return crossings(ids, numbers, firsts, (earliest, latest))
 
 
-def run(
-    spark: SparkSession, source: AuditInput, *, since: int | None, until: int | None, progress: Progress
-) -> AuditReport:
-    """Judge all parts and add up their facts. Raises ``PlaitError`` if the Spark job fails."""
-    with spark_failures():
-        table, crossed = _judge_all(spark, source, progress)
-    return summarize(source, tally.added_up(table), crossed, since=since, until=until)
-
-
-@contextmanager
-def spark_failures() -> Iterator[None]:
-    """Turn an exception of Spark itself into a ``PlaitError`` of one line."""
-    from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-    from pyspark.errors import PySparkException
-
-    try:
-        yield
-    except (PySparkException, Py4JError) as error:
-        reason = " ".join(str(error).split())[:SHOWN_LENGTH_MAX]
-        raise PlaitError(f"the Spark job of the audit failed, nothing was judged; run it again: {reason}") from error
-
-
 def _judge_all(
-    spark: SparkSession, source: AuditInput, progress: Progress
+    spark: SparkSession, source: AuditInput, progress: ProgressListener
 ) -> tuple[pa.Table, dict[tuple[str, int], int]]:
     """The facts of all parts, and the violations between blocks (``crossed_of``)."""
     from pyspark import StorageLevel
@@ -140,30 +202,28 @@ def _judge_all(
     if not count:
         return tally.SCHEMA.empty_table(), {}
 
-    done = spark.sparkContext.accumulator(0)
-
     def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         prepare_worker()
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 yield from _judged(source, number).to_batches()
-                done.add(1)
 
     schema = from_arrow_schema(tally.SCHEMA)
     facts = spark.range(0, count, 1, count).mapInArrow(work, schema).persist(StorageLevel.DISK_ONLY)
     try:
+        progress.step("judging", count, "parts")
         small = facts.where(~facts["kind"].isin(*tally.SHUFFLED))
-        table = _collected(spark, small, lambda: progress("judging", min(done.value, count), count))
-        _raise_errors(table)
-        crossed = _crossed(facts, count, progress)
+        table = run_action(spark, small.toArrow, lambda ended: progress.update(min(ended, count)))
+        for error in table.filter(pc.field("kind") == tally.ERROR).sort_by("id").column("name").to_pylist():
+            raise_encoded(error)
+        progress.step("comparing keys and ids between blocks", 1, "parts")
+        crossed = _crossed(facts, count)
     finally:
         facts.unpersist()
     return table, crossed
 
 
-def _crossed(facts: DataFrame, count: int, progress: Progress) -> dict[tuple[str, int], int]:
-    progress("comparing keys and ids between blocks", 0, 1)
-
+def _crossed(facts: DataFrame, count: int) -> dict[tuple[str, int], int]:
     def compare(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         # Each task gets some keys and producers, with all facts of each. There are as many tasks as blocks.
         found = crossed_of(pa.Table.from_batches(batches, tally.SCHEMA))
@@ -175,26 +235,3 @@ def _crossed(facts: DataFrame, count: int, progress: Progress) -> dict[tuple[str
     for row in keys.mapInArrow(compare, "kind string, id long, count long").collect():
         total[row["kind"], row["id"]] += row["count"]
     return total
-
-
-_CROSSED: Final = pa.schema([pa.field("kind", pa.string()), pa.field("id", pa.int64()), pa.field("count", pa.int64())])
-
-
-def _collected(spark: SparkSession, frame: DataFrame, look: Callable[[], None]) -> pa.Table:
-    """All rows of a data frame. ``look`` is called every ``LOOK_SECONDS`` until they arrive."""
-    context = spark.sparkContext
-    tag = f"plait-audit-{chance.token(8)}"
-
-    def collect() -> pa.Table:
-        context.addJobTag(tag)
-        return frame.toArrow()
-
-    with ThreadPoolExecutor(1, "plait-audit") as pool:
-        future = pool.submit(collect)
-        try:
-            while not wait([future], LOOK_SECONDS).done:
-                look()
-        except BaseException:
-            context.cancelJobsWithTag(tag)
-            raise
-        return future.result()

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.model.logical_partitions import NO_KEY_HASH
-from plait.spark.auditing.inputs.block_rows import BlockRows, Numbers
+from plait.spark.auditing.block_rows import BlockRows, Numbers
 from plait.spark.auditing.verdicts import NEVER, GroupVerdict
 
 

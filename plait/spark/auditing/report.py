@@ -14,10 +14,13 @@ PROMISES: Final = {
     "stored_out_of_order": "messages of a strict subject stored before an earlier one of the same key and producer",
     "lost": "messages that the group passed without delivering them",
     "double_acks": "messages acked by two clients, one of which did not hold them",
-    "two_hands": "messages held by two consumers at once",
+    "delivered_twice": "messages held by two consumers at once",
     "out_of_order": "messages acked before an earlier one of the same key",
     "invented": "messages that were delivered or acked and never stored",
 }
+
+#: The most examples in the line of a broken promise.
+SHOWN_MAX: Final = 5
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,14 +77,14 @@ class GroupAudit(msgspec.Struct, kw_only=True):
     expired: int
     #: Neither acked, dead nor expired: held by consumers, waiting for redelivery, or not delivered yet.
     unacked: int
-    in_hands: int
+    in_flight: int
     returned: int
     pending: int
     #: Messages whose outcome is not known, because the action log begins after them.
     unknown: int
     lost: int
     double_acks: int
-    two_hands: int
+    delivered_twice: int
     out_of_order: int
     invented: int
     #: Deliveries beyond the first, by cause.
@@ -163,3 +166,33 @@ class AuditReport(msgspec.Struct, kw_only=True):
     def groups(self) -> list[GroupAudit]:
         """The groups of all subjects."""
         return [group for subject in self.subjects for group in subject.groups]
+
+    def broken(self) -> list[str]:
+        """A line for each broken promise."""
+        lines = []
+        for subject in self.subjects:
+            holders: list[tuple[str, SubjectAudit | GroupAudit]] = [("the message log", subject)]
+            holders += [(f"group {group.group}", group) for group in subject.groups]
+            for holder, audit in holders:
+                for promise in audit.broken:
+                    places = [f"{each.partition} {each.sequence}" for each in audit.examples if each.promise == promise]
+                    shown = f", such as {', '.join(places[:SHOWN_MAX])}" if places else ""
+                    lines.append(f"{subject.subject}, {holder}: {PROMISES[promise]}{shown}")
+        return lines
+
+    def unknown(self) -> list[str]:
+        """A line for each group with messages that could not be judged."""
+        return [
+            f"{group.subject}, group {group.group}: the outcome of {group.unknown:,} of {group.messages:,} messages is "
+            "not known, because the action log begins after them; audit an archive, which begins earlier"
+            for group in self.groups()
+            if group.unknown
+        ]
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits and a suitable unit."""
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 0.001)):
+        if seconds >= length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

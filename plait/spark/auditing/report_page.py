@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from plait.spark.auditing.plots import bar_plot, line_plot
-from plait.spark.auditing.report import PROMISES, AuditReport, GroupAudit, SubjectAudit
+from plait.spark.auditing.report import AuditReport, GroupAudit, SubjectAudit, format_seconds
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --ink: #1d2733; --soft: #5d6b7a; --paper: #fff; --line: #d8dee5; --main: #2f6fb2;
@@ -29,6 +28,17 @@ svg { width: 100%; max-width: 720px; display: block; } svg text { font-size: 12p
 .area { fill: var(--main); opacity: .15; } .bar { fill: var(--main); }
 """
 
+#: Of plots, in pixels.
+WIDTH: Final = 720
+HEIGHT: Final = 200
+_LEFT: Final = 70
+_RIGHT: Final = 12
+_TOP: Final = 12
+_BOTTOM: Final = 26
+_BAR: Final = 20
+#: Labels of bars longer than this are cut.
+_LABEL_MAX: Final = 28
+
 _COUNTS: Final = (
     "messages",
     "acked",
@@ -38,7 +48,7 @@ _COUNTS: Final = (
     "unknown",
     "lost",
     "double_acks",
-    "two_hands",
+    "delivered_twice",
     "out_of_order",
     "invented",
     "retried",
@@ -57,8 +67,8 @@ def page(report: AuditReport) -> str:
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>Audit of {_escaped(report.place)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>Audit</h1><p>{_escaped(report.place)}<br><span class='soft'>{_escaped(times)}</span></p>",
+        f"<title>Audit of {html.escape(report.place)}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>Audit</h1><p>{html.escape(report.place)}<br><span class='soft'>{html.escape(times)}</span></p>",
         _verdict(report),
         *(_subject(subject) for subject in report.subjects),
         "</body></html>\n",
@@ -67,33 +77,13 @@ def page(report: AuditReport) -> str:
 
 
 def _verdict(report: AuditReport) -> str:
-    unknown = list(_unknown(report))
+    unknown = report.unknown()
     unknown_list = _list(unknown) if unknown else ""
     if not report.held:
-        return f'<p class="verdict broken">Promises were broken.</p>{_list(_broken(report))}{unknown_list}'
+        return f'<p class="verdict broken">Promises were broken.</p>{_list(report.broken())}{unknown_list}'
     if report.judged:
         return f'<p class="verdict held">Every promise was kept.</p>{unknown_list}'
     return f'<p class="verdict unknown">Whether every promise was kept is not known.</p>{unknown_list}'
-
-
-def _unknown(report: AuditReport) -> Iterable[str]:
-    for group in report.groups():
-        if group.unknown:
-            yield (
-                f"{group.subject}, group {group.group}: the outcome of {group.unknown:,} of {group.messages:,} "
-                "messages is not known, because the action log begins after them"
-            )
-
-
-def _broken(report: AuditReport) -> Iterable[str]:
-    for subject in report.subjects:
-        holders = [("the message log", subject.broken, subject.examples)]
-        holders += [(f"group {group.group}", group.broken, group.examples) for group in subject.groups]
-        for holder, broken, examples in holders:
-            for promise in broken:
-                places = [f"{each.partition} {each.sequence}" for each in examples if each.promise == promise]
-                shown = f", such as {', '.join(places)}" if places else ""
-                yield f"{subject.subject}, {holder}: {PROMISES[promise]}{shown}"
 
 
 def _subject(subject: SubjectAudit) -> str:
@@ -104,7 +94,7 @@ def _subject(subject: SubjectAudit) -> str:
         f"The fullest partition has {subject.partition_skew:g} times the mean, the fullest logical partition "
         f"{subject.slot_skew:g} times."
     )
-    parts = [f"<h2>{_escaped(subject.subject)}</h2><p>{facts}</p>", _groups(subject.groups)]
+    parts = [f"<h2>{html.escape(subject.subject)}</h2><p>{facts}</p>", _groups(subject.groups)]
     if len(partitions) > 1:
         parts.append(f"<h3>Messages by partition</h3>{bar_plot(partitions, 'messages by partition')}")
     if keys:
@@ -116,10 +106,10 @@ def _subject(subject: SubjectAudit) -> str:
 def _groups(groups: Sequence[GroupAudit]) -> str:
     if not groups:
         return "<p class='soft'>No consumer groups.</p>"
-    head = "".join(f"<th>{_escaped(name.replace('_', ' '))}</th>" for name in ("group", "kind", *_COUNTS))
+    head = "".join(f"<th>{html.escape(name.replace('_', ' '))}</th>" for name in ("group", "kind", *_COUNTS))
     rows = []
     for group in groups:
-        cells = [f"<td>{_escaped(group.group)}</td><td>{_escaped(group.kind)}</td>"]
+        cells = [f"<td>{html.escape(group.group)}</td><td>{html.escape(group.kind)}</td>"]
         for name in _COUNTS:
             mark = ' class="broken"' if name in group.broken else ""
             cells.append(f"<td{mark}>{getattr(group, name):,}</td>")
@@ -128,16 +118,16 @@ def _groups(groups: Sequence[GroupAudit]) -> str:
 
 
 def _group(group: GroupAudit) -> str:
-    parts = [f"<h3>Group {_escaped(group.group)}</h3>"]
+    parts = [f"<h3>Group {html.escape(group.group)}</h3>"]
     promised = _ORDERS[group.order]
     delivery = group.delivery.replace("_", " ")
-    parts.append(f"<p class='soft'>{_escaped(group.kind)}, {_escaped(delivery)}, {promised}</p>")
+    parts.append(f"<p class='soft'>{html.escape(group.kind)}, {html.escape(delivery)}, {promised}</p>")
     plot = line_plot([each.time for each in group.lag], [each.lag for each in group.lag], "lag over time")
     parts.append(f"<h4>Lag over time</h4>{plot}" if plot else "")
     if group.latency is not None:
         named = (("50 %", "p50"), ("90 %", "p90"), ("99 %", "p99"), ("99.9 %", "p999"), ("all", "max"))
         bars = [(name, getattr(group.latency, field)) for name, field in named]
-        parts.append(f"<h4>From send to first ack</h4>{bar_plot(bars, 'latency percentiles', _format_seconds)}")
+        parts.append(f"<h4>From send to first ack</h4>{bar_plot(bars, 'latency percentiles', format_seconds)}")
     if group.redelivered:
         again = [(cause.replace("_", " "), float(count)) for cause, count in group.redelivered.items()]
         parts.append(f"<h4>Redelivered after</h4>{bar_plot(again, 'redeliveries by cause')}")
@@ -148,25 +138,81 @@ def _group(group: GroupAudit) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{_escaped(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{_escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<div class='scroll'><table class='text'><tr>{head}</tr>{body}</table></div>"
 
 
 def _list(items: Iterable[str]) -> str:
-    return f"<ul>{''.join(f'<li>{_escaped(item)}</li>' for item in items)}</ul>"
-
-
-def _escaped(text: str) -> str:
-    return html.escape(text)
+    return f"<ul>{''.join(f'<li>{html.escape(item)}</li>' for item in items)}</ul>"
 
 
 def _format_time(micros: int) -> str:
     return datetime.fromtimestamp(micros / 1_000_000, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def _format_seconds(seconds: float) -> str:
-    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 0.001)):
-        if seconds >= length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+# --- plots: inline SVG, without scripts, fonts or images from elsewhere ------------------------
+
+
+def format_count(value: float) -> str:
+    """A number with a unit prefix, short enough for an axis."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"
+
+
+def line_plot(times: Sequence[int], values: Sequence[int], title: str) -> str:
+    """Values over time (microseconds since 1970), as a filled line."""
+    if len(times) < 2:
+        return ""
+    top = max(*values, 1)
+    low, high = times[0], times[-1]
+    inner_width, inner_height = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
+
+    def x(time: int) -> float:
+        return _LEFT + (time - low) / (high - low or 1) * inner_width
+
+    def y(value: float) -> float:
+        return _TOP + (1 - value / top) * inner_height
+
+    points = " ".join(f"{x(time):.1f},{y(value):.1f}" for time, value in zip(times, values, strict=True))
+    base = f"{y(0):.1f}"
+    parts = [_opened(HEIGHT, title)]
+    for share in (0.0, 0.5, 1.0):
+        at = y(top * share)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(_text(_LEFT - 6, at + 4, format_count(top * share), "end"))
+    for time, anchor in ((low, "start"), (high, "end")):
+        parts.append(_text(x(time), HEIGHT - 6, _format_time(time), anchor))
+    parts.append(f'<polygon class="area" points="{x(low):.1f},{base} {points} {x(high):.1f},{base}"/>')
+    parts.append(f'<polyline class="line" points="{points}"/></svg>')
+    return "".join(parts)
+
+
+def bar_plot(bars: Sequence[tuple[str, float]], title: str, label: Callable[[float], str] = format_count) -> str:
+    """Named values as horizontal bars."""
+    if not bars:
+        return ""
+    left = 210
+    top = max(value for _, value in bars) or 1
+    height = _BAR * len(bars) + 8
+    parts = [_opened(height, title)]
+    for number, (name, value) in enumerate(bars):
+        y = 4 + number * _BAR
+        width = value / top * (WIDTH - left - 90)
+        shown = name if len(name) <= _LABEL_MAX else name[: _LABEL_MAX - 1] + "…"
+        parts.append(_text(left - 8, y + 14, shown, "end"))
+        parts.append(f'<rect class="bar" x="{left}" y="{y + 2}" width="{max(width, 1):.1f}" height="{_BAR - 5}"/>')
+        parts.append(_text(left + width + 6, y + 14, label(value), "start"))
+    parts.append("</svg>")
+    return "".join(parts)
+
+
+def _opened(height: int, title: str) -> str:
+    shown = html.escape(title)
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{shown}"><title>{shown}</title>'
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH, Lps, lp_set
-from plait.spark.auditing.inputs.block_rows import BlockRows, Flags, Numbers, UInt64s
+from plait.spark.auditing.block_rows import BlockRows, Flags, Numbers, UInt64s
 
 #: One fact has 2 ** WINDOW_BITS producer sequences, one bit each.
 WINDOW_BITS = 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -13,8 +14,6 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.spark.auditing import tally
 from plait.spark.auditing.block import Scale
 from plait.spark.auditing.group_facts import GroupFacts
-from plait.spark.auditing.inputs.audit_input import AuditInput
-from plait.spark.auditing.inputs.death_causes import Cause
 from plait.spark.auditing.report import (
     AuditReport,
     DeathCount,
@@ -26,6 +25,8 @@ from plait.spark.auditing.report import (
     PartitionAudit,
     SubjectAudit,
 )
+from plait.spark.inputs.audit_input import AuditedPartition, AuditInput
+from plait.spark.inputs.death_causes import Cause
 
 #: Points of the plot of lag over time.
 MOMENTS: Final = 240
@@ -34,8 +35,8 @@ KEYS_MAX: Final = 20
 EXAMPLES_MAX: Final = 10
 
 _REDELIVERED: Final = "redelivered_"
-#: The number of violations between blocks, by kind of fact and id.
-Crossed = Mapping[tuple[str, int], int]
+#: Promises to a group that facts or ``invented`` show to be broken, apart from order.
+_PROMISES: Final = ("lost", "double_acks", "delivered_twice", "invented")
 
 
 def scale_of(source: AuditInput) -> Scale:
@@ -53,189 +54,189 @@ class _Facts:
         for kind, number, name, at, count in zip(*columns, strict=True):
             self._found[kind, number][name][at] = count
 
-    def counts(self, kind: str, ids: list[int]) -> dict[str, int]:
+    def counts(self, kind: str, ids: list[int]) -> Counter[str]:
         """The counts by name."""
-        total: dict[str, int] = defaultdict(int)
+        total: Counter[str] = Counter()
         for number in ids:
             for name, counts in self._found[kind, number].items():
                 total[name] += sum(counts.values())
         return total
 
-    def numbers(self, kind: str, ids: list[int], name: str = "") -> dict[int, int]:
-        """The counts by number."""
-        total: dict[int, int] = defaultdict(int)
+    def numbers(self, kind: str, ids: list[int]) -> Counter[int]:
+        """The counts by number, of facts without a name."""
+        total: Counter[int] = Counter()
         for each in ids:
-            for number, count in self._found[kind, each][name].items():
-                total[number] += count
+            total.update(self._found[kind, each][""])
         return total
 
-    def names(self, kind: str, number: int) -> list[str]:
-        return sorted(self._found[kind, number])
+    def examples(self, kind: str, number: int, partition: str) -> list[Example]:
+        """The first examples of each broken promise."""
+        found = self._found[kind, number]
+        return [
+            Example(promise, partition, at) for promise in sorted(found) for at in sorted(found[promise])[:EXAMPLES_MAX]
+        ]
 
 
 def summarize(
-    source: AuditInput, table: pa.Table, crossed: Crossed, *, since: int | None, until: int | None
+    source: AuditInput,
+    table: pa.Table,
+    crossed: Mapping[tuple[str, int], int],
+    *,
+    since: int | None,
+    until: int | None,
 ) -> AuditReport:
     """Build the report. ``table``: the facts added up. ``crossed``: the violations between blocks (``crossed_of``)."""
-    facts, causes = _Facts(table), source.deaths()
-    by_partition: dict[int, list[GroupFacts]] = defaultdict(list)
-    for group in source.groups.values():
-        by_partition[group.partition].append(group)
-    subjects = []
-    for name, ids in _subjects(source).items():
-        groups = [group for number in ids for group in by_partition[number]]
-        subjects.append(_subject(source, facts, crossed, causes, name, ids, groups))
-    held = not any(subject.broken or any(group.broken for group in subject.groups) for subject in subjects)
+    summary = _Summary(source, _Facts(table), Counter(crossed), source.deaths())
+    by_subject: dict[str, list[int]] = defaultdict(list)
+    for number, partition in sorted(source.partitions.items()):
+        by_subject[partition.subject].append(number)
+    subjects = [summary.subject(name, ids) for name, ids in sorted(by_subject.items())]
+    groups = [group for subject in subjects for group in subject.groups]
     return AuditReport(
         place=source.place,
         time_min=source.time_min,
         time_max=source.time_max,
         since=since,
         until=until,
-        held=held,
-        judged=not any(group.unknown and group.unknown == group.messages for s in subjects for group in s.groups),
+        held=not (any(each.broken for each in subjects) or any(each.broken for each in groups)),
+        judged=not any(group.unknown and group.unknown == group.messages for group in groups),
         subjects=subjects,
     )
 
 
-def _subjects(source: AuditInput) -> dict[str, list[int]]:
-    """Subject → its partitions."""
-    found: dict[str, list[int]] = defaultdict(list)
-    for number, partition in sorted(source.partitions.items()):
-        found[partition.subject].append(number)
-    return dict(sorted(found.items()))
+@dataclass(frozen=True)
+class _Summary:
+    source: AuditInput
+    facts: _Facts
+    #: The number of violations between blocks, by kind of fact and id.
+    crossed: Counter[tuple[str, int]]
+    causes: Counter[Cause]
 
-
-def _subject(
-    source: AuditInput,
-    facts: _Facts,
-    crossed: Crossed,
-    causes: Counter[Cause],
-    subject: str,
-    ids: list[int],
-    consumers: list[GroupFacts],
-) -> SubjectAudit:
-    partitions = []
-    examples = []
-    for number in ids:
-        each = source.partitions[number]
-        messages = facts.counts(tally.ROWS, [number]).get("", 0)
-        # Where damage is skipped, a frame header may promise rows that cannot be read.
-        missing = sum(end - start for start, end in each.missing) + max(each.readable - messages, 0)
-        partitions.append(
-            PartitionAudit(partition=each.name, messages=messages, first=each.first, end=each.end, missing=missing)
+    def subject(self, subject: str, ids: list[int]) -> SubjectAudit:
+        facts = self.facts
+        partitions = []
+        examples = []
+        for number in ids:
+            each = self.source.partitions[number]
+            messages = facts.counts(tally.ROWS, [number])[""]
+            # Where damage is skipped, a frame header may promise rows that cannot be read.
+            missing = sum(end - start for start, end in each.missing) + max(each.readable - messages, 0)
+            partitions.append(
+                PartitionAudit(partition=each.name, messages=messages, first=each.first, end=each.end, missing=missing)
+            )
+            examples += [Example("missing", each.name, start) for start, _ in each.missing]
+            examples += facts.examples(tally.FLAW_EXAMPLE, number, each.name)
+        by_group: dict[str, list[GroupFacts]] = defaultdict(list)
+        for group in self.source.groups.values():
+            if group.partition in ids:
+                by_group[group.name].append(group)
+        # An archive may have several partitions of one name.
+        by_name: Counter[str] = Counter()
+        for partition in partitions:
+            by_name[partition.partition] += partition.messages
+        keys = sorted(facts.counts(tally.KEY, ids).items(), key=lambda pair: (-pair[1], pair[0]))[:KEYS_MAX]
+        flaws = facts.counts(tally.FLAW, ids)
+        return SubjectAudit(
+            subject=subject,
+            messages=by_name.total(),
+            missing=sum(each.missing for each in partitions),
+            behind_fence=flaws["behind_fence"],
+            stored_twice=flaws["stored_twice"] + self.crossed[tally.IDS, min(ids)],
+            stored_out_of_order=flaws["stored_out_of_order"] + sum(self.crossed[tally.SENT, number] for number in ids),
+            partitions=partitions,
+            hot_keys=[HotKey(key, count) for key, count in keys],
+            partition_skew=_skew(by_name, len(by_name)),
+            slot_skew=_skew(facts.numbers(tally.SLOT, ids), LOGICAL_PARTITIONS),
+            groups=[self.group(subject, name, members) for name, members in sorted(by_group.items())],
+            examples=examples[:EXAMPLES_MAX],
         )
-        examples += [Example("missing", each.name, start) for start, _ in each.missing]
-        for promise in facts.names(tally.FLAW_EXAMPLE, number):
-            sequences = sorted(facts.numbers(tally.FLAW_EXAMPLE, [number], promise))
-            examples += [Example(promise, each.name, sequence) for sequence in sequences[:EXAMPLES_MAX]]
-    by_group: dict[str, list[GroupFacts]] = defaultdict(list)
-    for group in consumers:
-        by_group[group.name].append(group)
-    keys = sorted(facts.counts(tally.KEY, ids).items(), key=lambda pair: (-pair[1], pair[0]))[:KEYS_MAX]
-    slots = facts.numbers(tally.SLOT, ids)
-    flaws = facts.counts(tally.FLAW, ids)
-    return SubjectAudit(
-        subject=subject,
-        messages=sum(each.messages for each in partitions),
-        missing=sum(each.missing for each in partitions),
-        behind_fence=flaws.get("behind_fence", 0),
-        stored_twice=flaws.get("stored_twice", 0) + crossed.get((tally.IDS, min(ids)), 0),
-        stored_out_of_order=flaws.get("stored_out_of_order", 0)
-        + sum(crossed.get((tally.SENT, number), 0) for number in ids),
-        partitions=partitions,
-        hot_keys=[HotKey(key, count) for key, count in keys],
-        partition_skew=_skew(_by_name(partitions)),
-        slot_skew=_skew(list(slots.values()), LOGICAL_PARTITIONS),
-        groups=[
-            _group(source, facts, crossed, subject, name, members, causes) for name, members in sorted(by_group.items())
-        ],
-        examples=examples[:EXAMPLES_MAX],
-    )
+
+    def group(self, subject: str, name: str, members: list[GroupFacts]) -> GroupAudit:
+        ids = [group.id for group in members]
+        fates, broken, counts = (self.facts.counts(kind, ids) for kind in (tally.FATE, tally.BROKEN, tally.COUNT))
+        broken["invented"] = sum(max(group.reach - self._partition(group).end, 0) for group in members)
+        gone = sum(_below(group.skips, self._partition(group).first) for group in members)
+        # A group that was deleted and created again may be of another kind.
+        newest = max(members, key=lambda group: group.id)
+        promises = [promise for promise in _PROMISES if broken[promise]]
+        promises += ["out_of_order"] if self._out_of_order([each.id for each in members if _has_order(each)]) else []
+        examples = [example for group in members for example in self._examples(group)]
+        return GroupAudit(
+            subject=subject,
+            group=name,
+            kind=newest.kind,
+            delivery="at_most_once" if newest.at_most_once else "at_least_once",
+            order=_order(members, newest),
+            messages=fates.total() - fates["outside"] + gone,
+            acked=fates["acked"],
+            dead=fates["dead"],
+            expired=fates["expired"] + gone,
+            unacked=fates["held"] + fates["returned"] + fates["pending"],
+            in_flight=fates["held"],
+            returned=fates["returned"],
+            pending=fates["pending"],
+            unknown=fates["unknown"],
+            lost=broken["lost"],
+            double_acks=broken["double_acks"],
+            delivered_twice=broken["delivered_twice"],
+            out_of_order=self._out_of_order(ids),
+            invented=broken["invented"],
+            redelivered={
+                key.removeprefix(_REDELIVERED): count
+                for key, count in sorted(counts.items())
+                if key.startswith(_REDELIVERED) and count
+            },
+            acked_again=counts["acked_again"],
+            retried=counts["retried"],
+            died=counts["died"],
+            deaths=self._deaths(ids, counts["died"]),
+            latency=_latency(self.facts.numbers(tally.LATENCY, ids)),
+            lag=self._lag(ids),
+            broken=promises,
+            examples=[each for each in examples if each.promise in promises][:EXAMPLES_MAX],
+            forgotten=all(group.forgotten for group in members),
+        )
+
+    def _partition(self, group: GroupFacts) -> AuditedPartition:
+        return self.source.partitions[group.partition]
+
+    def _out_of_order(self, ids: list[int]) -> int:
+        between = sum(self.crossed[kind, number] for kind in (tally.ORDER, tally.MOVED) for number in ids)
+        return self.facts.counts(tally.BROKEN, ids)["out_of_order"] + between
+
+    def _examples(self, group: GroupFacts) -> list[Example]:
+        partition = self._partition(group)
+        found = self.facts.examples(tally.EXAMPLE, group.id, partition.name)
+        return [*found, Example("invented", partition.name, partition.end)] if group.reach > partition.end else found
+
+    def _deaths(self, ids: list[int], died: int) -> list[DeathCount]:
+        """Sorted by count, highest first. Dead letters that are no longer stored are counted without a reason."""
+        total: Counter[tuple[str, str]] = Counter()
+        for (number, kind, handler), count in self.causes.items():
+            if number in ids:
+                total[kind, handler] += count
+        total["", ""] += max(died - total.total(), 0)
+        ordered = sorted(total.items(), key=lambda pair: (-pair[1], pair[0]))
+        return [DeathCount(kind or None, handler or None, count) for (kind, handler), count in ordered if count]
+
+    def _lag(self, ids: list[int]) -> list[Moment]:
+        scale = scale_of(self.source)
+        stored, settled = np.zeros(scale.count, np.int64), np.zeros(scale.count, np.int64)
+        for target, kind in ((stored, tally.STORED), (settled, tally.SETTLED)):
+            for moment, count in self.facts.numbers(kind, ids).items():
+                target[moment] += count
+        if not stored.any():
+            return []
+        total = np.cumsum(stored)
+        lag = total - np.cumsum(settled)
+        ends = scale.start + scale.width * np.arange(1, scale.count + 1)
+        return [Moment(*each) for each in zip(ends.tolist(), total.tolist(), lag.tolist(), strict=True)]
 
 
-def _by_name(partitions: list[PartitionAudit]) -> list[int]:
-    """The messages of each partition name. An archive may have several partitions of one name."""
-    counts: Counter[str] = Counter()
-    for each in partitions:
-        counts[each.partition] += each.messages
-    return list(counts.values())
-
-
-def _skew(counts: list[int], among: int | None = None) -> float:
-    total = sum(counts)
-    return round(max(counts) * (among or len(counts)) / total, 3) if total else 1.0
-
-
-def _group(
-    source: AuditInput,
-    facts: _Facts,
-    crossed: Crossed,
-    subject: str,
-    name: str,
-    members: list[GroupFacts],
-    causes: Counter[Cause],
-) -> GroupAudit:
-    ids = [group.id for group in members]
-
-    def between(number: int) -> int:
-        return crossed.get((tally.ORDER, number), 0) + crossed.get((tally.MOVED, number), 0)
-
-    fates = facts.counts(tally.FATE, ids)
-    broken = facts.counts(tally.BROKEN, ids)
-    counts = facts.counts(tally.COUNT, ids)
-    invented = sum(max(group.reach - source.partitions[group.partition].end, 0) for group in members)
-    before = {group.id: source.partitions[group.partition].first for group in members}
-    gone = sum(_below(group.skips, before[group.id]) for group in members)
-    # A group that was deleted and created again may be of another kind.
-    newest = max(members, key=lambda group: group.id)
-    died = counts.get("died", 0)
-    deaths = [
-        DeathCount(kind or None, handler or None, n) for (number, kind, handler), n in causes.items() if number in ids
-    ]
-    deaths = _by_count(deaths, died)
-    unacked = {kind: fates.get(kind, 0) for kind in ("held", "returned", "pending")}
-    found = GroupAudit(
-        subject=subject,
-        group=name,
-        kind=newest.kind,
-        delivery="at_most_once" if newest.at_most_once else "at_least_once",
-        order=_order(members, newest),
-        messages=sum(fates.values()) - fates.get("outside", 0) + gone,
-        acked=fates.get("acked", 0),
-        dead=fates.get("dead", 0),
-        expired=fates.get("expired", 0) + gone,
-        unacked=sum(unacked.values()),
-        in_hands=unacked["held"],
-        returned=unacked["returned"],
-        pending=unacked["pending"],
-        unknown=fates.get("unknown", 0),
-        lost=broken.get("lost", 0),
-        double_acks=broken.get("double_acks", 0),
-        two_hands=broken.get("two_hands", 0),
-        out_of_order=broken.get("out_of_order", 0) + sum(map(between, ids)),
-        invented=invented,
-        redelivered={
-            key.removeprefix(_REDELIVERED): count
-            for key, count in sorted(counts.items())
-            if key.startswith(_REDELIVERED) and count
-        },
-        acked_again=counts.get("acked_again", 0),
-        retried=counts.get("retried", 0),
-        died=died,
-        deaths=deaths,
-        latency=_latency(facts.numbers(tally.LATENCY, ids)),
-        lag=_lag(source, facts, ids),
-        broken=[],
-        examples=_examples(source, facts, members, invented),
-        forgotten=all(group.forgotten for group in members),
-    )
-    found.broken = [promise for promise in ("lost", "double_acks", "two_hands", "invented") if getattr(found, promise)]
-    promised = [group.id for group in members if _has_order(group)]
-    if facts.counts(tally.BROKEN, promised).get("out_of_order") or any(map(between, promised)):
-        found.broken.append("out_of_order")
-    found.examples = [each for each in found.examples if each.promise in found.broken][:EXAMPLES_MAX]
-    return found
+def _skew(counts: Counter[str] | Counter[int], among: int) -> float:
+    """The highest count as a multiple of the mean."""
+    total = counts.total()
+    return round(max(counts.values()) * among / total, 3) if total else 1.0
 
 
 def _has_order(group: GroupFacts) -> bool:
@@ -255,48 +256,10 @@ def _below(ranges: list[tuple[int, int]], limit: int) -> int:
     return sum(max(min(end, limit) - start, 0) for start, end in ranges)
 
 
-def _by_count(deaths: list[DeathCount], died: int) -> list[DeathCount]:
-    """Sorted by count, highest first. Dead letters that are no longer stored are counted without a reason."""
-    total: dict[tuple[str | None, str | None], int] = defaultdict(int)
-    for death in deaths:
-        total[death.type, death.handler] += death.count
-    rest = died - sum(total.values())
-    if rest > 0:
-        total[None, None] += rest
-    ordered = sorted(total.items(), key=lambda pair: (-pair[1], pair[0][0] or "", pair[0][1] or ""))
-    return [DeathCount(kind, handler, count) for (kind, handler), count in ordered]
-
-
-def _latency(bins: dict[int, int]) -> Latency | None:
+def _latency(bins: Counter[int]) -> Latency | None:
     if not bins:
         return None
     numbers, counts = np.array(list(bins)), np.array(list(bins.values()))
     shares = [tally.percentile(numbers, counts, share) for share in (0.5, 0.9, 0.99, 0.999, 1.0)]
     p50, p90, p99, p999, most = (float(f"{share:.3g}") for share in shares)
     return Latency(count=int(counts.sum()), p50=p50, p90=p90, p99=p99, p999=p999, max=most)
-
-
-def _lag(source: AuditInput, facts: _Facts, ids: list[int]) -> list[Moment]:
-    scale = scale_of(source)
-    stored, settled = np.zeros(scale.count, np.int64), np.zeros(scale.count, np.int64)
-    for target, kind in ((stored, tally.STORED), (settled, tally.SETTLED)):
-        for moment, count in facts.numbers(kind, ids).items():
-            target[moment] += count
-    if not stored.any():
-        return []
-    total = np.cumsum(stored)
-    lag = total - np.cumsum(settled)
-    ends = scale.start + scale.width * np.arange(1, scale.count + 1)
-    return [Moment(*each) for each in zip(ends.tolist(), total.tolist(), lag.tolist(), strict=True)]
-
-
-def _examples(source: AuditInput, facts: _Facts, members: list[GroupFacts], invented: int) -> list[Example]:
-    found = []
-    for group in members:
-        partition = source.partitions[group.partition]
-        for promise in facts.names(tally.EXAMPLE, group.id):
-            sequences = sorted(facts.numbers(tally.EXAMPLE, [group.id], promise))
-            found += [Example(promise, partition.name, sequence) for sequence in sequences[:EXAMPLES_MAX]]
-        if invented and group.reach > partition.end:
-            found.append(Example("invented", partition.name, partition.end))
-    return found

@@ -13,11 +13,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from plait.spark.auditing.block_rows import BlockRows, Flags, Numbers
+from plait.spark.auditing.events import Events
 from plait.spark.auditing.group_facts import GroupFacts
-from plait.spark.auditing.inputs.block_rows import BlockRows, Flags, Numbers
-from plait.spark.auditing.inputs.cursor_layout import tenures
-from plait.spark.auditing.inputs.events import Events
-from plait.spark.auditing.touches import Touches
+from plait.spark.auditing.touches import Touches, tenures
 from plait.storage.logs.action_log import FLAG_UNCOUNTED, Action
 
 #: After every place of a log: the place of an event that has not happened.
@@ -255,7 +254,7 @@ def _find_redelivered(verdict: GroupVerdict, touched: _TouchColumns, group: Grou
         verdict.counts[name] = int(mask.sum())
     if not group.at_most_once:
         two = was_delivered & ~same_client & ~left & ~restarted
-        verdict.broken["two_hands"] = np.unique(touched.rows[now[two]])
+        verdict.broken["delivered_twice"] = np.unique(touched.rows[now[two]])
 
 
 def _find_double_acks(verdict: GroupVerdict, touched: _TouchColumns, delivered: Flags) -> None:

@@ -7,25 +7,22 @@ both find the same messages. Tasks must be able to read the data directories and
 from __future__ import annotations
 
 import pickle
-import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from plait.client.arguments import limit_of
-from plait.errors import Expired, PlaitError, from_code
+from plait.errors import Expired, PlaitError
 from plait.limits import MIB
 from plait.spark.history.archived_part import FileGone
 from plait.spark.history.live_part import SCHEMA
 from plait.spark.history.lookup import LOOKS_MAX, History, Piece
 from plait.spark.history.selection import HistorySelection
 from plait.spark.history.storage_order import Ordering
-from plait.spark.runtime.job_runner import in_one_line
+from plait.spark.runtime.job_runner import encode_error, spark_errors
 from plait.spark.runtime.worker import prepare_worker
 from plait.spark.source import arrow_scalars as bare
 
@@ -40,8 +37,7 @@ CUT_COUNT: Final = 65_536
 #: Rows are sent to the driver in pieces of about this size.
 PACKED_SIZE: Final = MIB
 
-#: Precedes an encoded error in the text of a Java or Python error.
-_ERROR_PREFIX: Final = "plait-error-"
+_FAILED: Final = "Spark did not read all of it; run again"
 
 Read = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
@@ -83,7 +79,7 @@ def write(spark: SparkSession, history: History, selection: HistorySelection, pa
     for attempt in range(1, LOOKS_MAX + 1):
         frame = dataframe(spark, history, selection)
         try:
-            with _task_errors():
+            with spark_errors(_FAILED):
                 # A second attempt overwrites the files of the first.
                 frame.write.mode("error" if attempt == 1 else "overwrite").parquet(path)
                 return spark.read.parquet(path).count()
@@ -103,7 +99,7 @@ def _collect(
         for table in rows if first is None else first_of_each(rows, first):
             yield from _packed(table)
 
-    with _task_errors():
+    with spark_errors(_FAILED):
         packed = _read_by(spark, history, selection, read, "rows binary").persist(StorageLevel.DISK_ONLY)
         try:
             # Run all tasks in parallel first; then fetch their results one by one.
@@ -175,39 +171,6 @@ def _reader(
                 try:
                     yield from read(piece.read(selection))
                 except PlaitError as error:
-                    raise RuntimeError(_encoded(error)) from None
+                    raise RuntimeError(encode_error(error)) from None
 
     return read_pieces
-
-
-# --- errors of tasks ----------------------------------------------------------------------------
-
-
-def _encoded(error: PlaitError) -> str:
-    """An error as text that survives in the middle of Java's error text."""
-    packed = msgspec.msgpack.encode((error.code, error.message, isinstance(error, FileGone)))
-    return f"{_ERROR_PREFIX}{packed.hex()};"
-
-
-def _decoded(text: str) -> PlaitError | None:
-    match = re.search(rf"{_ERROR_PREFIX}([0-9a-f]+);", text)
-    if match is None:
-        return None
-    code, message, is_gone = msgspec.msgpack.decode(bytes.fromhex(match[1]), type=tuple[str, str, bool])
-    return FileGone(message) if is_gone else from_code(code, message)
-
-
-@contextmanager
-def _task_errors() -> Iterator[None]:
-    """Raise the error of a task as it would be without Spark, and an error of Spark itself as one line."""
-    from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-    from pyspark.errors import PySparkException
-
-    with in_one_line("Spark did not read all of it; run again"):
-        try:
-            yield
-        except (PySparkException, Py4JError) as error:
-            found = _decoded(f"{error} {getattr(error, '_stackTrace', '')}")
-            if found is None:
-                raise
-            raise found from error

@@ -1,6 +1,8 @@
-"""Inputs: what Spark jobs read messages from, one adapter for data directories, brokers and archives each.
+"""Inputs: what Spark jobs read messages from. Each kind has one family of modules: ``log_*`` reads data directories,
+``broker_*`` asks brokers, ``archive*`` reads archives.
 
-The driver asks an input for partitions, sizes and tasks; a task reads its part in a worker. ``source`` uses the inputs.
-The package may import ``archiving.manifest``, ``source.offsets``, ``source.read_options``, the client's reading modules
-and storage. It does not import PySpark.
+For ``source``, an input lists partitions and makes tasks (``input``). For ``auditing``, it plans blocks of rows and
+finds the events about them (``audit_input``). A task reads its part in a worker, without the driver. The package may
+import ``archiving.manifest``, options and offsets of ``source``, arrays and group facts of ``auditing``, the client's
+reading modules and storage. It does not import PySpark.
 """

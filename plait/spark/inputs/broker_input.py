@@ -12,7 +12,7 @@ from plait.client.blocking.loop_thread import shared_loop
 from plait.client.read.range_scan import RangeScan, ScanGap, ScanPiece
 from plait.client.read.surveyor import PartitionSpan, SpanRange, Surveyor
 from plait.errors import Closed, DamageError, FrameError
-from plait.spark.inputs.input import Member
+from plait.frame.view import FrameView
 from plait.spark.source.offsets import check_epoch, report
 from plait.spark.source.read_options import ReadOptions
 from plait.storage.reading.log_chunks import CHUNK_SIZE, ChunkPartition, WantedRows
@@ -37,7 +37,7 @@ class BrokerTask:
     def group(self) -> str:
         return self.span.group
 
-    def frames(self, options: ReadOptions, wanted: WantedRows) -> Iterator[Member]:
+    def frames(self, options: ReadOptions, wanted: WantedRows) -> Iterator[tuple[ChunkPartition, FrameView]]:
         """The frames in order; the next ones are fetched while the caller handles one."""
         span = self.span
         partition = ChunkPartition(span.subject, span.name, self.start, self.end)

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from plait.client.read.surveyor import PartitionSpan, SpanRange
 from plait.frame.view import FrameView
+from plait.spark.inputs.archive_input import ArchiveInput, is_archive
+from plait.spark.inputs.broker_input import BrokerInput
+from plait.spark.inputs.log_input import LogInput
 from plait.spark.source.read_options import ReadOptions
 from plait.storage.reading.log_chunks import ChunkPartition, WantedRows
-
-#: A frame and its partition.
-Member = tuple[ChunkPartition, FrameView]
 
 
 class InputTask(Protocol):
@@ -23,7 +23,7 @@ class InputTask(Protocol):
     #: The broker group of its partitions.
     group: str
 
-    def frames(self, options: ReadOptions, wanted: WantedRows) -> Iterator[Member]:
+    def frames(self, options: ReadOptions, wanted: WantedRows) -> Iterator[tuple[ChunkPartition, FrameView]]:
         """The frames to be read, verified and in order. The first and the last may have rows beyond the bounds."""
         ...
 
@@ -63,13 +63,5 @@ class Input(Protocol):
 def input_of(options: ReadOptions, wanted: WantedRows) -> Input:
     """The input that the options name."""
     if options.server:
-        from plait.spark.inputs.broker_input import BrokerInput
-
         return BrokerInput(options, wanted)
-    from plait.spark.inputs.archive_input import ArchiveInput, is_archive
-
-    if is_archive(options.path):
-        return ArchiveInput(options, wanted)
-    from plait.spark.inputs.log_input import LogInput
-
-    return LogInput(options, wanted)
+    return ArchiveInput(options, wanted) if is_archive(options.path) else LogInput(options, wanted)

@@ -10,13 +10,13 @@ import numpy as np
 
 from plait.client.read.surveyor import PartitionSpan, SpanRange
 from plait.errors import DamageError, Expired
-from plait.spark.inputs.input import Member
+from plait.frame.view import FrameView
 from plait.spark.source.offsets import check_epoch
 from plait.spark.source.read_options import ReadOptions
 from plait.storage.disk import RealDisk
 from plait.storage.logs import record_spans as arithmetic
 from plait.storage.logs.consume_log import Records
-from plait.storage.reading.log_chunks import ChunkPlan, LogChunk, WantedRows, plan, read_chunk
+from plait.storage.reading.log_chunks import ChunkPartition, ChunkPlan, LogChunk, WantedRows, plan, read_chunk
 from plait.storage.reading.log_index import LogIndex
 from plait.storage.reading.log_reader import damage_error, open_log
 
@@ -32,7 +32,7 @@ class LogTask:
     #: Partition name → its span when the query was planned. Partitions without a span are not checked.
     spans: Mapping[str, PartitionSpan]
 
-    def frames(self, options: ReadOptions, wanted: WantedRows) -> Iterator[Member]:
+    def frames(self, options: ReadOptions, wanted: WantedRows) -> Iterator[tuple[ChunkPartition, FrameView]]:
         disk = RealDisk(options.path, read_only=True)
         for member in read_chunk(disk, options.path, self.chunk, wanted, fail_on_damage=options.fail_on_damage):
             span = self.spans.get(member[0].name)

@@ -81,10 +81,19 @@ def session(
         given["spark.master"] = master
     running = _running()
     spark = _start(app_name, given) if running is None else _adopt(running, given)
-    from plait.spark import register
-
     register(spark)
     return spark
+
+
+def register(spark: SparkSession) -> None:
+    """Register ``format("plait")`` with a session; `session` does this for the sessions it starts.
+
+    Also turns on filter pushdown for Python sources, which Spark leaves off by default and the source uses.
+    """
+    from plait.spark.source.data_source import PlaitDataSource
+
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    spark.dataSource.register(PlaitDataSource)
 
 
 def find_runtime(java: Java | None = None) -> Runtime:

@@ -10,33 +10,19 @@ import pyarrow as pa
 import pytest
 
 from plait.spark.auditing import tally
-from plait.spark.auditing.job import crossed_of, judge_part
+from plait.spark.auditing.job import crossed_of, judge_part, open_input, times_of
 from plait.spark.auditing.report import AuditReport, GroupAudit
-from plait.spark.auditing.run import open_input, wanted_of
 from plait.spark.auditing.summary import summarize
+from plait.spark.runtime.job_runner import NoProgress
 
 Audit = Callable[..., AuditReport]
 
 
 def audit_here(
-    data: Path | None = None,
-    archive: Path | None = None,
-    *,
-    subjects: Any = (),
-    groups: Any = (),
-    since: Any = None,
-    until: Any = None,
-    skip_damage: bool = False,
+    data: Path | None = None, archive: Path | None = None, *, since: Any = None, until: Any = None, **options: Any
 ) -> AuditReport:
-    source = open_input(
-        None if data is None else str(data),
-        None if archive is None else str(archive),
-        wanted_of(subjects, since, until),
-        frozenset(groups),
-        broker_group="g1",
-        skip_damage=skip_damage,
-        progress=lambda name, done, total: None,
-    )
+    low, high = times_of(since, until)
+    source = open_input(data, archive, since=low, until=high, progress=NoProgress(), **options)
     table = pa.concat_tables([tally.SCHEMA.empty_table(), *(judge_part(source, n) for n in range(len(source)))])
     crossed = crossed_of(table)
     return summarize(source, tally.added_up(table), crossed, since=None, until=None)

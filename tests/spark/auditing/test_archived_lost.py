@@ -9,16 +9,13 @@ import pytest
 
 from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.manifest import Archive
-from plait.spark.auditing.inputs.archived_input import open_archived
-from plait.spark.auditing.inputs.audit_input import AuditInput
-from plait.spark.auditing.inputs.live_input import open_live
-from plait.storage.reading.log_chunks import WantedRows
+from plait.spark.auditing.job import open_input
+from plait.spark.inputs.audit_input import AuditInput
+from plait.spark.runtime.job_runner import NoProgress
 from tests.spark.archives import Filler, archive_here, damage_frames, run_here
 from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.test_intake import expire
 from tests.support.broker_node import Producer
-
-ORDERS = WantedRows(frozenset({"orders"}))
 
 
 @pytest.fixture(autouse=True)
@@ -123,13 +120,6 @@ def test_a_message_is_in_the_slot_that_it_was_sent_to(tmp_path: Path):
     filler.node.turn()
     filler.stop()
     archive_here(data, to, now=True)
-    live = open_live(
-        str(data),
-        ORDERS,
-        frozenset(),
-        broker_group="g1",
-        fail_on_damage=True,
-        tasks_min=1,
-        progress=lambda *_: None,
-    )
-    assert slots(open_archived(str(to), ORDERS, frozenset(), progress=lambda *_: None)) == slots(live) == [1, 2, 1023]
+    live = open_input(data, None, subjects=["orders"], progress=NoProgress())
+    archived = open_input(None, to, subjects=["orders"], progress=NoProgress())
+    assert slots(archived) == slots(live) == [1, 2, 1023]

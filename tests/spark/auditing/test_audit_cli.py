@@ -12,10 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from plait.cli.entry import run
-from plait.spark.auditing import run as auditing_run
-from plait.spark.auditing.plots import bar_plot, line_plot
+from plait.spark.auditing import job
 from plait.spark.auditing.report import AuditReport
-from plait.spark.auditing.report_page import page
+from plait.spark.auditing.report_page import bar_plot, line_plot, page
 from plait.spark.auditing.report_tables import TABLES, write_tables
 from tests.spark.auditing.conftest import Audit
 from tests.spark.auditing.defects import swapped_acks
@@ -53,7 +52,7 @@ def test_a_group_that_is_older_than_the_action_log_ends_with_2(
     # Retention has deleted the earlier segments.
     segment.rename(segment.with_name(f"{1 << 22:020d}.log"))
     assert run(["spark", "audit", "--data", str(good)]) == 2
-    assert "unknown: order.book, group billing: 12 of 12 messages" in capsys.readouterr().out
+    assert "unknown: order.book, group billing: the outcome of 12 of 12 messages" in capsys.readouterr().out
 
 
 def test_a_broken_promise_ends_with_1(
@@ -85,7 +84,7 @@ def test_json_has_all_of_the_report(bad: Path, spark: SparkSession, capsys: pyte
         (["--data", "{good}/nothing"], "there is no directory"),
         (["--data", "{good}", "--subject", "nothing"], "subject 'nothing' is not in"),
         (["--data", "{good}", "--group", "unknown"], "group 'unknown' is not in"),
-        (["--data", "{good}", "--since", "soon"], "time 'soon' is not understood"),
+        (["--data", "{good}", "--since", "soon"], "'soon' is not understood"),
         (["--data", "{good}", "--since", "2025-01-02", "--until", "2025-01-01"], "is not before until"),
         (["--data", "{good}", "--parquet", "{good}"], "exists already"),
         (["--data", "{good}", "--html", "{good}/nothing/audit.html"], "audit.html cannot be written"),
@@ -129,7 +128,7 @@ def test_a_failure_of_spark_ends_with_2(
         def blocks(self, number: int) -> None:
             raise RuntimeError("the worker has no memory")
 
-    monkeypatch.setattr(auditing_run, "open_input", lambda *arguments, **options: Broken())
+    monkeypatch.setattr(job, "open_input", lambda *arguments, **options: Broken())
     assert run(["spark", "audit", "--data", str(good)]) == 2
     errors = capsys.readouterr().err
     assert "error: the Spark job of the audit failed" in errors
@@ -142,7 +141,7 @@ def test_a_defect_of_the_audit_itself_ends_with_2(
     def fail(*arguments: object, **options: object) -> None:
         raise ZeroDivisionError("by what")
 
-    monkeypatch.setattr(auditing_run, "open_input", fail)
+    monkeypatch.setattr(job, "open_input", fail)
     assert run(["spark", "audit", "--data", str(good)]) == 2
     assert "the audit itself failed: ZeroDivisionError('by what') (internal)" in capsys.readouterr().err
 

@@ -138,7 +138,7 @@ def test_a_message_that_two_consumers_hold(good: Path, tmp_path: Path, audited: 
         return np.concatenate([events, pulls])
 
     with_actions(good, tmp_path / "bad", change)
-    assert "two_hands" in one_group(audited(tmp_path / "bad")).broken
+    assert "delivered_twice" in one_group(audited(tmp_path / "bad")).broken
 
 
 async def test_damage_is_an_error_or_counts_as_missing(good: Path, audited: Audit):

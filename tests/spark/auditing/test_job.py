@@ -12,7 +12,7 @@ import plait.spark
 from plait.errors import DamageError, InvalidArgument
 from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.manifest import Archive
-from plait.spark.auditing.inputs import live_input as live
+from plait.spark.inputs import log_audit as live
 from plait.testing import EmbeddedBroker
 from plait.testing.embedded_broker import TEST_CONFIG
 from tests.spark.archives import archive_here, run_here

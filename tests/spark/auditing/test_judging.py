@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.spark.auditing.block_rows import BlockRows
+from plait.spark.auditing.events import AUDITED, Events, audited, of_rows
 from plait.spark.auditing.group_facts import GroupFacts, GroupTable
-from plait.spark.auditing.inputs.block_rows import BlockRows
-from plait.spark.auditing.inputs.events import AUDITED, Events, audited, of_rows
 from plait.spark.auditing.key_order import out_of_order
 from plait.spark.auditing.touches import touches
 from plait.spark.auditing.verdicts import Fate, GroupVerdict, judge
@@ -294,7 +294,7 @@ def test_rows_delivered_to_a_second_consumer_while_the_first_holds_them_are_foun
     script = Script()
     script.add(Action.PULL, 1, 0, 10, 1)
     script.add(Action.PULL, 2, 3, 4, 2)
-    assert broken(script.judge()) == {"two_hands": [3]}
+    assert broken(script.judge()) == {"delivered_twice": [3]}
 
 
 def test_a_consumer_that_returns_keeps_the_rows_it_holds():

@@ -40,7 +40,7 @@ async def consume(consumer: plait.Consumer, count: int) -> list[plait.Message]:
 
 def fates(report: AuditReport) -> dict[str, int]:
     group = one_group(report)
-    names = ("acked", "dead", "expired", "in_hands", "returned", "pending", "lost", "unknown")
+    names = ("acked", "dead", "expired", "in_flight", "returned", "pending", "lost", "unknown")
     return {name: getattr(group, name) for name in names if getattr(group, name)}
 
 
@@ -156,7 +156,7 @@ async def test_at_most_once(tmp_path: Path, audit: Audit):
     report = audit(tmp_path)
     group = one_group(report)
     assert report.held
-    assert (group.delivery, group.returned, group.in_hands) == ("at_most_once", 0, 0)
+    assert (group.delivery, group.returned, group.in_flight) == ("at_most_once", 0, 0)
     assert group.acked >= 24
 
 

@@ -11,8 +11,10 @@ from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.archive_tasks import CompactTask
 from plait.spark.archiving.file_writer import FileWriter
 from plait.spark.archiving.manifest import Archive, ArchivedFile
-from plait.spark.auditing.inputs import archived_input as archived
-from plait.spark.auditing.inputs import work_units as units
+from plait.spark.auditing.job import open_input
+from plait.spark.inputs import work_units as units
+from plait.spark.inputs.archive_audit import ArchivedInput
+from plait.spark.runtime.job_runner import NoProgress
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import archive_here, commit_next, run_here
 from tests.spark.auditing.conftest import Audit
@@ -127,5 +129,6 @@ async def test_a_recreated_subject_is_not_merged_with_its_earlier_life(tmp_path:
             await client.admin.delete_subject(SUBJECT)
     report = audit(archive=to)
     assert report.subjects[0].messages == 20
-    source = archived.open_archived(str(to), archived.WantedRows(prefixes=("",)), frozenset(), progress=lambda *_: None)
+    source = open_input(None, to, progress=NoProgress())
+    assert isinstance(source, ArchivedInput)
     assert [(len(unit.paths), unit.low, unit.high) for part in source.parts for unit in part] == [(1, 0, 10)] * 2

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.spark.auditing.inputs.block_rows import BlockRows
-from plait.spark.auditing.inputs.coverage import Coverage
-from plait.spark.auditing.inputs.events import merged
+from plait.spark.auditing.block_rows import BlockRows
+from plait.spark.auditing.events import merged
 from plait.spark.auditing.key_order import crossings, out_of_order
 from plait.spark.auditing.tally import latency_bins, percentile
 from plait.spark.auditing.verdicts import NEVER, GroupVerdict
+from plait.spark.inputs.coverage import Coverage
 
 
 @pytest.mark.parametrize(

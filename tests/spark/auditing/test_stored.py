@@ -16,10 +16,12 @@ from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.model.logical_partitions import lp_of_key
 from plait.spark.archiving import archiver as archiving
-from plait.spark.auditing.inputs import live_input as live
-from plait.spark.auditing.inputs.coverage import cover
-from plait.spark.auditing.run import open_input, wanted_of
+from plait.spark.archiving.archiver import wanted_of
+from plait.spark.auditing.job import open_input
 from plait.spark.auditing.stored_order import astray
+from plait.spark.inputs import log_audit as live
+from plait.spark.inputs.coverage import cover
+from plait.spark.runtime.job_runner import NoProgress
 from plait.storage.catalog import PartitionRow
 from plait.storage.logs.action_log import Action
 from plait.storage.reading.log_reader import open_log
@@ -56,7 +58,7 @@ async def grown(data: Path, before: int, after: int) -> None:
 
 def partitions_of(data: Path) -> dict[str, PartitionRow]:
     walk = LogWalk(open_log(str(data)))
-    cover(walk, wanted_of((), None, None))
+    cover(walk, wanted_of(()))
     return {row.name: row for row in walk.partitions.values() if row.subject == SUBJECT and not row.kind}
 
 
@@ -66,16 +68,7 @@ def key_of(frame: FrameView) -> str:
 
 def groups_of(data: Path) -> dict[int, int]:
     """Partition → the number of its group."""
-    none = frozenset[str]()
-    source = open_input(
-        str(data),
-        None,
-        wanted_of((), None, None),
-        none,
-        broker_group="g1",
-        skip_damage=False,
-        progress=lambda name, done, total: None,
-    )
+    source = open_input(data, None, progress=NoProgress())
     return {group.partition: group.id for group in source.groups.values()}
 
 

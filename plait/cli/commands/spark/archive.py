@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -77,28 +78,33 @@ def archive(
             )
         _print_report(report, output, follow)
 
-    if not follow:
+    if follow:
+        _repeat(once, seconds)
+    else:
         once()
-        return
+
+
+def _repeat(once: Callable[[], None], seconds: float) -> None:
+    """Run again and again until Ctrl-C, or until the first run fails."""
     worked = False
     wait = seconds
     while True:
+        following = seconds
         try:
             once()
             worked, wait = True, seconds
         except (ArchiveConflict, Expired) as error:
             # Another archiver or retention was faster; the next run continues from there.
-            _warn(error, seconds)
             wait = seconds
+            _warn(error, wait)
         except ArchiveError as error:
             # Storage that does not respond, a full disk, a Spark crash: an earlier run succeeded, so the next one may.
             if not worked:
                 raise
             _warn(error, wait)
-            pause(wait)
-            wait = max(seconds, min(2 * wait, FAILED_SECONDS_MAX))
-            continue
+            following = max(seconds, min(2 * wait, FAILED_SECONDS_MAX))
         pause(wait)
+        wait = following
 
 
 def _warn(error: PlaitError, seconds: float) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
-from plait.cli.options import Output, duration_of, time_of
+from plait.cli.options import Output
 from plait.cli.output import console, format_micros, print_facts, print_json, print_table
 from plait.cli.progress import ProgressSteps
 from plait.errors import InvalidArgument, PlaitError
@@ -47,40 +46,27 @@ def audit(
     """Check in the logs whether every promise was kept; exit code 0: yes, 1: no, 2: not known."""
     import plait.spark
 
-    try:
-        if parquet is not None and parquet.exists():
-            raise InvalidArgument(f"{parquet} exists already; name a new directory for --parquet")
-        if html is not None and (html.is_dir() or not html.parent.is_dir()):
-            raise InvalidArgument(f"{html} cannot be written; --html needs a file name in an existing directory")
+    def run() -> AuditReport:
+        _check_files(parquet, html)
         with ProgressSteps() as steps:
             report = plait.spark.audit(
                 data,
                 archive=archive,
-                subjects=tuple(subject or ()),
-                groups=tuple(group or ()),
-                since=_moment(since),
-                until=_moment(until),
+                subjects=subject or (),
+                groups=group or (),
+                since=since,
+                until=until,
                 broker_group=broker_group,
                 skip_damage=skip_damage,
                 master=master,
                 progress=steps,
             )
-        if parquet is not None:
-            from plait.spark.auditing.report_tables import write_tables
+        _write_files(report, parquet, html)
+        return report
 
-            write_tables(report, parquet)
-        if html is not None:
-            from plait.spark.auditing.report_page import page
-
-            html.write_text(page(report), encoding="utf-8")
-    except PlaitError as error:
-        return _undecided(error.message, error.code)
-    except OSError as error:
-        return _undecided(str(error), "system")
-    except Exception as error:  # noqa: BLE001 - any failure means that nothing was judged
-        # Python's own exit code would be 1, which means here that a promise was broken.
-        traceback.print_exc()
-        return _undecided(f"the audit itself failed: {error!r}", "internal")
+    report = _judged(run)
+    if report is None:
+        return EXIT_UNKNOWN
     if output == "json":
         print_json(report)
     else:
@@ -90,25 +76,44 @@ def audit(
     return EXIT_HELD if report.judged else EXIT_UNKNOWN
 
 
-def _undecided(message: str, code: str) -> int:
+def _judged(run: Callable[[], AuditReport]) -> AuditReport | None:
+    """The report; None: an error, which is printed, prevented it. Python's own exit code for an error would be 1, which
+    means here that a promise was broken."""
+    try:
+        return run()
+    except PlaitError as error:
+        message, code = error.message, error.code
+    except OSError as error:
+        message, code = str(error), "system"
+    except Exception as error:  # noqa: BLE001 - any failure means that nothing was judged
+        traceback.print_exc()
+        message, code = f"the audit itself failed: {error!r}", "internal"
     sys.stderr.write(f"error: {' '.join(message.split())} ({code})\n")
-    return EXIT_UNKNOWN
+    return None
 
 
-def _moment(text: str | None) -> datetime | None:
-    if text is None:
-        return None
-    if text.startswith("-"):
-        return datetime.fromtimestamp(datetime.now(UTC).timestamp() - duration_of(text[1:]), UTC)
-    return time_of(text)
+def _check_files(parquet: Path | None, html: Path | None) -> None:
+    if parquet is not None and parquet.exists():
+        raise InvalidArgument(f"{parquet} exists already; name a new directory for --parquet")
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        raise InvalidArgument(f"{html} cannot be written; --html needs a file name in an existing directory")
+
+
+def _write_files(report: AuditReport, parquet: Path | None, html: Path | None) -> None:
+    if parquet is not None:
+        from plait.spark.auditing.report_tables import write_tables
+
+        write_tables(report, parquet)
+    if html is not None:
+        from plait.spark.auditing.report_page import page
+
+        html.write_text(page(report), encoding="utf-8")
 
 
 # --- for people -----------------------------------------------------------------------------------
 
 
 def _print(report: AuditReport) -> None:
-    from plait.spark.auditing.report import PROMISES
-
     times = (
         f"{format_micros(report.time_min)} to {format_micros(report.time_max)}" if report.time_max else "no messages"
     )
@@ -117,27 +122,12 @@ def _print(report: AuditReport) -> None:
         _print_subject(subject)
     out = console()
     out.print()
-    for group in report.groups():
-        if group.unknown:
-            text = (
-                f"unknown: {group.subject}, group {group.group}: {group.unknown:,} of {group.messages:,} messages, "
-                "because the action log begins after them; audit an archive, which begins earlier"
-            )
-            out.print(text, style="bold yellow", markup=False, soft_wrap=True)
-    if report.held:
-        if report.judged:
-            out.print("every promise was kept", style="bold green")
-        return
-    for subject in report.subjects:
-        for holder, broken, examples in [
-            ("the message log", subject.broken, subject.examples),
-            *((f"group {group.group}", group.broken, group.examples) for group in subject.groups),
-        ]:
-            for promise in broken:
-                places = [f"{each.partition} {each.sequence}" for each in examples if each.promise == promise]
-                shown = f", such as {', '.join(places[:5])}" if places else ""
-                text = f"broken: {subject.subject}, {holder}: {PROMISES[promise]}{shown}"
-                out.print(text, style="bold red", markup=False, soft_wrap=True)
+    for line in report.unknown():
+        out.print(f"unknown: {line}", style="bold yellow", markup=False, soft_wrap=True)
+    for line in report.broken():
+        out.print(f"broken: {line}", style="bold red", markup=False, soft_wrap=True)
+    if report.held and report.judged:
+        out.print("every promise was kept", style="bold green")
 
 
 def _print_subject(subject: SubjectAudit) -> None:
@@ -158,6 +148,8 @@ def _print_subject(subject: SubjectAudit) -> None:
 
 
 def _print_groups(groups: Sequence[GroupAudit]) -> None:
+    from plait.spark.auditing.report import format_seconds
+
     if not groups:
         return
     fates = ("messages", "acked", "dead", "expired", "unacked")
@@ -170,13 +162,13 @@ def _print_groups(groups: Sequence[GroupAudit]) -> None:
                 group.kind,
                 *(f"{getattr(group, name):,}" for name in fates),
                 f"{max((moment.lag for moment in group.lag), default=0):,}",
-                format_latency(latency.p50) if latency else "-",
-                format_latency(latency.p99) if latency else "-",
+                format_seconds(latency.p50) if latency else "-",
+                format_seconds(latency.p99) if latency else "-",
             )
         )
     columns = ("group", "kind", *fates, "lag at most", "p50", "p99")
     print_table(columns, rows, right=columns[2:])
-    promises = ("lost", "invented", "double_acks", "two_hands", "out_of_order")
+    promises = ("lost", "invented", "double_acks", "delivered_twice", "out_of_order")
     faults = [
         (
             group.group,
@@ -192,11 +184,3 @@ def _print_groups(groups: Sequence[GroupAudit]) -> None:
     if deaths:
         letters = [(name, each.type or "not stored", each.handler or "", f"{each.count:,}") for name, each in deaths]
         print_table(("group", "reason", "handler", "messages"), letters, right=("messages",))
-
-
-def format_latency(seconds: float) -> str:
-    """Three digits and a suitable unit."""
-    for unit, length in (("d", 86400.0), ("h", 3600.0), ("m", 60.0), ("s", 1.0), ("ms", 0.001)):
-        if seconds >= length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"

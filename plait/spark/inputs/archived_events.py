@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 
 from plait.errors import ArchiveError
 from plait.spark.archiving.manifest import Archive, ArchivedFile
+from plait.spark.auditing.events import AUDITED, NONE, Events, of_rows, spans_of
 from plait.spark.auditing.group_facts import GroupFacts, GroupTable
-from plait.spark.auditing.inputs.events import AUDITED, NONE, Events, of_rows, spans_of
 from plait.spark.auditing.verdicts import NEVER
 from plait.storage.logs.action_log import Action, ConsumerDefinition, GroupDefinition
 

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from plait.errors import FrameError
 from plait.frame.header import TIME_MAX
 from plait.spark.archiving.manifest import Archive
-from plait.spark.auditing.inputs.archived_events import read_columns, read_names
+from plait.spark.inputs.archived_events import read_columns, read_names
 from plait.storage.disk import RealDisk
 from plait.storage.logs.recovery import LogScan
 from plait.storage.logs.retained_log import DIRECTORY, is_header, note_of

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from plait.spark.auditing.inputs.events import merged
+from plait.spark.auditing.events import merged
 from plait.storage.reading.log_chunks import WantedRows
 from plait.storage.reading.log_walk import FrameHeader, LogPiece, LogWalk, survey
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from plait.errors import InvalidArgument
 from plait.spark.auditing.block import Block
 from plait.spark.auditing.group_facts import GroupFacts
-from plait.spark.auditing.inputs.death_causes import Cause
-
-#: Called with the name of the step, the amount done and the total.
-Progress = Callable[[str, int, int], None]
+from plait.spark.inputs.death_causes import Cause
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,14 @@ class AuditInput(Protocol):
         """Dead letters by cause, where the reason is still stored."""
 
 
-def check_groups(wanted: frozenset[str], there: Iterable[str], place: str) -> None:
-    """Raise ``InvalidArgument`` if a requested group does not exist."""
-    known = sorted(set(there))
-    missing = sorted(wanted.difference(known))
+def requested_groups(
+    groups: Mapping[int, GroupFacts], partitions: Container[int], names: frozenset[str], place: str
+) -> dict[int, GroupFacts]:
+    """The groups of these partitions and names (none: all). Raises ``InvalidArgument`` if a name does not exist."""
+    there = {number: group for number, group in groups.items() if group.partition in partitions}
+    known = sorted({group.name for group in there.values()})
+    missing = sorted(names.difference(known))
     if missing:
         hint = f"there are {', '.join(known)}" if known else "the subjects have no groups"
         raise InvalidArgument(f"group {', '.join(map(repr, missing))} is not in {place}; {hint}")
+    return {number: group for number, group in there.items() if not names or group.name in names}

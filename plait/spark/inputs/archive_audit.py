@@ -21,8 +21,11 @@ from plait.client.send.open_rows import hash_keys
 from plait.model.logical_partitions import NO_KEY_HASH, Hashes
 from plait.spark.archiving.manifest import ACTIONS, DEATHS, Archive, ArchivedFile, ArchivedSettings
 from plait.spark.auditing.block import Block
+from plait.spark.auditing.block_rows import BlockRows, UInt64s, slots_of
+from plait.spark.auditing.events import Events
 from plait.spark.auditing.group_facts import GroupFacts
-from plait.spark.auditing.inputs.archived_events import (
+from plait.spark.auditing.stored_order import astray
+from plait.spark.inputs.archived_events import (
     APART,
     ActionFile,
     Identity,
@@ -30,13 +33,11 @@ from plait.spark.auditing.inputs.archived_events import (
     find_events,
     read_columns,
 )
-from plait.spark.auditing.inputs.archived_partitions import archived_partitions
-from plait.spark.auditing.inputs.audit_input import AuditedPartition, Progress, check_groups
-from plait.spark.auditing.inputs.block_rows import BlockRows, UInt64s, slots_of
-from plait.spark.auditing.inputs.death_causes import Cause, archived_deaths
-from plait.spark.auditing.inputs.events import Events
-from plait.spark.auditing.inputs.work_units import Unit, parts_of
-from plait.spark.auditing.stored_order import astray
+from plait.spark.inputs.archived_partitions import archived_partitions
+from plait.spark.inputs.audit_input import AuditedPartition, requested_groups
+from plait.spark.inputs.death_causes import Cause, archived_deaths
+from plait.spark.inputs.work_units import Unit, parts_of
+from plait.spark.runtime.job_runner import ProgressListener
 from plait.storage.reading.log_chunks import WantedRows
 
 _ROW_COLUMNS: Final = ["sequence", "message_id", "key", "send_time", "store_time", "epoch", "logical_partition"]
@@ -165,7 +166,7 @@ class _ArchivedEvents:
         return find_events(self._archive, self._source.actions, group.id, known, (self._low, self._high))
 
 
-def open_archived(place: str, wanted: WantedRows, groups: frozenset[str], *, progress: Progress) -> ArchivedInput:
+def open_archived(place: str, wanted: WantedRows, groups: frozenset[str], progress: ProgressListener) -> ArchivedInput:
     """Read the manifest and all events, and plan the work."""
     archive = Archive.at(place)
     manifest = archive.open()
@@ -182,15 +183,13 @@ def open_archived(place: str, wanted: WantedRows, groups: frozenset[str], *, pro
         for index, source in enumerate(sources)
     ]
     actions = sorted(manifest.find(ACTIONS), key=lambda file: (file.source, file.start))
+    progress.step("reading the actions", len(actions), "parts")
     for number, (file, following) in enumerate(zip_longest(actions, actions[1:])):
-        progress("reading the actions", number, len(actions))
+        progress.update(number)
         same_source = following is not None and following.source == file.source
         learned[sources.index(file.source)].take(file, following.start if same_source else None)
-    there = {
-        number: group for events in learned for number, group in events.groups.items() if group.partition in partitions
-    }
-    check_groups(groups, (group.name for group in there.values()), place)
-    known = {number: group for number, group in there.items() if not groups or group.name in groups}
+    there = {number: group for events in learned for number, group in events.groups.items()}
+    known = requested_groups(there, partitions, groups, place)
     for group in known.values():
         partition = found[group.partition]
         group.learn_order(partition.order)

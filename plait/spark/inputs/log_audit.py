@@ -19,13 +19,14 @@ from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.model.logical_partitions import NO_KEY_HASH, Hashes
 from plait.spark.auditing.block import Block
+from plait.spark.auditing.block_rows import BlockRows, Flags, Numbers, slots_of
+from plait.spark.auditing.events import NONE, Events, audited, of_rows, spans_of
 from plait.spark.auditing.group_facts import STRICT, GroupFacts, GroupTable
-from plait.spark.auditing.inputs.audit_input import AuditedPartition, Progress, check_groups
-from plait.spark.auditing.inputs.block_rows import BlockRows, Flags, Numbers, slots_of
-from plait.spark.auditing.inputs.coverage import cover
-from plait.spark.auditing.inputs.death_causes import Cause, deaths
-from plait.spark.auditing.inputs.events import NONE, Events, audited, of_rows, spans_of
 from plait.spark.auditing.stored_order import astray
+from plait.spark.inputs.audit_input import AuditedPartition, requested_groups
+from plait.spark.inputs.coverage import cover
+from plait.spark.inputs.death_causes import Cause, deaths
+from plait.spark.runtime.job_runner import ProgressListener
 from plait.storage.catalog import PartitionRow
 from plait.storage.disk import RealDisk
 from plait.storage.logs.action_log import DEFINITIONS, EVENTS, read_definitions, read_events
@@ -36,6 +37,8 @@ from plait.storage.reading.log_walk import LogWalk
 
 #: Bytes of the message log that one task reads: about a million short messages.
 BLOCK_SIZE: Final = 32 * MIB
+#: The least number of blocks, so that threads share the work evenly.
+TASKS_MIN: Final = 4
 #: Bytes of a part of the action log, which is read for a block or skipped as a whole.
 PART_SIZE: Final = MIB
 #: Parts that a task keeps in memory, each less than 2 MiB.
@@ -221,45 +224,55 @@ def _unordered(frames: list[FrameView], chosen: Numbers) -> Flags | None:
     return np.concatenate(found)[chosen]
 
 
-def open_live(
-    path: str,
-    wanted: WantedRows,
-    groups: frozenset[str],
-    *,
-    broker_group: str,
-    fail_on_damage: bool,
-    tasks_min: int,
-    progress: Progress,
-) -> LiveInput:
-    """Read the headers of the message log and all of the action log, and plan the work."""
-    reader = open_log(path)
-    progress("looking at the message log", 0, 1)
-    walk = LogWalk(reader, fail_on_damage=fail_on_damage)
-    coverage = cover(walk, wanted)
+@dataclass(frozen=True)
+class _Actions:
+    """The whole action log: its groups, its parts with the sequences that each names, and its first and last times."""
+
+    groups: dict[int, GroupFacts]
+    parts: list[ActionPart]
+    spans: list[Spans]
+    times: list[int]
+
+
+def _read_actions(path: str, message_end: int, *, fail_on_damage: bool, progress: ProgressListener) -> _Actions:
+    """Read the action log. Events that depend on messages stored since, or lost, do not count."""
     actions = open_actions(path)
-    # Events that depend on messages stored since, or lost, do not count.
-    looked = actions.look(part_size=PART_SIZE, fail_on_damage=fail_on_damage, message_end=coverage.log_end)
+    parts = actions.look(part_size=PART_SIZE, fail_on_damage=fail_on_damage, message_end=message_end).parts
     log_start = actions.files[0][0] if actions.files else 0
     table = GroupTable(whole=log_start == 0)
     disk = RealDisk(path, read_only=True)
     spans: list[Spans] = []
     times: list[int] = []
-    for number, part in enumerate(looked.parts):
-        progress("reading the action log", number, len(looked.parts))
+    progress.step("reading the action log", len(parts), "parts")
+    for number, part in enumerate(parts):
+        progress.update(number)
         events, part_times = read_part(disk, path, part, table)
         spans.append(spans_of(events))
         times += part_times
     if log_start and times:
-        begins = times[0]
         for group in table.groups.values():
-            group.begins = begins
-    planned = plan(reader, wanted, chunk_size=BLOCK_SIZE, chunks_min=tasks_min, fail_on_damage=fail_on_damage)
+            group.begins = times[0]
+    return _Actions(table.groups, parts, spans, times)
+
+
+def open_live(
+    path: str,
+    wanted: WantedRows,
+    groups: frozenset[str],
+    broker_group: str,
+    *,
+    fail_on_damage: bool,
+    progress: ProgressListener,
+) -> LiveInput:
+    """Read the headers of the message log and all of the action log, and plan the work."""
+    reader = open_log(path)
+    progress.step("looking at the message log", 1, "parts")
+    walk = LogWalk(reader, fail_on_damage=fail_on_damage)
+    coverage = cover(walk, wanted)
+    actions = _read_actions(path, coverage.log_end, fail_on_damage=fail_on_damage, progress=progress)
+    planned = plan(reader, wanted, chunk_size=BLOCK_SIZE, chunks_min=TASKS_MIN, fail_on_damage=fail_on_damage)
     rows = {row.id: row for row in walk.partitions.values() if not row.deleted and wanted.covers(row)}
-    there = {number: group for number, group in table.groups.items() if group.partition in rows}
-    check_groups(groups, (group.name for group in there.values()), path)
-    known = {number: group for number, group in there.items() if not groups or group.name in groups}
-    for group in known.values():
-        group.learn_order(rows[group.partition].settings.order)
+    known = requested_groups(actions.groups, rows, groups, path)
     starts = {number: each.start for chunk in planned.chunks for number, each in chunk.partitions.items()}
     nexts = logical_ends(reader.checkpoint)
     from_zero = not reader.files or reader.files[0][0] == 0
@@ -271,18 +284,21 @@ def open_live(
         if not from_zero and number not in coverage.ranges:
             # Every row has expired: the checkpoint has the partition's next sequence.
             start = max(start, end)
-        first = max(start, coverage.first(number))
-        name = f"{row.name}@{broker_group}"
-        readable = 0 if fail_on_damage else coverage.count(number, start)
-        missing = coverage.missing(number, start, end)
-        strict = row.settings.order == STRICT
-        partitions[number] = AuditedPartition(row.subject, name, first, end, missing, readable, strict)
+        partitions[number] = AuditedPartition(
+            row.subject,
+            f"{row.name}@{broker_group}",
+            first=max(start, coverage.first(number)),
+            end=end,
+            missing=coverage.missing(number, start, end),
+            readable=0 if fail_on_damage else coverage.count(number, start),
+            strict=row.settings.order == STRICT,
+        )
     for group in known.values():
+        group.learn_order(rows[group.partition].settings.order)
         if not from_zero and group.partition not in coverage.ranges:
             # The checkpoint may be older than some rows that have expired.
             group.reach = min(group.reach, partitions[group.partition].end)
-    times += [time for number in rows for time in coverage.times.get(number, ())]
-    time_min, time_max = min(times, default=0), max(times, default=0)
+    times = [*actions.times, *(time for number in rows for time in coverage.times.get(number, ()))]
     return LiveInput(
         place=path,
         wanted=wanted,
@@ -291,10 +307,10 @@ def open_live(
         rows=rows,
         groups=known,
         chunks=planned.chunks,
-        parts=looked.parts,
-        spans=spans,
-        time_min=max(time_min, wanted.time_min),
-        time_max=time_max,
+        parts=actions.parts,
+        spans=actions.spans,
+        time_min=max(min(times, default=0), wanted.time_min),
+        time_max=max(times, default=0),
     )
 
 

@@ -22,10 +22,10 @@ from plait.spark.archiving.manifest import (
     ArchiveManifest,
     PartitionLife,
 )
-from plait.spark.auditing.inputs.archived_events import APART
-from plait.spark.auditing.inputs.audit_input import AuditedPartition
-from plait.spark.auditing.inputs.coverage import Coverage
-from plait.spark.auditing.inputs.events import merged, without
+from plait.spark.auditing.events import merged, without
+from plait.spark.inputs.archived_events import APART
+from plait.spark.inputs.audit_input import AuditedPartition
+from plait.spark.inputs.coverage import Coverage
 from plait.storage.reading.log_chunks import WantedRows, check_names
 
 
