@@ -16,7 +16,8 @@ import numpy as np
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.views import RegisteredPartition
-from plait.model.lp_runs import Numbers, runs_of
+from plait.model.logical_partitions import runs_with
+from plait.model.lp_runs import Numbers
 from plait.model.route import PartitionId, Route, Span, SpanHistory, joined
 
 #: The most runs of one partition: its open, sealed and reopened LPs.
@@ -50,7 +51,7 @@ def rebuilt(subject: str, found: Found, version: int) -> Route:
     used = set(owners(places, found).tolist())
     places = [place for index, place in enumerate(places) if index in used or found[place].fences]
     owner = owners(places, found)
-    edges = {0, LOGICAL_PARTITIONS, *(edge for first, end, _ in runs_of(owner) for edge in (first, end))}
+    edges = {0, LOGICAL_PARTITIONS, *(edge for first, end, _ in runs_with(owner, owner >= 0) for edge in (first, end))}
     for place in places:
         edges.update(edge for first, end, *_ in [*found[place].fences, *found[place].reopened] for edge in (first, end))
     histories = []
@@ -59,7 +60,7 @@ def rebuilt(subject: str, found: Found, version: int) -> Route:
         spans = [Span(index, fence) for _, _, index, fence in closed]
         histories.append(SpanHistory(first, end, (*spans, Span(int(owner[first]), None, version))))
     gained = (version,) * len(places)
-    return Route(subject, version, tuple(places), joined(histories), tuple(runs_of(owner)), (), gained)
+    return Route(subject, version, tuple(places), joined(histories), tuple(runs_with(owner, owner >= 0)), (), gained)
 
 
 def _closed(index: int, facts: RegisteredPartition, lp: int) -> Iterator[tuple[int, int, int, int]]:

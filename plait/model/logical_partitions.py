@@ -16,6 +16,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from plait.limits import LOGICAL_PARTITIONS
+from plait.model.lp_runs import NumberedRun, Numbers, Run
 
 Hashes = npt.NDArray[np.uint64]
 Lps = npt.NDArray[np.uint16]
@@ -59,7 +60,7 @@ def lps_of(sequences: npt.NDArray[np.int64], hashes: Hashes | None) -> Lps:
     return lps
 
 
-def lp_set(runs: Iterable[tuple[int, int]]) -> LpSet:
+def lp_set(runs: Iterable[Run]) -> LpSet:
     """The set of the LPs in runs [first, end)."""
     chosen = np.zeros(LOGICAL_PARTITIONS, bool)
     for first, end in runs:
@@ -77,7 +78,7 @@ def single_lp(lp: int) -> LpSet:
     return chosen
 
 
-def runs_of(chosen: LpSet) -> list[tuple[int, int]]:
+def runs_of(chosen: LpSet) -> list[Run]:
     """The LPs of a set as runs [first, end)."""
     edges = ((chosen[1:] != chosen[:-1]).nonzero()[0] + 1).tolist()
     if chosen[0]:
@@ -87,12 +88,12 @@ def runs_of(chosen: LpSet) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def runs_with(values: npt.NDArray[np.int64], chosen: LpSet) -> list[tuple[int, int, int]]:
+def runs_with(values: Numbers, chosen: LpSet) -> list[NumberedRun]:
     """The chosen LPs as runs (first, end, value) of equal values."""
     return [(first, end, int(values[first])) for first, end in runs_alike(chosen, values)]
 
 
-def runs_alike(chosen: LpSet, *values: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+def runs_alike(chosen: LpSet, *values: Numbers) -> list[Run]:
     """The chosen LPs as runs [first, end) in which each of the values stays the same."""
     # Usually the set is empty, or its LPs lie close together.
     first, end = int(chosen.argmax()), len(chosen) - int(chosen[::-1].argmax())

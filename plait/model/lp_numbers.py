@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.limits import LOGICAL_PARTITIONS
-
-Numbers = npt.NDArray[np.int64]
+from plait.model.lp_runs import Numbers
 
 
 class LpNumbers:

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.balance import balance, shares
-from plait.model.lp_runs import NumberedRun, Numbers, Run, cut, mark, runs_of, runs_where, spread
+from plait.model.logical_partitions import LpSet, lp_set, runs_of, runs_with
+from plait.model.lp_runs import NumberedRun, Numbers, Run, edges, spread
 
 
 class PartitionId(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -99,7 +100,7 @@ def openings(route: Route) -> list[list[Run]]:
     """
     here = current(route)
     found: list[list[Run]] = [[] for _ in route.partitions]
-    for first, end, partition in runs_of(np.where(_moving(route, here), -1, here)):
+    for first, end, partition in runs_with(here, ~_moving(route, here)):
         found[partition].append((first, end))
     return found
 
@@ -151,8 +152,8 @@ def retarget(route: Route, places: Sequence[PartitionId]) -> Route:
             route,
             version=version,
             partitions=tuple(listed),
-            target=tuple(runs_of(after)),
-            doubt=tuple(runs_where(maybe_sealed & (after == here))),
+            target=tuple(runs_with(after, after >= 0)),
+            doubt=tuple(runs_of(maybe_sealed & (after == here))),
             gained=(*route.gained, *[version] * (len(listed) - len(route.partitions))),
         )
     )
@@ -167,7 +168,7 @@ def moves(route: Route, made: Collection[int] | None = None) -> list[RouteMoves]
     moving = _moving(route, here)
     if made is not None:
         moving &= np.isin(there, list(made))
-    return [RouteMoves(index, runs_where(moving & (here == index))) for index in np.unique(here[moving]).tolist()]
+    return [RouteMoves(index, runs_of(moving & (here == index))) for index in np.unique(here[moving]).tolist()]
 
 
 def sealed(route: Route, version: int, partition: int, fences: Sequence[NumberedRun]) -> Route:
@@ -188,7 +189,7 @@ def sealed(route: Route, version: int, partition: int, fences: Sequence[Numbered
         route,
         version=after,
         histories=_with_spans(route, fence, there, after),
-        doubt=tuple(runs_where(mark(route.doubt) & (fence < 0))),
+        doubt=tuple(runs_of(lp_set(route.doubt) & (fence < 0))),
         gained=tuple(after if index in gaining else seen for index, seen in enumerate(route.gained)),
     )
 
@@ -236,7 +237,7 @@ def give_up(route: Route, group: str, places: Sequence[PartitionId]) -> Route:
     after = named[balance(among[here], len(named), loose=lost[here], wished=among[before])]
     number = spread([(history.first, history.end, at) for at, history in enumerate(route.histories)])
     histories = []
-    for first, end in pairwise(cut(number, here, after)):
+    for first, end in pairwise(edges(number, here, after).tolist()):
         left = tuple(span for span in route.histories[number[first]].spans if not lost[span.partition])
         if lost[here[first]]:
             left = (*left, Span(int(after[first]), None, version))
@@ -249,26 +250,25 @@ def give_up(route: Route, group: str, places: Sequence[PartitionId]) -> Route:
             version=version,
             partitions=tuple(listed),
             histories=joined(histories),
-            target=tuple(runs_of(after)),
+            target=tuple(runs_with(after, after >= 0)),
             # An LP that had to move may be sealed already: it is in doubt if its new target is its present partition.
-            doubt=tuple(runs_where((_moving(route, here) & (after == here)) & ~lost[here])),
+            doubt=tuple(runs_of((_moving(route, here) & (after == here)) & ~lost[here])),
             gained=tuple(version if index in gaining else seen for index, seen in enumerate(gained)),
         )
     )
 
 
-def _moving(route: Route, here: Numbers) -> NDArray[np.bool_]:
+def _moving(route: Route, here: Numbers) -> LpSet:
     """The LPs that have to be sealed in their present partition, and so may be sealed already."""
-    moving: NDArray[np.bool_] = (here != target(route)) | mark(route.doubt)
+    moving: LpSet = (here != target(route)) | lp_set(route.doubt)
     return moving
 
 
 def _with_spans(route: Route, fence: Numbers, there: Numbers, version: int) -> tuple[SpanHistory, ...]:
     """Histories in which every LP with a fence has its last span closed and a new span in its target."""
     number = spread([(history.first, history.end, at) for at, history in enumerate(route.histories)])
-    edges = cut(number, fence, np.where(fence >= 0, there, -1))
     made = []
-    for first, end in pairwise(edges):
+    for first, end in pairwise(edges(number, fence, np.where(fence >= 0, there, -1)).tolist()):
         before = route.histories[number[first]].spans
         if fence[first] >= 0:
             closed = Span(before[-1].partition, int(fence[first]))

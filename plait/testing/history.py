@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+import msgspec
+
 Outcome = Literal["ok", "failed", "unknown"]
 #: A message and its order key. A value is sent once in a history.
 Value = str | int
@@ -24,25 +26,20 @@ Key = str | int | None
 Place = tuple[str, int]
 
 
-class RecordedSend:
+class RecordedSend(msgspec.Struct, eq=False):
     """One send of a message."""
 
-    __slots__ = ("_history", "begun", "ended", "error", "key", "number", "outcome", "place", "producer", "value")
-
-    def __init__(
-        self, history: DeliveryHistory, number: int, producer: str, key: Key, value: Value, begun: float
-    ) -> None:
-        self._history = history
-        #: The number of the send in the history. Sends of one producer are in the order of its calls.
-        self.number = number
-        self.producer = producer
-        self.key = key
-        self.value = value
-        self.begun = begun
-        self.outcome: Outcome = "unknown"
-        self.ended: float | None = None
-        self.place: Place | None = None
-        self.error = ""
+    history: DeliveryHistory
+    #: The number of the send in the history. Sends of one producer are in the order of its calls.
+    number: int
+    producer: str
+    key: Key
+    value: Value
+    begun: float
+    outcome: Outcome = "unknown"
+    ended: float | None = None
+    place: Place | None = None
+    error: str = ""
 
     def ok(self, place: Place | None = None, time: float | None = None) -> None:
         """It is stored."""
@@ -57,49 +54,30 @@ class RecordedSend:
         self._end("unknown", time, error=str(error))
 
     def _end(self, outcome: Outcome, time: float | None, place: Place | None = None, error: str = "") -> None:
-        self._history._write("sent", [self.number, outcome, time, place, error])
+        self.history._write("sent", [self.number, outcome, time, place, error])
         self.outcome, self.ended, self.place, self.error = outcome, time, place, error
 
 
-class Handling:
+class Handling(msgspec.Struct, eq=False):
     """One handling of a message by a consumer."""
 
-    __slots__ = (
-        "_history", "ack", "acked", "attempt", "begun", "consumer", "ended", "epoch", "group", "key", "lp", "number",
-        "outcome", "place", "value",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        history: DeliveryHistory,
-        number: int,
-        consumer: str,
-        key: Key,
-        value: Value,
-        attempt: int,
-        epoch: int | None,
-        lp: int | None,
-        place: Place | None,
-        begun: float,
-        group: str,
-    ) -> None:
-        self._history = history
-        #: The number of the handling in the history, in the order of their begin.
-        self.number = number
-        self.consumer = consumer
-        self.key = key
-        self.value = value
-        self.attempt = attempt
-        self.epoch = epoch
-        self.lp = lp
-        self.place = place
-        self.begun = begun
-        self.group = group
-        self.outcome: Outcome = "unknown"
-        self.ended: float | None = None
-        #: The outcome of its ack. None: no ack is known.
-        self.ack: Outcome | None = None
-        self.acked: float | None = None
+    history: DeliveryHistory
+    #: The number of the handling in the history, in the order of their begin.
+    number: int
+    consumer: str
+    key: Key
+    value: Value
+    attempt: int
+    epoch: int | None
+    lp: int | None
+    place: Place | None
+    begun: float
+    group: str
+    outcome: Outcome = "unknown"
+    ended: float | None = None
+    #: The outcome of its ack. None: no ack is known.
+    ack: Outcome | None = None
+    acked: float | None = None
 
     def done(self, time: float) -> None:
         """The handler has done its work."""
@@ -114,7 +92,7 @@ class Handling:
         self._end("unknown", time)
 
     def _end(self, outcome: Outcome, time: float) -> None:
-        self._history._write("handled", [self.number, outcome, time])
+        self.history._write("handled", [self.number, outcome, time])
         self.outcome, self.ended = outcome, time
 
     def ack_ok(self, time: float) -> None:
@@ -130,28 +108,23 @@ class Handling:
         self._acked("unknown", time)
 
     def _acked(self, outcome: Outcome, time: float) -> None:
-        self._history._write("acked", [self.number, outcome, time])
+        self.history._write("acked", [self.number, outcome, time])
         self.ack, self.acked = outcome, time
 
 
-class Broken:
+class Broken(msgspec.Struct, eq=False):
     """A fault. It excuses some violations (``plait.testing.checker``)."""
 
-    __slots__ = ("at", "consumer", "forgets", "reason", "time", "until")
-
-    def __init__(
-        self, reason: str, time: float, until: float | None, consumer: str | None, forgets: bool, at: str = ""
-    ) -> None:
-        self.reason = reason
-        self.time = time
-        #: Its end.
-        self.until = time if until is None else until
-        #: The consumer that it hit. None: all.
-        self.consumer = consumer
-        #: The broker group whose messages it hit. "": all.
-        self.at = at
-        #: The broker may forget confirmed acks: power was lost and not everything was flushed.
-        self.forgets = forgets
+    reason: str
+    time: float
+    #: Its end.
+    until: float
+    #: The consumer that it hit. None: all.
+    consumer: str | None
+    #: The broker may forget confirmed acks: power was lost and not everything was flushed.
+    forgets: bool
+    #: The broker group whose messages it hit. "": all.
+    at: str
 
 
 class DeliveryHistory:
@@ -228,7 +201,7 @@ class DeliveryHistory:
         ``at``: it hit only that broker group, and excuses only outcomes of messages stored there. Both: it hit only
         that consumer's requests to that broker group.
         """
-        self.faults.append(Broken(reason, time, until, consumer, forgets, at))
+        self.faults.append(Broken(reason, time, time if until is None else until, consumer, forgets, at))
         self._write("broken", [reason, time, until, consumer, forgets, at])
 
     # --- files ----------------------------------------------------------------------------------
@@ -265,10 +238,10 @@ class DeliveryHistory:
         whole.handlings = sorted(handlings, key=lambda handling: handling.begun)
         for number, send in enumerate(whole.sends):
             send.number = number
-            send._history = whole
+            send.history = whole
         for number, handling in enumerate(whole.handlings):
             handling.number = number
-            handling._history = whole
+            handling.history = whole
             if handling.ended is None:
                 whole._open.setdefault(handling.consumer, {})[handling] = None
         return whole

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.balance import balance, shares
-from plait.model.lp_runs import mark
+from plait.model.logical_partitions import lp_set
 from plait.model.route import (
     PartitionId,
     Route,
@@ -178,7 +178,7 @@ def test_lps_of_an_unreachable_broker_group_stay_and_move_later():
 def test_lps_do_not_move_to_partitions_that_do_not_exist_yet():
     route = retarget(default_route("s", places(1)), places(3))
     assert moves(route, made={0}) == []
-    moving = mark(moves(route, made={0, 2})[0].lps)
+    moving = lp_set(moves(route, made={0, 2})[0].lps)
     assert (target(route)[moving] == 2).all()
     assert moving.sum() == (target(route) == 2).sum()
 
@@ -242,7 +242,7 @@ def test_a_fence_stays_valid_when_the_target_changes_before_it_is_reported():
     route = retarget(default_route("s", places(1)), places(2))
     (move,) = moves(route)
     home = retarget(route, places(1))
-    assert not (mark(openings(home)[0]) & mark(move.lps)).any()
+    assert not (lp_set(openings(home)[0]) & lp_set(move.lps)).any()
     late = sealed(home, route.version, 0, [(first, end, 33) for first, end in move.lps])
     assert fences_of(late, move.lps[0][0]) == [(0, 33), (0, None)]
     assert openings(late)[0] == [(0, LOGICAL_PARTITIONS)]
@@ -260,4 +260,4 @@ def test_a_fence_that_is_reported_after_the_lp_was_opened_again_is_ignored():
 def test_an_lp_that_is_to_be_sealed_is_not_opened():
     route = retarget(default_route("s", places(1)), places(2))
     (move,) = moves(route)
-    assert (mark(openings(route)[0]) ^ mark(move.lps)).all()
+    assert (lp_set(openings(route)[0]) ^ lp_set(move.lps)).all()

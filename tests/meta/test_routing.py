@@ -9,7 +9,7 @@ from plait.errors import InvalidArgument, NoBroker
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.service import MetaService
 from plait.meta.views import Drop
-from plait.model.lp_runs import mark
+from plait.model.logical_partitions import lp_set
 from plait.model.route import current, moves, openings, spans, target
 from tests.meta.support import ALL, Stores, converge, expire, place, places, register
 
@@ -204,4 +204,4 @@ def test_a_subject_can_have_a_thousand_partitions(spread: MetaService):
     assert len(spread.routing.makes()) == LOGICAL_PARTITIONS - 2
     route = spread.route("s").route
     assert sorted(target(route).tolist()) == list(range(LOGICAL_PARTITIONS))
-    assert not mark(openings(route)[5]).any()
+    assert not lp_set(openings(route)[5]).any()

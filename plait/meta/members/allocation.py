@@ -14,7 +14,8 @@ import numpy as np
 
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.balance import balance
-from plait.model.lp_runs import NumberedRun, Numbers, edges, runs_of
+from plait.model.logical_partitions import runs_with
+from plait.model.lp_runs import NumberedRun, Numbers, edges
 
 _END = np.dtype("<u2")
 _OWNER = np.dtype("<i4")
@@ -52,7 +53,7 @@ class Allocation:
     @cached_property
     def floors(self) -> list[NumberedRun]:
         """(first, end, epoch): owners with older epochs have permanently lost these LPs."""
-        return runs_of(self.epochs)
+        return runs_with(self.epochs, self.epochs >= 0)
 
     @cached_property
     def _edges(self) -> Numbers:
