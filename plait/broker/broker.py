@@ -14,27 +14,31 @@ before, and are redelivered after a crash.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from plait.broker import subjects
 from plait.broker.appender import Submission
+from plait.broker.catalog import Catalog
 from plait.broker.commit import SendCallback
 from plait.broker.config import BrokerConfig
 from plait.broker.granted_numbers import GrantedNumbers
 from plait.broker.groups.dead_letters import DeadLetters
 from plait.broker.groups.lease_grants import LeaseGrants
+from plait.broker.groups.ordered_group import OrderedGroup
 from plait.broker.groups.retries import Retries
-from plait.broker.groups.shared_group import FAILURE, AttachedConsumer, Delivery, Group, NackOutcome
-from plait.broker.partitions import sealing
-from plait.broker.partitions.key_cache import KnownRows
+from plait.broker.groups.shared_group import FAILURE, AttachedConsumer, Delivery, NackOutcome
+from plait.broker.partitions.dropped import Dropped
 from plait.broker.partitions.partition import Partition
 from plait.broker.partitions.suspended import Deadlines, Waiter
 from plait.broker.partitions.waking import WaiterWaking
 from plait.broker.recovery.checkpointer import CheckpointWork, Snapshots
 from plait.broker.recovery.segment_headers import SegmentHeaders
 from plait.broker.recovery.start_up import Recovery, RecoveryReport
+from plait.broker.schedule.bucketed import BucketedRows
+from plait.broker.schedule.due_delivery import DueDelivery, check_delayed
+from plait.broker.schedule.due_rows import DueRows
 from plait.broker.schedule.forwards import Forwards
 from plait.broker.schedule.schedules import Schedules
+from plait.broker.staging.stage_publisher import StagePublisher
 from plait.broker.staging.stages import Stages
 from plait.broker.turn import Turn
 from plait.clock import Clock
@@ -42,11 +46,9 @@ from plait.errors import DiskFull, FrameError, StorageFailed
 from plait.frame.columns import Column
 from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
-from plait.model.settings import SubjectSettings
 from plait.storage.checkpoint import Checkpoints
 from plait.storage.disk import Disk
 from plait.storage.logs.consume_log import DIRECTORY as CONSUME_DIRECTORY
-from plait.storage.logs.consume_log import OpenMaps
 from plait.storage.producers import ProducerTable
 
 #: Columns that only the broker adds to frames.
@@ -68,38 +70,32 @@ class Broker:
         self.turn = turn = Turn(disk, clock, self.config, self.producers)
         self.disk, self.clock = disk, clock
         self.message_log, self.retained_log, self.action_log = self.logs = turn.logs
-        #: Only meta servers create partitions; the first use of a name does not.
-        self.routed = False
-        self._partitions: dict[int, Partition] = {}
-        #: Changed only by ``add_partition`` and ``remove_partition``: a segment header defines every partition.
-        self.partitions: Mapping[int, Partition] = self._partitions
-        #: By partition name. The partition of a subject without a route has the name of the subject.
-        self.subjects: dict[str, Partition] = {}
-        self.dropped = sealing.Dropped()
+        self.dropped = Dropped()
         self.numbers = GrantedNumbers()
-        self.group_count = 0
-        self.next_partition = 1
-        self.next_group = 1
-        self.next_consumer = 1
         self.deadlines = Deadlines()
         self.retries = Retries()
-        #: Retention should run now: a subject was deleted or its retention was shortened.
-        self.retention_wanted = False
         #: Attached consumers by session number.
         self.sessions: dict[int, AttachedConsumer] = {}
         self._next_session = 1
         disk.make_directory(CONSUME_DIRECTORY)
-        self.checkpoints = Checkpoints(disk)
-        self.maps = OpenMaps(limits.open_maps)
-        self.known_rows = KnownRows(limits.key_rows)
-        self.snapshots = Snapshots(self)
-        self.schedules = turn.schedules = Schedules(self)
-        self.forwards = Forwards(self)
-        self.stages = turn.stages = Stages(self)
+        self.checkpoints = checkpoints = Checkpoints(disk)
         self.segment_headers = SegmentHeaders(turn)
         self.waking = WaiterWaking(turn)
         self.dead_letters = DeadLetters(turn, self.waking)
         self.leases = LeaseGrants(turn, self.waking, self.numbers, self.sessions)
+        self.catalog = catalog = Catalog(
+            turn, self.segment_headers, checkpoints, self.producers, self.leases, self.sessions
+        )
+        self.partitions, self.subjects = catalog.partitions, catalog.subjects
+        self.partition_of, self.create_subject = catalog.partition_of, catalog.create_subject
+        self.schedules = schedules = Schedules(turn, catalog, checkpoints)
+        self.bucketed = BucketedRows(turn, checkpoints, schedules)
+        self.forwards = Forwards(turn, catalog, schedules)
+        self.due_rows = DueRows(turn.message_log, schedules)
+        self.due_delivery = turn.schedules = DueDelivery(turn, catalog, schedules, self.due_rows, self.forwards)
+        self.stages = Stages(turn, catalog)
+        self.publisher = turn.stages = StagePublisher(turn, catalog, self.stages, schedules)
+        self.snapshots = Snapshots(turn, catalog, self.producers, checkpoints, self.bucketed)
         turn.wake, turn.bury = self.waking.wake, self.dead_letters.bury
 
     # --- start and stop -------------------------------------------------------------------------
@@ -107,7 +103,7 @@ class Broker:
     def start(self) -> RecoveryReport:
         """Recover the state from disk. Blocks; afterwards the broker accepts requests."""
         try:
-            report = Recovery(self).run()
+            report = self.recover()
             self.message_log.on_segment = self.segment_headers.of_message_segment
             self.action_log.on_segment = self.segment_headers.of_action_segment
             self.retained_log.on_segment = self.segment_headers.of_retained_segment
@@ -122,6 +118,30 @@ class Broker:
                     **self.turn.space(),
                 ) from error
             raise StorageFailed(f"recovery of the data directory failed: {error}") from error
+        return report
+
+    def recover(self) -> RecoveryReport:
+        """Load the last checkpoint and replay the logs."""
+        recovery = Recovery(
+            self.turn,
+            self.catalog,
+            self.checkpoints,
+            self.producers,
+            self.bucketed,
+            self.forwards,
+            self.stages,
+        )
+        report = recovery.run()
+        self.snapshots.drop_unknown_consume_logs()
+        for partition in self.partitions.values():
+            partition.visible = partition.next
+            self.numbers.learn(partition.row.route)
+        for group in self.catalog.groups.values():
+            self.retries.expect(group)
+            if isinstance(group, OrderedGroup):
+                self.numbers.learn(group.locks.newest)
+                # The crash may have lost grants whose owners use their locks until the lease ends (R15).
+                group.frozen_until = self.clock.monotonic() + self.leases.longest
         return report
 
     def stop(self) -> None:
@@ -164,42 +184,9 @@ class Broker:
         """Finish a checkpoint. If it was not written (``work.error``), the next one covers its changes too."""
         self.snapshots.end(work)
 
-    # --- bookkeeping used by recovery -----------------------------------------------------------
-
-    def add_partition(self, partition: Partition) -> None:
-        self._partitions[partition.id] = partition
-        self.segment_headers.add(partition)
-        self.snapshots.add(partition)
-        subjects.added(self, partition)
-
-    def remove_partition(self, partition: Partition) -> None:
-        if self._partitions.pop(partition.id, None) is not None:
-            self.segment_headers.remove(partition)
-
-    def add_group(self, group: Group) -> None:
-        self.group_count += 1
-        self.leases.add(group)
-
-    def remove_group(self, group: Group) -> None:
-        group.partition.remove_group(group)
-        group.partition.waiting.pop(group, None)
-        group.expected = 0
-        self.leases.remove(group)
-        self.group_count -= 1
-
-    # --- subjects -------------------------------------------------------------------------------
-
-    def partition_of(self, subject: str, *, create: bool = True) -> Partition:
-        """The partition of a subject; created now where that is allowed."""
-        return self.subjects.get(subject) or subjects.make(self, subject, create=create)
-
-    def create_subject(self, subject: str, settings: SubjectSettings | None = None) -> Partition:
-        """Create a subject. Its definition is in the message log before its first row."""
-        return subjects.create_subject(self, subject, settings)
-
     def delete_subject(self, subject: str) -> None:
         """Delete a subject with its messages and groups."""
-        subjects.delete_subject(self, subject)
+        self.forwards.forget(self.catalog.delete_subject(subject).row.subject)
 
     # --- sends ----------------------------------------------------------------------------------
 
@@ -226,7 +213,7 @@ class Broker:
                 "unsequenced frames are accepted for stages and oneway sends only: a resend would store them twice"
             )
         elif frame.column_bits & _DELAYED_BIT or partition.row.kind:
-            self.schedules.check(partition, frame)
+            check_delayed(partition, frame, self.clock.now())
         waiting = turn.pending.get(partition)
         if waiting is None:
             turn.pending[partition] = [Submission(frame, reply)]
@@ -342,7 +329,7 @@ class Broker:
             # Wall time may jump, so the server also runs the timers every second.
             at = self.clock.monotonic() + max(due - self.clock.now(), 0) / 1_000_000
             deadline = at if deadline is None else min(at, deadline)
-        if self.schedules.by_subject and (later := self.schedules.next_deadline) is not None:
+        if self.schedules.by_subject and (later := self.due_delivery.next_deadline) is not None:
             deadline = later if deadline is None else min(later, deadline)
         return deadline
 
@@ -350,6 +337,6 @@ class Broker:
         """Deliver rows that have become due, and answer suspended pulls whose wait time is over."""
         for group in self.retries.due(self.clock.now(), self.waking.failed):
             self.waking.wake_group(group)
-        if (self.schedules.by_subject and self.schedules.look()) or self.stages.look():
+        if (self.schedules.by_subject and self.due_delivery.look()) or self.publisher.look():
             self.turn.mark()
         self.deadlines.run(self.clock.monotonic())

@@ -75,7 +75,7 @@ class Retention:
         """
         broker = self._broker
         # A request during the pass may concern a partition that was visited already, so it starts another pass.
-        broker.retention_wanted = False
+        broker.catalog.retention_wanted = False
         try:
             broker.stages.expire()
             broker.forwards.expire()
@@ -154,7 +154,7 @@ class Retention:
                 broker.turn.disk_error(error)
             else:
                 broker.turn.answer_after_commit(None)
-                broker.retention_wanted = True
+                broker.catalog.retention_wanted = True
 
     def _archived(self) -> ArchiveMark:
         """The offsets up to which archiving allows the first-hand logs to be deleted."""
@@ -203,7 +203,7 @@ class Retention:
 
     def _retained_certain(self, needed: int) -> None:
         self._retained_needed = max(self._retained_needed, needed)
-        self._broker.retention_wanted = True
+        self._broker.catalog.retention_wanted = True
 
     def _expire(self, partition: Partition, now: int) -> bool:
         """Move the start of one partition according to its limits. Returns whether rows had expired."""
@@ -269,6 +269,6 @@ class Retention:
         first = log.find(partition.start)
         if first > COMPACT_FROM and first * 2 > len(log) and not self._broker.snapshots.running:
             records = log.slice(first, len(log)).copy()
-            self._broker.snapshots.replaced(log.path)
+            self._broker.checkpoints.replaced(log.path)
             log.replace(records)
             self._broker.turn.touch(partition)

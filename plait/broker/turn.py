@@ -355,3 +355,13 @@ class Turn:
                 answer()
         if self.stages.unsynced:
             self.stages.synced()
+
+
+def write_messages(turn: Turn) -> None:
+    """Write the message log, so that the rows of this turn can be read."""
+    try:
+        turn.message_log.write()
+    except OSError as error:
+        turn.storage_failed(error)
+        assert turn.failed is not None
+        raise turn.failed from error

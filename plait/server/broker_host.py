@@ -70,7 +70,7 @@ class BrokerHost:
         if isinstance(self.disk, RealDisk):
             self.disk.lock()
         self.broker = Broker(self.disk, self.clock, self.config)
-        self.broker.routed = routed
+        self.broker.catalog.routed = routed
         report = await self.loop.run_in_executor(self.threads, self.broker.start)
         self.membership = Attachments(self.broker)
         self.upkeep = DiskUpkeep(self.broker, self.membership, self.threads, self._storage_failed)
@@ -134,7 +134,7 @@ class BrokerHost:
             "connections": len(self._connections),
             "consumers": len(broker.sessions),
             "subjects": len(broker.subjects),
-            "groups": broker.group_count,
+            "groups": len(broker.catalog.groups),
             "producers": len(broker.producers),
             "scheduled": broker.schedules.count,
             "stages": len(broker.stages),

@@ -43,7 +43,7 @@ class DiskUpkeep:
             if self._broker.snapshots.due:
                 await self._checkpoint()
                 # Segments that waited for a newer checkpoint can be removed.
-                self._broker.retention_wanted |= self._broker.snapshots.wanted
+                self._broker.catalog.retention_wanted |= self._broker.snapshots.wanted
             await self._prepare_segments()
 
     async def _checkpoint(self) -> None:
@@ -88,7 +88,7 @@ class DiskUpkeep:
             passed += LOOK_SECONDS
             for _ in self._broker.segment_headers.refresh_steps():
                 await asyncio.sleep(0)
-            if passed < self._broker.config.housekeeping_seconds and not self._broker.retention_wanted:
+            if passed < self._broker.config.housekeeping_seconds and not self._broker.catalog.retention_wanted:
                 continue
             passed = 0.0
             try:

@@ -83,12 +83,12 @@ class Handlers:
 
     def _route(self, connection: Connection, correlation: int, route: m.PartitionNumberRequest, _: memoryview) -> None:
         names.check_partition(route.name)
-        before = self._broker.next_partition
+        before = self._broker.catalog.next_partition
         partition = self._broker.partition_of(route.name)
         if route.delayed:
             partition = self._broker.schedules.partition_of(route.name)
         answer = m.PartitionNumberReply(partition.id, partition.row.name)
-        if before == self._broker.next_partition and partition.id not in self._new:
+        if before == self._broker.catalog.next_partition and partition.id not in self._new:
             connection.answer(correlation, answer)
             return
 
@@ -281,7 +281,7 @@ class Handlers:
         names.check_partition(read.name)
         wait = _checked_wait(read.wait)
         # A read creates no subject. In a cluster the missing partition makes the reader refresh its route.
-        partition = self._broker.partition_of(read.name, create=self._broker.routed)
+        partition = self._broker.partition_of(read.name, create=self._broker.catalog.routed)
         start = resolve_start(partition, read.start)
         polls = connection.begin_poll(correlation)
 

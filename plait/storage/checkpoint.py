@@ -8,7 +8,7 @@ full, the one before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 from crc32c import crc32c
@@ -81,6 +81,8 @@ class Checkpoints:
         self.last: CheckpointManifest | None = None
         #: Checkpoints that could not be read, with the reason.
         self.rejected: list[str] = []
+        #: (last checkpoint that may use the file, path) of replaced files.
+        self._replaced: list[tuple[int, str]] = []
 
     def load(self) -> LoadedCheckpoint | None:
         """The newest checkpoint that is readable in full, or None: the state is then rebuilt from the logs.
@@ -119,12 +121,7 @@ class Checkpoints:
             return None
         try:
             version = msgspec.msgpack.decode(data[8:], type=_Version).version
-            if version > FORMAT_VERSION:
-                raise DataDirError(
-                    f"{path} has format version {version}, this Plait reads up to {FORMAT_VERSION}; "
-                    "use the newer Plait that wrote it (nothing was changed)"
-                )
-            if version < FORMAT_VERSION:
+            if version != FORMAT_VERSION:
                 # The logs are readable, but some state is only in the checkpoint.
                 raise DataDirError(
                     f"{path} has format version {version}, this Plait reads only version {FORMAT_VERSION}; "
@@ -184,6 +181,17 @@ class Checkpoints:
         for name in self.disk.list(DIRECTORY):
             if name not in wanted:
                 self.disk.remove(f"{DIRECTORY}/{name}")
+
+    def replaced(self, path: str) -> None:
+        """A file that checkpoints refer to, a consume log or a bucket, is not in use any more."""
+        self._replaced.append((self.last.number if self.last else 0, path))
+
+    def unneeded(self, number: int, in_use: Callable[[str], bool]) -> list[str]:
+        """The replaced files that no checkpoint needs that is kept beside the checkpoint ``number``."""
+        # A file that a failed checkpoint left behind may be in use again under the same name.
+        replaced = [(after, path) for after, path in self._replaced if not in_use(path)]
+        self._replaced = [(after, path) for after, path in replaced if number <= after + KEEP]
+        return [path for after, path in replaced if number > after + KEEP]
 
     @property
     def oldest(self) -> CheckpointManifest | None:

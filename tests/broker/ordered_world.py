@@ -306,7 +306,7 @@ class World:
                 self.rng.choice((self.lease, self.pull, self.handle))(name)
 
     def check_memory(self) -> None:
-        rows = self.node.broker.known_rows.rows
+        rows = self.node.broker.catalog.known_rows.rows
         assert rows <= KEY_ROWS + SENT_MAX, f"the keys of {rows} rows are cached"
 
     def check_counts(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.broker.subjects import update_subject
 from plait.model.settings import SubjectSettings
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from tests.support.broker_node import Node, Producer, Sent
@@ -79,7 +78,7 @@ def r21_a_segment_is_deleted_when_all_its_partitions_allow() -> None:
     node.retention.run()
     assert node.partition("short").start > 50
     assert node.bodies("kept") == [b"precious"]
-    update_subject(node.broker, "kept", SubjectSettings(retention_seconds=1.0))
+    node.broker.catalog.update_subject("kept", SubjectSettings(retention_seconds=1.0))
     node.send("kept", b"young")
     assert len(node.retention.run()) >= 4
     assert node.bodies("kept") == [b"young"]

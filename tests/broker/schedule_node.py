@@ -67,7 +67,7 @@ def run_due(node: Node) -> None:
     """Deliver all rows that are due now, in as many turns as needed."""
     for _ in range(1000):
         node.broker.run_timers()
-        ready = schedules(node).ready
+        ready = node.broker.due_delivery.ready
         node.turn()
         if not ready:
             return

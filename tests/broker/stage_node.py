@@ -70,7 +70,7 @@ def complete(node: Node, *tasks: Task) -> None:
 def ask(node: Node, tasks: Iterable[Task]) -> list[PlaitError | None]:
     """Request publishing of stages; the reply is appended to the returned list."""
     answers: list[PlaitError | None] = []
-    node.broker.stages.publish([task.named for task in tasks], answers.append)
+    node.broker.publisher.publish([task.named for task in tasks], answers.append)
     return answers
 
 
@@ -94,7 +94,7 @@ def settle(node: Node) -> None:
     for _ in range(1000):
         node.broker.run_timers()
         node.turn()
-        if not node.broker.stages.ready:
+        if not node.broker.publisher.ready:
             return
     raise AssertionError("publishing does not end")
 

@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from plait.broker import catalog
 from plait.broker.partitions import partition as partition_module
 from plait.broker.partitions.partition import BEGINNING
-from plait.broker.recovery import checkpointer, start_up
+from plait.broker.recovery import replay
 from plait.broker.recovery import shards as state
 from plait.broker.recovery import start_up as recover
 from plait.broker.recovery.checkpointer import CheckpointWork
+from plait.broker.schedule import changes
 from plait.broker.schedule.bucketed import BucketedRows
 from plait.broker.schedule.schedule_views import list_scheduled
 from plait.errors import PlaitError
@@ -61,7 +63,7 @@ class Model:
         waiting = waiting_rows(self.node, subject)
         if waiting:
             number, due = self.draw.choice(waiting)
-            assert self.node.broker.schedules.cancel(subject, number, due)
+            assert changes.cancel(self.node.broker, subject, number, due)
             self.node.turn()
 
     def time(self) -> None:
@@ -156,7 +158,7 @@ def contents(node: Node) -> dict[str, Any]:
         "waiting_count": broker.schedules.count,
         "waiting": {name: waiting_rows(node, name) for name in broker.schedules.by_subject},
         "producers": producers,
-        "numbers": (broker.next_partition, broker.next_group, broker.next_consumer),
+        "numbers": (broker.catalog.next_partition, broker.catalog.next_group, broker.catalog.next_consumer),
     }
 
 
@@ -240,7 +242,7 @@ DEFECTS = [
 @pytest.fixture(autouse=True)
 def _few_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use few shards, so that new partitions enter shards that are being copied."""
-    for module in (partition_module, checkpointer, start_up, state):
+    for module in (partition_module, catalog, replay, state):
         monkeypatch.setattr(module, "SHARDS", 5)
 
 

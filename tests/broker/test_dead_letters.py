@@ -9,7 +9,6 @@ import pytest
 
 from plait.broker.groups.dead_letters import Choice, Letters
 from plait.broker.groups.shared_group import AttachedConsumer, Group
-from plait.broker.subjects import update_subject
 from plait.frame.columns import Column
 from plait.limits import ServerLimits
 from plait.model.reason import Reason
@@ -466,7 +465,7 @@ def test_a_pull_over_many_lost_copies_does_not_read_each():
     node.send("orders", *[b"x"] * 4000)
     node.pull(consumer, 4000)
     node.nack(consumer, (0, 4000), delay=None)
-    update_subject(node.broker, "orders", SubjectSettings(retention_seconds=10.0))
+    node.broker.catalog.update_subject("orders", SubjectSettings(retention_seconds=10.0))
     node.clock.advance(100)
     node.retention.run()
     spoil(node, consumer.group, 0, Column.BODY)

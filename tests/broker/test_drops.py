@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.broker.partitions import sealing
+from plait.broker.partitions.dropped import LATE_SECONDS
 from plait.errors import StaleRoute
 from plait.model.settings import SubjectSettings
 from tests.broker.ordered_node import SUBJECT, Owner, keyed
@@ -65,7 +66,7 @@ def test_dropped_partitions_are_remembered_for_a_limited_time():
     node = Node()
     make(node, 5)
     drop(node, 6)
-    node.clock.advance(sealing.LATE_SECONDS)
+    node.clock.advance(LATE_SECONDS)
     make(node, 1)
     assert SUBJECT in node.broker.subjects
     drop(node, 2)

@@ -123,7 +123,7 @@ def test_rows_wait_until_the_route_is_known() -> None:
     assert (node.broker.forwards.unrouted, node.broker.schedules.count) == ({"orders"}, 1)
     assert calls
     # The broker does not poll meanwhile.
-    assert node.broker.schedules.next_deadline is None
+    assert node.broker.due_delivery.next_deadline is None
     # This route is older than the seal.
     node.broker.forwards.learn("orders", ForwardRoute(np.zeros(LOGICAL_PARTITIONS, np.int64), [("orders", "g1")]))
     later(node, 1.0)

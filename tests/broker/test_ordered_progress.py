@@ -64,6 +64,6 @@ def test_the_key_cache_has_one_limit_for_all_partitions():
             keyed(node, Producer(100 + 10 * number + frame), [("a", b"x")] * 100, subject)
         partition = node.partition(subject)
         assert sum(len(keys.lps) for _, _, keys in partition.keys_in(node.broker.message_log, 0, 300)) == 300
-        assert node.broker.known_rows.rows <= 1000
+        assert node.broker.catalog.known_rows.rows <= 1000
         # The rows that were read last are still cached.
         assert partition.keys.known(200) is not None

@@ -136,7 +136,7 @@ def test_a_newer_format_is_refused_and_no_file_is_changed():
     file.write([b"PLCK" + crc32c(body).to_bytes(4, "little") + body], 0)
     disk.open("message/00000000000099999999.log", create=True)
     before, operations = contents(disk), disk.operations
-    with pytest.raises(DataDirError, match="use the newer Plait that wrote it"):
+    with pytest.raises(DataDirError, match="use the Plait that wrote it"):
         Node(disk, node.clock, node.config)
     assert contents(disk) == before
     assert disk.operations == operations

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from plait.broker import retention as retention_module
-from plait.broker.subjects import update_subject
 from plait.broker.views import group_view, subject_view
 from plait.model.retry_policy import Retry
 from plait.model.settings import SubjectSettings
@@ -66,7 +65,7 @@ def test_retention_by_size_keeps_the_newest_rows():
     log, start = node.partition("orders").consume_log, node.partition("orders").start
     kept = log.slice(log.find(start), len(log))
     assert 4000 < int(kept["size"].sum()) <= 5000
-    update_subject(node.broker, "orders", SubjectSettings(retention_bytes=1))
+    node.broker.catalog.update_subject("orders", SubjectSettings(retention_bytes=1))
     node.retention.run()
     assert len(node.bodies("orders")) == 1, "the newest frame stays"
 
@@ -346,8 +345,8 @@ def pass_seconds(node: Node, seconds: int) -> int:
         if node.broker.snapshots.due:
             node.checkpoint()
             checkpoints += 1
-            node.broker.retention_wanted |= node.broker.snapshots.wanted
-        if node.broker.retention_wanted:
+            node.broker.catalog.retention_wanted |= node.broker.snapshots.wanted
+        if node.broker.catalog.retention_wanted:
             node.retention.run()
     return checkpoints
 

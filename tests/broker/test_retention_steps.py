@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from plait.broker.retention import STEP_COST, Retention
-from plait.broker.subjects import update_subject
 from plait.errors import StorageFailed
 from plait.model.settings import SubjectSettings
 from plait.storage.archive_mark import ArchiveMark, write_archived
@@ -95,7 +94,7 @@ def test_subjects_can_be_created_and_deleted_during_a_pass():
         made.append(f"new-{number}")
         node.send(made[-1], b"new", producer=Producer(11 + number))
     assert len(made) > 2
-    assert node.broker.retention_wanted, "partitions deleted after their visit free space in the next pass"
+    assert node.broker.catalog.retention_wanted, "partitions deleted after their visit free space in the next pass"
     node.checkpoint()
     node.retention.run()
     assert all(node.bodies(subject) == [b"new"] for subject in made)
@@ -110,9 +109,9 @@ def test_a_request_for_retention_during_a_pass_starts_another_pass():
     for _ in SUBJECTS:
         next(steps)
     assert node.partition(SUBJECTS[0]).start == 0
-    update_subject(node.broker, SUBJECTS[0], SubjectSettings(retention_seconds=0.5))
+    node.broker.catalog.update_subject(SUBJECTS[0], SubjectSettings(retention_seconds=0.5))
     finish(steps)
-    assert node.broker.retention_wanted
+    assert node.broker.catalog.retention_wanted
     node.clock.advance(1)
     node.retention.run()
     assert node.partition(SUBJECTS[0]).start == node.partition(SUBJECTS[0]).next

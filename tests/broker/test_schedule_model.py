@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from plait.broker.recovery import checkpointer as snapshot
-from plait.broker.schedule import schedules as schedule
-from plait.broker.schedule import upcoming
+from plait.broker.schedule import changes, upcoming
+from plait.broker.schedule import due_delivery as schedule
 from plait.broker.schedule.schedule_views import count_scheduled, list_scheduled
 from plait.frame.columns import Column
 from plait.storage.checkpoint import KEEP
@@ -108,11 +108,11 @@ class Scheduling(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject, right: bool) -> None:
         subject, number = data.draw(st.sampled_from(sorted(self.waiting)))
         due = self.waiting[subject, number].due
-        assert not schedules(self.node).cancel(subject, number, due + 1)
+        assert not changes.cancel(self.node.broker, subject, number, due + 1)
         if right:
-            assert schedules(self.node).cancel(subject, number, due)
+            assert changes.cancel(self.node.broker, subject, number, due)
             self.gone.add(self.waiting.pop((subject, number)).id)
-            assert not schedules(self.node).cancel(subject, number, due)
+            assert not changes.cancel(self.node.broker, subject, number, due)
         self.node.turn()
 
     @precondition(lambda self: self.waiting)
@@ -121,7 +121,7 @@ class Scheduling(RuleBasedStateMachine):
         subject, number = data.draw(st.sampled_from(sorted(self.waiting)))
         row = self.waiting.pop((subject, number))
         to = self.node.clock.now() + int(seconds * SECOND)
-        moved = schedules(self.node).reschedule(subject, number, row.due, to)
+        moved = changes.reschedule(self.node.broker, subject, number, row.due, to)
         assert moved is not None
         row.due = to
         self.waiting[subject, moved] = row

@@ -14,7 +14,6 @@ from plait.broker.partitions import sealing
 from plait.broker.partitions.partition import Partition
 from plait.broker.recovery import segment_headers as headers
 from plait.broker.recovery.segment_headers import SegmentHeaders
-from plait.broker.subjects import update_subject
 from plait.errors import PlaitError
 from plait.limits import ServerLimits
 from plait.model.retry_policy import Retry
@@ -122,8 +121,8 @@ class Life:
         self.node.broker.delete_subject(self.subject())
 
     def settings(self) -> None:
-        update_subject(
-            self.node.broker, self.subject(), SubjectSettings(retention_seconds=self.rng.choice((5.0, 60.0)))
+        self.node.broker.catalog.update_subject(
+            self.subject(), SubjectSettings(retention_seconds=self.rng.choice((5.0, 60.0)))
         )
 
     def attach(self) -> None:
@@ -282,7 +281,7 @@ def test_a_new_segment_encodes_only_changed_definitions(monkeypatch: pytest.Monk
     check(node)
     assert encoded == []
     node.attach("subject-7", "another")
-    update_subject(node.broker, "subject-9", SubjectSettings(retention_seconds=5.0))
+    node.broker.catalog.update_subject("subject-9", SubjectSettings(retention_seconds=5.0))
     check(node)
     assert len(encoded) == 2, "one chunk of each kind"
     assert max(encoded) <= headers.CHUNK_PARTITIONS

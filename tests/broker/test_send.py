@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.broker.subjects import update_subject
 from plait.errors import (
     FrameError,
     LimitExceeded,
@@ -246,7 +245,7 @@ def test_a_subject_and_its_settings_survive_any_end(end: str, checkpoints: int):
     node.broker.create_subject("kept", SubjectSettings(retention_seconds=5.0))
     if checkpoints:
         node.checkpoint()
-    update_subject(node.broker, "kept", SubjectSettings(retention_seconds=7.0))
+    node.broker.catalog.update_subject("kept", SubjectSettings(retention_seconds=7.0))
     node.broker.create_subject("gone")
     node.send("gone", b"a")
     node.broker.delete_subject("gone")
@@ -277,7 +276,7 @@ def test_a_subject_created_again_after_its_deletion_is_a_new_one():
     again = node.power_lost()
     assert again.bodies("orders") == [b"new"]
     assert again.partition("orders").groups == {}
-    assert again.broker.group_count == 0
+    assert len(again.broker.catalog.groups) == 0
 
 
 # --- readers ------------------------------------------------------------------------------------

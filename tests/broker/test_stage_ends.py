@@ -7,7 +7,7 @@ import errno
 import msgspec
 import pytest
 
-from plait.broker.staging import stages as staging
+from plait.broker import catalog
 from plait.errors import DamageError, Expired
 from plait.model.settings import SubjectSettings
 from plait.storage.logs.log import segment_name
@@ -47,15 +47,15 @@ def test_a_stage_that_is_never_published_expires_and_is_remembered(node: Node, t
     fill_and_expire(node)
     assert node.broker.message_log.start > start
     node = node.killed()
-    for call in (node.broker.stages.complete, node.broker.stages.publish):
+    for call in (node.broker.stages.complete, node.broker.publisher.publish):
         with pytest.raises(Expired, match="expired"):
             call([task.named], lambda _: None)
     # The stage stays known without limit: an unknown stage would count as published.
     node.clock.advance(500 * DAY)
     node.retention.run()
     with pytest.raises(Expired, match="expired"):
-        node.broker.stages.publish([task.named], lambda _: None)
-    node.broker.limits = msgspec.structs.replace(node.broker.limits, stages_expired=0)
+        node.broker.publisher.publish([task.named], lambda _: None)
+    node.broker.turn.limits = msgspec.structs.replace(node.broker.limits, stages_expired=0)
     node.retention.run()
     assert staged(node) == 0
 
@@ -146,7 +146,7 @@ def test_stages_that_cannot_expire_yet_block_nothing_else(
 
 
 def test_more_stages_than_fit_in_one_catalog_frame_expire_together(monkeypatch: pytest.MonkeyPatch, node: Node) -> None:
-    monkeypatch.setattr(staging, "CATALOG_FRAME_ROWS", 3)
+    monkeypatch.setattr(catalog, "CATALOG_FRAME_ROWS", 3)
     sizes: list[int] = []
     define = node.broker.segment_headers.define
     monkeypatch.setattr(node.broker.segment_headers, "define", lambda rows: sizes.append(len(rows)) or define(rows))
@@ -158,7 +158,7 @@ def test_more_stages_than_fit_in_one_catalog_frame_expire_together(monkeypatch: 
     node.clock.advance(8 * DAY)
     node.retention.run()
     assert staged(node) == 7
-    node.broker.limits = msgspec.structs.replace(node.broker.limits, stages_expired=0)
+    node.broker.turn.limits = msgspec.structs.replace(node.broker.limits, stages_expired=0)
     node.retention.run()
     assert staged(node) == 0
     assert sizes == [1, 3, 3, 1, 3, 3, 1]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from plait.broker.partitions import sealing
-from plait.broker.staging import stages as staging
+from plait.broker.staging import stage_publisher as staging
 from plait.errors import (
     DamageError,
     DiskFull,
@@ -179,7 +179,7 @@ def test_stages_leave_no_trace_in_the_producer_table(node: Node, task: Task) -> 
 def test_an_incomplete_stage_is_not_published(node: Node, task: Task) -> None:
     task.write(node, b"a")
     task.frame(b"lost")
-    for call in (node.broker.stages.complete, node.broker.stages.publish):
+    for call in (node.broker.stages.complete, node.broker.publisher.publish):
         with pytest.raises(DamageError, match="has 1 rows, not 2"):
             call([task.named], lambda _: None)
     assert staged(node) == 1

@@ -351,8 +351,8 @@ async def test_a_taken_port_leaves_the_directory_free_for_the_next_start(tmp_pat
     await again.stop()
 
 
-@pytest.mark.parametrize(("change", "advice"), [(1, "use the newer Plait"), (-1, "reads only version [0-9]+")])
-async def test_another_format_version_is_refused_and_left_unchanged(change: int, advice: str, tmp_path: Path):
+@pytest.mark.parametrize("change", [1, -1])
+async def test_another_format_version_is_refused_and_left_unchanged(change: int, tmp_path: Path):
     server = Server(RealDisk(tmp_path), plait_config(), port=0)
     await server.start()
     async with plait.connect(server.address) as client:
@@ -365,7 +365,7 @@ async def test_another_format_version_is_refused_and_left_unchanged(change: int,
     manifest.write_bytes(b"PLCK" + crc32c(encoded).to_bytes(4, "little") + encoded)
     before = contents(tmp_path)
     refused = Server(RealDisk(tmp_path), plait_config(), port=0)
-    with pytest.raises(DataDirError, match=f"format version {body['version']}, this Plait .*{advice}"):
+    with pytest.raises(DataDirError, match=f"format version {body['version']}, this Plait reads only version"):
         await refused.start()
     assert contents(tmp_path) == before
 

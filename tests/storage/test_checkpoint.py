@@ -199,7 +199,7 @@ def test_a_newer_format_is_refused_and_nothing_is_changed():
     before, operations = contents(disk), disk.operations
     with pytest.raises(
         DataDirError,
-        match=f"format version {FORMAT_VERSION + 1}, this Plait reads up to {FORMAT_VERSION}; use the newer Plait",
+        match=f"format version {FORMAT_VERSION + 1}, this Plait reads only version {FORMAT_VERSION}; use",
     ):
         loaded(disk)
     assert contents(disk) == before

@@ -15,7 +15,7 @@ from plait.broker.groups.shared_group import Group
 from plait.broker.partitions.partition import SHARDS, LogPositions, Partition
 from plait.broker.partitions.waking import WaiterWaking
 from plait.broker.recovery import checkpointer as snapshot
-from plait.broker.recovery import start_up as recover
+from plait.broker.recovery import replay as recover
 from plait.broker.recovery.segment_headers import SegmentHeaders
 from plait.broker.retention import Retention
 from plait.broker.schedule.bucketed import BucketedRows
@@ -107,7 +107,7 @@ def take_a_lost_life_for_a_clean_stop(patch: Patch) -> None:
     """R3: a start after a clean stop leaves no mark, so a crash after it looks like the clean stop."""
 
     def naive(self: Broker) -> Any:
-        report = recover.Recovery(self).run()
+        report = self.recover()
         self.message_log.on_segment = self.segment_headers.of_message_segment
         self.action_log.on_segment = self.segment_headers.of_action_segment
         if not report.clean:
@@ -196,7 +196,7 @@ def answer_acks_at_once(patch: Patch) -> None:
 
 def forget_events(patch: Patch) -> None:
     """Events in the action log after the checkpoint are not replayed."""
-    patch.setattr(recover.Recovery, "_event", lambda self, event, frame: None)
+    patch.setattr(recover.ActionReplay, "_event", lambda self, event, frame: None)
 
 
 def seal_after_the_checkpoint(patch: Patch) -> None:
@@ -335,7 +335,7 @@ def forget_bucketed_rows(patch: Patch) -> None:
 
 def delete_letters_before_it_is_known(patch: Patch) -> None:
     """R21: copies of expired dead letters are removed before the expiry is durable; a crash restores the letters."""
-    patch.setattr(Retention, "_let_go_of_kept", Retention._kept_certain)
+    patch.setattr(Retention, "_release_retained", Retention._retained_certain)
 
 
 def leave_consume_files_of_the_dead(patch: Patch) -> None:

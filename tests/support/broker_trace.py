@@ -14,7 +14,6 @@ from typing import Any
 from plait.broker import BrokerConfig
 from plait.broker.groups.dead_letters import Choice
 from plait.broker.groups.shared_group import AttachedConsumer, NackOutcome
-from plait.broker.subjects import update_subject
 from plait.clock import ManualClock
 from plait.errors import GroupBusy
 from plait.frame.builder import build_frame
@@ -444,7 +443,7 @@ class Trace:
             kept = SubjectSettings(retention_seconds=self._settings.choice((5.0, 60.0, 150.0, None)))
             subject = self._settings.choice(SUBJECTS)
             if subject in self.node.broker.subjects:
-                update_subject(self.node.broker, subject, kept)
+                self.node.broker.catalog.update_subject(subject, kept)
         partitions = self.node.broker.partitions.values()
         # Recorded before it happens: the crash may come during the operation.
         self.observed.expired = {partition.row.subject: partition.visible for partition in partitions}

@@ -163,8 +163,8 @@ class Attachments:
                     limit="consumers",
                     value=broker.limits.consumers,
                 )
-            consumer = AttachedConsumer(broker.next_consumer, group, client, now)
-            broker.next_consumer += 1
+            consumer = AttachedConsumer(broker.catalog.next_consumer, group, client, now)
+            broker.catalog.next_consumer += 1
             self._define(consumer, client, proof)
         elif proof != consumer.proof:
             self._define(consumer, client, proof)
@@ -227,7 +227,7 @@ class Attachments:
         began: int,
     ) -> Group:
         broker = self._broker
-        if broker.group_count >= broker.limits.groups:
+        if len(broker.catalog.groups) >= broker.limits.groups:
             raise LimitExceeded(
                 f"group limit reached ({broker.limits.groups} per broker, limit `groups`); delete groups or raise it",
                 limit="groups",
@@ -236,7 +236,7 @@ class Attachments:
         if start is None:
             start = "latest" if broadcast else "earliest"
         definition = GroupDefinition(
-            broker.next_group,
+            broker.catalog.next_group,
             partition.id,
             name,
             resolve_start(partition, start),
@@ -248,10 +248,9 @@ class Attachments:
             affinity,
             began,
         )
-        broker.next_group += 1
+        broker.catalog.next_group += 1
         group = new_group(definition, partition, broker.limits, broker.turn)
-        partition.add_group(group)
-        broker.add_group(group)
+        broker.catalog.add_group(group)
         broker.turn.define(definition)
         broker.turn.touch(partition)
         return group
@@ -421,7 +420,7 @@ class Attachments:
         """Delete a group without online consumers, its position and its dead letters."""
         self._broker.turn.refuse_when_stalled()
         self.remove_group(self._idle(subject, name))
-        self._broker.retention_wanted = True
+        self._broker.catalog.retention_wanted = True
 
     def _idle(self, subject: str, name: str) -> Group:
         """The group; ``GroupBusy`` while a consumer is online."""
@@ -445,4 +444,4 @@ class Attachments:
             self._online.discard(consumer)
             self._leased.discard(consumer)
         self._broker.turn.event(Action.FORGET_GROUP, group, 0, 0, 0, 0)
-        self._broker.remove_group(group)
+        self._broker.catalog.remove_group(group)

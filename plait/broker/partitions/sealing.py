@@ -7,12 +7,11 @@ fence. The broker replies to a seal when it is durable, because the next partiti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from plait.broker import subjects
+from plait.broker.broker import Broker
 from plait.broker.groups.ordered_group import OrderedGroup
 from plait.broker.partitions.partition import Partition
 from plait.errors import InvalidArgument, StaleRoute, SubjectNotFound
@@ -22,12 +21,6 @@ from plait.model.logical_partitions import LpSet, lp_set, runs_alike, runs_of, r
 from plait.model.settings import SubjectSettings
 from plait.storage.catalog import Fence, Lps, PartitionRow, Reopened
 
-if TYPE_CHECKING:
-    from plait.broker.broker import Broker
-
-#: No order is later than this: meta servers give up on an order, and compute it again, long before. Orders arrive over
-#: a connection, so none outlives the broker's process.
-LATE_SECONDS = 600.0
 #: Sequences at which logical partitions were reopened that are stored separately.
 REOPENED_MAX = 8
 
@@ -42,9 +35,9 @@ def open_lps(
     if partition is None:
         broker.dropped.refuse_late(name, version, broker.clock.monotonic())
         broker.turn.refuse_when_full()
-        subjects.refuse_more(broker)
-        row = PartitionRow(broker.next_partition, subject, name, broker.clock.now(), settings)
-        return subjects.create_partition(broker, _with(row, chosen, [], version, 0))
+        broker.catalog.refuse_more()
+        row = PartitionRow(broker.catalog.next_partition, subject, name, broker.clock.now(), settings)
+        return broker.catalog.create(_with(row, chosen, [], version, 0))
     row = partition.row
     if row.subject != subject:
         raise InvalidArgument(f"partition {name!r} belongs to subject {row.subject!r}, not to {subject!r}")
@@ -75,7 +68,7 @@ def seal(broker: Broker, name: str, lps: Iterable[Lps], version: int, reply: Cal
     if version < partition.row.route:
         raise StaleRoute(_stale(partition, version))
     # Rows of this turn are below the fence, and so are all rows of a stage whose publishing has begun.
-    broker.stages.finish(partition)
+    broker.publisher.finish(partition)
     accepts = np.ones(LOGICAL_PARTITIONS, bool) if partition.accepts is None else partition.accepts
     fences = np.zeros(LOGICAL_PARTITIONS, np.int64) if partition.fences is None else partition.fences.copy()
     closing = accepts & chosen
@@ -103,32 +96,6 @@ def drop(broker: Broker, subject: str, name: str, version: int) -> None:
 def _stale(partition: Partition, version: int) -> str:
     row = partition.row
     return f"partition {row.name!r} has route version {row.route}, the order has the older version {version}"
-
-
-class Dropped:
-    """Recently dropped partitions, with the route version of each drop."""
-
-    def __init__(self) -> None:
-        #: Name → (route version, until when it is kept); the oldest first.
-        self._of: dict[str, tuple[int, float]] = {}
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def note(self, name: str, version: int, now: float) -> None:
-        """Record the drop of a partition."""
-        self._of.pop(name, None)
-        self._of[name] = (version, now + LATE_SECONDS)
-        while (oldest := next(iter(self._of))) and self._of[oldest][1] <= now:
-            del self._of[oldest]
-
-    def refuse_late(self, name: str, version: int, now: float) -> None:
-        """``StaleRoute`` if the order is older than the drop: it would create a partition that no route has."""
-        dropped, until = self._of.get(name, (-1, 0.0))
-        if version <= dropped and now < until:
-            raise StaleRoute(
-                f"partition {name!r} was dropped by route version {dropped}, the order has version {version}"
-            )
 
 
 def checked(lps: Iterable[Lps]) -> LpSet:
@@ -189,8 +156,6 @@ def _reopened(partition: Partition, lps: LpSet, version: int) -> list[Reopened]:
 def _change(broker: Broker, partition: Partition, row: PartitionRow, settings: SubjectSettings) -> None:
     row = msgspec.structs.replace(row, settings=settings)
     if row.settings != partition.row.settings:
-        broker.retention_wanted = True
+        broker.catalog.retention_wanted = True
     if row != partition.row:
-        broker.segment_headers.define([row])
-        partition.redefine(row)
-        broker.turn.touch(partition)
+        broker.catalog.change([row])

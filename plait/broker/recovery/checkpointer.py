@@ -8,23 +8,21 @@ another, each in its own turn, with the log positions at that moment. Recovery r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
-from plait.broker.partitions.partition import SHARDS, LogPositions, Partition
+from plait.broker.catalog import Catalog
+from plait.broker.commit import SyncWork
+from plait.broker.partitions.partition import LogPositions
 from plait.broker.recovery import shards as state
-from plait.broker.schedule.bucketed import BUCKET_ROWS_MAX, BUCKET_ROWS_NOW_MAX
-from plait.storage.checkpoint import KEEP, CheckpointManifest
+from plait.broker.schedule.bucketed import BUCKET_ROWS_MAX, BUCKET_ROWS_NOW_MAX, BucketedRows
+from plait.broker.turn import Turn
+from plait.storage.checkpoint import CheckpointManifest, Checkpoints
 from plait.storage.logs.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.logs.consume_log import ConsumeLog, partition_of
-
-if TYPE_CHECKING:
-    from plait.broker.broker import Broker
-    from plait.broker.commit import SyncWork
-    from plait.storage.schedule.bucket_writer import BucketWriter
-
+from plait.storage.producers import ProducerTable
+from plait.storage.schedule.bucket_writer import BucketWriter
 
 #: Time between checkpoints that are made only so that expired segments can be deleted (``Snapshots.wanted``): ``KEEP``
 #: of them fit well into the minute within which space is freed, and do not load a broker that frees space all the time.
@@ -36,14 +34,19 @@ SETTLE_LOGS: Final = 500
 class CheckpointWork:
     """One checkpoint: its shards are copied in steps on the loop, and written in a thread that may block."""
 
-    def __init__(self, broker: Broker, manifest: CheckpointManifest, buckets: BucketWriter, garbage: list[str]) -> None:
-        self._broker = broker
+    def __init__(
+        self, snapshots: Snapshots, manifest: CheckpointManifest, buckets: BucketWriter, garbage: list[str]
+    ) -> None:
+        self._catalog = snapshots.catalog
+        self._turn = snapshots.turn
+        self._table = snapshots.producers
+        self._checkpoints = snapshots.checkpoints
         self.manifest = manifest
         self.buckets = buckets
         self._garbage = garbage
         #: Numbers of the shards that are not copied yet.
-        self._partitions = deque(sorted(broker.turn.dirty_shards))
-        self._producers = deque(sorted(broker.producers.dirty))
+        self._partitions = deque(sorted(self._turn.dirty_shards))
+        self._producers = deque(sorted(self._table.dirty))
         #: Numbers of the copied shards, and their contents by name.
         self.copied_partitions: set[int] = set()
         self.copied_producers: set[int] = set()
@@ -64,26 +67,26 @@ class CheckpointWork:
         One call copies shards until it has copied ``partitions`` partitions; None: ``BrokerConfig.copy_partitions``.
         Raises ``StorageFailed`` when the broker has failed meanwhile.
         """
-        broker = self._broker
-        position = broker.turn.settled_position()
-        count, limit = 0, broker.config.copy_partitions if partitions is None else partitions
+        turn = self._turn
+        position = turn.settled_position()
+        count, limit = 0, turn.config.copy_partitions if partitions is None else partitions
         while self._partitions and count < limit:
             count += self._copy_partitions(self._partitions.popleft(), position)
         while self._producers and count < limit:
             count += self._copy_producers(self._producers.popleft(), position)
         if self._partitions or self._producers:
             return True
-        message_end, kept_end, action_end = (log.written for log in broker.logs)
+        message_end, kept_end, action_end = (log.written for log in turn.logs)
         self.manifest = msgspec.structs.replace(
             self.manifest,
             message_end=message_end,
             kept_end=kept_end,
             action_end=action_end,
-            next_partition=broker.next_partition,
-            next_group=broker.next_group,
-            next_consumer=broker.next_consumer,
+            next_partition=self._catalog.next_partition,
+            next_group=self._catalog.next_group,
+            next_consumer=self._catalog.next_consumer,
         )
-        self.sync = broker.turn.begin_sync()
+        self.sync = turn.begin_sync()
         return False
 
     def copy_all(self) -> CheckpointWork:
@@ -94,11 +97,10 @@ class CheckpointWork:
 
     def _copy_partitions(self, shard: int, position: LogPositions) -> int:
         """Copy a shard of partitions. Returns their number."""
-        snapshots = self._broker.snapshots
-        self._broker.turn.dirty_shards.discard(shard)
+        self._turn.dirty_shards.discard(shard)
         self.copied_partitions.add(shard)
         states = []
-        for partition in snapshots.partitions_of(shard):
+        for partition in self._catalog.shards[shard].values():
             log = partition.consume_log
             if len(log) > log.flushed:
                 at, data = log.flush()
@@ -109,11 +111,10 @@ class CheckpointWork:
 
     def _copy_producers(self, shard: int, position: LogPositions) -> int:
         """Copy a shard of producers. Returns their number."""
-        table = self._broker.producers
-        table.dirty.discard(shard)
+        self._table.dirty.discard(shard)
         self.copied_producers.add(shard)
-        self.shards[state.producer_shard(shard)] = state.encode_producers(table, shard, position.message)
-        return table.count_in_shard(shard)
+        self.shards[state.producer_shard(shard)] = state.encode_producers(self._table, shard, position.message)
+        return self._table.count_in_shard(shard)
 
     # --- writing --------------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ class CheckpointWork:
         """
         assert self.sync is not None, "run() before all shards are copied"
         self.sync.run()
-        checkpoints = self._broker.checkpoints
+        checkpoints = self._checkpoints
         try:
             for log, at, data in self.consume:
                 log.write_records(at, data)
@@ -146,33 +147,27 @@ class CheckpointWork:
 class Snapshots:
     """Decides when a broker makes a checkpoint, and of which shards."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
-        #: The partitions of each shard, so that copying a shard does not visit all partitions.
-        self._shards: list[dict[int, Partition]] = [{} for _ in range(SHARDS)]
-        #: (last checkpoint that may use the file, path) of replaced consume logs and finished buckets.
-        self._garbage: list[tuple[int, str]] = []
+    def __init__(
+        self,
+        turn: Turn,
+        catalog: Catalog,
+        producers: ProducerTable,
+        checkpoints: Checkpoints,
+        bucketed: BucketedRows,
+    ) -> None:
+        self.turn = turn
+        self.catalog = catalog
+        self.producers = producers
+        self.checkpoints = checkpoints
+        self._bucketed = bucketed
         self._last_message_end = 0
-        self._last_time = broker.clock.monotonic()
+        self._last_time = turn.clock.monotonic()
         #: The running checkpoint.
         self.work: CheckpointWork | None = None
         #: Consume logs whose last records were written to files, and which are not notified yet.
         self._unsettled: deque[tuple[ConsumeLog, int, bytes]] = deque()
         #: Expired segments of the message log cannot be deleted only because the oldest checkpoint begins in them.
         self.wanted = False
-
-    def add(self, partition: Partition) -> None:
-        """Register a partition."""
-        self._shards[state.shard_of(partition.id)][partition.id] = partition
-
-    def remove(self, partition: Partition) -> None:
-        """Unregister a partition. Its consume log's file is deleted once no kept checkpoint needs it."""
-        self._shards[state.shard_of(partition.id)].pop(partition.id, None)
-        self.replaced(partition.consume_log.path)
-
-    def partitions_of(self, shard: int) -> Iterable[Partition]:
-        """The partitions in a shard."""
-        return self._shards[shard].values()
 
     @property
     def running(self) -> bool:
@@ -184,14 +179,13 @@ class Snapshots:
         """Whether enough bytes were written, or enough time has passed, since the last checkpoint."""
         if self.running:
             return False
-        broker, config = self._broker, self._broker.config
-        if broker.message_log.end - self._last_message_end >= config.checkpoint_bytes:
+        turn, config = self.turn, self.turn.config
+        if turn.message_log.end - self._last_message_end >= config.checkpoint_bytes:
             return True
-        if self.wanted and broker.clock.monotonic() - self._last_time >= WANTED_SECONDS:
+        passed = turn.clock.monotonic() - self._last_time
+        if self.wanted and passed >= WANTED_SECONDS:
             return True
-        if not broker.turn.dirty_shards and not broker.producers.dirty:
-            return False
-        return broker.clock.monotonic() - self._last_time >= config.checkpoint_seconds
+        return passed >= config.checkpoint_seconds and bool(turn.dirty_shards or self.producers.dirty)
 
     def make(self, *, clean: bool) -> None:
         """Make a checkpoint now. Blocks; raises OSError when it could not be written."""
@@ -205,21 +199,21 @@ class Snapshots:
 
     def begin(self, *, clean: bool, waited_for: bool) -> CheckpointWork:
         """Begin a checkpoint. It includes all that is committed now, and some later changes."""
-        broker = self._broker
+        turn, catalog = self.turn, self.catalog
         if self.work is not None:
             # The previous checkpoint was abandoned: ``end`` was not called, and no commit waits for its sync.
             if self.work.sync is not None:
-                self._broker.turn.syncs.pop(self.work.sync, None)
+                turn.syncs.pop(self.work.sync, None)
             self._finish(self.work)
         while self.settle_some():
             pass
-        position = broker.turn.settled_position()
-        last = broker.checkpoints.last
+        position = turn.settled_position()
+        last = self.checkpoints.last
         number = last.number + 1 if last else 1
-        message_end, kept_end, action_end = (log.written for log in broker.logs)
+        message_end, kept_end, action_end = (log.written for log in turn.logs)
         self._last_message_end = message_end
-        self._last_time = broker.clock.monotonic()
-        buckets = broker.schedules.bucketed.begin(number, BUCKET_ROWS_NOW_MAX if waited_for else BUCKET_ROWS_MAX)
+        self._last_time = turn.clock.monotonic()
+        buckets = self._bucketed.begin(number, BUCKET_ROWS_NOW_MAX if waited_for else BUCKET_ROWS_MAX)
         manifest = CheckpointManifest(
             number=number,
             message_offset=message_end,
@@ -228,40 +222,34 @@ class Snapshots:
             message_end=message_end,
             action_end=action_end,
             kept_end=kept_end,
-            epoch=broker.turn.epoch,
+            epoch=turn.epoch,
             action_index=position.action,
             clean=clean,
-            time=broker.clock.now(),
-            next_partition=broker.next_partition,
-            next_group=broker.next_group,
-            next_consumer=broker.next_consumer,
+            time=turn.clock.now(),
+            next_partition=catalog.next_partition,
+            next_group=catalog.next_group,
+            next_consumer=catalog.next_consumer,
             unbucketed_offset=buckets.unbucketed_offset,
             shards={},
         )
-        # A file that a failed checkpoint left behind may be in use again under the same name.
-        used = {bucket.path for bucket in broker.schedules.buckets.values()}
-        used.update(log.path for log in self._consume_logs(path for _, path in self._garbage))
-        self._garbage = [(after, path) for after, path in self._garbage if path not in used]
-        garbage = [path for after, path in self._garbage if number > after + KEEP]
-        self._garbage = [(after, path) for after, path in self._garbage if number <= after + KEEP]
-        self.work = CheckpointWork(broker, manifest, buckets, garbage)
+        self.work = CheckpointWork(self, manifest, buckets, self.checkpoints.unneeded(number, self._in_use))
         return self.work
 
     def end(self, work: CheckpointWork) -> None:
         """Finish a checkpoint after ``work.run``."""
         if work.sync is not None:
-            self._broker.turn.end_sync(work.sync)
+            self.turn.end_sync(work.sync)
         if work is self.work:
             self._finish(work)
 
     def _finish(self, work: CheckpointWork) -> None:
         self.work = None
-        self._broker.schedules.bucketed.end(work.buckets, written=work.written)
+        self._bucketed.end(work.buckets, written=work.written)
         if work.written:
             self._unsettled.extend(work.consume)
         else:
-            self._broker.turn.dirty_shards |= work.copied_partitions
-            self._broker.producers.dirty |= work.copied_producers
+            self.turn.dirty_shards |= work.copied_partitions
+            self.producers.dirty |= work.copied_producers
 
     def settle_some(self) -> bool:
         """Notify some consume logs that the checkpoint wrote their records; False: all are notified."""
@@ -272,21 +260,13 @@ class Snapshots:
 
     def drop_unknown_consume_logs(self) -> None:
         """Delete files of unknown partitions and of earlier generations, which an earlier process did not delete."""
-        names = [f"{CONSUME_DIRECTORY}/{name}" for name in self._broker.disk.list(CONSUME_DIRECTORY)]
-        known = {log.path for log in self._consume_logs(names)}
-        for path in names:
-            if path not in known:
-                self.replaced(path)
+        for name in self.checkpoints.disk.list(CONSUME_DIRECTORY):
+            path = f"{CONSUME_DIRECTORY}/{name}"
+            if not self._in_use(path):
+                self.checkpoints.replaced(path)
 
-    def _consume_logs(self, paths: Iterable[str]) -> Iterator[ConsumeLog]:
-        """The consume logs of the known partitions that these files belong to."""
-        for path in paths:
-            number = partition_of(path)
-            partition = self._broker.partitions.get(number) if number is not None else None
-            if partition is not None:
-                yield partition.consume_log
-
-    def replaced(self, path: str) -> None:
-        """Delete a file once no kept checkpoint needs it."""
-        last = self._broker.checkpoints.last
-        self._garbage.append((last.number if last else 0, path))
+    def _in_use(self, path: str) -> bool:
+        """Whether the file is the consume log of a partition, or a bucket."""
+        number = partition_of(path)
+        partition = self.catalog.partitions.get(number) if number is not None else None
+        return self._bucketed.uses(path) if partition is None else partition.consume_log.path == path

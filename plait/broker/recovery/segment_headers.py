@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 #: Bytes between the two frames that define a partition: the size of the largest disk sector, so that one bad sector
 #: damages at most one of the frames.
 APART = 4 * KIB
-#: Rows of one catalog frame.
-CATALOG_FRAME_ROWS = 5_000
 #: Partitions of one chunk: encoding a chunk takes about a millisecond, and 100,000 partitions are some 1,600 frames.
 CHUNK_PARTITIONS = 64
 #: Chunks that are encoded ahead in one loop turn.

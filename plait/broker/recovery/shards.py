@@ -8,13 +8,14 @@ it includes the logs.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from plait.broker.groups.ordered_group import OrderedGroup, new_group
 from plait.broker.groups.shared_group import AttachedConsumer, Group
 from plait.broker.partitions.partition import SHARDS, LogPositions, Partition
+from plait.broker.turn import Turn
 from plait.storage.catalog import PartitionRow
 from plait.storage.cursor import CursorState
 from plait.storage.due_ranges import Due
@@ -23,9 +24,6 @@ from plait.storage.logs.retained_log import RetainedRows
 from plait.storage.producers import ProducerTable
 from plait.storage.pull_log import PullLog, PullLogState
 from plait.storage.ranges import Range
-
-if TYPE_CHECKING:
-    from plait.broker.broker import Broker
 
 #: One turn of the loop copies one shard: with 100,000 partitions a shard has 400 of them. The number is part of the
 #: format, because a checkpoint keeps the unchanged shards of earlier ones.
@@ -158,10 +156,10 @@ def _dump_group(group: Group) -> GroupState:
     )
 
 
-def load_groups(state: PartitionState, partition: Partition, broker: Broker, last_contact: float) -> Iterable[Group]:
+def load_groups(state: PartitionState, partition: Partition, turn: Turn, last_contact: float) -> Iterable[Group]:
     """Load the groups of a partition from a checkpoint; their consumers have not reconnected yet."""
     for entry in state.groups:
-        group = new_group(entry.definition, partition, broker.limits, broker.turn)
+        group = new_group(entry.definition, partition, turn.limits, turn)
         group.pull_log = PullLog.load(
             PullLogState(entry.next, entry.returned, entry.held, entry.waiting, entry.dead, entry.failing, entry.resent)
         )
@@ -176,7 +174,6 @@ def load_groups(state: PartitionState, partition: Partition, broker: Broker, las
             group.cursors.load(entry.ordered.cursors)
             for first, end, owner, epoch in entry.ordered.locks:
                 group.locks.set(first, end, owner, epoch)
-        partition.add_group(group)
         yield group
 
 

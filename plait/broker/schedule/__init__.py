@@ -1,6 +1,6 @@
 """The schedule: stores delayed messages and delivers them when they are due.
 
-``Schedules`` (used by the broker) owns the delayed rows of all subjects, ``Forwards`` sends due rows whose LP has moved
-to the partition that the route leads to, and ``schedule_views`` (used by the server) lists and counts waiting rows. It
-may import other broker modules, ``frame``, ``model`` and ``storage``.
+``Schedules`` knows the rows that wait, ``Upcoming`` which of them are due next, ``BucketedRows`` moves them to buckets,
+``DueDelivery`` delivers due rows and ``Forwards`` sends those whose LP has moved to another broker. The server calls
+``changes`` and ``schedule_views``. May import other broker modules, ``frame``, ``model`` and ``storage``.
 """

@@ -7,12 +7,15 @@ frames and events after it settle the rows that have left.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from plait.broker.partitions.partition import Partition
+from plait.broker.schedule.schedules import Schedules
+from plait.broker.schedule.upcoming import Schedule
+from plait.broker.turn import Turn
 from plait.errors import DamageError, FrameError
 from plait.frame.columns import Column
 from plait.frame.gather import UInt64s
@@ -20,14 +23,12 @@ from plait.frame.header import FLAG_FORWARDED
 from plait.frame.view import FrameView
 from plait.model.names import counted
 from plait.storage.catalog import FORWARD, SCHEDULE
+from plait.storage.checkpoint import Checkpoints
+from plait.storage.logs.consume_log import stored_frame
 from plait.storage.logs.recovery import QUARANTINE, move_aside
 from plait.storage.schedule.bucket import DIRECTORY, NEVER, Bucket
 from plait.storage.schedule.bucket_writer import BucketCopy, BucketWriter, UnbucketedCopy, segment_places
 from plait.storage.schedule.unbucketed import UnbucketedFrame, UnbucketedRows, decode_unbucketed
-
-if TYPE_CHECKING:
-    from plait.broker.broker import Broker
-    from plait.broker.schedule.schedules import Schedule, Schedules
 
 #: Rows that one checkpoint writes to buckets: a few seconds of work, and a bound on its memory.
 BUCKET_ROWS_MAX: Final = 2_000_000
@@ -41,18 +42,22 @@ _Settled = tuple[npt.NDArray[Any], npt.NDArray[Any] | None]
 class BucketedRows:
     """The part of a broker's schedule that is in buckets."""
 
-    def __init__(self, broker: Broker, schedules: Schedules) -> None:
-        self._broker = broker
+    def __init__(self, turn: Turn, checkpoints: Checkpoints, schedules: Schedules) -> None:
+        self._turn = turn
+        self._checkpoints = checkpoints
         self._schedules = schedules
         #: Partition → bucketed rows that the logs settle after the checkpoint.
         self._replayed: dict[int, list[_Settled]] = {}
-        self._writer: BucketWriter | None = None
+
+    def uses(self, path: str) -> bool:
+        """Whether a bucket has this file."""
+        return any(bucket.path == path for bucket in self._schedules.buckets.values())
 
     # --- recovery -------------------------------------------------------------------------------
 
     def load(self, data: bytes) -> None:
         """Load a bucket from a checkpoint shard."""
-        bucket = Bucket.load(self._broker.disk, self._schedules.report, data)
+        bucket = Bucket.load(self._turn.disk, self._schedules.report, data)
         self._schedules.buckets[bucket.key] = bucket
 
     def begin_at(self, offset: int) -> None:
@@ -60,7 +65,7 @@ class BucketedRows:
 
         Its schedule partitions were copied later and may include later rows: those count as unbucketed.
         """
-        for schedule in self._schedules.all():
+        for schedule in self._schedules.by_partition.values():
             partition = schedule.partition
             if partition.position.message > offset:
                 records = partition.consume_log
@@ -71,9 +76,9 @@ class BucketedRows:
 
     def load_unbucketed(self, data: bytes, end: int) -> None:
         """Load the rows before ``end`` that a checkpoint left in the message log, from their frames there."""
-        log = self._broker.message_log
+        log = self._turn.message_log
         for saved in decode_unbucketed(data):
-            schedule = self._schedules.get(saved.partition)
+            schedule = self._schedules.by_partition.get(saved.partition)
             if schedule is None:
                 continue
             unbucketed = schedule.unbucketed = UnbucketedRows(saved.base)
@@ -81,9 +86,7 @@ class BucketedRows:
             for index in range(records.find(saved.base), records.find_offset(end)):
                 record = records.record(index)
                 try:
-                    frame = FrameView(log.view(record.offset, record.size))
-                    if (frame.partition, frame.base, frame.count) != (saved.partition, record.base, record.count):
-                        raise FrameError("the log has another frame at this offset")
+                    frame = stored_frame(log, saved.partition, record, verify=False)
                     unbucketed.append(frame, record.offset, record.base)
                 except (FrameError, DamageError) as error:
                     self._schedules.report("message", f"{error} (at {record.offset})", record.count)
@@ -94,7 +97,7 @@ class BucketedRows:
         delayed = partition.row.kind == SCHEDULE
         schedules = self._schedules
         # During replay, a subject that was deleted and created again can have two schedules.
-        schedule = schedules.get(partition.id) if delayed else schedules.by_subject.get(partition.row.name)
+        schedule = schedules.by_partition.get(partition.id) if delayed else schedules.by_subject.get(partition.row.name)
         if schedule is None:
             return
         if frame.flags & FLAG_FORWARDED and partition.row.kind != FORWARD:
@@ -110,7 +113,7 @@ class BucketedRows:
 
     def replay_cancel(self, partition: int, start: int, end: int, due: int, epoch: int) -> None:
         """Replay a cancel event of the action log."""
-        schedule = self._schedules.get(partition)
+        schedule = self._schedules.by_partition.get(partition)
         if schedule is not None:
             # Rows may have been lost to damage and their numbers reused since: the event does not apply to those.
             numbers = np.arange(start, min(end, schedule.partition.stored_until(epoch)))
@@ -128,7 +131,7 @@ class BucketedRows:
         replayed, self._replayed = self._replayed, {}
         self._drop_unknown_runs()
         for partition, entries in replayed.items():
-            if self._schedules.get(partition) is None:
+            if self._schedules.by_partition.get(partition) is None:
                 continue
             for timed in (True, False):
                 numbers = [each for each, due in entries if (due is not None) is timed]
@@ -138,29 +141,28 @@ class BucketedRows:
         for schedule in self._schedules.by_subject.values():
             self._start_at_unbucketed(schedule)
         self._sort_out_files()
-        self.drop_finished()
+        self._schedules.drop_finished()
         self._schedules.upcoming.begin_again(self._schedules.by_subject.values())
 
     def _drop_unknown_runs(self) -> None:
         """Drop rows of subjects that were deleted after the checkpoint began and before their shards were copied."""
         for bucket in self._schedules.buckets.values():
             for run, partition in enumerate(bucket.runs["partition"].tolist()):
-                if self._schedules.get(partition) is None:
+                if self._schedules.by_partition.get(partition) is None:
                     bucket.drop_run(run)
 
     def _sort_out_files(self) -> None:
         """Delete bucket files that a crash left and no checkpoint names; quarantine them if checkpoints were lost."""
-        broker = self._broker
-        known = {bucket.path for bucket in self._schedules.buckets.values()}
-        unknown = [name for name in broker.disk.list(DIRECTORY) if f"{DIRECTORY}/{name}" not in known]
+        disk, checkpoints = self._turn.disk, self._checkpoints
+        unknown = [name for name in disk.list(DIRECTORY) if not self.uses(f"{DIRECTORY}/{name}")]
         # Without a checkpoint but with the whole log, the log has every row: the first checkpoint was not finished.
-        lost = broker.checkpoints.last is None and (broker.checkpoints.rejected or broker.message_log.start > 0)
+        lost = checkpoints.last is None and (checkpoints.rejected or self._turn.message_log.start > 0)
         if not lost:
             for name in unknown:
-                broker.snapshots.replaced(f"{DIRECTORY}/{name}")
+                checkpoints.replaced(f"{DIRECTORY}/{name}")
         elif unknown:
             # No state is left that shows which of their rows still wait.
-            move_aside(broker.disk, DIRECTORY, unknown)
+            move_aside(disk, DIRECTORY, unknown)
             self._schedules.notice(
                 f"no checkpoint is readable: moved {counted(len(unknown), 'file')} of delayed messages "
                 f"to {QUARANTINE}/; the messages in them are not delivered"
@@ -179,7 +181,7 @@ class BucketedRows:
 
     def begin(self, checkpoint: int, rows: int = BUCKET_ROWS_MAX) -> BucketWriter:
         """Copy the schedule for a checkpoint. It moves at most ``rows`` rows to buckets, oldest first per subject."""
-        broker = self._broker
+        turn = self._turn
         copies: dict[int, BucketCopy] = {}
         for key, bucket in self._schedules.buckets.items():
             bucket.forget_passed()
@@ -201,23 +203,23 @@ class BucketedRows:
             if end < unbucketed.end:
                 unbucketed_left.append(unbucketed.state_from(schedule.partition.id, end))
                 offsets += unbucketed.offsets_from(end)[:1].tolist()
-        segments = segment_places(broker.message_log.directory, [each.base for each in broker.message_log.segments])
-        self._writer = BucketWriter(
-            broker.disk,
+        segments = segment_places(turn.message_log.directory, [each.base for each in turn.message_log.segments])
+        self._schedules.writer = BucketWriter(
+            turn.disk,
             copies_of_rows,
             copies,
             segments,
             unbucketed_left,
             unbucketed_offset=min(offsets, default=None),
-            now=broker.clock.now(),
-            epoch=broker.turn.epoch,
+            now=turn.clock.now(),
+            epoch=turn.epoch,
             checkpoint=checkpoint,
         )
-        return self._writer
+        return self._schedules.writer
 
     def end(self, writer: BucketWriter, *, written: bool) -> None:
         """The checkpoint was written, or failed; a failed one changes nothing."""
-        self._writer = None
+        self._schedules.writer = None
         if written:
             for file, reason, rows in writer.lost:
                 self._schedules.report(file, reason, rows)
@@ -226,7 +228,7 @@ class BucketedRows:
             for key in writer.dirty:
                 if key in self._schedules.buckets:
                     self._schedules.buckets[key].dirty = True
-        self.drop_finished()
+        self._schedules.drop_finished()
 
     def _take_over(self, writer: BucketWriter) -> None:
         """Replace unbucketed rows with the bucketed copies that the checkpoint wrote."""
@@ -235,24 +237,24 @@ class BucketedRows:
         for key, (path, runs) in writer.added.items():
             bucket = schedules.buckets.get(key)
             if bucket is None:
-                bucket = schedules.buckets[key] = Bucket(self._broker.disk, schedules.report, key, path)
+                bucket = schedules.buckets[key] = Bucket(self._turn.disk, schedules.report, key, path)
             before = len(bucket.runs)
             bucket.add(runs)
             for run, numbers in enumerate(writer.numbers[key], before):
                 partition = int(bucket.runs["partition"][run])
-                if schedules.get(partition) is None:
+                if schedules.by_partition.get(partition) is None:
                     bucket.drop_run(run)
                 elif partition in left:
                     _settle_run(bucket, run, numbers, _of_run(bucket.runs[run], left[partition]))
         for copy in writer.row_copies:
-            schedule = schedules.get(copy.partition)
+            schedule = schedules.by_partition.get(copy.partition)
             if schedule is None:
                 continue
             schedule.unbucketed.bucketed(copy.end)
             self._start_at_unbucketed(schedule)
             if len(schedule.unbucketed.due):
                 # More rows wait to be bucketed.
-                self._broker.turn.touch(schedule.partition)
+                self._turn.touch(schedule.partition)
             schedules.window.remove_partition(copy.partition, before=copy.end)
             schedules.upcoming.expect_from(schedule, schedules.window.end)
         schedules.upcoming.runs_added()
@@ -268,19 +270,12 @@ class BucketedRows:
         """Partition → rows that left while the checkpoint wrote them to buckets."""
         left: dict[int, _Settled] = {}
         for copy in writer.row_copies:
-            schedule = self._schedules.get(copy.partition)
+            schedule = self._schedules.by_partition.get(copy.partition)
             if schedule is not None:
                 gone = np.flatnonzero((copy.due != NEVER) & (schedule.unbucketed.due.values[: len(copy.due)] == NEVER))
                 if len(gone):
                     left[copy.partition] = _by_time((copy.base + gone).astype(np.uint64), copy.due[gone])
         return left
-
-    def drop_finished(self) -> None:
-        """Delete empty buckets, unless a checkpoint is running that may add rows to them."""
-        if self._writer is None:
-            buckets = self._schedules.buckets
-            for key in [key for key, bucket in buckets.items() if bucket.waiting == 0]:
-                self._broker.snapshots.replaced(buckets.pop(key).path)
 
 
 def _by_time(numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> _Settled:

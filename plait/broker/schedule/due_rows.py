@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from plait.broker.appender import JOINED_SIZE_MAX
 from plait.broker.partitions.partition import Partition
 from plait.broker.schedule.due_window import IN_LOG, SoonRows, soon_rows
+from plait.broker.schedule.schedules import Schedules
+from plait.broker.schedule.upcoming import Schedule
 from plait.errors import DamageError, FlowControl, FrameError
 from plait.frame.builder import FrameParts
 from plait.frame.columns import Column
 from plait.frame.gather import Gathered, Int64s, Places, RowPicks, flatten, row_sets
 from plait.frame.view import FrameView
 from plait.limits import MIB
+from plait.storage.logs.log import Log
 from plait.storage.schedule.bucket import Bucket
-
-if TYPE_CHECKING:
-    from plait.broker.broker import Broker
-    from plait.broker.schedule.schedules import Schedule, Schedules
 
 #: Bytes of rows that one turn delivers, over all subjects; the next turn continues with the rest.
 DELIVER_SIZE_MAX: Final = 8 * MIB
@@ -52,8 +51,8 @@ def reading() -> Iterator[None]:
 class DueRows:
     """Reads due rows, and settles those that have left."""
 
-    def __init__(self, broker: Broker, schedules: Schedules) -> None:
-        self._broker = broker
+    def __init__(self, log: Log, schedules: Schedules) -> None:
+        self._log = log
         self._schedules = schedules
         self._flat: OrderedDict[tuple[int, int, int, int], tuple[bytes, Places]] = OrderedDict()
         self._flat_size = 0
@@ -79,7 +78,7 @@ class DueRows:
     def _whole(self, frames: Any, index: int) -> bool:
         at, size = int(frames["place"]["at"][index]), int(frames["size"][index])
         try:
-            FrameView(self._broker.message_log.view(at, size)).verify()
+            FrameView(self._log.view(at, size)).verify()
         except (FrameError, DamageError):
             return False
         frames["whole"][index] = True
@@ -138,7 +137,7 @@ class DueRows:
     def _sets_in_log(
         self, schedule: Schedule, numbers: Int64s, mine: Int64s, sets: list[RowPicks], which: list[Int64s]
     ) -> None:
-        log = self._broker.message_log
+        log = self._log
         index, row = schedule.unbucketed.locate(numbers[mine])
         frames, frame = np.unique(index, return_inverse=True)
         places = schedule.unbucketed.frames.values["place"][frames]

@@ -16,16 +16,18 @@ between, the other broker refuses the later frames because of the gap, and these
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from plait.broker.catalog import Catalog
 from plait.broker.commit import Commit
 from plait.broker.partitions.partition import Partition
-from plait.broker.subjects import create_partition, drop_partition
+from plait.broker.schedule.schedules import Schedules
+from plait.broker.turn import Turn, write_messages
 from plait.errors import DamageError, FrameError
 from plait.frame.columns import Column
 from plait.frame.frame_lps import keyed_lps
@@ -34,9 +36,7 @@ from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS, MIB
 from plait.model.logical_partitions import NO_KEY_HASH
 from plait.storage.catalog import FORWARD, Forward, PartitionRow
-
-if TYPE_CHECKING:
-    from plait.broker.broker import Broker
+from plait.storage.logs.consume_log import stored_frame
 
 #: An empty forward partition is deleted when it got no rows for this long: well before the other broker
 #: forgets its producer (``ServerLimits.producer_seconds``).
@@ -77,8 +77,10 @@ class WaitingForward(NamedTuple):
 class Forwards:
     """All forward partitions of a broker, and the routes that it knows."""
 
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
+    def __init__(self, turn: Turn, catalog: Catalog, schedules: Schedules) -> None:
+        self._turn = turn
+        self._catalog = catalog
+        self._schedules = schedules
         self._all: dict[int, Partition] = {}
         self._by_place: dict[tuple[str, Place], Partition] = {}
         self._by_producer: dict[int, Partition] = {}
@@ -89,6 +91,7 @@ class Forwards:
         self.unrouted: set[str] = set()
         #: Called when there are frames to send, or a route to look up.
         self.on_work: Callable[[], None] = lambda: None
+        catalog.kinds[FORWARD] = self
 
     # --- which there are ------------------------------------------------------------------------
 
@@ -126,13 +129,13 @@ class Forwards:
         known = self._by_place.get((source.row.name, place))
         if known is not None:
             return known
-        broker = self._broker
-        number, created = broker.next_partition, broker.clock.now()
+        turn = self._turn
+        number, created = self._catalog.next_partition, turn.clock.now()
         # Unique, also among the logs of a broker group that is created again under the same name.
-        text = f"{broker.config.group}/{number}/{created}/{broker.turn.epoch}/{broker.message_log.end}/{place}"
+        text = f"{turn.config.group}/{number}/{created}/{turn.epoch}/{turn.message_log.end}/{place}"
         forward = Forward(xxh3_64_intdigest(text.encode()) | 1, *place)
         row = PartitionRow(number, source.row.subject, source.row.name, created, kind=FORWARD, forward=forward)
-        return create_partition(broker, row)
+        return self._catalog.create(row)
 
     # --- where rows go --------------------------------------------------------------------------
 
@@ -140,7 +143,7 @@ class Forwards:
         """Store the newest route of a subject."""
         self._routes[subject] = route
         self.unrouted.discard(subject)
-        self._broker.schedules.route_known(subject)
+        self._schedules.route_known(subject)
 
     def forget(self, subject: str) -> None:
         """Drop the route of a subject: a partition of it was deleted, perhaps the last one here."""
@@ -177,7 +180,7 @@ class Forwards:
             return [(target, np.arange(len(numbers)))]
         subject = target.row.subject
         route = self._routes.get(subject)
-        own = (target.row.name, self._broker.config.group)
+        own = (target.row.name, self._turn.config.group)
         if route is None or own in {route.places[index] for index in np.unique(route.table[lps[~here]]).tolist()}:
             # The route is unknown, or older than the seal.
             self._routes.pop(subject, None)
@@ -197,8 +200,7 @@ class Forwards:
 
     def first(self, partition: Partition) -> WaitingForward | None:
         """The next frame to send; None when there is none."""
-        broker, records = self._broker, partition.consume_log
-        log = broker.message_log
+        log, records = self._turn.message_log, partition.consume_log
         # A forward partition of a deleted subject has nothing to send.
         while partition.id in self._all and partition.start < partition.next:
             index = records.find(partition.start)
@@ -206,19 +208,16 @@ class Forwards:
             if record is None:
                 partition.start = partition.next
                 return None
-            end = record.base + record.count
             try:
                 if record.offset >= log.start:
-                    broker.schedules.write()
-                    frame = FrameView(log.view(record.offset, record.size)).verify()
-                    if (frame.partition, frame.base, frame.count) != (partition.id, record.base, record.count):
-                        raise FrameError("the log has another frame at this offset")
+                    write_messages(self._turn)
+                    frame = stored_frame(log, partition.id, record)
                     _, noted = self._notes.get(partition.id, (0, 0))
-                    return WaitingForward(frame, end, max(record.offset + record.size, noted))
+                    return WaitingForward(frame, record.end, max(record.offset + record.size, noted))
                 # Retention deleted the segment, so the other broker had the rows; a crash lost that progress.
             except (FrameError, DamageError) as error:
-                broker.schedules.report("message", f"{error} (at {record.offset})", record.count)
-            self._passed(partition, end)
+                self._schedules.report("message", f"{error} (at {record.offset})", record.count)
+            self._passed(partition, record.end)
         return None
 
     def stored(self, partition: Partition, end: int) -> None:
@@ -226,67 +225,58 @@ class Forwards:
 
         A crash may lose this progress for a few frames: they are resent, and the other broker recognizes them.
         """
-        broker = self._broker
         if partition.id not in self._all:
             return
         self._passed(partition, end)
         count, noted = self._notes.get(partition.id, (0, 0))
         count += 1
         if count >= NOTE_FRAMES:
-            row = msgspec.structs.replace(
-                partition.row, forward=msgspec.structs.replace(_forward(partition), stored=end)
-            )
-            broker.segment_headers.define([row])
-            partition.redefine(row)
-            count, noted = 0, broker.message_log.end
+            forward = msgspec.structs.replace(_forward(partition), stored=end)
+            self._catalog.change([msgspec.structs.replace(partition.row, forward=forward)])
+            count, noted = 0, self._turn.message_log.end
         self._notes[partition.id] = count, noted
 
     def _passed(self, partition: Partition, end: int) -> None:
         partition.start = max(partition.start, end)
-        self._broker.turn.touch(partition)
+        self._turn.touch(partition)
 
     def take_back(self, partition: Partition) -> bool:
         """Take back rows that the other broker does not have: they are due at once and follow the newer route.
 
         One call takes back the rows of one turn. Returns False when there are more: call it again.
         """
-        broker = self._broker
+        turn = self._turn
         if partition.id not in self._all:
             return True
         self._close(partition)
         commit = Commit()
-        schedule = broker.schedules.partition_of(partition.row.name)
+        schedule = self._schedules.partition_of(partition.row.name)
         size = 0
         try:
             while size < TAKE_BACK_SIZE_MAX:
                 waiting = self.first(partition)
                 if waiting is None:
-                    self._delete(partition)
+                    self._catalog.delete([partition])
                     return True
-                broker.turn.appender.copy(schedule, waiting.frame, broker.turn.epoch, broker.clock.now(), commit)
-                broker.turn.touch(schedule)
+                turn.appender.copy(schedule, waiting.frame, turn.epoch, turn.clock.now(), commit)
+                turn.touch(schedule)
                 self._passed(partition, waiting.end)
                 size += waiting.frame.size
         except OSError as error:
-            raise broker.turn.disk_error(error) from error
+            raise turn.disk_error(error) from error
         finally:
-            broker.schedules.take_in(commit)
-            broker.turn.answer_after_commit(None)
+            self._schedules.take_in(commit)
+            turn.answer_after_commit(None)
         return False
 
     def expire(self) -> None:
         """Delete forward partitions that have been empty for ``IDLE_SECONDS``."""
-        late = self._broker.clock.now() - int(IDLE_SECONDS * 1_000_000)
+        late = self._turn.clock.now() - int(IDLE_SECONDS * 1_000_000)
         for partition in list(self._all.values()):
             records = partition.consume_log
             last = records.record(len(records) - 1).time if len(records) else partition.row.created
             if partition.start >= partition.next and last < late:
-                self._delete(partition)
-
-    def _delete(self, partition: Partition) -> None:
-        broker = self._broker
-        broker.segment_headers.define([msgspec.structs.replace(partition.row, deleted=True)])
-        drop_partition(broker, partition)
+                self._catalog.delete([partition])
 
     # --- at the other broker --------------------------------------------------------------------
 

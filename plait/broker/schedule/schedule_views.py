@@ -13,7 +13,7 @@ import numpy.typing as npt
 from plait.broker.broker import Broker
 from plait.broker.schedule.due_rows import reading
 from plait.broker.schedule.due_window import IN_LOG, SOON, SoonRows, soon_rows
-from plait.broker.schedule.schedules import Schedule
+from plait.broker.schedule.upcoming import Schedule
 from plait.frame.gather import Int64s, UInt64s
 from plait.storage.schedule.bucket import GRID, NEVER, Bucket
 
@@ -66,11 +66,11 @@ def _list(broker: Broker, schedule: Schedule, after: tuple[int, int], end: int, 
     while not _all_open(broker, found):
         found = _first_rows(broker, schedule, after, end, limit)
     following = (int(found["due"][-1]), int(found["number"][-1])) if len(found) == limit else None
-    mine, _ = broker.schedules.rows.readable(schedule, found, np.arange(len(found)))
+    mine, _ = broker.due_rows.readable(schedule, found, np.arange(len(found)))
     rows = found[mine]
     if not len(rows):
         return ScheduledPage([], following)
-    facts = broker.schedules.rows.describe(schedule, rows)
+    facts = broker.due_rows.describe(schedule, rows)
     places = zip(rows["number"].tolist(), rows["due"].tolist(), strict=True)
     views = [
         ScheduledView(

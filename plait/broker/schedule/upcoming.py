@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import heapq
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
+from plait.broker.partitions.partition import Partition
 from plait.broker.schedule.due_window import DueWindow, soon_rows
 from plait.frame.view import FrameView
 from plait.storage.schedule.bucket import NEVER, Bucket
-
-if TYPE_CHECKING:
-    from plait.broker.schedule.schedules import Schedule
+from plait.storage.schedule.unbucketed import UnbucketedRows
 
 #: Rows are sorted at most this long before they are due: sorting fewer rows blocks the loop for less time.
 WINDOW_MICROS: Final = 500_000
@@ -30,6 +29,19 @@ STEP_MAX: Final = 1 << 46
 STEPS_MAX: Final = 16
 #: Stale entries of the heap that are tolerated at least.
 STALE_MAX: Final = 64
+
+
+class Schedule:
+    """The delayed rows of one partition."""
+
+    __slots__ = ("held", "partition", "unbucketed")
+
+    def __init__(self, partition: Partition) -> None:
+        self.partition = partition
+        self.unbucketed = UnbucketedRows(partition.next)
+        #: Due rows wait outside the window: the partition does not take them and the route is not known yet, or the
+        #: partition is unknown.
+        self.held = False
 
 
 class Upcoming:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from plait.broker.schedule import changes
 from plait.broker.schedule.schedule_views import CountView, ScheduledPage, count_scheduled, list_scheduled
 from plait.errors import InvalidArgument
 from plait.frame.header import SEQUENCE_MAX, TIME_MAX
@@ -53,12 +54,12 @@ class CountScheduled(msgspec.Struct, forbid_unknown_fields=True):
 
 def cancel(server: Server, request: Cancel) -> bool:
     _check(number=request.number, deliver_at=request.deliver_at)
-    return server.broker.schedules.cancel(request.subject, request.number, request.deliver_at)
+    return changes.cancel(server.broker, request.subject, request.number, request.deliver_at)
 
 
 def reschedule(server: Server, request: Reschedule) -> int | None:
     _check(number=request.number, deliver_at=request.deliver_at, to=request.to)
-    return server.broker.schedules.reschedule(request.subject, request.number, request.deliver_at, request.to)
+    return changes.reschedule(server.broker, request.subject, request.number, request.deliver_at, request.to)
 
 
 def list_(server: Server, request: ListScheduled) -> ScheduledPage:

@@ -73,7 +73,7 @@ def _complete(server: Server, request: NameStages, answer: Answer) -> None:
 
 
 def _publish(server: Server, request: NameStages, answer: Answer) -> None:
-    server.broker.stages.publish(_checked(request), lambda error: answer(None, error))
+    server.broker.publisher.publish(_checked(request), lambda error: answer(None, error))
 
 
 def _drop(server: Server, request: DropStages, answer: Answer) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
-from plait.broker import subjects
 from plait.broker.views import GroupView, SubjectView, group_view, subject_view
 from plait.errors import InvalidArgument
 from plait.model import names
@@ -130,7 +129,7 @@ def _create_subject(server: Server, request: CreateSubject) -> SubjectView:
 def _set_subject(server: Server, request: SetSubject) -> SubjectView:
     partition = server.broker.partition_of(request.subject, create=False)
     settings = msgspec.structs.replace(partition.row.settings, **set_fields(request))
-    subjects.update_subject(server.broker, request.subject, settings)
+    server.broker.catalog.update_subject(request.subject, settings)
     return subject_view(server.broker, partition)
 
 

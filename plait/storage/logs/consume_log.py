@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from plait.errors import FrameError
+from plait.frame.view import FrameView
 from plait.storage.disk import Disk
+from plait.storage.logs.log import Log
 
 #: base sequence, message-log offset, store time, frame size, row count.
 RECORD = np.dtype([("base", "<u8"), ("offset", "<u8"), ("time", "<i8"), ("size", "<u4"), ("count", "<u4")])
@@ -39,6 +42,16 @@ class Record(NamedTuple):
     def end(self) -> int:
         """The sequence after its last row."""
         return self.base + self.count
+
+
+def stored_frame(log: Log, partition: int, record: Record, *, verify: bool = True) -> FrameView:
+    """The frame of a record; ``FrameError`` or ``DamageError`` if it is damaged or the log has another one there."""
+    frame = FrameView(log.view(record.offset, record.size))
+    if verify:
+        frame.verify()
+    if (frame.partition, frame.base, frame.count) != (partition, record.base, record.count):
+        raise FrameError("the log has another frame at this offset")
+    return frame
 
 
 def partition_of(path: str) -> int | None:

@@ -1,0 +1,264 @@
+"""Applies the frames that follow a checkpoint in the first-hand logs to the state that the checkpoint has.
+
+The shards of a checkpoint were copied one after another while the logs grew: each partition gets only the frames that
+its shard does not include.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from plait.broker.appender import replay_producers
+from plait.broker.catalog import Catalog
+from plait.broker.groups.ordered_group import new_group
+from plait.broker.groups.shared_group import AFTER_CLIENT, AttachedConsumer, Group
+from plait.broker.partitions.partition import BEGINNING, SHARDS
+from plait.broker.recovery.shards import shard_of
+from plait.broker.schedule.bucketed import BucketedRows
+from plait.broker.schedule.forwards import Forwards
+from plait.broker.staging.stages import Stages
+from plait.broker.turn import Turn
+from plait.errors import FrameError
+from plait.frame.columns import Column
+from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED
+from plait.frame.view import FrameView
+from plait.storage.catalog import CATALOG, FORWARD, SCHEDULE, STAGE, PartitionRow, read_rows
+from plait.storage.logs.action_log import (
+    DEFINITIONS,
+    EVENTS,
+    FLAG_DUE,
+    NOT_OF_ROWS,
+    Action,
+    ConsumerDefinition,
+    GroupDefinition,
+    read_definitions,
+    read_events,
+)
+from plait.storage.logs.recovery import Damage
+from plait.storage.logs.retained_log import note_of
+from plait.storage.producers import ProducerTable
+from plait.storage.ranges import Range
+
+log = logging.getLogger("plait.broker")
+
+UNDEFINED: Final = "{} messages cannot be read: the definition of partition {} is damaged"
+
+
+class MessageReplay:
+    """Applies frames of the message log."""
+
+    def __init__(
+        self,
+        turn: Turn,
+        catalog: Catalog,
+        producers: ProducerTable,
+        bucketed: BucketedRows,
+        forwards: Forwards,
+        stages: Stages,
+    ) -> None:
+        self._turn = turn
+        self._catalog = catalog
+        self._producers = producers
+        self._bucketed = bucketed
+        self._forwards = forwards
+        self._stages = stages
+        self.epoch_max = 0
+        self.frames = 0
+        #: The log positions up to which each shard of partitions includes the logs.
+        self.positions = [BEGINNING] * SHARDS
+        #: Number of a partition whose definition is damaged → (offset of its first frame, bytes, rows).
+        self._unknown: dict[int, tuple[int, int, int]] = {}
+
+    @property
+    def undefined(self) -> list[Damage]:
+        """The rows of partitions whose definition is damaged."""
+        return [
+            Damage(self._turn.message_log.directory, offset, size, "damaged", UNDEFINED.format(rows, number))
+            for number, (offset, size, rows) in self._unknown.items()
+        ]
+
+    def _in_checkpoint(self, partition: int, offset: int) -> bool:
+        """Whether the checkpoint includes the effect of the frame at ``offset`` on the partition, even its deletion."""
+        return offset < self.positions[shard_of(partition)].message
+
+    def plausible(self, offset: int, frame: FrameView) -> bool:
+        """Whether a frame found after damage can be a frame of the log."""
+        if frame.durable > offset or frame.epoch < max(self.epoch_max, 1):
+            return False
+        if frame.partition == CATALOG:
+            return frame.producer == 0
+        if self._in_checkpoint(frame.partition, offset):
+            return True
+        partition = self._catalog.partitions.get(frame.partition)
+        return partition is not None and frame.base >= partition.next
+
+    def apply(self, offset: int, frame: FrameView) -> None:
+        """Apply a frame, except where the checkpoint includes it."""
+        self.frames += 1
+        self.epoch_max = max(self.epoch_max, frame.epoch)
+        if frame.partition == CATALOG:
+            for row in read_rows(frame):
+                self._define(offset, row)
+            return
+        partition = self._catalog.partitions.get(frame.partition)
+        known = self._in_checkpoint(frame.partition, offset)
+        if partition is None:
+            if not known:
+                self._undefined(offset, frame)
+            return
+        if not known:
+            if frame.base < partition.next:
+                return
+            partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
+            self._turn.touch(partition)
+        # Producers, schedules and stages are in other shards, which were copied at other moments.
+        replay_producers(partition, self._producers, offset, frame)
+        if partition.row.kind == SCHEDULE or frame.has(Column.SCHEDULE):
+            self._bucketed.replay(partition, offset, frame)
+            if partition.row.kind == SCHEDULE and frame.flags & FLAG_FORWARDED:
+                self._forwards.replay(offset, frame)
+        if frame.flags & FLAG_UNSEQUENCED and partition.row.kind != STAGE:
+            self._stages.replay(partition, offset, frame)
+
+    def _undefined(self, offset: int, frame: FrameView) -> None:
+        """Count rows of a partition whose definition is damaged. A new partition with its number would include them."""
+        self._catalog.next_partition = max(self._catalog.next_partition, frame.partition + 1)
+        first, size, rows = self._unknown.get(frame.partition, (offset, 0, 0))
+        self._unknown[frame.partition] = first, size + frame.size, rows + frame.count
+
+    def _define(self, offset: int, row: PartitionRow) -> None:
+        catalog = self._catalog
+        catalog.next_partition = max(catalog.next_partition, row.id + 1)
+        if self._in_checkpoint(row.id, offset):
+            if row.deleted:
+                self._producers.forget_partition(row.id)
+            return
+        known = catalog.partitions.get(row.id)
+        if row.deleted:
+            if known is not None:
+                catalog.drop(known)
+        elif known is None:
+            partition = catalog.make(row)
+            catalog.add(partition)
+            self._turn.touch(partition)
+        elif known.row != row:
+            known.redefine(row)
+            self._turn.touch(known)
+            if row.kind == FORWARD:
+                self._forwards.replay_note(known)
+
+
+class ActionReplay:
+    """Applies frames of the action log and of the retained log."""
+
+    def __init__(self, turn: Turn, catalog: Catalog, bucketed: BucketedRows, schedule_index: int) -> None:
+        self._turn = turn
+        self._catalog = catalog
+        self._bucketed = bucketed
+        #: The checkpoint's schedule includes the frames of the action log with lower numbers.
+        self._schedule_index = schedule_index
+        self.events = 0
+        #: Frames with correct checksums and an event that cannot be applied.
+        self.unusable: list[Damage] = []
+
+    def apply(self, offset: int, frame: FrameView) -> None:
+        """Apply a frame of the action log. An event that cannot be applied is skipped and reported."""
+        self._turn.action_index = max(self._turn.action_index, frame.base + 1)
+        if frame.partition == DEFINITIONS:
+            for definition in read_definitions(frame):
+                self._definition(definition, frame)
+        elif frame.partition == EVENTS:
+            for event in read_events(frame).tolist():
+                try:
+                    self._event(event, frame)
+                except Exception as error:
+                    reason = f"event {event} cannot be applied: {error!r}"
+                    log.exception("%s", reason)
+                    self.unusable.append(Damage("action", offset, frame.size, "damaged", reason))
+
+    def retained(self, offset: int, frame: FrameView) -> None:
+        """Add the rows of a frame of the retained log to its group; events remove those that it does not need."""
+        try:
+            group = self._catalog.groups.get(note_of(frame).group)
+        except FrameError:
+            return
+        if group is None or offset < group.partition.position.retained:
+            return
+        if frame.partition == group.partition.id:
+            sequences = frame.sequences()
+            # A power failure may have lost rows, and later rows have their sequences: the copies are not of those.
+            group.retained.add(sequences[sequences < group.partition.stored_until(frame.epoch)], offset)
+            group.retained.settled()
+            self._turn.touch(group.partition)
+
+    def _definition(self, definition: GroupDefinition | ConsumerDefinition, frame: FrameView) -> None:
+        catalog, turn = self._catalog, self._turn
+        if isinstance(definition, GroupDefinition):
+            catalog.next_group = max(catalog.next_group, definition.id + 1)
+            partition = catalog.partitions.get(definition.partition)
+            if partition is None or frame.base < partition.position.action:
+                return
+            known = catalog.groups.get(definition.id)
+            if known is not None:
+                # A segment header repeats the definition; a changed setting is a new definition.
+                if known.definition != definition:
+                    known.redefine(definition)
+                    turn.touch(partition)
+                return
+            group = new_group(definition, partition, turn.limits, turn)
+            group.begin(min(definition.start, partition.stored_until(frame.epoch)))
+            catalog.add_group(group)
+            turn.touch(partition)
+            return
+        catalog.next_consumer = max(catalog.next_consumer, definition.id + 1)
+        owner = catalog.groups.get(definition.group)
+        if owner is not None and frame.base >= owner.partition.position.action:
+            last_contact = turn.clock.monotonic()
+            consumer = AttachedConsumer(definition.id, owner, definition.client, last_contact, definition.proof)
+            if _defined(owner, consumer):
+                turn.touch(owner.partition)
+
+    def _event(self, event: tuple[Any, ...], frame: FrameView) -> None:
+        action, flags, attempt, group_id, consumer, epoch, start, end, time = event
+        time, due = (0, time) if flags & FLAG_DUE else (time, 0)
+        written = frame.store_time
+        if action == Action.CANCEL:
+            if frame.base >= self._schedule_index:
+                self.events += 1
+                self._bucketed.replay_cancel(consumer, start, end, due, epoch)
+            return
+        group = self._catalog.groups.get(group_id)
+        # A checkpoint on a full disk includes the effect of events that were written later.
+        if group is None or frame.base < group.partition.position.action:
+            return
+        self.events += 1
+        self._turn.touch(group.partition)
+        if action in NOT_OF_ROWS:
+            group.replay(action, flags, consumer, Range(start, end, attempt), due, written)
+        elif action == Action.FORGET_GROUP:
+            self._catalog.remove_group(group)
+        elif action == Action.FORGET_CONSUMER:
+            group.forget(consumer, written)
+            for member in list(group.consumers.values()):
+                if member.id == consumer:
+                    group.remove(member)
+        else:
+            group.used = max(group.used, time)
+            # Rows may have been lost to damage, and later rows have their sequences: the event does not apply to those.
+            limit = group.partition.stored_until(epoch)
+            piece = Range(min(start, limit), min(end, limit), attempt)
+            group.replay(action, flags, consumer, piece, due, written)
+
+
+def _defined(group: Group, consumer: AttachedConsumer) -> bool:
+    """Apply the definition of a consumer, which may repeat or change an earlier one. Returns whether it is new."""
+    known = group.consumers.get(consumer.client)
+    if known is not None and (known.id, known.proof) == (consumer.id, consumer.proof):
+        return False
+    if AFTER_CLIENT in consumer.client:
+        before = group.consumers.get(consumer.client.partition(AFTER_CLIENT)[0])
+        if before is not None and before.id == consumer.id:
+            group.remove(before)
+    group.add(consumer)
+    return True
