@@ -28,8 +28,6 @@ class BlockRows:
     store_times: Numbers
     #: The send time, or the store time where the producer gave none.
     send_times: Numbers
-    #: Rows whose LP is not known. None: there are none.
-    loose: Flags | None = None
     #: Producer id and producer sequence of each row: its message id. None: not known.
     ids: tuple[UInt64s, UInt64s] | None = None
     #: Rows that were delayed or sent one-way: the time of sending does not determine their order. None: there are none.

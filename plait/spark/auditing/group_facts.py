@@ -39,8 +39,8 @@ class GroupFacts:
     at_most_once: bool = False
     ordered: bool = False
     affinity: bool = False
-    #: Of an ordered group: a failed message holds back its key. None: not known.
-    strict: bool | None = False
+    #: Of an ordered group: a failed message holds back its key.
+    strict: bool = False
     #: The log that was read has all events of the group, from its definition on.
     whole: bool = True
     #: Where ``whole`` is False: the time from which on the log has its events.
@@ -71,10 +71,9 @@ class GroupFacts:
         """The log records deliveries, with their consumers: as pulls or, at most once, as acks in their place."""
         return (self.at_most_once or not self.broadcast) and not self.ordered
 
-    def learn_order(self, order: str | None) -> None:
-        """Set the order strategy of its subject. None: not known."""
-        if self.ordered and not self.affinity:
-            self.strict = None if order is None else order == STRICT
+    def learn_order(self, order: str) -> None:
+        """Set the order strategy of its subject."""
+        self.strict = self.ordered and not self.affinity and order == STRICT
 
     @property
     def kind(self) -> str:

@@ -68,7 +68,7 @@ class GroupAudit(msgspec.Struct, kw_only=True):
     kind: str
     delivery: str
     #: "strict": order per key, a failed message holds back its key. "best_tried": order per key, it does not. "none":
-    #: no order is promised. "not_known": an older archive lacks it for some partition; judged as "best_tried".
+    #: no order is promised.
     order: str
     #: Messages since the group began, and their outcomes.
     messages: int

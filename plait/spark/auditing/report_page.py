@@ -57,7 +57,6 @@ _ORDERS: Final = {
     "none": "no order is promised",
     "strict": "strict order",
     "best_tried": "best-tried order",
-    "not_known": "judged as best-tried order, as the archive does not have the order strategy",
 }
 
 

@@ -166,7 +166,7 @@ class _Summary:
             group=name,
             kind=newest.kind,
             delivery="at_most_once" if newest.at_most_once else "at_least_once",
-            order=_order(members, newest),
+            order="none" if not _has_order(newest) else "strict" if newest.strict else "best_tried",
             messages=fates.total() - fates["outside"] + gone,
             acked=fates["acked"],
             dead=fates["dead"],
@@ -241,14 +241,6 @@ def _skew(counts: Counter[str] | Counter[int], among: int) -> float:
 
 def _has_order(group: GroupFacts) -> bool:
     return group.ordered and not group.affinity
-
-
-def _order(members: list[GroupFacts], newest: GroupFacts) -> str:
-    if not _has_order(newest):
-        return "none"
-    if any(_has_order(group) and group.strict is None for group in members):
-        return "not_known"
-    return "strict" if newest.strict else "best_tried"
 
 
 def _below(ranges: list[tuple[int, int]], limit: int) -> int:

@@ -56,8 +56,7 @@ def touches(rows: BlockRows, events: Events, group: GroupFacts) -> Touches:
             # A row lost in a power failure had the same sequence: an event of an older epoch is about that row.
             mine = rows.epochs[which] <= events["epoch"][of]
             if group.ordered and group.whole:
-                same = layout.cursors(which) == events["consumer"][of]
-                mine &= same if rows.loose is None else same | rows.loose[which]
+                mine &= layout.cursors(which) == events["consumer"][of]
             found.append((which[mine], of[mine]))
     for change in group.changes[applied:] if group.ordered and group.whole else ():
         layout.apply(change)

@@ -145,9 +145,7 @@ def judge(rows: BlockRows, events: Events, found: Touches, group: GroupFacts) ->
     verdict.counts["retried"] = int(failed.sum())
     verdict.counts["died"] = int((action == Action.BURY).sum())
     if group.whole or not group.ordered:
-        # Rows whose cursor is not known also match acks of other cursors.
-        doubtful = old | rows.loose if group.ordered and rows.loose is not None else old
-        _find_duplicates(verdict, touched, group, delivered, doubtful)
+        _find_duplicates(verdict, touched, group, delivered, old)
     verdict.acked_at = np.full(len(rows), NEVER)
     verdict.acked_at[acks >= 0] = events["offset"][touched.of[acks[acks >= 0]]]
     excused = touched.any(np.isin(action, (Action.BURY, Action.REVIVE, Action.SKIP)))
@@ -208,7 +206,7 @@ def _find_forgotten(fates: npt.NDArray[np.uint8], touched: _TouchColumns, joined
 
 
 def _find_duplicates(
-    verdict: GroupVerdict, touched: _TouchColumns, group: GroupFacts, delivered: Flags, doubtful: Flags
+    verdict: GroupVerdict, touched: _TouchColumns, group: GroupFacts, delivered: Flags, old: Flags
 ) -> None:
     if group.logs_pulls:
         _find_redelivered(verdict, touched, group, delivered)
@@ -224,7 +222,7 @@ def _find_duplicates(
         _find_double_acks(verdict, touched, delivered)
     for name, numbers in verdict.broken.items():
         if name != "lost":
-            verdict.broken[name] = numbers[~doubtful[numbers]]
+            verdict.broken[name] = numbers[~old[numbers]]
     is_ack = touched.action == Action.ACK
     verdict.counts["acked_again"] = int(_after_first(touched, is_ack).sum()) if not group.at_most_once else 0
 

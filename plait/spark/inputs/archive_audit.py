@@ -1,8 +1,6 @@
 """An archive as the input of an audit: the Parquet files of the logs that the manifest lists.
 
-An archive has the same facts as the data directory. Events about messages that are not archived yet are ignored. An
-archive made by an earlier version of Plait lacks the order strategy of its subjects, the LP of rows without a key, and
-the reasons of dead letters.
+An archive has the same facts as the data directory. Events about messages that are not archived yet are ignored.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Final
 
@@ -54,7 +53,7 @@ class ArchivedInput:
     identities: dict[int, Identity]
     parts: list[list[Unit]]
     actions: list[ActionFile]
-    #: Settings by partition, where the archive has them.
+    #: Settings by partition.
     settings: dict[int, ArchivedSettings]
     #: Files of dead letters, and the number that is added to the numbers of their groups (``APART``).
     letters: list[tuple[str, int]]
@@ -70,8 +69,12 @@ class ArchivedInput:
         for unit in self.parts[number]:
             rows, keys = _rows(archive, unit, self)
             if len(rows):
-                lookup = _ArchivedEvents(self, archive, rows)
-                yield Block(unit.partition, rows, _Keys(keys).text, lookup.events_of)
+                yield Block(unit.partition, rows, partial(_text, keys), partial(self._events, archive, rows))
+
+    def _events(self, archive: Archive, rows: BlockRows, group: GroupFacts) -> Events:
+        """The events of a group about some rows, in log order."""
+        between = int(rows.sequences[0]), int(rows.sequences[-1]) + 1
+        return find_events(archive, self.actions, group.id, self.identities[group.id], between)
 
     def deaths(self) -> Counter[Cause]:
         """From the archived part of the retained log."""
@@ -79,17 +82,6 @@ class ArchivedInput:
         for path, apart in self.letters:
             total += archived_deaths(archive, path, apart, since=self.wanted.time_min, until=self.wanted.time_max)
         return total
-
-
-class _Keys:
-    """The keys of rows."""
-
-    def __init__(self, keys: pa.Array) -> None:
-        self._keys = keys
-
-    def text(self, row: int) -> str:
-        text: str = self._keys[row].as_py()
-        return text
 
 
 def _rows(archive: Archive, unit: Unit, source: ArchivedInput) -> tuple[BlockRows, pa.Array]:
@@ -111,21 +103,26 @@ def _rows(archive: Archive, unit: Unit, source: ArchivedInput) -> tuple[BlockRow
     sent = pc.coalesce(table.column("send_time"), table.column("store_time")).cast(pa.int64()).to_numpy()
     slots = table.column("logical_partition").combine_chunks()
     keyless = slots.is_null().to_numpy(zero_copy_only=False)
-    settings = source.settings.get(unit.partition)
-    # An earlier version archived only the settings of the newest partition of a name. They do not hold for rows that
-    # were stored before that partition was created.
-    loose = keyless if settings is None else keyless & (stored < settings.created)
+    settings = source.settings[unit.partition]
     # A message's LP may differ from that of its key: it is that of the hash that the message was sent with.
-    lps = slots_of(sequences, hashes, settings.taken if settings is not None else [])
+    lps = slots_of(sequences, hashes, settings.taken)
     lps = np.where(keyless, lps, slots.fill_null(0).to_numpy()).astype(lps.dtype)
-    known = loose if loose.any() else None
-    strays = None
-    if settings is not None and settings.number:
-        strays = astray(sequences, lps, settings.taken, settings.fences)
-    ids = _ids(table.column("message_id"))
-    return BlockRows(
-        sequences, table.column("epoch").to_numpy(), lps, hashes, stored, sent, known, ids, astray=strays
-    ), keys
+    rows = BlockRows(
+        sequences,
+        table.column("epoch").to_numpy(),
+        lps,
+        hashes,
+        stored,
+        sent,
+        ids=_ids(table.column("message_id")),
+        astray=astray(sequences, lps, settings.taken, settings.fences),
+    )
+    return rows, keys
+
+
+def _text(keys: pa.Array, row: int) -> str:
+    text: str = keys[row].as_py()
+    return text
 
 
 def _ids(texts: pa.ChunkedArray) -> tuple[UInt64s, UInt64s]:
@@ -152,20 +149,6 @@ def _hashes(keys: pa.Array) -> Hashes | None:
     return hashes
 
 
-class _ArchivedEvents:
-    """The events about some rows."""
-
-    def __init__(self, source: ArchivedInput, archive: Archive, rows: BlockRows) -> None:
-        self._source = source
-        self._archive = archive
-        self._low, self._high = int(rows.sequences[0]), int(rows.sequences[-1]) + 1
-
-    def events_of(self, group: GroupFacts) -> Events:
-        """The events of a group, in log order."""
-        known = self._source.identities[group.id]
-        return find_events(self._archive, self._source.actions, group.id, known, (self._low, self._high))
-
-
 def open_archived(place: str, wanted: WantedRows, groups: frozenset[str], progress: ProgressListener) -> ArchivedInput:
     """Read the manifest and all events, and plan the work."""
     archive = Archive.at(place)
@@ -177,7 +160,6 @@ def open_archived(place: str, wanted: WantedRows, groups: frozenset[str], progre
         SourceEvents(
             archive,
             index,
-            {each.facts.name: number for number, each in found.items() if number < 0 and each.source == source},
             [left.offset for left in manifest.sources[source].left_out if left.log == "action"],
         )
         for index, source in enumerate(sources)
@@ -192,7 +174,7 @@ def open_archived(place: str, wanted: WantedRows, groups: frozenset[str], progre
     known = requested_groups(there, partitions, groups, place)
     for group in known.values():
         partition = found[group.partition]
-        group.learn_order(partition.order)
+        group.learn_order(partition.settings.order)
         if not partition.complete:
             group.reach = min(group.reach, partition.facts.end)
     chosen = {number: (each.facts.name, _stored_between(each.files, wanted)) for number, each in found.items()}
@@ -206,7 +188,7 @@ def open_archived(place: str, wanted: WantedRows, groups: frozenset[str], progre
         identities={number: known for events in learned for number, known in events.identities.items()},
         parts=parts_of(chosen),
         actions=[file for events in learned for file in events.files],
-        settings={number: each.settings for number, each in found.items() if each.settings is not None},
+        settings={number: each.settings for number, each in found.items()},
         letters=[(file.path, sources.index(file.source) * APART) for file in manifest.find(DEATHS)],
         time_min=max(min(times, default=0), wanted.time_min),
         time_max=max(times, default=0),

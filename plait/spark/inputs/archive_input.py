@@ -54,8 +54,8 @@ def check_archive(options: ReadOptions) -> None:
 
 
 @dataclass
-class _ArchivedLife:
-    """One life of a partition, and its files."""
+class ArchivedLife:
+    """One life of a partition, and its files in log order."""
 
     #: ``name@group``.
     partition: str
@@ -92,7 +92,7 @@ class ArchiveInput:
         self._archive = Archive.at(options.path)
         self._manifest = ArchiveManifest()
         #: (partition, number) → life; None: not built for this manifest yet.
-        self._lives: dict[tuple[str, int], _ArchivedLife] | None = None
+        self._lives: dict[tuple[str, int], ArchivedLife] | None = None
 
     def close(self) -> None:
         """Does nothing: there is no connection."""
@@ -110,7 +110,8 @@ class ArchiveInput:
         """From the newest manifest, one span for each life."""
         manifest = self._newest()
         if self._lives is None:
-            self._lives = _lives_of(self._options.path, manifest, self._wanted)
+            path = self._options.path
+            self._lives = _by_partition(path, lives_of(manifest, self._wanted, path))
         store_times = _StoreTimes(self._archive)
         found = []
         for archived in self._lives.values():
@@ -123,7 +124,7 @@ class ArchiveInput:
             )
         return found
 
-    def _life(self, each: SpanRange) -> _ArchivedLife:
+    def _life(self, each: SpanRange) -> ArchivedLife:
         assert self._lives is not None
         return self._lives[str(each.place), each.number]
 
@@ -183,35 +184,35 @@ class ArchiveInput:
         return [*tasks, ArchiveReadTask(tuple(taken))] if taken else tasks
 
 
-def _lives_of(path: str, manifest: ArchiveManifest, wanted: WantedRows) -> dict[tuple[str, int], _ArchivedLife]:
-    """Every life of the wanted partitions, the oldest first.
-
-    Raises ``ArchiveError`` where the manifest does not distinguish lives.
-    """
-    found: dict[tuple[str, int], _ArchivedLife] = {}
-    sources: dict[str, str] = {}
-    for file in sorted(manifest.find(MESSAGES), key=lambda file: file.start):
-        if not wanted.names(file.subject):
-            continue
+def lives_of(manifest: ArchiveManifest, wanted: WantedRows, path: str) -> dict[tuple[str, str, int], ArchivedLife]:
+    """(source, partition, number) → every life of the wanted partitions that has files, in order of its first file."""
+    found: dict[tuple[str, str, int], ArchivedLife] = {}
+    named = [file for file in manifest.find(MESSAGES) if wanted.names(file.subject)]
+    for file in sorted(named, key=lambda file: file.start):
         for partition in file.partitions:
-            if not wanted.keeps(file.subject, partition.rpartition("@")[0]):
-                continue
-            if sources.setdefault(partition, file.source) != file.source:
-                raise ArchiveError(
-                    f"{partition} is the name of partitions of two data directories in the archive {path} "
-                    f"({sources[partition]} and {file.source}), each with its own sequences: read the archive without "
-                    "offsets, and archive each directory to its own archive or with its own --group"
+            if wanted.keeps(file.subject, partition.rpartition("@")[0]):
+                lives = manifest.sources[file.source].lives.get(partition, [])
+                life = next((life for life in reversed(lives) if life.offset <= file.start), None)
+                if life is None:
+                    raise ArchiveError(f"the manifest of {path} does not record which sequences of {partition} it has")
+                known = found.setdefault(
+                    (file.source, partition, life.number), ArchivedLife(partition, file.subject, life)
                 )
-            known = manifest.sources[file.source].lives.get(partition, [])
-            lives = [life for life in known if life.offset <= file.start]
-            if not lives:
-                raise ArchiveError(
-                    f"the archive {path} does not record which sequences of {partition} it has: an earlier Plait "
-                    "started it. Read it without offsets, or archive again to another directory"
-                )
-            life = _ArchivedLife(partition, file.subject, lives[-1])
-            found.setdefault((partition, life.life.number), life).files.append(file)
+                known.files.append(file)
     return found
+
+
+def _by_partition(path: str, lives: Mapping[tuple[str, str, int], ArchivedLife]) -> dict[tuple[str, int], ArchivedLife]:
+    """(partition, number) → life. Raises ``ArchiveError`` for partitions of one name in two data directories."""
+    sources: dict[str, str] = {}
+    for source, partition, _ in lives:
+        if sources.setdefault(partition, source) != source:
+            raise ArchiveError(
+                f"{partition} is the name of partitions of two data directories in the archive {path} "
+                f"({sources[partition]} and {source}), each with its own sequences: read the archive without "
+                "offsets, and archive each directory to its own archive or with its own --group"
+            )
+    return {(partition, number): life for (_, partition, number), life in lives.items()}
 
 
 class _StoreTimes:
@@ -221,7 +222,7 @@ class _StoreTimes:
         self._archive = archive
         self._known: dict[tuple[str, int], tuple[Mapping[str, int], Mapping[str, int]]] = {}
 
-    def first_at(self, archived: _ArchivedLife, time: int) -> int:
+    def first_at(self, archived: ArchivedLife, time: int) -> int:
         """The first sequence that was stored at or after a time; the end where there is none."""
         found, partition = archived.life.end, archived.partition
         for file in archived.files:
@@ -230,7 +231,7 @@ class _StoreTimes:
                 found = min(found, first if file.time_min >= time else self._read(file, time)[0].get(partition, found))
         return found
 
-    def end_before(self, archived: _ArchivedLife, time: int) -> int:
+    def end_before(self, archived: ArchivedLife, time: int) -> int:
         """The sequence after the last one that was stored before a time; the start where there is none."""
         found, partition = archived.life.start, archived.partition
         for file in reversed(archived.files):

@@ -60,13 +60,6 @@ def read_columns(archive: Archive, path: str, columns: list[str], filters: Any =
         )
 
 
-def read_names(archive: Archive, path: str) -> list[str]:
-    """The column names of a file."""
-    with _readable(archive, path):
-        names: list[str] = pq.read_schema(archive.path(path), filesystem=archive.files).names
-    return names
-
-
 @contextmanager
 def _readable(archive: Archive, path: str) -> Iterator[None]:
     try:
@@ -120,12 +113,10 @@ def find_events(
 class SourceEvents:
     """Learns the groups of one data directory from its archived events. ``take`` its files in order of their start."""
 
-    def __init__(self, archive: Archive, number: int, nameless: dict[str, int], lost: Iterable[int]) -> None:
-        """``nameless``: the numbers of partitions whose numbers in the data directory are not known, by name.
-        ``lost``: log offsets at which events are missing."""
+    def __init__(self, archive: Archive, number: int, lost: Iterable[int]) -> None:
+        """``lost``: log offsets at which events are missing."""
         self._archive = archive
         self._apart = number * APART
-        self._nameless = nameless
         self._lost = sorted(set(lost))
         self._table = GroupTable()
         #: (partition, group) → the number of the group that has this name now.
@@ -223,7 +214,7 @@ class SourceEvents:
         number = definition.id + self._apart
         place = fields["log_offset"] + fields["log_row"]
         # The definition has the partition's number in the data directory: it tells partitions of one name apart.
-        partition = self._nameless.get(name, definition.partition + self._apart)
+        partition = definition.partition + self._apart
         self._table.define(msgspec.structs.replace(definition, id=number, partition=partition), head=not self._began)
         key = (name, definition.name)
         known = self._named.get(key)

@@ -9,9 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from plait.errors import FrameError
-from plait.frame.header import TIME_MAX
 from plait.spark.archiving.manifest import Archive
-from plait.spark.inputs.archived_events import read_columns, read_names
+from plait.spark.inputs.archived_events import read_columns
 from plait.storage.disk import RealDisk
 from plait.storage.logs.recovery import LogScan
 from plait.storage.logs.retained_log import DIRECTORY, is_header, note_of
@@ -29,7 +28,6 @@ class Cause(NamedTuple):
 
 #: The columns of a cause in an archive.
 _CAUSE: Final = ["group_number", "type", "handler"]
-_STORED: Final = "store_time"
 
 
 def deaths(path: str, *, since: int, until: int) -> Counter[Cause]:
@@ -58,20 +56,11 @@ def deaths(path: str, *, since: int, until: int) -> Counter[Cause]:
 def archived_deaths(archive: Archive, path: str, apart: int, *, since: int, until: int) -> Counter[Cause]:
     """Dead letters of one archived file that were stored at times [since, until], by cause.
 
-    ``apart`` is added to the numbers of groups. Files of an earlier version have no store times: with a limited range
-    of times their letters are not counted.
+    ``apart`` is added to the numbers of groups.
     """
-    table = read_columns(archive, path, _CAUSE)
-    if since or until < TIME_MAX:
-        time = _store_times(archive, path, len(table))
-        table = table.filter(pc.and_(pc.greater_equal(time, since), pc.less_equal(time, until)))
+    table = read_columns(archive, path, [*_CAUSE, "store_time"])
+    time = table.column("store_time").cast(pa.int64())
+    table = table.filter(pc.and_(pc.greater_equal(time, since), pc.less_equal(time, until)))
     counts = table.group_by(_CAUSE).aggregate([([], "count_all")])
     columns = [counts.column(name).to_pylist() for name in (*_CAUSE, "count_all")]
     return Counter({Cause(n + apart, kind or "", by or ""): count for n, kind, by, count in zip(*columns, strict=True)})
-
-
-def _store_times(archive: Archive, path: str, count: int) -> pa.Array:
-    """The store time of each letter. Null: not known."""
-    if _STORED not in read_names(archive, path):
-        return pa.nulls(count, pa.int64())
-    return read_columns(archive, path, [_STORED]).column(_STORED).cast(pa.int64())

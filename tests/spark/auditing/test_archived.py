@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 import plait
@@ -28,7 +27,6 @@ from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.auditing.defects import Events, is_ack, with_actions
 from tests.spark.auditing.test_defects import one_by_one
 from tests.spark.auditing.test_live import SUBJECT, consume, send
-from tests.spark.test_deaths import forget_deaths
 
 
 @pytest.fixture(autouse=True)
@@ -134,30 +132,6 @@ async def test_only_deaths_of_the_selected_messages_are_reported(tmp_path: Path,
         assert one_group(audit(**place, since=middle)).deaths == []
         (death,) = one_group(audit(**place, until=middle)).deaths
         assert (death.type, death.count) == ("ValueError", 4)
-    without_store_times(to)
-    (death,) = one_group(audit(archive=to)).deaths
-    assert (death.type, death.count) == ("ValueError", 4)
-    (death,) = one_group(audit(archive=to, until=middle)).deaths
-    assert (death.type, death.count) == (None, 4), "the deaths have no store times to select by"
-
-
-def without_store_times(to: Path) -> None:
-    """Make the deaths look as an earlier Plait archived them."""
-    for file in Archive.at(to).open().find("deaths"):
-        pq.write_table(pq.read_table(to / file.path, partitioning=None).drop_columns(["store_time"]), to / file.path)
-
-
-async def test_an_older_archive_reports_what_it_does_not_record(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
-    await with_dead_letters(data)
-    archive_here(data, to, now=True)
-    forget_deaths(to)
-    report = audit(archive=to)
-    assert report.held
-    billing, mail = report.groups()
-    assert [(death.type, death.count) for death in billing.deaths] == [(None, 4)]
-    assert (billing.order, mail.order) == ("none", "not_known")
-    assert "the archive does not have the order strategy" in page(report)
 
 
 def test_groups_of_several_directories_have_their_own_dead_letters(tmp_path: Path, audit: Audit):
@@ -190,8 +164,6 @@ async def test_a_strict_subject_of_an_archive_is_judged_by_strict_order(tmp_path
     with_actions(tmp_path / "good", tmp_path / "bad", unacked)
     archive_here(tmp_path / "bad", tmp_path / "archive", now=True)
     assert [group.broken for group in audit(archive=tmp_path / "archive").groups()] == [["out_of_order"]]
-    forget_deaths(tmp_path / "archive")
-    assert audit(archive=tmp_path / "archive").held
 
 
 async def test_double_acks_of_messages_without_keys_are_found_in_an_archive(tmp_path: Path, audit: Audit):
@@ -211,8 +183,6 @@ async def test_double_acks_of_messages_without_keys_are_found_in_an_archive(tmp_
     with_actions(data, tmp_path / "bad", again)
     archive_here(tmp_path / "bad", to, now=True)
     assert [group.broken for group in audit(archive=to).groups()] == [["double_acks"]]
-    forget_deaths(to)
-    assert audit(archive=to).held, "the cursor of each message is not known"
 
 
 async def test_messages_without_keys_are_judged_by_their_cursors(tmp_path: Path, audit: Audit):
@@ -255,8 +225,6 @@ async def test_an_ack_of_a_message_that_was_never_stored_is_found_in_a_complete_
     for data, broken in (("good", []), ("bad", ["invented"])):
         archive_here(tmp_path / data, tmp_path / f"archive-{data}", now=True)
         assert [group.broken for group in audit(archive=tmp_path / f"archive-{data}").groups()] == [broken]
-    forget_deaths(tmp_path / "archive-bad")
-    assert audit(archive=tmp_path / "archive-bad").held, "events may be archived before their messages"
 
 
 def test_events_of_messages_that_are_not_archived_yet_break_no_promise(tmp_path: Path, audit: Audit):

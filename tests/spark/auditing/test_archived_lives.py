@@ -6,17 +6,15 @@ import asyncio
 import shutil
 from pathlib import Path
 
-import msgspec
 import pytest
 
 import plait
 from plait.errors import SubjectNotFound
 from plait.frame.columns import Column
 from plait.spark.archiving import archiver as archiving
-from plait.spark.archiving.manifest import Archive, ArchivedSettings
 from plait.storage.logs.action_log import EVENTS, read_events
 from plait.testing import EmbeddedBroker
-from tests.spark.archives import archive_here, commit_next, run_here
+from tests.spark.archives import archive_here, run_here
 from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.auditing.defects import Events, copied, frames_of, is_ack, undurable, whole, with_actions, write
 from tests.spark.auditing.test_archived import counts
@@ -135,26 +133,6 @@ async def test_a_partition_that_was_deleted_while_empty_changes_nothing(tmp_path
     assert (group.order, group.broken) == ("strict", ["out_of_order"])
 
 
-@pytest.mark.parametrize("partition", [SUBJECT, f"{SUBJECT}#1"])
-async def test_the_order_of_a_group_is_not_known_where_that_of_one_partition_is_not(
-    tmp_path: Path, audit: Audit, partition: str
-):
-    data, to = tmp_path / "data", tmp_path / "archive"
-    async with EmbeddedBroker(data) as broker, broker.connect() as client:
-        await client.admin.create_subject(SUBJECT, order="strict", partitions=2)
-        async with client.consumer(SUBJECT, group="billing", ordered=True) as consumer:
-            await send(client, 20, keys=10)
-            await consume(consumer, 20)
-    archive_here(data, to, now=True)
-    assert one_group(audit(archive=to)).order == "strict"
-    archive = Archive.at(to)
-    manifest = archive.open()
-    ((name, source),) = manifest.sources.items()
-    del source.settings[f"{partition}@g1"]
-    commit_next(archive, sources={name: source})
-    assert one_group(audit(archive=to)).order == "not_known"
-
-
 async def test_an_empty_partition_is_judged_too(tmp_path: Path, audit: Audit):
     data, bad = tmp_path / "data", tmp_path / "bad"
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
@@ -238,39 +216,3 @@ async def test_unarchived_messages_of_a_deleted_partition_are_not_missing(tmp_pa
     report = audit(archive=to)
     assert report.held
     assert [(each.subject, each.messages) for each in report.subjects] == [(SUBJECT, 10), ("others", 1)]
-
-
-def change_source(to: Path, **fields: object) -> None:
-    """Change the manifest to what an earlier Plait wrote."""
-    archive = Archive.at(to)
-    manifest = archive.open()
-    ((name, source),) = manifest.sources.items()
-    changed = msgspec.structs.replace(source, **fields)
-    commit_next(archive, sources={name: changed})
-
-
-async def test_the_order_is_not_known_in_an_archive_that_records_settings_by_name_only(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
-    await made_again(data, to, ordered=True)
-    archive_here(data, to, now=True)
-    change_source(to, settings={f"{SUBJECT}@g1": ArchivedSettings("strict", deleted=True)}, former=[])
-    report = audit(archive=to)
-    group = one_group(report)
-    assert report.held
-    assert (group.order, group.messages, group.acked) == ("not_known", 10, 10)
-    # The next run records the settings of the current partitions.
-    async with EmbeddedBroker(data) as broker, broker.connect() as client:
-        await handle(client, 1, ordered=True)
-    archive_here(data, to, now=True)
-    assert audit(archive=to).held
-    (source,) = Archive.at(to).open().sources.values()
-    assert source.settings[f"{SUBJECT}@g1"].number == source.lives[f"{SUBJECT}@g1"][-1].number
-
-
-async def test_an_archive_that_does_not_record_lives_is_judged_by_name(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
-    await one_by_one(data, ordered=True)
-    archive_here(data, to, now=True)
-    change_source(to, lives={}, settings={}, rests_on=None)
-    group = one_group(audit(archive=to))
-    assert (group.broken, group.messages, group.acked) == ([], 12, 12)
