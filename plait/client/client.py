@@ -24,10 +24,10 @@ from plait.client.arguments import Duration, Start, seconds_of, start_of, to_dat
 from plait.client.closing import Closing, all_of
 from plait.client.consume.ack_spool import AckSpool, spool_directory
 from plait.client.consume.consumer import Consumer
+from plait.client.consume.group_start import Terms
 from plait.client.consume.ordered.lease_renewer import Background, BackgroundThread, LeaseRenewer
 from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats
 from plait.client.consume.ordered.ordered_consumer import OrderedConsumer, check_ordered
-from plait.client.consume.pull_client import Terms
 from plait.client.net.node import Node
 from plait.client.net.router import Router
 from plait.client.read.reader import Reader

@@ -12,6 +12,7 @@ import msgspec
 from plait.client.arguments import Duration, to_datetime
 from plait.client.consume.failure import failed_of, rejected_of
 from plait.errors import PlaitError
+from plait.frame.columns import Column
 from plait.model.reason import Reason
 
 if TYPE_CHECKING:
@@ -246,17 +247,17 @@ class Message(msgspec.Struct, gc=False):
     @property
     def send_time(self) -> datetime | None:
         """When the producer sent it, by its clock."""
-        return self._delivered.send_time(self._row)
+        return self._delivered.time(Column.SEND_TIME, self._row)
 
     @property
     def store_time(self) -> datetime:
         """When the broker stored it."""
-        return self._delivered.store_time
+        return to_datetime(self._delivered.frame.store_time)
 
     @property
     def deliver_at(self) -> datetime | None:
         """The due time that the sender asked for; None: the message was not delayed."""
-        return self._delivered.deliver_at(self._row)
+        return self._delivered.time(Column.DELIVER_AT, self._row)
 
     @property
     def attempt(self) -> int:
@@ -273,18 +274,18 @@ class Message(msgspec.Struct, gc=False):
 
     def ack(self) -> Acknowledgement:
         """The message is done. The ack is sent in a batch; ``await consumer.flush()`` waits for the broker."""
-        return self._delivered.ack_row(self._row)
+        return self._delivered.report_row(self._row, None)
 
     def nack(self, delay: Duration | None = None, reason: Why | None = None) -> Acknowledgement:
         """The message failed: the group gets it again after ``delay`` (0: at once; None: as the retry policy says).
 
         ``reason`` is stored in the dead letter if this was the last attempt.
         """
-        return self._delivered.nack_row(self._row, failed_of(delay, reason))
+        return self._delivered.report_row(self._row, failed_of(delay, reason))
 
     def reject(self, reason: Why | None = None) -> Acknowledgement:
         """No attempt can succeed: the message becomes a dead letter of the group at once."""
-        return self._delivered.nack_row(self._row, rejected_of(reason))
+        return self._delivered.report_row(self._row, rejected_of(reason))
 
     def __repr__(self) -> str:
         body = self.body if len(self.body) <= 40 else self.body[:37] + b"..."

@@ -10,7 +10,6 @@ from plait.client.consume.failure import FailureOutcome
 from plait.client.consume.ordered.lock_rights import LockRights
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
 from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
-from plait.client.consume.ordered.ordered_pending import OrderedPending
 from plait.client.types import PartitionName
 from plait.clock import ManualClock
 from plait.errors import PlaitError, StaleSession
@@ -49,8 +48,6 @@ class LossCounter:
     losses = 0
     alone = True
 
-    def frame_closed(self, delivered: Any) -> None: ...
-
     def progressed(self) -> None: ...
 
     def outcomes_stored(self) -> None: ...
@@ -68,23 +65,25 @@ def every_other_row(owner: AckCollector) -> OrderedDelivered:
     parts.stamp_with(pack_stamp(1, 100, 0, 0, EPOCH))
     mask: Any = [number % 2 == 0 for number in range(10)]
     frame = FrameView(slice_mask(FrameView(parts.tobytes()), mask).tobytes())
-    delivered = OrderedDelivered(frame, "s", PartitionName("s", "g"), owner, [(100, 110, 1)])
+    delivered = OrderedDelivered(frame, "s", PartitionName("s", "g"), owner.deliveries, [(100, 110, 1)])
     delivered.tracker, delivered.rights, delivered.tag = OrderedBuffer(lambda: None), LockRights(ManualClock()), 7
     return delivered
 
 
+def session(number: int) -> m.AttachReply:
+    return m.AttachReply(number, 1, "s", "g", 1)
+
+
 async def test_outcomes_in_flight_when_the_session_changes_are_sent_again_for_the_same_rows():
-    frames: list[OrderedDelivered] = []
     listener = LossCounter()
-    collector = AckCollector(listener, ClientLimits(), None, OrderedPending(lambda: frames, lambda: 0))
+    collector = AckCollector(listener, ClientLimits())  # type: ignore[arg-type]
     collector.open(asyncio.get_running_loop())
     first, second = Wire(), Wire()
-    collector.attached(first, 1)  # type: ignore[arg-type]
+    collector.attached(first, session(1))  # type: ignore[arg-type]
     delivered = every_other_row(collector)
-    frames.append(delivered)
-    collector.collect_soon(delivered)
-    delivered.ack_row(0)
-    delivered.ack_row(1)
+    collector.deliveries.add(delivered)
+    delivered.report_row(0, None)
+    delivered.report_row(1, None)
     delivered.nack_rows(slice(3, 4), FailureOutcome(5.0))
     nack, answer = await first.next()
     # With a tag, the range of a row extends to the next row of its frame.
@@ -92,13 +91,13 @@ async def test_outcomes_in_flight_when_the_session_changes_are_sent_again_for_th
     # Until the broker has stored the outcomes, no other consumer may get the rows.
     assert sorted(collector.unsent) == [(100, 101, EPOCH), (102, 103, EPOCH), (106, 107, EPOCH)]
     delivered.tag = 0
-    collector.attached(second, 2)  # type: ignore[arg-type]
+    collector.attached(second, session(2))  # type: ignore[arg-type]
     answer.set_exception(StaleSession("given up"))
     nack, answer = await second.next()
-    assert (nack.session, nack.ranges, nack.tags) == (2, [(106, 107, EPOCH)], [0])
+    assert (nack.session, nack.ranges, nack.tags) == (2, [(106, 107, EPOCH)], [])
     answer.set_result(m.NackReply())
     ack, answer = await second.next()
-    assert (ack.session, ack.ranges, ack.tags) == (2, [(100, 101, EPOCH), (102, 103, EPOCH)], [0, 0])
+    assert (ack.session, ack.ranges, ack.tags) == (2, [(100, 101, EPOCH), (102, 103, EPOCH)], [])
     answer.set_result(m.DoneReply())
     await collector.flush()
     assert listener.losses == 0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plait
-from plait.client.consume.delivered import DeliveredFrame
+from plait.client.consume.delivered import DeliveredFrame, Deliveries
 from plait.client.consume.failure import FailureOutcome, failed_of, reason_of, rejected_of
 from plait.client.types import PartitionName
 from plait.frame import FrameView, build_frame
@@ -44,15 +44,15 @@ OUTCOMES = st.lists(
 )
 
 
-class Collector:
-    """Collects only when the test asks for it."""
+def no_collector(reasons_from: int = 1) -> Deliveries:
+    """Deliveries whose outcomes are collected only when the test asks for it."""
 
-    reasons_from = 1
+    async def flush() -> None:
+        raise AssertionError("there is no broker")
 
-    def collect_soon(self, delivered: DeliveredFrame) -> None: ...
-
-    def from_thread(self, delivered: DeliveredFrame, row: int, failed: FailureOutcome | None) -> None:
-        raise AssertionError("these rows belong to one thread")
+    deliveries = Deliveries(lambda _: None, lambda: None, flush)
+    deliveries.reasons_from = reasons_from
+    return deliveries
 
 
 def delivered(
@@ -67,7 +67,7 @@ def delivered(
         frame = FrameView(slice_mask(frame, mask).tobytes())  # type: ignore[arg-type]
         sequences = [sequence for sequence, chosen in zip(sequences, mask, strict=True) if chosen]
     ranges = attempts or [(BASE, BASE + COUNT, 1)]
-    return DeliveredFrame(frame, "s", PartitionName("s", "g"), Collector(), ranges), sequences
+    return DeliveredFrame(frame, "s", PartitionName("s", "g"), no_collector(), ranges), sequences
 
 
 def sequences_of(ranges: list[tuple[int, int, int]]) -> list[int]:
@@ -85,11 +85,11 @@ def test_the_first_outcome_of_each_row_is_collected_once(
 
     def collect() -> None:
         acks, nacks = frame.collect()
-        for sequence in sequences_of(acks):
+        for sequence in sequences_of(frame.ranges(acks)):
             assert sequence not in collected
             collected[sequence] = "ack"
-        for failed, ranges in nacks.items():
-            for sequence in sequences_of(ranges):
+        for failed, runs in nacks.items():
+            for sequence in sequences_of(frame.ranges(runs)):
                 assert sequence not in collected
                 collected[sequence] = failed
 
@@ -114,12 +114,6 @@ def test_the_first_outcome_of_each_row_is_collected_once(
     assert sequences_of(frame.open_ranges()) == [sequence for sequence in sequences if sequence not in reported]
 
 
-class LateReasons(Collector):
-    """Asks for reasons from the third attempt on."""
-
-    reasons_from = 3
-
-
 @given(
     ROWS,
     st.lists(st.integers(1, 5), min_size=COUNT, max_size=COUNT),
@@ -130,14 +124,14 @@ def test_reasons_are_collected_from_the_attempt_that_the_broker_asks_for(
     rows: int | slice, numbers: list[int], mask: list[bool] | None, rejected: bool
 ):
     frame, sequences = delivered(mask, [(BASE + n, BASE + n + 1, number) for n, number in enumerate(numbers)])
-    frame.collector = LateReasons()
+    frame.deliveries = no_collector(reasons_from=3)
     chosen = range(*rows.indices(frame.count)) if isinstance(rows, slice) else [rows]
     if not chosen or chosen[-1] >= frame.count:
         return
     frame.nack_rows(rows, FailureOutcome(7.0, WHY, reject=rejected))
     acks, nacks = frame.collect()
     assert acks == []
-    collected = {sequence: failed for failed, ranges in nacks.items() for sequence in sequences_of(ranges)}
+    collected = {sequence: failed for failed, runs in nacks.items() for sequence in sequences_of(frame.ranges(runs))}
     assert collected == {
         sequences[row]: FailureOutcome(7.0, WHY if rejected or numbers[sequences[row] - BASE] >= 3 else None, rejected)
         for row in chosen

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 import plait
-from plait.client.consume.pull_client import PullClient
+from plait.client.consume.prefetch import Prefetch
 from plait.testing import EmbeddedBroker
 from tests.client.support import fetch_all, numbers, send, until
 
@@ -57,8 +58,8 @@ async def test_large_messages_stop_the_prefetch_by_their_bytes(broker: EmbeddedB
         for _ in range(40):
             await client.send("s", bytes(100_000))
         async with client.consumer("s", group="g") as consumer:
-            await until(lambda: not consumer._clients[0].pulls and consumer._clients[0].open_bytes >= 900_000)
-            assert 900_000 <= consumer._clients[0].open_bytes <= 1_400_000
+            await until(lambda: not consumer._clients[0].pulls and consumer._clients[0].deliveries.bytes >= 900_000)
+            assert 900_000 <= consumer._clients[0].deliveries.bytes <= 1_400_000
             assert await held(client) <= 14
             count = 0
             while count < 40:
@@ -140,14 +141,14 @@ async def test_the_cost_of_a_message_does_not_grow_with_the_partitions(
     client: plait.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
-    held = PullClient.held
+    wanted = Prefetch.wanted
 
-    def counted(self: PullClient) -> int:
+    def counted(self: Prefetch[Any], puller: Any, *, patient: bool = True) -> int:
         nonlocal calls
         calls += 1
-        return held(self)
+        return wanted(self, puller, patient=patient)
 
-    monkeypatch.setattr(PullClient, "held", counted)
+    monkeypatch.setattr(Prefetch, "wanted", counted)
     await client.admin.create_subject("wide", partitions=32)
     await client.send_many("wide", [b"%d" % n for n in range(1_000)], keys=[f"k{n}" for n in range(1_000)])
     async with client.consumer("wide", "g") as consumer:

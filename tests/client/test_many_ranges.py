@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import plait
-from plait.client.consume.ack_requests import split_ack, split_nack
+from plait.client.consume.outcomes import split_ack, split_nack
 from plait.limits import FAILED_RANGES_MAX, REQUEST_RANGES_MAX
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m

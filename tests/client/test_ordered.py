@@ -466,7 +466,7 @@ async def test_rows_of_an_earlier_pull_do_not_overtake_returned_rows_while_the_b
 
         monkeypatch.setattr(partition._link, "request", ask)
         acking = asyncio.create_task(first.ack())
-        await until(lambda: partition.collector.under_way and not partition.collector._unsent)
+        await until(lambda: partition.collector.under_way and not partition.deliveries.unsent)
         consumer._allocated("exclusive", [])  # type: ignore[attr-defined]
         await until(lambda: not partition._asking)
         consumer._allocated("exclusive", [(0, 1024, 2)])  # type: ignore[attr-defined]

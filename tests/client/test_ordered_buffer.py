@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.client.consume.ack_collector import Piece, ack_pieces, nack_pieces
+from plait.client.consume.batch import report
+from plait.client.consume.delivered import Deliveries, Piece
 from plait.client.consume.failure import UNBEGUN, FailureOutcome
+from plait.client.consume.ordered.failed_keys import KeyHolds
 from plait.client.consume.ordered.lock_rights import LockRights
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
 from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
-from plait.client.consume.ordered.ordered_pending import OrderedPending
+from plait.client.consume.outcomes import PendingOutcomes
 from plait.client.types import Message, PartitionName
 from plait.clock import ManualClock
 from plait.model.logical_partitions import NO_KEY_HASH, lp_set
@@ -40,11 +42,10 @@ class Bench:
         )
         self.freed = 0
         self.buffer = OrderedBuffer(self._free)
-        self.open: dict[OrderedDelivered, None] = {}
-        self.pending = OrderedPending(lambda: self.open, lambda: 0)
-        self.pending.strict = self.buffer.strict = strict
-        self.unsent: dict[OrderedDelivered, None] = {}
-        self.reasons_from = 1
+        self.deliveries = Deliveries(lambda _: None, self.gather, self._flush)
+        self.deliveries.loop = object()  # type: ignore[assignment]
+        self.pending = PendingOutcomes(KeyHolds(self.deliveries, lambda: 0))
+        self.pending.holds.strict = self.buffer.strict = strict  # type: ignore[union-attr]
         self.next = 0
 
     def _free(self) -> None:
@@ -65,33 +66,19 @@ class Bench:
         start = self.next if base is None else base
         bodies = [b"%d" % n for n in range(start, start + len(hashes))]
         view = Draft(bodies, keys=[b"k"] * len(hashes), key_hashes=hashes, base=start).view()
-        delivered = OrderedDelivered(view, "s", PLACE, self, [(start, start + len(hashes), 1)])  # type: ignore[arg-type]
+        delivered = OrderedDelivered(view, "s", PLACE, self.deliveries, [(start, start + len(hashes), 1)])
         delivered.rights, delivered.tracker, delivered.tag = rights or self.rights, self.buffer, tag
         self.next = max(self.next, start + len(hashes))
-        self.open[delivered] = None
+        self.deliveries.add(delivered)
         self.buffer.append(delivered)
         return delivered
 
-    # The methods that a frame calls on its owner.
-
-    def collect_soon(self, delivered: OrderedDelivered) -> None:
-        self.unsent[delivered] = None
-
-    def absorb(self) -> None:
-        """No outcomes from other threads."""
-
     def gather(self) -> None:
-        unsent, self.unsent = self.unsent, {}
+        unsent, self.deliveries.unsent = self.deliveries.unsent, {}
         self.pending.collect(unsent)
-        for delivered in unsent:
-            if not delivered.open_count:
-                self.open.pop(delivered, None)
 
-    async def flush(self) -> None:
-        """There is no broker to send outcomes to."""
-
-    def from_thread(self, *_: Any) -> None:
-        raise AssertionError("not from another thread")
+    async def _flush(self) -> None:
+        raise AssertionError("there is no broker")
 
 
 def numbers(pieces: list[Piece]) -> list[int]:
@@ -114,7 +101,7 @@ def test_a_strict_batch_has_the_rows_of_a_key_from_one_partition_only() -> None:
     bench.arrive([A, B])
     first = bench.buffer.take(10)
     assert numbers(first) == [0, 1, 2, 4, 6, 7, 8]
-    ack_pieces(first)
+    report(first, None)
     bench.gather()
     assert numbers(bench.buffer.take(10)) == [3, 5]
 
@@ -174,8 +161,8 @@ def test_rows_for_separate_handling_have_different_keys() -> None:
     bench = Bench()
     bench.arrive([A, A, B, KEYS[0], KEYS[0]])
     bench.arrive([B, KEYS[3]])
-    assert numbers(bench.buffer.take_apart(10)) == [0, 2, 3, 4, 6]
-    assert numbers(bench.buffer.take_apart(10)) == []
+    assert numbers(bench.buffer.take(10, apart=True)) == [0, 2, 3, 4, 6]
+    assert numbers(bench.buffer.take(10, apart=True)) == []
 
 
 def test_rows_that_are_put_back_keep_their_position() -> None:
@@ -195,7 +182,7 @@ def test_an_expired_lease_hides_its_rows_until_it_is_renewed() -> None:
     bench.clock.advance(10)
     assert (bench.buffer.available(), bench.buffer.take(5), bench.buffer.next()) == (0, [], None)
     bench.rights.renewed(1, bench.clock.monotonic())
-    bench.buffer.renewed()
+    bench.buffer.start_over()
     assert (bench.buffer.available(), take(bench)) == (2, 0)
 
 
@@ -208,7 +195,7 @@ def test_a_lease_renewed_between_two_checks_keeps_the_order_of_rows() -> None:
     bench.rights.valid = lambda: next(looks)  # type: ignore[method-assign]
     assert take(bench) == 0
     looks = iter([True, False, True, True])
-    bench.buffer.renewed()
+    bench.buffer.start_over()
     assert numbers(bench.buffer.take(1)) == [1]
 
 
@@ -217,7 +204,7 @@ def test_only_rows_of_lost_logical_partitions_are_taken_back() -> None:
     bench.arrive([A, B, A])
     pieces = bench.buffer.take_back(PLACE, lp_set([(A % 1024, A % 1024 + 1)]))
     assert numbers(pieces) == [0, 2]
-    nack_pieces(pieces, UNBEGUN)
+    report(pieces, UNBEGUN)
     bench.gather()
     assert (bench.buffer.count, take(bench)) == (1, 1)
 
@@ -268,7 +255,7 @@ def test_acks_of_neighbouring_rows_of_a_frame_make_one_range_across_gaps() -> No
     delivered = bench.arrive([A, B, A])
     # As if another consumer owned every other row of the log.
     delivered.sequences = np.array([0, 2, 4])
-    ack_pieces(bench.buffer.take(2))
+    report(bench.buffer.take(2), None)
     bench.gather()
     assert bench.pending.ack(1) == m.AckRequest(1, [(0, 4, 2)], [1])
 
@@ -282,9 +269,9 @@ def test_acks_for_a_frame_of_an_earlier_session_name_only_their_rows() -> None:
     bench.gather()
     bench.pending.new_session()
     delivered.tag = 0
-    ack_pieces(bench.buffer.take(2))
+    report(bench.buffer.take(2), None)
     bench.gather()
-    assert bench.pending.ack(2) == m.AckRequest(2, [(0, 3, 2)], [0])
+    assert bench.pending.ack(2) == m.AckRequest(2, [(0, 3, 2)])
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -294,8 +281,8 @@ def test_a_failed_row_returns_the_later_rows_of_its_key_only_if_strict(strict: b
     bench.arrive([A, B])
     batch = bench.buffer.take(3)
     [(delivered, _, _)] = batch
-    delivered.nack_row(0, FailureOutcome(5.0))
-    ack_pieces(batch)
+    delivered.report_row(0, FailureOutcome(5.0))
+    report(batch, None)
     bench.gather()
     acks, nacks = bench.pending.plain()
     back = {UNBEGUN: [(2, 3, 2), (3, 4, 2), (4, 5, 2)]} if strict else {}
@@ -347,7 +334,7 @@ def test_each_row_is_handed_out_once_and_after_the_earlier_rows_of_its_key(steps
             hand(number, [message for d, a, b in pieces for message in d.messages(a, b)])
             assert sum(b - a for _, a, b in pieces) == min(free, value)
         elif step == "apart":
-            messages = [message for d, a, b in bench.buffer.take_apart(value) for message in d.messages(a, b)]
+            messages = [message for d, a, b in bench.buffer.take(value, apart=True) for message in d.messages(a, b)]
             known = [keys[int(message.body)] for message in messages if keys[int(message.body)] != KEYS[0]]
             assert len(known) == len(set(known))
             hand(number, messages)
@@ -377,9 +364,9 @@ def test_each_row_is_handed_out_once_and_after_the_earlier_rows_of_its_key(steps
 def test_half_of_a_frame_is_returned_in_one_range_and_then_the_rest_is_acked_in_one() -> None:
     bench = Bench()
     frame = bench.arrive([A, B] * 32)
-    nack_pieces(bench.buffer.take_back(lps=lp_set([(1, 2)])), UNBEGUN)
+    report(bench.buffer.take_back(lps=lp_set([(1, 2)])), UNBEGUN)
     bench.gather()
-    ack_pieces(bench.buffer.take(64))
+    report(bench.buffer.take(64), None)
     bench.gather()
     nack = bench.pending.nack(1, UNBEGUN)
     assert (nack.ranges, nack.lps, nack.lp_ranges, nack.lp_tags) == ([], [(1, 2)], [(0, 64, frame.epoch)], [1])

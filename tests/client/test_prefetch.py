@@ -26,9 +26,18 @@ class Partition:
     #: How often ``held`` was called.
     looks: int = 0
 
+    @property
+    def deliveries(self) -> Partition:
+        return self
+
+    @property
     def held(self) -> int:
         self.looks += 1
         return self.rows
+
+    @property
+    def bytes(self) -> int:
+        return self.open_bytes
 
     def span(self) -> int:
         return self.since_oldest

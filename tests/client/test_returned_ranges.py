@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.client.consume.failure import EpochRange
-from plait.client.consume.ordered.ordered_delivered import OrderedDelivered, RowMask
+from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
 from plait.client.consume.ordered.returned_ranges import RangesByFrame, by_logical_partitions
+from plait.client.consume.row_runs import RowMask, mask_runs
 from plait.client.types import PartitionName
 from plait.model.logical_partitions import NO_KEY_HASH, lp_set
 from tests.frame.samples import Draft
@@ -40,7 +41,7 @@ def rows_in(frame: OrderedDelivered, ranges: list[EpochRange]) -> RowMask:
 def test_ranges_by_logical_partition_cover_exactly_the_returned_rows(drawn: list[list[tuple[int, bool]]]):
     frames = [frame_of([key for key, _ in rows], tag) for tag, rows in enumerate(drawn, 1)]
     masks = [np.array([given for _, given in rows]) for rows in drawn]
-    tagged: RangesByFrame = {f: f.tagged(f.runs(mask)) for f, mask in zip(frames, masks, strict=True) if mask.any()}
+    tagged: RangesByFrame = {f: f.tagged(mask_runs(mask)) for f, mask in zip(frames, masks, strict=True) if mask.any()}
     lps, ranges, tags, rest = by_logical_partitions(tagged)
     for frame, mask in zip(frames, masks, strict=True):
         assert frame.keyed is not None
@@ -57,7 +58,7 @@ def test_ranges_by_logical_partition_cover_exactly_the_returned_rows(drawn: list
 def test_a_return_of_every_other_row_of_a_frame_is_one_range():
     frame = frame_of([KEYS[1], KEYS[2]] * 50, 1)
     mask = np.arange(100) % 2 == 0
-    lps, ranges, tags, rest = by_logical_partitions({frame: frame.tagged(frame.runs(mask))})
+    lps, ranges, tags, rest = by_logical_partitions({frame: frame.tagged(mask_runs(mask))})
     assert (lps, tags, rest) == ([(1, 2)], [1], {})
     assert ranges == [(1000, 1100, frame.epoch)]
 
@@ -68,9 +69,9 @@ def test_ranges_of_reported_rows_may_span_returned_rows(states: list[str]):
     returned, reported = (np.array([state == each for state in states]) for each in ("returned", "reported"))
     if not reported.any():
         return
-    before = frame.tagged(frame.runs(reported))
+    before = frame.tagged(mask_runs(reported))
     if returned.any():
-        frame.given_back(frame.tagged(frame.runs(returned)))
+        frame.given_back(frame.tagged(mask_runs(returned)))
     ranges = frame.widened(before)
     assert (rows_in(frame, ranges) & ~returned == reported).all()
     assert len(ranges) <= len(before)

@@ -135,21 +135,21 @@ class Subscription:
         if self.settings.batch is None:
             async for message in consumer:
                 if not await self._resumed(stopping):
-                    message._delivered.nack_row(message._row, UNBEGUN)
+                    message._delivered.report_row(message._row, UNBEGUN)
                     return
                 if not message._delivered.may_begin(message._row):
                     # The consumer lost the message's lock during a suspension.
-                    message._delivered.nack_row(message._row, UNBEGUN)
+                    message._delivered.report_row(message._row, UNBEGUN)
                     continue
                 self._suspend(consumer, await self._handle(message, pool, stopping))
             return
         while not stopping.is_set():
             batch = await consumer.fetch(self.settings.batch, BATCH_WAIT_SECONDS)
             if not await self._resumed(stopping):
-                batch._nack_soon(UNBEGUN)
+                batch._report(UNBEGUN)
                 return
             if not batch._may_begin():
-                batch._nack_soon(UNBEGUN)
+                batch._report(UNBEGUN)
             elif len(batch):
                 self._suspend(consumer, await self._handle_batch(batch, pool, stopping))
 
@@ -166,7 +166,7 @@ class Subscription:
         if failure is None:
             message.ack()
         else:
-            message._delivered.nack_row(message._row, self._failed(failure))
+            message._delivered.report_row(message._row, self._failed(failure))
         await call.ended()
         self._calls.discard(call)
         return failure
@@ -188,12 +188,12 @@ class Subscription:
             call = Call(self.handler.arguments(bodies, messages))
             broken = await self._call(call, pool, messages, stopping)
             if broken is not None:
-                batch._nack_soon(self._failed(broken))
+                batch._report(self._failed(broken))
                 await call.ended()
                 self._calls.discard(call)
                 return broken
             self._calls.discard(call)
-        batch._ack_soon()
+        batch._report(None)
         return failure
 
     def _refuse(self, message: Message, error: BaseException) -> BaseException:
@@ -209,7 +209,7 @@ class Subscription:
             # The decoder itself failed: another attempt may succeed.
             log.error("%s cannot decode %s", self.handler.name, self._fate([message]), exc_info=error)
             failed = self._failed(error)
-        message._delivered.nack_row(message._row, failed)
+        message._delivered.report_row(message._row, failed)
         return error
 
     def _fate(self, messages: list[Message], *, rejected: bool = False) -> str:
@@ -219,11 +219,13 @@ class Subscription:
             return f"{place}, which is lost (at_most_once)"
         if rejected:
             return f"{place}, which goes to the dead letters"
-        collector, attempt = messages[0]._delivered.collector, max(message.attempt for message in messages)
-        most = f" of {collector.attempts}" if collector is not None and collector.attempts else ""
+        deliveries, attempt = messages[0]._delivered.deliveries, max(message.attempt for message in messages)
+        most = f" of {deliveries.attempts}" if deliveries is not None and deliveries.attempts else ""
         shown = f"{place} (attempt {attempt}{most})"
-        # From attempt ``reasons_from`` on the broker decides; ``PullClient.dead_lettered`` logs new dead letters.
-        return f"{shown}, which is tried again" if collector is not None and attempt < collector.reasons_from else shown
+        # From attempt ``reasons_from`` on the broker decides; ``AckCollector`` logs new dead letters.
+        return (
+            f"{shown}, which is tried again" if deliveries is not None and attempt < deliveries.reasons_from else shown
+        )
 
     def _failed(self, failure: BaseException) -> FailureOutcome:
         """The failure outcome of an exception."""

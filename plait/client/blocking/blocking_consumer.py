@@ -13,10 +13,9 @@ import pyarrow as pa
 from plait.client.arguments import Duration, seconds_of
 from plait.client.blocking.loop_thread import RunInLoop
 from plait.client.blocking.proxy import Blocking, blocking, signed_as
-from plait.client.consume.ack_collector import Piece
-from plait.client.consume.batch import ArrowBatch, Batch
-from plait.client.consume.buffer import ITERATION_COUNT
+from plait.client.consume.batch import ITERATION_COUNT, ArrowBatch, Batch
 from plait.client.consume.consumer import Consumer
+from plait.client.consume.delivered import Piece
 from plait.client.types import Message
 from plait.errors import Closed, ForkedClient
 

@@ -10,8 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from plait.client.consume.ack_collector import Piece
-from plait.client.consume.delivered import DeliveredFrame
+from plait.client.consume.delivered import DeliveredFrame, Piece
 from plait.client.types import Message, PartitionName
 
 

@@ -1,8 +1,9 @@
-"""The results of ``fetch`` and ``fetch_arrow``."""
+"""The buffer of delivered rows, and the results of ``fetch`` and ``fetch_arrow``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias, overload
 
@@ -11,9 +12,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from plait.client.arguments import Duration, shown
-from plait.client.consume.ack_collector import Piece, ack_pieces, flush_pieces, nack_pieces
-from plait.client.consume.failure import FAILED, FailureOutcome, failed_of, rejected_of
-from plait.client.types import Message, Why
+from plait.client.closing import all_of
+from plait.client.consume.delivered import DeliveredFrame, Deliveries, Piece
+from plait.client.consume.failure import FailureOutcome, failed_of, rejected_of
+from plait.client.types import Message, PartitionName, Why
 from plait.errors import InvalidArgument
 from plait.frame.arrow import MESSAGE_ID, SAME_TEXT, SCHEMA, arrays, attempts, message_ids, same_text
 
@@ -28,6 +30,77 @@ TABLE_SCHEMA = pa.schema(
         pa.field("partition", SAME_TEXT, nullable=False),
     ]
 )
+
+#: Rows that iteration converts to messages at a time, and pulls at a time where nothing is prefetched.
+ITERATION_COUNT = 100
+
+
+class RowBuffer:
+    """The buffer of a shared consumer: rows of all its partitions. Any row may be handed out at any time."""
+
+    __slots__ = ("_frames", "_ready", "count")
+
+    def __init__(self) -> None:
+        #: Frames with rows that are not handed out yet.
+        self._frames: deque[DeliveredFrame] = deque()
+        #: Messages of the first frame that iteration has converted already, in reverse order.
+        self._ready: list[Message] = []
+        #: The number of rows in the buffer.
+        self.count = 0
+
+    def append(self, delivered: DeliveredFrame) -> None:
+        """Add a delivered frame."""
+        self._frames.append(delivered)
+        self.count += delivered.count
+
+    def available(self) -> int:
+        """The number of rows that can be handed out now."""
+        return self.count
+
+    def take(self, count: int, *, apart: bool = False) -> list[Piece]:
+        """Hand up to ``count`` rows to the user."""
+        pieces: list[Piece] = []
+        self._ready = []
+        while count > 0 and self._frames:
+            delivered = self._frames[0]
+            start = delivered.taken
+            stop = min(delivered.count, start + count)
+            delivered.taken = stop
+            pieces.append((delivered, start, stop))
+            count -= stop - start
+            self.count -= stop - start
+            if stop == delivered.count:
+                self._frames.popleft()
+        return pieces
+
+    def next(self) -> Message | None:
+        """Hand one row to the user, as a message; None: there is none."""
+        if not self._frames:
+            return None
+        delivered = self._frames[0]
+        if not self._ready:
+            self._ready = delivered.messages(delivered.taken, min(delivered.count, delivered.taken + ITERATION_COUNT))
+            self._ready.reverse()
+        message = self._ready.pop()
+        delivered.taken += 1
+        self.count -= 1
+        if delivered.taken == delivered.count:
+            self._frames.popleft()
+        return message
+
+    def take_back(self, partition: PartitionName | None = None) -> list[Piece]:
+        """Remove and return all rows of a partition (None: of all partitions)."""
+        chosen = [d for d in self._frames if partition is None or d.partition == partition]
+        pieces = [(d, d.taken, d.count) for d in chosen]
+        for delivered in chosen:
+            self.count -= delivered.count - delivered.taken
+            delivered.taken = delivered.count
+        if partition is None:
+            self._frames.clear()
+        else:
+            self._frames = deque(d for d in self._frames if d.partition != partition)
+        self._ready = []
+        return pieces
 
 
 class Batch(Sequence[Message]):
@@ -58,33 +131,23 @@ class Batch(Sequence[Message]):
 
     async def ack(self) -> None:
         """Ack all messages that are not nacked; returns when the broker has stored the acks."""
-        if len(self._pieces) == 1:
-            delivered, start, stop = self._pieces[0]
-            if delivered.collector is not None:
-                await delivered.collector.ack(delivered, slice(start, stop))
-            return
-        self._ack_soon()
-        await flush_pieces(self._pieces)
+        await flush_all(report(self._pieces, None, soon=False))
 
     async def nack(self, delay: Duration | None = None, reason: Why | None = None) -> None:
         """Nack all messages that are not acked: they are redelivered after ``delay``, or as the group's policy says."""
-        self._nack_soon(failed_of(delay, reason))
-        await flush_pieces(self._pieces)
+        await flush_all(report(self._pieces, failed_of(delay, reason), soon=False))
 
     async def reject(self, reason: Why | None = None) -> None:
         """Make all messages that are not acked or nacked dead letters of the group at once."""
-        self._nack_soon(rejected_of(reason))
-        await flush_pieces(self._pieces)
+        await flush_all(report(self._pieces, rejected_of(reason), soon=False))
 
     def _may_begin(self) -> bool:
         """The consumer still holds the right to handle every message of the batch."""
         return all(delivered.may_begin(slice(start, stop)) for delivered, start, stop in self._pieces)
 
-    def _ack_soon(self) -> None:
-        ack_pieces(self._pieces)
-
-    def _nack_soon(self, failed: FailureOutcome = FAILED) -> None:
-        nack_pieces(self._pieces, failed)
+    def _report(self, failed: FailureOutcome | None) -> None:
+        """Report how the messages without an outcome failed; None: they are acked."""
+        report(self._pieces, failed)
 
     def __repr__(self) -> str:
         return f"<Batch of {len(self)} messages>"
@@ -118,8 +181,7 @@ class ArrowBatch:
 
     async def ack(self) -> None:
         """Ack all rows that are not nacked; returns when the broker has stored the acks."""
-        ack_pieces(self._pieces)
-        await flush_pieces(self._pieces)
+        await flush_all(report(self._pieces, None, soon=False))
 
     async def nack(self, rows: Rows | None = None, delay: Duration | None = None, reason: Why | None = None) -> None:
         """Nack these rows (None: all): they are redelivered after ``delay``, or as the group's policy says.
@@ -135,8 +197,8 @@ class ArrowBatch:
     async def _fail(self, rows: Rows | None, failed: FailureOutcome) -> None:
         # All of ``rows`` is validated before any row is nacked.
         pieces = self._pieces if rows is None else self._pieces_of(row_mask(rows, len(self)))
-        nack_pieces(pieces, failed)
-        await flush_pieces(self._pieces)
+        report(pieces, failed, soon=False)
+        await flush_all(partitions_of(self._pieces))
 
     def _pieces_of(self, mask: npt.NDArray[np.bool_]) -> list[Piece]:
         """The marked rows as pieces; adjacent rows of a frame are one piece."""
@@ -151,6 +213,35 @@ class ArrowBatch:
 
     def __repr__(self) -> str:
         return f"<ArrowBatch of {len(self)} messages>"
+
+
+def report(pieces: list[Piece], failed: FailureOutcome | None, *, soon: bool = True) -> list[Deliveries]:
+    """Report how the rows of the pieces that have no outcome failed; None: they are acked. Returns their partitions.
+
+    The outcomes are sent at the end of this turn of the loop; not ``soon``: when the caller flushes.
+    """
+    partitions = partitions_of(pieces)
+    for deliveries in partitions:
+        if deliveries.inbox:
+            # Outcomes that other threads reported earlier count first.
+            deliveries.absorb()
+    for delivered, start, stop in pieces:
+        if delivered.deliveries is not None:
+            delivered.deliveries.collect_soon(delivered, soon=soon)
+            delivered.note(slice(start, stop), failed)
+    return partitions
+
+
+def partitions_of(pieces: list[Piece]) -> list[Deliveries]:
+    """The partitions of the rows that need outcomes."""
+    if len(pieces) == 1 and (only := pieces[0][0].deliveries) is not None:
+        return [only]
+    return list(dict.fromkeys(d.deliveries for d, _, _ in pieces if d.deliveries is not None))
+
+
+def flush_all(partitions: list[Deliveries]) -> Awaitable[None]:
+    """Wait until the brokers have every outcome reported so far. An unreachable broker does not delay the others."""
+    return partitions[0].flush() if len(partitions) == 1 else all_of([each.flush() for each in partitions])
 
 
 def row_mask(rows: Any, count: int) -> npt.NDArray[np.bool_]:

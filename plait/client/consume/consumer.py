@@ -18,15 +18,14 @@ from plait import tasks
 from plait.client.arguments import Duration, seconds_of
 from plait.client.blocking.row_handover import RowHandover
 from plait.client.closing import Closing, all_of
-from plait.client.consume.ack_collector import Piece, flush_all, nack_pieces
 from plait.client.consume.ack_spool import AckSpool
-from plait.client.consume.batch import ArrowBatch, Batch
-from plait.client.consume.buffer import ITERATION_COUNT, BufferedRows, RowBuffer
-from plait.client.consume.delivered import DeliveredFrame, SharedDeliveredFrame
+from plait.client.consume.batch import ITERATION_COUNT, ArrowBatch, Batch, RowBuffer, flush_all, report
+from plait.client.consume.delivered import Piece
 from plait.client.consume.failure import UNBEGUN
-from plait.client.consume.group_start import find_start_version
+from plait.client.consume.group_start import Terms, find_start_version
+from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
 from plait.client.consume.prefetch import Prefetch
-from plait.client.consume.pull_client import PullClient, Terms
+from plait.client.consume.pull_client import PullClient, attach_some
 from plait.client.net.router import Router, SubjectRoute
 from plait.client.types import Message, PartitionName
 from plait.errors import Closed, InvalidArgument, PlaitError, StaleRoute, SubjectNotFound, Unavailable
@@ -53,7 +52,6 @@ class Consumer:
         *,
         any_thread: bool = False,
         spools: Spools = lambda _: None,
-        buffer: BufferedRows | None = None,
     ) -> None:
         self.subject = terms.subject
         self.group = terms.group
@@ -66,13 +64,15 @@ class Consumer:
         #: Pulling is paused by ``_suspend``.
         self._suspended = False
         self._tracks = terms.tracks
+        #: The longest wait for more rows when some are available and the brokers have more; None: no limit.
+        self._gather_seconds: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clients: deque[PullClient] = deque()
         #: The consumer is open and applies newer routes.
         self._following = False
         #: Tasks that leave partitions which are no longer in the route.
         self._leaving: set[asyncio.Task[None]] = set()
-        self._buffer: BufferedRows = RowBuffer() if buffer is None else buffer
+        self._buffer: RowBuffer | OrderedBuffer = RowBuffer()
         #: Rows taken from the buffer for a blocking caller, before its next call asks for them.
         self._handed_over = RowHandover()
         self._prefetch: Prefetch[PullClient] = Prefetch(limits)
@@ -137,7 +137,7 @@ class Consumer:
                 self._terms = self._terms._replace(began=version)
                 self._add_clients(route, self._terms)
                 self._retire_others(route)
-                return await self._attach_first(loop, deadline)
+                return await attach_some(self._clients, self._limits, deadline)
             except StaleRoute:
                 # The cached route was old, and a partition has left it. Retry if there is a newer route.
                 if self._router.known(self.subject) is route:
@@ -150,40 +150,6 @@ class Consumer:
             except Unavailable:
                 if loop.time() >= deadline:
                     raise
-
-    async def _attach_first(self, loop: asyncio.AbstractEventLoop, deadline: float) -> None:
-        """Attach to all partitions. Succeeds with at least one; the others may attach later."""
-        clients = [client for client in self._clients if not client.attached]
-        if len(self._clients) == len(clients) == 1:
-            await clients[0].attach_first(deadline - loop.time())
-            return
-        if len(clients) < len(self._clients):
-            # Some were attached by an earlier call, before a partition left the route.
-            deadline = min(deadline, loop.time() + self._limits.attach_seconds)
-        attaching = {tasks.child(client.attach_first(deadline - loop.time()), "plait-attach") for client in clients}
-        errors: list[BaseException] = []
-        try:
-            pending = attaching
-            while pending and (loop.time() < deadline or len(errors) + len(pending) == len(self._clients)):
-                # Once one partition is attached, wait for all others together.
-                some = len(errors) + len(pending) < len(self._clients)
-                done, pending = await asyncio.wait(
-                    pending,
-                    timeout=max(deadline - loop.time(), 0),
-                    return_when=asyncio.FIRST_EXCEPTION if some else asyncio.FIRST_COMPLETED,
-                )
-                errors += [error for task in done if (error := task.exception()) is not None]
-                for error in errors:
-                    if not isinstance(error, Unavailable):
-                        raise error
-                if done and len(errors) + len(pending) < len(self._clients):
-                    deadline = min(deadline, loop.time() + self._limits.attach_seconds)
-            if len(errors) == len(self._clients):
-                raise errors[0]
-        finally:
-            for task in attaching:
-                task.cancel()
-            await asyncio.gather(*attaching, return_exceptions=True)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -232,9 +198,9 @@ class Consumer:
 
     def _hand_back(self) -> None:
         if self._tracks and not any(client.collector.closed for client in self._clients):
-            nack_pieces([*self._handed_over.take_back(), *self._buffer.take_back()], UNBEGUN)
+            report([*self._handed_over.take_back(), *self._buffer.take_back()], UNBEGUN)
 
-    def _take_back(self, client: PullClient, _: LpSet | None) -> list[Piece]:
+    def _take_back(self, client: PullClient, lps: LpSet | None = None) -> list[Piece]:
         """Remove and return a partition's rows that no handler has begun."""
         return [*self._handed_over.take_back(client.partition), *self._buffer.take_back(client.partition)]
 
@@ -254,8 +220,8 @@ class Consumer:
 
     def _new_client(self, route: SubjectRoute, partition: PartitionName, terms: Terms) -> PullClient:
         node = self._router.node(route, partition.group)
-        kind = SharedDeliveredFrame if self._any_thread else DeliveredFrame
-        return PullClient(Feeding(self), node, self._limits, terms, partition, kind, self._spools(partition))
+        spool = self._spools(partition)
+        return PullClient(self, node, self._limits, terms, partition, spool, any_thread=self._any_thread)
 
     def _uses(self, subject: str) -> bool:
         return subject == self.subject
@@ -291,7 +257,7 @@ class Consumer:
         self._leave_retired()
 
     def _leave_retired(self) -> None:
-        for client in [c for c in self._clients if c.retiring and not c.open]:
+        for client in [c for c in self._clients if c.retiring and not c.deliveries.open]:
             self._clients.remove(client)
             self._prefetch.remove(client)
             self._more.pop(client, None)
@@ -303,6 +269,11 @@ class Consumer:
     async def _left(self, client: PullClient) -> None:
         await client.collector.close()
         await client.leave()
+
+    def _named(self, client: PullClient) -> bool:
+        """The newest known route names the client's partition."""
+        route = self._router.known(self.subject)
+        return route is None or client.partition in route.partitions
 
     async def _refresh_route(self) -> None:
         """Refresh the route, as a broker does not have a partition that it names. Fails if the subject is deleted."""
@@ -318,9 +289,18 @@ class Consumer:
 
     def _wanted(self, client: PullClient, *, patient: bool = True) -> int:
         """The number of rows that the next pull of a partition requests; 0: do not pull now."""
+        if self._stopping or self._suspended:
+            return 0
         if self._tracks:
             return self._prefetch.wanted(client, patient=patient)
         return self._prefetch.wanted_now(self._demand - self._buffer.count, client)
+
+    def _has_more(self, client: PullClient) -> None:
+        """``client.attached`` or ``client.more`` has changed."""
+        if client.more and client.attached:
+            self._more[client] = None
+        else:
+            self._more.pop(client, None)
 
     def _pull_on_demand(self) -> None:
         """The user requests more rows than are buffered. Only this pulls for at_most_once; other consumers prefetch."""
@@ -376,7 +356,7 @@ class Consumer:
         log.warning(
             "%s: %d messages are not acked, which is the prefetch limit; ack or nack some to get more",
             self.subject,
-            sum(client.held() for client in self._clients),
+            sum(client.deliveries.held for client in self._clients),
         )
 
     # --- handing out ----------------------------------------------------------------------------
@@ -391,7 +371,7 @@ class Consumer:
 
     async def flush(self) -> None:
         """Wait until the brokers have every ack and nack reported so far."""
-        await flush_all(client.collector for client in self._clients if not client.collector.quiet)
+        await flush_all([client.deliveries for client in self._clients if not client.collector.quiet])
 
     async def _fetch(self, count: int, wait: Duration, *, apart: bool = False) -> list[Piece]:
         """The rows for ``fetch``; ``apart``: no two rows of one key, so that each row may be handled by itself."""
@@ -414,25 +394,17 @@ class Consumer:
                 if available and not self._more_comes():
                     # The limits allow no further pull until some rows are acked: return what is available.
                     break
-                longest = self._gathering(available)
-                if longest is not None:
-                    remaining = min(remaining, longest)
+                if available and self._gather_seconds is not None:
+                    remaining = min(remaining, self._gather_seconds)
                 if remaining <= 0 or self._handed_over or not await self._arrival(remaining):
                     break
         finally:
             self._demand = 0
-        return [] if self._stopping else self._take(count, apart)
+        return [] if self._stopping else self._buffer.take(count, apart=apart)
 
     def _enlarge(self, ahead: int) -> None:
         if self._prefetch.enlarge(ahead) and not (self._stopping or self._suspended):
             self._pull_all()
-
-    def _gathering(self, _: int) -> float | None:
-        """The longest wait for more rows when some are available and the brokers have more; None: no limit."""
-        return None
-
-    def _take(self, count: int, _: bool) -> list[Piece]:
-        return self._buffer.take(count)
 
     def _put_back_handed_over(self) -> None:
         """Rows taken for blocking callers stay reserved for them, although they have not asked for them."""
@@ -493,63 +465,3 @@ class Consumer:
 def _time_out(future: asyncio.Future[bool]) -> None:
     if not future.done():
         future.set_result(False)
-
-
-class Feeding:
-    """The ``Feed`` that a consumer gives to its pull clients: keeps these methods out of the consumer's public API."""
-
-    def __init__(self, consumer: Consumer) -> None:
-        self._consumer = consumer
-        self.buffer = consumer._buffer
-        self.prefetch = consumer._prefetch
-
-    @property
-    def several(self) -> bool:
-        return len(self._consumer._clients) > 1
-
-    @property
-    def suspended(self) -> bool:
-        return self._consumer._suspended
-
-    def wanted(self, client: PullClient, *, patient: bool) -> int:
-        consumer = self._consumer
-        if consumer._stopping or consumer._suspended:
-            return 0
-        return consumer._wanted(client, patient=patient)
-
-    def take_back(self, client: PullClient, lps: LpSet | None = None) -> list[Piece]:
-        return self._consumer._take_back(client, lps)
-
-    def hand_back(self) -> None:
-        self._consumer._hand_back()
-
-    def news(self) -> None:
-        self._consumer._wake()
-
-    def pulled(self) -> None:
-        self._consumer._relieve_soon()
-
-    def has_more(self, client: PullClient) -> None:
-        if client.more and client.attached:
-            self._consumer._more[client] = None
-        else:
-            self._consumer._more.pop(client, None)
-
-    def room(self, client: PullClient) -> None:
-        consumer = self._consumer
-        if consumer._retiring:
-            consumer._leave_retired()
-        consumer._prefetch.report(client)
-        client.pull()
-        if consumer._prefetch.starved:
-            consumer._relieve_soon()
-
-    def failed(self, error: PlaitError) -> None:
-        self._consumer._fail(error)
-
-    def named(self, client: PullClient) -> bool:
-        route = self._consumer._router.known(self._consumer.subject)
-        return route is None or client.partition in route.partitions
-
-    async def refresh_route(self) -> None:
-        await self._consumer._refresh_route()

@@ -1,25 +1,25 @@
-"""A frame delivered to a consumer: its columns, decoded on demand, and the outcomes of its rows.
+"""The frames delivered to a consumer: their columns, decoded on demand, and the outcomes of their rows.
 
-A row is open until it has an outcome.
+A row is open until it has an outcome. ``Deliveries`` has the open frames of one partition.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from itertools import pairwise, repeat
-from operator import itemgetter
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from plait.client.arguments import to_datetime
-from plait.client.consume.failure import FAILED, EpochRange, FailureOutcome, Nacks
+from plait.client.consume.failure import FAILED, EpochRange, FailureOutcome
+from plait.client.consume.row_runs import RowMask, Run, mask_runs, rows_of, runs_in
 from plait.client.send.encoding import decode_headers, decode_tags
 from plait.client.types import ACKNOWLEDGED, Acknowledgement, HeaderValue, Message, MessageId, PartitionName
-from plait.errors import FrameError
+from plait.errors import Closed, FrameError
 from plait.frame.arrow import keys as key_column
 from plait.frame.columns import Column
 from plait.frame.validation import SMALL_COUNT
@@ -28,39 +28,14 @@ from plait.frame.view import FrameView
 #: Looked up once: Python 3.11 runs a function for each access to an enum member.
 _BODY, _KEY, _SELECTION = int(Column.BODY), int(Column.KEY), int(Column.SELECTION)
 
+#: The failed rows of a frame by failure outcome.
+FailedRuns = dict[FailureOutcome, list[Run]]
 #: One row, a slice of rows, or a mask over all rows.
-RowSelection = int | slice | npt.NDArray[np.bool_]
+RowSelection = int | slice | RowMask
 _SEVERAL = (slice, np.ndarray)
 
 #: Later than any outcome.
 NEVER = np.iinfo(np.int64).max
-
-
-class OutcomeCollector(Protocol):
-    """Collects the outcomes of frames: an ``AckCollector``."""
-
-    async def ack(self, delivered: DeliveredFrame, rows: slice) -> None:
-        """Ack rows of a frame, and wait until the broker has every outcome reported so far."""
-
-    def collect_soon(self, delivered: DeliveredFrame) -> None:
-        """The frame has outcomes to collect."""
-
-    def from_thread(self, delivered: DeliveredFrame, row: int, failed: FailureOutcome | None) -> None:
-        """Another thread reports an outcome: how the row failed; None: acked."""
-
-    def absorb(self) -> None:
-        """Take the outcomes that other threads have reported."""
-
-    def gather(self) -> None:
-        """Collect the outcomes of all frames."""
-
-    async def flush(self) -> None:
-        """Wait until the broker has every ack and nack reported so far."""
-
-    #: The first attempt whose failure reason the broker needs.
-    reasons_from: int
-    #: The group's maximum number of attempts per message; 0: no limit.
-    attempts: int
 
 
 class DeliveredFrame:
@@ -68,14 +43,12 @@ class DeliveredFrame:
 
     __slots__ = (
         "_attempts",
-        "_bodies",
-        "_headers",
+        "_columns",
         "_ids",
-        "_rows",
-        "_tags",
+        "_numbers",
         "acking",
-        "collector",
         "count",
+        "deliveries",
         "epoch",
         "frame",
         "nacking",
@@ -85,6 +58,7 @@ class DeliveredFrame:
         "rows_done",
         "size",
         "subject",
+        "tag",
         "taken",
     )
 
@@ -93,35 +67,37 @@ class DeliveredFrame:
         frame: FrameView,
         subject: str,
         partition: PartitionName,
-        collector: OutcomeCollector | None,
+        deliveries: Deliveries | None,
         attempts: list[tuple[int, int, int]],
     ) -> None:
         self.frame = frame
         self.subject = subject
         self.partition = partition
-        self.collector = collector
-        self.count = frame.count
+        #: None: the rows need no outcome.
+        self.deliveries = deliveries
+        self.count = self.open_count = frame.count
         #: Bytes of memory that the frame takes once its rows are decoded.
         self.size = frame.size + frame.inflated_size
         self.epoch = frame.epoch
+        #: The broker's number for this delivery; 0: sequences identify its rows.
+        self.tag = 0
         if len(attempts) > 1:
             number = attempts[0][2]
             attempts = attempts[:1] if all(a == number for _, _, a in attempts) else sorted(attempts)
         self._attempts = attempts
-        self._rows: list[int] | None = None
+        #: ``attempt`` of every row, once one was read.
+        self._numbers: list[int] | None = None
         #: The number of rows handed to the user; the rest is in the consumer's buffer.
         self.taken = 0
-        #: The number of rows that the pull client received before this frame; ``PullClient.span`` is computed from it.
+        #: The number of rows that the partition delivered before this frame.
         self.position = 0
-        self.open_count = frame.count
-        self.rows_done: npt.NDArray[np.bool_] | None = None
+        self.rows_done: RowMask | None = None
         self.acking: list[int | slice] = []
         #: (number of entries of ``acking`` at that time, rows, failure outcome).
         self.nacking: list[tuple[int, RowSelection, FailureOutcome]] = []
         self._ids: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
-        self._tags: list[bytes] | None = None
-        self._headers: list[bytes] | None = None
-        self._bodies: list[bytes] | None = None
+        #: Decoded tags and headers.
+        self._columns: dict[Column, list[bytes]] = {}
 
     # --- messages -------------------------------------------------------------------------------
 
@@ -148,18 +124,15 @@ class DeliveredFrame:
         return texts
 
     def tags(self, row: int) -> list[str]:
-        if not self.frame.has(Column.TAGS):
-            return []
-        if self._tags is None:
-            self._tags = self.frame.binary(Column.TAGS).to_pylist()
-        return decode_tags(self._tags[row])
+        return decode_tags(self._value(Column.TAGS, row)) if self.frame.has(Column.TAGS) else []
 
     def headers(self, row: int) -> dict[str, HeaderValue]:
-        if not self.frame.has(Column.HEADERS):
-            return {}
-        if self._headers is None:
-            self._headers = self.frame.binary(Column.HEADERS).to_pylist()
-        return decode_headers(self._headers[row])
+        return decode_headers(self._value(Column.HEADERS, row)) if self.frame.has(Column.HEADERS) else {}
+
+    def _value(self, column: Column, row: int) -> bytes:
+        if column not in self._columns:
+            self._columns[column] = self.frame.binary(column).to_pylist()
+        return self._columns[column][row]
 
     def message_id(self, row: int) -> MessageId:
         if self._ids is None:
@@ -167,32 +140,26 @@ class DeliveredFrame:
         producers, numbers = self._ids
         return MessageId(int(producers[row]), int(numbers[row]))
 
-    def send_time(self, row: int) -> datetime | None:
-        if not self.frame.has(Column.SEND_TIME):
-            return None
-        return to_datetime(int(self.frame.fixed(Column.SEND_TIME)[row]))
-
-    def deliver_at(self, row: int) -> datetime | None:
-        if not self.frame.has(Column.DELIVER_AT):
-            return None
-        return to_datetime(int(self.frame.fixed(Column.DELIVER_AT)[row]))
-
-    @property
-    def store_time(self) -> datetime:
-        return to_datetime(self.frame.store_time)
+    def time(self, column: Column, row: int) -> datetime | None:
+        """A time of a row; None: the frame does not have the column."""
+        return to_datetime(int(self.frame.fixed(column)[row])) if self.frame.has(column) else None
 
     def attempt(self, row: int) -> int:
-        attempts = self._attempts
-        if len(attempts) == 1:
-            return attempts[0][2]
-        if self._rows is None:
-            self._rows = self.frame.sequences().tolist()
-        sequence = self._rows[row]
-        at = bisect_right(attempts, sequence, key=itemgetter(0)) - 1
-        return attempts[at][2] if at >= 0 and sequence < attempts[at][1] else 1
+        if len(self._attempts) == 1:
+            return self._attempts[0][2]
+        if self._numbers is None:
+            self._numbers = self._attempt_numbers().tolist()
+        return self._numbers[row]
+
+    def _attempt_numbers(self) -> npt.NDArray[np.int64]:
+        """``attempt`` of every row."""
+        starts, ends, numbers = np.array(self._attempts).T
+        sequences = self.frame.sequences()
+        at = np.maximum(np.searchsorted(starts, sequences, "right") - 1, 0)
+        within = (starts[at] <= sequences) & (sequences < ends[at])
+        return np.where(within, numbers[at], 1)
 
     def epoch_of(self, row: int) -> int:
-        """The epoch under which a row is handled."""
         return self.epoch
 
     def may_begin(self, rows: int | slice) -> bool:
@@ -201,26 +168,22 @@ class DeliveredFrame:
 
     # --- outcomes -------------------------------------------------------------------------------
 
-    def ack_row(self, row: int) -> Acknowledgement:
-        acking = self.acking
-        if acking:
-            # The collector has been notified already.
-            acking.append(row)
-        elif self.collector is not None:
+    def report_row(self, row: int, failed: FailureOutcome | None) -> Acknowledgement:
+        """Report the outcome of a row: how it failed; None: acked."""
+        deliveries = self.deliveries
+        if deliveries is None:
+            return ACKNOWLEDGED
+        if deliveries.any_thread:
+            deliveries.from_thread(self, row, failed)
+            return ACKNOWLEDGED
+        if not self.acking:
             # Before the row is recorded: this raises if the consumer is closed.
-            self.collector.collect_soon(self)
-            acking.append(row)
+            deliveries.collect_soon(self)
+        self.note(row, failed)
         return ACKNOWLEDGED
 
-    def nack_row(self, row: int, failed: FailureOutcome = FAILED) -> Acknowledgement:
-        collector = self.collector
-        if collector is not None:
-            collector.collect_soon(self)
-            self.nack_rows(row, failed)
-        return ACKNOWLEDGED
-
-    def note(self, row: int, failed: FailureOutcome | None) -> None:
-        """Record an outcome that another thread reported: how the row failed; None: acked."""
+    def note(self, row: int | slice, failed: FailureOutcome | None) -> None:
+        """Record an outcome, to be returned by ``collect``: how the rows failed; None: acked."""
         if failed is None:
             self.acking.append(row)
         else:
@@ -231,7 +194,7 @@ class DeliveredFrame:
 
         Reasons that the broker does not need are dropped, so that more rows share one failure outcome.
         """
-        wanted = 1 if self.collector is None else self.collector.reasons_from
+        wanted = 1 if self.deliveries is None else self.deliveries.reasons_from
         if isinstance(rows, np.ndarray) or failed.reason is None or failed.reject or wanted <= 1:
             self.nacking.append((len(self.acking), rows, failed))
             return
@@ -247,16 +210,8 @@ class DeliveredFrame:
             if left < right:
                 self.nacking.append((len(self.acking), slice(left, right), failed if late[left - start] else plain))
 
-    def _attempt_numbers(self) -> npt.NDArray[np.int64]:
-        """``attempt`` of every row."""
-        starts, ends, numbers = np.array(self._attempts).T
-        sequences = self.frame.sequences()
-        at = np.maximum(np.searchsorted(starts, sequences, "right") - 1, 0)
-        within = (starts[at] <= sequences) & (sequences < ends[at])
-        return np.where(within, numbers[at], 1)
-
-    def collect(self) -> tuple[list[EpochRange], Nacks]:
-        """Close the rows that have an outcome; returns (acks, nacks) as sequence ranges. The first outcome counts."""
+    def collect(self) -> tuple[list[Run], FailedRuns]:
+        """Close the rows that have an outcome; returns the acked rows and the failed rows. The first outcome counts."""
         acking, self.acking = self.acking, []
         nacking, self.nacking = self.nacking, []
         if not nacking:
@@ -264,31 +219,23 @@ class DeliveredFrame:
         kinds = {failed: number for number, failed in enumerate(dict.fromkeys(failed for _, _, failed in nacking))}
         if len(kinds) == 1 and not acking:
             return [], {nacking[0][2]: self._close_items([rows for _, rows, _ in nacking])}
-        return self._close_mixed(acking, nacking, kinds)
-
-    def _close_mixed(
-        self,
-        acking: Sequence[RowSelection],
-        nacking: list[tuple[int, RowSelection, FailureOutcome]],
-        kinds: dict[FailureOutcome, int],
-    ) -> tuple[list[EpochRange], Nacks]:
         acked_by = self._first_indexes(acking)
         nacked_by = np.minimum(self._first_indexes([rows for _, rows, _ in nacking]), len(nacking))
         # The element after the last one is for rows that were not nacked.
         before = np.array([*(count for count, _, _ in nacking), NEVER])[nacked_by]
         how = np.array([*(kinds[failed] for _, _, failed in nacking), -1])[nacked_by]
         acked = acked_by < before
-        if self.rows_done is None:
-            self.rows_done = np.zeros(self.count, bool)
-        failed_rows = ~acked & (how >= 0) & ~self.rows_done
-        acks = self._close(acked)
-        self._close(failed_rows)
+        acks = self.close_rows(acked)
+        failed_rows = ~acked & (how >= 0)
+        if self.rows_done is not None:
+            failed_rows &= ~self.rows_done
+        self.close_rows(failed_rows)
         # Split by failure outcome in one pass: each row may have its own.
         rows = np.flatnonzero(failed_rows)
         rows = rows[np.argsort(how[rows], kind="stable")]
         parts = np.split(rows, np.flatnonzero(np.diff(how[rows])) + 1) if len(rows) else []
         names = list(kinds)
-        return acks, {names[how[part[0]]]: self._row_ranges(part) for part in parts}
+        return acks, {names[how[part[0]]]: runs_in(part) for part in parts}
 
     def _first_indexes(self, items: Sequence[RowSelection]) -> npt.NDArray[np.int64]:
         """For each row the index of the first item that contains it; ``NEVER``: none does."""
@@ -303,90 +250,151 @@ class DeliveredFrame:
                 first[row] = np.minimum(first[row], number)
         return first
 
-    def _close(self, marked: npt.NDArray[np.bool_]) -> list[EpochRange]:
-        """Close the marked rows that are open; returns their sequences."""
-        assert self.rows_done is not None
-        marked &= ~self.rows_done
-        self.rows_done |= marked
-        self.open_count = self.count - int(np.count_nonzero(self.rows_done))
-        return self._ranges(marked)
-
-    def _close_items(self, items: Sequence[RowSelection]) -> list[EpochRange]:
+    def _close_items(self, items: Sequence[RowSelection]) -> list[Run]:
+        """Close rows; returns the runs of those that were open."""
         if not items:
             return []
-        if self.rows_done is None:
-            whole = items[0]
-            if (
-                self.count == 1
-                or (isinstance(whole, slice) and whole.start == 0 and whole.stop == self.count and len(items) == 1)
-                or (len(items) == self.count <= SMALL_COUNT and self._names_all(items))
-            ):
-                self.rows_done = np.ones(self.count, bool)
-                self.open_count = 0
-                return self._ranges(None)
-            self.rows_done = np.zeros(self.count, bool)
-        marked = np.zeros(self.count, bool)
+        count = self.count
+        if self.rows_done is None and (
+            count == 1
+            or (len(items) == 1 and isinstance(items[0], slice) and items[0] == slice(0, count))
+            or (len(items) == count <= SMALL_COUNT and len({item for item in items if type(item) is int}) == count)
+        ):
+            self.rows_done = np.ones(count, bool)
+            self._closed(count)
+            return [(0, count)]
+        marked = np.zeros(count, bool)
         rows = [item for item in items if not isinstance(item, _SEVERAL)]
         if rows:
             marked[rows] = True
         for item in items:
             if isinstance(item, _SEVERAL):
                 marked[item] = True
-        return self._close(marked)
+        return self.close_rows(marked)
 
-    def _names_all(self, items: Sequence[RowSelection]) -> bool:
-        """The items, one per row, are single rows and name every row once."""
-        return all(type(item) is int for item in items) and len({*items}) == self.count
+    def close_rows(self, mask: RowMask) -> list[Run]:
+        """Close rows; returns the runs of those that were open."""
+        if self.rows_done is None:
+            self.rows_done = np.zeros(self.count, bool)
+        mask = mask & ~self.rows_done
+        self.rows_done |= mask
+        self._closed(int(np.count_nonzero(mask)))
+        return mask_runs(mask)
 
-    def _ranges(self, mask: npt.NDArray[np.bool_] | None) -> list[EpochRange]:
+    def _closed(self, count: int) -> None:
+        self.open_count -= count
+        deliveries = self.deliveries
+        if deliveries is not None and self in deliveries.open:
+            deliveries.held -= count
+            if not self.open_count:
+                del deliveries.open[self]
+                deliveries.bytes -= self.size
+
+    def ranges(self, runs: list[Run]) -> list[EpochRange]:
+        """Runs of rows as sequence ranges that contain no other sequence."""
         base, epoch = self.frame.base, self.epoch
         if _SELECTION not in self.frame.places:
-            if mask is None:
-                return [(base, base + self.count, epoch)]
-            rows = np.flatnonzero(mask)
-            if not len(rows):
-                return []
-            first, last = int(rows[0]), int(rows[-1])
-            if last - first < len(rows):
-                return [(base + first, base + last + 1, epoch)]
-            edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)) + base
-            return [(start, end, epoch) for start, end in edges.reshape(-1, 2).tolist()]
-        rows = np.arange(self.count) if mask is None else np.flatnonzero(mask)
-        return self._row_ranges(rows)
-
-    def _row_ranges(self, rows: npt.NDArray[np.int64]) -> list[EpochRange]:
-        """The sequence ranges of some rows, given in ascending order."""
-        if not len(rows):
-            return []
-        epoch = self.epoch
-        selected = _SELECTION in self.frame.places
-        sequences = self.frame.sequences()[rows] if selected else rows + self.frame.base
-        if len(sequences) == 1:
-            # A fast path: if every row has its own reason there are many single rows.
-            return [(int(sequences[0]), int(sequences[0]) + 1, epoch)]
-        breaks = np.flatnonzero(np.diff(sequences) != 1) + 1
-        starts = sequences[np.concatenate([[0], breaks])]
-        ends = sequences[np.concatenate([breaks - 1, [len(sequences) - 1]])] + 1
-        return [(start, end, epoch) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+            return [(base + first, base + end, epoch) for first, end in runs]
+        return [(start, end, epoch) for start, end in runs_in(self.frame.sequences()[rows_of(runs)])]
 
     def open_ranges(self) -> list[EpochRange]:
-        """The rows without an outcome, or whose outcome is not collected yet."""
-        if self.rows_done is None:
-            return self._ranges(None)
-        return self._ranges(~self.rows_done)
+        """The rows whose outcome is not collected yet."""
+        return self.ranges([(0, self.count)] if self.rows_done is None else mask_runs(~self.rows_done))
 
 
-class SharedDeliveredFrame(DeliveredFrame):
-    """A frame whose messages are acked and nacked from any thread."""
+#: Rows [start, stop) of a delivered frame.
+Piece = tuple[DeliveredFrame, int, int]
 
-    __slots__ = ()
 
-    def ack_row(self, row: int) -> Acknowledgement:
-        if self.collector is not None:
-            self.collector.from_thread(self, row, None)
-        return ACKNOWLEDGED
+class Deliveries:
+    """The open frames of one partition, and the outcomes that are not collected yet.
 
-    def nack_row(self, row: int, failed: FailureOutcome = FAILED) -> Acknowledgement:
-        if self.collector is not None:
-            self.collector.from_thread(self, row, failed)
-        return ACKNOWLEDGED
+    Only ``from_thread`` may be called from another thread than the loop's.
+    """
+
+    def __init__(
+        self,
+        schedule: Callable[[DeliveredFrame], None],
+        gather: Callable[[], None],
+        flush: Callable[[], Awaitable[None]],
+        *,
+        any_thread: bool = False,
+    ) -> None:
+        self._schedule = schedule
+        #: Collect the outcomes of all frames now; wait until the broker has every outcome reported so far.
+        self.gather = gather
+        self.flush = flush
+        #: Messages are acked and nacked from any thread.
+        self.any_thread = any_thread
+        #: Frames with open rows, oldest first.
+        self.open: dict[DeliveredFrame, None] = {}
+        #: The number of open rows, the bytes of their frames, and the number of rows received in all.
+        self.held = self.bytes = self._received = 0
+        #: Frames with outcomes that are not collected yet.
+        self.unsent: dict[DeliveredFrame, None] = {}
+        #: The outcomes are about to be collected.
+        self.scheduled = False
+        #: The first attempt whose failure reason the broker needs.
+        self.reasons_from = 1
+        #: The group's maximum number of attempts per message; 0: no limit.
+        self.attempts = 0
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.closed = False
+        #: Outcomes reported by other threads: a frame, a row, and its failure; None: acked.
+        self.inbox: deque[tuple[DeliveredFrame, int, FailureOutcome | None]] = deque()
+        self._inbox_scheduled = False
+
+    def add(self, delivered: DeliveredFrame) -> None:
+        """Track a frame: its rows are held until they have outcomes."""
+        delivered.position = self._received
+        self._received += delivered.count
+        self.open[delivered] = None
+        self.held += delivered.count
+        self.bytes += delivered.size
+
+    def span(self) -> int:
+        """Rows received since the oldest row that is still open."""
+        oldest = next(iter(self.open), None)
+        return 0 if oldest is None else self._received - oldest.position
+
+    def forget(self) -> None:
+        """Stop tracking all frames: their messages no longer exist."""
+        for delivered in self.open:
+            delivered.deliveries = None
+        self.open.clear()
+        self.held = self.bytes = 0
+
+    def check_open(self) -> asyncio.AbstractEventLoop:
+        """Raise ``Closed`` if no more outcomes are taken."""
+        if self.closed or self.loop is None:
+            raise Closed("the consumer is closed; messages that were not acked by then were returned to the group")
+        return self.loop
+
+    def collect_soon(self, delivered: DeliveredFrame, *, soon: bool = True) -> None:
+        """Rows of the frame get outcomes: collect them soon, or when the caller flushes. Raises if closed."""
+        self.check_open()
+        self.unsent[delivered] = None
+        if soon and not self.scheduled:
+            self._schedule(delivered)
+
+    def from_thread(self, delivered: DeliveredFrame, row: int, failed: FailureOutcome | None) -> None:
+        """Report an outcome from any thread. It is queued; the loop is woken once for all queued outcomes."""
+        loop = self.check_open()
+        self.inbox.append((delivered, row, failed))
+        if not self._inbox_scheduled:
+            self._inbox_scheduled = True
+            try:
+                loop.call_soon_threadsafe(self.absorb)
+            except RuntimeError:
+                # The loop has ended.
+                self.closed = True
+                self.check_open()
+
+    def absorb(self) -> None:
+        """Take the outcomes that other threads have queued."""
+        self._inbox_scheduled = False
+        while self.inbox:
+            delivered, row, failed = self.inbox.popleft()
+            delivered.note(row, failed)
+            if not self.closed:
+                self.collect_soon(delivered)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
+from plait.client.consume.delivered import Deliveries
 from plait.limits import PREFETCH_SHARE_MIN, PREFETCH_SHARES_MAX, ClientLimits
 
 
@@ -23,14 +24,8 @@ class Puller(Protocol):
     more: bool
     #: Rows that the pulls in flight request.
     asked: int
-    #: Bytes of frames with open rows.
-    open_bytes: int
-
-    def held(self) -> int:
-        """Open rows: those that the user holds and those in the buffer."""
-
-    def span(self) -> int:
-        """Rows received since the oldest row that is still open."""
+    #: The rows that the user holds and those in the buffer.
+    deliveries: Deliveries
 
 
 P = TypeVar("P", bound=Puller)
@@ -88,10 +83,10 @@ class Prefetch(Generic[P]):
         if not self._own:
             self._count()
             before = self._used[puller]
-        self._note(puller, puller.held() + puller.asked, before)
+        self._note(puller, puller.deliveries.held + puller.asked, before)
 
     def _note(self, puller: P, rows: int, before: tuple[int, int]) -> None:
-        used = (max(rows - self._own, 0), puller.open_bytes)
+        used = (max(rows - self._own, 0), puller.deliveries.bytes)
         if used != before:
             self._over += used[0] - before[0]
             self._bytes += used[1] - before[1]
@@ -103,7 +98,7 @@ class Prefetch(Generic[P]):
         smallest = min(self.ahead // PREFETCH_SHARES_MAX, PREFETCH_SHARE_MIN)
         self._own = max(self.ahead // (2 * count), smallest, 1)
         self._size = self._limits.prefetch_bytes // (2 * count)
-        self._used = {p: (max(p.held() + p.asked - self._own, 0), p.open_bytes) for p in self._used}
+        self._used = {p: (max(p.deliveries.held + p.asked - self._own, 0), p.deliveries.bytes) for p in self._used}
         self._over = sum(over for over, _ in self._used.values())
         self._bytes = sum(size for _, size in self._used.values())
 
@@ -113,13 +108,14 @@ class Prefetch(Generic[P]):
         ``patient``: 0 rather than a few rows.
         """
         limits, count = self._limits, len(self._used)
-        held = puller.held() + puller.asked
+        held = puller.deliveries.held + puller.asked
         if not held and count == 1:
             return self.ahead
-        if self._spans and puller.span() >= max(limits.prefetch_span, 2 * self.ahead):
+        if self._spans and puller.deliveries.span() >= max(limits.prefetch_span, 2 * self.ahead):
             return 0
         if count == 1:
-            return 0 if puller.open_bytes >= limits.prefetch_bytes else self._whole(self.ahead - held, 1)
+            room = self.ahead - held if puller.deliveries.bytes < limits.prefetch_bytes else 0
+            return self._whole(room, 1) if self.large else max(room, 0)
         if not self._own:
             self._count()
         before = self._used[puller]
@@ -132,7 +128,7 @@ class Prefetch(Generic[P]):
     def _share(self, puller: P, held: int, count: int, *, patient: bool) -> int:
         self.starved.pop(puller, None)
         self._patient.pop(puller, None)
-        if puller.open_bytes >= self._size and not self._bytes_left:
+        if puller.deliveries.bytes >= self._size and not self._bytes_left:
             self.starved[puller] = None
             return 0
         room = self._own - held

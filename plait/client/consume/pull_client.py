@@ -11,27 +11,28 @@ import asyncio
 import contextlib
 import functools
 import logging
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from plait import tasks
-from plait.client.consume.ack_collector import AckCollector, Piece
-from plait.client.consume.ack_requests import split_nack
+from plait.client.consume.ack_collector import AckCollector
 from plait.client.consume.ack_spool import AckSpool
-from plait.client.consume.buffer import BufferedRows
-from plait.client.consume.delivered import DeliveredFrame
-from plait.client.consume.failure import UNBEGUN, EpochRange, FailureOutcome
-from plait.client.consume.pending_outcomes import merged
-from plait.client.consume.prefetch import Prefetch
+from plait.client.consume.delivered import DeliveredFrame, Piece
+from plait.client.consume.failure import UNBEGUN, EpochRange
+from plait.client.consume.group_start import Terms
+from plait.client.consume.outcomes import merged, split_nack
 from plait.client.net.node import Node
 from plait.client.types import PartitionName
 from plait.errors import FrameError, GroupBusy, PlaitError, StaleRoute, StaleSession, Unavailable
 from plait.frame.view import frames_in
 from plait.limits import REQUEST_RANGES_MAX, ClientLimits
-from plait.model.logical_partitions import LpSet
-from plait.model.reason import Reason
-from plait.model.retry_policy import Retry
 from plait.wire import messages as m
 from plait.wire.link import Link
+
+if TYPE_CHECKING:
+    from plait.client.consume.consumer import Consumer
 
 log = logging.getLogger("plait.client")
 
@@ -43,96 +44,28 @@ LARGE_PULL = 4
 PULLS_MAX = 3
 
 
-class Terms(NamedTuple):
-    """The settings that a consumer attaches with, the same on each partition."""
-
-    subject: str
-    group: str | None
-    client: str
-    start: Any
-    delivery: str
-    retry: Retry | None = None
-    ordered: bool = False
-    affinity: bool = False
-    #: The route version that the group began with.
-    began: int = 0
-
-    @property
-    def tracks(self) -> bool:
-        """Rows need outcomes. False for at_most_once: pulled rows count as handled unless ``close`` returns them."""
-        return self.delivery != "at_most_once"
-
-
-class Feed(Protocol):
-    """The interface of a consumer to its pull clients."""
-
-    @property
-    def buffer(self) -> BufferedRows:
-        """The rows that were delivered and not yet handed to the user."""
-
-    @property
-    def prefetch(self) -> Prefetch[PullClient]:
-        """The limits of the consumer."""
-
-    @property
-    def several(self) -> bool:
-        """The consumer has several partitions."""
-
-    @property
-    def suspended(self) -> bool:
-        """The consumer is suspended and returns rows that arrive."""
-
-    def wanted(self, client: PullClient, *, patient: bool) -> int:
-        """The number of rows that the next pull requests; 0: do not pull. ``patient``: 0 rather than a few rows."""
-
-    def take_back(self, client: PullClient, lps: LpSet | None = None) -> list[Piece]:
-        """Remove and return the partition's rows (of ``lps``; None: all) that no handler has begun."""
-
-    def hand_back(self) -> None:
-        """Return the rows of all partitions that no handler has begun to their brokers."""
-
-    def news(self) -> None:
-        """Wake the callers that wait for rows."""
-
-    def pulled(self) -> None:
-        """A partition has sent its pulls, possibly for fewer rows than before: starved partitions may have room."""
-
-    def has_more(self, client: PullClient) -> None:
-        """``client.attached`` or ``client.more`` has changed."""
-
-    def room(self, client: PullClient) -> None:
-        """Rows of a partition got an outcome: there may be room to pull more."""
-
-    def failed(self, error: PlaitError) -> None:
-        """The consumer cannot continue."""
-
-    def named(self, client: PullClient) -> bool:
-        """The newest known route names the client's partition."""
-
-    async def refresh_route(self) -> None:
-        """Refresh the route: the broker does not have the partition."""
-
-
 class PullClient:
     """The consumer's connection to one partition."""
 
     def __init__(
         self,
-        feed: Feed,
+        consumer: Consumer,
         node: Node,
         limits: ClientLimits,
         terms: Terms,
         partition: PartitionName,
-        kind: type[DeliveredFrame],
-        spool: AckSpool | None = None,
+        spool: AckSpool | None,
+        *,
+        any_thread: bool,
     ) -> None:
-        self._feed = feed
+        self._consumer = consumer
         self._node = node
         self._limits = limits
-        self._terms = terms
-        self._kind = kind
+        self.terms = terms
         self.partition = partition
-        self.collector = AckCollector(self, limits, spool)
+        self.collector = AckCollector(self, limits, spool, any_thread=any_thread)
+        #: The rows that the consumer holds.
+        self.deliveries = self.collector.deliveries
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._link: Link | None = None
@@ -146,10 +79,6 @@ class PullClient:
         self._partition_id = 0
         #: The route no longer names the partition.
         self.retiring = False
-        #: Frames with open rows, oldest first.
-        self.open: dict[DeliveredFrame, None] = {}
-        self.open_bytes = 0
-        self._pulled_count = 0
         #: Pulls in flight, and the rows they request.
         self.pulls = 0
         self.asked = 0
@@ -167,21 +96,20 @@ class PullClient:
         self._loop = loop
         self.collector.open(loop)
         self._partition_id = self.collector.partition
-        self._node.on_lost.append(self._link_lost)
+        self._node.on_lost.append(self.lost)
 
     def start(self) -> None:
         """Attach if needed, and attach again after every lost connection."""
         assert self._loop is not None
         name = f"plait-consumer-{self.partition.name}"
-        self._task = tasks.start(self._stay_attached(self._loop), name, failed=self._defect)
-
-    def _defect(self, error: Exception) -> None:
-        self._feed.failed(tasks.error_of(error))
+        self._task = tasks.start(
+            self._stay_attached(self._loop), name, failed=lambda error: self.failed(tasks.error_of(error))
+        )
 
     async def leave(self) -> None:
         """Return the rows that no handler has begun, and leave the group. The caller has sent all outcomes before."""
-        if self._link_lost in self._node.on_lost:
-            self._node.on_lost.remove(self._link_lost)
+        if self.lost in self._node.on_lost:
+            self._node.on_lost.remove(self.lost)
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -214,10 +142,12 @@ class PullClient:
 
     def _unbegun(self) -> list[EpochRange]:
         """Close the rows that no handler has begun; returns their ranges."""
-        pieces = self._feed.take_back(self)
-        for delivered, start, stop in pieces:
-            delivered.nack_rows(slice(start, stop), UNBEGUN)
-        return [piece for d in dict.fromkeys(d for d, _, _ in pieces) for piece in d.collect()[1].get(UNBEGUN, [])]
+        ranges: list[EpochRange] = []
+        for delivered, start, stop in self._consumer._take_back(self):
+            mask = np.zeros(delivered.count, bool)
+            mask[start:stop] = True
+            ranges += delivered.ranges(delivered.close_rows(mask))
+        return ranges
 
     async def attach_first(self, seconds: float) -> None:
         """Attach within ``seconds``, or raise the reason why it is not possible."""
@@ -231,8 +161,8 @@ class PullClient:
                 if self._loop.time() >= deadline:
                     raise
                 await asyncio.sleep(self._limits.reconnect_first_seconds)
-                await self._feed.refresh_route()
-                if not self._feed.named(self):
+                await self._consumer._refresh_route()
+                if not self._consumer._named(self):
                     raise
             except Unavailable:
                 if self._loop.time() >= deadline:
@@ -244,11 +174,11 @@ class PullClient:
 
     def _holds(self) -> list[EpochRange]:
         """The rows that the consumer still holds, as at most ``REQUEST_RANGES_MAX`` ranges."""
-        holds = merged([piece for delivered in self.open for piece in delivered.open_ranges()])
+        holds = merged([piece for delivered in self.deliveries.open for piece in delivered.open_ranges()])
         if len(holds) > REQUEST_RANGES_MAX:
             # Drop the rows that no handler has begun: the broker redelivers them.
-            self._drop(self._feed.take_back(self))
-            holds = merged([piece for delivered in self.open for piece in delivered.open_ranges()])
+            self._drop(self._consumer._take_back(self))
+            holds = merged([piece for delivered in self.deliveries.open for piece in delivered.open_ranges()])
         holds += merged(self.collector.unsent)
         if len(holds) > REQUEST_RANGES_MAX:
             log.warning(
@@ -262,8 +192,8 @@ class PullClient:
 
     async def _attach(self, link: Link) -> None:
         holds = self._holds()
-        terms = self._terms
-        attached = await _attach(
+        terms = self.terms
+        attached = await _start_session(
             link,
             m.AttachRequest(
                 self.partition.name,
@@ -281,14 +211,16 @@ class PullClient:
             ),
         )
         if self._partition_id not in (0, attached.partition):
-            self._forget_all()
+            # The subject was deleted and created again: drop its old messages and their outcomes.
+            self.collector.forget()
+            self._consumer._take_back(self)
         self._partition_id = self.collector.partition = attached.partition
         self._session = attached.session
         self._link = link
         self.attached = True
-        self._feed.has_more(self)
+        self._consumer._has_more(self)
         self.pulls = self.asked = 0
-        self.collector.attached(link, attached.session, attached.reasons_from, attached.attempts)
+        self.collector.attached(link, attached)
         self._attached_as(attached, link)
         self.pull()
 
@@ -301,7 +233,7 @@ class PullClient:
             if self.attached and self._link is not None and not self._link.closed:
                 self._detached = loop.create_future()
                 await self._detached
-            self._lose(stale=False)
+            self.lost()
             pause = self._limits.reconnect_first_seconds
             while not self.attached:
                 try:
@@ -312,22 +244,19 @@ class PullClient:
                     if isinstance(error, GroupBusy):
                         log.warning("%s", error)
                     elif not error.retryable:
-                        self._feed.failed(error)
+                        self.failed(error)
                         return
                     await asyncio.sleep(pause)
                     if isinstance(error, StaleRoute):
-                        await self._feed.refresh_route()
+                        await self._consumer._refresh_route()
                     pause = min(2 * pause, self._limits.reconnect_max_seconds)
 
-    def _link_lost(self) -> None:
-        self._lose(stale=False)
-
-    def _lose(self, *, stale: bool) -> None:
+    def lost(self, *, stale: bool = False) -> None:
         """The link is closed, or the broker has ended the session (``stale``)."""
         self._stale |= stale
         if self.attached:
             self.attached = False
-            self._feed.has_more(self)
+            self._consumer._has_more(self)
             self._lost_at = self._node.last_contact
             self.collector.detached()
         if self._detached is not None and not self._detached.done():
@@ -338,7 +267,7 @@ class PullClient:
 
         That is so after it ended the session, and after a disconnection long enough for it to do so.
         """
-        if not self._terms.tracks:
+        if not self.terms.tracks:
             # Rows delivered at most once are never redelivered.
             self._stale = False
             return
@@ -346,40 +275,27 @@ class PullClient:
         if not self._stale and loop.time() - self._lost_at < lost_seconds:
             return
         self._stale = False
-        self._drop(self._feed.take_back(self))
+        self._drop(self._consumer._take_back(self))
 
     def _drop(self, pieces: list[Piece]) -> None:
         """Close rows without reporting an outcome: the broker has taken them back already."""
-        frames = dict.fromkeys(d for d, _, _ in pieces)
-        for delivered in frames:
-            self.collector.collect_now(delivered)
+        self.collector.gather()
         for delivered, start, stop in pieces:
-            delivered.nack_rows(slice(start, stop))
-        for delivered in frames:
-            delivered.collect()
-            if not delivered.open_count:
-                self.frame_closed(delivered)
+            mask = np.zeros(delivered.count, bool)
+            mask[start:stop] = True
+            delivered.close_rows(mask)
 
     # --- pulling --------------------------------------------------------------------------------
 
-    def held(self) -> int:
-        """Open rows: those that the user holds and those in the buffer."""
-        return sum([delivered.open_count for delivered in self.open]) if self.open else 0
-
-    def span(self) -> int:
-        """Rows received since the oldest row that is still open."""
-        oldest = next(iter(self.open), None)
-        return 0 if oldest is None else self._pulled_count - oldest.position
-
     def pull(self, *, patient: bool = True) -> None:
         """Pull as many rows as there is room for. If that is only a few, ``patient`` waits for more room."""
-        link = self._link
+        link, consumer = self._link, self._consumer
         if not self.attached or self.retiring or link is None or link.closed:
             return
         # While the broker has more rows, it reads the next ones during the transfer of these.
-        while self.pulls < (PULLS_MAX if self.more else 1) and (count := self._feed.wanted(self, patient=patient)) > 0:
+        while self.pulls < (PULLS_MAX if self.more else 1) and (count := consumer._wanted(self, patient=patient)) > 0:
             size = self._limits.pull_bytes
-            if self._feed.prefetch.large:
+            if consumer._prefetch.large:
                 # Bytes limit a large pull, not a count that ends inside a frame.
                 size *= LARGE_PULL
             self.pulls += 1
@@ -389,8 +305,8 @@ class PullClient:
                 m.PullRequest(self._session, count, size, self._limits.pull_wait_seconds),
                 functools.partial(self._pulled, self._session, count, self._pull_number),
             )
-        if self._feed.prefetch.starved:
-            self._feed.pulled()
+        if consumer._prefetch.starved:
+            consumer._relieve_soon()
 
     def _pulled(
         self, session: int, count: int, number: int, answer: Any, payload: memoryview, error: PlaitError | None
@@ -402,44 +318,37 @@ class PullClient:
         self.asked -= count
         if error is not None:
             if isinstance(error, StaleSession | Unavailable):
-                self._lose(stale=isinstance(error, StaleSession))
+                self.lost(stale=isinstance(error, StaleSession))
             elif error.retryable:
                 self._loop.call_later(self._limits.reconnect_max_seconds, self.pull)
             else:
-                self._feed.failed(error)
+                self.failed(error)
             return
         if self.more != answer.more:
             self.more = answer.more
-            self._feed.has_more(self)
+            self._consumer._has_more(self)
         if len(payload):
             try:
                 self._take_in(answer, payload, number)
                 self._broken = 0
-                if self._feed.suspended:
-                    self._feed.hand_back()
+                if self._consumer._suspended:
+                    self._consumer._hand_back()
             except FrameError as broken:
                 self._take_back(broken)
-        self._feed.news()
+        self._consumer._wake()
         # After the woken callers have run: they take the buffered rows first, which makes room.
         self._loop.call_soon(self.pull)
 
     def _take_in(self, answer: m.PullReply, payload: memoryview, number: int) -> None:
-        collector = self.collector if self._terms.tracks else None
+        deliveries = self.deliveries if self._consumer._tracks else None
         ranges = answer.ranges
         for frame in frames_in(payload):
             frame.verify()
             attempts = ranges if len(ranges) == 1 else [r for r in ranges if r[0] < frame.end and r[1] > frame.base]
-            delivered = self._kind(frame, self._terms.subject, self.partition, collector, attempts)
-            if collector is not None:
-                self._opened(delivered)
-            self._feed.buffer.append(delivered)
-
-    def _opened(self, delivered: DeliveredFrame) -> None:
-        """Track a frame: its rows are held until they have outcomes."""
-        delivered.position = self._pulled_count
-        self._pulled_count += delivered.count
-        self.open[delivered] = None
-        self.open_bytes += delivered.size
+            delivered = DeliveredFrame(frame, self.terms.subject, self.partition, deliveries, attempts)
+            if deliveries is not None:
+                deliveries.add(delivered)
+            self._consumer._buffer.append(delivered)
 
     def _take_back(self, broken: FrameError) -> None:
         """The reply is damaged: end the session and attach again.
@@ -447,64 +356,77 @@ class PullClient:
         The broker then redelivers the rows that this consumer does not hold. It verifies them and leaves out bad ones.
         """
         self._broken += 1
-        if self._broken > BROKEN_MAX or not self._terms.tracks:
-            self._feed.failed(broken)
+        if self._broken > BROKEN_MAX or not self.terms.tracks:
+            self.failed(broken)
             return
         log.warning("rows of %s arrived damaged and are pulled again: %s", self.partition, broken)
         assert self._link is not None
         self._link.call(m.DetachRequest(self._session), _ignore)
-        self._lose(stale=False)
+        self.lost()
 
-    def _forget_all(self) -> None:
-        """The subject was deleted and created again: drop its old messages and their outcomes."""
-        self.collector.forget()
-        for delivered in self.open:
-            delivered.collector = None
-        self.open.clear()
-        self.open_bytes = 0
-        self._feed.take_back(self)
-
-    # --- outcomes (OutcomeListener) -------------------------------------------------------------
+    # --- outcomes -------------------------------------------------------------------------------
 
     @property
     def alone(self) -> bool:
         """The consumer has no other partition."""
-        return not self._feed.several
-
-    def frame_closed(self, delivered: DeliveredFrame) -> None:
-        """Every row of the frame has an outcome."""
-        if delivered in self.open:
-            del self.open[delivered]
-            self.open_bytes -= delivered.size
+        return len(self._consumer._clients) == 1
 
     def progressed(self) -> None:
         """Rows got an outcome: there may be room to pull more."""
-        self._feed.room(self)
+        consumer = self._consumer
+        if consumer._retiring:
+            consumer._leave_retired()
+        if len(consumer._clients) > 1:
+            consumer._prefetch.report(self)
+        self.pull()
+        if consumer._prefetch.starved:
+            consumer._relieve_soon()
 
     def outcomes_stored(self) -> None:
         """The broker has stored the outcomes that were sent."""
 
-    def dead_lettered(self, count: int, failed: FailureOutcome) -> None:
-        """``count`` of the rows that failed with this outcome became dead letters."""
-        log.warning(
-            "%d message%s of %s went to the dead letters of group %s: %s",
-            count,
-            "" if count == 1 else "s",
-            self.partition,
-            self._terms.group,
-            failed.reason or Reason(),
-        )
-
-    def lost(self, *, stale: bool) -> None:
-        """The link is closed, or the broker has ended the session (``stale``)."""
-        self._lose(stale=stale)
-
     def failed(self, error: PlaitError) -> None:
-        """No further outcome can be sent."""
-        self._feed.failed(error)
+        """The consumer cannot continue."""
+        self._consumer._fail(error)
 
 
-async def _attach(link: Link, attach: m.AttachRequest) -> m.AttachReply:
+async def attach_some(clients: Collection[PullClient], limits: ClientLimits, deadline: float) -> None:
+    """Attach to all partitions. Succeeds with at least one; the others may attach later."""
+    loop = asyncio.get_running_loop()
+    waiting = [client for client in clients if not client.attached]
+    if len(clients) == len(waiting) == 1:
+        await waiting[0].attach_first(deadline - loop.time())
+        return
+    if len(waiting) < len(clients):
+        # Some were attached by an earlier call, before a partition left the route.
+        deadline = min(deadline, loop.time() + limits.attach_seconds)
+    attaching = {tasks.child(client.attach_first(deadline - loop.time()), "plait-attach") for client in waiting}
+    errors: list[BaseException] = []
+    try:
+        pending = attaching
+        while pending and (loop.time() < deadline or len(errors) + len(pending) == len(clients)):
+            # Once one partition is attached, wait for all others together.
+            some = len(errors) + len(pending) < len(clients)
+            done, pending = await asyncio.wait(
+                pending,
+                timeout=max(deadline - loop.time(), 0),
+                return_when=asyncio.FIRST_EXCEPTION if some else asyncio.FIRST_COMPLETED,
+            )
+            errors += [error for task in done if (error := task.exception()) is not None]
+            for error in errors:
+                if not isinstance(error, Unavailable):
+                    raise error
+            if done and len(errors) + len(pending) < len(clients):
+                deadline = min(deadline, loop.time() + limits.attach_seconds)
+        if len(errors) == len(clients):
+            raise errors[0]
+    finally:
+        for task in attaching:
+            task.cancel()
+        await asyncio.gather(*attaching, return_exceptions=True)
+
+
+async def _start_session(link: Link, attach: m.AttachRequest) -> m.AttachReply:
     """Start a session. If the caller is cancelled, end the session, as it would block the consumer's next attach."""
     future: asyncio.Future[m.AttachReply] = asyncio.get_running_loop().create_future()
 

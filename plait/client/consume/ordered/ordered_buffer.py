@@ -12,18 +12,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from plait.client.consume.ack_collector import Piece
-from plait.client.consume.delivered import DeliveredFrame
+from plait.client.consume.delivered import DeliveredFrame, Piece
 from plait.client.consume.ordered.lock_rights import LockRights
-from plait.client.consume.ordered.ordered_delivered import (
-    ALONE,
-    BATCHED,
-    BROKEN,
-    DONE,
-    WAITS,
-    OrderedDelivered,
-    RowMask,
-)
+from plait.client.consume.ordered.ordered_delivered import ALONE, BATCHED, BROKEN, DONE, WAITS, OrderedDelivered
+from plait.client.consume.row_runs import RowMask, mask_runs, runs_in
 from plait.client.types import Message, PartitionName
 from plait.model.logical_partitions import Hashes, LpSet
 
@@ -70,55 +62,43 @@ class OrderedBuffer:
 
     def available(self) -> int:
         """The number of rows that can be handed out now."""
-        self._gather()
-        if self._nothing_held() and all(rights.valid() for rights in self._rights()):
+        for deliveries in {delivered.deliveries for delivered in self._held_frames}:
+            # Reported outcomes count although they are not sent to the broker yet.
+            if deliveries is not None:
+                deliveries.gather()
+        if not len(self._busy_keys()) and all(rights.valid() for rights in self._rights()):
             return self.count
         return sum(int(mask.sum()) for _, mask in self._free())
 
-    def take(self, count: int) -> list[Piece]:
+    def take(self, count: int, *, apart: bool = False) -> list[Piece]:
         """Hand up to ``count`` rows to the user; the rows of one key are in order.
 
-        In a strict group the rows of one key in a batch are from one partition: if one fails, its partition's broker
-        redelivers the later ones after it. Rows of another partition would not be redelivered.
+        ``apart``: no two rows have the same key, so that each may be handled by itself. In a strict group the rows of
+        one key in a batch are from one partition: if one fails, its partition's broker redelivers the later ones after
+        it. Rows of another partition would not be redelivered.
         """
-        self._start_over()
+        self.start_over()
         pieces: list[Piece] = []
-        several = self._have_several()
-        given: dict[LockRights, list[Hashes]] = {}
+        several = not apart and self._have_several()
+        given: list[tuple[LockRights, Hashes]] = []
         for delivered, mask in self._free():
-            if several and delivered.keys is not None and delivered.keyed is not None:
-                for keys in [
-                    keys for rights, parts in given.items() if rights is not delivered.rights for keys in parts
-                ]:
-                    mask &= ~(np.isin(delivered.keys, keys) & delivered.keyed)
-            rows = np.flatnonzero(mask)[:count]
-            if not len(rows):
-                continue
-            if several and delivered.keys is not None and delivered.keyed is not None:
-                given.setdefault(delivered.rights, []).append(delivered.keys[rows][delivered.keyed[rows]])
-            breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-            pieces += [(delivered, int(run[0]), int(run[-1]) + 1) for run in np.split(rows, breaks)]
-            self._hand_out(delivered, rows, BATCHED)
-            count -= len(rows)
-            if count <= 0:
-                break
-        return pieces
-
-    def take_apart(self, count: int) -> list[Piece]:
-        """Hand out up to ``count`` rows with no two of one key, so that each may be handled by itself."""
-        self._start_over()
-        pieces: list[Piece] = []
-        for delivered, mask in list(self._free()):
-            if delivered.keys is not None and delivered.keyed is not None:
+            for rights, keys in given:
+                if rights is not delivered.rights:
+                    mask &= ~delivered.has_key(keys)
+            if apart and delivered.keys is not None and delivered.keyed is not None:
                 # Keys that were taken from earlier frames are held now.
-                mask &= ~(np.isin(delivered.keys, self._busy_keys()) & delivered.keyed)
+                mask &= ~delivered.has_key(self._busy_keys())
                 rows = np.flatnonzero(mask & delivered.keyed)
                 _, first = np.unique(delivered.keys[rows], return_index=True)
                 mask[np.delete(rows, first)] = False
             rows = np.flatnonzero(mask)[:count]
-            pieces += [(delivered, row, row + 1) for row in rows.tolist()]
-            if len(rows):
-                self._hand_out(delivered, rows, BATCHED)
+            if not len(rows):
+                continue
+            if several and delivered.keys is not None and delivered.keyed is not None:
+                given.append((delivered.rights, delivered.keys[rows][delivered.keyed[rows]]))
+            runs = [(row, row + 1) for row in rows.tolist()] if apart else runs_in(rows)
+            pieces += [(delivered, first, end) for first, end in runs]
+            self._hand_out(delivered, rows, BATCHED)
             count -= len(rows)
             if count <= 0:
                 break
@@ -129,7 +109,7 @@ class OrderedBuffer:
         message = self._next()
         if message is None and any(rights.valid() for rights in self._stalled):
             # A lease was renewed meanwhile: scan all waiting rows again, in order.
-            self._start_over()
+            self.start_over()
             message = self._next()
         return message
 
@@ -185,9 +165,7 @@ class OrderedBuffer:
         if key in self._alone:
             return True
         busy = self._busy_batched()
-        if not len(busy):
-            return False
-        at = int(np.searchsorted(busy, np.uint64(key)))
+        at = int(np.searchsorted(busy, np.uint64(key))) if len(busy) else 0
         return at < len(busy) and int(busy[at]) == key
 
     def _hand_out_alone(self, message: Message, key: int | None) -> Message:
@@ -224,8 +202,8 @@ class OrderedBuffer:
             if delivered.rights not in valid:
                 continue
             mask = delivered.states == WAITS
-            if len(busy) and delivered.keys is not None and delivered.keyed is not None:
-                mask &= ~(np.isin(delivered.keys, busy) & delivered.keyed)
+            if len(busy):
+                mask &= ~delivered.has_key(busy)
             yield delivered, mask
 
     def _rights(self) -> set[LockRights]:
@@ -235,9 +213,6 @@ class OrderedBuffer:
         """Rows of one key may be buffered from several partitions, as an older one has unfinished rows."""
         rights = self._rights() if self.strict else ()
         return len(rights) > 1 and bool((np.sum([each.open for each in rights], axis=0) > 1).any())
-
-    def _nothing_held(self) -> bool:
-        return not self._alone and not len(self._busy_batched())
 
     def _busy_keys(self) -> Hashes:
         """Keys of which the user holds rows."""
@@ -256,13 +231,6 @@ class OrderedBuffer:
             ]
             self._busy = np.unique(np.concatenate(parts)) if parts else np.empty(0, np.uint64)
         return self._busy
-
-    def _gather(self) -> None:
-        """Collect reported outcomes: they count although they are not sent to the broker yet."""
-        if self._held_frames:
-            for collector in {d.collector: None for d in self._held_frames}:
-                if collector is not None:
-                    collector.gather()
 
     def oldest(self) -> float | None:
         """The time at which the longest-held row was handed out; None: none is held. May be called from any thread."""
@@ -323,7 +291,7 @@ class OrderedBuffer:
                 self._release(delivered.key(row))
             if (was & BATCHED > 0).any():
                 self._busy = None
-                self._start_over()
+                self.start_over()
                 self._freed()
         if not (states & (ALONE | BATCHED) > 0).any():
             self._held_frames.pop(delivered, None)
@@ -332,7 +300,7 @@ class OrderedBuffer:
 
     def take_back(self, partition: PartitionName | None = None, lps: LpSet | None = None) -> list[Piece]:
         """Remove and return the waiting rows of a partition and of some LPs (None: of all)."""
-        self._start_over()
+        self.start_over()
         pieces: list[Piece] = []
         for delivered in list(self._frames):
             if partition is not None and delivered.partition != partition:
@@ -340,16 +308,16 @@ class OrderedBuffer:
             mask = delivered.states == WAITS
             if lps is not None:
                 mask &= lps[delivered.lps]
-            runs = delivered.runs(mask)
+            runs = mask_runs(mask)
             if runs:
-                pieces += [(delivered, first, end) for first, end, _ in runs]
+                pieces += [(delivered, first, end) for first, end in runs]
                 delivered.states[mask] = BROKEN
                 self._took(delivered, int(mask.sum()))
         return pieces
 
     def put_back(self, pieces: list[Piece]) -> None:
         """Return rows to the buffer that were taken and that no handler has begun."""
-        self._start_over()
+        self.start_over()
         for delivered, start, stop in pieces:
             assert isinstance(delivered, OrderedDelivered)
             rows = np.arange(start, stop)
@@ -362,12 +330,8 @@ class OrderedBuffer:
         self._busy = None
         self._frames = dict.fromkeys(sorted(self._frames, key=lambda delivered: delivered.number))
 
-    def renewed(self) -> None:
-        """Locks were granted or a lease was renewed: more rows may be free to hand out."""
-        self._start_over()
-
-    def _start_over(self) -> None:
-        """Restart the scan of iteration over all waiting rows."""
+    def start_over(self) -> None:
+        """Restart the scan of iteration over all waiting rows: more of them may be free to hand out."""
         self._scan = None
         self._ready = []
         self._blocked.clear()

@@ -14,19 +14,20 @@ import numpy as np
 
 from plait.client.arguments import Duration, seconds_of
 from plait.client.blocking.row_handover import RowHandover
-from plait.client.consume.ack_collector import Piece, nack_pieces
-from plait.client.consume.consumer import Consumer, Feeding, Spools
-from plait.client.consume.delivered import DeliveredFrame
+from plait.client.consume.batch import report
+from plait.client.consume.consumer import Consumer, Spools
+from plait.client.consume.delivered import DeliveredFrame, Piece
 from plait.client.consume.failure import UNBEGUN
+from plait.client.consume.group_start import Terms
 from plait.client.consume.ordered.lease_renewer import LeaseRenewer, RenewedLease
 from plait.client.consume.ordered.lock_rights import LpEpochs, empty_report, grants_of, no_lps
 from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
-from plait.client.consume.ordered.ordered_delivered import OrderedDelivered, SharedOrderedDelivered
+from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
 from plait.client.consume.ordered.ordered_pull import OrderedPullClient
 from plait.client.consume.ordered.wanted_locks import left_behind, parked_before, wanted, wanted_at_once, with_passed
 from plait.client.consume.prefetch import Prefetch
-from plait.client.consume.pull_client import PullClient, Terms
+from plait.client.consume.pull_client import PullClient
 from plait.client.net.router import Router, SubjectRoute
 from plait.client.types import PartitionName
 from plait.clock import Clock
@@ -81,6 +82,8 @@ def check_ordered(
 class OrderedConsumer(Consumer):
     """A member of an ordered group or one with affinity. Leaving ``async with`` returns messages that are not acked."""
 
+    _buffer: OrderedBuffer
+
     def __init__(
         self,
         router: Router,
@@ -94,8 +97,9 @@ class OrderedConsumer(Consumer):
         any_thread: bool = False,
         spools: Spools = lambda _: None,
     ) -> None:
-        self._ordered_buffer = OrderedBuffer(self._wake)
-        super().__init__(router, limits, terms, any_thread=any_thread, spools=spools, buffer=self._ordered_buffer)
+        super().__init__(router, limits, terms, any_thread=any_thread, spools=spools)
+        self._buffer = OrderedBuffer(self._wake)
+        self._gather_seconds = GATHER_SECONDS
         self._handed_over = RowHandover(_may_go)
         # A row without an outcome holds back only its own key, so the span is not limited.
         self._prefetch = Prefetch(limits, spans=False)
@@ -125,7 +129,7 @@ class OrderedConsumer(Consumer):
         """Return the rows that no handler has begun, send the pending acks, leave the group and release all locks."""
         self._halt()
         if self._following and not any(client.collector.closed for client in self._clients):
-            nack_pieces([*self._handed_over.take_back(), *self._buffer.take_back()], UNBEGUN)
+            report([*self._handed_over.take_back(), *self._buffer.take_back()], UNBEGUN)
         await super()._close()
         for holder in self._holders.values():
             self._renewer.remove(holder)
@@ -140,22 +144,9 @@ class OrderedConsumer(Consumer):
             client.detaches = False
 
     def _new_client(self, route: SubjectRoute, partition: PartitionName, terms: Terms) -> PullClient:
-        kind: type[DeliveredFrame] = SharedOrderedDelivered if self._any_thread else OrderedDelivered
-        client = OrderedPullClient(
-            Feeding(self),
-            self._router.node(route, partition.group),
-            self._limits,
-            terms,
-            partition,
-            kind,
-            self._spools(partition),
-            self._ordered_buffer,
-            self._clock,
-            drained=self._want,
-            refused=lambda: self._heartbeats.ask_again(self._member),
-            may_renew=lambda: not self._overdue(),
-            leased=self._renewer.wake,
-        )
+        node = self._router.node(route, partition.group)
+        spool = self._spools(partition)
+        client = OrderedPullClient(self, node, self._limits, terms, partition, spool, any_thread=self._any_thread)
         holder = self._holders[client] = _Holder(self, client)
         self._renewer.add(holder)
         return client
@@ -214,7 +205,7 @@ class OrderedConsumer(Consumer):
 
     def _overdue(self) -> bool:
         """The user has held a message for longer than ``handling``."""
-        oldest = self._ordered_buffer.oldest()
+        oldest = self._buffer.oldest()
         return oldest is not None and self._clock.monotonic() - oldest > self._handling
 
     def _look_at_handling(self) -> None:
@@ -228,27 +219,24 @@ class OrderedConsumer(Consumer):
             )
         if overdue != self._was_overdue:
             self._was_overdue = overdue
-            self._heartbeats.ask_again(self._member)
+            self._ask_share_again()
+
+    def _ask_share_again(self) -> None:
+        """Ask the meta server for the share again: the one that this consumer has is out of date."""
+        self._heartbeats.ask_again(self._member)
 
     # --- handing out ----------------------------------------------------------------------------
 
-    def _gathering(self, available: int) -> float | None:
-        # The broker's remaining rows may be held back by the rows that are available here.
-        return GATHER_SECONDS if available else None
-
-    def _take(self, count: int, apart: bool) -> list[Piece]:
-        return self._ordered_buffer.take_apart(count) if apart else self._ordered_buffer.take(count)
-
     def _put_back_handed_over(self) -> None:
         """Put rows taken for blocking callers back into the buffer: their locks may be lost before the callers ask."""
-        self._ordered_buffer.put_back(self._handed_over.take_back())
+        self._buffer.put_back(self._handed_over.take_back())
 
-    def _take_back(self, client: PullClient, lps: LpSet | None) -> list[Piece]:
+    def _take_back(self, client: PullClient, lps: LpSet | None = None) -> list[Piece]:
         pieces = self._handed_over.take_back(client.partition)
         if lps is not None and pieces:
             pieces, others = _split(pieces, lps)
             self._handed_over.add(others)
-        return [*pieces, *self._ordered_buffer.take_back(client.partition, lps)]
+        return [*pieces, *self._buffer.take_back(client.partition, lps)]
 
 
 def _may_go(delivered: DeliveredFrame) -> bool:

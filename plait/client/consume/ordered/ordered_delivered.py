@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from plait.client.consume.delivered import DeliveredFrame, OutcomeCollector, RowSelection, SharedDeliveredFrame
-from plait.client.consume.failure import FAILED, EpochRange, FailureOutcome, Nacks
+from plait.client.consume.delivered import DeliveredFrame, Deliveries, RowSelection
+from plait.client.consume.failure import FAILED, EpochRange, FailureOutcome
 from plait.client.consume.ordered.lock_rights import LockRights
-from plait.client.types import ACKNOWLEDGED, Acknowledgement, PartitionName
+from plait.client.consume.row_runs import RowMask, Run, mask_runs
+from plait.client.types import PartitionName
 from plait.frame.frame_lps import key_hashes
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH, Hashes, lps_of
+
+if TYPE_CHECKING:
+    from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
 
 #: States of a row. It waits in the buffer;
 WAITS: Final = 0
@@ -30,21 +34,9 @@ DONE: Final = 8
 #: Keys are compared by the bits of their hash above those of the logical partition, which a producer may change.
 KEY_SHIFT: Final = np.uint64(LOGICAL_PARTITIONS.bit_length() - 1)
 
-RowMask = npt.NDArray[np.bool_]
-
-
-class HeldRowTracker(Protocol):
-    """Tracks the rows that the user holds: the consumer's buffer."""
-
-    def acked(self, delivered: OrderedDelivered, row: int) -> None:
-        """The row is acked: the next row of its key can be handed out."""
-
-    def collected(self, delivered: OrderedDelivered) -> None:
-        """The outcomes of the frame's rows were collected."""
-
 
 class OrderedDelivered(DeliveredFrame):
-    """One frame, or part of one. ``collect`` returns runs of row numbers, as (first, end, epoch)."""
+    """One frame, or part of one, whose rows have an order. ``tracker`` is the buffer of the consumer."""
 
     __slots__ = (
         "back",
@@ -57,7 +49,6 @@ class OrderedDelivered(DeliveredFrame):
         "rights",
         "sequences",
         "states",
-        "tag",
         "tracker",
         "waiting",
     )
@@ -67,10 +58,10 @@ class OrderedDelivered(DeliveredFrame):
         frame: FrameView,
         subject: str,
         partition: PartitionName,
-        collector: OutcomeCollector | None,
+        deliveries: Deliveries | None,
         attempts: list[tuple[int, int, int]],
     ) -> None:
-        super().__init__(frame, subject, partition, collector, attempts)
+        super().__init__(frame, subject, partition, deliveries, attempts)
         self.sequences = frame.sequences()
         hashes = key_hashes(frame)
         self.lps = lps_of(self.sequences, hashes)
@@ -84,8 +75,6 @@ class OrderedDelivered(DeliveredFrame):
         #: The lock epoch under which each row was handed out, and the time.
         self.lock_epochs: npt.NDArray[np.int64] = np.zeros(self.count, np.int64)
         self.handed_at: npt.NDArray[np.float64] = np.zeros(self.count)
-        #: The broker's number for this delivery; 0: it was made in an earlier session.
-        self.tag = 0
         #: Rows that were returned and that the broker has stored as such; None: none.
         self.back: RowMask | None = None
         #: The number of rows that wait in the buffer.
@@ -93,13 +82,19 @@ class OrderedDelivered(DeliveredFrame):
         #: The order of arrival.
         self.number = 0
         self.rights: LockRights
-        self.tracker: HeldRowTracker
+        self.tracker: OrderedBuffer
 
     def key(self, row: int) -> int | None:
         """Identifies the row's key; None: it has none."""
         if self.keys is None or self.keyed is None or not self.keyed[row]:
             return None
         return int(self.keys[row])
+
+    def has_key(self, keys: Hashes) -> RowMask:
+        """The rows whose key is one of these."""
+        if self.keys is None or self.keyed is None:
+            return np.zeros(self.count, bool)
+        return np.isin(self.keys, keys) & self.keyed
 
     def key_list(self, start: int, stop: int) -> list[int | None]:
         """``key`` of the rows [start, stop)."""
@@ -120,14 +115,9 @@ class OrderedDelivered(DeliveredFrame):
 
     # --- outcomes -------------------------------------------------------------------------------
 
-    def ack_row(self, row: int) -> Acknowledgement:
-        super().ack_row(row)
-        self.tracker.acked(self, row)
-        return ACKNOWLEDGED
-
-    def note(self, row: int, failed: FailureOutcome | None) -> None:
+    def note(self, row: int | slice, failed: FailureOutcome | None) -> None:
         super().note(row, failed)
-        if failed is None:
+        if failed is None and isinstance(row, int):
             self.tracker.acked(self, row)
 
     def nack_rows(self, rows: RowSelection, failed: FailureOutcome = FAILED) -> None:
@@ -135,48 +125,16 @@ class OrderedDelivered(DeliveredFrame):
         # A later ack has no effect.
         self.states[rows] |= BROKEN
 
-    def collect(self) -> tuple[list[EpochRange], Nacks]:
-        """Close the rows that have an outcome; returns (acks, nacks) as runs of rows. The first outcome counts."""
-        outcomes = super().collect()
+    def _closed(self, count: int) -> None:
+        super()._closed(count)
         self.tracker.collected(self)
-        return outcomes
 
-    def close_rows(self, mask: RowMask) -> list[EpochRange]:
-        """Close rows; returns the runs of those that were open."""
-        if self.rows_done is None:
-            self.rows_done = np.zeros(self.count, bool)
-        runs = self._close(mask)
-        self.tracker.collected(self)
-        return runs
-
-    def runs(self, mask: RowMask) -> list[EpochRange]:
-        """The marked rows as runs."""
-        return self._ranges(mask)
-
-    def _ranges(self, mask: RowMask | None) -> list[EpochRange]:
-        if mask is None:
-            return [(0, self.count, self.epoch)]
-        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-        return [(first, end, self.epoch) for first, end in edges.reshape(-1, 2).tolist()]
-
-    def _row_ranges(self, rows: npt.NDArray[np.int64]) -> list[EpochRange]:
-        return self._ranges(mask_of(rows, self.count)) if len(rows) else []
-
-    def open_ranges(self) -> list[EpochRange]:
-        """The sequences of rows without an outcome, or whose outcome is not collected yet."""
-        rows = np.arange(self.count) if self.rows_done is None else np.flatnonzero(~self.rows_done)
-        return self.plain(rows)
-
-    def plain(self, rows: npt.NDArray[np.int64]) -> list[EpochRange]:
-        """Some rows, in ascending order, as sequence ranges that contain no other sequence."""
-        return super()._row_ranges(rows)
-
-    def tagged(self, runs: list[EpochRange]) -> list[EpochRange]:
+    def tagged(self, runs: list[Run]) -> list[EpochRange]:
         """Runs of rows as sequence ranges, each extended to the frame's next row: with the tag they are unambiguous."""
         sequences, last = self.sequences, self.count - 1
         return [
-            (int(sequences[first]), int(sequences[end] if end <= last else sequences[last] + 1), epoch)
-            for first, end, epoch in runs
+            (int(sequences[first]), int(sequences[end] if end <= last else sequences[last] + 1), self.epoch)
+            for first, end in runs
         ]
 
     def mask_in(self, ranges: list[EpochRange]) -> RowMask:
@@ -196,31 +154,8 @@ class OrderedDelivered(DeliveredFrame):
             return ranges
         mask = self.mask_in(ranges)
         counts = np.concatenate([[0], np.cumsum(mask)])
-        return self.tagged([run for run in self.runs(mask | self.back) if counts[run[1]] > counts[run[0]]])
-
-
-class SharedOrderedDelivered(SharedDeliveredFrame, OrderedDelivered):
-    """A frame whose messages are acked and nacked from any thread."""
-
-    __slots__ = ()
+        return self.tagged([run for run in mask_runs(mask | self.back) if counts[run[1]] > counts[run[0]]])
 
 
 def _marked(at: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
     return np.bincount(at, minlength=count + 1)
-
-
-def mask_of(rows: npt.NDArray[np.int64], count: int) -> RowMask:
-    """A mask of these rows among ``count``."""
-    mask = np.zeros(count, bool)
-    mask[rows] = True
-    return mask
-
-
-def rows_of(runs: list[EpochRange]) -> npt.NDArray[np.int64]:
-    """The row numbers of runs."""
-    if not runs:
-        return np.empty(0, np.int64)
-    first, end, _ = np.array(runs).T
-    before = np.cumsum(end - first) - (end - first)
-    rows: npt.NDArray[np.int64] = np.repeat(first - before, end - first) + np.arange(before[-1] + end[-1] - first[-1])
-    return rows

@@ -9,29 +9,31 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plait.client.consume.ack_collector import AckCollector
 from plait.client.consume.ack_spool import AckSpool
 from plait.client.consume.delivered import DeliveredFrame
-from plait.client.consume.failure import UNBEGUN, EpochRange
+from plait.client.consume.failure import UNBEGUN
+from plait.client.consume.group_start import Terms
+from plait.client.consume.ordered.failed_keys import KeyHolds
 from plait.client.consume.ordered.lock_rights import LockRights, LpEpochs, Numbers, no_lps
-from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
-from plait.client.consume.ordered.ordered_delivered import BROKEN, OrderedDelivered, RowMask, mask_of, rows_of
-from plait.client.consume.ordered.ordered_pending import OrderedPending
+from plait.client.consume.ordered.ordered_delivered import BROKEN, OrderedDelivered
 from plait.client.consume.ordered.wanted_locks import WantedLocks, wants
-from plait.client.consume.pull_client import Feed, PullClient, Terms
+from plait.client.consume.pull_client import PullClient
+from plait.client.consume.row_runs import RowMask
 from plait.client.net.node import Node
 from plait.client.types import PartitionName
-from plait.clock import Clock
 from plait.errors import PlaitError, StaleSession, Unavailable
 from plait.frame.view import frames_in
 from plait.limits import LOGICAL_PARTITIONS, ClientLimits
 from plait.model.logical_partitions import LpSet
 from plait.wire import messages as m
 from plait.wire.link import Link
+
+if TYPE_CHECKING:
+    from plait.client.consume.ordered.ordered_consumer import OrderedConsumer
 
 #: The fraction of a lease after which it is renewed.
 RENEW_AT = 1 / 3
@@ -40,31 +42,23 @@ RENEW_AT = 1 / 3
 class OrderedPullClient(PullClient):
     """A pull client that holds locks."""
 
+    _consumer: OrderedConsumer
+
     def __init__(
         self,
-        feed: Feed,
+        consumer: OrderedConsumer,
         node: Node,
         limits: ClientLimits,
         terms: Terms,
         partition: PartitionName,
-        kind: type[DeliveredFrame],
         spool: AckSpool | None,
-        buffer: OrderedBuffer,
-        clock: Clock,
-        drained: Callable[[], None],
-        refused: Callable[[], None],
-        may_renew: Callable[[], bool],
-        leased: Callable[[], None],
+        *,
+        any_thread: bool,
     ) -> None:
-        super().__init__(feed, node, limits, terms, partition, kind, spool)
-        self._buffer = buffer
-        self._pending = OrderedPending(lambda: self.open, lambda: self._pull_number)
-        self.collector = AckCollector(self, limits, spool, self._pending)
-        self.rights = LockRights(clock)
-        self._drained = drained
-        self._refused = refused
-        self._may_renew = may_renew
-        self._new_lease = leased
+        super().__init__(consumer, node, limits, terms, partition, spool, any_thread=any_thread)
+        self._buffer = consumer._buffer
+        self._key_holds = self.collector.pending.holds = KeyHolds(self.deliveries, lambda: self._pull_number)
+        self.rights = LockRights(consumer._clock)
         #: The wanted locks.
         self._wanted: LpSet = no_lps()
         self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
@@ -118,17 +112,17 @@ class OrderedPullClient(PullClient):
             self._take_back_of(lps)
 
     def _take_back_of(self, lps: LpSet) -> None:
-        runs: dict[DeliveredFrame, list[EpochRange]] = {}
-        for delivered, start, stop in self._feed.take_back(self, lps):
-            runs.setdefault(delivered, []).append((start, stop, 0))
-        self._give_up({delivered: mask_of(rows_of(some), delivered.count) for delivered, some in runs.items()})
+        masks: dict[DeliveredFrame, RowMask] = {}
+        for delivered, start, stop in self._consumer._take_back(self, lps):
+            masks.setdefault(delivered, np.zeros(delivered.count, bool))[start:stop] = True
+        self._give_up(masks)
 
     def _give_up(self, masks: Mapping[DeliveredFrame, RowMask]) -> None:
         if masks and not self.collector.closed:
             # Outcomes that other threads reported earlier count first.
-            self.collector.absorb()
+            self.deliveries.absorb()
             for delivered, mask in masks.items():
-                self.collector.collect_soon(delivered)
+                self.deliveries.collect_soon(delivered)
                 delivered.nack_rows(mask, UNBEGUN)
             # Collected now, even if a request is in flight: later rows of the keys may arrive before the lock is back.
             self.collector.gather()
@@ -136,7 +130,7 @@ class OrderedPullClient(PullClient):
     def ask(self) -> None:
         """Ask for the wanted locks, which also renews the lease."""
         link = self._link
-        if not self.attached or link is None or link.closed or not self._may_renew():
+        if not self.attached or link is None or link.closed or self._consumer._overdue():
             return
         if self._asking:
             self._ask_again = True
@@ -159,7 +153,6 @@ class OrderedPullClient(PullClient):
         if session != self._session or not self.attached:
             return
         self._asking = False
-        assert self._loop is not None
         early, self._early = self._early, []
         self._take_leased(sent, asked, answer, error)
         for take in early:
@@ -169,30 +162,30 @@ class OrderedPullClient(PullClient):
         assert self._loop is not None
         if error is not None:
             if isinstance(error, StaleSession | Unavailable):
-                self._lose(stale=isinstance(error, StaleSession))
+                self.lost(stale=isinstance(error, StaleSession))
             elif error.retryable:
                 self._loop.call_later(self._limits.reconnect_max_seconds, self.ask)
             else:
-                self._feed.failed(error)
+                self.failed(error)
             return
         rights = self.rights
         before = rights.done, rights.again, rights.parked, rights.inherited
-        lost = self.rights.granted(answer, sent, asked.lps, asked.until, self._wanted)
+        lost = rights.granted(answer, sent, asked.lps, asked.until, self._wanted)
         if lost.any():
             self._take_back_of(lost)
         self._renew_later()
-        self._buffer.renewed()
+        self._buffer.start_over()
         if (
             (before[0] is not rights.done and (before[0] != rights.done).any())
             or (before[1] is not rights.again and (before[1] != rights.again).any())
             or before[2:] != (rights.parked, rights.inherited)
         ):
-            self._drained()
+            self._consumer._want()
         if answer.refused:
-            self._refused()
+            self._consumer._ask_share_again()
         if self._ask_again:
             self.ask()
-        self._feed.news()
+        self._consumer._wake()
         self.pull()
 
     def _renew_later(self) -> None:
@@ -212,14 +205,13 @@ class OrderedPullClient(PullClient):
         return self.rights.token
 
     def _attached_as(self, attached: m.AttachReply, link: Link) -> None:
-        for delivered in self.open:
-            assert isinstance(delivered, OrderedDelivered)
+        for delivered in self.deliveries.open:
             delivered.tag = 0
-        self._pending.strict = self._buffer.strict = attached.strict
+        self._key_holds.strict = self._buffer.strict = attached.strict
         self.rights.attached(attached)
         self._asking = False
         self._early = []
-        self._new_lease()
+        self._consumer._renewer.wake()
         self.ask()
         self._renew_later()
 
@@ -228,17 +220,7 @@ class OrderedPullClient(PullClient):
         if self._stale or not self.rights.valid():
             self._stale = False
             self.rights.give_up(self.rights.open)
-            self._drop(self._feed.take_back(self))
-
-    def _unbegun(self) -> list[EpochRange]:
-        ranges: list[EpochRange] = []
-        for delivered, start, stop in self._feed.take_back(self):
-            assert isinstance(delivered, OrderedDelivered)
-            mask = np.zeros(delivered.count, bool)
-            mask[start:stop] = True
-            runs = delivered.close_rows(mask)
-            ranges += [piece for first, end, _ in runs for piece in delivered.plain(np.arange(first, end))]
-        return ranges
+            self._drop(self._consumer._take_back(self))
 
     async def leave(self) -> None:
         if self._renewal is not None:
@@ -263,42 +245,25 @@ class OrderedPullClient(PullClient):
             self._early.append(lambda: self._pulled(session, count, number, answer, payload, error))
             return
         super()._pulled(session, count, number, answer, payload, error)
-        self._pending.failing = [failing for failing in self._pending.failing if not failing.in_order(number)]
+        self._key_holds.pulled(number)
 
     def _take_in(self, answer: m.PullReply, payload: memoryview, number: int) -> None:
         for frame, attempts, tag in zip(frames_in(payload), answer.ranges, answer.tags, strict=True):
             frame.verify()
-            delivered = self._kind(frame, self._terms.subject, self.partition, self.collector, [attempts])
-            assert isinstance(delivered, OrderedDelivered)
-            delivered.tag = tag
-            delivered.rights = self.rights
-            delivered.tracker = self._buffer
-            self._opened(delivered)
-            self._place_keyless(delivered)
-            back = self._not_ours(delivered, number)
-            if back.any():
+            delivered = OrderedDelivered(frame, self.terms.subject, self.partition, self.deliveries, [attempts])
+            delivered.tag, delivered.rights, delivered.tracker = tag, self.rights, self._buffer
+            self.deliveries.add(delivered)
+            ours = np.flatnonzero(self.rights.open)
+            if len(ours):
+                # Rows without a key have no order: they count to any LP whose lock the consumer has.
+                delivered.lps[slice(None) if delivered.keyed is None else ~delivered.keyed] = ours[0]
+            back = ~self.rights.open[delivered.lps] | self._key_holds.held_back(delivered, number)
+            returned = bool(back.any())
+            if returned:
                 delivered.states[back] = BROKEN
-            self._feed.buffer.append(delivered)
-            if back.any():
+            self._buffer.append(delivered)
+            if returned:
                 self._give_up({delivered: back})
-
-    def _place_keyless(self, delivered: OrderedDelivered) -> None:
-        """Assign rows without a key, which have no order, to any LP whose lock the consumer has."""
-        ours = np.flatnonzero(self.rights.open)
-        if len(ours):
-            keyless = slice(None) if delivered.keyed is None else ~delivered.keyed
-            delivered.lps[keyless] = ours[0]
-
-    def _not_ours(self, delivered: OrderedDelivered, number: int) -> RowMask:
-        """Rows to return: without a lock, or after a failed row of their key that is not redelivered yet."""
-        back: RowMask = ~self.rights.open[delivered.lps]
-        for failing in self._pending.failing:
-            if not failing.in_order(number):
-                failing.redelivered(delivered)
-                behind = failing.behind(delivered)
-                if behind is not None:
-                    back |= behind
-        return back
 
     # --- outcomes -------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from plait.client.consume.failure import EpochRange
 from plait.client.consume.ordered.lock_rights import no_lps
-from plait.client.consume.ordered.ordered_delivered import OrderedDelivered, RowMask
+from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
+from plait.client.consume.row_runs import RowMask, mask_runs
 from plait.model.logical_partitions import runs_of
 from plait.wire import messages as m
 
@@ -46,7 +47,7 @@ def by_logical_partitions(tagged: RangesByFrame) -> ReturnedRanges:
         assert frame.keyed is not None
         some = _between(frame, mask & frame.keyed, ~mask & (chosen[frame.lps] | ~frame.keyed))
         # Only the broker knows the LP of a row without a key.
-        keyless = frame.tagged(frame.runs(mask & ~frame.keyed))
+        keyless = frame.tagged(mask_runs(mask & ~frame.keyed))
         if len(some) + len(keyless) >= len(tagged[frame]):
             some, keyless = [], tagged[frame]
         found += some
@@ -62,4 +63,4 @@ def _between(frame: OrderedDelivered, rows: RowMask, excluded: RowMask) -> list[
     counts = np.concatenate([[0], np.cumsum(rows)])
     first, end = edges[:-1] + 1, edges[1:]
     some = counts[end] > counts[first]
-    return frame.tagged([(a, b, frame.epoch) for a, b in zip(first[some].tolist(), end[some].tolist(), strict=True)])
+    return frame.tagged(list(zip(first[some].tolist(), end[some].tolist(), strict=True)))
