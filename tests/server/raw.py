@@ -34,14 +34,17 @@ class Answer(NamedTuple):
 
 
 class Raw:
-    """One connection. ``async with Raw(server) as raw`` connects; ``hello`` sends the client id."""
+    """One connection. ``async with Raw(server) as raw`` connects; with a ``client`` it says hello, too."""
 
-    def __init__(self, server: Listener) -> None:
+    def __init__(self, server: Listener, client: str | None = None) -> None:
         self._server = server
+        self._client = client
         self._next = 0
 
     async def __aenter__(self) -> Self:
         self.reader, self.writer = await asyncio.open_connection(self._server.host, self._server.port)
+        if self._client is not None:
+            await self.hello(self._client)
         return self
 
     async def __aexit__(

@@ -37,8 +37,7 @@ async def bury(raw: Raw, *bodies: bytes) -> None:
 
 async def test_letters_with_large_bodies_come_in_pages_that_fit(serve: Serve):
     server = await serve(message_segment_size=64 * MIB, retained_segment_size=64 * MIB)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await bury(raw, *[b"%02d" % number + bytes(MIB) for number in range(20)])
         got: list[dict[str, Any]] = []
         after = -1
@@ -54,8 +53,7 @@ async def test_letters_with_large_bodies_come_in_pages_that_fit(serve: Serve):
 
 async def test_letters_are_counted_resent_and_purged(serve: Serve):
     server = await serve()
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await bury(raw, *[b"x"] * 5)
         [reason] = (await ask(raw, "reasons"))["reasons"]
         assert (reason["type"], reason["handler"], reason["count"]) == ("ValueError", "h", 5)
@@ -85,8 +83,7 @@ async def test_an_invalid_request_is_refused_and_changes_nothing(
     serve: Serve, operation: str, arguments: dict[str, Any], error: type[PlaitError], expected: str
 ):
     server = await serve()
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await bury(raw, b"x")
         with pytest.raises(error, match=expected):
             await ask(raw, operation, **arguments)

@@ -52,8 +52,7 @@ async def member(server: MetaServer) -> int:
 
 
 async def test_a_stopping_meta_server_refuses_requests_as_unavailable(server: MetaServer):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await server._meta_handlers.stop()
         for request in (
             m.RouteRequest("s", True),
@@ -65,8 +64,7 @@ async def test_a_stopping_meta_server_refuses_requests_as_unavailable(server: Me
 
 
 async def test_requests_for_a_broker_are_refused(server: MetaServer):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         for request in (m.PartitionNumberRequest("s"), m.AdminRequest("subject.list"), m.AdminRequest("group.parked")):
             with pytest.raises(InvalidArgument, match="this is a meta server"):
                 await raw.ask(request)
@@ -83,8 +81,7 @@ async def test_the_first_packet_must_be_a_hello(server: MetaServer):
 async def test_a_subject_is_not_placed_before_every_broker_is_known_to_be_alive_or_lost(
     server: MetaServer, tmp_path: Path
 ):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         for group in ("g1", "g2"):
             # No broker listens at the address: orders to it stay pending.
             facts = {"group": group, "broker": "b", "address": "plait://127.0.0.1:1", "state": "RW", "epoch": 1}
@@ -203,8 +200,7 @@ async def test_a_repeated_heartbeat_with_a_new_share_does_not_wait_for_decisions
 
     deciding = asyncio.ensure_future(server.meta.call(decide))
     await asyncio.to_thread(begun.wait)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         reply = await raw.ask(m.MemberHeartbeatRequest("c", [("s", "g", True)], seen, wait))
     answered.set()
     assert await deciding
@@ -310,8 +306,7 @@ FACTS = {"group": "g1", "broker": "b", "address": "plait://127.0.0.1:1", "state"
     ],
 )
 async def test_a_broker_address_must_be_on_this_machine(server: MetaServer, address: str, expected: str):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         with pytest.raises(InvalidArgument, match=expected):
             await raw.ask(m.AdminRequest("broker.register", {**FACTS, "address": address}))
         reply = await raw.ask(m.AdminRequest("broker.list"))
@@ -319,8 +314,7 @@ async def test_a_broker_address_must_be_on_this_machine(server: MetaServer, addr
 
 
 async def test_another_process_cannot_take_the_group_name_of_a_live_broker(server: MetaServer):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.ask(m.AdminRequest("broker.register", FACTS))
         await raw.ask(m.AdminRequest("broker.register", FACTS))
         with pytest.raises(InvalidArgument, match=r"is alive at plait://127.0.0.1:1"):

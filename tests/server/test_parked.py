@@ -170,8 +170,7 @@ async def test_an_answered_resume_survives_a_crash(serve: Serve):
         assert await ask(raw, "group.resume", **OF, keys=[hash_of("a")]) == 1
     await server.abandon()
     again = await serve(disk)
-    async with Raw(again) as raw:
-        await raw.hello()
+    async with Raw(again, "raw") as raw:
         assert list(await parked(raw)) == ["b"]
         view = await ask(raw, "group.describe", **OF)
         assert (view["parked"], view["dead"]) == (1, 1)
@@ -237,8 +236,7 @@ async def test_an_invalid_request_is_refused_with_the_reason(
 async def test_without_a_meta_server_subjects_have_one_partition(
     server: Server, arguments: dict[str, Any], expected: str
 ):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         with pytest.raises(InvalidArgument, match=expected):
             await ask(raw, "subject.create", subject="s", **arguments)
         await ask(raw, "subject.create", subject="s", partitions=1, groups=["g1"], order="strict")
@@ -247,7 +245,6 @@ async def test_without_a_meta_server_subjects_have_one_partition(
 
 @pytest.mark.parametrize("operation", ["subject.route", "subject.expand", "broker.describe", "group.allocation"])
 async def test_a_broker_refuses_operations_of_meta_servers(server: Server, operation: str):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         with pytest.raises(InvalidArgument, match=f"send {operation} to a meta server"):
             await ask(raw, operation, subject="s")

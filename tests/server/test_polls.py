@@ -78,8 +78,7 @@ async def test_one_send_wakes_every_group_once_and_one_consumer_of_each(serve: S
 async def test_a_pull_times_out_empty_on_the_servers_clock(serve: Serve):
     clock = ManualClock()
     server = await serve(clock=clock, limits=PATIENT | {"pull_wait_seconds": 1000.0})
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         session = await raw.attach("orders")
         waits = {raw.request(m.PullRequest(session, 10, 1000, seconds)): seconds for seconds in (300.0, 100.0, 200.0)}
         read = raw.request(m.ReadRequest("orders", "earliest", 10, 1000, 250.0))
@@ -99,8 +98,7 @@ async def test_a_pull_times_out_empty_on_the_servers_clock(serve: Serve):
 async def test_a_pull_may_not_wait_longer_than_the_limit(serve: Serve):
     clock = ManualClock()
     server = await serve(clock=clock, limits=PATIENT | {"pull_wait_seconds": 50.0})
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         waiting = raw.request(m.PullRequest(await raw.attach("orders"), 10, 1000, float("inf")))
         await raw.ask(m.HeartbeatRequest())
         clock.advance(49.0)
@@ -114,8 +112,7 @@ async def test_a_pull_may_not_wait_longer_than_the_limit(serve: Serve):
 async def test_on_the_system_clock_a_pull_times_out_by_its_timer(serve: Serve):
     server = await serve()
     loop = asyncio.get_running_loop()
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         session = await raw.attach("orders")
         began = loop.time()
         slow = raw.request(m.PullRequest(session, 10, 1000, 30.0))
@@ -128,8 +125,7 @@ async def test_on_the_system_clock_a_pull_times_out_by_its_timer(serve: Serve):
 
 async def test_a_nack_wakes_another_consumer_at_once(serve: Serve):
     server = await serve(clock=ManualClock())
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.store("orders", b"x")
         first = await raw.attach("orders", client="first")
         second = await raw.attach("orders", client="second")
@@ -168,8 +164,7 @@ async def test_a_consumer_that_leaves_or_is_lost_wakes_another_at_once(serve: Se
 
 async def test_a_reset_and_a_deletion_answer_suspended_pulls(serve: Serve):
     server = await serve()
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         session = await raw.attach("orders")
         waiting = {
             raw.request(m.PullRequest(session, 10, 1000, 60.0)),

@@ -126,8 +126,7 @@ async def test_sends_in_progress_are_stored_once(broker: EmbeddedBroker, how: st
 
 async def test_a_stop_answers_the_accepted_requests(serve: Serve):
     server = await serve(flush="sync", message_segment_size=64 * MIB)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         partition = await raw.route("orders")
         session = await raw.attach("orders")
         sends = []
@@ -155,8 +154,7 @@ async def test_a_stop_does_not_wait_for_a_client_that_does_not_read(serve: Serve
     server = await serve(message_segment_size=64 * MIB)
     async with plait.connect(server.address) as client:
         await client.send_many("large", [bytes(1 * MIB - 1000)] * 30)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         raw.request(m.ReadRequest("large", "earliest", 1000, 16 * MIB, 0.0))
         await raw.reader.readexactly(1000)
         began = asyncio.get_running_loop().time()
@@ -171,8 +169,7 @@ async def test_requests_delayed_by_a_slow_reader_are_not_served_after_a_stop(
     disk = SimulatedDisk()
     config = {"limits": {"outgoing_bytes_per_connection": 32 * KIB}, "message_segment_size": 64 * MIB}
     server = await serve(disk, **config)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         for first in range(1, 17):
             await raw.store("large", bytes(1 * MIB), first=first, previous=first - 1)
         partition = await raw.route("orders")
@@ -205,8 +202,7 @@ async def test_requests_delayed_by_a_slow_reader_are_not_served_after_a_stop(
 async def test_after_a_stop_nothing_is_committed(serve: Serve):
     disk = SimulatedDisk()
     server = await serve(disk)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.store("orders", b"x")
     await server.stop()
     operations, answers = disk.operations, []
@@ -298,8 +294,7 @@ async def test_a_connection_accepted_while_the_server_stops_is_closed(serve: Ser
 async def test_requests_to_the_meta_server_of_a_stopping_node_are_unavailable(broker: EmbeddedBroker):
     """The meta server stops before the last connection closes. The node must not answer like a broker without one."""
     server = broker.server
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await server.cluster.stop()
         for request in (m.MemberHeartbeatRequest("c", [("orders", "g", True)], 0, 0.0), m.RouteRequest("orders", True)):
             with pytest.raises(Unavailable, match="this meta server is stopping"):

@@ -64,8 +64,7 @@ async def test_a_message_arrives_when_it_is_due(serve: Serve) -> None:
 async def test_delayed_messages_can_be_listed_counted_cancelled_and_moved(serve: Serve) -> None:
     clock = ManualClock()
     server = await serve(clock=clock)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         due = clock.now() + 3600 * SECOND
         assert await delayed(raw, due, b"a", b"bb", b"ccc") == 0
         assert (await admin(raw, "server.describe"))["scheduled"] == 3
@@ -108,13 +107,11 @@ async def test_delayed_messages_can_be_listed_counted_cancelled_and_moved(serve:
 async def test_delayed_messages_survive_a_restart(serve: Serve) -> None:
     disk, clock = SimulatedDisk(), ManualClock()
     server = await serve(disk, clock=clock)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await delayed(raw, clock.now() + 60 * SECOND, b"a")
     await server.abandon()
     server = await serve(disk.copy(), clock=clock)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         assert (await admin(raw, "server.describe"))["scheduled"] == 1
         clock.jump(60)
         server.broker_host.tick()

@@ -101,8 +101,7 @@ async def test_progress_that_cannot_be_recorded_is_not_acknowledged(serve: Serve
     """The action log and the disk are full: an ack waits; listings and readers do not."""
     disk = SimulatedDisk(capacity=64 * MIB)
     server = await serve(disk, message_segment_size=4 * MIB, action_segment_size=20_000, disk_used_max=1.0)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.store("orders", *[b"x"] * 2000)
         session = await raw.attach("orders")
         await raw.ask(m.PullRequest(session, 2000, MIB, 0.0))
@@ -227,8 +226,7 @@ async def test_a_segment_that_cannot_be_created_for_a_subject_stops_the_server(s
     disk = SimulatedDisk()
     server = await serve(disk)
     disk.fail("allocate", path="message/*", times=None)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         raw.request(request_)
         await raw.ending()
         assert isinstance(await failure_of(server), StorageFailed)
@@ -238,8 +236,7 @@ async def test_the_number_of_a_subject_is_not_sent_before_it_is_stored(serve: Se
     """After a crash another subject would get the number, and the messages would be stored there."""
     disk = SimulatedDisk()
     server = await serve(disk)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         known = await raw.route("known")
         disk.fail("write", path="message/*", times=None)
         raw.request(m.PartitionNumberRequest("new"))
@@ -250,8 +247,7 @@ async def test_the_number_of_a_subject_is_not_sent_before_it_is_stored(serve: Se
     again = await serve(disk.copy())
     # The failed write may have stored the first of the two frames that define the subject, which is enough.
     assert [name for name in again.broker.subjects if name != "new"] == ["known"]
-    async with Raw(again) as raw:
-        await raw.hello()
+    async with Raw(again, "raw") as raw:
         assert len({await raw.route(name) for name in ("other", "known", "new")}) == 3
         assert await raw.route("known") == known
 
@@ -263,8 +259,7 @@ async def test_a_defect_in_a_background_job_stops_the_server(serve: Serve, monke
         raise KeyError("a defect")
 
     monkeypatch.setattr(server.broker.turn, "begin_sync", broken)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         raw.request(m.PartitionNumberRequest("orders"))
         assert await raw.ending() is None
         assert "defect" in (await failure_of(server)).message
@@ -275,8 +270,7 @@ async def test_an_action_log_that_cannot_be_written_stops_the_server_before_an_a
     disk = SimulatedDisk()
     clock = ManualClock()
     server = await serve(disk, clock=clock)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.store("orders", b"a")
         session = await raw.attach("orders")
         await raw.ask(m.PullRequest(session, 1, 1, 0.0))
@@ -288,8 +282,7 @@ async def test_an_action_log_that_cannot_be_written_stops_the_server_before_an_a
     # The message is redelivered after the time in which the consumer may come back.
     clock.advance(10.0)
     again.broker_host.tick()
-    async with Raw(again) as raw:
-        await raw.hello("other")
+    async with Raw(again, "other") as raw:
         session = await raw.attach("orders", client="other")
         assert (await raw.ask(m.PullRequest(session, 1, 1, 0.0))).ranges == [(0, 1, 2)]
 
@@ -376,8 +369,7 @@ async def test_another_format_version_is_refused_and_left_unchanged(change: int,
 async def test_sends_to_a_deleted_data_directory_are_not_acknowledged(serve: Serve, tmp_path: Path):
     data = tmp_path / "data"
     server = await serve(RealDisk(data), flush="sync", message_segment_size=FRAME_SIZE_MAX)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         assert await raw.store("orders", b"a") == 0
         shutil.rmtree(data)
         with pytest.raises((PlaitError, OSError, asyncio.IncompleteReadError)):

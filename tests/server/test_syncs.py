@@ -45,8 +45,7 @@ async def test_a_sync_runs_on_the_loop_only_if_it_is_small_and_the_last_one_was_
 ):
     watched = Watched()
     server = await serve(watched.disk, clock=watched.clock, flush="sync")
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.route("orders")
         watched.on_loop.clear()
         for number, (size, watched.sync_seconds) in enumerate(sends, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,6 +20,12 @@ def faults(seed: int) -> Faults:
 
 async def live(process: Process) -> None:
     await asyncio.get_running_loop().create_future()
+
+
+@pytest.fixture
+def sim() -> Iterator[Simulation]:
+    with Simulation(1) as simulation:
+        yield simulation
 
 
 def test_a_script_follows_from_its_seed():
@@ -52,59 +59,56 @@ def test_a_fault_prints_its_time_kind_and_processes():
     assert str(Fault("jump", 1.0, 0.0, "a", amount=-5.0)) == "1.000 s: jump a by -5 for 0.000 s"
 
 
-def test_faults_happen_at_their_times_and_end():
-    with Simulation(1) as sim:
-        a, b = sim.process("a", live), sim.process("b", live)
-        a.start()
-        b.start()
-        begun: list[tuple[float, str]] = []
-        script = [
-            Fault("kill", 1.0, 2.0, "a"),
-            Fault("pause", 4.0, 2.0, "a"),
-            Fault("cut_one_way", 7.0, 2.0, "a", "b"),
-            Fault("cut", 10.0, 2.0, "a", "b"),
-            Fault("power_loss", 13.0, 2.0, "a"),
-        ]
-        end = play(sim, script, lambda fault: begun.append((sim.now, fault.kind)))
-        assert end == 15.0
-        states = []
-        for _ in script:
-            sim.run_for(2.0)
-            states.append((a.alive, a.paused, sim.network.is_cut(a, b), sim.network.is_cut(b, a), a.powered))
-            sim.run_for(1.0)
-            assert a.alive
-            assert not a.paused
-            assert not sim.network.is_cut(a, b)
-        assert states == [
-            (False, False, False, False, True),
-            (True, True, False, False, True),
-            (True, False, True, False, True),
-            (True, False, True, True, True),
-            (False, False, False, False, False),
-        ]
-        assert begun == [(fault.at, fault.kind) for fault in script]
-
-
-def test_a_planned_crash_without_enough_operations_does_not_happen():
-    with Simulation(1) as sim:
-        process = sim.process("a", live)
-        process.start()
-        play(sim, [Fault("crash_at", 1.0, 1.0, "a", amount=3)])
-        sim.run_for(1.5)
-        process.disk.open("f", create=True)
+def test_faults_happen_at_their_times_and_end(sim: Simulation):
+    a, b = sim.process("a", live), sim.process("b", live)
+    a.start()
+    b.start()
+    begun: list[tuple[float, str]] = []
+    script = [
+        Fault("kill", 1.0, 2.0, "a"),
+        Fault("pause", 4.0, 2.0, "a"),
+        Fault("cut_one_way", 7.0, 2.0, "a", "b"),
+        Fault("cut", 10.0, 2.0, "a", "b"),
+        Fault("power_loss", 13.0, 2.0, "a"),
+    ]
+    end = play(sim, script, lambda fault: begun.append((sim.now, fault.kind)))
+    assert end == 15.0
+    states = []
+    for _ in script:
+        sim.run_for(2.0)
+        states.append((a.alive, a.paused, sim.network.is_cut(a, b), sim.network.is_cut(b, a), a.powered))
         sim.run_for(1.0)
-        for _ in range(10):
-            process.disk.open("f").write([b"x"], 0)
-        assert process.lives == 1
+        assert a.alive
+        assert not a.paused
+        assert not sim.network.is_cut(a, b)
+    assert states == [
+        (False, False, False, False, True),
+        (True, True, False, False, True),
+        (True, False, True, False, True),
+        (True, False, True, True, True),
+        (False, False, False, False, False),
+    ]
+    assert begun == [(fault.at, fault.kind) for fault in script]
 
 
-def test_healing_ends_everything():
-    with Simulation(1) as sim:
-        for name in NAMES:
-            sim.process(name, live).start()
-        sim.process("a").kill()
-        sim.process("b").pause()
-        sim.network.cut(sim.process("broker"), sim.process("a"))
-        sim.heal()
-        assert all(sim.process(name).alive and not sim.process(name).paused for name in NAMES)
-        assert not sim.network.is_cut(sim.process("a"), sim.process("broker"))
+def test_a_planned_crash_without_enough_operations_does_not_happen(sim: Simulation):
+    process = sim.process("a", live)
+    process.start()
+    play(sim, [Fault("crash_at", 1.0, 1.0, "a", amount=3)])
+    sim.run_for(1.5)
+    process.disk.open("f", create=True)
+    sim.run_for(1.0)
+    for _ in range(10):
+        process.disk.open("f").write([b"x"], 0)
+    assert process.lives == 1
+
+
+def test_healing_ends_everything(sim: Simulation):
+    for name in NAMES:
+        sim.process(name, live).start()
+    sim.process("a").kill()
+    sim.process("b").pause()
+    sim.network.cut(sim.process("broker"), sim.process("a"))
+    sim.heal()
+    assert all(sim.process(name).alive and not sim.process(name).paused for name in NAMES)
+    assert not sim.network.is_cut(sim.process("a"), sim.process("broker"))

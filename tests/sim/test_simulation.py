@@ -6,6 +6,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,121 +19,117 @@ from plait.testing.simulated_disk import SimulatedCrash
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def test_virtual_time_takes_no_real_time():
-    with Simulation(1) as sim:
-
-        async def main() -> float:
-            begun = asyncio.get_running_loop().time()
-            await sim.sleep(3000.0)
-            return asyncio.get_running_loop().time() - begun
-
-        assert sim.run(main()) == pytest.approx(3000.0, abs=1.0)
-        assert sim.now == pytest.approx(3000.0, abs=1.0)
+@pytest.fixture
+def sim() -> Iterator[Simulation]:
+    with Simulation(1) as simulation:
+        yield simulation
 
 
-def test_call_soon_runs_callbacks_in_order_and_in_the_next_turn():
-    with Simulation(1) as sim:
-        seen: list[Any] = []
+def test_virtual_time_takes_no_real_time(sim: Simulation):
+    async def main() -> float:
+        begun = asyncio.get_running_loop().time()
+        await sim.sleep(3000.0)
+        return asyncio.get_running_loop().time() - begun
 
-        async def main() -> None:
-            loop = asyncio.get_running_loop()
-            for number in range(3):
-                loop.call_soon(seen.append, number)
-            loop.call_soon(lambda: loop.call_soon(seen.append, "later"))
-            assert seen == []
+    assert sim.run(main()) == pytest.approx(3000.0, abs=1.0)
+    assert sim.now == pytest.approx(3000.0, abs=1.0)
+
+
+def test_call_soon_runs_callbacks_in_order_and_in_the_next_turn(sim: Simulation):
+    seen: list[Any] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for number in range(3):
+            loop.call_soon(seen.append, number)
+        loop.call_soon(lambda: loop.call_soon(seen.append, "later"))
+        assert seen == []
+        await asyncio.sleep(0)
+        assert seen == [0, 1, 2]
+        await asyncio.sleep(0)
+        assert seen == [0, 1, 2, "later"]
+
+    sim.run(main())
+
+
+def test_timers_fire_in_order_and_cancelled_ones_never(sim: Simulation):
+    seen: list[int] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        handles = [loop.call_later(10 - number, seen.append, number) for number in range(10)]
+        handles[4].cancel()
+        for _ in range(500):
+            loop.call_later(20.0, seen.append, -1).cancel()
+        await sim.sleep(30.0)
+
+    sim.run(main())
+    assert seen == [9, 8, 7, 6, 5, 3, 2, 1, 0]
+
+
+def test_timeouts_cancellation_and_tasks_work(sim: Simulation):
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5.0):
+                await asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(sim.sleep(100.0))
+        await asyncio.sleep(0)
+        task.cancel()
+        assert await asyncio.gather(task, return_exceptions=True)
+        done, _ = await asyncio.wait([asyncio.create_task(sim.sleep(1.0))], timeout=2.0)
+        assert len(done) == 1
+
+    sim.run(main())
+
+
+def test_executor_functions_run_in_order_and_take_time(sim: Simulation):
+    seen: list[int] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        jobs = [loop.run_in_executor(None, seen.append, number) for number in range(20)]
+        assert seen == []
+        await asyncio.gather(*jobs)
+        assert loop.time() > begun
+        with pytest.raises(ZeroDivisionError):
+            await loop.run_in_executor(None, lambda: 1 // 0)
+        # A thread has no running loop.
+        with pytest.raises(RuntimeError):
+            await loop.run_in_executor(None, asyncio.get_running_loop)
+
+    sim.run(main())
+    assert seen == list(range(20))
+
+
+def test_a_busy_process_does_not_stop_the_clock(sim: Simulation):
+    async def spin() -> None:
+        while True:  # noqa: ASYNC110 - busy on purpose
             await asyncio.sleep(0)
-            assert seen == [0, 1, 2]
-            await asyncio.sleep(0)
-            assert seen == [0, 1, 2, "later"]
 
-        sim.run(main())
-
-
-def test_timers_fire_in_order_and_cancelled_ones_never():
-    with Simulation(1) as sim:
-        seen: list[int] = []
-
-        async def main() -> None:
-            loop = asyncio.get_running_loop()
-            handles = [loop.call_later(10 - number, seen.append, number) for number in range(10)]
-            handles[4].cancel()
-            for _ in range(500):
-                loop.call_later(20.0, seen.append, -1).cancel()
-            await sim.sleep(30.0)
-
-        sim.run(main())
-        assert seen == [9, 8, 7, 6, 5, 3, 2, 1, 0]
+    sim.process("busy").start(spin())
+    sim.run(sim.sleep(0.05))
+    assert 0.05 <= sim.now < 0.06
 
 
-def test_timeouts_cancellation_and_tasks_work():
-    with Simulation(1) as sim:
+def test_a_process_can_have_several_loops_that_wake_each_other(sim: Simulation):
+    process = sim.process("p")
+    seen: list[SimLoop] = []
 
-        async def main() -> None:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(5.0):
-                    await asyncio.get_running_loop().create_future()
-            task = asyncio.create_task(sim.sleep(100.0))
-            await asyncio.sleep(0)
-            task.cancel()
-            assert await asyncio.gather(task, return_exceptions=True)
-            done, _ = await asyncio.wait([asyncio.create_task(sim.sleep(1.0))], timeout=2.0)
-            assert len(done) == 1
+    async def main() -> None:
+        other = process.loop("renewals")
+        woken = asyncio.get_running_loop().create_future()
 
-        sim.run(main())
+        def on_other_loop() -> None:
+            seen.append(asyncio.get_running_loop())  # type: ignore[arg-type]
+            process.loop().call_soon_threadsafe(woken.set_result, None)
 
+        other.call_soon_threadsafe(on_other_loop)
+        await woken
 
-def test_executor_functions_run_in_order_and_take_time():
-    with Simulation(1) as sim:
-        seen: list[int] = []
-
-        async def main() -> None:
-            loop = asyncio.get_running_loop()
-            begun = loop.time()
-            jobs = [loop.run_in_executor(None, seen.append, number) for number in range(20)]
-            assert seen == []
-            await asyncio.gather(*jobs)
-            assert loop.time() > begun
-            with pytest.raises(ZeroDivisionError):
-                await loop.run_in_executor(None, lambda: 1 // 0)
-            # A thread has no running loop.
-            with pytest.raises(RuntimeError):
-                await loop.run_in_executor(None, asyncio.get_running_loop)
-
-        sim.run(main())
-        assert seen == list(range(20))
-
-
-def test_a_busy_process_does_not_stop_the_clock():
-    with Simulation(1) as sim:
-
-        async def spin() -> None:
-            while True:  # noqa: ASYNC110 - busy on purpose
-                await asyncio.sleep(0)
-
-        sim.process("busy").start(spin())
-        sim.run(sim.sleep(0.05))
-        assert 0.05 <= sim.now < 0.06
-
-
-def test_a_process_can_have_several_loops_that_wake_each_other():
-    with Simulation(1) as sim:
-        process = sim.process("p")
-        seen: list[SimLoop] = []
-
-        async def main() -> None:
-            other = process.loop("renewals")
-            woken = asyncio.get_running_loop().create_future()
-
-            def on_other_loop() -> None:
-                seen.append(asyncio.get_running_loop())  # type: ignore[arg-type]
-                process.loop().call_soon_threadsafe(woken.set_result, None)
-
-            other.call_soon_threadsafe(on_other_loop)
-            await woken
-
-        task = process.start(main())
-        sim.run_until(task.done)
-        assert seen == [process.loop("renewals")]
+    task = process.start(main())
+    sim.run_until(task.done)
+    assert seen == [process.loop("renewals")]
 
 
 # --- failures -----------------------------------------------------------------------------------
@@ -142,17 +139,16 @@ async def fails() -> None:
     raise ValueError("broken")
 
 
-def test_calls_outside_of_all_processes_have_no_running_loop():
-    with Simulation(1) as sim:
-        seen: list[object] = []
+def test_calls_outside_of_all_processes_have_no_running_loop(sim: Simulation):
+    seen: list[object] = []
 
-        async def main() -> None:
-            sim.call_later(0.0, lambda: seen.append(asyncio._get_running_loop()))
-            await sim.sleep(1.0)
-            seen.append(asyncio.get_running_loop())
+    async def main() -> None:
+        sim.call_later(0.0, lambda: seen.append(asyncio._get_running_loop()))
+        await sim.sleep(1.0)
+        seen.append(asyncio.get_running_loop())
 
-        sim.run(main())
-        assert seen == [None, sim.process("test").loop()]
+    sim.run(main())
+    assert seen == [None, sim.process("test").loop()]
 
 
 def test_an_error_in_a_process_fails_the_simulation_with_its_seed_and_traceback():
@@ -167,21 +163,19 @@ def test_an_error_in_a_process_fails_the_simulation_with_its_seed_and_traceback(
     assert "p            starts" in notes
 
 
-def test_an_error_in_a_callback_fails_the_simulation():
-    with Simulation(1) as sim:
-        sim.process("p").loop().call_soon(lambda: 1 // 0)
-        with pytest.raises(SimulationFailed, match="division"):
-            sim.run_for(1.0)
-
-
-def test_an_expected_error_is_only_an_event():
-    with Simulation(1) as sim:
-        process = sim.process("p")
-        process.expect(ValueError)
-        process.start(fails())
-        process.loop().call_soon(lambda: int("x"))
+def test_an_error_in_a_callback_fails_the_simulation(sim: Simulation):
+    sim.process("p").loop().call_soon(lambda: 1 // 0)
+    with pytest.raises(SimulationFailed, match="division"):
         sim.run_for(1.0)
-        assert any("expected" in line for line in sim.trace.lines())
+
+
+def test_an_expected_error_is_only_an_event(sim: Simulation):
+    process = sim.process("p")
+    process.expect(ValueError)
+    process.start(fails())
+    process.loop().call_soon(lambda: int("x"))
+    sim.run_for(1.0)
+    assert any("expected" in line for line in sim.trace.lines())
 
 
 def test_an_error_that_plait_logs_fails_the_simulation_unless_it_is_allowed():
@@ -244,43 +238,41 @@ def test_a_killed_process_stops_without_clean_up():
         over = True
 
 
-def test_a_kill_hits_all_loops_of_a_process():
-    with Simulation(1) as sim:
-        process = sim.process("p")
-        ticks: list[str] = []
+def test_a_kill_hits_all_loops_of_a_process(sim: Simulation):
+    process = sim.process("p")
+    ticks: list[str] = []
 
-        def tick(name: str) -> None:
-            ticks.append(name)
-            process.loop(name).call_later(1.0, tick, name)
+    def tick(name: str) -> None:
+        ticks.append(name)
+        process.loop(name).call_later(1.0, tick, name)
 
-        for name in ("main", "renewals"):
-            process.loop(name).call_soon(tick, name)
-        sim.run_for(5.5)
-        assert ticks.count("main") == ticks.count("renewals") == 6
-        process.kill()
-        sim.run_for(5.0)
-        assert len(ticks) == 12
+    for name in ("main", "renewals"):
+        process.loop(name).call_soon(tick, name)
+    sim.run_for(5.5)
+    assert ticks.count("main") == ticks.count("renewals") == 6
+    process.kill()
+    sim.run_for(5.0)
+    assert len(ticks) == 12
 
 
-def test_a_resumed_process_runs_the_timers_that_came_due_during_the_pause():
-    with Simulation(1) as sim:
-        process = sim.process("p")
-        at: list[float] = []
+def test_a_resumed_process_runs_the_timers_that_came_due_during_the_pause(sim: Simulation):
+    process = sim.process("p")
+    at: list[float] = []
 
-        async def main() -> None:
-            loop = asyncio.get_running_loop()
-            begun = loop.time()
-            loop.call_later(2.0, lambda: at.append(loop.time() - begun))
-            await sim.sleep(1000.0)
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        loop.call_later(2.0, lambda: at.append(loop.time() - begun))
+        await sim.sleep(1000.0)
 
-        process.start(main())
-        sim.run_for(1.0)
-        process.pause()
-        sim.run_for(10.0)
-        assert at == []
-        process.resume()
-        sim.run_for(1.0)
-        assert at == [pytest.approx(11.0, abs=0.1)]
+    process.start(main())
+    sim.run_for(1.0)
+    process.pause()
+    sim.run_for(10.0)
+    assert at == []
+    process.resume()
+    sim.run_for(1.0)
+    assert at == [pytest.approx(11.0, abs=0.1)]
 
 
 def test_a_coroutine_that_does_not_end_does_not_block_close():
@@ -300,16 +292,15 @@ def test_a_coroutine_that_does_not_end_does_not_block_close():
 # --- disks --------------------------------------------------------------------------------------
 
 
-def test_writes_survive_a_kill_of_the_process():
-    with Simulation(1) as sim:
-        process = sim.process("p")
-        process.start(sim.sleep(100.0))
-        before = process.disk
-        before.open("f", create=True).write([b"written"], 0)
-        process.kill()
-        assert process.disk.read("f") == b"written"
-        with pytest.raises(SimulatedCrash):
-            before.read("f")
+def test_writes_survive_a_kill_of_the_process(sim: Simulation):
+    process = sim.process("p")
+    process.start(sim.sleep(100.0))
+    before = process.disk
+    before.open("f", create=True).write([b"written"], 0)
+    process.kill()
+    assert process.disk.read("f") == b"written"
+    with pytest.raises(SimulatedCrash):
+        before.read("f")
 
 
 def test_a_power_loss_loses_unsynced_writes():
@@ -358,24 +349,22 @@ def test_a_process_can_be_killed_in_the_middle_of_a_write():
 # --- clocks and chance --------------------------------------------------------------------------
 
 
-def test_every_machine_has_its_own_monotonic_clock():
-    with Simulation(1) as sim:
-        clocks = [sim.process(name).clock for name in "abc"]
-        begun = [each.monotonic() for each in clocks]
-        assert len(set(begun)) == 3
-        sim.run_for(1000.0)
-        passed = [each.monotonic() - before for each, before in zip(clocks, begun, strict=True)]
-        assert passed == [pytest.approx(1000.0, abs=1.0)] * 3
-        assert len(set(passed)) == 3
+def test_every_machine_has_its_own_monotonic_clock(sim: Simulation):
+    clocks = [sim.process(name).clock for name in "abc"]
+    begun = [each.monotonic() for each in clocks]
+    assert len(set(begun)) == 3
+    sim.run_for(1000.0)
+    passed = [each.monotonic() - before for each, before in zip(clocks, begun, strict=True)]
+    assert passed == [pytest.approx(1000.0, abs=1.0)] * 3
+    assert len(set(passed)) == 3
 
 
-def test_only_the_wall_clock_jumps():
-    with Simulation(1) as sim:
-        process = sim.process("p")
-        wall, monotonic = process.clock.now(), process.clock.monotonic()
-        process.jump(-100.0)
-        assert process.clock.now() == wall - 100_000_000
-        assert process.clock.monotonic() == monotonic
+def test_only_the_wall_clock_jumps(sim: Simulation):
+    process = sim.process("p")
+    wall, monotonic = process.clock.now(), process.clock.monotonic()
+    process.jump(-100.0)
+    assert process.clock.now() == wall - 100_000_000
+    assert process.clock.monotonic() == monotonic
 
 
 def test_random_choices_of_shipped_code_follow_from_the_seed():

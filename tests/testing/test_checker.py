@@ -15,6 +15,11 @@ from plait.testing.checker import Violation, check
 from plait.testing.history import Handling, History, Key, Place, RecordedSend, Value
 
 
+@pytest.fixture
+def history() -> History:
+    return History()
+
+
 def sent(
     history: History, value: Value, *, key: Key = "k", at: float = 0.0, place: Place | None = None
 ) -> RecordedSend:
@@ -35,8 +40,7 @@ def kinds(history: History, strict: bool = True, **more: Any) -> list[str]:
     return [violation.kind for violation in check(history, strict, **more)]
 
 
-def test_a_history_in_order_has_no_violation():
-    history = History()
+def test_a_history_in_order_has_no_violation(history: History):
     for number in range(3):
         sent(history, number, at=number, place=("s", number))
         handled(history, number, 10.0 + number, place=("s", number), epoch=1, lp=5)
@@ -46,34 +50,29 @@ def test_a_history_in_order_has_no_violation():
 # --- lost and invented --------------------------------------------------------------------------
 
 
-def test_a_message_that_is_never_handled_is_lost():
-    history = History()
+def test_a_message_that_is_never_handled_is_lost(history: History):
     sent(history, 1)
     assert kinds(history) == ["lost"]
 
 
-def test_a_message_whose_only_handling_failed_is_lost():
-    history = History()
+def test_a_message_whose_only_handling_failed_is_lost(history: History):
     sent(history, 1)
     history.handle("c", "k", 1, time=1.0).failed(2.0)
     assert kinds(history) == ["lost"]
 
 
-def test_nothing_counts_as_lost_before_the_group_is_drained():
-    history = History()
+def test_nothing_counts_as_lost_before_the_group_is_drained(history: History):
     sent(history, 1)
     assert kinds(history, drained=False) == []
 
 
 @pytest.mark.parametrize("outcome", ["failed", "unknown"])
-def test_a_failed_or_unknown_send_need_not_be_handled(outcome: str):
-    history = History()
+def test_a_failed_or_unknown_send_need_not_be_handled(history: History, outcome: str):
     getattr(history.send("k", 1, 0.0), outcome)("gone")
     assert check(history) == []
 
 
-def test_a_dead_letter_is_not_lost():
-    history = History()
+def test_a_dead_letter_is_not_lost(history: History):
     sent(history, 1)
     sent(history, 2, at=1.0)
     history.handle("c", "k", 1, time=3.0).failed(4.0)
@@ -82,43 +81,37 @@ def test_a_dead_letter_is_not_lost():
     assert check(history) == []
 
 
-def test_each_group_has_to_handle_everything():
-    history = History()
+def test_each_group_has_to_handle_everything(history: History):
     sent(history, 1)
     handled(history, 1, 1.0, group="a")
     assert check(history, groups=["a"]) == []
     assert kinds(history, groups=["a", "b"]) == ["lost"]
 
 
-def test_a_message_that_was_never_sent_is_invented():
-    history = History()
+def test_a_message_that_was_never_sent_is_invented(history: History):
     handled(history, 1, 1.0)
     assert kinds(history) == ["invented"]
 
 
-def test_a_message_with_another_key_is_invented():
-    history = History()
+def test_a_message_with_another_key_is_invented(history: History):
     sent(history, 1, key="k")
     handled(history, 1, 1.0, key="other")
     assert kinds(history) == ["invented"]
 
 
-def test_a_message_whose_send_certainly_failed_is_invented():
-    history = History()
+def test_a_message_whose_send_certainly_failed_is_invented(history: History):
     history.send("k", 1, 0.0).failed("refused")
     handled(history, 1, 1.0)
     assert kinds(history) == ["invented"]
 
 
-def test_a_message_that_is_handled_before_it_is_sent_is_invented():
-    history = History()
+def test_a_message_that_is_handled_before_it_is_sent_is_invented(history: History):
     handled(history, 1, 1.0)
     sent(history, 1, at=2.0)
     assert "invented" in kinds(history)
 
 
-def test_a_send_with_an_unknown_outcome_may_be_handled():
-    history = History()
+def test_a_send_with_an_unknown_outcome_may_be_handled(history: History):
     history.send("k", 1, 0.0).unknown("time-out")
     handled(history, 1, 1.0)
     assert check(history) == []
@@ -127,23 +120,20 @@ def test_a_send_with_an_unknown_outcome_may_be_handled():
 # --- places -------------------------------------------------------------------------------------
 
 
-def test_a_message_at_two_places_is_stored_twice():
-    history = History()
+def test_a_message_at_two_places_is_stored_twice(history: History):
     sent(history, 1, place=("s", 7))
     history.handle("c", "k", 1, place=("s", 7), time=1.0).failed(2.0)
     handled(history, 1, 3.0, place=("s", 8))
     assert kinds(history) == ["stored_twice"]
 
 
-def test_a_producers_places_follow_its_calls():
-    history = History()
+def test_a_producers_places_follow_its_calls(history: History):
     sent(history, 1, place=("s", 2))
     sent(history, 2, place=("s", 1))
     assert kinds(history, drained=False) == ["send_order"]
 
 
-def test_after_a_route_change_only_the_places_of_one_key_follow_the_calls():
-    history = History()
+def test_after_a_route_change_only_the_places_of_one_key_follow_the_calls(history: History):
     history.send("a", 1, 0.0).ok(("s", 2), 0.1)
     history.send("b", 2, 0.2).ok(("s", 1), 0.3)
     history.send(None, 3, 0.4).ok(("s", 4), 0.5)
@@ -153,15 +143,13 @@ def test_after_a_route_change_only_the_places_of_one_key_follow_the_calls():
     assert kinds(history, drained=False, moves=True) == ["send_order"]
 
 
-def test_places_of_two_partitions_have_no_order():
-    history = History()
+def test_places_of_two_partitions_have_no_order(history: History):
     sent(history, 1, place=("a", 2))
     sent(history, 2, place=("b", 1))
     assert check(history, drained=False) == []
 
 
-def test_two_receipts_do_not_name_one_place():
-    history = History()
+def test_two_receipts_do_not_name_one_place(history: History):
     sent(history, 1, place=("s", 1))
     sent(history, 2, place=("s", 1))
     assert kinds(history, drained=False) == ["send_order"]
@@ -170,8 +158,7 @@ def test_two_receipts_do_not_name_one_place():
 # --- order --------------------------------------------------------------------------------------
 
 
-def test_a_later_message_that_is_handled_first_is_out_of_order():
-    history = History()
+def test_a_later_message_that_is_handled_first_is_out_of_order(history: History):
     sent(history, 1)
     sent(history, 2, at=1.0)
     handled(history, 2, 2.0)
@@ -180,8 +167,7 @@ def test_a_later_message_that_is_handled_first_is_out_of_order():
     assert kinds(history, ordered=False) == []
 
 
-def test_a_handling_that_begins_before_the_earlier_message_is_done_is_out_of_order():
-    history = History()
+def test_a_handling_that_begins_before_the_earlier_message_is_done_is_out_of_order(history: History):
     sent(history, 1)
     sent(history, 2, at=1.0)
     handled(history, 1, 2.0)
@@ -190,8 +176,7 @@ def test_a_handling_that_begins_before_the_earlier_message_is_done_is_out_of_ord
     assert set(kinds(history)) == {"order", "overlap"}
 
 
-def test_a_failed_message_holds_back_its_key():
-    history = History()
+def test_a_failed_message_holds_back_its_key(history: History):
     sent(history, 1)
     sent(history, 2, at=1.0)
     history.handle("c", "k", 1, time=2.0).failed(2.1)
@@ -200,8 +185,7 @@ def test_a_failed_message_holds_back_its_key():
     assert kinds(history) == ["order"]
 
 
-def test_best_tried_continues_after_a_failure():
-    history = History()
+def test_best_tried_continues_after_a_failure(history: History):
     sent(history, 1)
     sent(history, 2, at=1.0)
     history.handle("c", "k", 1, time=2.0).failed(2.1)
@@ -210,8 +194,7 @@ def test_best_tried_continues_after_a_failure():
     assert check(history, strict=False) == []
 
 
-def test_best_tried_keeps_the_order_of_keys_without_a_failure():
-    history = History()
+def test_best_tried_keeps_the_order_of_keys_without_a_failure(history: History):
     sent(history, 1)
     sent(history, 2, at=1.0)
     handled(history, 2, 2.0)
@@ -219,8 +202,7 @@ def test_best_tried_keeps_the_order_of_keys_without_a_failure():
     assert kinds(history, strict=False) == ["order"]
 
 
-def test_other_keys_and_messages_without_one_have_no_order():
-    history = History()
+def test_other_keys_and_messages_without_one_have_no_order(history: History):
     for value, key in [(1, "a"), (2, "b"), (3, None), (4, None)]:
         sent(history, value, key=key, at=value)
     for value, key in [(4, None), (3, None), (2, "b"), (1, "a")]:
@@ -228,8 +210,7 @@ def test_other_keys_and_messages_without_one_have_no_order():
     assert check(history) == []
 
 
-def test_sends_of_two_producers_that_overlap_have_no_order():
-    history = History()
+def test_sends_of_two_producers_that_overlap_have_no_order(history: History):
     one = history.send("k", 1, 0.0, producer="p")
     other = history.send("k", 2, 0.5, producer="q")
     one.ok(None, 1.0)
@@ -239,8 +220,7 @@ def test_sends_of_two_producers_that_overlap_have_no_order():
     assert check(history) == []
 
 
-def test_a_send_that_ended_before_another_producers_send_began_comes_first():
-    history = History()
+def test_a_send_that_ended_before_another_producers_send_began_comes_first(history: History):
     history.send("k", 1, 0.0, producer="p").ok(None, 0.4)
     history.send("k", 2, 0.5, producer="q").ok(None, 1.0)
     handled(history, 2, 2.0)
@@ -248,8 +228,7 @@ def test_a_send_that_ended_before_another_producers_send_began_comes_first():
     assert kinds(history) == ["order"]
 
 
-def test_a_send_with_an_unknown_outcome_is_ordered_once_it_is_handled():
-    history = History()
+def test_a_send_with_an_unknown_outcome_is_ordered_once_it_is_handled(history: History):
     history.send("k", 1, 0.0).unknown()
     history.send("k", 2, 1.0).ok(None, 1.1)
     handled(history, 2, 2.0)
@@ -286,8 +265,7 @@ def test_a_fault_of_all_consumers_excuses_no_overlap():
     assert kinds(history) == ["overlap"]
 
 
-def test_the_handlings_of_a_dead_consumer_end():
-    history = History()
+def test_the_handlings_of_a_dead_consumer_end(history: History):
     sent(history, 1)
     history.handle("c", "k", 1, time=1.0)
     history.gone("c", 2.0)
@@ -296,24 +274,21 @@ def test_the_handlings_of_a_dead_consumer_end():
     assert history.handlings[0].outcome == "unknown"
 
 
-def test_an_epoch_that_goes_back_is_found():
-    history = History()
+def test_an_epoch_that_goes_back_is_found(history: History):
     for number, epoch in enumerate([1, 2, 1]):
         sent(history, number, key=number)
         handled(history, number, 10.0 + number, key=number, epoch=epoch, lp=7, by=f"c{epoch}")
     assert kinds(history) == ["epoch"]
 
 
-def test_epochs_of_different_logical_partitions_are_independent():
-    history = History()
+def test_epochs_of_different_logical_partitions_are_independent(history: History):
     for number, lp in enumerate([1, 2]):
         sent(history, number, key=number)
         handled(history, number, 10.0 + number, key=number, epoch=2 - number, lp=lp)
     assert check(history) == []
 
 
-def test_two_owners_of_one_epoch_are_found():
-    history = History()
+def test_two_owners_of_one_epoch_are_found(history: History):
     for number, by in enumerate("cd"):
         sent(history, number, key=number)
         handled(history, number, 10.0 + number, key=number, epoch=1, lp=7, by=by)
@@ -405,24 +380,21 @@ def test_a_fault_before_the_confirmed_ack_is_an_excuse():
     assert check(history) == []
 
 
-def test_a_failed_message_may_be_handled_again():
-    history = History()
+def test_a_failed_message_may_be_handled_again(history: History):
     sent(history, 1)
     history.handle("c", "k", 1, time=1.0).failed(1.5)
     handled(history, 1, 3.0, by="d", attempt=2)
     assert check(history) == []
 
 
-def test_two_sends_of_one_value_are_refused():
-    history = History()
+def test_two_sends_of_one_value_are_refused(history: History):
     sent(history, 1)
     sent(history, 1)
     with pytest.raises(ValueError, match="sent twice"):
         check(history)
 
 
-def test_a_violation_prints_its_kind_time_message_and_reason():
-    history = History()
+def test_a_violation_prints_its_kind_time_message_and_reason(history: History):
     sent(history, "m-1", at=2.5)
     [violation] = check(history)
     assert str(violation) == "lost at 2.500000 s: 'm-1' of key 'k': sent by p and never handled"
@@ -571,8 +543,7 @@ def test_each_single_change_of_a_legal_history_is_found(mutation: Any, data: st.
         assert expected in kinds(history)
 
 
-def test_a_long_history_is_checked_in_little_time():
-    history = History()
+def test_a_long_history_is_checked_in_little_time(history: History):
     count = 100_000
     for value in range(count):
         sent(history, value, key=value % 1000, at=value / 1000, place=("s", value))
