@@ -132,16 +132,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from plait.client.admin.admin import Admin, ConsumerInfo, GroupInfo, SubjectDetails, SubjectInfo
+    from plait.client.admin.admin import Admin
     from plait.client.admin.cluster_admin import (
         AllocationInfo,
-        BrokerInfo,
-        LostPartition,
         MemberShare,
         PartitionShare,
         RouteInfo,
     )
-    from plait.client.admin.dead_letter_admin import DeadHistory, DeadLetter, DeadQueue, DeadReason
+    from plait.client.admin.dead_letter_admin import DeadHistory, DeadLetter, DeadReason
     from plait.client.admin.parked_key_admin import ParkedKey
     from plait.client.admin.schedule_admin import ScheduleCount, ScheduledMessage
     from plait.client.app.app import App
@@ -153,18 +151,19 @@ if TYPE_CHECKING:
     from plait.client.read.reader import Reader
     from plait.client.send.due_time import DelayLevel
     from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
+    from plait.wire.admin.cluster import BrokerInfo, LostPartition
+    from plait.wire.admin.dead_letters import DeadQueue
+    from plait.wire.admin.subjects import ConsumerInfo, GroupInfo, SubjectDetails, SubjectInfo
 else:
     # NumPy and Arrow take most of the time of an import: what needs them is loaded when it is first asked for.
     _LATER = {
-        "plait.client.admin.admin": "Admin ConsumerInfo GroupInfo SubjectDetails SubjectInfo",
+        "plait.client.admin.admin": "Admin",
         "plait.client.app.app": "App",
         "plait.client.consume.batch": "ArrowBatch Batch",
         "plait.client.client": "Client connect",
-        "plait.client.admin.cluster_admin": (
-            "AllocationInfo BrokerInfo LostPartition MemberShare PartitionShare RouteInfo"
-        ),
+        "plait.client.admin.cluster_admin": "AllocationInfo MemberShare PartitionShare RouteInfo",
         "plait.client.consume.consumer": "Consumer",
-        "plait.client.admin.dead_letter_admin": "DeadHistory DeadLetter DeadQueue DeadReason",
+        "plait.client.admin.dead_letter_admin": "DeadHistory DeadLetter DeadReason",
         "plait.client.send.due_time": "DelayLevel",
         "plait.client.app.outcomes": "Reject RetryLater Suspend",
         "plait.client.app.outgoing": "Outgoing",
@@ -172,6 +171,9 @@ else:
         "plait.client.read.reader": "Reader",
         "plait.client.admin.schedule_admin": "ScheduleCount ScheduledMessage",
         "plait.client.types": "Message MessageId PartitionName Receipt Receipts Ticket",
+        "plait.wire.admin.cluster": "BrokerInfo LostPartition",
+        "plait.wire.admin.dead_letters": "DeadQueue",
+        "plait.wire.admin.subjects": "ConsumerInfo GroupInfo SubjectDetails SubjectInfo",
     }
     _MODULES = {name: module for module, names in _LATER.items() for name in names.split()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 
 from plait.broker.broker import Broker
@@ -10,68 +9,13 @@ from plait.broker.groups.ordered_group import OrderedGroup
 from plait.broker.groups.row_counts import LAG_COUNTED_MAX, RowCounter
 from plait.broker.groups.shared_group import Group, Journal
 from plait.broker.partitions.partition import Partition
-from plait.model.retry_policy import Retry
+from plait.wire.admin.subjects import ConsumerInfo, GroupInfo, SubjectInfo
 
 
-class SubjectView(msgspec.Struct, frozen=True):
-    """A subject in a listing."""
-
-    subject: str
-    partition: str
-    start: int
-    end: int
-    count: int
-    size: int
-    groups: int
-    created: int
-    retention_seconds: float | None
-    retention_bytes: int | None
-
-
-class ConsumerView(msgspec.Struct, frozen=True):
-    """A consumer in a listing."""
-
-    client: str
-    online: bool
-    held: int
-    #: LPs whose locks an ordered consumer has here.
-    locks: int = 0
-
-
-class GroupView(msgspec.Struct, frozen=True):
-    """A group in a listing; ``lag`` counts the rows that are not done, delivered or not."""
-
-    subject: str
-    group: str
-    broadcast: bool
-    delivery: str
-    retry: Retry
-    next: int
-    floor: int
-    lag: int
-    unacked: int
-    returned: int
-    waiting: int
-    redelivered: int
-    lost: int
-    online: int
-    consumers: list[ConsumerView]
-    dead: int = 0
-    ordered: bool = False
-    #: Keys with a failed message that holds back later ones, and those of them that are parked.
-    holding: int = 0
-    parked: int = 0
-    #: "key" for a group with affinity, None for others.
-    affinity: str | None = None
-    #: ``lag``, ``unacked`` and ``returned``, or ``lost``, are estimates: rows of several owners are interleaved.
-    estimated: bool = False
-    lost_estimated: bool = False
-
-
-def subject_view(broker: Broker, partition: Partition) -> SubjectView:
+def subject_view(broker: Broker, partition: Partition) -> SubjectInfo:
     settings, config = partition.row.settings, broker.config
     seconds, size = settings.retention_seconds, settings.retention_bytes
-    return SubjectView(
+    return SubjectInfo(
         partition.row.subject,
         f"{partition.row.name}@{config.group}",
         partition.start,
@@ -85,17 +29,17 @@ def subject_view(broker: Broker, partition: Partition) -> SubjectView:
     )
 
 
-def group_view(group: Group, journal: Journal | None = None) -> GroupView:
+def group_view(group: Group, journal: Journal | None = None) -> GroupInfo:
     """The view of a group. With a ``journal``, rows of an ordered group are read to count them."""
     if isinstance(group, OrderedGroup):
         return _ordered_view(group, journal)
     log, partition = group.pull_log, group.partition
     held, returned, waiting = log.held_count, log.returned.count, log.waiting.count
     consumers = [
-        ConsumerView(c.client, c.connected, log.held[c.id].count if c.id in log.held else 0)
+        ConsumerInfo(c.client, c.connected, log.held[c.id].count if c.id in log.held else 0)
         for c in group.consumers.values()
     ]
-    return GroupView(
+    return GroupInfo(
         partition.row.subject,
         group.name,
         group.definition.broadcast,
@@ -115,7 +59,7 @@ def group_view(group: Group, journal: Journal | None = None) -> GroupView:
     )
 
 
-def _ordered_view(group: OrderedGroup, journal: Journal | None) -> GroupView:
+def _ordered_view(group: OrderedGroup, journal: Journal | None) -> GroupInfo:
     partition, cursors = group.partition, list(group.cursors)
     counter = RowCounter(group, journal, LAG_COUNTED_MAX)
     held, returned, waiting, lag = 0, 0, 0, 0
@@ -127,7 +71,7 @@ def _ordered_view(group: OrderedGroup, journal: Journal | None) -> GroupView:
         returned += counter.count(cursor, cursor.returned)
         waiting += cursor.waiting.count
         lag += counter.count(cursor, [(cursor.next, partition.visible)])
-    return GroupView(
+    return GroupInfo(
         partition.row.subject,
         group.name,
         group.definition.broadcast,
@@ -143,7 +87,7 @@ def _ordered_view(group: OrderedGroup, journal: Journal | None) -> GroupView:
         group.lost_count,
         sum(consumer.connected for consumer in group.consumers.values()),
         [
-            ConsumerView(c.client, c.connected, held_by.get(c.id, 0), int(np.count_nonzero(group.locks.owner == c.id)))
+            ConsumerInfo(c.client, c.connected, held_by.get(c.id, 0), int(np.count_nonzero(group.locks.owner == c.id)))
             for c in group.consumers.values()
         ],
         group.pull_log.dead.count,

@@ -17,11 +17,11 @@ from plait.meta.database.connection import DATABASE
 from plait.meta.database.migrate import VERSION_TABLE, VERSIONS
 from plait.meta.database.schema import PREFIX
 from plait.meta.route_rebuild import missing
-from plait.meta.views import RegisteredPartition
 from plait.model.names import counted
 from plait.model.route import PartitionId, Route
 from plait.storage.catalog import PartitionRow
 from plait.storage.directory_id import PATH as IDENTITY
+from plait.wire.admin.cluster import RegisteredPartition
 
 PART = "meta database"
 #: The database and the files that SQLite writes beside it.

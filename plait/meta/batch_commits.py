@@ -24,26 +24,14 @@ from plait.meta.cluster_age import ClusterAge
 from plait.meta.core import Core
 from plait.meta.database.connection import ConcurrentChange
 from plait.meta.database.schema import COMMITS
+from plait.wire.admin.cluster import BatchDecision, Stages
 
 _T = TypeVar("_T")
 
-#: (broker group, partition, [(producer of the stage, rows)]).
-Stages = list[tuple[str, str, list[tuple[int, int]]]]
 #: The newest cancelled attempts are remembered, because their own requests may still arrive.
 VETOES_MAX: Final = 16
 #: Before the first batch of a query.
 NO_BATCH: Final = -1
-
-
-class BatchDecision(msgspec.Struct, frozen=True):
-    """The last decided batch of a query."""
-
-    query: str
-    batch: int
-    version: int
-    stages: Stages
-    #: All brokers have published it.
-    done: bool
 
 
 class _Body(msgspec.Struct):

@@ -12,8 +12,8 @@ from plait.meta.core import Core
 from plait.meta.database.connection import ConcurrentChange
 from plait.meta.database.schema import BrokerRow
 from plait.meta.members.liveness import Liveness
-from plait.meta.views import BrokerView, State
 from plait.model import names
+from plait.wire.admin.cluster import BrokerInfo, State
 
 _STATES = get_args(State)
 #: Longest reason of a broker, in characters.
@@ -165,10 +165,10 @@ class Brokers:
         )
         self._states = states
 
-    def views(self) -> list[BrokerView]:
+    def views(self) -> list[BrokerInfo]:
         load = self._core.mirror.load
         return [
-            BrokerView(
+            BrokerInfo(
                 row.broker_group,
                 row.broker,
                 row.address,

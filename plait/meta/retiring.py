@@ -20,10 +20,11 @@ from plait.meta.core import Core
 from plait.meta.database.schema import PartitionAssignment
 from plait.meta.known_groups import ReportedProgress, forgetting, progress_of
 from plait.meta.subjects import Subjects, new_places
-from plait.meta.views import LostPartitionView, PartitionProgress, Remembered
 from plait.model import route as routes
 from plait.model.lp_runs import Numbers, spread
 from plait.model.route import PartitionId, Route
+from plait.wire.admin.cluster import LostPartition, PartitionProgress
+from plait.wire.admin.subjects import Remembered
 
 log = logging.getLogger("plait.meta")
 
@@ -119,14 +120,14 @@ class Retiring:
 
     # --- a broker group that is lost --------------------------------------------------------------
 
-    def forget(self, group: str, *, lost: bool) -> list[LostPartitionView]:
+    def forget(self, group: str, *, lost: bool) -> list[LostPartition]:
         """Remove a broker group that will not return: its LPs move to other broker groups and its messages are lost.
 
         Returns the partitions with unconsumed messages. Raises ``InvalidArgument`` if there are any and ``lost`` is
         False.
         """
 
-        def decision() -> list[LostPartitionView]:
+        def decision() -> list[LostPartition]:
             mirror = self._core.mirror
             if group not in mirror.brokers:
                 raise InvalidArgument(
@@ -152,7 +153,7 @@ class Retiring:
         log.warning("broker group %s was removed; lost with it: %s", group, lost_text)
         return missed
 
-    def _lost(self, place: PartitionId) -> LostPartitionView:
+    def _lost(self, place: PartitionId) -> LostPartition:
         """What is lost if the partition is removed."""
         mirror = self._core.mirror
         row = mirror.partitions[place]
@@ -168,7 +169,7 @@ class Retiring:
                 for name, runs in sorted(progress.passed.items())
                 if (count := int(((fences > 0) & (spread(runs) < fences)).sum()))
             }
-        return LostPartitionView(row.subject, str(place), takes, behind)
+        return LostPartition(row.subject, str(place), takes, behind)
 
     def _forget(self, group: str, places: Sequence[PartitionId]) -> None:
         mirror = self._core.mirror

@@ -15,10 +15,10 @@ import numpy as np
 
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta.views import RegisteredPartition
 from plait.model.logical_partitions import runs_with
 from plait.model.lp_runs import Numbers
 from plait.model.route import PartitionId, Route, Span, SpanHistory, joined
+from plait.wire.admin.cluster import RegisteredPartition
 
 #: The most runs of one partition: its open, sealed and reopened LPs.
 _RUNS_MAX: Final = 16 * LOGICAL_PARTITIONS

@@ -29,22 +29,19 @@ from plait.meta.members.peers import Peers
 from plait.meta.retiring import Retiring
 from plait.meta.route_changes import RouteChanges
 from plait.meta.subjects import Subjects
-from plait.meta.views import (
-    AllocationView,
-    BrokerView,
-    HeartbeatView,
-    LostPartitionView,
-    PartitionProgress,
-    Registered,
-    RegisteredPartition,
-    Remembered,
-    RoutedSubjectView,
-    RouteView,
-    State,
-)
+from plait.meta.views import HeartbeatView, Registered, RoutedSubjectView, RouteView
 from plait.model.lp_runs import NumberedRun
 from plait.model.route import PartitionId, Route
 from plait.model.settings import SubjectSettings
+from plait.wire.admin.cluster import (
+    AllocationReply,
+    BrokerInfo,
+    LostPartition,
+    PartitionProgress,
+    RegisteredPartition,
+    State,
+)
+from plait.wire.admin.subjects import Remembered
 
 log = logging.getLogger("plait.meta")
 
@@ -187,7 +184,7 @@ class MetaService:
         """Set the state that the operator wants for a broker group."""
         self._brokers.wish(group, state)
 
-    def brokers(self) -> list[BrokerView]:
+    def brokers(self) -> list[BrokerInfo]:
         """All brokers, as this meta server knows them."""
         self._core.refresh()
         return self._brokers.views()
@@ -280,7 +277,7 @@ class MetaService:
         self._retiring.report(group, reports)
         return True
 
-    def forget_broker(self, group: str, *, lost: bool = False) -> list[LostPartitionView]:
+    def forget_broker(self, group: str, *, lost: bool = False) -> list[LostPartition]:
         """Remove a broker group that will not return; with ``lost``, even if messages are lost.
 
         Returns what is lost.
@@ -342,7 +339,7 @@ class MetaService:
         """The reply of ``client``, for any thread. Returns None if ``client`` must be called."""
         return self.members.news(client, seen)
 
-    def allocation(self, subject: str, group: str) -> AllocationView:
+    def allocation(self, subject: str, group: str) -> AllocationReply:
         """The members of a group and their shares."""
         self._core.refresh()
         return self._allocating.view(subject, group)

@@ -15,10 +15,11 @@ from plait.meta.database.schema import PartitionAssignment, RouteRow, SubjectRow
 from plait.meta.database.store import StoreChange
 from plait.meta.known_groups import remembering
 from plait.meta.route_rebuild import check, missing, rebuilt
-from plait.meta.views import RegisteredPartition, RoutedSubjectView
+from plait.meta.views import RoutedSubjectView
 from plait.model import names
 from plait.model.route import PartitionId, Route, announced, check_places, default_route
 from plait.model.settings import SubjectSettings, group_settings, subject_settings, text_of
+from plait.wire.admin.cluster import RegisteredPartition
 
 #: Broker groups of a new subject, unless the request says otherwise.
 DEFAULT_GROUPS = 2

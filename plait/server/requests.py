@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from plait.broker.groups.attachments import resolve_start
 from plait.broker.groups.shared_group import AttachedConsumer, Delivery, NackOutcome
 from plait.broker.partitions.partition import ReadBatch
@@ -20,11 +18,10 @@ from plait.model.retry_policy import ATTEMPTS_MAX, WAIT_SECONDS_MAX
 from plait.server.broker_host import BrokerHost
 from plait.server.cluster.cluster_role import ClusterRole
 from plait.server.connection import Connection
-from plait.server.operations import partitions as admin_partition
-from plait.server.operations import stages as admin_stage
-from plait.server.operations import subjects_and_groups as admin
+from plait.server.operations.table import run
 from plait.server.sessions import ENDED
 from plait.wire import messages as m
+from plait.wire.admin.operation import answer
 from plait.wire.packets import Packet
 
 Handler = Callable[[Connection, int, Any, memoryview], None]
@@ -87,14 +84,14 @@ class Handlers:
         partition = self._broker.partition_of(route.name)
         if route.delayed:
             partition = self._broker.schedules.partition_of(route.name)
-        answer = m.PartitionNumberReply(partition.id, partition.row.name)
+        number = m.PartitionNumberReply(partition.id, partition.row.name)
         if before == self._broker.catalog.next_partition and partition.id not in self._new:
-            connection.answer(correlation, answer)
+            connection.answer(correlation, number)
             return
 
         def reply() -> None:
             self._new.discard(partition.id)
-            connection.answer(correlation, answer)
+            connection.answer(correlation, number)
 
         # Reply after the commit: after a crash an uncommitted number is given to another subject.
         self._new.add(partition.id)
@@ -304,33 +301,14 @@ class Handlers:
     def _admin(self, connection: Connection, correlation: int, request: m.AdminRequest, _: memoryview) -> None:
         if self._cluster.take(connection, correlation, request):
             return
-        if request.operation in admin_partition.ORDERS:
-            admin_partition.order(
-                self._host,
-                request.operation,
-                request.arguments,
-                lambda result: _answer_admin(connection, correlation, result),
-            )
-            return
-        if request.operation in admin_stage.OPERATIONS:
 
-            def answer(result: Any, error: PlaitError | None) -> None:
-                if error is not None:
-                    connection.fail(correlation, error)
-                else:
-                    _answer_admin(connection, correlation, result)
+        def reply(result: Any, error: PlaitError | None) -> None:
+            if error is not None:
+                connection.fail(correlation, error)
+            else:
+                connection.answer(correlation, answer(result))
 
-            admin_stage.order(self._host, request.operation, request.arguments, answer)
-            return
-        result, changes = admin.run(self._host, request.operation, request.arguments)
-        if changes:
-            self._broker.turn.answer_after_commit(lambda: _answer_admin(connection, correlation, result))
-        else:
-            _answer_admin(connection, correlation, result)
-
-
-def _answer_admin(connection: Connection, correlation: int, result: Any) -> None:
-    connection.answer(correlation, m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(result))))
+        run(self._host, request, reply)
 
 
 def _bounded(

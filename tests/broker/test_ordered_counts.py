@@ -6,9 +6,10 @@ import pytest
 
 from plait.broker.groups import row_counts
 from plait.broker.partitions import sealing
-from plait.broker.views import GroupView, group_view
+from plait.broker.views import group_view
 from plait.model.logical_partitions import lp_of_key
 from plait.model.settings import SubjectSettings
+from plait.wire.admin.subjects import GroupInfo
 from tests.broker.ordered_node import GROUP, SUBJECT, Owner, keyed
 from tests.support.broker_node import Node, Producer
 
@@ -29,7 +30,7 @@ def send(node: Node, producer: Producer, keys: list[str]) -> None:
         keyed(node, producer, [(key, key.encode())])
 
 
-def view(node: Node, *, counted: bool = True) -> GroupView:
+def view(node: Node, *, counted: bool = True) -> GroupInfo:
     return group_view(node.group(SUBJECT, GROUP), node.broker if counted else None)
 
 

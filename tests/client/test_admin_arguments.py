@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 import plait
-from plait.client.admin.dead_letter_admin import LetterSelection
+from plait.client.admin.dead_letter_admin import selection_of
 from tests.client.support import fetch_all, send
 
 NOW = datetime.now(UTC)
@@ -31,7 +31,7 @@ NOW = datetime.now(UTC)
     ],
 )
 def test_sequences_are_accepted_as_any_collection_of_integers(sequences: Any):
-    assert LetterSelection.of({"sequences": sequences}).sequences == [1, 2]
+    assert selection_of({"sequences": sequences}).sequences == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -44,18 +44,18 @@ def test_sequences_are_accepted_as_any_collection_of_integers(sequences: Any):
 )
 def test_invalid_sequences_are_refused(sequences: Any):
     with pytest.raises(plait.InvalidArgument, match=r"use a list of numbers|use a whole number|is out of range"):
-        LetterSelection.of({"sequences": sequences})
+        selection_of({"sequences": sequences})
 
 
 def test_an_exception_type_is_given_by_class_or_by_name():
-    assert LetterSelection.of({"type": ValueError}).type == "ValueError"
-    assert LetterSelection.of({"type": plait.CodecError}).type == "plait.CodecError"
-    assert LetterSelection.of({"type": "ValueError"}).type == "ValueError"
+    assert selection_of({"type": ValueError}).type == "ValueError"
+    assert selection_of({"type": plait.CodecError}).type == "plait.CodecError"
+    assert selection_of({"type": "ValueError"}).type == "ValueError"
     for wrong in (ValueError("x"), int, 5, b"ValueError"):
         with pytest.raises(plait.InvalidArgument, match="use its name"):
-            LetterSelection.of({"type": wrong})  # type: ignore[typeddict-item]
+            selection_of({"type": wrong})  # type: ignore[typeddict-item]
     with pytest.raises(plait.InvalidArgument, match=r"handler <function .* is a function; use its name"):
-        LetterSelection.of({"handler": test_an_exception_type_is_given_by_class_or_by_name})  # type: ignore[typeddict-item]
+        selection_of({"handler": test_an_exception_type_is_given_by_class_or_by_name})  # type: ignore[typeddict-item]
 
 
 async def test_dead_letters_are_selected_by_exception_type(client: plait.Client) -> None:

@@ -13,11 +13,12 @@ import pytest
 
 import plait
 import plait.sync
-from plait.client.admin.cluster_admin import _Route, _route_info
+from plait.client.admin.cluster_admin import _route_info
 from plait.limits import LOGICAL_PARTITIONS, PARKED_PAGE_MAX
 from plait.meta.database.connection import file_url
 from plait.server.meta.meta_server import MetaServer
 from plait.testing import EmbeddedBroker
+from plait.wire.admin.cluster import RouteDetails
 from tests.client.support import EAGER, PATIENCE_SECONDS, config_of
 
 HALF = LOGICAL_PARTITIONS // 2
@@ -299,7 +300,7 @@ def test_the_blocking_client_has_the_same_calls() -> None:
 
 
 def test_lps_that_returned_to_a_partition_still_drain_the_span_between() -> None:
-    route = _Route(
+    route = RouteDetails(
         "s",
         4,
         "strict",

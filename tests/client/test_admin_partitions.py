@@ -10,9 +10,10 @@ import pytest
 
 import plait
 from plait.broker.groups.shared_group import NackOutcome
-from plait.client.admin.admin import ConsumerInfo, GroupInfo, merged_groups
+from plait.client.admin.admin import merged_groups
 from plait.client.types import PartitionName
 from plait.model.reason import Reason
+from plait.wire.admin.subjects import ConsumerInfo, GroupInfo
 from tests.client.support import EAGER, PlayedMeta
 
 #: Keys of partition 0 and of partition 1.

@@ -17,6 +17,8 @@ from plait.client.staged.stage_writer import StageWriter
 from plait.errors import Expired, InvalidArgument, InvalidName, OutOfSequence, Timeout
 from plait.limits import STAGES_PAGE_MAX
 from plait.testing import EmbeddedBroker
+from plait.wire import messages as m
+from plait.wire.admin.partitions import DROP_STAGES, FORGET_BATCHES, PUBLISH_STAGES
 from tests.cli.commands import plait as run_plait
 from tests.client.support import EAGER
 
@@ -47,15 +49,15 @@ async def test_invalid_requests_are_refused(
 ):
     node = client._router.meta
     with pytest.raises(error, match=text):
-        await ask(node, operation, Any, **arguments)
-    assert (await ask(node, "server.describe", dict))["stages"] == 0
+        await node.request(m.AdminRequest(operation, arguments))
+    assert (await client.admin.server())["stages"] == 0
 
 
 async def test_publishing_or_dropping_an_unknown_stage_has_no_effect(client: plait.Client):
     node = client._router.meta
-    assert await ask(node, "stage.publish", Any, stages=[(8, 1)]) is None
-    assert await ask(node, "stage.drop", int, producers=[8]) == 0
-    assert await ask(node, "stage.forget", int, query="q", batch=3) == 0
+    assert await ask(node, PUBLISH_STAGES, stages=[(8, 1)]) is None
+    assert await ask(node, DROP_STAGES, producers=[8]) == 0
+    assert await ask(node, FORGET_BATCHES, query="q", batch=3) == 0
 
 
 async def test_a_broker_that_lost_its_log_tail_stores_no_row_under_a_reused_number(tmp_path: Path):

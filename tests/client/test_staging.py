@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -23,6 +24,8 @@ from plait.errors import InvalidArgument, MetaUnavailable, StaleSession
 from plait.model.logical_partitions import lp_of_key
 from plait.server.meta.meta_requests import UNDONE_MAX
 from plait.testing import EmbeddedBroker
+from plait.wire.admin.cluster import EXCHANGE_STAGES, UNDONE_BATCHES, BatchDecision
+from plait.wire.admin.operation import Operation
 from tests.client.support import EAGER, PATIENCE_SECONDS, config_of
 from tests.client.test_expanding import by_key, settled, wait_for
 
@@ -172,7 +175,7 @@ async def test_a_batch_with_an_unreachable_broker_does_not_block_others(
         left: list[str] = []
         while left != ["a"]:
             await finish_others(client)
-            undone = await committing.ask(client._router.meta, "commit.undone", list[committing.DecisionReply])
+            undone = await ask(client._router.meta, UNDONE_BATCHES)
             left = [decision.query for decision in undone]
     await nodes[1].start()
     assert not await commit(client, "a", 0, [])
@@ -209,9 +212,7 @@ async def test_staged_rows_follow_a_changed_route_and_keep_their_order(
     moved: list[Staged] = []
     exchange = committing._exchange
 
-    async def watched(
-        of: plait.Client, decision: committing.DecisionReply, stages: list[Staged]
-    ) -> committing.DecisionReply:
+    async def watched(of: plait.Client, decision: BatchDecision, stages: list[Staged]) -> BatchDecision:
         moved.extend(stages)
         return await exchange(of, decision, stages)
 
@@ -248,7 +249,7 @@ async def test_a_driver_continues_with_the_stages_that_another_driver_exchanged(
     await settled(client, "s")
     decision = await committing._decide(client, "q", 0, staged)
     publish = committing._publish
-    exchanged: list[committing.DecisionReply] = []
+    exchanged: list[BatchDecision] = []
 
     async def overtaken(of: plait.Client, stages: list[Staged]) -> list[Staged]:
         moved = await publish(of, stages)
@@ -272,10 +273,10 @@ async def test_moved_rows_are_not_dropped_when_the_reply_to_the_exchange_is_lost
     await settled(client, "s")
     asked: list[str] = []
 
-    async def lossy(node: Node, operation: str, kind: object = None, **arguments: object) -> object:
-        answer = await ask(node, operation, kind, **arguments)
-        asked.append(operation)
-        if asked.count("commit.exchange") == 1 and operation == "commit.exchange":
+    async def lossy(node: Node, operation: Operation[Any], **arguments: object) -> object:
+        answer = await ask(node, operation, **arguments)
+        asked.append(operation.name)
+        if operation is EXCHANGE_STAGES and asked.count(operation.name) == 1:
             raise MetaUnavailable("the connection was lost")
         return answer
 

@@ -9,9 +9,10 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.database.store import Store
 from plait.meta.members.shares import Share
 from plait.meta.service import MetaService
-from plait.meta.views import HeartbeatView, PartitionProgress
+from plait.meta.views import HeartbeatView
 from plait.model.lp_runs import NumberedRun
 from plait.model.route import PartitionId
+from plait.wire.admin.cluster import PartitionProgress
 
 #: Makes a store over the test's database.
 Stores = Callable[..., Store]

@@ -10,7 +10,7 @@ from plait.clock import ManualClock
 from plait.errors import InvalidArgument, InvalidName, NoBroker
 from plait.meta.database.store import StoreChange
 from plait.meta.service import MetaService
-from plait.meta.views import State
+from plait.wire.admin.cluster import State
 from tests.meta.support import Stores, join, pass_time, register, settle
 
 

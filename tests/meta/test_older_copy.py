@@ -11,7 +11,7 @@ from plait.clock import ManualClock
 from plait.meta.database.connection import Database
 from plait.meta.database.store import Store
 from plait.meta.service import MetaService
-from plait.meta.views import RegisteredPartition
+from plait.wire.admin.cluster import RegisteredPartition
 from tests.meta.support import join, register, settle
 
 

@@ -12,10 +12,11 @@ from plait.errors import InvalidArgument, NoBroker
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta import known_groups as remembered
 from plait.meta.service import MetaService
-from plait.meta.views import PartitionProgress, Remembered
 from plait.model import names
 from plait.model import route as routes
 from plait.model.route import PartitionId
+from plait.wire.admin.cluster import PartitionProgress
+from plait.wire.admin.subjects import Remembered
 from tests.meta.support import converge, expire, pass_time, place, places, progress, register
 
 

@@ -17,9 +17,9 @@ from plait.errors import (
 from plait.limits import MetaLimits
 from plait.meta.database import sweep
 from plait.meta.service import MetaService
-from plait.meta.views import RegisteredPartition
 from plait.model.route import current, spans
 from plait.model.settings import SubjectSettings
+from plait.wire.admin.cluster import RegisteredPartition
 from tests.meta.support import ALL, Stores, converge, join, pass_time, place, places, register, settle
 
 

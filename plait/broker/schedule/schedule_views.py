@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,38 +15,12 @@ from plait.broker.schedule.due_window import IN_LOG, SOON, SoonRows, soon_rows
 from plait.broker.schedule.upcoming import Schedule
 from plait.frame.gather import Int64s, UInt64s
 from plait.storage.schedule.bucket import GRID, NEVER, Bucket
-
-
-class ScheduledView(msgspec.Struct, frozen=True):
-    """A waiting message in a listing."""
-
-    subject: str
-    number: int
-    deliver_at: int
-    producer: int
-    sequence: int
-    key: str | None
-    size: int
-
-
-class ScheduledPage(msgspec.Struct, frozen=True):
-    """A page of waiting messages, and the (time, number) after which the next page begins; None: the last page."""
-
-    rows: list[ScheduledView]
-    next: tuple[int, int] | None
-
-
-class CountView(msgspec.Struct, frozen=True):
-    """The number of waiting messages of a subject, or of those due in the ten minutes from ``bucket`` (µs) on."""
-
-    subject: str | None
-    bucket: int | None
-    count: int
+from plait.wire.admin.delayed import DelayedCount, DelayedPage, DelayedRow
 
 
 def list_scheduled(
     broker: Broker, subject: str, start: int, end: int, after: tuple[int, int] | None, limit: int
-) -> ScheduledPage:
+) -> DelayedPage:
     """The first rows that are due in [start, end), by due time; if given, only rows after the (time, number) ``after``.
 
     At most ``limit`` rows are read. Damaged rows are left out of the page, and the next page starts after them.
@@ -55,13 +28,13 @@ def list_scheduled(
     broker.partition_of(subject, create=False)
     schedule = broker.schedules.by_subject.get(subject)
     if schedule is None:
-        return ScheduledPage([], None)
+        return DelayedPage([], None)
     after = max(after or (0, -1), (start, -1))
     with reading():
         return _list(broker, schedule, after, end, limit)
 
 
-def _list(broker: Broker, schedule: Schedule, after: tuple[int, int], end: int, limit: int) -> ScheduledPage:
+def _list(broker: Broker, schedule: Schedule, after: tuple[int, int], end: int, limit: int) -> DelayedPage:
     found = _first_rows(broker, schedule, after, end, limit)
     while not _all_open(broker, found):
         found = _first_rows(broker, schedule, after, end, limit)
@@ -69,16 +42,14 @@ def _list(broker: Broker, schedule: Schedule, after: tuple[int, int], end: int, 
     mine, _ = broker.due_rows.readable(schedule, found, np.arange(len(found)))
     rows = found[mine]
     if not len(rows):
-        return ScheduledPage([], following)
+        return DelayedPage([], following)
     facts = broker.due_rows.describe(schedule, rows)
     places = zip(rows["number"].tolist(), rows["due"].tolist(), strict=True)
     views = [
-        ScheduledView(
-            schedule.partition.row.subject, number, due, producer, sequence, key.decode() if key else None, size
-        )
+        DelayedRow(schedule.partition.row.subject, number, due, producer, sequence, key.decode() if key else None, size)
         for (number, due), (producer, sequence, key, size) in zip(places, facts, strict=True)
     ]
-    return ScheduledPage(views, following)
+    return DelayedPage(views, following)
 
 
 def _first_rows(broker: Broker, schedule: Schedule, after: tuple[int, int], end: int, limit: int) -> SoonRows:
@@ -145,7 +116,7 @@ def _waiting(bucket: Bucket, run: int, low: int, high: int) -> Int64s:
     return np.delete(np.arange(low, high), bucket.settled_rows(run, low, high) - low)
 
 
-def count_scheduled(broker: Broker, subject: str | None, start: int, end: int, by: str) -> list[CountView]:
+def count_scheduled(broker: Broker, subject: str | None, start: int, end: int, by: str) -> list[DelayedCount]:
     """Count the rows that are due in [start, end), by subject or by ten minutes.
 
     A run whose rows all fall into one count is not read. Of every other run the due times are read: 0.05 ms for a run
@@ -158,11 +129,11 @@ def count_scheduled(broker: Broker, subject: str | None, start: int, end: int, b
     if by == "time":
         with reading():
             times = _count_by_time(broker, schedules, start, end)
-        return [CountView(subject, bucket, times[bucket]) for bucket in sorted(times) if times[bucket]]
+        return [DelayedCount(subject, bucket, times[bucket]) for bucket in sorted(times) if times[bucket]]
     with reading():
         counts = _count_by_partition(broker, schedules, start, end)
     return [
-        CountView(each.partition.row.subject, None, counts[each.partition.id])
+        DelayedCount(each.partition.row.subject, None, counts[each.partition.id])
         for each in schedules
         if counts[each.partition.id]
     ]

@@ -17,9 +17,9 @@ from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
 
 if TYPE_CHECKING:
-    from plait.client.admin.admin import GroupInfo
     from plait.client.admin.cluster_admin import AllocationInfo
     from plait.client.client import Client
+    from plait.wire.admin.subjects import GroupInfo
 
 app = App(name="group", help="List, describe, change, reset and delete consumer groups; their parked keys.")
 app.command("plait.cli.commands.parked:parked", name="parked", help="List the parked keys.")

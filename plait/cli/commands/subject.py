@@ -23,9 +23,9 @@ from plait.errors import InvalidArgument, Timeout
 from plait.limits import LOGICAL_PARTITIONS
 
 if TYPE_CHECKING:
-    from plait.client.admin.admin import SubjectInfo
     from plait.client.admin.cluster_admin import RouteInfo
     from plait.client.client import Client
+    from plait.wire.admin.subjects import SubjectInfo
 
 app = App(name="subject", help="List, describe, create, change, expand and delete subjects.")
 

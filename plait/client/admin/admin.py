@@ -15,76 +15,11 @@ from plait.client.arguments import Duration, Start, seconds_of, start_of
 from plait.client.net.admin_calls import Partition
 from plait.errors import GroupNotFound, InvalidArgument
 from plait.model.retry_policy import Retry
-
-
-class SubjectInfo(msgspec.Struct, frozen=True):
-    """A subject, or one partition of it. Times are microseconds since 1970, sizes bytes."""
-
-    subject: str
-    partition: str
-    start: int
-    end: int
-    count: int
-    size: int
-    groups: int
-    created: int
-    retention_seconds: float | None
-    retention_bytes: int | None
-
-
-class ConsumerInfo(msgspec.Struct, frozen=True):
-    """A member of a group."""
-
-    client: str
-    online: bool
-    held: int
-    #: The number of locks that an ordered consumer has, over all partitions of the subject.
-    locks: int = 0
-
-
-class GroupInfo(msgspec.Struct, frozen=True):
-    """A group's progress on one subject; ``lag`` is the number of unfinished messages, in flight or not."""
-
-    subject: str
-    group: str
-    broadcast: bool
-    delivery: str
-    retry: Retry
-    next: int
-    floor: int
-    lag: int
-    unacked: int
-    returned: int
-    waiting: int
-    redelivered: int
-    lost: int
-    online: int
-    consumers: list[ConsumerInfo]
-    #: The number of dead letters.
-    dead: int = 0
-    ordered: bool = False
-    #: Keys held back by a failed message, and those of them that are parked until ``resume`` or ``skip``.
-    holding: int = 0
-    parked: int = 0
-    #: "key" if the messages of a key go to one member, without order; otherwise None.
-    affinity: str | None = None
-    #: ``lag``, ``unacked`` and ``returned`` are estimates (``estimated``), or ``lost`` is (``lost_estimated``): the
-    #: messages of different members of an ordered group are interleaved, and counting each would take too long.
-    estimated: bool = False
-    lost_estimated: bool = False
-
+from plait.wire.admin import subjects
+from plait.wire.admin.subjects import ConsumerInfo, GroupInfo, SubjectDetails, SubjectInfo
 
 #: The fields that are summed over the partitions of a subject. A consumer online at several partitions counts once.
 _GROUP_SUMS: Final = [f.name for f in msgspec.structs.fields(GroupInfo) if f.type is int and f.name != "online"]
-
-
-class SubjectDetails(msgspec.Struct, frozen=True):
-    """A subject with its groups; with several partitions, the numbers are sums over all of them."""
-
-    subject: SubjectInfo
-    groups: list[GroupInfo]
-    #: The subject's numbers for each partition.
-    partitions: list[SubjectInfo] = []
 
 
 class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
@@ -95,13 +30,13 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
 
     async def subjects(self) -> list[SubjectInfo]:
         """All subjects by name, an entry for each partition."""
-        found = [info for each in await self._everywhere("subject.list", list[SubjectInfo]) for info in each]
+        found = [info for each in await self._everywhere(subjects.LIST_SUBJECTS) for info in each]
         return sorted(found, key=lambda info: (info.subject, info.partition))
 
     async def subject(self, subject: str) -> SubjectDetails:
         """A subject, its partitions and its groups."""
-        answers = await self._each(await self._places(subject), "subject.describe", SubjectDetails)
-        details: list[SubjectDetails] = [answer for _, answer in answers]
+        answers = await self._each(await self._places(subject), subjects.DESCRIBE_SUBJECT)
+        details = [answer for _, answer in answers]
         groups = merged_groups([group for each in details for group in each.groups])
         partitions = [each.subject for each in details]
         return SubjectDetails(merged_subject(partitions, len(groups)), groups, partitions)
@@ -124,8 +59,7 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         if isinstance(groups, str):
             raise InvalidArgument(f"groups {groups!r} is a string; use a list of names")
         await self._run(
-            "subject.create",
-            Any,
+            subjects.CREATE_SUBJECT,
             subject=subject,
             retention_seconds=None if retention is None else seconds_of(retention),
             retention_bytes=retention_bytes,
@@ -154,28 +88,28 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
             changed["retention_bytes"] = None if retention_bytes == "default" else retention_bytes
         if not changed:
             raise InvalidArgument(f"no setting of {subject!r} to change; pass retention= or retention_bytes=")
-        await self._run("subject.set", Any, subject=subject, **changed)
+        await self._run(subjects.SET_SUBJECT, subject=subject, **changed)
         return (await self.subject(subject)).subject
 
     async def delete_subject(self, subject: str) -> None:
         """Delete a subject with its messages and groups, permanently."""
-        await self._run("subject.delete", None, subject=subject)
+        await self._run(subjects.DELETE_SUBJECT, subject=subject)
 
     async def groups(self, subject: str | None = None, *, partition: Partition | None = None) -> list[GroupInfo]:
         """The groups of a subject, of one of its partitions, or of all subjects."""
         if subject is None:
             if partition is not None:
                 raise InvalidArgument(f"partition {str(partition)!r} needs its subject; pass subject= too")
-            found = [info for each in await self._everywhere("group.list", list[GroupInfo]) for info in each]
+            found = [info for each in await self._everywhere(subjects.LIST_GROUPS) for info in each]
         else:
-            answers = await self._each(await self._places(subject, partition), "group.list", list[GroupInfo])
+            answers = await self._each(await self._places(subject, partition), subjects.LIST_GROUPS)
             found = [info for _, answer in answers for info in answer]
         return merged_groups(found)
 
     async def group(self, subject: str, group: str, *, partition: Partition | None = None) -> GroupInfo:
         """A group's progress; with several partitions, the sum over them."""
         places = await self._places(subject, partition)
-        [merged] = merged_groups([a for _, a in await self._each(places, "group.describe", GroupInfo, group=group)])
+        [merged] = merged_groups([a for _, a in await self._each(places, subjects.DESCRIBE_GROUP, group=group)])
         return merged
 
     async def reset_group(self, subject: str, group: str, start: Start, *, partition: Partition | None = None) -> int:
@@ -188,7 +122,7 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
             places = [await self._place(subject, partition, "sequences")]
         else:
             places = await self._places(subject, partition)
-        answers = await self._each(places, "group.reset", int, group=group, start=position)
+        answers = await self._each(places, subjects.RESET_GROUP, group=group, start=position)
         return sum(sequence for _, sequence in answers)
 
     async def set_group(self, subject: str, group: str, *, retry: Retry) -> GroupInfo:
@@ -198,7 +132,7 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         """
         if not isinstance(retry, Retry):
             raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
-        await self._each(await self._places(subject), "group.set", GroupInfo, group=group, retry=retry)
+        await self._each(await self._places(subject), subjects.SET_GROUP, group=group, retry=retry)
         return await self.group(subject, group)
 
     async def delete_group(self, subject: str, group: str) -> None:
@@ -211,17 +145,16 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         # the group's settings and remembers groups of partitions that have left the route; it may be the only one.
         missing: GroupNotFound | None = None
         try:
-            await self._each(places, "group.delete", None, group=group)
+            await self._each(places, subjects.DELETE_GROUP, group=group)
         except GroupNotFound as error:
             missing = error
-        remembered = await self._run("group.forget", bool, subject=subject, group=group)
+        remembered = await self._run(subjects.FORGET_GROUP, subject=subject, group=group)
         if missing is not None and not remembered:
             raise missing
 
     async def server(self) -> dict[str, Any]:
         """Facts about the server."""
-        result: dict[str, Any] = await self._run("server.describe", dict[str, Any])
-        return result
+        return await self._run(subjects.DESCRIBE_SERVER)
 
 
 def merged_subject(partitions: list[SubjectInfo], groups: int) -> SubjectInfo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -13,13 +13,14 @@ from plait.client.net.admin_calls import Calls, Partition
 from plait.client.types import PartitionName
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
+from plait.model.lp_runs import NumberedRun
+from plait.wire.admin import cluster
+from plait.wire.admin.cluster import BrokerInfo, LostPartition, RouteDetails, State
 
-#: Whether a broker or broker group takes messages (W) and can be consumed from (R).
-State = Literal["RW", "R", "W", "NRW"]
 #: Partitions of a subject: their number, or their names.
 Partitions = int | Sequence[Partition]
 
-STATES: Final = ("RW", "R", "W", "NRW")
+STATES: Final = get_args(State)
 
 
 class PartitionShare(msgspec.Struct, frozen=True):
@@ -49,35 +50,6 @@ class RouteInfo(msgspec.Struct, frozen=True):
     partitions: list[PartitionShare]
 
 
-class BrokerInfo(msgspec.Struct, frozen=True):
-    """A broker, as registered with the meta server."""
-
-    group: str
-    broker: str
-    address: str
-    #: The state that the operator set, and the effective one: less if the broker reports so, "NRW" if it is lost.
-    wished: State
-    state: State
-    #: The data epoch: grows by one with every start after a crash.
-    epoch: int
-    #: The number of its partitions, of all subjects.
-    partitions: int
-    #: Why the broker takes no messages, as it reports, for example a full disk. Empty if it takes messages.
-    reason: str = ""
-
-
-class LostPartition(msgspec.Struct, frozen=True):
-    """The loss with one partition of a broker group that was forgotten."""
-
-    subject: str
-    #: As name@group.
-    partition: str
-    #: LPs (of 1024) whose messages it took: their unfinished messages are lost.
-    takes: int
-    #: Group → number of LPs that had moved on, and whose older messages here the group had not finished.
-    groups: dict[str, int]
-
-
 class MemberShare(msgspec.Struct, frozen=True):
     """A member of a group and its share."""
 
@@ -101,39 +73,12 @@ class AllocationInfo(msgspec.Struct, frozen=True):
     members: list[MemberShare]
 
 
-class _Route(msgspec.Struct):
-    """A route, as the meta server sends it."""
-
-    subject: str
-    version: int
-    order: str
-    partitions: list[str]
-    #: (first, end, [(partition, fence)])
-    histories: list[tuple[int, int, list[tuple[int, int | None]]]]
-    target: list[tuple[int, int, int]]
-    brokers: dict[str, tuple[list[str], State]]
-    #: Group → (partition, first, end, fence): LPs that the group has finished in partitions they have left.
-    passed: dict[str, list[tuple[int, int, int, int]]] = {}
-    #: Partitions whose broker has reported what groups have finished.
-    reported: list[int] = []
-
-
-class _Allocation(msgspec.Struct):
-    """An allocation, as the meta server sends it."""
-
-    subject: str
-    group: str
-    strategy: Literal["exclusive", "shared"]
-    epoch: int
-    members: dict[str, list[tuple[int, int, int]]]
-
-
 class ClusterAdmin(Calls):
     """The operations of ``plait cluster``, and the routes and shares of ``plait subject`` and ``plait group``."""
 
     async def route(self, subject: str) -> RouteInfo:
         """The route of a subject: which partitions take its messages now, and which are to."""
-        return _route_info(await self._run("subject.route", _Route, subject=subject))
+        return _route_info(await self._run(cluster.DESCRIBE_ROUTE, subject=subject))
 
     async def expand_subject(self, subject: str, partitions: Partitions) -> RouteInfo:
         """Spread a subject over a number of partitions, more or fewer than now, or over named ones ("name@group").
@@ -141,12 +86,11 @@ class ClusterAdmin(Calls):
         The change starts at once and proceeds in the background; ``route`` shows its progress. Order per key is kept.
         """
         wanted = partitions if isinstance(partitions, int) else _names(partitions)
-        return _route_info(await self._run("subject.expand", _Route, subject=subject, partitions=wanted))
+        return _route_info(await self._run(cluster.EXPAND_SUBJECT, subject=subject, partitions=wanted))
 
     async def brokers(self) -> list[BrokerInfo]:
         """All brokers of the cluster, by their groups."""
-        found: list[BrokerInfo] = await self._run("broker.describe", list[BrokerInfo])
-        return found
+        return await self._run(cluster.DESCRIBE_BROKERS)
 
     async def set_broker_state(self, group: str, state: State) -> None:
         """Restrict the use of a broker group: with "R", "W" or "NRW" it gets no new partitions; "RW" lifts this.
@@ -156,7 +100,7 @@ class ClusterAdmin(Calls):
         """
         if state not in STATES:
             raise InvalidArgument(f"state {state!r} is not known; use {', '.join(STATES)}")
-        await self._run("broker.state", None, group=group, state=state)
+        await self._run(cluster.SET_BROKER_STATE, group=group, state=state)
 
     async def forget_broker(self, group: str, *, lost: bool = False) -> list[LostPartition]:
         """Remove a broker group that will not come back from the cluster and from all routes, permanently.
@@ -164,12 +108,11 @@ class ClusterAdmin(Calls):
         ``InvalidArgument`` if the group still takes messages, or has messages that a consumer group has not finished.
         With ``lost`` those messages are given up, and the loss is returned.
         """
-        found: list[LostPartition] = await self._run("broker.forget", list[LostPartition], group=group, lost=lost)
-        return found
+        return await self._run(cluster.FORGET_BROKER, group=group, lost=lost)
 
     async def allocation(self, subject: str, group: str) -> AllocationInfo:
         """The members of a group and their shares."""
-        found: _Allocation = await self._run("group.allocation", _Allocation, subject=subject, group=group)
+        found = await self._run(cluster.DESCRIBE_ALLOCATION, subject=subject, group=group)
         members = [
             MemberShare(client, sum(end - first for first, end, _ in lps), lps)
             for client, lps in sorted(found.members.items())
@@ -186,7 +129,7 @@ def _names(partitions: object) -> list[str]:
     return [str(each) for each in partitions]
 
 
-def _route_info(route: _Route) -> RouteInfo:
+def _route_info(route: RouteDetails) -> RouteInfo:
     count = len(route.partitions)
     here = _table((first, end, spans[-1][0]) for first, end, spans in route.histories)
     there = _table(route.target)
@@ -215,11 +158,11 @@ def _route_info(route: _Route) -> RouteInfo:
     return RouteInfo(route.subject, route.version, route.order, not moving, moving, shares)
 
 
-def _state(route: _Route, partition: str) -> State:
+def _state(route: RouteDetails, partition: str) -> State:
     return route.brokers[partition.rpartition("@")[2]][1]
 
 
-def _table(runs: Iterable[tuple[int, int, int]]) -> npt.NDArray[np.int64]:
+def _table(runs: Iterable[NumberedRun]) -> npt.NDArray[np.int64]:
     """The partition of each logical partition."""
     table = np.zeros(LOGICAL_PARTITIONS, np.int64)
     for first, end, partition in runs:

@@ -20,6 +20,10 @@ from plait.client.types import HeaderValue, MessageId, PartitionName
 from plait.errors import DeadLetterNotFound, InvalidArgument
 from plait.limits import DEAD_LIST_MAX, DEAD_PAGE_MAX
 from plait.model.reason import Reason, type_name
+from plait.wire.admin import dead_letters as d
+from plait.wire.admin.dead_letters import DeadQueue, LetterFilter
+from plait.wire.admin.operation import Operation
+from plait.wire.admin.subjects import DESCRIBE_GROUP
 
 #: Sequences that one request names: they must fit into the header of a packet.
 SEQUENCES_MAX: Final = 4_000
@@ -29,14 +33,6 @@ PACE_SECONDS: Final = 0.05
 CATCH_UP_SECONDS: Final = 0.1
 #: Letters per second; more than any server handles.
 RATE_MAX: Final = 1e9
-
-
-class DeadQueue(msgspec.Struct, frozen=True):
-    """A group of a subject that has dead letters, and their number."""
-
-    subject: str
-    group: str
-    count: int
 
 
 class DeadHistory(msgspec.Struct, frozen=True):
@@ -85,56 +81,6 @@ class DeadReason(msgspec.Struct, frozen=True):
     last_time: datetime
 
 
-class _History(msgspec.Struct):
-    attempts: int
-    time: int
-    reason: Reason
-
-
-class _Letter(msgspec.Struct):
-    """A dead letter, as the broker sends it."""
-
-    sequence: int
-    producer: int
-    producer_sequence: int
-    key: str | None
-    tags: bytes
-    headers: bytes
-    body: bytes | None
-    size: int
-    send_time: int | None
-    store_time: int
-    attempts: int
-    first_time: int
-    last_time: int
-    reason: Reason
-    history: list[_History]
-
-
-class _Letters(msgspec.Struct):
-    letters: list[_Letter]
-    next: int | None
-
-
-class _Reason(msgspec.Struct):
-    type: str
-    handler: str
-    text: str
-    count: int
-    first_time: int
-    last_time: int
-
-
-class _Reasons(msgspec.Struct):
-    reasons: list[_Reason]
-    next: int | None
-
-
-class _LettersDone(msgspec.Struct):
-    count: int
-    next: int | None
-
-
 class LetterQuery(TypedDict, total=False):
     """Selects dead letters: all given conditions must hold."""
 
@@ -146,44 +92,35 @@ class LetterQuery(TypedDict, total=False):
     before: datetime
 
 
-class LetterSelection(msgspec.Struct, frozen=True):
+def selection_of(select: LetterQuery) -> LetterFilter:
     """A validated ``LetterQuery``."""
+    fields = LetterFilter.__struct_fields__
+    unknown = set(select) - set(fields)
+    if unknown:
+        raise InvalidArgument(f"dead letters cannot be selected by {unknown.pop()!r}; use {', '.join(fields)}")
+    kind: Any = select.get("type")
+    handler: Any = select.get("handler")
+    sequences, before = select.get("sequences"), select.get("before")
+    if isinstance(kind, type) and issubclass(kind, BaseException):
+        kind = type_name(kind)
+    for name, value in (("type", kind), ("handler", handler)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidArgument(f"{name} {shown(value)} is a {type(value).__name__}; use its name")
+    return LetterFilter(
+        None if sequences is None else sorted(set(sequences_of(sequences))),
+        kind,
+        handler,
+        None if before is None else micros_of(before, "before"),
+    )
 
-    sequences: list[int] | None = None
-    type: str | None = None
-    handler: str | None = None
-    before: int | None = None
 
-    @classmethod
-    def of(cls, select: LetterQuery) -> LetterSelection:
-        unknown = set(select) - set(cls.__struct_fields__)
-        if unknown:
-            raise InvalidArgument(
-                f"dead letters cannot be selected by {unknown.pop()!r}; use {', '.join(cls.__struct_fields__)}"
-            )
-        kind: Any = select.get("type")
-        handler: Any = select.get("handler")
-        sequences, before = select.get("sequences"), select.get("before")
-        if isinstance(kind, type) and issubclass(kind, BaseException):
-            kind = type_name(kind)
-        for name, value in (("type", kind), ("handler", handler)):
-            if value is not None and not isinstance(value, str):
-                raise InvalidArgument(f"{name} {shown(value)} is a {type(value).__name__}; use its name")
-        return cls(
-            None if sequences is None else sequences_of(sequences),
-            kind,
-            handler,
-            None if before is None else micros_of(before, "before"),
-        )
-
-    def parts(self) -> list[dict[str, Any]]:
-        """The selections of the requests; many sequences are split over several requests."""
-        given = {"type": self.type, "handler": self.handler, "before": self.before}
-        if self.sequences is None:
-            return [{"sequences": None, **given}]
-        numbers = sorted(set(self.sequences))
-        pieces = [numbers[at : at + SEQUENCES_MAX] for at in range(0, len(numbers), SEQUENCES_MAX)]
-        return [{"sequences": piece, **given} for piece in pieces]
+def _parts(selection: LetterFilter) -> list[LetterFilter]:
+    """The selections of the requests; many sequences are split over several requests."""
+    numbers = selection.sequences
+    if numbers is None:
+        return [selection]
+    pages = [numbers[at : at + SEQUENCES_MAX] for at in range(0, len(numbers), SEQUENCES_MAX)]
+    return [msgspec.structs.replace(selection, sequences=page) for page in pages]
 
 
 class DeadAdmin(Calls):
@@ -195,16 +132,16 @@ class DeadAdmin(Calls):
     async def dead_queues(self, subject: str | None = None) -> list[DeadQueue]:
         """The groups that have dead letters, of a subject or of all subjects."""
         if subject is None:
-            answers = await self._everywhere("dlq.queues", list[DeadQueue])
+            answers = await self._everywhere(d.LIST_QUEUES)
         else:
-            answers = [a for _, a in await self._each(await self._places(subject), "dlq.queues", list[DeadQueue])]
+            answers = [a for _, a in await self._each(await self._places(subject), d.LIST_QUEUES)]
         counts: dict[tuple[str, str], int] = {}
         for queue in (queue for answer in answers for queue in answer):
             counts[queue.subject, queue.group] = counts.get((queue.subject, queue.group), 0) + queue.count
         return [DeadQueue(*key, counts[key]) for key in sorted(counts)]
 
     async def _letter_places(
-        self, subject: str, group: str, partition: Partition | None, by: LetterSelection
+        self, subject: str, group: str, partition: Partition | None, by: LetterFilter
     ) -> list[PartitionNode]:
         """The selected partitions, without those that the group has never attached to: they have no letters."""
         if by.sequences is not None:
@@ -212,7 +149,7 @@ class DeadAdmin(Calls):
         places = await self._places(subject, partition)
         if len(places) == 1:
             return places
-        return [place for place, _ in await self._each(places, "group.describe", msgspec.Raw, group=group)]
+        return [place for place, _ in await self._each(places, DESCRIBE_GROUP, group=group)]
 
     async def dead_letters(
         self,
@@ -229,7 +166,7 @@ class DeadAdmin(Calls):
         ``sequences``, the ``type`` and ``handler`` of the reason, and ``before``, a time, select letters.
         """
         limit = limit_of(limit)
-        selection = LetterSelection.of(select)
+        selection = selection_of(select)
         places = await self._letter_places(subject, group, partition, selection)
         if len(places) == 1:
             return await self._letters_at(places[0], subject, group, limit, bodies, selection)
@@ -242,15 +179,14 @@ class DeadAdmin(Calls):
         return found[:limit]
 
     async def _letters_at(
-        self, place: PartitionNode, subject: str, group: str, limit: int, bodies: bool, selection: LetterSelection
+        self, place: PartitionNode, subject: str, group: str, limit: int, bodies: bool, selection: LetterFilter
     ) -> list[DeadLetter]:
         found: list[DeadLetter] = []
-        for part in selection.parts():
+        for part in _parts(selection):
             after: int | None = -1
             while after is not None and len(found) < limit:
-                page: _Letters = await self._run(
-                    "dlq.list",
-                    _Letters,
+                page = await self._run(
+                    d.LIST_LETTERS,
                     at=place.node,
                     subject=place.name.name,
                     group=group,
@@ -279,13 +215,12 @@ class DeadAdmin(Calls):
 
     async def dead_reasons(self, subject: str, group: str, *, partition: Partition | None = None) -> list[DeadReason]:
         """Why a group's messages became dead letters: error types and handlers, most frequent first."""
-        merged: dict[tuple[str, str], _Reason] = {}
-        for place in await self._letter_places(subject, group, partition, LetterSelection()):
+        merged: dict[tuple[str, str], d.ReasonRow] = {}
+        for place in await self._letter_places(subject, group, partition, LetterFilter()):
             after: int | None = -1
             while after is not None:
-                page: _Reasons = await self._run(
-                    "dlq.reasons",
-                    _Reasons,
+                page = await self._run(
+                    d.COUNT_REASONS,
                     at=place.node,
                     subject=place.name.name,
                     group=group,
@@ -293,7 +228,9 @@ class DeadAdmin(Calls):
                     limit=DEAD_PAGE_MAX,
                 )
                 for part in page.reasons:
-                    _add_reason(merged, part)
+                    known = merged.setdefault((part.type, part.handler), part)
+                    if known is not part:
+                        known.add(part)
                 after = page.next
         ordered = sorted(merged.values(), key=lambda reason: (-reason.count, reason.type, reason.handler))
         return [
@@ -317,12 +254,8 @@ class DeadAdmin(Calls):
         Message id, attempts and history are kept. ``rate`` is the maximum per second, ``progress`` is called with the
         count so far, and with ``dry_run`` the letters are only counted.
         """
-        selection = LetterSelection.of(select)
-        rate = rate_of(rate)
-        pace = LetterRate(None if dry_run else rate, progress)
-        for place in await self._letter_places(subject, group, partition, selection):
-            await self._work_off("dlq.resend", place, group, selection, pace, dry_run)
-        return pace.count
+        pace = LetterRate(rate, progress, dry_run)
+        return await self._change(d.RESEND_LETTERS, subject, group, partition, pace, selection_of(select))
 
     async def purge_dead(
         self,
@@ -336,43 +269,37 @@ class DeadAdmin(Calls):
         **select: Unpack[LetterQuery],
     ) -> int:
         """Delete dead letters permanently; returns their number. The arguments are those of ``resend_dead``."""
-        selection = LetterSelection.of(select)
-        rate = rate_of(rate)
-        pace = LetterRate(None if dry_run else rate, progress)
+        pace = LetterRate(rate, progress, dry_run)
+        return await self._change(d.PURGE_LETTERS, subject, group, partition, pace, selection_of(select))
+
+    async def _change(
+        self,
+        operation: Operation[d.ChangedLetters],
+        subject: str,
+        group: str,
+        partition: Partition | None,
+        pace: LetterRate,
+        selection: LetterFilter,
+    ) -> int:
+        """Resend or purge the selected letters, page by page at the given pace."""
         for place in await self._letter_places(subject, group, partition, selection):
-            await self._work_off("dlq.purge", place, group, selection, pace, dry_run)
+            for select in _parts(selection):
+                after: int | None = -1
+                while after is not None:
+                    limit = await pace.turn()
+                    page = await self._run(
+                        operation,
+                        at=place.node,
+                        subject=place.name.name,
+                        group=group,
+                        select=select,
+                        after=after,
+                        limit=limit,
+                        dry_run=pace.dry_run,
+                    )
+                    after = page.next
+                    pace.did(page.count)
         return pace.count
-
-    async def _work_off(
-        self, operation: str, place: PartitionNode, group: str, select: LetterSelection, pace: LetterRate, dry_run: bool
-    ) -> None:
-        for part in select.parts():
-            after: int | None = -1
-            while after is not None:
-                limit = await pace.turn()
-                page: _LettersDone = await self._run(
-                    operation,
-                    _LettersDone,
-                    at=place.node,
-                    subject=place.name.name,
-                    group=group,
-                    select=part,
-                    after=after,
-                    limit=limit,
-                    dry_run=dry_run,
-                )
-                after = page.next
-                pace.did(page.count)
-
-
-def _add_reason(merged: dict[tuple[str, str], _Reason], part: _Reason) -> None:
-    known = merged.setdefault((part.type, part.handler), part)
-    if known is not part:
-        if part.last_time >= known.last_time:
-            known.text = part.text
-        known.count += part.count
-        known.first_time = min(known.first_time, part.first_time)
-        known.last_time = max(known.last_time, part.last_time)
 
 
 def rate_of(value: Any) -> float | None:
@@ -393,8 +320,12 @@ class LetterRate:
     delay the missed letters are not made up for.
     """
 
-    def __init__(self, rate: float | None, progress: Callable[[int], None] | None = None) -> None:
-        self._rate = rate
+    def __init__(
+        self, rate: float | None, progress: Callable[[int], None] | None = None, dry_run: bool = False
+    ) -> None:
+        rate = rate_of(rate)
+        self.dry_run = dry_run
+        self._rate = None if dry_run else rate
         self._progress = progress
         self._begun: float | None = None
         self.count = 0
@@ -419,7 +350,7 @@ class LetterRate:
             self._progress(self.count)
 
 
-def _letter(subject: str, group: str, letter: _Letter, partition: PartitionName) -> DeadLetter:
+def _letter(subject: str, group: str, letter: d.LetterRow, partition: PartitionName) -> DeadLetter:
     return DeadLetter(
         subject,
         group,

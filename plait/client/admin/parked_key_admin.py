@@ -19,6 +19,8 @@ from plait.client.types import PartitionName
 from plait.errors import KeyNotParked
 from plait.limits import PARKED_PAGE_MAX
 from plait.model.reason import Reason
+from plait.wire.admin.dead_letters import LIST_PARKED, RESUME_KEYS, SKIP_KEYS, ParkedRow
+from plait.wire.admin.operation import Operation
 
 
 class ParkedKey(msgspec.Struct, frozen=True):
@@ -42,26 +44,9 @@ class ParkedKey(msgspec.Struct, frozen=True):
     reason: Reason
 
 
-class _Parked(msgspec.Struct):
-    """A parked key, as a broker sends it."""
-
-    hash: int
-    lp: int
-    sequence: int | None
-    key: str | None
-    attempts: int
-    since: int | None
-    reason: Reason
-
-
-class _ParkedPage(msgspec.Struct):
-    keys: list[_Parked]
-    next: int | None
-
-
 class _FoundKeys(NamedTuple):
     place: PartitionNode
-    parked: _Parked
+    parked: ParkedRow
 
 
 class ParkedAdmin(Calls):
@@ -89,21 +74,23 @@ class ParkedAdmin(Calls):
 
     async def resume_key(self, subject: str, group: str, key: str | int | ParkedKey) -> None:
         """Resume a parked key with the message that failed; ``KeyNotParked`` if it is not parked."""
-        await self._resume_one(subject, group, key, "group.resume")
+        await self._resume_one(subject, group, key, RESUME_KEYS)
 
     async def skip_key(self, subject: str, group: str, key: str | int | ParkedKey) -> None:
         """Resume a parked key after the message that failed, which stays a dead letter."""
-        await self._resume_one(subject, group, key, "group.skip")
+        await self._resume_one(subject, group, key, SKIP_KEYS)
 
     async def resume_all(self, subject: str, group: str) -> int:
         """``resume_key`` for every parked key of a group; returns their number."""
-        return await self._resume_found(await self._parked(subject, group, None), group, "group.resume")
+        return await self._resume_found(await self._parked(subject, group, None), group, RESUME_KEYS)
 
     async def skip_all(self, subject: str, group: str) -> int:
         """``skip_key`` for every parked key of a group; returns their number."""
-        return await self._resume_found(await self._parked(subject, group, None), group, "group.skip")
+        return await self._resume_found(await self._parked(subject, group, None), group, SKIP_KEYS)
 
-    async def _resume_one(self, subject: str, group: str, key: str | int | ParkedKey, operation: str) -> None:
+    async def _resume_one(
+        self, subject: str, group: str, key: str | int | ParkedKey, operation: Operation[int]
+    ) -> None:
         shown = (key.key or f"{key.hash:#x}") if isinstance(key, ParkedKey) else encode_key(key)
         number = key.hash if isinstance(key, ParkedKey) else xxh3_64_intdigest(shown.encode())
         found = [each for each in await self._parked(subject, group, None) if each.parked.hash == number]
@@ -112,7 +99,7 @@ class ParkedAdmin(Calls):
                 f"key {shown!r} is not parked in group {group!r} on {subject!r}", subject=subject, group=group
             )
 
-    async def _resume_found(self, found: list[_FoundKeys], group: str, operation: str) -> int:
+    async def _resume_found(self, found: list[_FoundKeys], group: str, operation: Operation[int]) -> int:
         """Send the operation to each partition, page by page; returns the number of keys that were still parked."""
         count = 0
         by_place: dict[PartitionName, tuple[PartitionNode, list[int]]] = {}
@@ -122,9 +109,7 @@ class ParkedAdmin(Calls):
             for at in range(0, len(keys), PARKED_PAGE_MAX):
                 page = keys[at : at + PARKED_PAGE_MAX]
                 try:
-                    count += await self._run(
-                        operation, int, at=place.node, subject=place.name.name, group=group, keys=page
-                    )
+                    count += await self._run(operation, at=place.node, subject=place.name.name, group=group, keys=page)
                 except KeyNotParked:
                     # Another client has resumed or skipped them.
                     continue
@@ -138,13 +123,11 @@ class ParkedAdmin(Calls):
         first_hand = {each.parked.hash for each in found if each.parked.sequence is not None}
         return [each for each in found if each.parked.sequence is not None or each.parked.hash not in first_hand]
 
-    async def _pages(self, place: PartitionNode, group: str) -> list[_Parked]:
-        keys: list[_Parked] = []
+    async def _pages(self, place: PartitionNode, group: str) -> list[ParkedRow]:
+        keys: list[ParkedRow] = []
         after: int | None = -1
         while after is not None:
-            page: _ParkedPage = await self._run(
-                "group.parked", _ParkedPage, at=place.node, subject=place.name.name, group=group, after=after
-            )
+            page = await self._run(LIST_PARKED, at=place.node, subject=place.name.name, group=group, after=after)
             keys += page.keys
             after = page.next
         return keys

@@ -12,6 +12,8 @@ from plait.client.net.admin_calls import Calls, Partition, PartitionNode
 from plait.client.types import MessageId, PartitionName, Receipt
 from plait.errors import InvalidArgument, NotScheduled
 from plait.limits import SCHEDULE_PAGE_MAX
+from plait.wire.admin import delayed
+from plait.wire.admin.subjects import DESCRIBE_SUBJECT
 
 
 class ScheduledMessage(msgspec.Struct, frozen=True):
@@ -32,31 +34,6 @@ class ScheduleCount(msgspec.Struct, frozen=True):
 
     subject: str | None
     time: datetime | None
-    count: int
-
-
-class _Row(msgspec.Struct):
-    """A delayed message, as the broker sends it."""
-
-    subject: str
-    number: int
-    deliver_at: int
-    producer: int
-    sequence: int
-    key: str | None
-    size: int
-
-
-class _SchedulePage(msgspec.Struct):
-    """A page of delayed messages, and the position after which the next page starts; None: this is the last page."""
-
-    rows: list[_Row]
-    next: tuple[int, int] | None
-
-
-class _Count(msgspec.Struct):
-    subject: str | None
-    bucket: int | None
     count: int
 
 
@@ -95,7 +72,7 @@ class ScheduleAdmin(Calls):
         places = await self._places(subject, partition)
         if len(places) > 1:
             # A partition that is not created yet has no schedule.
-            places = [place for place, _ in await self._each(places, "subject.describe", msgspec.Raw)]
+            places = [place for place, _ in await self._each(places, DESCRIBE_SUBJECT)]
         found = [message for place in places for message in await self._scheduled_at(place, span, limit)]
         found.sort(key=lambda message: (message.deliver_at, message.partition, message.number))
         return found[:limit]
@@ -107,9 +84,8 @@ class ScheduleAdmin(Calls):
         after: tuple[int, int] | None = None
         while len(found) < limit:
             wanted = min(limit - len(found), SCHEDULE_PAGE_MAX)
-            page: _SchedulePage = await self._run(
-                "schedule.list",
-                _SchedulePage,
+            page = await self._run(
+                delayed.LIST_DELAYED,
                 at=place.node,
                 subject=place.name.name,
                 after=after,
@@ -139,10 +115,10 @@ class ScheduleAdmin(Calls):
             raise InvalidArgument(f"by {by!r} is not known; use 'subject' or 'time'")
         span = self._span(start, end)
         if subject is None:
-            answers = await self._everywhere("schedule.count", list[_Count], by=by, **span)
+            answers = await self._everywhere(delayed.COUNT_DELAYED, by=by, **span)
         else:
             places = await self._places(subject)
-            answers = [a for _, a in await self._each(places, "schedule.count", list[_Count], by=by, **span)]
+            answers = [a for _, a in await self._each(places, delayed.COUNT_DELAYED, by=by, **span)]
         counts: dict[tuple[str | None, int | None], int] = {}
         for each in (each for answer in answers for each in answer):
             # By time, the broker reports the partition's name instead of the subject.
@@ -165,10 +141,9 @@ class ScheduleAdmin(Calls):
         return await self._cancel(await self._place(subject, partition, "numbers"), number, due)
 
     async def _cancel(self, place: PartitionNode, number: int, due: int) -> bool:
-        cancelled: bool = await self._run(
-            "schedule.cancel", bool, at=place.node, subject=place.name.name, number=number, deliver_at=due
+        return await self._run(
+            delayed.CANCEL_DELAYED, at=place.node, subject=place.name.name, number=number, deliver_at=due
         )
-        return cancelled
 
     async def reschedule(
         self, subject: str, number: int, deliver_at: datetime, *, to: datetime, partition: Partition | None = None
@@ -182,9 +157,8 @@ class ScheduleAdmin(Calls):
         return await self._reschedule(await self._place(subject, partition, "numbers"), number, due, new_due)
 
     async def _reschedule(self, place: PartitionNode, number: int, due: int, new_due: int) -> int:
-        new: int | None = await self._run(
-            "schedule.reschedule",
-            int | None,
+        new = await self._run(
+            delayed.RESCHEDULE,
             at=place.node,
             subject=place.name.name,
             number=number,
@@ -206,7 +180,7 @@ class ScheduleAdmin(Calls):
         return PartitionNode(name, await self._router.group_node(name.group))
 
 
-def _message(row: _Row, partition: PartitionName) -> ScheduledMessage:
+def _message(row: delayed.DelayedRow, partition: PartitionName) -> ScheduledMessage:
     return ScheduledMessage(
         row.subject,
         row.number,

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Final, NamedTuple
-
-import msgspec
+from typing import Any, Final, NamedTuple, TypeVar
 
 from plait import tasks
 from plait.client.net.node import Node
@@ -20,7 +18,10 @@ from plait.client.net.router import Router, SubjectRoute
 from plait.errors import PlaitError, StaleRoute
 from plait.limits import ClientLimits
 from plait.model.retry_policy import Retry
-from plait.wire import messages as m
+from plait.wire.admin.operation import Operation
+from plait.wire.admin.subjects import GROUP_BEGAN, GROUP_REMEMBERED, Remembered
+
+R = TypeVar("R")
 
 log = logging.getLogger("plait.client")
 
@@ -50,13 +51,6 @@ class Terms(NamedTuple):
         return self.delivery != "at_most_once"
 
 
-class _Remembered(msgspec.Struct):
-    """A group that a meta server remembers from partitions that have left the route or been emptied."""
-
-    version: int
-    began: int | None
-
-
 async def find_start_version(
     router: Router, route: SubjectRoute, terms: Terms, limits: ClientLimits, deadline: float
 ) -> int:
@@ -74,7 +68,7 @@ async def find_start_version(
     for partition in route.partitions:
         names.setdefault(partition.group, []).append(partition.name)
     remembering = tasks.child(_ask_meta(router.meta, terms, limits), "plait-remembered")
-    asking: dict[asyncio.Task[_Remembered], str] = {remembering: "the meta server"}
+    asking: dict[asyncio.Task[Remembered], str] = {remembering: "the meta server"}
     asking |= {
         tasks.child(
             _ask(router.node(route, group), some[at : at + NAMES_MAX], terms, limits), "plait-began"
@@ -118,28 +112,23 @@ async def find_start_version(
     return route.version
 
 
-async def _ask(node: Node, partitions: list[str], terms: Terms, limits: ClientLimits) -> _Remembered:
+async def _ask(node: Node, partitions: list[str], terms: Terms, limits: ClientLimits) -> Remembered:
     """The route version that the group began with, as one broker knows it."""
-    request = m.AdminRequest("group.began", {"partitions": partitions, "group": terms.group, "client": terms.client})
-    return _Remembered(0, msgspec.msgpack.decode(await _answer(node, request, limits), type=int | None))
+    began = await _answer(node, limits, GROUP_BEGAN, partitions=partitions, group=terms.group, client=terms.client)
+    return Remembered(0, began)
 
 
-async def _ask_meta(node: Node, terms: Terms, limits: ClientLimits) -> _Remembered:
+async def _ask_meta(node: Node, terms: Terms, limits: ClientLimits) -> Remembered:
     """The route version that the group began with, as the meta server remembers it."""
-    request = m.AdminRequest(
-        "group.remembered", {"subject": terms.subject, "group": terms.group, "client": terms.client}
-    )
-    return msgspec.msgpack.decode(await _answer(node, request, limits), type=_Remembered)
+    return await _answer(node, limits, GROUP_REMEMBERED, subject=terms.subject, group=terms.group, client=terms.client)
 
 
-async def _answer(node: Node, request: m.AdminRequest, limits: ClientLimits) -> msgspec.Raw:
-    """The reply to a request, repeated while the server is unreachable or returns a retryable error."""
+async def _answer(node: Node, limits: ClientLimits, operation: Operation[R], **arguments: Any) -> R:
+    """The result of a request, repeated while the server is unreachable or returns a retryable error."""
     while True:
         try:
-            answer: m.AdminReply = await node.request(request)
+            return operation.result(await node.request(operation.packet(**arguments)))
         except PlaitError as error:
             if not error.retryable:
                 raise
             await asyncio.sleep(limits.reconnect_first_seconds)
-            continue
-        return answer.result

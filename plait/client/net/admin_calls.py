@@ -9,14 +9,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
-
 from plait.client.net.node import Node
 from plait.client.net.router import Router
 from plait.client.types import PartitionName
 from plait.errors import GroupNotFound, InvalidArgument, PlaitError, SubjectNotFound
 from plait.wire import codec
-from plait.wire import messages as m
+from plait.wire.admin.operation import Operation
 
 _T = TypeVar("_T")
 
@@ -39,15 +37,14 @@ class Calls:
         #: The current time in microseconds since 1970; relative times count from it.
         self._now = now
 
-    async def _run(self, operation: str, kind: Any, *, at: Node | None = None, **arguments: Any) -> Any:
+    async def _run(self, operation: Operation[_T], *, at: Node | None = None, **arguments: Any) -> _T:
         """Send a request to one node, by default the meta server."""
-        request = m.AdminRequest(operation, arguments)
         try:
+            request = operation.packet(**arguments)
             codec.encode(request)
         except (OverflowError, TypeError, UnicodeEncodeError) as error:
-            raise InvalidArgument(f"the arguments of {operation} cannot be encoded: {error}") from None
-        reply: m.AdminReply = await (at or self._router.meta).request(request)
-        return msgspec.msgpack.decode(reply.result, type=kind)
+            raise InvalidArgument(f"the arguments of {operation.name} cannot be encoded: {error}") from None
+        return operation.result(await (at or self._router.meta).request(request))
 
     async def _places(self, subject: str, partition: Partition | None = None) -> list[PartitionNode]:
         """The nodes of all partitions of a subject, or of the given one."""
@@ -66,11 +63,11 @@ class Calls:
         return places[0]
 
     async def _each(
-        self, places: list[PartitionNode], operation: str, kind: Any, **arguments: Any
-    ) -> list[tuple[PartitionNode, Any]]:
+        self, places: list[PartitionNode], operation: Operation[_T], **arguments: Any
+    ) -> list[tuple[PartitionNode, _T]]:
         """Send a request to all partitions at once. ``_all`` describes the result."""
         return await self._all(
-            places, lambda place: self._run(operation, kind, at=place.node, subject=place.name.name, **arguments)
+            places, lambda place: self._run(operation, at=place.node, subject=place.name.name, **arguments)
         )
 
     async def _all(
@@ -91,10 +88,10 @@ class Calls:
             raise missing
         return found
 
-    async def _everywhere(self, operation: str, kind: Any, **arguments: Any) -> list[Any]:
+    async def _everywhere(self, operation: Operation[_T], **arguments: Any) -> list[_T]:
         """Send a request to every broker."""
         nodes = await self._router.all_nodes()
-        return list(await asyncio.gather(*(self._run(operation, kind, at=node, **arguments) for node in nodes)))
+        return list(await asyncio.gather(*(self._run(operation, at=node, **arguments) for node in nodes)))
 
 
 def _named(subject: str, partition: Partition, names: list[PartitionName]) -> PartitionName:

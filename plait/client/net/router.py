@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +21,7 @@ from plait.client.types import PartitionName
 from plait.errors import Closed, InvalidArgument, PlaitError, SubjectNotFound
 from plait.limits import LOGICAL_PARTITIONS, ClientLimits
 from plait.wire import messages as m
+from plait.wire.admin.cluster import LIST_BROKERS
 
 log = logging.getLogger("plait.client")
 
@@ -243,8 +243,7 @@ class Router:
 
     async def find_brokers(self) -> dict[str, tuple[list[str], str]]:
         """Ask a meta server for all broker groups: their addresses and their states."""
-        reply: m.AdminReply = await self.meta.request(m.AdminRequest("broker.list"))
-        return msgspec.msgpack.decode(reply.result, type=dict[str, tuple[list[str], str]])
+        return LIST_BROKERS.result(await self.meta.request(LIST_BROKERS.packet()))
 
     async def all_nodes(self) -> list[Node]:
         """The nodes of all broker groups, in the order of their names."""

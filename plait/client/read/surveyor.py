@@ -20,7 +20,9 @@ from plait.client.net.router import Router, SubjectRoute
 from plait.client.types import PartitionName
 from plait.errors import DataLost, PlaitError, StaleRoute, SubjectNotFound, Timeout, Unavailable
 from plait.limits import ClientLimits
-from plait.wire import messages as m
+from plait.wire.admin.operation import Operation
+from plait.wire.admin.partitions import CUT_SPANS, DESCRIBE_SPANS, SpanCuts, SpanRow
+from plait.wire.admin.subjects import LIST_SUBJECTS
 
 T = TypeVar("T")
 
@@ -33,25 +35,8 @@ SHOWN_MAX: Final = 20
 AGAIN_SECONDS: Final = 0.05
 
 
-class PartitionSpan(msgspec.Struct, frozen=True):
-    """A partition, the sequences [start, end) that it has, and the data epochs that stored them.
-
-    ``number`` changes when a subject of that name is deleted and created again. For each requested time, ``at`` has the
-    first sequence stored at that time or later, and ``until`` the sequence after the last one stored before it.
-    """
-
-    name: str
-    subject: str
-    number: int
-    start: int
-    end: int
-    #: (first sequence, epoch), ascending.
-    epochs: list[tuple[int, int]]
-    at: list[int] = []
-    until: list[int] = []
-    group: str = ""
-    #: The partition takes no more messages, so ``end`` does not change.
-    sealed: bool = False
+class PartitionSpan(SpanRow, frozen=True):
+    """The sequences of a partition, as a reader plans with them."""
 
     @property
     def place(self) -> PartitionName:
@@ -70,13 +55,6 @@ class PartitionSpan(msgspec.Struct, frozen=True):
     def first_after(self, epoch: int) -> int:
         """The first sequence of a later data epoch; ``end`` if there is none."""
         return next((first for first, number in self.epochs if number > epoch), self.end)
-
-
-class SpanCuts(msgspec.Struct, frozen=True):
-    """The bytes of a range, and the sequences at which its pieces end."""
-
-    size: int
-    ends: list[int]
 
 
 class SpanRange(msgspec.Struct, frozen=True):
@@ -157,19 +135,18 @@ class Surveyor:
         """The names of all subjects."""
         found: set[str] = set()
         for node in await self._router.all_nodes():
-            answer: m.AdminReply = await node.request(m.AdminRequest("subject.list"))
-            found.update(each["subject"] for each in msgspec.msgpack.decode(answer.result))
+            answer = LIST_SUBJECTS.result(await node.request(LIST_SUBJECTS.packet()))
+            found.update(each.subject for each in answer)
         return sorted(found)
 
     async def spans(self, places: Sequence[PartitionName], times: Sequence[int] = ()) -> list[PartitionSpan]:
         """The current span of each partition; leaves out those that their broker does not have."""
         found: list[PartitionSpan] = []
-        for group, members in _by_group(places).items():
+        for members in _by_group(places).values():
             for some in _pages(members):
                 names = [place.name for place in some]
-                answer = await self._ask(some[0], "partition.spans", {"names": names, "times": list(times)})
-                spans = msgspec.msgpack.decode(answer, type=list[PartitionSpan])
-                found += [msgspec.structs.replace(span, group=group) for span in spans]
+                spans = await self._ask(some[0], DESCRIBE_SPANS, names=names, times=list(times))
+                found += [PartitionSpan(*msgspec.structs.astuple(span)) for span in spans]
         return found
 
     async def cuts(self, ranges: Sequence[SpanRange], size: int) -> list[SpanCuts]:
@@ -188,15 +165,13 @@ class Surveyor:
         for members in indexes.values():
             for some in _pages(members):
                 asked = [(ranges[i].place.name, ranges[i].start, ranges[i].end, sizes[i]) for i in some]
-                arguments = {"ranges": asked, "reach": reach}
-                answer = await self._ask(ranges[some[0]].place, "partition.cuts", arguments)
-                found.update(zip(some, msgspec.msgpack.decode(answer, type=list[SpanCuts]), strict=True))
+                cuts = await self._ask(ranges[some[0]].place, CUT_SPANS, ranges=asked, reach=reach)
+                found.update(zip(some, cuts, strict=True))
         return [found[index] for index in range(len(ranges))]
 
-    async def _ask(self, place: PartitionName, operation: str, arguments: dict[str, Any]) -> msgspec.Raw:
-        async def ask() -> msgspec.Raw:
-            answer: m.AdminReply = await self.node(place).request(m.AdminRequest(operation, arguments))
-            return answer.result
+    async def _ask(self, place: PartitionName, operation: Operation[T], **arguments: Any) -> T:
+        async def ask() -> T:
+            return operation.result(await self.node(place).request(operation.packet(**arguments)))
 
         return await self._with_retries(ask)
 

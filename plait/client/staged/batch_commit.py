@@ -14,9 +14,7 @@ import contextlib
 import logging
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, Final
-
-import msgspec
+from typing import Any, Final, TypeVar
 
 from plait.client.client import Client
 from plait.client.staged.stage_sender import ask
@@ -35,6 +33,12 @@ from plait.errors import (
 )
 from plait.frame.view import FrameView
 from plait.limits import STAGES_PAGE_MAX
+from plait.wire.admin import cluster as c
+from plait.wire.admin import partitions as p
+from plait.wire.admin.cluster import BatchDecision
+from plait.wire.admin.operation import Operation
+
+R = TypeVar("R")
 
 log = logging.getLogger("plait.client")
 
@@ -49,27 +53,9 @@ OTHER_SECONDS: Final = 5.0
 _PASSING: Final = (Unavailable, FlowControl, DiskFull, ReadOnly, MetaUnavailable, MetaBusy)
 
 
-class DecisionReply(msgspec.Struct, frozen=True):
-    """The last decided batch of a query, as the meta server returns it."""
-
-    query: str
-    batch: int
-    version: int
-    stages: list[tuple[str, str, list[tuple[int, int]]]]
-    done: bool
-
-    @property
-    def staged(self) -> list[Staged]:
-        """The stages of the batch."""
-        return [Staged(group, name, *each) for group, name, found in self.stages for each in found]
-
-
-class _StagePage(msgspec.Struct, array_like=True):
-    """Some frames of a stage, and the row at which the next page starts."""
-
-    subject: str
-    frames: list[bytes]
-    end: int
+def _staged(decision: BatchDecision) -> list[Staged]:
+    """The stages of a batch."""
+    return [Staged(group, name, *each) for group, name, found in decision.stages for each in found]
 
 
 async def commit(client: Client, query: str, batch: int, stages: Iterable[Staged]) -> bool:
@@ -80,9 +66,9 @@ async def commit(client: Client, query: str, batch: int, stages: Iterable[Staged
         if not decision.done:
             await carry_out(client, decision)
         if decision.batch >= batch:
-            ours = decision.batch == batch and {s.producer for s in decision.staged} == {s.producer for s in mine}
+            ours = decision.batch == batch and {s.producer for s in _staged(decision)} == {s.producer for s in mine}
             if not ours:
-                kept = {staged.producer for staged in decision.staged}
+                kept = {staged.producer for staged in _staged(decision)}
                 await _drop(client, [staged for staged in mine if staged.producer not in kept])
             return ours
     raise FlowControl(
@@ -94,9 +80,7 @@ async def abort(client: Client, query: str, batch: int, stages: Iterable[Staged]
     """Drop the stages of a failed attempt. If they are already decided, publish them instead."""
     mine = list(stages)
     if mine:
-        decision = await _with_retries(
-            client, "commit.veto", DecisionReply | None, query=query, batch=batch, producer=mine[0].producer
-        )
+        decision = await _with_retries(client, c.VETO_BATCH, query=query, batch=batch, producer=mine[0].producer)
         if decision is None:
             await _drop(client, mine)
         elif not decision.done:
@@ -113,7 +97,7 @@ async def finish_others(client: Client, query: str = "") -> int:
     tried: set[str] = set()
     for after in dict.fromkeys((query, "")):
         last = after
-        while page := await ask(client._router.meta, "commit.undone", list[DecisionReply], after=last):
+        while page := await ask(client._router.meta, c.UNDONE_BATCHES, after=last):
             last = page[-1].query
             new = [decision for decision in page if decision.query not in tried]
             tried.update(decision.query for decision in new)
@@ -121,7 +105,7 @@ async def finish_others(client: Client, query: str = "") -> int:
     return count
 
 
-async def _finish(client: Client, decision: DecisionReply) -> bool:
+async def _finish(client: Client, decision: BatchDecision) -> bool:
     batch, query = decision.batch, decision.query
     log.warning("batch %d of query %s is decided and not published; publishing it", batch, query)
     try:
@@ -136,7 +120,7 @@ async def _finish(client: Client, decision: DecisionReply) -> bool:
     return False
 
 
-async def carry_out(client: Client, decision: DecisionReply) -> None:
+async def carry_out(client: Client, decision: BatchDecision) -> None:
     """Publish a decided batch; returns when all of it is visible and durable."""
     for _ in range(ATTEMPTS):
         try:
@@ -153,14 +137,14 @@ async def carry_out(client: Client, decision: DecisionReply) -> None:
     raise _route_unstable(decision)
 
 
-async def _carry_out(client: Client, decision: DecisionReply) -> None:
+async def _carry_out(client: Client, decision: BatchDecision) -> None:
     groups: set[str] = set()
     for _ in range(ATTEMPTS):
-        groups.update(staged.group for staged in decision.staged)
-        moved = await _publish(client, decision.staged)
+        groups.update(staged.group for staged in _staged(decision))
+        moved = await _publish(client, _staged(decision))
         if not moved:
             if await _with_retries(
-                client, "commit.done", bool, query=decision.query, batch=decision.batch, version=decision.version
+                client, c.BATCH_DONE, query=decision.query, batch=decision.batch, version=decision.version
             ):
                 await _forget(client, decision, groups)
                 return
@@ -173,7 +157,7 @@ async def _carry_out(client: Client, decision: DecisionReply) -> None:
     raise _route_unstable(decision)
 
 
-def _route_unstable(decision: DecisionReply) -> FlowControl:
+def _route_unstable(decision: BatchDecision) -> FlowControl:
     return FlowControl(
         f"batch {decision.batch} of query {decision.query} is not published: its route keeps changing; try again"
     )
@@ -193,7 +177,7 @@ async def _publish_at(client: Client, group: str, stages: list[Staged]) -> list[
         page, left = left[:STAGES_PAGE_MAX], left[STAGES_PAGE_MAX:]
         try:
             named = [(staged.producer, staged.rows) for staged in page]
-            await _with_retries(client, "stage.publish", None, group=group, stages=named)
+            await _with_retries(client, p.PUBLISH_STAGES, group=group, stages=named)
         except StaleRoute as error:
             refused = {error.details.get("producer"), *error.details.get("producers", ())}
             gone = [staged for staged in page if staged.producer in refused]
@@ -204,7 +188,7 @@ async def _publish_at(client: Client, group: str, stages: list[Staged]) -> list[
     return moved
 
 
-async def _exchange(client: Client, decision: DecisionReply, moved: list[Staged]) -> DecisionReply:
+async def _exchange(client: Client, decision: BatchDecision, moved: list[Staged]) -> BatchDecision:
     """Write stages again by the current route, and replace the old ones in the decision.
 
     All other stages are published. Each partition gets one new stage, however many old ones had its rows.
@@ -221,8 +205,7 @@ async def _exchange(client: Client, decision: DecisionReply, moved: list[Staged]
         raise
     exchanged = await _with_retries(
         client,
-        "commit.exchange",
-        DecisionReply | None,
+        c.EXCHANGE_STAGES,
         query=decision.query,
         batch=decision.batch,
         version=decision.version,
@@ -233,13 +216,11 @@ async def _exchange(client: Client, decision: DecisionReply, moved: list[Staged]
     return exchanged or await _decide(client, decision.query, decision.batch, [])
 
 
-async def _copy(client: Client, decision: DecisionReply, staged: Staged, writers: dict[str, StageWriter]) -> None:
+async def _copy(client: Client, decision: BatchDecision, staged: Staged, writers: dict[str, StageWriter]) -> None:
     """Write the rows of a stage again, with the writer of their subject."""
     start = 0
     while start < staged.rows:
-        found: _StagePage = await _with_retries(
-            client, "stage.read", _StagePage, group=staged.group, producer=staged.producer, start=start
-        )
+        found = await _with_retries(client, p.READ_STAGE, group=staged.group, producer=staged.producer, start=start)
         if found.end <= start:
             raise Expired(f"row {start} of the stage of producer {staged.producer:016x} no longer exists")
         if found.subject not in writers:
@@ -249,11 +230,8 @@ async def _copy(client: Client, decision: DecisionReply, staged: Staged, writers
         start = found.end
 
 
-async def _decide(client: Client, query: str, batch: int, stages: list[Staged]) -> DecisionReply:
-    decision: DecisionReply = await _with_retries(
-        client, "commit.decide", DecisionReply, query=query, batch=batch, stages=_by_place(stages)
-    )
-    return decision
+async def _decide(client: Client, query: str, batch: int, stages: list[Staged]) -> BatchDecision:
+    return await _with_retries(client, c.DECIDE_BATCH, query=query, batch=batch, stages=_by_place(stages))
 
 
 async def _drop(client: Client, stages: list[Staged]) -> None:
@@ -261,25 +239,23 @@ async def _drop(client: Client, stages: list[Staged]) -> None:
     for group, found in groupby(sorted(stages), key=lambda staged: staged.group):
         producers = [staged.producer for staged in found]
         for start in range(0, len(producers), STAGES_PAGE_MAX):
-            await _try(client, group, "stage.drop", producers=producers[start : start + STAGES_PAGE_MAX])
+            await _try(client, group, p.DROP_STAGES, producers=producers[start : start + STAGES_PAGE_MAX])
 
 
-async def _forget(client: Client, decision: DecisionReply, groups: set[str]) -> None:
+async def _forget(client: Client, decision: BatchDecision, groups: set[str]) -> None:
     """Drop the stages of failed attempts at the brokers of the batch. Other stages, and those without reply, expire."""
     for group in sorted(groups):
-        await _try(client, group, "stage.forget", query=decision.query, batch=decision.batch)
+        await _try(client, group, p.FORGET_BATCHES, query=decision.query, batch=decision.batch)
 
 
-async def _try(client: Client, group: str, operation: str, **arguments: Any) -> None:
+async def _try(client: Client, group: str, operation: Operation[int], **arguments: Any) -> None:
     try:
-        await ask(await client._router.group_node(group), operation, Any, **arguments)
+        await ask(await client._router.group_node(group), operation, **arguments)
     except PlaitError as error:
-        log.info("%s at %s: %s", operation, group, error)
+        log.info("%s at %s: %s", operation.name, group, error)
 
 
-async def _with_retries(
-    client: Client, operation: str, kind: Any, *, group: str | None = None, **arguments: Any
-) -> Any:
+async def _with_retries(client: Client, operation: Operation[R], *, group: str | None = None, **arguments: Any) -> R:
     """Ask a broker group or the meta server; repeat while it is down. Every request here is idempotent."""
     loop = asyncio.get_running_loop()
     patience = loop.time() + PATIENCE_SECONDS
@@ -287,7 +263,7 @@ async def _with_retries(
     while True:
         try:
             node = client._router.meta if group is None else await client._router.group_node(group)
-            return await ask(node, operation, kind, **arguments)
+            return await ask(node, operation, **arguments)
         except Timeout:
             # The server is connected and still works on the request.
             patience = loop.time() + PATIENCE_SECONDS

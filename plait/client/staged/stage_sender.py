@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from typing import Any, Final
-
-import msgspec
+from typing import Any, Final, TypeVar
 
 from plait.client.net.node import Node
 from plait.client.send.row_columns import RowColumns
@@ -25,16 +23,19 @@ from plait.frame.builder import FrameParts
 from plait.frame.header import FLAG_UNSEQUENCED
 from plait.limits import ClientLimits
 from plait.wire import messages as m
+from plait.wire.admin.operation import Operation
+from plait.wire.admin.partitions import COMPLETE_STAGES, DROP_STAGES, OPEN_STAGE
 from plait.wire.link import Link
+
+R = TypeVar("R")
 
 #: Temporary errors. ``OutOfSequence``: the frame before was refused; resending both in order succeeds.
 _PASSING: Final = (Unavailable, Timeout, FlowControl, DiskFull, ReadOnly, OutOfSequence)
 
 
-async def ask(node: Node, operation: str, kind: Any = None, **arguments: Any) -> Any:
+async def ask(node: Node, operation: Operation[R], **arguments: Any) -> R:
     """Send an admin request to one broker, or to the meta server."""
-    reply: m.AdminReply = await node.request(m.AdminRequest(operation, arguments))
-    return msgspec.msgpack.decode(reply.result, type=kind)
+    return operation.result(await node.request(operation.packet(**arguments)))
 
 
 class StageSender:
@@ -77,7 +78,7 @@ class StageSender:
     async def open(self) -> None:
         """Create the stage. Raises ``StaleRoute`` if the broker does not have its partition."""
         link = await self._node.ready(self._limits.request_seconds)
-        self._partition = await ask(self._node, "stage.open", int, **self._arguments)
+        self._partition = await ask(self._node, OPEN_STAGE, **self._arguments)
         self._link = link
 
     async def push(self, rows: RowColumns, now: int | None, compression: str | None) -> None:
@@ -94,7 +95,7 @@ class StageSender:
         patience = asyncio.get_running_loop().time() + self._limits.send_seconds
         while True:
             try:
-                await ask(self._node, "stage.complete", stages=[(self.producer, self.count)])
+                await ask(self._node, COMPLETE_STAGES, stages=[(self.producer, self.count)])
                 return
             except _PASSING:
                 if asyncio.get_running_loop().time() > patience:
@@ -105,7 +106,7 @@ class StageSender:
         """Delete the stage and its rows."""
         self._turn += 1
         self._frames.clear()
-        await ask(self._node, "stage.drop", int, producers=[self.producer])
+        await ask(self._node, DROP_STAGES, producers=[self.producer])
 
     def _send(self, parts: FrameParts) -> None:
         if self._error is None:

@@ -18,7 +18,7 @@ from plait.meta.database.schema import AllocationRow
 from plait.meta.database.store import Store, StoreChange
 from plait.meta.members.allocation import allocate
 from plait.meta.members.shares import Shares, join, split
-from plait.meta.views import AllocationView
+from plait.wire.admin.cluster import AllocationReply
 
 
 class _Computed(NamedTuple):
@@ -97,7 +97,7 @@ class Allocator:
             return
         core.take_in(change, {key: made.packed for key, made in writing.made.items()})
 
-    def view(self, subject: str, name: str) -> AllocationView:
+    def view(self, subject: str, name: str) -> AllocationReply:
         """The members of a group and their shares."""
         mirror, key = self._core.mirror, (subject, name)
         group = mirror.groups.get(key)
@@ -109,7 +109,7 @@ class Allocator:
             )
         clients = sorted(mirror.members.get(key, ()))
         if not mirror.settings[key].ordered:
-            return AllocationView(subject, name, "shared", 0, {client: [] for client in clients})
+            return AllocationReply(subject, name, "shared", 0, {client: [] for client in clients})
         shares = split(join([mirror.shares(key).of(client) for client in clients]))
         members = {client: share.lps for client, share in zip(clients, shares, strict=True)}
-        return AllocationView(subject, name, "exclusive", mirror.allocation(key).epoch, members)
+        return AllocationReply(subject, name, "exclusive", mirror.allocation(key).epoch, members)

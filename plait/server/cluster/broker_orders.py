@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
-
-from plait.errors import Timeout
+from plait.errors import PlaitError, Timeout
 from plait.meta.views import Drop, Make, Move
+from plait.model.lp_runs import NumberedRun
 from plait.server.broker_host import BrokerHost
 from plait.server.cluster.links import Links
-from plait.server.operations import partitions as admin_partition
-from plait.storage.catalog import Fence
-from plait.wire import messages as m
+from plait.server.operations.table import run
+from plait.wire.admin.operation import Operation
+from plait.wire.admin.partitions import DROP_PARTITION, OPEN_PARTITION, SEAL_PARTITION
+
+R = TypeVar("R")
 
 #: Timeout of an order, which is then repeated later.
 ORDER_SECONDS = 5.0
@@ -30,42 +31,41 @@ class BrokerOrders:
 
     async def make(self, address: str, make: Make) -> None:
         """Create the partition if it does not exist, and open it for LPs."""
-        opening = {
-            "subject": make.subject,
-            "name": make.place.name,
-            "lps": make.lps,
-            "version": make.version,
-            "settings": msgspec.to_builtins(make.settings),
-        }
-        await self._ask(address, admin_partition.OPEN, opening)
+        await self._ask(
+            address,
+            OPEN_PARTITION,
+            subject=make.subject,
+            name=make.place.name,
+            lps=make.lps,
+            version=make.version,
+            settings=make.settings,
+        )
 
-    async def seal(self, address: str, move: Move) -> list[Fence]:
+    async def seal(self, address: str, move: Move) -> list[NumberedRun]:
         """Seal LPs of a partition. Returns their fences once the seal is durable."""
-        sealing = {"name": move.place.name, "lps": move.lps, "version": move.version}
-        return msgspec.convert(await self._ask(address, admin_partition.SEAL, sealing), list[Fence])
+        return await self._ask(address, SEAL_PARTITION, name=move.place.name, lps=move.lps, version=move.version)
 
     async def drop(self, address: str, drop: Drop) -> None:
         """Drop a partition with all its messages."""
-        dropping = {"subject": drop.subject, "name": drop.place.name, "version": drop.version}
-        await self._ask(address, admin_partition.DROP, dropping)
+        await self._ask(address, DROP_PARTITION, subject=drop.subject, name=drop.place.name, version=drop.version)
 
     def close(self) -> None:
         """Close the connections."""
         self._links.close()
 
-    async def _ask(self, address: str, operation: str, arguments: dict[str, Any]) -> Any:
+    async def _ask(self, address: str, operation: Operation[R], **arguments: Any) -> R:
+        request = operation.packet(**arguments)
         if self._host is None or address != self._host.address:
-            answer: m.AdminReply = await self._links.request(address, m.AdminRequest(operation, arguments))
-            return msgspec.msgpack.decode(answer.result)
-        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            return operation.result(await self._links.request(address, request))
+        done: asyncio.Future[R] = asyncio.get_running_loop().create_future()
 
-        def reply(result: Any) -> None:
+        def reply(result: Any, _: PlaitError | None) -> None:
             if not done.done():
                 done.set_result(result)
 
-        admin_partition.order(self._host, operation, arguments, reply)
+        run(self._host, request, reply)
         try:
             async with asyncio.timeout(ORDER_SECONDS):
                 return await done
         except TimeoutError:
-            raise Timeout(f"{operation} was not durable within {ORDER_SECONDS:g} s; it is retried") from None
+            raise Timeout(f"{operation.name} was not durable within {ORDER_SECONDS:g} s; it is retried") from None

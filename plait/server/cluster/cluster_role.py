@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import Any, TypeVar
 
 from plait.errors import InvalidArgument, PlaitError, Timeout, Unavailable
 from plait.limits import MetaLimits
@@ -21,7 +19,13 @@ from plait.server.meta.meta_host import MetaHost
 from plait.server.meta.meta_requests import MetaHandlers
 from plait.storage.directory_id import identity
 from plait.wire import messages as m
+from plait.wire.admin.operation import Operation
+from plait.wire.admin.subjects import CREATE_SUBJECT, DELETE_SUBJECT
 
+R = TypeVar("R")
+
+#: Operations that a broker serves only if there is no meta server.
+_OF_META_SERVERS = (CREATE_SUBJECT.name, DELETE_SUBJECT.name)
 #: Timeout of a request to a meta server; then another one is asked.
 ASK_SECONDS = 3.0
 
@@ -102,16 +106,16 @@ class ClusterRole:
                 return True
         elif self._addresses and (
             isinstance(message, m.RouteRequest | m.MemberHeartbeatRequest)
-            or (isinstance(message, m.AdminRequest) and message.operation in ("subject.create", "subject.delete"))
+            or (isinstance(message, m.AdminRequest) and message.operation in _OF_META_SERVERS)
         ):
             raise InvalidArgument(f"this is a broker; send this request to a meta server: {', '.join(self._addresses)}")
         return False
 
-    async def _ask_here(self, operation: str, arguments: dict[str, Any]) -> Any:
+    async def _ask_here(self, operation: Operation[R], **arguments: Any) -> R:
         assert self._handlers is not None
-        answer = await self._handlers.serve(m.AdminRequest(operation, arguments))
+        answer = await self._handlers.serve(operation.packet(**arguments))
         assert isinstance(answer, m.AdminReply)
-        return msgspec.msgpack.decode(answer.result)
+        return operation.result(answer)
 
     async def route(self, subject: str) -> m.RouteReply:
         """The newest route of a subject, from a meta server."""
@@ -120,10 +124,10 @@ class ClusterRole:
         assert isinstance(found, m.RouteReply)
         return found
 
-    async def _ask_there(self, operation: str, arguments: dict[str, Any]) -> Any:
-        answer = await self._request_there(m.AdminRequest(operation, arguments))
+    async def _ask_there(self, operation: Operation[R], **arguments: Any) -> R:
+        answer = await self._request_there(operation.packet(**arguments))
         assert isinstance(answer, m.AdminReply)
-        return msgspec.msgpack.decode(answer.result)
+        return operation.result(answer)
 
     async def _request_there(self, request: m.PacketHead) -> m.PacketHead:
         """Send a request to one meta server after another until one answers."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from plait import tasks
 from plait.broker.groups.ordered_group import OrderedGroup
@@ -19,6 +18,14 @@ from plait.errors import InvalidArgument, PlaitError
 from plait.limits import NUMBER_MAX
 from plait.server.broker_host import BrokerHost
 from plait.server.notices import Notice
+from plait.wire.admin.cluster import (
+    BROKER_HEARTBEAT,
+    REGISTER_BROKER,
+    REPORT_PROGRESS,
+    PartitionProgress,
+    RegisteredPartition,
+)
+from plait.wire.admin.operation import Operation
 
 log = logging.getLogger("plait.broker")
 
@@ -33,8 +40,13 @@ REPORTED_MAX = 50
 
 NOT_TAKEN = "this broker is not registered with a meta server at present: {}"
 
-#: Sends an operation with its arguments to a meta server and returns the result.
-Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
+R = TypeVar("R")
+
+
+class Ask(Protocol):
+    """Sends an operation with its arguments to a meta server and returns the result."""
+
+    async def __call__(self, operation: Operation[R], **arguments: Any) -> R: ...
 
 
 class Registrar:
@@ -47,7 +59,7 @@ class Registrar:
         self._task: asyncio.Task[None] | None = None
         self._registered = False
         #: Partition → its last report; and the index at which the next round of reports starts.
-        self._reported: dict[str, dict[str, Any]] = {}
+        self._reported: dict[str, PartitionProgress] = {}
         self._turn = 0
         self._refusal = Notice("this broker is registered with a meta server again", log)
 
@@ -78,7 +90,7 @@ class Registrar:
         if self._registered:
             try:
                 await self._report(self._sealed())
-                await self._ask("broker.heartbeat", self._facts("NRW"))
+                await self._ask(BROKER_HEARTBEAT, **self._facts("NRW"))
             except PlaitError:
                 # The meta servers notice the loss by themselves.
                 pass
@@ -96,7 +108,7 @@ class Registrar:
 
     async def _step(self) -> None:
         try:
-            if self._registered and (newest := await self._ask("broker.heartbeat", self._facts(self._state()))):
+            if self._registered and (newest := await self._ask(BROKER_HEARTBEAT, **self._facts(self._state()))):
                 self._host.broker.numbers.learn(newest)
                 await self._report(self._next_sealed())
             else:
@@ -126,19 +138,14 @@ class Registrar:
         news = [(name, report) for name, report in reports.items() if self._reported.get(name) != report]
         for at in range(0, len(news), REPORTED_MAX):
             some = news[at : at + REPORTED_MAX]
-            facts = {"group": self._host.config.group, "broker": self._name}
-            if await self._ask("broker.progress", {**facts, "partitions": [report for _, report in some]}):
+            reported = [report for _, report in some]
+            group = self._host.config.group
+            if await self._ask(REPORT_PROGRESS, group=group, broker=self._name, partitions=reported):
                 self._reported.update(some)
 
-    def _progress(self, partition: Partition) -> dict[str, Any]:
-        return {
-            "name": partition.row.name,
-            "subject": partition.row.subject,
-            "route": partition.row.route,
-            "passed": passed(partition),
-            "gone_below": gone_below(self._host.broker, partition),
-            "began": began(partition),
-        }
+    def _progress(self, partition: Partition) -> PartitionProgress:
+        row, below = partition.row, gone_below(self._host.broker, partition)
+        return PartitionProgress(row.name, row.subject, row.route, passed(partition), below, began(partition))
 
     # --- registration ---------------------------------------------------------------------------
 
@@ -158,31 +165,26 @@ class Registrar:
         # The meta database may be a new one without the earlier reports.
         self._reported = {}
         for page in pages:
-            answer = await self._ask("broker.register", {**facts, "partitions": page})
-            for name in answer["unrouted"]:
+            answer = await self._ask(REGISTER_BROKER, **facts, partitions=page)
+            for name in answer.unrouted:
                 log.warning("no route names partition %s: nothing is read from it", name)
-        host.broker.numbers.learn(answer["newest"])
-        host.broker.leases.set_floors({(subject, group): runs for subject, group, runs in answer["floors"]})
+        host.broker.numbers.learn(answer.newest)
+        host.broker.leases.set_floors({(subject, group): runs for subject, group, runs in answer.floors})
         self._registered = True
 
-    def _partition(self, name: str) -> dict[str, Any]:
+    def _partition(self, name: str) -> RegisteredPartition:
         partition = self._host.broker.subjects[name]
         row = partition.row
         epochs = [group.locks.newest for group in partition.groups.values() if isinstance(group, OrderedGroup)]
-        settings = {
-            "retention_seconds": row.settings.retention_seconds,
-            "retention_bytes": row.settings.retention_bytes,
-            "order": row.settings.order,
-        }
-        return {
-            "name": name,
-            "subject": row.subject,
-            "settings": {key: value for key, value in settings.items() if value is not None},
-            "created": row.created,
+        return RegisteredPartition(
+            name,
+            row.subject,
+            row.settings,
+            row.created,
             # A damaged log may contain any number: bound it, so that it does not prevent the start.
-            "newest": min(max([row.route, *epochs]), NUMBER_MAX),
-            "route": min(row.route, NUMBER_MAX),
-            "lps": row.lps,
-            "fences": row.fences,
-            "reopened": row.reopened,
-        }
+            min(max([row.route, *epochs]), NUMBER_MAX),
+            min(row.route, NUMBER_MAX),
+            row.lps,
+            row.fences,
+            row.reopened,
+        )

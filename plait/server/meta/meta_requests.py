@@ -11,20 +11,18 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from plait import tasks
 from plait.errors import GroupBusy, InternalError, InvalidArgument, PlaitError, Unavailable
-from plait.limits import BrokerEpoch
-from plait.meta.batch_commits import BatchDecision, Stages
-from plait.meta.views import HeartbeatView, PartitionProgress, RegisteredPartition, Remembered, RouteView, State
+from plait.meta.views import HeartbeatView, RouteView
 from plait.model import names
 from plait.model.route import PartitionId
 from plait.model.settings import SubjectSettings
 from plait.server.listener import LOOPBACK
 from plait.server.meta.meta_host import MetaHost
-from plait.server.operations.subjects_and_groups import AskRemembered, set_fields
 from plait.wire import messages as m
+from plait.wire.admin import cluster as c
+from plait.wire.admin import subjects as g
+from plait.wire.admin.operation import Nothing, Operation, answer
 from plait.wire.link import parse_address
 
 if TYPE_CHECKING:
@@ -34,135 +32,6 @@ log = logging.getLogger("plait.meta")
 
 #: Unfinished batches in one reply. The client publishes them concurrently.
 UNDONE_MAX = 4
-
-
-class CreateSubject(msgspec.Struct, forbid_unknown_fields=True):
-    """Create a subject with retention, order strategy and partitions."""
-
-    subject: str
-    retention_seconds: float | None = None
-    retention_bytes: int | None = None
-    order: str = "best_tried"
-    #: Number of partitions; None: one on each of two broker groups.
-    partitions: int | None = None
-    #: Their broker groups; None: any.
-    groups: list[str] | None = None
-
-
-class SetSubject(msgspec.Struct, forbid_unknown_fields=True):
-    """Change settings of a subject. Unset fields stay; None is the brokers' default."""
-
-    subject: str
-    retention_seconds: float | msgspec.UnsetType | None = msgspec.UNSET
-    retention_bytes: int | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class OfSubject(msgspec.Struct, forbid_unknown_fields=True):
-    """Names a subject."""
-
-    subject: str
-
-
-class ExpandSubject(msgspec.Struct, forbid_unknown_fields=True):
-    """Set how many partitions take the subject's messages, or which (as name@group)."""
-
-    subject: str
-    partitions: int | list[str]
-
-
-class OfGroup(msgspec.Struct, forbid_unknown_fields=True):
-    """Names a group of a subject."""
-
-    subject: str
-    group: str
-
-
-class RegisterBroker(msgspec.Struct, forbid_unknown_fields=True):
-    """Register a broker that has started; its partitions come page by page."""
-
-    group: str
-    broker: str
-    address: str
-    state: State
-    epoch: BrokerEpoch
-    partitions: list[RegisteredPartition]
-    #: Why the broker takes no messages; empty: it takes them.
-    reason: str = ""
-
-
-class BrokerHeartbeat(msgspec.Struct, forbid_unknown_fields=True):
-    """A heartbeat of a broker."""
-
-    group: str
-    broker: str
-    state: State
-    #: Why the broker takes no messages; empty: it takes them.
-    reason: str = ""
-
-
-class ReportProgress(msgspec.Struct, forbid_unknown_fields=True):
-    """Reports of finished LPs and removed rows, for some partitions of a broker."""
-
-    group: str
-    broker: str
-    partitions: list[PartitionProgress]
-
-
-class ForgetBroker(msgspec.Struct, forbid_unknown_fields=True):
-    """Remove a broker group that will not return; with ``lost``, even if messages are lost."""
-
-    group: str
-    lost: bool = False
-
-
-class WishState(msgspec.Struct, forbid_unknown_fields=True):
-    """Set the state that the operator wants for a broker group."""
-
-    group: str
-    state: State
-
-
-class DecideBatch(msgspec.Struct, forbid_unknown_fields=True):
-    """Commit a batch of a query with the stages that hold its rows."""
-
-    query: str
-    batch: int
-    stages: Stages
-
-
-class VetoBatch(msgspec.Struct, forbid_unknown_fields=True):
-    """Cancel an attempt to write a batch; ``producer`` is that of one of its stages."""
-
-    query: str
-    batch: int
-    producer: int
-
-
-class ExchangeStages(msgspec.Struct, forbid_unknown_fields=True):
-    """Replace the stages of a committed batch."""
-
-    query: str
-    batch: int
-    version: int
-    stages: Stages
-
-
-class BatchDone(msgspec.Struct, forbid_unknown_fields=True):
-    """Mark a batch as published."""
-
-    query: str
-    batch: int
-    version: int
-
-
-class UndoneBatches(msgspec.Struct, forbid_unknown_fields=True):
-    """List unfinished batches of queries whose names come after ``after``."""
-
-    after: str = ""
-
-
-class Nothing(msgspec.Struct, forbid_unknown_fields=True):
-    """No arguments."""
 
 
 def route_found(subject: str, view: RouteView, metas: list[str]) -> m.RouteReply:
@@ -187,29 +56,30 @@ class MetaHandlers:
         self._host = host
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
-        self._operations: dict[str, tuple[type[Any], Callable[[Any], Awaitable[Any]]]] = {
-            "subject.create": (CreateSubject, self._create),
-            "subject.set": (SetSubject, self._set),
-            "subject.delete": (OfSubject, self._delete),
-            "group.forget": (OfGroup, self._forget_group),
-            "group.remembered": (AskRemembered, self._remembered),
-            "subject.names": (Nothing, self._names),
-            "subject.route": (OfSubject, self._route),
-            "subject.expand": (ExpandSubject, self._expand),
-            "broker.register": (RegisterBroker, self._register),
-            "broker.heartbeat": (BrokerHeartbeat, self._broker_heartbeat),
-            "broker.progress": (ReportProgress, self._progress),
-            "broker.forget": (ForgetBroker, self._forget_broker),
-            "broker.state": (WishState, self._wish),
-            "broker.list": (Nothing, self._broker_groups),
-            "broker.describe": (Nothing, self._brokers),
-            "group.allocation": (OfGroup, self._allocation),
-            "commit.decide": (DecideBatch, self._decide_batch),
-            "commit.veto": (VetoBatch, self._veto_batch),
-            "commit.exchange": (ExchangeStages, self._exchange_stages),
-            "commit.done": (BatchDone, self._batch_done),
-            "commit.undone": (UndoneBatches, self._undone),
-        }
+        handlers: list[tuple[Operation[Any], Callable[[Any], Awaitable[Any]]]] = [
+            (g.CREATE_SUBJECT, self._create),
+            (g.SET_SUBJECT, self._set),
+            (g.DELETE_SUBJECT, self._delete),
+            (g.FORGET_GROUP, self._forget_group),
+            (g.GROUP_REMEMBERED, self._remembered),
+            (g.SUBJECT_NAMES, self._names),
+            (c.DESCRIBE_ROUTE, self._route),
+            (c.EXPAND_SUBJECT, self._expand),
+            (c.REGISTER_BROKER, self._register),
+            (c.BROKER_HEARTBEAT, self._broker_heartbeat),
+            (c.REPORT_PROGRESS, self._progress),
+            (c.FORGET_BROKER, self._forget_broker),
+            (c.SET_BROKER_STATE, self._set_state),
+            (c.LIST_BROKERS, self._broker_groups),
+            (c.DESCRIBE_BROKERS, self._brokers),
+            (c.DESCRIBE_ALLOCATION, self._allocation),
+            (c.DECIDE_BATCH, self._decide_batch),
+            (c.VETO_BATCH, self._veto_batch),
+            (c.EXCHANGE_STAGES, self._exchange_stages),
+            (c.BATCH_DONE, self._batch_done),
+            (c.UNDONE_BATCHES, self._undone),
+        ]
+        self._operations = {operation.name: (operation, call) for operation, call in handlers}
 
     def takes(self, message: m.PacketHead) -> bool:
         """True if the request is for a meta server."""
@@ -232,7 +102,7 @@ class MetaHandlers:
                 return
         polls = connection.begin_poll(correlation)
 
-        async def answer() -> None:
+        async def reply() -> None:
             try:
                 result = await self.serve(message)
             except PlaitError as error:
@@ -249,7 +119,7 @@ class MetaHandlers:
                 if polls.pop(correlation, None) is not None:
                     connection.answer(correlation, result)
 
-        task = tasks.start(answer(), "plait-meta-answer")
+        task = tasks.start(reply(), "plait-meta-answer")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -271,12 +141,8 @@ class MetaHandlers:
         if isinstance(message, m.MemberHeartbeatRequest):
             return await self._heartbeat(message)
         assert isinstance(message, m.AdminRequest)
-        kind, call = self._operations[message.operation]
-        try:
-            request = msgspec.convert(message.arguments, kind)
-        except msgspec.ValidationError as error:
-            raise InvalidArgument(f"{message.operation}: {error}") from None
-        return m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(await call(request))))
+        operation, call = self._operations[message.operation]
+        return answer(await call(operation.arguments(message)))
 
     def _refused(self, connection: Connection, heartbeat: m.MemberHeartbeatRequest) -> m.MemberHeartbeatReply | None:
         """The reply that refuses a heartbeat, if another process owns its client id; otherwise None."""
@@ -304,55 +170,53 @@ class MetaHandlers:
 
     # --- management -----------------------------------------------------------------------------
 
-    async def _create(self, request: CreateSubject) -> dict[str, Any]:
+    async def _create(self, request: g.CreateSubject) -> None:
         names.check("subject", request.subject)
         settings = SubjectSettings(request.retention_seconds, request.retention_bytes, request.order)  # type: ignore[arg-type]
         await self._host.choose(
             lambda s: s.create_subject(request.subject, settings, partitions=request.partitions, groups=request.groups)
         )
-        return await self._route(OfSubject(request.subject))
 
-    async def _set(self, request: SetSubject) -> dict[str, Any]:
-        await self._host.set_subject(request.subject, set_fields(request))
-        return await self._route(OfSubject(request.subject))
+    async def _set(self, request: g.SetSubject) -> None:
+        await self._host.set_subject(request.subject, request.settings)
 
-    async def _forget_group(self, request: OfGroup) -> bool:
+    async def _forget_group(self, request: g.OfGroup) -> bool:
         return await self._host.change(lambda s: s.forget_group(request.subject, request.group))
 
-    async def _remembered(self, request: AskRemembered) -> Remembered:
+    async def _remembered(self, request: g.AskRemembered) -> g.Remembered:
         name = names.of_group(request.group, request.client)
         return await self._host.call(lambda s: s.remembered(request.subject, name))
 
-    async def _delete(self, request: OfSubject) -> None:
+    async def _delete(self, request: g.OfSubject) -> None:
         await self._host.delete_subject(request.subject)
 
     async def _names(self, _: Nothing) -> list[str]:
         return await self._host.call(lambda s: [view.name for view in s.subjects()])
 
-    async def _route(self, request: OfSubject) -> dict[str, Any]:
+    async def _route(self, request: g.OfSubject) -> c.RouteDetails:
         view = await self._host.route(request.subject, create=False)
         route = view.route
-        return {
-            "subject": route.subject,
-            "version": route.version,
-            "order": view.settings.order,
-            "partitions": [str(place) for place in route.partitions],
-            "histories": route_found(route.subject, view, []).histories,
-            "target": route.target,
-            "brokers": view.brokers,
-            "passed": view.passed,
-            "reported": view.reported,
-        }
+        return c.RouteDetails(
+            route.subject,
+            route.version,
+            view.settings.order,
+            [str(place) for place in route.partitions],
+            route_found(route.subject, view, []).histories,
+            list(route.target),
+            view.brokers,
+            view.passed,
+            view.reported,
+        )
 
-    async def _expand(self, request: ExpandSubject) -> dict[str, Any]:
+    async def _expand(self, request: c.ExpandSubject) -> c.RouteDetails:
         wanted = request.partitions
         places = wanted if isinstance(wanted, int) else [_place(text) for text in wanted]
         await self._host.choose(lambda s: s.expand(request.subject, places))
-        return await self._route(OfSubject(request.subject))
+        return await self._route(g.OfSubject(request.subject))
 
     # --- brokers --------------------------------------------------------------------------------
 
-    async def _register(self, request: RegisterBroker) -> dict[str, Any]:
+    async def _register(self, request: c.RegisterBroker) -> c.RegisterReply:
         _check_address(request.address)
         registered = await self._host.change(
             lambda s: s.register_broker(
@@ -365,14 +229,10 @@ class MetaHandlers:
                 reason=request.reason,
             )
         )
-        return {
-            "cluster": registered.cluster,
-            "floors": [(*key, runs) for key, runs in registered.floors.items()],
-            "unrouted": registered.unrouted,
-            "newest": registered.newest,
-        }
+        floors = [(*key, runs) for key, runs in registered.floors.items()]
+        return c.RegisterReply(registered.cluster, floors, registered.unrouted, registered.newest)
 
-    async def _broker_heartbeat(self, request: BrokerHeartbeat) -> int:
+    async def _broker_heartbeat(self, request: c.BrokerHeartbeat) -> int:
         """The newest change number; 0 if the broker must register."""
         return await self._host.call(
             lambda s: (
@@ -382,16 +242,16 @@ class MetaHandlers:
             )
         )
 
-    async def _progress(self, request: ReportProgress) -> bool:
+    async def _progress(self, request: c.ReportProgress) -> bool:
         return await self._host.change(lambda s: s.report_progress(request.group, request.broker, request.partitions))
 
-    async def _forget_broker(self, request: ForgetBroker) -> Any:
+    async def _forget_broker(self, request: c.ForgetBroker) -> list[c.LostPartition]:
         return await self._host.choose(lambda s: s.forget_broker(request.group, lost=request.lost))
 
-    async def _wish(self, request: WishState) -> None:
+    async def _set_state(self, request: c.SetBrokerState) -> None:
         await self._host.change(lambda s: s.set_broker_state(request.group, request.state))
 
-    async def _brokers(self, _: Nothing) -> Any:
+    async def _brokers(self, _: Nothing) -> list[c.BrokerInfo]:
         return await self._host.call(lambda s: s.brokers())
 
     async def _broker_groups(self, _: Nothing) -> dict[str, tuple[list[str], str]]:
@@ -403,26 +263,26 @@ class MetaHandlers:
 
     # --- batches of sinks -----------------------------------------------------------------------
 
-    async def _decide_batch(self, request: DecideBatch) -> BatchDecision:
+    async def _decide_batch(self, request: c.DecideBatch) -> c.BatchDecision:
         names.check("query", request.query)
         return await self._host.call(lambda s: s.commits.decide(request.query, request.batch, request.stages))
 
-    async def _veto_batch(self, request: VetoBatch) -> BatchDecision | None:
+    async def _veto_batch(self, request: c.VetoBatch) -> c.BatchDecision | None:
         names.check("query", request.query)
         return await self._host.call(lambda s: s.commits.veto(request.query, request.batch, request.producer))
 
-    async def _exchange_stages(self, request: ExchangeStages) -> BatchDecision | None:
+    async def _exchange_stages(self, request: c.ExchangeStages) -> c.BatchDecision | None:
         return await self._host.call(
             lambda s: s.commits.exchange(request.query, request.batch, request.version, request.stages)
         )
 
-    async def _batch_done(self, request: BatchDone) -> bool:
+    async def _batch_done(self, request: c.BatchDone) -> bool:
         return await self._host.call(lambda s: s.commits.done(request.query, request.batch, request.version))
 
-    async def _undone(self, request: UndoneBatches) -> list[BatchDecision]:
+    async def _undone(self, request: c.UndoneBatches) -> list[c.BatchDecision]:
         return await self._host.call(lambda s: s.commits.undone(UNDONE_MAX, request.after))
 
-    async def _allocation(self, request: OfGroup) -> Any:
+    async def _allocation(self, request: g.OfGroup) -> c.AllocationReply:
         return await self._host.call(lambda s: s.allocation(request.subject, request.group))
 
 

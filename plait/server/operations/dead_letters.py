@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +15,21 @@ from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
 from plait.limits import DEAD_LIST_MAX, DEAD_PAGE_MAX, DEAD_SEQUENCES_MAX, KIB, MIB
 from plait.model.reason import Reason
+from plait.server.operations.subjects_and_groups import partitions_of
 from plait.storage.logs.retained_log import DeathRecord
+from plait.wire.admin.dead_letters import (
+    ChangedLetters,
+    ChangeLetters,
+    DeadQueue,
+    FoundLetters,
+    FoundReasons,
+    LetterPage,
+    LetterRow,
+    ListLetters,
+    PastDeath,
+    ReasonRow,
+)
+from plait.wire.admin.subjects import OfSubjects
 
 if TYPE_CHECKING:
     from plait.server.broker_host import BrokerHost as Server
@@ -27,105 +40,16 @@ PAGE_BYTES = 8 * MIB
 LETTER_BYTES = 8 * KIB
 
 
-class ListQueues(msgspec.Struct, forbid_unknown_fields=True):
-    """List the dead letter queues of a subject; None: of all subjects."""
-
-    subject: str | None = None
-
-
-class LetterFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Selects the letters that match every field that is set."""
-
-    sequences: list[int] | None = None
-    type: str | None = None
-    handler: str | None = None
-    before: int | None = None
-
-
-class Page(msgspec.Struct, forbid_unknown_fields=True):
-    """At most ``limit`` selected letters of a group, after the sequence ``after``."""
-
-    subject: str
-    group: str
-    select: LetterFilter = LetterFilter()
-    after: int = -1
-    limit: int = DEAD_LIST_MAX
-
-
-class ListLetters(Page, forbid_unknown_fields=True):
-    """List a page of letters."""
-
-    bodies: bool = False
-
-
-class ChangeLetters(Page, forbid_unknown_fields=True):
-    """Resend or purge a page of letters; with ``dry_run`` only count them."""
-
-    dry_run: bool = False
-
-
-class QueueView(msgspec.Struct, frozen=True):
-    """How many dead letters a group has."""
-
-    subject: str
-    group: str
-    count: int
-
-
-class PastView(msgspec.Struct, frozen=True):
-    """An earlier death of a letter that was resent."""
-
-    attempts: int
-    time: int
-    reason: Reason
-
-
-class LetterView(msgspec.Struct, frozen=True, kw_only=True):
-    """A dead letter. If it is unreadable, only its sequence and attempts are set."""
-
-    sequence: int
-    attempts: int
-    producer: int = 0
-    producer_sequence: int = 0
-    key: str | None = None
-    tags: bytes = b""
-    headers: bytes = b""
-    body: bytes | None = None
-    size: int = 0
-    send_time: int | None = None
-    store_time: int = 0
-    first_time: int = 0
-    last_time: int = 0
-    reason: Reason = Reason()
-    history: list[PastView] = []
-
-
-class ReasonView(msgspec.Struct):
-    """The number of letters with one type of reason and handler; ``text`` is from one of them."""
-
-    type: str
-    handler: str
-    text: str
-    count: int
-    first_time: int
-    last_time: int
-
-
-def list_queues(server: Server, request: ListQueues) -> list[QueueView]:
-    broker = server.broker
-    if request.subject is not None:
-        partitions = [broker.partition_of(request.subject, create=False)]
-    else:
-        partitions = [partition for _, partition in sorted(broker.subjects.items())]
+def list_queues(server: Server, request: OfSubjects) -> list[DeadQueue]:
     return [
-        QueueView(partition.row.subject, name, group.pull_log.dead.count)
-        for partition in partitions
+        DeadQueue(partition.row.subject, name, group.pull_log.dead.count)
+        for partition in partitions_of(server, request)
         for name, group in sorted(partition.groups.items())
         if group.pull_log.dead
     ]
 
 
-def list_letters(server: Server, request: ListLetters) -> dict[str, Any]:
+def list_letters(server: Server, request: ListLetters) -> FoundLetters:
     group, found, following = _page(server, request, DEAD_LIST_MAX)
     if found:
         # Cut before the letters are copied: together they may be larger than a packet.
@@ -138,7 +62,7 @@ def list_letters(server: Server, request: ListLetters) -> dict[str, Any]:
             found = [part._replace(sequences=part.sequences[part.sequences <= following]) for part in found]
     letters = [view for part in found if len(part.sequences) for view in _views(group, part, bodies=request.bodies)]
     letters.sort(key=lambda letter: letter.sequence)
-    return {"letters": letters, "next": following}
+    return FoundLetters(letters, following)
 
 
 def _sizes(letters: Letters, *, bodies: bool) -> npt.NDArray[np.int64]:
@@ -154,35 +78,32 @@ def _sizes(letters: Letters, *, bodies: bool) -> npt.NDArray[np.int64]:
     return sizes
 
 
-def count_reasons(server: Server, request: Page) -> dict[str, Any]:
+def count_reasons(server: Server, request: LetterPage) -> FoundReasons:
     _, found, following = _page(server, request, DEAD_PAGE_MAX)
-    reasons: dict[tuple[str, str], ReasonView] = {}
+    reasons: dict[tuple[str, str], ReasonRow] = {}
     for sequences, _, death in found:
         known = death or DeathRecord(0, 0, 0, Reason("Unreadable"))
-        reason = known.reason
-        view = reasons.get((reason.type, reason.handler))
-        if view is None:
-            view = ReasonView(reason.type, reason.handler, reason.text, 0, known.last_time, known.last_time)
-            reasons[reason.type, reason.handler] = view
-        view.count += len(sequences)
-        view.first_time = min(view.first_time, known.last_time)
-        view.last_time = max(view.last_time, known.last_time)
-    return {"reasons": list(reasons.values()), "next": following}
+        reason, time = known.reason, known.last_time
+        row = ReasonRow(reason.type, reason.handler, reason.text, len(sequences), time, time)
+        same = reasons.setdefault((reason.type, reason.handler), row)
+        if same is not row:
+            same.add(row)
+    return FoundReasons(list(reasons.values()), following)
 
 
-def resend(server: Server, request: ChangeLetters) -> dict[str, Any]:
+def resend(server: Server, request: ChangeLetters) -> ChangedLetters:
     group, found, following = _page(server, request, DEAD_PAGE_MAX)
     count = _count(found) if request.dry_run else server.broker.dead_letters.resend(group, found)
-    return {"count": count, "next": following}
+    return ChangedLetters(count, following)
 
 
-def purge(server: Server, request: ChangeLetters) -> dict[str, Any]:
+def purge(server: Server, request: ChangeLetters) -> ChangedLetters:
     group, found, following = _page(server, request, DEAD_PAGE_MAX)
     count = _count(found) if request.dry_run else server.broker.dead_letters.purge(group, found)
-    return {"count": count, "next": following}
+    return ChangedLetters(count, following)
 
 
-def _page(server: Server, request: Page, limit: int) -> tuple[Group, list[Letters], int | None]:
+def _page(server: Server, request: LetterPage, limit: int) -> tuple[Group, list[Letters], int | None]:
     if not 1 <= request.limit <= limit:
         raise InvalidArgument(f"a page of {request.limit} dead letters is invalid; use 1 to {limit}")
     group = server.membership.group(request.subject, request.group)
@@ -203,12 +124,12 @@ def _count(found: list[Letters]) -> int:
     return sum(len(letters.sequences) for letters in found)
 
 
-def _views(group: Group, letters: Letters, *, bodies: bool) -> list[LetterView]:
+def _views(group: Group, letters: Letters, *, bodies: bool) -> list[LetterRow]:
     """The views of a frame's letters. A page is small enough for a loop over its rows."""
     sequences, frame, death = letters
     if frame is None or death is None:
         attempts = [group.pull_log.dead.overlap(s, s + 1)[0].attempt for s in sequences.tolist()]
-        return [LetterView(sequence=s, attempts=a) for s, a in zip(sequences.tolist(), attempts, strict=True)]
+        return [LetterRow(sequence=s, attempts=a) for s, a in zip(sequences.tolist(), attempts, strict=True)]
     rows = np.searchsorted(frame.sequences(), sequences).tolist()
     producers, numbers = frame.message_ids()
     offsets, _ = frame.variable(Column.BODY)
@@ -216,9 +137,9 @@ def _views(group: Group, letters: Letters, *, bodies: bool) -> list[LetterView]:
     keys, tags, headers = (_texts(frame, column) for column in (Column.KEY, Column.TAGS, Column.HEADERS))
     stored = frame.binary(Column.BODY) if bodies else None
     sent = frame.fixed(Column.SEND_TIME) if frame.has(Column.SEND_TIME) else None
-    history = [PastView(past.attempts, past.last_time, past.reason) for past in death.history]
+    history = [PastDeath(past.attempts, past.last_time, past.reason) for past in death.history]
     return [
-        LetterView(
+        LetterRow(
             sequence=sequence,
             attempts=death.attempts,
             producer=int(producers[row]),

@@ -6,9 +6,8 @@ again; *skip* leaves it as a dead letter and delivers the key's next message.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from plait.broker.groups.dead_letters import Choice
@@ -16,44 +15,13 @@ from plait.broker.groups.ordered_group import OrderedGroup
 from plait.errors import InvalidArgument, KeyNotParked
 from plait.frame.columns import Column
 from plait.limits import LOGICAL_PARTITIONS, PARKED_PAGE_MAX
-from plait.model.reason import Reason
+from plait.wire.admin.dead_letters import FoundKeys, ListParked, ParkedRow, Unpark
 
 if TYPE_CHECKING:
     from plait.server.broker_host import BrokerHost as Server
 
 
-class ListParked(msgspec.Struct, forbid_unknown_fields=True):
-    """List at most ``limit`` parked keys of a group, in order of their hashes, after the hash ``after``."""
-
-    subject: str
-    group: str
-    after: int = -1
-    limit: int = PARKED_PAGE_MAX
-
-
-class Unpark(msgspec.Struct, forbid_unknown_fields=True):
-    """Resume or skip parked keys, given by their hashes."""
-
-    subject: str
-    group: str
-    keys: list[int]
-
-
-class ParkedView(msgspec.Struct, frozen=True, kw_only=True):
-    """A parked key. If its letter is unreadable or in another partition, only the first three fields are set."""
-
-    hash: int
-    lp: int
-    #: The sequence of the dead letter; None: the letter is in the key's earlier partition.
-    sequence: int | None
-    key: str | None = None
-    attempts: int = 0
-    #: Time of death in microseconds.
-    since: int | None = None
-    reason: Reason = Reason()
-
-
-def list_parked(server: Server, request: ListParked) -> dict[str, Any]:
+def list_parked(server: Server, request: ListParked) -> FoundKeys:
     if not 1 <= request.limit <= PARKED_PAGE_MAX:
         raise InvalidArgument(f"a page of {request.limit} parked keys is invalid; use 1 to {PARKED_PAGE_MAX}")
     group = _group(server, request.subject, request.group)
@@ -62,13 +30,13 @@ def list_parked(server: Server, request: ListParked) -> dict[str, Any]:
     }
     page = sorted(letters)[: request.limit]
     views = _views(server, group, {key: letters[key] for key in page})
-    return {"keys": views, "next": page[-1] if len(page) < len(letters) else None}
+    return FoundKeys(views, page[-1] if len(page) < len(letters) else None)
 
 
-def _views(server: Server, group: OrderedGroup, letters: dict[int, int]) -> list[ParkedView]:
+def _views(server: Server, group: OrderedGroup, letters: dict[int, int]) -> list[ParkedRow]:
     """The views of parked keys. A page is small enough for a loop over its letters."""
     sequences = [letter for letter in letters.values() if letter >= 0]
-    found: dict[int, ParkedView] = {}
+    found: dict[int, ParkedRow] = {}
     by_letter = {letter: key for key, letter in letters.items() if letter >= 0}
     pages, _ = server.broker.dead_letters.page(group, Choice(sequences), -1, max(len(sequences), 1))
     for numbers, frame, death in pages:
@@ -78,7 +46,7 @@ def _views(server: Server, group: OrderedGroup, letters: dict[int, int]) -> list
         rows = np.searchsorted(frame.sequences(), numbers).tolist()
         for sequence, row in zip(numbers.tolist(), rows, strict=True):
             key = by_letter[sequence]
-            found[key] = ParkedView(
+            found[key] = ParkedRow(
                 hash=key,
                 lp=key % LOGICAL_PARTITIONS,
                 sequence=sequence,
@@ -89,7 +57,7 @@ def _views(server: Server, group: OrderedGroup, letters: dict[int, int]) -> list
             )
     return [
         found.get(key)
-        or ParkedView(hash=key, lp=key % LOGICAL_PARTITIONS, sequence=letters[key] if letters[key] >= 0 else None)
+        or ParkedRow(hash=key, lp=key % LOGICAL_PARTITIONS, sequence=letters[key] if letters[key] >= 0 else None)
         for key in letters
     ]
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from plait.broker.partitions.partition import Partition
 from plait.errors import InvalidArgument
-from plait.limits import Int64
 from plait.model import names
 from plait.storage.logs import record_spans as spans
 from plait.storage.logs.consume_log import Records
+from plait.wire.admin.partitions import CutSpans, DescribeSpans, SpanCuts, SpanRow
 
 if TYPE_CHECKING:
     from plait.server.broker_host import BrokerHost as Server
@@ -27,51 +26,7 @@ SPAN_TIMES_MAX = 64
 CUTS_MAX = 100_000
 
 
-class DescribeSpans(msgspec.Struct, forbid_unknown_fields=True):
-    """Partitions by name, and times (microseconds) to find in each."""
-
-    names: list[str]
-    times: list[Int64] = []
-
-
-class SpanView(msgspec.Struct, frozen=True):
-    """The sequences [start, end) of a partition, and the data epochs that stored them.
-
-    For each requested time, ``at`` is the first sequence stored at that time or later, and ``until`` the sequence after
-    the last one stored before it.
-    """
-
-    name: str
-    subject: str
-    number: int
-    start: int
-    end: int
-    #: (first sequence, epoch), ascending.
-    epochs: list[tuple[int, int]]
-    at: list[int]
-    until: list[int]
-    #: True if the partition takes no more messages and ``end`` is final.
-    sealed: bool
-
-
-class CutSpans(msgspec.Struct, forbid_unknown_fields=True):
-    """Cut ranges (name, start, end, size) of partitions into pieces of at most ``size`` bytes; 0: do not cut.
-
-    With ``reach`` the reply has one cut per range: where ``size`` bytes from its start end.
-    """
-
-    ranges: list[tuple[str, Int64, Int64, Int64]]
-    reach: bool = False
-
-
-class CutView(msgspec.Struct, frozen=True):
-    """The size of a range in bytes, and the end of each piece."""
-
-    size: int
-    ends: list[int]
-
-
-def describe(server: Server, request: DescribeSpans) -> list[SpanView]:
+def describe(server: Server, request: DescribeSpans) -> list[SpanRow]:
     """The views of the named partitions that exist on this broker, each once."""
     found = []
     if len(request.names) > SPAN_NAMES_MAX or len(request.times) > SPAN_TIMES_MAX:
@@ -83,11 +38,11 @@ def describe(server: Server, request: DescribeSpans) -> list[SpanView]:
         names.check_partition(name)
         partition = server.broker.subjects.get(name)
         if partition is not None:
-            found.append(_view(partition, request.times))
+            found.append(_view(partition, server.config.group, request.times))
     return found
 
 
-def _view(partition: Partition, times: list[int]) -> SpanView:
+def _view(partition: Partition, group: str, times: list[int]) -> SpanRow:
     start, end = partition.start, partition.visible
     records = _records(partition, start, end) if times else None
     at, until = [], []
@@ -96,10 +51,10 @@ def _view(partition: Partition, times: list[int]) -> SpanView:
         until = np.minimum(spans.end_before(records, times, start), end).tolist()
     row = partition.row
     sealed = row.lps == [] and end == partition.next
-    return SpanView(row.name, row.subject, row.id, start, end, partition.epochs, at, until, sealed)
+    return SpanRow(row.name, row.subject, row.id, start, end, partition.epochs, at, until, group, sealed)
 
 
-def cut(server: Server, request: CutSpans) -> list[CutView]:
+def cut(server: Server, request: CutSpans) -> list[SpanCuts]:
     """One view per range, in order. Removed sequences are not part of a range."""
     answers = []
     for name, start, end, size in request.ranges:
@@ -110,7 +65,7 @@ def cut(server: Server, request: CutSpans) -> list[CutView]:
             )
         start, end = max(start, partition.start), min(end, partition.visible)
         if start >= end:
-            answers.append(CutView(0, []))
+            answers.append(SpanCuts(0, []))
             continue
         records = _records(partition, start, end)
         total = int(spans.sizes_in(records, start, end).sum())
@@ -118,7 +73,7 @@ def cut(server: Server, request: CutSpans) -> list[CutView]:
             ends = [spans.reach(records, start, end, size)]
         else:
             ends = spans.cut(records, start, end, max(size, total // CUTS_MAX)) if size else []
-        answers.append(CutView(total, ends))
+        answers.append(SpanCuts(total, ends))
     return answers
 
 

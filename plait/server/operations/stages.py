@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-import msgspec
+from typing import TYPE_CHECKING, Any, Final
 
 from plait.errors import InvalidArgument, PlaitError
 from plait.limits import MIB, STAGES_PAGE_MAX
 from plait.model import names
 from plait.storage.catalog import Stage
+from plait.wire.admin.partitions import DropStages, ForgetBatches, NameStages, OpenStage, ReadStage
 
 if TYPE_CHECKING:
     from plait.server.broker_host import BrokerHost as Server
@@ -22,43 +21,7 @@ READ_SIZE: Final = 4 * MIB
 _NUMBER_MAX: Final = 1 << 63
 
 
-class OpenStage(msgspec.Struct, forbid_unknown_fields=True):
-    """Open the stage of a producer for a partition."""
-
-    name: str
-    producer: int
-    query: str
-    batch: int
-    delayed: bool = False
-
-
-class NameStages(msgspec.Struct, forbid_unknown_fields=True):
-    """Complete or publish stages, each given by (producer, number of rows)."""
-
-    stages: list[tuple[int, int]]
-
-
-class DropStages(msgspec.Struct, forbid_unknown_fields=True):
-    """Drop the stages of these producers."""
-
-    producers: list[int]
-
-
-class ForgetBatches(msgspec.Struct, forbid_unknown_fields=True):
-    """Forget the batches of a query up to this one, which are published."""
-
-    query: str
-    batch: int
-
-
-class ReadStage(msgspec.Struct, forbid_unknown_fields=True):
-    """Read rows of a stage, starting with row ``start``."""
-
-    producer: int
-    start: int
-
-
-def _open(server: Server, request: OpenStage, answer: Answer) -> None:
+def open_stage(server: Server, request: OpenStage, answer: Answer) -> None:
     names.check_partition(request.name)
     names.check("query", request.query)
     _check_numbers([request.producer, request.batch])
@@ -68,53 +31,28 @@ def _open(server: Server, request: OpenStage, answer: Answer) -> None:
     server.broker.turn.answer_after_commit(lambda: answer(partition.id, None))
 
 
-def _complete(server: Server, request: NameStages, answer: Answer) -> None:
+def complete(server: Server, request: NameStages, answer: Answer) -> None:
     server.broker.stages.complete(_checked(request), lambda error: answer(None, error))
 
 
-def _publish(server: Server, request: NameStages, answer: Answer) -> None:
+def publish(server: Server, request: NameStages, answer: Answer) -> None:
     server.broker.publisher.publish(_checked(request), lambda error: answer(None, error))
 
 
-def _drop(server: Server, request: DropStages, answer: Answer) -> None:
+def drop(server: Server, request: DropStages, answer: Answer) -> None:
     _check_numbers(request.producers)
     count = server.broker.stages.drop(request.producers)
     server.broker.turn.answer_after_commit(lambda: answer(count, None))
 
 
-def _forget(server: Server, request: ForgetBatches, answer: Answer) -> None:
+def forget(server: Server, request: ForgetBatches, answer: Answer) -> None:
     count = server.broker.stages.forget(request.query, request.batch)
     server.broker.turn.answer_after_commit(lambda: answer(count, None))
 
 
-def _read(server: Server, request: ReadStage, answer: Answer) -> None:
+def read(server: Server, request: ReadStage, answer: Answer) -> None:
     _check_numbers([request.producer, request.start])
     answer(server.broker.stages.read(request.producer, request.start, READ_SIZE), None)
-
-
-class _Operation(NamedTuple):
-    request: type[Any]
-    call: Callable[[Any, Any, Answer], None]
-
-
-OPERATIONS: Final = {
-    "stage.open": _Operation(OpenStage, _open),
-    "stage.complete": _Operation(NameStages, _complete),
-    "stage.publish": _Operation(NameStages, _publish),
-    "stage.drop": _Operation(DropStages, _drop),
-    "stage.forget": _Operation(ForgetBatches, _forget),
-    "stage.read": _Operation(ReadStage, _read),
-}
-
-
-def order(server: Server, name: str, arguments: dict[str, Any], answer: Answer) -> None:
-    """Execute a request. Calls ``answer`` when the result is committed; raises an error if the request is refused."""
-    operation = OPERATIONS[name]
-    try:
-        request = msgspec.convert(arguments, operation.request)
-    except msgspec.ValidationError as error:
-        raise InvalidArgument(f"{name}: {error}") from None
-    operation.call(server, request, answer)
 
 
 def _checked(request: NameStages) -> list[tuple[int, int]]:

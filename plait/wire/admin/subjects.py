@@ -1,0 +1,177 @@
+"""Subjects and groups: list, create, describe, change and delete them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from plait.model.retry_policy import Retry
+from plait.wire.admin.operation import Nothing, Operation, Request
+
+
+class SubjectInfo(msgspec.Struct, frozen=True):
+    """A subject, or one partition of it. Times are microseconds since 1970, sizes bytes."""
+
+    subject: str
+    partition: str
+    start: int
+    end: int
+    count: int
+    size: int
+    groups: int
+    created: int
+    retention_seconds: float | None
+    retention_bytes: int | None
+
+
+class ConsumerInfo(msgspec.Struct, frozen=True):
+    """A member of a group."""
+
+    client: str
+    online: bool
+    held: int
+    #: The number of locks that an ordered consumer has, over all partitions of the subject.
+    locks: int = 0
+
+
+class GroupInfo(msgspec.Struct, frozen=True):
+    """A group's progress on one subject; ``lag`` is the number of unfinished messages, in flight or not."""
+
+    subject: str
+    group: str
+    broadcast: bool
+    delivery: str
+    retry: Retry
+    next: int
+    floor: int
+    lag: int
+    unacked: int
+    returned: int
+    waiting: int
+    redelivered: int
+    lost: int
+    online: int
+    consumers: list[ConsumerInfo]
+    #: The number of dead letters.
+    dead: int = 0
+    ordered: bool = False
+    #: Keys held back by a failed message, and those of them that are parked until ``resume`` or ``skip``.
+    holding: int = 0
+    parked: int = 0
+    #: "key" if the messages of a key go to one member, without order; otherwise None.
+    affinity: str | None = None
+    #: ``lag``, ``unacked`` and ``returned`` are estimates (``estimated``), or ``lost`` is (``lost_estimated``): the
+    #: messages of different members of an ordered group are interleaved, and counting each would take too long.
+    estimated: bool = False
+    lost_estimated: bool = False
+
+
+class SubjectDetails(msgspec.Struct, frozen=True):
+    """A subject with its groups; with several partitions, the numbers are sums over all of them."""
+
+    subject: SubjectInfo
+    groups: list[GroupInfo]
+    #: The subject's numbers for each partition.
+    partitions: list[SubjectInfo] = []
+
+
+class Remembered(msgspec.Struct, frozen=True):
+    """Whether retired partitions of a subject knew a group."""
+
+    #: The version of the subject's route; 0 if there is no such subject.
+    version: int
+    #: The route version at which the group started; None if those partitions did not know it.
+    began: int | None
+
+
+class CreateSubject(Request):
+    """Create a subject with retention, order strategy and partitions."""
+
+    subject: str
+    retention_seconds: float | None = None
+    retention_bytes: int | None = None
+    order: str = "best_tried"
+    #: Number and broker groups of its partitions; None: one on each of two broker groups. Without a meta server it has
+    #: one partition, on this broker.
+    partitions: int | None = None
+    groups: list[str] | None = None
+
+
+class SetSubject(Request):
+    """Change settings of a subject. Unset fields stay; None is the broker's default."""
+
+    subject: str
+    retention_seconds: float | msgspec.UnsetType | None = msgspec.UNSET
+    retention_bytes: int | msgspec.UnsetType | None = msgspec.UNSET
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the request sets."""
+        given = {"retention_seconds": self.retention_seconds, "retention_bytes": self.retention_bytes}
+        return {name: value for name, value in given.items() if value is not msgspec.UNSET}
+
+
+class OfSubject(Request):
+    """Names a subject."""
+
+    subject: str
+
+
+class OfSubjects(Request):
+    """Names a subject; None: all subjects."""
+
+    subject: str | None = None
+
+
+class OfGroup(Request):
+    """Names a group of a subject."""
+
+    subject: str
+    group: str
+
+
+class Began(Request):
+    """Get the version of the route that a group began with. No group: the broadcast of a client."""
+
+    partitions: list[str]
+    group: str | None
+    client: str
+
+
+class AskRemembered(Request):
+    """Ask whether retired partitions had a group. No group: the broadcast of a client."""
+
+    subject: str
+    group: str | None
+    client: str
+
+
+class ResetGroup(OfGroup):
+    """Move an idle group to a position."""
+
+    start: str | tuple[str, int]
+
+
+class SetGroup(OfGroup):
+    """Change the retry settings of an idle group."""
+
+    retry: Retry
+
+
+LIST_SUBJECTS = Operation("subject.list", Nothing, list[SubjectInfo])
+SUBJECT_NAMES = Operation("subject.names", Nothing, list[str])
+DESCRIBE_SUBJECT = Operation("subject.describe", OfSubject, SubjectDetails)
+CREATE_SUBJECT = Operation[None]("subject.create", CreateSubject)
+SET_SUBJECT = Operation[None]("subject.set", SetSubject)
+DELETE_SUBJECT = Operation[None]("subject.delete", OfSubject)
+LIST_GROUPS = Operation("group.list", OfSubjects, list[GroupInfo])
+DESCRIBE_GROUP = Operation("group.describe", OfGroup, GroupInfo)
+GROUP_BEGAN = Operation[int | None]("group.began", Began, int | None)
+GROUP_REMEMBERED = Operation("group.remembered", AskRemembered, Remembered)
+RESET_GROUP = Operation("group.reset", ResetGroup, int)
+SET_GROUP = Operation("group.set", SetGroup, GroupInfo)
+DELETE_GROUP = Operation[None]("group.delete", OfGroup)
+#: Forget the allocation and the settings of a group. True if there were any.
+FORGET_GROUP = Operation("group.forget", OfGroup, bool)
+DESCRIBE_SERVER = Operation("server.describe", Nothing, dict[str, Any])
