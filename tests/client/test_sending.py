@@ -61,7 +61,7 @@ async def test_concurrent_sends_are_sent_together_in_order(broker: EmbeddedBroke
     assert len(broker.server.broker.subjects["order.book"].consume_log) == 2
 
 
-async def test_half_of_many_sends_leave_at_once_when_no_frame_is_in_flight(
+async def test_one_send_or_half_of_many_leave_at_once_when_no_frame_is_in_flight(
     broker: EmbeddedBroker, client: plait.Client
 ) -> None:
     await client.send("order.book", b"first")
@@ -73,11 +73,14 @@ async def test_half_of_many_sends_leave_at_once_when_no_frame_is_in_flight(
         submit(partition, frame, reply)
 
     broker.server.broker.submit = counting  # type: ignore[method-assign]
+    await client.send("order.book", b"0")
     receipts = await asyncio.gather(*(client.send("order.book", b"%d" % n) for n in range(64)))
-    assert [receipt.sequence for receipt in receipts] == list(range(1, 65))
-    await asyncio.gather(*(client.send("order.book", b"%d" % n) for n in range(31)))
-    assert counts == [32, 32, 31]
-    assert (await bodies_of(client, "order.book"))[1:] == [b"%d" % n for n in [*range(64), *range(31)]]
+    assert [receipt.sequence for receipt in receipts] == list(range(2, 66))
+    for count in (64, 31):
+        await asyncio.gather(*(client.send("order.book", b"%d" % n) for n in range(count)))
+    assert counts == [1, 1, 63, 32, 32, 31]
+    sent = [0, *range(64), *range(64), *range(31)]
+    assert (await bodies_of(client, "order.book"))[1:] == [b"%d" % n for n in sent]
 
 
 @dataclass

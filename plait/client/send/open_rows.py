@@ -81,7 +81,8 @@ class OpenRows:
         self._frame_count = producer.limits.frame_count
         #: The rows are sealed at the end of this loop turn.
         self._urgent = False
-        #: If no frame waits, open rows are sealed early with this row: half of what the last frame had.
+        #: If no frame waits, open rows are sealed early with this row: half of what the last frame had. After a frame
+        #: of one row it is the first, because the sender probably awaits each of its sends.
         self._ahead = AHEAD_COUNT // 2 - 1
         self._linger: asyncio.TimerHandle | None = None
         self.start()
@@ -153,7 +154,7 @@ class OpenRows:
         """Add a row that is sent at the end of this loop turn, with the other rows of the turn.
 
         Returns the batch that gets the result, and the row's number in it. When no frame waits, the first half of many
-        rows is sent early, so that the broker works on it while the client adds the second half.
+        rows, or a single row, is sent early, so that the broker works on it while the client adds the others.
         """
         bodies, batch = self.bodies, self.batch
         row = len(bodies)
@@ -241,7 +242,7 @@ class OpenRows:
         count = len(self.bodies)
         if not count:
             return
-        self._ahead = max(AHEAD_COUNT, count) // 2 - 1
+        self._ahead = max(AHEAD_COUNT, count) // 2 - 1 if count > 1 else 0
         producer, batch, size = self._producer, self.batch, self.size
         first = producer.next
         producer.next = first + count
