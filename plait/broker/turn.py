@@ -245,7 +245,8 @@ class Turn:
                 # Before the events are written: the deliveries of this turn add events.
                 self._make_visible(commit)
             self.dirty = False
-            self._write_actions(now)
+            if self._actions.count or self.action_log.pending:
+                self._write_actions(now)
             if self.stages.ready or self.pending:
                 # Publishing continues with the next commit. Requests for it during this one had no effect.
                 self.mark()
@@ -280,8 +281,7 @@ class Turn:
             self.dirty_shards.add(partition.shard)
 
     def _write_actions(self, now: int) -> None:
-        self.stalled = False
-        actions, log = self._actions, self.action_log
+        actions, log, self.stalled = self._actions, self.action_log, False
         if actions.count:
             try:
                 log.place_for(actions.size_bound)

@@ -113,7 +113,7 @@ class Connection(Receiver, asyncio.BufferedProtocol):
         self.opened = self.last_received = pool.clock.monotonic()
         #: Bytes of received frames that are not yet answered.
         self.in_flight = 0
-        self._too_many_in_flight = False
+        self.too_many_in_flight = False
         self._reading_paused = False
         #: Bytes of unsent replies at the last count; 0 while there are few.
         self.outgoing = 0
@@ -315,22 +315,14 @@ class Connection(Receiver, asyncio.BufferedProtocol):
 
     # --- flow control ---------------------------------------------------------------------------
 
-    def frame_received(self, size: int) -> None:
-        """Count a received frame. Stops reading if too many bytes are unanswered."""
-        self.in_flight += size
-        if self.in_flight > self.pool.limits.in_flight_bytes_per_connection and not self._too_many_in_flight:
-            self._too_many_in_flight = True
-            self._pause_or_resume_reading()
-
-    def frame_answered(self, size: int) -> None:
-        """Count an answered frame. Resumes reading."""
-        self.in_flight -= size
-        if self._too_many_in_flight and self.in_flight <= self.pool.limits.in_flight_bytes_per_connection // 2:
-            self._too_many_in_flight = False
-            self._pause_or_resume_reading()
+    def check_in_flight(self) -> None:
+        """Stop reading while too many bytes of frames are unanswered."""
+        limit = self.pool.limits.in_flight_bytes_per_connection
+        self.too_many_in_flight = self.in_flight > (limit // 2 if self.too_many_in_flight else limit)
+        self._pause_or_resume_reading()
 
     def _pause_or_resume_reading(self) -> None:
-        wanted = self._too_many_in_flight or self._delayed_size > DELAYED_SIZE_MAX
+        wanted = self.too_many_in_flight or self._delayed_size > DELAYED_SIZE_MAX
         transport = self._transport
         if wanted == self._reading_paused or self.closed or transport is None or transport.is_closing():
             return

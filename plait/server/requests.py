@@ -137,14 +137,18 @@ class Handlers:
                 return
 
             def reply(sequence: int | None, error: PlaitError | None) -> None:
-                connection.frame_answered(size)
+                connection.in_flight -= size
+                if connection.too_many_in_flight:
+                    connection.check_in_flight()
                 if error is not None:
                     connection.fail(correlation, error)
                 else:
                     connection.answer(correlation, m.SendReply(sequence))
 
             self._broker.submit(partition, frame, reply)
-            connection.frame_received(size)
+            connection.in_flight += size
+            if connection.in_flight > connection.pool.limits.in_flight_bytes_per_connection:
+                connection.check_in_flight()
         except PlaitError:
             if send.oneway:
                 return

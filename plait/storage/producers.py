@@ -57,41 +57,32 @@ class StoredRun(NamedTuple):
 class ProducerWindow:
     """One producer in one partition."""
 
-    __slots__ = ("_numbers", "holes", "last")
+    __slots__ = ("holes", "last", "numbers")
 
     def __init__(self) -> None:
         self.last = 0
         #: Stored runs, four numbers each: first and previous producer sequence, partition sequence of the first row,
         #: and the row count with the checksum in the upper 32 bits. Objects would take six times the memory.
-        self._numbers = array("Q")
+        self.numbers = array("Q")
         #: (after, through): producer sequences lost to damage between stored ones; a resend of them is new.
         self.holes: list[tuple[int, int]] = []
 
     @property
     def runs(self) -> list[StoredRun]:
         """The latest stored runs, oldest first: a resend of one of them gets its receipt again."""
-        numbers = iter(self._numbers)
+        numbers = iter(self.numbers)
         return [
             StoredRun(first, first + (packed & _LOW) - 1, base, previous, packed >> 32)
             for first, previous, base, packed in zip(numbers, numbers, numbers, numbers, strict=True)
         ]
-
-    def remember(self, first: int, count: int, base: int, previous: int, crc: int, frames_max: int) -> None:
-        """Add a stored run; drop the oldest one if there are more than ``frames_max``."""
-        self._numbers.extend((first, previous, base, count | crc << 32))
-        if len(self._numbers) > 4 * frames_max:
-            del self._numbers[:4]
-
-    def _add(self, first: int, last: int, base: int, previous: int, crc: int) -> None:
-        self._numbers.extend((first, previous, base, last - first + 1 | crc << 32))
 
     @classmethod
     def load(cls, last: int, runs: Iterable[Iterable[int]], holes: Iterable[Iterable[int]]) -> ProducerWindow:
         """Restore a window from a checkpoint."""
         window = cls()
         window.last = last
-        for run in runs:
-            window._add(*run)
+        for first, last_row, base, previous, crc in runs:
+            window.numbers.extend((first, previous, base, last_row - first + 1 | crc << 32))
         window.holes = [(after, through) for after, through in holes]
         return window
 
@@ -201,7 +192,11 @@ class ProducerTable:
             if previous > window.last:
                 window.holes.append((window.last, previous))
             window.last = last
-        window.remember(first, count, base, previous, crc, self._window_frames)
+        numbers = window.numbers
+        numbers.extend((first, previous, base, count | crc << 32))
+        if len(numbers) > 4 * self._window_frames:
+            # Drop the oldest run.
+            del numbers[:4]
 
     def _add(self, producer: int) -> dict[int, ProducerWindow]:
         partitions = self._windows[producer] = {}
