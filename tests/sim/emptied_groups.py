@@ -53,7 +53,7 @@ async def empty(
     async with client:
         for subject in subjects:
             places = [f"{subject}@{group}" for group in others]
-            await client.admin._run("subject.expand", dict, subject=subject, partitions=places)
+            await client.admin.expand_subject(subject, places)
             while not await _is_empty(client, subject, emptied):
                 await sim.sleep(0.5)
 

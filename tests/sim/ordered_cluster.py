@@ -8,45 +8,29 @@ resumes parked keys, waits until everything that was sent is handled, and checks
 from __future__ import annotations
 
 import gc
-import os
 import random
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 import plait
 from plait.broker import BrokerConfig
 from plait.broker.groups.ordered_group import OrderedGroup
-from plait.errors import MetaUnavailable, PlaitError
-from plait.limits import KIB, MIB, MetaLimits, ServerLimits
-from plait.meta.database.connection import Database, file_url
+from plait.errors import PlaitError
+from plait.limits import KIB, MIB
 from plait.server import Server
-from plait.server.meta.meta_server import MetaServer
 from plait.testing.checker import Violation, check
-from plait.testing.embedded_broker import empty_database
 from plait.testing.history import History
 from plait.testing.sim import Fault, FaultKind, Faults, Process, Simulation, SimulationFailed, play
 from tests.sim.delayed_sends import DelayedSends
 from tests.sim.emptied_groups import is_chosen, switch_off
+from tests.sim.meta_servers import ADDRESSES, LEASE_SECONDS, LIMITS, MetaServers, Outage
 from tests.sim.ordered_changes import PARTITIONS, Change, changes_of, round_trips
 from tests.sim.ordered_members import GROUP, LOOSE, STRICT, Members
 from tests.sim.ordered_senders import Senders
 
-METAS = {"meta-1": 7461, "meta-2": 7462}
 BROKERS = {"g1": 7451, "g2": 7452, "g3": 7453}
-ADDRESSES = [f"plait://127.0.0.1:{port}" for port in METAS.values()]
 
-#: Short, so that a run of half a minute has many leases.
-LEASE_SECONDS = 3.0
-LIMITS = ServerLimits(lease_seconds=LEASE_SECONDS, lease_margin=0.1, consumer_lost_seconds=3.0)
-META_LIMITS = MetaLimits(
-    member_lost_seconds=LEASE_SECONDS, broker_lost_seconds=3.0, heartbeat_flush_seconds=1.0, gap_seconds=1.0
-)
 CLIENT_LIMITS = plait.ClientLimits(
     reconnect_max_seconds=1.0, request_seconds=3.0, route_seconds=5.0, pull_wait_seconds=5.0
 )
@@ -71,13 +55,6 @@ QUIET_SECONDS = 30.0
 LOOK_SECONDS = 0.5
 #: Extra time after the end: a consumer that was delayed handles at once what it believes to own.
 SHOW_SECONDS = 0.5
-
-
-class Outage(NamedTuple):
-    """The meta servers' database is unavailable."""
-
-    at: float
-    seconds: float
 
 
 class OrderedCluster:
@@ -112,15 +89,12 @@ class OrderedCluster:
         self._quiet_seconds = quiet_seconds
         self._early = early
         self.random = draw = random.Random(f"{seed} cluster")
-        shared = "/dev/shm"
-        self._directory = Path(tempfile.mkdtemp(prefix="plait-", dir=shared if os.path.isdir(shared) else None))
         self._flush = flush or draw.choice(["async", "sync"])
         self.histories = {STRICT: History(), LOOSE: History()}
-        self.metas = [sim.process(name, self._meta) for name in METAS]
+        self.metas = MetaServers(sim)
         self.brokers = [sim.process(name, self._serve) for name in BROKERS]
         #: The server of each broker's current life.
         self.servers: dict[str, Server] = {}
-        self._meta_servers: list[MetaServer] = []
         # A run with a given script has no other faults.
         self._delayed = DelayedSends(seed, share=None if script is None else 0.0)
         self.senders = Senders(sim, self.histories, ADDRESSES, CLIENT_LIMITS, self._delayed, many=slow > 0)
@@ -150,10 +124,9 @@ class OrderedCluster:
             # A run with a given script has no other faults.
             outages = self._outages() if script is None else []
         self.outages = outages
-        self._database_is_away = False
 
     def _faults(self) -> list[Fault]:
-        metas, brokers = [each.name for each in self.metas], [each.name for each in self.brokers]
+        metas, brokers = [each.name for each in self.metas.processes], [each.name for each in self.brokers]
         consumers, producers = [each.name for each in self.consumers], [each.name for each in self.producers]
         pairs = [(one, other) for one in brokers for other in (*metas, *consumers, *producers)]
         pairs += [(meta, other) for meta in metas for other in (*consumers, *producers)]
@@ -172,7 +145,7 @@ class OrderedCluster:
     def _add_round_trips(self) -> None:
         draw = random.Random(f"{self.simulation.seed} ways back")
         if draw.random() < ROUND_TRIPS:
-            consumers, metas = [each.name for each in self.consumers], [each.name for each in self.metas]
+            consumers, metas = [each.name for each in self.consumers], [each.name for each in self.metas.processes]
             changes, faults = round_trips(draw, self.seconds, STRICT, consumers, metas, self.changes)
             self.changes, self.script = [*self.changes, *changes], [*self.script, *faults]
 
@@ -195,26 +168,12 @@ class OrderedCluster:
         finally:
             if collects:
                 gc.enable()
-            for server in self._meta_servers:
-                if server.meta._store is not None:
-                    server.meta._store.close()
-            shutil.rmtree(self._directory)
+            self.metas.close()
 
     def _run(self) -> list[Violation]:
         sim = self.simulation
-        (self._directory / "meta.db").write_bytes(empty_database())
         with sim:
-            for process in (*self.metas, *self.brokers):
-                process.start()
-            sim.run(self._create(), seconds=30.0)
-            for process in (*self.producers, *self.consumers):
-                process.start()
-            for change in self.changes:
-                sim.call_later(change.at, self._begin_change, change)
-            for outage in self.outages:
-                sim.call_later(outage.at, self._database, True)
-                sim.call_later(outage.at + outage.seconds, self._database, False)
-            play(sim, self.script, self._fault)
+            self._start([*self.producers, *self.consumers])
             if self._early:
                 sim.call_later(LOOK_SECONDS, self._look)
             sim.run_for(self.seconds)
@@ -238,6 +197,19 @@ class OrderedCluster:
             found = self.judge()
             assert found == [], "\n".join(map(str, found[:10]))
         return found
+
+    def _start(self, clients: Iterable[Process]) -> None:
+        """Start the servers, then the clients, and schedule all faults and changes."""
+        sim = self.simulation
+        for process in (*self.metas.processes, *self.brokers):
+            process.start()
+        sim.run(self._create(), seconds=30.0)
+        for process in clients:
+            process.start()
+        for change in self.changes:
+            sim.call_later(change.at, self._begin_change, change)
+        self.metas.play(self.outages)
+        play(sim, self.script, self._fault)
 
     def _has_the_lock(self, process: Process, message: plait.Message, lock: int) -> None:
         """A consumer that begins with a message owns its lock, according to the broker."""
@@ -323,37 +295,6 @@ class OrderedCluster:
 
     # --- the servers ----------------------------------------------------------------------------
 
-    async def _meta(self, process: Process) -> None:
-        server = MetaServer(
-            file_url(str(self._directory / "meta.db")),
-            port=METAS[process.name],
-            clock=process.clock,
-            meta_limits=META_LIMITS,
-            alone=False,
-        )
-        self._meta_servers.append(server)
-        await server.start()
-        assert server.meta._store is not None
-        self._let_fail(server.meta._store.database)
-
-    def _database(self, away: bool) -> None:
-        self.simulation.log("database", "is away" if away else "answers again")
-        self._database_is_away = away
-
-    def _let_fail(self, database: Database) -> None:
-        """Make every call of the database raise during an outage."""
-        translated, quick = database._translated, database.quick
-
-        @contextmanager
-        def fails_now_and_then() -> Iterator[None]:
-            if self._database_is_away:
-                raise MetaUnavailable("the database is away")
-            with translated():
-                yield
-
-        database._translated = fails_now_and_then
-        database.quick = lambda statement: None if self._database_is_away else quick(statement)
-
     async def _serve(self, process: Process) -> None:
         config = msgspec.structs.replace(CONFIG, flush=self._flush, group=process.name)
         server = Server(process.disk, config, port=BROKERS[process.name], clock=process.clock, metas=ADDRESSES)
@@ -369,7 +310,7 @@ class OrderedCluster:
             while len(await client._router.find_brokers()) < len(BROKERS):
                 await self.simulation.sleep(0.1)
             for subject, order in ((STRICT, "strict"), (LOOSE, "best_tried")):
-                await client.admin._run("subject.create", dict, subject=subject, order=order, partitions=PARTITIONS)
+                await client.admin.create_subject(subject, order=order, partitions=PARTITIONS)
 
     def _begin_change(self, change: Change) -> None:
         self.simulation.log("operator", f"{change.subject} is to have {change.partitions} partitions")
@@ -378,7 +319,7 @@ class OrderedCluster:
     async def _expand(self, change: Change) -> None:
         try:
             async with self.simulation.process("operator").connect(ADDRESSES, limits=CLIENT_LIMITS) as client:
-                await client.admin._run("subject.expand", dict, subject=change.subject, partitions=change.partitions)
+                await client.admin.expand_subject(change.subject, change.partitions)
         except PlaitError as error:
             # Other changes follow.
             self.simulation.log("operator", f"not done: {error}")

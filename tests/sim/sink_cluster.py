@@ -27,16 +27,8 @@ from plait.frame.columns import Column
 from plait.frame.view import frames_in
 from plait.model.logical_partitions import lp_of_key
 from plait.testing.sim import Fault, Faults, Process
-from tests.sim.ordered_cluster import (
-    ADDRESSES,
-    CLIENT_LIMITS,
-    LEASE_SECONDS,
-    STRICT,
-    WEIGHTS,
-    Change,
-    OrderedCluster,
-    Outage,
-)
+from tests.sim.meta_servers import ADDRESSES, LEASE_SECONDS, Outage
+from tests.sim.ordered_cluster import CLIENT_LIMITS, STRICT, WEIGHTS, Change, OrderedCluster
 
 #: Tasks of a batch, and how many times each writes its keys.
 TASKS, TIMES = 2, 3
@@ -86,7 +78,7 @@ class SinkCluster(OrderedCluster):
         self._ended: set[str] = set()
 
     def _faults(self) -> list[Fault]:
-        metas, brokers = [each.name for each in self.metas], [each.name for each in self.brokers]
+        metas, brokers = [each.name for each in self.metas.processes], [each.name for each in self.brokers]
         pairs = [(one, other) for one in brokers for other in (*metas, *self._names)]
         pairs += [(meta, name) for meta in metas for name in self._names]
         jumps = [
@@ -107,30 +99,13 @@ class SinkCluster(OrderedCluster):
             jump_seconds=20.0,
         ).script(self.seconds)
 
-    def _changes(self) -> list[Change]:
-        return [Change(change.at, STRICT, change.partitions) for change in super()._changes()]
-
     def _fault(self, fault: Fault) -> None:
         """Does nothing: faults excuse nothing here."""
 
     def _run(self) -> list[Any]:
-        from plait.testing.embedded_broker import empty_database
-        from plait.testing.sim import play
-
         sim = self.simulation
-        (self._directory / "meta.db").write_bytes(empty_database())
         with sim:
-            for process in (*self.metas, *self.brokers):
-                process.start()
-            sim.run(self._create(), seconds=30.0)
-            for process in self.drivers:
-                process.start()
-            for change in self.changes:
-                sim.call_later(change.at, self._begin_change, change)
-            for outage in self.outages:
-                sim.call_later(outage.at, self._database, True)
-                sim.call_later(outage.at + outage.seconds, self._database, False)
-            play(sim, self.script, self._fault)
+            self._start(self.drivers)
             sim.run_for(self.seconds)
             sim.heal()
             self._ending = True

@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 
 from plait.testing.sim import Fault
+from tests.sim.meta_servers import Outage
 from tests.sim.ordered_changes import Change
-from tests.sim.ordered_cluster import STRICT, OrderedCluster, Outage
+from tests.sim.ordered_cluster import STRICT, OrderedCluster
 
 #: Seeds that one test runs: two in total, and one with affinity. ``test_world.py`` runs a hundred worlds, and
 #: ``make test-deep SUITE=sim`` 2,000 seeds of this cluster.

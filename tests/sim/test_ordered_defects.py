@@ -11,8 +11,9 @@ import pytest
 
 from plait.testing.sim import Fault
 from tests.sim import ordered_defects as defects
+from tests.sim.meta_servers import METAS
 from tests.sim.ordered_changes import Change, round_trips
-from tests.sim.ordered_cluster import BROKERS, METAS, STRICT, OrderedCluster
+from tests.sim.ordered_cluster import BROKERS, STRICT, OrderedCluster
 from tests.sim.ordered_defects import Defect
 
 #: Long enough for everything to be handled where nothing is wrong.

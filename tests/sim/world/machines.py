@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 
 import msgspec
 
 from plait.broker import BrokerConfig
-from plait.errors import DiskFull, MetaUnavailable, StorageFailed
-from plait.limits import KIB, MIB, MetaLimits, ServerLimits
-from plait.meta.database.connection import Database, file_url
+from plait.errors import DiskFull, StorageFailed
+from plait.limits import KIB, MIB
 from plait.server import Server
-from plait.server.meta.meta_server import MetaServer
 from plait.storage.archive_mark import ArchiveMark, read_archived, write_archived
-from plait.testing.embedded_broker import empty_database
 from plait.testing.sim import Process, Simulation
 from plait.testing.simulated_disk import SimulatedCrash
-from tests.sim.world.plan import LEASE_SECONDS, METAS, DiskFault, Plan
+from tests.sim.meta_servers import ADDRESSES, LIMITS, MetaServers
+from tests.sim.world.plan import DiskFault, Plan
 
-META_PORT, BROKER_PORT = 7461, 7451
-ADDRESSES = [f"plait://127.0.0.1:{META_PORT + number}" for number in range(len(METAS))]
-LIMITS = ServerLimits(lease_seconds=LEASE_SECONDS, lease_margin=0.1, consumer_lost_seconds=3.0)
-META_LIMITS = MetaLimits(
-    member_lost_seconds=LEASE_SECONDS, broker_lost_seconds=3.0, heartbeat_flush_seconds=1.0, gap_seconds=1.0
-)
+BROKER_PORT = 7451
 CONFIG = BrokerConfig(
     copy_partitions=1,
     message_segment_size=32 * KIB,
@@ -52,20 +40,15 @@ class Machines:
     def __init__(self, simulation: Simulation, plan: Plan) -> None:
         self.simulation = simulation
         self.plan = plan
-        self.metas = [simulation.process(name, self._meta) for name in METAS]
+        self.metas = MetaServers(simulation, auto_create=plan.auto_create)
         self.brokers = {name: simulation.process(name, self._broker) for name in plan.brokers}
         self.servers: dict[str, Server] = {}
-        self._meta_servers: list[MetaServer] = []
-        shared = "/dev/shm"
-        self._directory = Path(tempfile.mkdtemp(prefix="plait-", dir=shared if os.path.isdir(shared) else None))
-        (self._directory / "meta.db").write_bytes(empty_database())
-        self._database_is_away = False
         #: Brokers whose next sync fails and that lose power afterwards.
         self._sync_fails: dict[str, DiskFault] = {}
 
     def start(self) -> None:
         """Start the servers, and schedule the plan's faults."""
-        for process in (*self.metas, *self.brokers.values()):
+        for process in (*self.metas.processes, *self.brokers.values()):
             process.start()
 
     def play(self) -> None:
@@ -75,40 +58,17 @@ class Machines:
         if self.plan.archived:
             for name in self.brokers:
                 self.simulation.call_later(ARCHIVE_SECONDS, self._archive, name)
-        for outage in self.plan.outages:
-            self.simulation.call_later(outage.at, self._database, True)
-            self.simulation.call_later(outage.at + outage.seconds, self._database, False)
+        self.metas.play(self.plan.outages)
 
     def heal(self) -> None:
         """End all faults of disks and of the database."""
-        self._database_is_away = False
+        self.metas.heal()
         self._sync_fails.clear()
         for process in self.brokers.values():
             process.disk._faults.clear()
             process.disk.capacity = max(process.disk.capacity, 256 * MIB)
 
-    def close(self) -> None:
-        """Remove the database."""
-        for server in self._meta_servers:
-            if server.meta._store is not None:
-                server.meta._store.close()
-        shutil.rmtree(self._directory)
-
     # --- servers --------------------------------------------------------------------------------
-
-    async def _meta(self, process: Process) -> None:
-        server = MetaServer(
-            file_url(str(self._directory / "meta.db")),
-            port=META_PORT + METAS.index(process.name),
-            clock=process.clock,
-            meta_limits=META_LIMITS,
-            auto_create=self.plan.auto_create,
-            alone=False,
-        )
-        self._meta_servers.append(server)
-        await server.start()
-        assert server.meta._store is not None
-        self._let_fail(server.meta._store.database)
 
     async def _broker(self, process: Process) -> None:
         config = msgspec.structs.replace(
@@ -205,24 +165,6 @@ class Machines:
             size = len(disk.read(path))
             disk.flip_bit(path, process.random.randrange(size), process.random.randrange(8))
         self.simulation.call_later(RESTART_SECONDS, _start, process)
-
-    def _database(self, away: bool) -> None:
-        self.simulation.log("database", "is away" if away else "answers again")
-        self._database_is_away = away
-
-    def _let_fail(self, database: Database) -> None:
-        """Make every call of the database raise during an outage."""
-        translated, quick = database._translated, database.quick
-
-        @contextmanager
-        def fails_now_and_then() -> Iterator[None]:
-            if self._database_is_away:
-                raise MetaUnavailable("the database is away")
-            with translated():
-                yield
-
-        database._translated = fails_now_and_then
-        database.quick = lambda statement: None if self._database_is_away else quick(statement)
 
 
 def _start(process: Process) -> None:

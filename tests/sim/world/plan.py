@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from plait.limits import MIB
 from plait.testing.sim import Fault, FaultKind, Faults
+from tests.sim.meta_servers import LEASE_SECONDS, METAS, Outage
 
 Mode = Literal["ordered", "affinity", "shared", "once", "broadcast"]
 #: Where a group begins: at the first message, at the last, or at the time of its first start.
@@ -20,13 +21,10 @@ Start = Literal["earliest", "latest", "time"]
 
 STRICT, LOOSE, DOOMED = "orders", "prices", "doomed"
 BROKERS = ("g1", "g2", "g3")
-METAS = ("meta-1", "meta-2")
 PRODUCERS = ("producer-0", "producer-1")
 CLIENTS = ("client-0", "client-1", "client-2")
 READER = "reader"
 
-#: Long enough for leases, lost consumers and reconnects to pass within a run.
-LEASE_SECONDS = 3.0
 WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 2, "cut": 2, "cut_one_way": 1, "jump": 1}
 
 
@@ -79,13 +77,6 @@ class DiskFault(NamedTuple):
     at: float
     seconds: float
     broker: str
-
-
-class Outage(NamedTuple):
-    """The meta servers' database is unavailable."""
-
-    at: float
-    seconds: float
 
 
 class Plan(NamedTuple):

@@ -7,12 +7,13 @@ import random
 
 import plait
 from plait.testing.sim import Fault, Simulation, SimulationFailed, play
+from tests.sim.meta_servers import LEASE_SECONDS
 from tests.sim.world.judge import judge
 from tests.sim.world.ledger import Ledger
 from tests.sim.world.machines import ADDRESSES, Machines
 from tests.sim.world.members import Members, names_of
 from tests.sim.world.operator import Operator
-from tests.sim.world.plan import CLIENTS, DOOMED, LEASE_SECONDS, PRODUCERS, READER, Plan, draw_plan
+from tests.sim.world.plan import CLIENTS, DOOMED, PRODUCERS, READER, Plan, draw_plan
 from tests.sim.world.readers import Reading
 from tests.sim.world.senders import Senders
 
@@ -68,7 +69,7 @@ class World:
         finally:
             if collects:
                 gc.enable()
-            self.machines.close()
+            self.machines.metas.close()
 
     def _run(self) -> None:
         sim = self.simulation
