@@ -49,10 +49,6 @@ LONGER = {
     "frame/gather.py": 409,
     "frame/view.py": 454,
     "frame/view.py:FrameView": 327,
-    "spark/archiving/intake.py": 440,
-    "spark/archiving/intake.py:rounds()": 75,
-    "spark/archiving/manifest.py": 475,
-    "spark/source/spark_columns.py": 452,
     "storage/logs/log.py": 506,
     "storage/logs/log.py:Log": 379,
 }

@@ -9,8 +9,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from plait.spark.archiving import manifest_votes as commits
+from plait.spark.archiving.archive_files import ArchiveFiles
 from plait.spark.archiving.manifest import Archive
-from plait.spark.archiving.manifest_votes import Directory, Votes, conflict, look, manifest_name
+from plait.spark.archiving.manifest_votes import Votes, conflict, look, manifest_name
 from tests.spark.slow_archivers import Archivers
 
 Plant = Callable[[pytest.MonkeyPatch, Archivers], None]
@@ -19,7 +20,7 @@ Plant = Callable[[pytest.MonkeyPatch, Archivers], None]
 def checks_only_its_own_number(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
     """Creates a file that must not exist, but does not check whether later numbers exist."""
 
-    def commit(directory: Directory, number: int, writer: str, previous: str, data: bytes) -> None:
+    def commit(directory: ArchiveFiles, number: int, writer: str, previous: str, data: bytes) -> None:
         directory.put(manifest_name(number, writer), data)
         archivers.turns.step()
         if any(f"/commit-{number:020d}-" in path for path in archivers.store.files):
@@ -32,7 +33,7 @@ def checks_only_its_own_number(patch: pytest.MonkeyPatch, archivers: Archivers) 
     patch.setattr(commits, "commit", commit)
 
 
-def prune_all(directory: Directory) -> None:
+def prune_all(directory: ArchiveFiles) -> None:
     """Remove all but the last five manifests, number 1 too."""
     votes = look(directory)
     for number, writer in sorted(votes.committed.items())[:-5]:
@@ -44,7 +45,7 @@ def claims_that_expire_by_the_clock(patch: pytest.MonkeyPatch, archivers: Archiv
     """Puts a claim and looks for other claims; a claim that is ten minutes old by the clock counts as abandoned."""
     claims = re.compile(r"claim-(\d{20})-([0-9a-f]+)")
 
-    def commit(directory: Directory, number: int, writer: str, previous: str, data: bytes) -> None:
+    def commit(directory: ArchiveFiles, number: int, writer: str, previous: str, data: bytes) -> None:
         assert isinstance(directory, Archive)
         directory.put(manifest_name(number, writer), data)
         claim = f"claim-{number:020d}-{writer}"

@@ -17,14 +17,14 @@ from plait.frame.slicing import keep_mask
 from plait.frame.view import FrameView
 from plait.model.reason import Reason
 from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving import intake
 from plait.spark.archiving.action_table import Names
-from plait.spark.archiving.array_views import joined
 from plait.spark.archiving.death_table import DEATH_SCHEMA, death_table
-from plait.spark.archiving.file_writer import FileWriter, read_file
-from plait.spark.archiving.manifest import Archive, ArchivedSettings, ArchivedSource
+from plait.spark.archiving.file_writer import read_file
+from plait.spark.archiving.manifest import Archive, ArchivedSource
 from plait.storage.archive_mark import read_archived
 from plait.storage.catalog import PartitionRow
-from plait.storage.disk import RealDisk, RealFile
+from plait.storage.disk import RealDisk
 from plait.storage.logs.retained_log import DeathRecord, Note, retained_frames
 from plait.storage.reading.action_reader import open_retained
 from plait.storage.reading.log_chunks import WantedRows
@@ -34,7 +34,6 @@ from tests.spark.archives import (
     archive_here,
     archived_deaths,
     archived_events,
-    commit_next,
     damage,
     death_rows,
     files_below,
@@ -291,80 +290,10 @@ def test_events_whose_dead_letters_a_power_failure_lost_are_not_archived(tmp_pat
     assert archived_deaths(to) == log_deaths(data)
 
 
-# --- archives of earlier versions ---------------------------------------------------------------
-
-
-def test_an_archive_without_deaths_is_continued(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
-    filler = Filler(data)
-    failing = filler.failing()
-    filler.rounds(6)
-    filler.fail(failing, WRONG)
-    archive_here(data, to, now=True)
-    forget_deaths(to)
-    filler.rounds(1)
-    filler.fail(failing, WRONG)
-    archive_here(data, to, now=True, verify=True)
-    filler.stop()
-    assert archived_deaths(to) == log_deaths(data)
-    assert Archive.at(to).open().version == 2
-    row = filler.node.partition("orders").row
-    settings = source_of(to).settings["orders@g1"]
-    assert settings == ArchivedSettings(created=row.created, number=row.id, subject="orders", next=settings.next)
-
-
-def test_deaths_that_an_earlier_plait_archived_are_merged_with_later_ones(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
-    filler = Filler(data)
-    failing = filler.failing()
-    for _ in range(2):
-        filler.rounds(2)
-        filler.fail(failing, WRONG)
-        archive_here(data, to, now=True)
-    filler.stop()
-    archive = Archive.at(to)
-    manifest = archive.open()
-    old, new = sorted(manifest.find("deaths"), key=lambda file: file.start)
-    batch = joined(read_file(archive, old.path).drop_columns(["store_time"]).to_batches())
-    written = FileWriter(archive, manifest.number + 1, old.source).of_day(
-        "deaths", old.date, batch, (old.start, old.end)
-    )
-    files = [written if file == old else file for file in manifest.files]
-    commit_next(archive, files=files)
-    archive_here(None, to, compact=True, verify=True)
-    assert len(archive.open().find("deaths")) == 1
-    assert [row["store_time"] is None for row in death_rows(to)] == [True] * old.count + [False] * new.count
-
-
-def forget_deaths(to: Path) -> None:
-    """Change the archive to what an archiver of version 1 wrote."""
-    archive = Archive.at(to)
-    manifest = archive.open()
-    sources = {
-        name: msgspec.structs.replace(source, kept_offset=0, settings={}, rests_on=None)
-        for name, source in manifest.sources.items()
-    }
-    files = [file for file in manifest.files if file.kind != "deaths"]
-    commit_next(archive, version=1, sources=sources, files=files)
-
-
 def test_a_power_failure_loses_no_archived_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data, to = tmp_path / "data", tmp_path / "archive"
     with_deaths(data, rounds=2)
     synced: list[str] = []
-    open_file = RealDisk.open
-
-    def opened(disk: RealDisk, path: str, *, create: bool = False) -> RealFile:
-        file = open_file(disk, path, create=create)
-        sync = file.sync
-
-        def note_sync() -> None:
-            synced.append(path.partition("/")[0])
-            sync()
-
-        monkeypatch.setattr(file, "sync", note_sync)
-        return file
-
-    monkeypatch.setattr(RealDisk, "open", opened)
+    monkeypatch.setattr(intake, "sync_path", lambda path: synced.append(Path(path).relative_to(data).parts[0]))
     archive_here(data, to, now=True)
     assert synced.index("kept") < synced.index("action"), "a server syncs in the same order"

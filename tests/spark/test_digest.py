@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.spark.archiving.digest import Digest, bounds
+from plait.spark.archiving.digest import Digest
 from plait.spark.archiving.file_writer import MESSAGE_SCHEMA
 
 ROW: dict[str, Any] = {
@@ -102,8 +102,3 @@ def test_bytes_behind_a_null_do_not_change_the_checksum():
     for digest, array in zip(digests, arrays, strict=True):
         digest.feed(pa.RecordBatch.from_arrays([array], ["n"]))
     assert digests[0].value == digests[1].value
-
-
-def test_the_bounds_of_a_column_are_found():
-    assert bounds(table_of(*THREE).column("sequence")) == (0, 2)
-    assert bounds(table_of({"key": None}).column("key")) == (None, None)

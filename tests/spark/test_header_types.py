@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from plait.client.send.encoding import UNREADABLE, decode_headers, encode_headers, read_headers
 from plait.client.send.open_rows import hash_keys
 from plait.spark.archiving import archiver as archiving
-from plait.spark.archiving.header_types import encoded_of, letters_of
 from plait.spark.history.live_part import ENCODED
 from plait.spark.history.lookup import History
-from plait.spark.source.spark_columns import header_maps
+from plait.spark.source.header_columns import encoded_of, header_maps, letters_of
 from plait.storage.disk import RealDisk
 from tests.spark.archives import archive_here, archived_rows, log_rows, run_here
 from tests.support.broker_node import Node, Producer
@@ -29,7 +28,8 @@ VALUES = st.one_of(
 @given(st.lists(st.dictionaries(st.text(min_size=1, max_size=3), VALUES, max_size=4), min_size=1, max_size=5))
 def test_values_are_restored_with_their_types(rows: list[dict[str, str | int | float | bool]]):
     encoded = pa.array([encode_headers(row) or None for row in rows], pa.binary())
-    texts, types = pa.chunked_array([header_maps(encoded)]), pa.chunked_array([letters_of(row or None for row in rows)])
+    letters = letters_of([row or None for row in rows], len(rows))
+    texts, types = pa.chunked_array([header_maps(encoded)]), pa.chunked_array([letters])
     back = encoded_of(texts, types).to_pylist()
     for row, found, letters in zip(rows, back, types.to_pylist(), strict=True):
         if all(isinstance(value, str) for value in row.values()):
@@ -53,7 +53,7 @@ def test_malformed_headers_are_readable_and_are_restored(stored: bytes):
     if (known := read_headers(stored)) is None:
         assert headers == {UNREADABLE: stored.hex()}
         assert maps.to_pylist()[0] == [(UNREADABLE, stored.hex())]
-        types = letters_of([{UNREADABLE: stored}, None, {"n": 1}])
+        types = letters_of([{UNREADABLE: stored}, None, {"n": 1}], 3)
         assert encoded_of(pa.chunked_array([maps]), pa.chunked_array([types])).to_pylist()[0] == stored
     else:
         assert headers == known

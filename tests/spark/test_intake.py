@@ -12,7 +12,7 @@ from plait.errors import DataDirError, Expired
 from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving import intake
 from plait.spark.archiving.manifest import Archive, ArchivedGap, ArchivedSource, ArchiveManifest
-from plait.storage.disk import RealDisk, RealFile
+from plait.storage.disk import RealDisk
 from tests.spark.archives import Filler, archive_here, archived_events, archived_rows, log_rows, run_here
 from tests.support.broker_node import Node, Producer
 
@@ -64,10 +64,10 @@ def test_gaps_left_by_retention_are_recorded_as_expired_in_the_run_that_finds_th
     assert [each.reason for each in source.left_out if each.log == "message"] == [
         "retention removed it before it was archived"
     ]
-    assert source.gaps == [ArchivedGap("orders@g1", 30, 120, expired=True, number=1)]
+    assert source.gaps == [ArchivedGap("orders@g1", 1, 30, 120, expired=True)]
     filler.rounds(1, ("rare",))
     archive_here(data, to, now=True)
-    assert source_of(to).gaps[1:] == [ArchivedGap("rare@g1", 30, 120, expired=True, number=2)]
+    assert source_of(to).gaps[1:] == [ArchivedGap("rare@g1", 2, 30, 120, expired=True)]
     assert source_of(to).overtaken == []
     filler.stop()
 
@@ -218,22 +218,9 @@ def test_the_frame_that_shows_that_a_segment_is_full_is_synced_with_it(tmp_path:
     filler = Filler(data)
     filler.rounds(60)
     synced: list[str] = []
-    opened = RealDisk.open
-
-    def watched(self: RealDisk, path: str, *, create: bool = False) -> RealFile:
-        file = opened(self, path, create=create)
-        sync = file.sync
-
-        def note_sync() -> None:
-            synced.append(path)
-            sync()
-
-        monkeypatch.setattr(file, "sync", note_sync)
-        return file
-
-    monkeypatch.setattr(RealDisk, "open", watched)
+    monkeypatch.setattr(intake, "sync_path", synced.append)
     archive_here(data, to)
-    assert f"message/{source_of(to).message_offset:020d}.log" in synced
+    assert str(data / f"message/{source_of(to).message_offset:020d}.log") in synced
     filler.stop()
 
 

@@ -87,10 +87,12 @@ def _names() -> pa.Array:
 class Names:
     """The names behind the numbers of events, from the definitions read up to now."""
 
-    def __init__(self, partitions: Mapping[int, PartitionRow], group: str) -> None:
+    def __init__(
+        self, partitions: Mapping[int, PartitionRow], group: str, groups: Mapping[int, GroupDefinition] | None = None
+    ) -> None:
         self._partitions = partitions
         self._broker_group = group
-        self.groups: dict[int, GroupDefinition] = {}
+        self.groups = dict(groups or {})
         self.consumers: dict[int, ConsumerDefinition] = {}
         self._reported: dict[tuple[type[Definition], int], Definition] = {}
 

@@ -7,7 +7,7 @@ process, and never through Java. A task that runs twice leaves two sets of files
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import msgspec
@@ -19,6 +19,7 @@ from plait.errors import ArchiveError, FrameError, PlaitError
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.spark.archiving.action_table import ACTION_SCHEMA, Names, action_batches
+from plait.spark.archiving.archive_files import first_line
 from plait.spark.archiving.array_views import joined
 from plait.spark.archiving.death_table import death_table
 from plait.spark.archiving.file_writer import (
@@ -29,7 +30,7 @@ from plait.spark.archiving.file_writer import (
     day_of,
     read_file,
 )
-from plait.spark.archiving.manifest import ACTIONS, DEATHS, Archive, ArchivedFile, DayKind, RawSegment
+from plait.spark.archiving.manifest import ACTIONS, Archive, ArchivedFile, DayKind, RawSegment
 from plait.spark.archiving.row_order import arranged, log_order
 from plait.spark.runtime.worker import prepare_worker
 from plait.spark.source.spark_columns import one_batch
@@ -160,41 +161,17 @@ class MessageTask:
 
 
 @dataclass(frozen=True)
-class ActionTask:
-    """Archives one part of an action log."""
+class EventTask:
+    """Archives one part of an action log, or the deaths in one part of a retained log: one file for each day."""
 
+    kind: DayKind
     data: str
     group: str
     part: ActionPart
     partitions: Mapping[int, PartitionRow]
-
-    @property
-    def weight(self) -> int:
-        return self.part.end - self.part.start
-
-    def run(self, writer: FileWriter) -> TaskFacts:
-        part = self.part
-        frames = read_actions(RealDisk(self.data, read_only=True), self.data, part)
-        names = Names(self.partitions, self.group)
-        try:
-            batches = list(action_batches(frames, names, start=part.start, first=part.first))
-        except FrameError as error:
-            size = part.end - part.start
-            raise damage_error(self.data, part.segment, part.start - part.base, size, str(error)) from error
-        return _by_day(writer, ACTIONS, pa.Table.from_batches(batches, ACTION_SCHEMA), part)
-
-
-@dataclass(frozen=True)
-class DeathTask:
-    """Archives the deaths in one part of a retained log."""
-
-    data: str
-    group: str
-    part: ActionPart
-    partitions: Mapping[int, PartitionRow]
-    #: Group number → definition, for the groups that the action log defines.
-    groups: Mapping[int, GroupDefinition]
     wanted: WantedRows
+    #: Group number → definition, for the groups that the action log defines. An action log defines its groups itself.
+    groups: Mapping[int, GroupDefinition] = field(default_factory=dict)
 
     @property
     def weight(self) -> int:
@@ -202,25 +179,28 @@ class DeathTask:
 
     def run(self, writer: FileWriter) -> TaskFacts:
         part = self.part
-        frames = read_actions(RealDisk(self.data, read_only=True), self.data, part, alone=True)
-        names = Names(self.partitions, self.group)
-        names.groups.update(self.groups)
         try:
-            table = death_table(frames, names, self.wanted)
+            table = self._table()
         except FrameError as error:
-            size = part.end - part.start
-            raise damage_error(self.data, part.segment, part.start - part.base, size, str(error)) from error
-        return _by_day(writer, DEATHS, table, part)
+            raise damage_error(
+                self.data, part.segment, part.start - part.base, part.end - part.start, str(error)
+            ) from error
+        facts = TaskFacts()
+        days = table.column("time").cast(pa.int64()).to_numpy() // DAY_MICROS
+        for day in np.unique(days).tolist():
+            rows = joined(table.filter(pa.array(days == day)).to_batches())
+            facts.files.append(writer.of_day(self.kind, day_of(day * DAY_MICROS), rows, (part.start, part.end)))
+        return facts
 
-
-def _by_day(writer: FileWriter, kind: DayKind, table: pa.Table, part: ActionPart) -> TaskFacts:
-    """Write one file for each day."""
-    facts = TaskFacts()
-    days = table.column("time").cast(pa.int64()).to_numpy() // DAY_MICROS
-    for day in np.unique(days).tolist():
-        rows = joined(table.filter(pa.array(days == day)).to_batches())
-        facts.files.append(writer.of_day(kind, day_of(day * DAY_MICROS), rows, (part.start, part.end)))
-    return facts
+    def _table(self) -> pa.Table:
+        part = self.part
+        names = Names(self.partitions, self.group, self.groups)
+        is_action = self.kind == ACTIONS
+        frames = read_actions(RealDisk(self.data, read_only=True), self.data, part, alone=not is_action)
+        if not is_action:
+            return death_table(frames, names, self.wanted)
+        batches = action_batches(frames, names, start=part.start, first=part.first)
+        return pa.Table.from_batches(batches, ACTION_SCHEMA)
 
 
 # --- whole segments -----------------------------------------------------------------------------
@@ -299,20 +279,18 @@ class CompactTask:
     def run(self, writer: FileWriter) -> TaskFacts:
         archive, first = writer.archive, self.files[0]
         offsets = (min(file.start for file in self.files), max(file.end for file in self.files))
-        tables = []
+        batches: list[pa.RecordBatch] = []
         for file in self.files:
             check_file(archive, file)
-            tables.append(read_file(archive, file.path))
-        # Files of a later Plait may have more columns.
-        table = pa.concat_tables(tables, promote_options="default")
+            batches += read_file(archive, file.path).to_batches()
+        rows = joined(batches)
         if first.kind != "messages":
-            return TaskFacts(files=[writer.of_day(first.kind, first.date, joined(table.to_batches()), offsets)])
+            return TaskFacts(files=[writer.of_day(first.kind, first.date, rows, offsets)])
         partitions: dict[str, tuple[int, int]] = {}
         for file in self.files:
             for name, (low, high) in file.partitions.items():
                 known = partitions.get(name, (low, high))
                 partitions[name] = (min(low, known[0]), max(high, known[1]))
-        rows = joined(table.to_batches())
         rows = arranged(rows, log_order(rows))
         return TaskFacts(files=[writer.messages(first.subject, first.date, rows, offsets, partitions)])
 
@@ -336,8 +314,7 @@ class VerifyTask:
             try:
                 crc = raw_crc(archive, segment.path)
             except OSError as error:
-                reason = str(error).partition("\n")[0]
-                raise ArchiveError(f"{archive.location}/{segment.path} cannot be read: {reason}") from error
+                raise ArchiveError(f"{archive.location}/{segment.path} cannot be read: {first_line(error)}") from error
             if crc != segment.crc:
                 raise ArchiveError(f"{archive.location}/{segment.path} is damaged: restore the file from a copy")
         return TaskFacts(files=list(self.files), raw=list(self.raw))
@@ -370,6 +347,6 @@ class Job:
             return TaskFacts(error=(error.code, error.message))
         except (pa.ArrowException, OSError) as error:
             # A full disk, a missing permission, a file system that does not answer.
-            reason = str(error).partition("\n")[0]
-            message = f"cannot write to {self.archive}: {reason}; nothing was committed. Fix the cause and run again"
-            return TaskFacts(error=(ArchiveError.code, message))
+            reason = f"cannot write to {self.archive}: {first_line(error)}"
+            remedy = "nothing was committed. Fix the cause and run again"
+            return TaskFacts(error=(ArchiveError.code, f"{reason}; {remedy}"))

@@ -22,9 +22,10 @@ from plait import chance
 from plait.clock import Clock, SystemClock
 from plait.errors import DamageError, DataDirError, InvalidArgument
 from plait.model import names
+from plait.spark.archiving.archive_round import copied, settled
 from plait.spark.archiving.archive_tasks import ArchiveTask, CompactTask, Job, TaskFacts, VerifyTask
 from plait.spark.archiving.compaction import compaction_tasks
-from plait.spark.archiving.intake import Intake, Round, settle
+from plait.spark.archiving.intake import Intake
 from plait.spark.archiving.manifest import (
     ACTIONS,
     DEATHS,
@@ -34,7 +35,6 @@ from plait.spark.archiving.manifest import (
     ArchivedFile,
     ArchivedSource,
     ArchiveManifest,
-    RawSegment,
     source_id,
 )
 from plait.spark.runtime.job_runner import ProgressListener, run_job
@@ -165,7 +165,7 @@ class Archiver:
             step = f"archiving {'segments' if raw else 'messages and events'}"
             facts = self._run(name, each.tasks, step if len(rounds) == 1 else f"{step}, {number} of {len(rounds)}")
             before = source
-            source = _copied(source, each, facts) if raw else settle(source, each, facts, group)
+            source = copied(source, each, facts) if raw else settled(source, each, facts, group)
             self._commit({name: source}, [file for fact in facts for file in fact.files], [])
             self._count(facts, before, source)
             # After each round, so that retention can free a nearly full disk before the last round is done.
@@ -176,14 +176,12 @@ class Archiver:
 
     def compact(self) -> None:
         """Merge small files into large ones. The replaced files are removed with the next commit after this one."""
-        tasks: list[ArchiveTask] = [*compaction_tasks(self._manifest.files, self._manifest.sources)]
-        by_source: dict[str, list[ArchiveTask]] = {}
-        for task in tasks:
-            assert isinstance(task, CompactTask)
+        by_source: dict[str, list[CompactTask]] = {}
+        for task in compaction_tasks(self._manifest.files, self._manifest.sources):
             by_source.setdefault(task.files[0].source, []).append(task)
         for source, merges in by_source.items():
             facts = self._run(source, merges, "merging small files")
-            old = [file for task in merges if isinstance(task, CompactTask) for file in task.files]
+            old = [file for task in merges for file in task.files]
             new = [file for fact in facts for file in fact.files]
             self._commit({}, new, old)
             self.report.merged += len(old)
@@ -285,19 +283,16 @@ class Archiver:
 
     def _count(self, facts: list[TaskFacts], before: ArchivedSource, after: ArchivedSource) -> None:
         report = self.report
-        for fact in facts:
-            for file in fact.files:
-                report.files += 1
-                report.size += file.size
-                if file.kind == "messages":
-                    report.messages += file.count
-                elif file.kind == "actions":
-                    report.events += file.count
-                else:
-                    report.deaths += file.count
-            report.segments += len(fact.raw)
-            report.size += sum(segment.size for segment in fact.raw)
-        report.log_size += sum(_reached(after)) - sum(_reached(before))
+        files = [file for fact in facts for file in fact.files]
+        copies = [segment for fact in facts for segment in fact.raw]
+        counts = {kind: sum(file.count for file in files if file.kind == kind) for kind in (MESSAGES, ACTIONS, DEATHS)}
+        report.messages += counts[MESSAGES]
+        report.events += counts[ACTIONS]
+        report.deaths += counts[DEATHS]
+        report.files += len(files)
+        report.segments += len(copies)
+        report.size += sum(file.size for file in files) + sum(segment.size for segment in copies)
+        report.log_size += after.log_size - before.log_size
         report.gaps += len(after.gaps) - len(before.gaps)
         report.left_out += len(after.left_out) - len(before.left_out)
 
@@ -331,23 +326,6 @@ def wanted_of(subjects: Sequence[str]) -> WantedRows:
     exact = frozenset(names.check("subject", name) for name in subjects if not name.endswith("*"))
     prefixes = tuple(name[:-1] for name in subjects if name.endswith("*"))
     return WantedRows(exact, prefixes if subjects else ("",))
-
-
-def _copied(source: ArchivedSource, done: Round, facts: list[TaskFacts]) -> ArchivedSource:
-    copied: list[RawSegment] = [segment for fact in facts for segment in fact.raw]
-    return msgspec.structs.replace(
-        source,
-        raw_message_offset=done.message_offset,
-        mark=done.mark or source.mark,
-        raw_action_offset=done.action_offset,
-        raw_kept_offset=done.kept_offset,
-        raw=[*source.raw, *copied],
-    )
-
-
-def _reached(source: ArchivedSource) -> tuple[int, ...]:
-    parquet = source.message_offset, source.action_offset, source.kept_offset
-    return *parquet, source.raw_message_offset, source.raw_action_offset, source.raw_kept_offset
 
 
 def _identity(data: str, disk: RealDisk) -> str:

@@ -41,8 +41,8 @@ DEATH_SCHEMA: Final = pa.schema(
         pa.field("handler", _TEXT),
         # An offset in the retained log.
         pa.field("log_offset", pa.int64(), nullable=False),
-        # When the message was stored; null in files of an earlier Plait.
-        pa.field("store_time", _TIME),
+        # When the message was stored.
+        pa.field("store_time", _TIME, nullable=False),
     ]
 )
 

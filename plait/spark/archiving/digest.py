@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 from crc32c import crc32c
 
 
@@ -74,9 +73,3 @@ def _offsets(array: pa.Array) -> npt.NDArray[np.int32]:
     if buffer is None or not len(array):
         return np.zeros(1, np.int32)
     return np.frombuffer(buffer, np.int32)[array.offset : array.offset + len(array) + 1]
-
-
-def bounds(column: pa.ChunkedArray) -> tuple[Any, Any]:
-    """The least and the greatest value; None where the column has no value."""
-    found = pc.min_max(column)
-    return found["min"].as_py(), found["max"].as_py()

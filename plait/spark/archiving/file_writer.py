@@ -13,15 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date, timedelta
 from typing import Final
 
+import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from plait import chance
 from plait.errors import ArchiveError
 from plait.limits import MIB
+from plait.spark.archiving.archive_files import first_line
 from plait.spark.archiving.array_views import raw_size, viewed_batch
-from plait.spark.archiving.digest import Digest, bounds
-from plait.spark.archiving.manifest import Archive, ArchivedFile, DayKind, day_directory, subject_directory
+from plait.spark.archiving.digest import Digest
+from plait.spark.archiving.manifest import Archive, ArchivedFile, DayKind, FileKind, day_directory, subject_directory
 from plait.spark.archiving.row_order import arranged, lookup_order
 from plait.spark.source.spark_columns import STORED_COLUMNS
 
@@ -40,11 +43,11 @@ MESSAGE_SCHEMA: Final = pa.schema(
 )
 _EPOCH_DAY: Final = date(1970, 1, 1)
 #: Columns with few distinct values. A dictionary costs nothing for these, and much for others.
-_DICTIONARIES: Final = ["partition"]
-_DAY_DICTIONARIES: Final = [
-    *("action", "subject", "partition", "consumer_group", "consumer"),
-    *("type", "text", "handler"),
-]
+_DICTIONARIES: Final = {
+    "messages": ["partition"],
+    "actions": ["action", "subject", "partition", "consumer_group", "consumer"],
+    "deaths": ["subject", "partition", "consumer_group", "type", "text", "handler"],
+}
 
 
 def day_of(micros: int) -> str:
@@ -77,54 +80,37 @@ class FileWriter:
     ) -> ArchivedFile:
         """Write a file of messages. ``rows`` has the rows of each partition in log order, ``partitions`` the first and
         last sequence of each partition."""
-        path = self._path(subject_directory(subject, day))
         rows = arranged(rows, lookup_order(rows))
         keys = rows.column("key")
         # Keys are sorted; rows without a key come last.
         key_min, key_max = (keys[index].as_py() for index in (0, max(len(keys) - keys.null_count - 1, 0)))
-        time_min, time_max = _times(rows.column("store_time"))
-        count, size_before = rows.num_rows, raw_size(rows)
-        size = self._write(path, rows, size_before, _DICTIONARIES)
-        checksum = self._compare(path, rows)
-        return ArchivedFile(
-            path=path,
-            kind="messages",
-            subject=subject,
-            date=day,
-            count=count,
-            size=size,
-            raw_size=size_before,
-            checksum=checksum,
-            source=self._source,
-            start=offsets[0],
-            end=offsets[1],
-            partitions=partitions,
-            key_min=key_min,
-            key_max=key_max,
-            time_min=time_min,
-            time_max=time_max,
-        )
+        file = self._file("messages", day, subject_directory(subject, day), rows, offsets)
+        return msgspec.structs.replace(file, subject=subject, partitions=partitions, key_min=key_min, key_max=key_max)
 
     def of_day(self, kind: DayKind, day: str, rows: pa.RecordBatch, offsets: tuple[int, int]) -> ArchivedFile:
         """Write a file of events or deaths, in log order."""
-        path = self._path(day_directory(kind, day))
-        count, size_before = rows.num_rows, raw_size(rows)
-        size = self._write(path, rows, size_before, [name for name in _DAY_DICTIONARIES if name in rows.schema.names])
-        checksum = self._compare(path, rows)
-        time_min, time_max = _times(rows.column("time"))
+        return self._file(kind, day, day_directory(kind, day), rows, offsets)
+
+    def _file(
+        self, kind: FileKind, day: str, directory: str, rows: pa.RecordBatch, offsets: tuple[int, int]
+    ) -> ArchivedFile:
+        path = self._path(directory)
+        size_before = raw_size(rows)
+        size = self._write(path, rows, size_before, _DICTIONARIES[kind])
+        times = pc.min_max(rows.column("store_time" if kind == "messages" else "time").cast(pa.int64()))
         return ArchivedFile(
             path=path,
             kind=kind,
             date=day,
-            count=count,
+            count=rows.num_rows,
             size=size,
             raw_size=size_before,
-            checksum=checksum,
+            checksum=self._compare(path, rows),
             source=self._source,
             start=offsets[0],
             end=offsets[1],
-            time_min=time_min,
-            time_max=time_max,
+            time_min=times["min"].as_py(),
+            time_max=times["max"].as_py(),
         )
 
     def aside(self, relative: str) -> str:
@@ -188,8 +174,7 @@ def read_batches(archive: Archive, relative: str) -> Iterator[pa.RecordBatch]:
             count = file.metadata.row_group(0).num_rows if file.num_row_groups else ROW_GROUP_COUNT
             yield from file.iter_batches(count, use_threads=False)
     except (pa.ArrowException, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ArchiveError(f"{archive.location}/{relative} cannot be read: {reason}") from error
+        raise ArchiveError(f"{archive.location}/{relative} cannot be read: {first_line(error)}") from error
 
 
 def read_file(archive: Archive, relative: str) -> pa.Table:
@@ -209,8 +194,3 @@ def check_file(archive: Archive, file: ArchivedFile) -> None:
             f"{archive.location}/{file.path} is damaged: {count} rows with checksum {found:08x}, the manifest says "
             f"{file.count} with {file.checksum:08x}. Restore the file from a copy"
         )
-
-
-def _times(column: pa.Array) -> tuple[int, int]:
-    low, high = bounds(column.cast(pa.int64()))
-    return low, high

@@ -11,29 +11,25 @@ the others get ``ArchiveConflict`` and have changed nothing (``plait.spark.archi
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterable
 from typing import Final, Literal
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import msgspec
-import pyarrow as pa
 from crc32c import crc32c
-from pyarrow import fs
 
 from plait.errors import ArchiveError
 from plait.spark.archiving import manifest_votes as commits
+from plait.spark.archiving.archive_files import DIRECTORY, ArchiveFiles, first_line
 
-#: Version 2 adds reasons of deaths and settings of partitions. An archive of version 1 can be read and extended.
-FORMAT_VERSION: Final = 2
-DIRECTORY: Final = "_plait"
+FORMAT_VERSION: Final = 1
 MESSAGES: Final = "messages"
 ACTIONS: Final = "actions"
 DEATHS: Final = "deaths"
 RAW: Final = "raw"
 #: The kinds of files that are partitioned by day alone.
 DayKind = Literal["actions", "deaths"]
+FileKind = Literal["messages"] | DayKind
 #: Attempts to read the newest manifest: other archivers may remove it between the listing and the read.
 LOOKS_MAX: Final = 10
 #: Characters that a partition value in a path keeps unescaped, as in Hive and Spark.
@@ -45,7 +41,7 @@ class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     #: Relative to the archive.
     path: str
-    kind: Literal["messages"] | DayKind
+    kind: FileKind
     #: Empty for actions and deaths.
     subject: str = ""
     #: YYYY-MM-DD, in UTC.
@@ -84,12 +80,12 @@ class ArchivedGap(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sequences [start, end) of a partition that the log does not have."""
 
     partition: str
+    #: The partition's number in its data directory.
+    number: int
     start: int
     end: int
     #: Retention removed these sequences before they were archived: they were past their retention time, not lost.
     expired: bool = False
-    #: The partition's number in its data directory; 0: an earlier Plait did not record it.
-    number: int = 0
 
 
 class PartitionLife(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,23 +123,22 @@ class LeftOut(msgspec.Struct, frozen=True):
     reason: str
 
 
-class ArchivedSettings(msgspec.Struct, frozen=True, omit_defaults=True):
+class ArchivedSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The facts about a partition that an audit needs besides its rows, as of the last commit."""
 
+    #: Its number in its data directory (``PartitionLife.number``).
+    number: int
+    subject: str
     #: "best_tried" or "strict".
     order: str = "best_tried"
     #: When it was created, in microseconds since 1970: older rows belong to a deleted partition of the same name.
     created: int = 0
-    #: It was deleted, and its last messages may not have been archived. Without a number: a partition of this name was.
+    #: It was deleted, and its last messages may not have been archived.
     deleted: bool = False
     #: The logical partitions [first, end) that it took from each of these sequences on; none: all.
     taken: list[tuple[int, list[tuple[int, int]]]] = []
     #: The sealed logical partitions [first, end), and the sequence after the last row that the partition took of them.
     fences: list[tuple[int, int, int]] = []
-    #: Its number in its data directory (``PartitionLife.number``), and its subject; 0: an earlier Plait did not record
-    #: them.
-    number: int = 0
-    subject: str = ""
     #: Nothing of it was removed from the log before it was archived: its archived rows begin with sequence 0.
     whole: bool = False
     #: The archived log had reached at least this sequence, whether its rows can be read or not.
@@ -177,9 +172,9 @@ class ArchivedSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     #: Partitions without archived rows since retention removed a part of the log that was not archived: their next gap
     #: is marked as expired.
     overtaken: list[str] = []
-    #: The end of the part of the message log that archived events refer to; None: unknown.
-    rests_on: int | None = None
-    #: ``name@group`` → settings of the partition; empty: unknown.
+    #: The end of the part of the message log that archived events refer to.
+    rests_on: int = 0
+    #: ``name@group`` → settings of the partition.
     settings: dict[str, ArchivedSettings] = {}
     #: Settings of deleted partitions that have archived messages and whose name another partition has now.
     former: list[ArchivedSettings] = []
@@ -198,7 +193,6 @@ class ArchivedSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return (
             settings is not None
             and not settings.deleted
-            and self.rests_on is not None
             and self.rests_on <= self.message_offset
             and partition not in self.overtaken
             and not any(left_out.log == "message" for left_out in self.left_out)
@@ -208,6 +202,12 @@ class ArchivedSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def whole(self) -> bool:
         """Whether all subjects are archived, not only some."""
         return not self.subjects
+
+    @property
+    def log_size(self) -> int:
+        """Bytes of the logs that are archived, as rows and as copied segments."""
+        rows = self.message_offset + self.action_offset + self.kept_offset
+        return rows + self.raw_message_offset + self.raw_action_offset + self.raw_kept_offset
 
     @property
     def sequences(self) -> dict[str, int]:
@@ -251,38 +251,14 @@ class _ManifestFile(msgspec.Struct, frozen=True):
     manifest: msgspec.Raw
 
 
-class Archive:
-    """The directory of an archive, on any file system that Arrow supports (local, s3://, hdfs://, gs://)."""
+class _ManifestVersion(msgspec.Struct, frozen=True):
+    """The field of a manifest that is read before all others."""
 
-    def __init__(self, files: fs.FileSystem, root: str, location: str) -> None:
-        self.files = files
-        self.root = root.rstrip("/")
-        #: The path or URI as the user wrote it, for messages.
-        self.location = location
+    version: int
 
-    @classmethod
-    def at(cls, location: str | os.PathLike[str]) -> Archive:
-        """The archive at a path or a URI; it need not exist yet."""
-        text = os.fspath(location)
-        try:
-            if "://" in text:
-                files, root = fs.FileSystem.from_uri(text)
-            else:
-                files, root = fs.LocalFileSystem(), os.path.abspath(text)
-        except (pa.ArrowException, ValueError, OSError) as error:
-            raise ArchiveError(f"archive {text!r} cannot be reached: {_first_line(error)}") from error
-        return cls(files, root, text)
 
-    @property
-    def address(self) -> str:
-        """The path or URI for other processes, independent of their working directory."""
-        return self.location if "://" in self.location else self.root
-
-    def path(self, relative: str) -> str:
-        """The path in the file system for a path relative to the archive."""
-        return f"{self.root}/{relative}" if relative else self.root
-
-    # --- reading --------------------------------------------------------------------------------
+class Archive(ArchiveFiles):
+    """The manifests of an archive, and its files."""
 
     def numbers(self) -> list[int]:
         """The numbers of the committed manifests that exist, ascending."""
@@ -327,17 +303,17 @@ class Archive:
             with self.files.open_input_stream(self.path(relative)) as stream:
                 data = stream.read()
         except OSError as error:
-            raise ArchiveError(f"{self.location}/{relative} cannot be read: {_first_line(error)}") from error
+            raise ArchiveError(f"{self.location}/{relative} cannot be read: {first_line(error)}") from error
         try:
             stored = msgspec.json.decode(data, type=_ManifestFile)
             raw = bytes(stored.manifest)
             if crc32c(raw) != stored.crc:
                 raise ValueError("its checksum does not match")
-            version = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get("version")
-            if version is not None and int(bytes(version)) > FORMAT_VERSION:
+            version = msgspec.json.decode(raw, type=_ManifestVersion).version
+            if version != FORMAT_VERSION:
                 raise ArchiveError(
-                    f"{self.location}/{relative} has format version {int(bytes(version))}, this Plait reads "
-                    f"up to {FORMAT_VERSION}; use the newer Plait that wrote it (nothing was changed)"
+                    f"{self.location}/{relative} has format version {version}, this Plait reads {FORMAT_VERSION}; use "
+                    "the newer Plait that wrote it (nothing was changed)"
                 )
             return msgspec.json.decode(raw, type=ArchiveManifest)
         except ValueError as error:
@@ -345,26 +321,6 @@ class Archive:
                 f"{self.location}/{relative} is damaged: {error}. Restore the file from a copy; the archived Parquet "
                 "files are not affected"
             ) from error
-
-    def names(self) -> list[str]:
-        """Names of the files in the directory of the manifest."""
-        return [info.base_name for info in self.list(DIRECTORY)]
-
-    def list(self, relative: str, *, recursive: bool = False) -> list[fs.FileInfo]:
-        """The content of a directory; empty where it does not exist."""
-        selector = fs.FileSelector(self.path(relative), recursive=recursive, allow_not_found=True)
-        try:
-            found: list[fs.FileInfo] = self.files.get_file_info(selector)
-        except (pa.ArrowException, OSError) as error:
-            raise ArchiveError(f"{self.location}/{relative} cannot be listed: {_first_line(error)}") from error
-        return found
-
-    def relative(self, info: fs.FileInfo) -> str:
-        """The path of a listed file, relative to the archive."""
-        path: str = info.path
-        return path[len(self.root) + 1 :]
-
-    # --- writing --------------------------------------------------------------------------------
 
     def commit(self, manifest: ArchiveManifest) -> None:
         """Commit a manifest; it is durable when this returns. Removes older manifests except the last few.
@@ -375,80 +331,6 @@ class Archive:
         data = msgspec.json.encode(_ManifestFile(crc32c(raw), msgspec.Raw(raw)))
         self.files.create_dir(self.path(DIRECTORY), recursive=True)
         commits.commit(self, manifest.number, manifest.writer, manifest.previous, data)
-
-    def has(self, name: str) -> bool:
-        """Whether a file exists in the directory of the manifest."""
-        found: bool = self.files.get_file_info(self.path(f"{DIRECTORY}/{name}")).type != fs.FileType.NotFound
-        return found
-
-    def put(self, name: str, data: bytes = b"") -> None:
-        """Write a file in the directory of the manifest; it is complete and durable when this returns."""
-        relative = f"{DIRECTORY}/{name}"
-        self.write(relative, data)
-        if data:
-            self.make_durable(relative)
-        self.sync_names([relative])
-
-    def discard(self, name: str) -> None:
-        """Remove a file in the directory of the manifest if it exists."""
-        self.remove(f"{DIRECTORY}/{name}")
-
-    def make_directory(self, relative: str) -> None:
-        """Create a directory and its parents without permissions for other users. Object stores have no directories."""
-        path = self.path(relative)
-        if isinstance(self.files, fs.LocalFileSystem):
-            missing = []
-            while not os.path.isdir(path):
-                missing.append(path)
-                path = os.path.dirname(path)
-            for each in reversed(missing):
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(each, 0o750)
-        else:
-            self.files.create_dir(path, recursive=True)
-
-    def make_durable(self, relative: str) -> None:
-        """The content of a file is durable when this returns; its name is after ``sync_names``.
-
-        File systems other than the local one guarantee both when a file is closed.
-        """
-        if isinstance(self.files, fs.LocalFileSystem):
-            fd = os.open(self.path(relative), os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-
-    def sync_names(self, paths: Iterable[str]) -> None:
-        """The names of these files, and of the directories that lead to them, are durable when this returns."""
-        if not isinstance(self.files, fs.LocalFileSystem):
-            return
-        directories: set[str] = set()
-        for path in paths:
-            while path:
-                path = os.path.dirname(path)
-                directories.add(path)
-        for directory in sorted(directories, reverse=True):
-            sync_directory(self.path(directory))
-
-    def remove(self, relative: str) -> None:
-        """Remove a file if it exists."""
-        with contextlib.suppress(FileNotFoundError):
-            self.files.delete_file(self.path(relative))
-
-    def write(self, relative: str, data: bytes) -> None:
-        """Write a small file."""
-        with self.files.open_output_stream(self.path(relative)) as stream:
-            stream.write(data)
-
-
-def sync_directory(path: str) -> None:
-    """The names in a local directory are durable when this returns."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def source_id(group: str, identity: str) -> str:
@@ -464,12 +346,3 @@ def subject_directory(subject: str, date: str) -> str:
 def day_directory(kind: str, date: str) -> str:
     """The directory of the events or deaths of a day."""
     return f"{kind}/date={date}"
-
-
-def subject_of(path: str) -> str:
-    """The subject that ``subject_directory`` put into a path."""
-    return unquote(path.split("subject=", 1)[1].split("/", 1)[0])
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Final
 
 from plait.errors import ArchiveConflict, ArchiveError
+from plait.spark.archiving.archive_files import ArchiveFiles
 
 #: Manifests that stay, the newest included: a reader that has just listed the archive can still read the newest.
 KEEP: Final = 5
@@ -40,26 +41,6 @@ _COMMIT: Final = re.compile(r"commit-(\d{20})-([0-9a-z]+)")
 
 #: Counter and writer: no two archivers start the same one.
 Ballot = tuple[int, str]
-
-
-class Directory(Protocol):
-    """The directory of the manifests, with the operations that every store has."""
-
-    location: str
-
-    def names(self) -> list[str]:
-        """Names of all files that existed when this was called and still do, and perhaps of newer files."""
-        ...
-
-    def has(self, name: str) -> bool: ...
-
-    def put(self, name: str, data: bytes = b"") -> None:
-        """Write a file; it is complete and durable when this returns."""
-        ...
-
-    def discard(self, name: str) -> None:
-        """Remove a file if it exists."""
-        ...
 
 
 class Votes:
@@ -116,12 +97,12 @@ class Votes:
         return manifests, [name for name, each in self._names.items() if 1 < each <= number]
 
 
-def look(directory: Directory) -> Votes:
+def look(directory: ArchiveFiles) -> Votes:
     """The votes and manifests that exist now."""
     return Votes(directory.location, directory.names())
 
 
-def commit(directory: Directory, number: int, writer: str, previous: str, data: bytes) -> None:
+def commit(directory: ArchiveFiles, number: int, writer: str, previous: str, data: bytes) -> None:
     """Commit a manifest as the successor of ``previous``; it is the newest and durable when this returns.
 
     Raises ``ArchiveConflict`` where another manifest has this number or a higher one. If this manifest was chosen and
@@ -136,14 +117,14 @@ def commit(directory: Directory, number: int, writer: str, previous: str, data: 
     prune(directory, votes)
 
 
-def prune(directory: Directory, votes: Votes) -> None:
+def prune(directory: ArchiveFiles, votes: Votes) -> None:
     """Remove old manifests and votes, each manifest before the votes on its successor."""
     for names in votes.history(votes.newest - KEEP):
         for name in names:
             directory.discard(name)
 
 
-def _decide(directory: Directory, number: int, writer: str, previous: str) -> str:
+def _decide(directory: ArchiveFiles, number: int, writer: str, previous: str) -> str:
     """The writer whose manifest is chosen for the number: this one, or another one that was chosen before."""
     base = manifest_name(number - 1, previous) if number > 1 else ""
     ballots: list[str] = []
@@ -176,12 +157,12 @@ def _decide(directory: Directory, number: int, writer: str, previous: str) -> st
     raise conflict(directory, number, votes.newest)
 
 
-def _is_late(directory: Directory, votes: Votes, number: int, base: str) -> bool:
+def _is_late(directory: ArchiveFiles, votes: Votes, number: int, base: str) -> bool:
     """Whether the number is decided, or so old that votes on it may have been removed."""
     return votes.newest >= number or bool(base and not directory.has(base))
 
 
-def conflict(directory: Directory, number: int, newest: int) -> ArchiveConflict:
+def conflict(directory: ArchiveFiles, number: int, newest: int) -> ArchiveConflict:
     which = f"its newest manifest is {newest}" if newest >= number else "they commit at the same time"
     return ArchiveConflict(
         f"another archiver has changed {directory.location!r} meanwhile ({which}, this run was to commit {number}); "

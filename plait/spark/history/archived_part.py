@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from plait.errors import ArchiveError
-from plait.spark.archiving import header_types
 from plait.spark.archiving.manifest import MESSAGES, Archive, ArchivedFile, ArchiveManifest
 from plait.spark.history.live_part import ENCODED, SCHEMA
 from plait.spark.history.selection import HistorySelection
 from plait.spark.source import arrow_scalars as bare
+from plait.spark.source import header_columns
 
 #: The maximum of open files, with their footers; about 100 KiB each.
 OPEN_MAX: Final = 256
@@ -134,7 +134,7 @@ class _File:
         if missing:
             raise pa.ArrowInvalid(f"it has no column {', '.join(missing)}")
         self._columns = [name for name in self._parquet.schema_arrow.names if name in SCHEMA.names]
-        self._typed = header_types.COLUMN in self._parquet.schema_arrow.names
+        self._typed = header_columns.TYPES in self._parquet.schema_arrow.names
         self._bounds = {name: self._bounds_of(names.index(name)) for name in _CHOOSING}
         # Readers of one file share its file position, so they take turns.
         self._lock = threading.Lock()
@@ -173,7 +173,7 @@ class _File:
         return groups if None in high else range(bisect_left(high, key), groups.stop)
 
     def read(self, selection: HistorySelection, *, encoded: bool) -> Iterator[pa.Table]:
-        columns = [*self._columns, header_types.COLUMN] if encoded and self._typed else self._columns
+        columns = [*self._columns, header_columns.TYPES] if encoded and self._typed else self._columns
         for group in self.groups(selection):
             with self._lock:
                 rows = self._matching(group, selection, columns)
@@ -203,9 +203,9 @@ def _finished(rows: pa.Table, subject: str, encoded: bool) -> pa.Table:
     finished = rows.append_column("subject", subjects).select(SCHEMA.names).cast(SCHEMA)
     if not encoded:
         return finished
-    types = rows[header_types.COLUMN] if header_types.COLUMN in rows.column_names else None
+    types = rows[header_columns.TYPES] if header_columns.TYPES in rows.column_names else None
     original = (
-        pa.nulls(rows.num_rows, pa.binary()) if types is None else header_types.encoded_of(rows["headers"], types)
+        pa.nulls(rows.num_rows, pa.binary()) if types is None else header_columns.encoded_of(rows["headers"], types)
     )
     return finished.append_column(ENCODED, original)
 

@@ -16,8 +16,10 @@ from plait.errors import FrameError, SubjectNotFound
 from plait.frame.columns import Column
 from plait.frame.view import FrameView
 from plait.spark.history.selection import HistorySelection
+from plait.spark.source.header_columns import header_maps
+from plait.spark.source.joined_frames import Frames
 from plait.spark.source.row_picker import Picker
-from plait.spark.source.spark_columns import BATCH_COUNT, BATCH_SIZE, COLUMNS, Frames, encoded_headers, header_maps
+from plait.spark.source.spark_columns import BATCH_COUNT, BATCH_SIZE, COLUMNS
 from plait.storage.disk import RealDisk
 from plait.storage.reading.log_chunks import ChunkPartition, LogChunk, WantedRows, plan, read_chunk
 from plait.storage.reading.log_reader import damage_error, open_log
@@ -132,7 +134,7 @@ def matching_rows(
 
 def _rows(frames: Frames, selection: HistorySelection, encoded: bool) -> Iterator[pa.Table]:
     columns = {name: column.build(frames) for name, column in COLUMNS.items() if name != "headers"}
-    rows = pa.table({**columns, ENCODED: encoded_headers(frames)})
+    rows = pa.table({**columns, ENCODED: frames.encoded_headers()})
     rows = selection._replace(headers=()).matching(rows)
     headers = header_maps(rows[ENCODED].combine_chunks())
     rows = selection.matching(rows.append_column("headers", headers))

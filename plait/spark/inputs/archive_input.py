@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 
 from plait.client.read.surveyor import PartitionSpan, SpanRange
 from plait.errors import ArchiveError, InvalidArgument
-from plait.spark.archiving.manifest import DIRECTORY, MESSAGES, Archive, ArchivedFile, ArchiveManifest, PartitionLife
+from plait.spark.archiving.archive_files import DIRECTORY
+from plait.spark.archiving.manifest import MESSAGES, Archive, ArchivedFile, ArchiveManifest, PartitionLife
 from plait.spark.inputs.archive_task import ArchiveReadTask, FilePart, reading
 from plait.spark.source.offsets import report
 from plait.spark.source.read_options import ReadOptions

@@ -6,7 +6,6 @@ decoded row by row, since they are encoded so, and only if a frame has them and 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -16,15 +15,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from plait.client.send.encoding import UNREADABLE, read_headers
-from plait.errors import FrameError
 from plait.frame import validation as check
-from plait.frame.columns import FIXED_TYPES, TAG_SEPARATOR, Codec, Column, label
-from plait.frame.run_tables import RUN, Runs, expand_runs
+from plait.frame.columns import TAG_SEPARATOR, Column
+from plait.frame.run_tables import expand_runs
 from plait.frame.view import FrameView
 from plait.limits import KIB, LOGICAL_PARTITIONS, MIB
-from plait.spark.archiving import header_types
 from plait.spark.archiving.array_views import viewed, viewed_schema
+from plait.spark.source import header_columns
+from plait.spark.source.arrow_scalars import repeated
+from plait.spark.source.joined_frames import Frames, Offsets, nullable, validity
 from plait.spark.source.row_picker import Picker
 from plait.storage.reading.log_chunks import ChunkPartition
 
@@ -43,140 +42,22 @@ VIEWED_SIZE_MIN: Final = 16 * KIB
 _TEXT: Final = pa.string()
 _TIME: Final = pa.timestamp("us", tz="UTC")
 _TEXTS: Final = pa.list_(pa.field("element", _TEXT))
-_MAP: Final = pa.map_(_TEXT, _TEXT)
-_RAW: Final = int(Codec.RAW)
-_CONST: Final = int(Codec.CONST)
 #: Two hexadecimal digits for each byte value.
 _HEX: Final = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), "<u2")
-_Headers = dict[str, str | bool | int | float]
-#: Headers that do not decode are ``UNREADABLE`` and their bytes.
-_Row = _Headers | dict[str, bytes]
-
-_Offsets = npt.NDArray[np.int32]
-
-
-class Frames:
-    """The frames of one batch, with the data that several columns are built from."""
-
-    def __init__(self, members: Sequence[tuple[ChunkPartition, FrameView]], group: str) -> None:
-        self.group = group
-        self.partitions = [partition for partition, _ in members]
-        self.views = [view for _, view in members]
-        self.counts = np.array([view.count for view in self.views])
-        self.count = int(self.counts.sum())
-        self.column_bits = 0
-        for view in self.views:
-            self.column_bits |= view.column_bits
-        #: A selection of rows that a broker made from a compressed frame. It is the only frame of its batch.
-        self.selected = self.views[0] if self.has(Column.SELECTION) else None
-        if self.selected is not None and len(members) > 1:
-            raise FrameError("a batch has a selection of rows and other frames")
-        self._keys: tuple[_Offsets, memoryview] | None = None
-        self._headers: list[_Row | None] | None = None
-
-    def has(self, column: int) -> bool:
-        """Whether any frame has the column."""
-        return bool(self.column_bits >> column & 1)
-
-    def repeat(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
-        """One value per frame, repeated for each of its rows."""
-        return np.repeat(np.array(values, np.int64), self.counts)
-
-    def keys(self) -> tuple[_Offsets, memoryview]:
-        """Order keys; empty where a row has none."""
-        if self._keys is None:
-            self._keys = self.variable(Column.KEY)
-            check.text(*self._keys, Column.KEY)
-        return self._keys
-
-    def headers(self) -> list[_Row | None] | None:
-        """Headers, decoded once for all columns that use them; None: no row has headers."""
-        if self._headers is None and self.has(Column.HEADERS):
-            self._headers = _decoded(encoded_headers(self))
-        return self._headers
-
-    def variable(self, column: int) -> tuple[_Offsets, memoryview]:
-        """Offsets and data of a variable column; rows of frames without it are empty."""
-        if len(self.views) == 1 and self.views[0].has(column):
-            return self.views[0].variable(column)
-        offsets: list[Any] = []
-        pieces: list[memoryview] = []
-        for view in self.views:
-            codec, start, end = view.places.get(column, (_RAW, 0, 0))
-            if end == 0:
-                offsets.append(bytes(4 * (view.count + 1)))
-                pieces.append(memoryview(b""))
-            elif codec == _RAW:
-                split = start + 4 * (view.count + 1)
-                offsets.append(view.buffer[start:split])
-                pieces.append(view.buffer[split:end])
-            else:
-                own_offsets, data = view.variable(column)
-                offsets.append(own_offsets)
-                pieces.append(data)
-        return self._joined(column, np.frombuffer(b"".join(offsets), "<i4"), pieces)
-
-    def _joined(self, column: int, offsets: _Offsets, pieces: list[memoryview]) -> tuple[_Offsets, memoryview]:
-        ends = np.cumsum(self.counts + 1)
-        sizes = np.array([len(piece) for piece in pieces])
-        lengths = np.delete(np.diff(offsets), ends[:-1] - 1)
-        # The offsets of each frame must ascend and cover exactly its data.
-        fits = len(offsets) == ends[-1] and np.array_equal(offsets[ends - 1] - offsets[ends - 1 - self.counts], sizes)
-        if not fits or lengths.min() < 0:
-            raise FrameError(f"{label(column)} column has offsets that do not fit its data")
-        joined = np.zeros(self.count + 1, np.int32)
-        np.cumsum(lengths, out=joined[1:])
-        return joined, memoryview(b"".join(pieces))
-
-    def fixed(self, column: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]:
-        """Values of a fixed column, and a mask of the rows that have one (None: all)."""
-        if self.selected is not None:
-            return np.ascontiguousarray(self.selected.fixed(column)), None
-        dtype = FIXED_TYPES[column]
-        pieces: list[memoryview | bytes] = []
-        has = []
-        for view in self.views:
-            codec, start, end = view.places.get(column, (_CONST, 0, 0))
-            data = view.buffer[start:end] if end else bytes(dtype.itemsize)
-            has.append(end > 0)
-            if codec == _CONST:
-                data = bytes(data) * view.count
-            if codec not in (_RAW, _CONST) or len(data) != view.count * dtype.itemsize:
-                raise FrameError(f"{label(column)} column does not fit its {view.count} rows")
-            pieces.append(data)
-        values = np.frombuffer(b"".join(pieces) if len(pieces) > 1 else pieces[0], dtype)
-        return values, None if all(has) else np.repeat(has, self.counts)
-
-    def runs(self) -> Runs:
-        """The runs of rows of one producer, in row order."""
-        if not self.has(Column.RUNS):
-            runs = array("Q")
-            for view in self.views:
-                runs.extend((view.producer, view.first, view.count, view.previous))
-            return np.frombuffer(runs, RUN)
-        return np.concatenate([view.runs() for view in self.views])
-
-
 # --- columns ------------------------------------------------------------------------------------
 
 
 def _same_texts(text: str, count: int) -> pa.Array:
     if count > BATCH_COUNT_MAX:
         # For an archiver: the column is as large as a file and used once, so it is not cached.
-        return _repeated(text, count)
+        return repeated(text, count)
     # Rounded up, so that batches of all sizes share a few columns.
     return _shared_texts(text, 1 << (count - 1).bit_length()).slice(0, count)
 
 
 @lru_cache(maxsize=16)
 def _shared_texts(text: str, count: int) -> pa.Array:
-    return _repeated(text, count)
-
-
-def _repeated(text: str, count: int) -> pa.Array:
-    data = text.encode()
-    offsets = np.arange(0, (count + 1) * len(data), len(data), dtype=np.int32)
-    return pa.Array.from_buffers(_TEXT, count, [None, pa.py_buffer(offsets), pa.py_buffer(data * count)])
+    return repeated(text, count)
 
 
 def _texts(frames: Frames, texts: list[str]) -> pa.Array:
@@ -218,7 +99,7 @@ def _message_id(frames: Frames) -> pa.Array:
 def _key(frames: Frames) -> pa.Array:
     if not frames.has(Column.KEY):
         return pa.nulls(frames.count, _TEXT)
-    return _nullable(_TEXT, *frames.keys())
+    return nullable(_TEXT, *frames.keys())
 
 
 def _tags(frames: Frames) -> pa.Array:
@@ -226,55 +107,16 @@ def _tags(frames: Frames) -> pa.Array:
         return pa.nulls(frames.count, _TEXTS)
     offsets, data = frames.variable(Column.TAGS)
     check.text(offsets, data, Column.TAGS)
-    joined = pc.utf8_trim(_nullable(_TEXT, offsets, data), characters=TAG_SEPARATOR)
+    joined = pc.utf8_trim(nullable(_TEXT, offsets, data), characters=TAG_SEPARATOR)
     return pc.split_pattern(joined, TAG_SEPARATOR).cast(_TEXTS)
 
 
 def _headers(frames: Frames) -> pa.Array:
-    rows = frames.headers()
-    return pa.nulls(frames.count, _MAP) if rows is None else _maps(rows)
+    return header_columns.maps_of(frames.headers(), frames.count)
 
 
 def _header_types(frames: Frames) -> pa.Array:
-    rows = frames.headers()
-    return pa.nulls(frames.count, _TEXT) if rows is None else header_types.letters_of(rows)
-
-
-def encoded_headers(frames: Frames) -> pa.Array:
-    """Headers as they were sent, one msgpack map per row; null: no headers."""
-    if not frames.has(Column.HEADERS):
-        return pa.nulls(frames.count, pa.binary())
-    return _nullable(pa.binary(), *frames.variable(Column.HEADERS))
-
-
-def header_maps(encoded: pa.Array) -> pa.Array:
-    """Encoded headers as the source's column: names and the text of their values."""
-    if encoded.null_count == len(encoded):
-        return pa.nulls(len(encoded), _MAP)
-    return _maps(_decoded(encoded))
-
-
-def _decoded(encoded: pa.Array) -> list[_Row | None]:
-    return [None if row is None else _decoded_row(row) for row in encoded.to_pylist()]
-
-
-def _decoded_row(encoded: bytes) -> _Row:
-    headers = read_headers(encoded)
-    return {UNREADABLE: encoded} if headers is None else headers
-
-
-def _maps(rows: list[_Row | None]) -> pa.Array:
-    return pa.array([None if row is None else _header_texts(row) for row in rows], _MAP)
-
-
-def _header_texts(headers: _Row) -> list[tuple[str, str]]:
-    return [(name, _text(value)) for name, value in headers.items()]
-
-
-def _text(value: str | float | bytes) -> str:
-    if isinstance(value, bytes):
-        return value.hex()
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return header_columns.letters_of(frames.headers(), frames.count)
 
 
 def _body(frames: Frames) -> pa.Array:
@@ -334,7 +176,7 @@ COLUMNS: Final[dict[str, SparkColumn]] = {
     "message_id": SparkColumn(_TEXT, False, _message_id),
     "key": SparkColumn(_TEXT, True, _key),
     "tags": SparkColumn(_TEXTS, True, _tags),
-    "headers": SparkColumn(_MAP, True, _headers),
+    "headers": SparkColumn(header_columns.MAP, True, _headers),
     "body": SparkColumn(pa.binary(), False, _body),
     "send_time": SparkColumn(_TIME, True, _send_time),
     "store_time": SparkColumn(_TIME, False, _store_time),
@@ -345,7 +187,7 @@ COLUMNS: Final[dict[str, SparkColumn]] = {
 #: unchanged, and the epoch, which distinguishes messages of a damaged log that got the same sequence.
 STORED_COLUMNS: Final[dict[str, SparkColumn]] = {
     **COLUMNS,
-    header_types.COLUMN: SparkColumn(_TEXT, True, _header_types),
+    header_columns.TYPES: SparkColumn(_TEXT, True, _header_types),
     "epoch": SparkColumn(pa.int64(), False, _epoch),
 }
 
@@ -431,22 +273,11 @@ def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         yield batch.slice(start, BATCH_COUNT_MAX)
 
 
-def _binary(offsets: _Offsets, data: memoryview) -> pa.Array:
+def _binary(offsets: Offsets, data: memoryview) -> pa.Array:
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
     return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers, 0)
 
 
-def _nullable(kind: pa.DataType, offsets: _Offsets, data: memoryview) -> pa.Array:
-    """An array in which empty values are null."""
-    filled = offsets[1:] != offsets[:-1]
-    buffers = [_validity(filled), pa.py_buffer(offsets), pa.py_buffer(data)]
-    return pa.Array.from_buffers(kind, len(filled), buffers)
-
-
 def _fixed(kind: pa.DataType, values: npt.NDArray[Any], valid: npt.NDArray[np.bool_] | None) -> pa.Array:
-    validity = None if valid is None else _validity(valid)
-    return pa.Array.from_buffers(kind, len(values), [validity, pa.py_buffer(values)])
-
-
-def _validity(valid: npt.NDArray[np.bool_]) -> pa.Buffer | None:
-    return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
+    bits = None if valid is None else validity(valid)
+    return pa.Array.from_buffers(kind, len(values), [bits, pa.py_buffer(values)])
