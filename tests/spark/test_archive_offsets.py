@@ -137,7 +137,7 @@ def test_files_outside_a_range_are_not_opened(growing: Growing):
     assert bodies(startingOffsets=at(3), endingOffsets=at(6), **growing.place) == SENT[3:6]
     with pytest.raises(ArchiveError, match=r"is gone, and no other file has its 3 messages"):
         bodies(startingOffsets='{"orders@g1": 2}', endingOffsets='{"orders@g1": 6}', **growing.place)
-    with pytest.raises(ArchiveError, match="does not read back"):
+    with pytest.raises(ArchiveError, match="does not exist"):
         bodies(startingOffsets=at(1.5), **growing.place)
 
 

@@ -16,8 +16,7 @@ from pyspark.sql.datasource import EqualTo, Filter, GreaterThan, GreaterThanOrEq
 
 from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.manifest import Archive
-from plait.spark.inputs import archive_task
-from plait.spark.inputs.archive_task import ArchiveReadTask
+from plait.spark.inputs.parquet_files import ArchiveReadTask, OpenFile, limits_of
 from tests.spark.archives import Filler, archive_here, run_here
 from tests.spark.support import Stream, batch_reader, rows_of
 
@@ -98,7 +97,7 @@ def test_a_row_group_without_matching_rows_is_skipped(to: Path):
     metadata = pq.read_metadata(to / file.path)
     reader = batch_reader(path=to)
     reader.pushFilters([EqualTo(("key",), "key-1")])
-    chosen = archive_task._groups(metadata, reader.wanted, None)
+    chosen = OpenFile(Archive.at(to), file, verify=True).groups(limits_of(reader.wanted))
     assert 0 < len(chosen) < metadata.num_row_groups
 
 
@@ -143,7 +142,7 @@ def test_a_missing_or_damaged_file_is_named(to: Path):
     path = to / partition.value.parts[0].file.path
     data = path.read_bytes()
     path.write_bytes(data[:100])
-    with pytest.raises(ArchiveError, match=rf"{path.name} does not read back"):
+    with pytest.raises(ArchiveError, match=rf"{path.name} is damaged or cannot be read"):
         list(reader.read(partition))
     path.unlink()
     with pytest.raises(ArchiveError, match=rf"{path.name} is gone"):

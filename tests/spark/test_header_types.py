@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from plait.client.send.encoding import UNREADABLE, decode_headers, encode_headers, read_headers
 from plait.client.send.open_rows import hash_keys
 from plait.spark.archiving import archiver as archiving
-from plait.spark.history.live_part import ENCODED
 from plait.spark.history.lookup import History
+from plait.spark.history.pieces import ENCODED
 from plait.spark.source.header_columns import encoded_of, header_maps, letters_of
 from plait.storage.disk import RealDisk
 from tests.spark.archives import archive_here, archived_rows, log_rows, run_here

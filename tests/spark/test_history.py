@@ -18,8 +18,8 @@ from plait.client.send.row_columns import restamp
 from plait.errors import ArchiveError, DataDirError, InvalidArgument, SubjectNotFound
 from plait.spark.history import lookup as history_module
 from plait.spark.history import storage_order as ordering_module
-from plait.spark.history.live_part import SCHEMA
-from plait.spark.history.lookup import History, Piece
+from plait.spark.history.lookup import History
+from plait.spark.history.pieces import SCHEMA, Piece
 from plait.storage.reading.log_chunks import WantedRows, plan
 from plait.storage.reading.log_reader import open_log
 from tests.spark.archives import Filler, three_days

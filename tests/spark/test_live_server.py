@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import plait
-from plait.client.read.read_position import ReadPosition
-from plait.errors import SubjectNotFound, Unavailable
-from plait.frame.view import FrameView
-from plait.spark.history import broker_part as live_server
+from plait.client.read import range_scan
+from plait.client.read.surveyor import PartitionSpan
+from plait.errors import SubjectNotFound
 from plait.spark.history.lookup import History
-from plait.spark.history.selection import HistorySelection
+from plait.spark.inputs.broker_input import BrokerInput
 from tests.spark.histories import archive, sent, serving
 
 
@@ -46,7 +47,7 @@ async def test_rows_are_those_of_the_data_directory(place: Path):
 
 async def test_frames_that_the_broker_splits_are_read_completely(place: Path, monkeypatch: pytest.MonkeyPatch):
     """A compressed column is sent whole, whichever of its rows are requested."""
-    monkeypatch.setattr(live_server, "READ_COUNT", 3)
+    monkeypatch.setattr(range_scan, "READ_SIZE", 500)
     data = place.parent / "data"
     bodies = [b"%d " % number * 100 for number in range(40)]
     async with serving(data) as client, plait.connect(client._node._addresses, compression="zstd") as packing:
@@ -75,37 +76,24 @@ async def test_a_lookup_does_not_wait_for_later_messages(place: Path):
         assert len(await found(client, place)) == 11
 
 
-async def piece_of(client: plait.Client, end: int) -> live_server.BrokerPart:
-    (partition,) = (await client._router.refresh("orders", create=False)).partitions
-    return live_server.BrokerPart(client._node._addresses[0], "orders", partition, 0, end, None)
-
-
-async def test_messages_that_a_broker_lost_after_planning_cause_a_warning(
-    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(live_server, "STALL_SECONDS", 0.0)
-    async with serving(place.parent / "data") as client:
-        piece = await piece_of(client, 13)
-        tables = await asyncio.to_thread(lambda: list(piece.read(HistorySelection("orders"))))
-        assert sum(rows.num_rows for rows in tables) == 10
-    assert (
-        "orders@g1 ends at sequence 10: sequences 10 to 12, which existed when the lookup was planned, are lost"
-        in caplog.text
-    )
-
-
-async def test_messages_that_the_broker_has_and_does_not_send_are_an_error(
+async def test_a_lookup_looks_again_where_a_broker_lost_messages_after_planning(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    async def nothing(self: ReadPosition, count: int, wait: float) -> list[FrameView]:
-        return []
+    data = place.parent / "data"
+    await sent(data, 15, start=10)
+    planned: list[int] = []
+    spans = BrokerInput.spans
 
-    # A broker whose output is congested sends no rows.
-    monkeypatch.setattr(ReadPosition, "read_frames", nothing)
-    async with serving(place.parent / "data") as client:
-        piece = await piece_of(client, 10)
-        with pytest.raises(Unavailable, match="messages up to sequence 9, but its broker did not send those from 0 on"):
-            await asyncio.to_thread(lambda: list(piece.read(HistorySelection("orders"))))
+    def with_lost_tail(source: BrokerInput, times: Sequence[int] = ()) -> list[PartitionSpan]:
+        """At the first look the partition has three messages more."""
+        planned.append(len(planned))
+        found = spans(source, times)
+        return [msgspec.structs.replace(span, end=span.end + 3) for span in found] if len(planned) == 1 else found
+
+    monkeypatch.setattr(BrokerInput, "spans", with_lost_tail)
+    async with serving(data) as client:
+        assert [row["sequence"] for row in await found(client, place)] == list(range(25))
+    assert planned == [0, 1]
 
 
 async def test_an_unknown_subject_is_not_created(place: Path):

@@ -15,8 +15,8 @@ import pytest
 from plait.cli.commands.spark import history as spark_history
 from plait.cli.commands.spark.selection_options import Where
 from plait.errors import ArchiveError
-from plait.spark.history.live_part import SCHEMA
 from plait.spark.history.lookup import History
+from plait.spark.history.pieces import SCHEMA
 from tests.spark.histories import replaced_once, thirty_messages
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")

@@ -22,15 +22,32 @@ import pyarrow as pa
 
 from plait.client.arguments import limit_of
 from plait.clock import Clock, SystemClock
-from plait.errors import DataDirError, Expired, InvalidArgument, SubjectNotFound
+from plait.errors import DataDirError, DataLost, Expired, InvalidArgument, SubjectNotFound
 from plait.model import names
-from plait.spark.archiving.manifest import MESSAGES, RAW, Archive, ArchivedSource, ArchiveManifest, source_id
-from plait.spark.history.archived_part import ArchivedPiece, FileGone, OpenFiles, plan_archived
-from plait.spark.history.broker_part import ArchivedUpTo, BrokerPart, plan_server
-from plait.spark.history.live_part import SCHEMA, LivePiece, plan_live
-from plait.spark.history.raw_segments import is_readable, message_segments, plan_raw, uncovered
+from plait.spark.archiving.manifest import (
+    MESSAGES,
+    RAW,
+    Archive,
+    ArchivedSource,
+    ArchiveManifest,
+    PartitionLife,
+    source_id,
+)
+from plait.spark.history.pieces import (
+    SCHEMA,
+    ArchivedPiece,
+    Piece,
+    is_readable,
+    lost_ranges,
+    message_segments,
+    plan_archived,
+    plan_brokers,
+    plan_live,
+    plan_raw,
+)
 from plait.spark.history.selection import HistorySelection, When
 from plait.spark.history.storage_order import Ordering
+from plait.spark.inputs.parquet_files import FileGone, OpenFiles
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINT_DIRECTORY
 from plait.storage.directory_id import known_identity
 from plait.storage.disk import RealDisk
@@ -47,7 +64,8 @@ READ_AHEAD: Final = 2
 #: The maximum of subjects that an error message lists.
 SHOWN_MAX: Final = 20
 
-Piece = ArchivedPiece | LivePiece | BrokerPart
+#: The archiver, retention or a broker removed what a lookup was about to read.
+REMOVED: Final = (Expired, FileGone, DataLost)
 #: Called with the number of bytes read, and the approximate total.
 Progress = Callable[[int, int], None]
 
@@ -174,12 +192,22 @@ class History:
         Before the first table is returned, ``found`` is called with all rows, in any order, and ``counted`` with their
         number.
         """
+
+        def fill(ordering: Ordering) -> None:
+            self._collect(self.plan(selection), ordering, progress, found, encoded)
+
+        return self.ordered(fill, limit, counted)
+
+    def ordered(
+        self, fill: Callable[[Ordering], None], limit: int | None, counted: Callable[[int], None] | None = None
+    ) -> Iterator[pa.Table]:
+        """The first ``limit`` rows that ``fill`` adds, in order. Calls it again if a piece was removed meanwhile."""
         first = None if limit is None else limit_of(limit)
         for attempt in range(1, LOOKS_MAX + 1):
             with Ordering(limit=first) as ordering:
                 try:
-                    self._collect(self.plan(selection), ordering, progress, found, encoded)
-                except (Expired, FileGone):
+                    fill(ordering)
+                except REMOVED:
                     if not self.may_look_again(attempt):
                         raise
                     continue
@@ -293,7 +321,7 @@ class History:
                 pieces += found.pieces
                 known = known or found.known
         if self._server is not None:
-            asked = plan_server(self._server, selection, _archived(manifest, selection.subject))
+            asked = plan_brokers(self._server, selection, _archived(manifest, selection.subject))
             return [*pieces, *(asked or [])], asked is not None, warnings
         for directory in self._directories:
             name, origin = _source(manifest, directory)
@@ -306,7 +334,7 @@ class History:
             pieces += live.pieces
             known = known or live.known
             if covered is not None:
-                warnings += _lost(name, covered, live.start)
+                warnings += lost_ranges(name, covered, live.start)
         return pieces, known, warnings
 
     def _not_found(self, manifest: ArchiveManifest, subject: str) -> SubjectNotFound:
@@ -355,18 +383,6 @@ def _source(manifest: ArchiveManifest, directory: str) -> tuple[str, ArchivedSou
     return directory, None
 
 
-def _lost(name: str, source: ArchivedSource, log_start: int) -> list[str]:
-    """Warnings about rows that are neither archived nor in the log, which begins at ``log_start``."""
-    segments = message_segments(source)
-    # Rows that were removed before the first run of an archiver do not count.
-    begun = source.message_offset or (segments[0].start if segments else 0)
-    return [
-        f"{end - start} bytes of the log of {name} are lost: retention removed them before they were archived "
-        f"(offsets {start} to {end}); archive more often, or increase the retention time"
-        for start, end in uncovered(segments, begun, log_start)
-    ]
-
-
 def _covers(source: ArchivedSource, subject: str) -> bool:
     """Whether the source's subjects include this one."""
     return source.whole or any(
@@ -374,15 +390,7 @@ def _covers(source: ArchivedSource, subject: str) -> bool:
     )
 
 
-def _archived(manifest: ArchiveManifest, subject: str) -> dict[str, ArchivedUpTo]:
-    """The archived part of each partition of a subject."""
-    times: dict[str, int] = {}
-    for file in manifest.files:
-        if file.kind == MESSAGES and file.subject == subject:
-            for partition in file.partitions:
-                times[partition] = max(times.get(partition, 0), file.time_max)
-    nexts: dict[str, int] = {}
-    for source in manifest.sources.values():
-        if _covers(source, subject):
-            nexts.update(source.sequences)
-    return {partition: ArchivedUpTo(nexts[partition], time) for partition, time in times.items() if partition in nexts}
+def _archived(manifest: ArchiveManifest, subject: str) -> dict[str, PartitionLife]:
+    """``name@group`` → its newest archived life, in the sources that archive the subject."""
+    sources = [source for source in manifest.sources.values() if _covers(source, subject)]
+    return {name: lives[-1] for source in sources for name, lives in source.lives.items()}

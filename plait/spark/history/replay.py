@@ -35,8 +35,8 @@ from plait.clock import Clock, SystemClock
 from plait.errors import InvalidArgument, TooLarge
 from plait.limits import MIB
 from plait.model import names
-from plait.spark.history.live_part import ENCODED
 from plait.spark.history.lookup import History
+from plait.spark.history.pieces import ENCODED
 from plait.spark.history.replay_state import InDoubt, ReplayMark, ReplayState, StateFile
 from plait.spark.history.selection import HistorySelection
 from plait.spark.runtime.job_runner import ProgressListener

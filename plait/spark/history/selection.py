@@ -82,6 +82,15 @@ class HistorySelection(NamedTuple):
         """The columns of its conditions."""
         return list(dict.fromkeys(column for column, _ in self._conditions()))
 
+    @property
+    def limits(self) -> dict[str, tuple[Any, Any]]:
+        """The conditions that statistics of row groups can decide (``parquet_files.Limits``)."""
+        limits: dict[str, tuple[Any, Any]] = {"store_time": (self.time_min, self.time_max)}
+        for column, value in (("key", self.key), ("message_id", self.message_id)):
+            if value is not None:
+                limits[column] = (value.encode(), value.encode())
+        return limits
+
     def matching(self, rows: Rows) -> Rows:
         """The matching rows; ``rows`` must have the columns of all conditions."""
         for column, condition in self._conditions():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -15,14 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from plait.client.arguments import limit_of
-from plait.errors import Expired, PlaitError
+from plait.errors import PlaitError
 from plait.limits import MIB
-from plait.spark.history.archived_part import FileGone
-from plait.spark.history.live_part import SCHEMA
-from plait.spark.history.lookup import LOOKS_MAX, History, Piece
+from plait.spark.history.lookup import LOOKS_MAX, REMOVED, History
+from plait.spark.history.pieces import SCHEMA, Piece
 from plait.spark.history.selection import HistorySelection
 from plait.spark.history.storage_order import Ordering
-from plait.spark.runtime.job_runner import encode_error, spark_errors
+from plait.spark.runtime.job_runner import NoProgress, ProgressListener, encode_error, run_action, spark_errors
 from plait.spark.runtime.worker import prepare_worker
 from plait.spark.source import arrow_scalars as bare
 
@@ -54,7 +54,12 @@ def dataframe(spark: SparkSession, history: History, selection: HistorySelection
 
 
 def tables(
-    spark: SparkSession, history: History, selection: HistorySelection, *, limit: int | None = None
+    spark: SparkSession,
+    history: History,
+    selection: HistorySelection,
+    *,
+    limit: int | None = None,
+    progress: ProgressListener | None = None,
 ) -> Iterator[pa.Table]:
     """The first ``limit`` messages of a selection, in the order in which they were stored, in this process.
 
@@ -62,35 +67,38 @@ def tables(
     workers.
     """
     first = None if limit is None else limit_of(limit)
-    for attempt in range(1, LOOKS_MAX + 1):
-        with Ordering(limit=first) as ordering:
-            try:
-                _collect(spark, history, selection, first, ordering)
-            except (Expired, FileGone):
-                if not history.may_look_again(attempt):
-                    raise
-                continue
-            yield from ordering.tables()
-        return
+    return history.ordered(lambda ordering: _collect(spark, history, selection, first, ordering, progress), limit)
 
 
-def write(spark: SparkSession, history: History, selection: HistorySelection, path: str) -> int:
+def write(
+    spark: SparkSession,
+    history: History,
+    selection: HistorySelection,
+    path: str,
+    progress: ProgressListener | None = None,
+) -> int:
     """Write the messages of a selection as Parquet files, in no order, to a new directory; returns their number."""
     for attempt in range(1, LOOKS_MAX + 1):
         frame = dataframe(spark, history, selection)
         try:
             with spark_errors(_FAILED):
                 # A second attempt overwrites the files of the first.
-                frame.write.mode("error" if attempt == 1 else "overwrite").parquet(path)
+                writer = frame.write.mode("error" if attempt == 1 else "overwrite")
+                _run(spark, partial(writer.parquet, path), progress)
                 return spark.read.parquet(path).count()
-        except (Expired, FileGone):
+        except REMOVED:
             if not history.may_look_again(attempt):
                 raise
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def _collect(
-    spark: SparkSession, history: History, selection: HistorySelection, first: int | None, ordering: Ordering
+    spark: SparkSession,
+    history: History,
+    selection: HistorySelection,
+    first: int | None,
+    ordering: Ordering,
+    progress: ProgressListener | None,
 ) -> None:
     """Read all rows of a selection into an ordering."""
     from pyspark import StorageLevel
@@ -103,11 +111,17 @@ def _collect(
         packed = _read_by(spark, history, selection, read, "rows binary").persist(StorageLevel.DISK_ONLY)
         try:
             # Run all tasks in parallel first; then fetch their results one by one.
-            packed.count()
+            _run(spark, packed.count, progress)
             for row in packed.toLocalIterator():
                 ordering.add(pa.ipc.open_stream(row.rows).read_all())
         finally:
             packed.unpersist()
+
+
+def _run(spark: SparkSession, action: Callable[[], object], progress: ProgressListener | None) -> None:
+    progress = progress or NoProgress()
+    progress.step("reading on Spark", unit="parts")
+    run_action(spark, action, progress.update)
 
 
 def first_of_each(tables: Iterator[pa.Table], limit: int) -> Iterator[pa.Table]:

@@ -30,11 +30,11 @@ from plait.spark.inputs.archived_events import (
     Identity,
     SourceEvents,
     find_events,
-    read_columns,
 )
 from plait.spark.inputs.archived_partitions import archived_partitions
 from plait.spark.inputs.audit_input import AuditedPartition, requested_groups
 from plait.spark.inputs.death_causes import Cause, archived_deaths
+from plait.spark.inputs.parquet_files import read_columns
 from plait.spark.inputs.work_units import Unit, parts_of
 from plait.spark.runtime.job_runner import ProgressListener
 from plait.storage.reading.log_chunks import WantedRows

@@ -17,13 +17,12 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from plait.client.read.surveyor import PartitionSpan, SpanRange
 from plait.errors import ArchiveError, InvalidArgument
 from plait.spark.archiving.archive_files import DIRECTORY
 from plait.spark.archiving.manifest import MESSAGES, Archive, ArchivedFile, ArchiveManifest, PartitionLife
-from plait.spark.inputs.archive_task import ArchiveReadTask, FilePart, reading
+from plait.spark.inputs.parquet_files import ArchiveReadTask, FilePart, read_columns
 from plait.spark.source.offsets import report
 from plait.spark.source.read_options import ReadOptions
 from plait.storage.disk import RealDisk
@@ -244,9 +243,7 @@ class _StoreTimes:
     def _read(self, file: ArchivedFile, time: int) -> tuple[Mapping[str, int], Mapping[str, int]]:
         """Partition → the first sequence at or after a time, and partition → the sequence after the last before it."""
         if (file.path, time) not in self._known:
-            archive = self._archive
-            with reading(archive, file), archive.files.open_input_file(archive.path(file.path)) as stream:
-                rows = pq.read_table(stream, columns=["partition", "sequence", "store_time"])
+            rows = read_columns(self._archive, file.path, ["partition", "sequence", "store_time"])
             later = pc.greater_equal(rows["store_time"].cast(pa.int64()), time)
             after = rows.filter(later).group_by("partition").aggregate([("sequence", "min")])
             before = rows.filter(pc.invert(later)).group_by("partition").aggregate([("sequence", "max")])

@@ -7,8 +7,7 @@ damage was left out), groups are judged by the events after the gap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,13 +15,12 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from plait.errors import ArchiveError
 from plait.spark.archiving.manifest import Archive, ArchivedFile
 from plait.spark.auditing.events import AUDITED, NONE, Events, of_rows, spans_of
 from plait.spark.auditing.group_facts import GroupFacts, GroupTable
 from plait.spark.auditing.verdicts import NEVER
+from plait.spark.inputs.parquet_files import read_columns
 from plait.storage.logs.action_log import Action, ConsumerDefinition, GroupDefinition
 
 _EVENT_COLUMNS: Final = ["attempt", "epoch", "start", "end", "flags", "number", "log_offset", "log_row"]
@@ -50,26 +48,6 @@ class Identity:
     group: str
     first: int
     last: int
-
-
-def read_columns(archive: Archive, path: str, columns: list[str], filters: Any = None) -> pa.Table:
-    """Some rows of a file. Raises ``ArchiveError`` if it cannot be read."""
-    with _readable(archive, path):
-        return pq.read_table(
-            archive.path(path), columns=columns, filters=filters, filesystem=archive.files, partitioning=None
-        )
-
-
-@contextmanager
-def _readable(archive: Archive, path: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, pa.ArrowException) as error:
-        reason = str(error).partition("\n")[0]
-        raise ArchiveError(
-            f"{archive.location}/{path} cannot be read: {reason}. See "
-            f"'plait spark archive --to {archive.location} --verify'"
-        ) from error
 
 
 def events_of(table: pa.Table) -> Events:

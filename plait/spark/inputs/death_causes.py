@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from plait.errors import FrameError
 from plait.spark.archiving.manifest import Archive
-from plait.spark.inputs.archived_events import read_columns
+from plait.spark.inputs.parquet_files import read_columns
 from plait.storage.disk import RealDisk
 from plait.storage.logs.recovery import LogScan
 from plait.storage.logs.retained_log import DIRECTORY, is_header, note_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class LogTask:
     chunk: LogChunk
     group: str
     #: Partition name → its span when the query was planned. Partitions without a span are not checked.
-    spans: Mapping[str, PartitionSpan]
+    spans: Mapping[str, PartitionSpan] = field(default_factory=dict)
 
     def frames(self, options: ReadOptions, wanted: WantedRows) -> Iterator[tuple[ChunkPartition, FrameView]]:
         disk = RealDisk(options.path, read_only=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from plait.errors import FrameError
-from plait.spark.inputs.archive_task import ArchiveReadTask
 from plait.spark.inputs.input import InputTask
+from plait.spark.inputs.parquet_files import ArchiveReadTask
 from plait.spark.runtime.worker import prepare_worker
 from plait.spark.source.read_options import ReadOptions
 from plait.spark.source.row_picker import Picker

@@ -267,14 +267,17 @@ async def test_a_subject_that_was_deleted_before_all_of_it_was_archived(tmp_path
             await client.send("others", b"x")
 
 
-async def test_a_missing_file_of_deaths_is_reported(tmp_path: Path, audit: Audit):
+async def test_a_damaged_or_missing_file_of_deaths_is_reported(tmp_path: Path, audit: Audit):
     data, to = tmp_path / "data", tmp_path / "archive"
     await with_dead_letters(data)
     archive_here(data, to, now=True)
     for file in Archive.at(to).open().find("deaths"):
+        (to / file.path).write_bytes(b"")
+        with pytest.raises(ArchiveError, match=r"deaths/.* cannot be read.*--verify"):
+            audit(archive=to)
         (to / file.path).unlink()
-    with pytest.raises(ArchiveError, match=r"deaths/.* cannot be read.*--verify"):
-        audit(archive=to)
+        with pytest.raises(ArchiveError, match=r"deaths/.* does not exist"):
+            audit(archive=to)
 
 
 async def test_the_files_of_several_archiver_runs_are_judged_as_one_log(tmp_path: Path, audit: Audit):

@@ -60,11 +60,16 @@ def history(
         raise InvalidArgument("--master needs --spark; add it")
     with where.open(server) as opened, ProgressSteps() as steps:
         selection = where.selection(opened, limit=limit)
-        if spark and parquet is not None:
-            _write_on_spark(opened, selection, parquet, master)
-            return
-        steps.step("reading", unit="bytes")
-        tables = _on_spark(opened, selection, limit, master) if spark else _here(opened, selection, limit, steps)
+        if spark:
+            from plait.spark.history import spark_lookup
+
+            if parquet is not None:
+                count = spark_lookup.write(_session(master), opened, selection, parquet, steps)
+                sys.stderr.write(f"{counted(count, 'message')} written to {parquet}\n")
+                return
+            tables = spark_lookup.tables(_session(master), opened, selection, limit=limit, progress=steps)
+        else:
+            tables = _here(opened, selection, limit, steps)
         if parquet is not None:
             _write(tables, Path(parquet))
         elif output == "json":
@@ -79,25 +84,8 @@ def _here(opened: History, selection: HistorySelection, limit: int | None, steps
         steps.total(total)
         steps.update(done)
 
+    steps.step("reading", unit="bytes")
     return opened.scan(selection, limit=limit, progress=progress)
-
-
-# --- on Spark -----------------------------------------------------------------------------------
-
-
-def _on_spark(
-    opened: History, selection: HistorySelection, limit: int | None, master: str | None
-) -> Iterator[pa.Table]:
-    from plait.spark.history.spark_lookup import tables
-
-    return tables(_session(master), opened, selection, limit=limit)
-
-
-def _write_on_spark(opened: History, selection: HistorySelection, path: str, master: str | None) -> None:
-    from plait.spark.history.spark_lookup import write
-
-    count = write(_session(master), opened, selection, path)
-    sys.stderr.write(f"{counted(count, 'message')} written to {path}\n")
 
 
 def _session(master: str | None) -> Any:
@@ -114,7 +102,7 @@ def _write(tables: Iterable[pa.Table], path: Path) -> None:
     """Write a file. It appears under its name only when it is complete."""
     import pyarrow.parquet as pq
 
-    from plait.spark.history.live_part import SCHEMA
+    from plait.spark.history.pieces import SCHEMA
 
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     count = 0
