@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from rich import box
@@ -14,6 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from plait.model.reason import Reason
+
+T = TypeVar("T")
+
+#: Characters of a reason in a listing.
+TEXT_WIDTH = 60
 #: The width of a table where no terminal sets one: nothing is cut.
 _UNLIMITED = 10_000
 
@@ -34,6 +40,21 @@ def print_json_line(value: Any) -> None:
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
 
 
+def print_rows(
+    values: Sequence[T],
+    columns: Mapping[str, Callable[[T], str]],
+    output: str = "table",
+    *,
+    right: Sequence[str] = (),
+    fields: Callable[[T], Any] | None = None,
+) -> None:
+    """Print a table of the values with these columns; with ``output`` "json" a list of them, or of their ``fields``."""
+    if output == "json":
+        print_json(values if fields is None else [fields(value) for value in values])
+    else:
+        print_table(tuple(columns), ([cell(value) for cell in columns.values()] for value in values), right=right)
+
+
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), title: str | None = None
 ) -> None:
@@ -44,6 +65,14 @@ def print_table(
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     print_lines(table)
+
+
+def print_result(output: str, fields: Any, facts: Iterable[tuple[str, str]]) -> None:
+    """Print the result of a command: the ``facts``, or with ``output`` "json" the ``fields``."""
+    if output == "json":
+        print_json(fields)
+    else:
+        print_facts(facts)
 
 
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:
@@ -77,6 +106,11 @@ def shown_body(body: bytes) -> str:
     return printable(body.decode("utf-8", "backslashreplace"))
 
 
+def reason_fields(reason: Reason) -> dict[str, str]:
+    """A reason as JSON fields."""
+    return {"type": reason.type, "text": reason.text, "handler": reason.handler}
+
+
 def text_or_base64(body: bytes) -> dict[str, str]:
     """A body as a JSON field: ``body``, or ``body_base64`` if it is not UTF-8."""
     try:
@@ -85,7 +119,9 @@ def text_or_base64(body: bytes) -> dict[str, str]:
         return {"body_base64": base64.b64encode(body).decode()}
 
 
-def shortened(text: str, width: int) -> str:
+def shortened(text: str, width: int = TEXT_WIDTH) -> str:
+    """Printable text of at most ``width`` characters."""
+    text = printable(text)
     return text if len(text) <= width else text[: width - 3] + "..."
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from plait.cli.event_loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Output, Server
-from plait.cli.output import print_facts, print_json, print_table
+from plait.cli.output import print_facts, print_json, print_result, print_rows
+
+if TYPE_CHECKING:
+    from plait.wire.admin.cluster import BrokerInfo, LostPartition
 
 app = App(name="cluster", help="List the brokers of a cluster and set their states.")
 
@@ -17,12 +21,16 @@ app = App(name="cluster", help="List the brokers of a cluster and set their stat
 def brokers(*, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
     """List all brokers. State NRW: the broker is lost, or set to take no reads and no writes."""
     found = with_client(server, lambda client: client.admin.brokers())
-    if output == "json":
-        print_json(found)
-        return
-    columns = ("group", "address", "state", "wished", "epoch", "partitions", "reason")
-    rows = ((b.group, b.address, b.state, b.wished, str(b.epoch), f"{b.partitions:,}", b.reason) for b in found)
-    print_table(columns, rows, right=columns[4:6])
+    columns: dict[str, Callable[[BrokerInfo], str]] = {
+        "group": lambda b: b.group,
+        "address": lambda b: b.address,
+        "state": lambda b: b.state,
+        "wished": lambda b: b.wished,
+        "epoch": lambda b: str(b.epoch),
+        "partitions": lambda b: f"{b.partitions:,}",
+        "reason": lambda b: b.reason,
+    }
+    print_rows(found, columns, output, right=("epoch", "partitions"))
 
 
 @app.command
@@ -43,17 +51,13 @@ def forget(
         return
     print_facts([("forgotten", group), ("lost", "nothing that was not consumed" if not found else "")])
     if found:
-        columns = ("subject", "partition", "took", "not finished by")
-        rows = (
-            (
-                each.subject,
-                each.partition,
-                f"{each.takes:,}",
-                ", ".join(f"{name} ({count:,})" for name, count in each.groups.items()) or "-",
-            )
-            for each in found
-        )
-        print_table(columns, rows, right=columns[2:3])
+        columns: dict[str, Callable[[LostPartition], str]] = {
+            "subject": lambda p: p.subject,
+            "partition": lambda p: p.partition,
+            "took": lambda p: f"{p.takes:,}",
+            "not finished by": lambda p: ", ".join(f"{name} ({count:,})" for name, count in p.groups.items()) or "-",
+        }
+        print_rows(found, columns, right=("took",))
 
 
 @app.command
@@ -70,7 +74,4 @@ def state(
 ) -> None:
     """Set the wished state of a broker group; clients see it when they next refresh their routes."""
     with_client(server, lambda client: client.admin.set_broker_state(group, wished))
-    if output == "json":
-        print_json({"group": group, "wished": wished})
-    else:
-        print_facts([("group", group), ("wished", wished)])
+    print_result(output, {"group": group, "wished": wished}, [("group", group), ("wished", wished)])

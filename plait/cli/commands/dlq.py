@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from cyclopts import App, Parameter
 
 from plait.cli.event_loop import with_client
@@ -14,10 +16,9 @@ from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server, Yes
 from plait.cli.output import (
     format_size,
     format_time,
-    print_facts,
-    print_json,
-    print_table,
-    printable,
+    print_result,
+    print_rows,
+    reason_fields,
     shortened,
     shown_body,
     text_or_base64,
@@ -27,8 +28,9 @@ from plait.errors import InvalidArgument, PlaitError
 from plait.model.names import counted
 
 if TYPE_CHECKING:
-    from plait.client.admin.dead_letter_admin import DeadLetter
+    from plait.client.admin.dead_letter_admin import DeadLetter, DeadReason
     from plait.client.client import Client
+    from plait.wire.admin.dead_letters import DeadQueue
 
 app = App(name="dlq", help="List, show, resend and purge dead letters.")
 
@@ -44,8 +46,6 @@ DryRun = Annotated[bool, Parameter(help="Only count them.", show_default=False)]
 All = Annotated[bool, Parameter(name="--all", help="Every letter of the group.", show_default=False)]
 Rate = Annotated[float | None, Parameter(help="At most this many per second.")]
 
-#: Characters of a reason in a listing.
-TEXT_WIDTH = 60
 #: The default of ``--limit``.
 LIMIT = 100
 
@@ -84,37 +84,31 @@ def list_letters(
         server,
         lambda client: client.admin.dead_letters(subject, group, partition=partition, limit=limit, **select),
     )
-    if output == "json":
-        print_json([fields_of(letter) for letter in letters])
-        return
-    columns = ("sequence", "died", "attempts", "type", "handler", "reason", "key", "size", "message id", "partition")
-    rows = (
-        (
-            str(letter.sequence),
-            format_time(letter.last_time),
-            str(letter.attempts),
-            printable(letter.reason.type),
-            printable(letter.reason.handler),
-            shortened(printable(letter.reason.text), TEXT_WIDTH),
-            "-" if letter.key is None else printable(letter.key),
-            format_size(letter.size),
-            str(letter.message_id),
-            str(letter.partition),
-        )
-        for letter in letters
-    )
-    print_table(columns, rows, right=("sequence", "attempts", "size"))
-    if len(letters) == limit:
+    columns: dict[str, Callable[[DeadLetter], str]] = {
+        "sequence": lambda letter: str(letter.sequence),
+        "died": lambda letter: format_time(letter.last_time),
+        "attempts": lambda letter: str(letter.attempts),
+        "type": lambda letter: letter.reason.type,
+        "handler": lambda letter: letter.reason.handler,
+        "reason": lambda letter: shortened(letter.reason.text),
+        "key": lambda letter: "-" if letter.key is None else letter.key,
+        "size": lambda letter: format_size(letter.size),
+        "message id": lambda letter: str(letter.message_id),
+        "partition": lambda letter: str(letter.partition),
+    }
+    print_rows(letters, columns, output, right=("sequence", "attempts", "size"), fields=fields_of)
+    if output != "json" and len(letters) == limit:
         sys.stderr.write(f"the first {limit}; --limit shows more\n")
 
 
 def _list_queues(subject: str | None, server: str, output: str) -> None:
     queues = with_client(server, lambda client: client.admin.dead_queues(subject))
-    if output == "json":
-        print_json(queues)
-        return
-    columns = ("subject", "group", "dead letters")
-    print_table(columns, ((q.subject, q.group, f"{q.count:,}") for q in queues), right=columns[2:])
+    columns: dict[str, Callable[[DeadQueue], str]] = {
+        "subject": lambda queue: queue.subject,
+        "group": lambda queue: queue.group,
+        "dead letters": lambda queue: f"{queue.count:,}",
+    }
+    print_rows(queues, columns, output, right=("dead letters",))
 
 
 @app.command
@@ -130,33 +124,32 @@ def show(
 ) -> None:
     """Show everything about one dead letter."""
     letter = with_client(server, lambda client: client.admin.dead_letter(subject, group, sequence, partition=partition))
-    if output == "json":
-        print_json(fields_of(letter))
-        return
-    headers = "  ".join(f"{printable(name)}={printable(str(value))}" for name, value in letter.headers.items())
-    print_facts(
+    headers = "  ".join(f"{name}={value}" for name, value in letter.headers.items())
+    print_result(
+        output,
+        fields_of(letter),
         [
             ("subject", letter.subject),
             ("group", letter.group),
             ("partition", str(letter.partition)),
             ("sequence", str(letter.sequence)),
             ("message id", str(letter.message_id)),
-            ("key", "-" if letter.key is None else printable(letter.key)),
-            ("tags", ", ".join(map(printable, letter.tags)) or "-"),
+            ("key", "-" if letter.key is None else letter.key),
+            ("tags", ", ".join(letter.tags) or "-"),
             ("headers", headers or "-"),
             ("sent", "-" if letter.send_time is None else format_time(letter.send_time)),
             ("stored", format_time(letter.store_time)),
             ("attempts", str(letter.attempts)),
             ("first failed", format_time(letter.first_time)),
             ("died", format_time(letter.last_time)),
-            ("reason", printable(str(letter.reason))),
+            ("reason", str(letter.reason)),
             *(
-                ("died before", f"{format_time(h.time)} after {h.attempts} attempts: {printable(str(h.reason))}")
+                ("died before", f"{format_time(h.time)} after {h.attempts} attempts: {h.reason}")
                 for h in letter.history
             ),
             ("size", format_size(letter.size)),
             ("body", shown_body(letter.body or b"")),
-        ]
+        ],
     )
 
 
@@ -172,22 +165,15 @@ def reasons(
 ) -> None:
     """Count a group's dead letters by reason."""
     found = with_client(server, lambda client: client.admin.dead_reasons(subject, group, partition=partition))
-    if output == "json":
-        print_json(found)
-        return
-    columns = ("dead letters", "type", "handler", "first", "last", "for example")
-    rows = (
-        (
-            f"{reason.count:,}",
-            printable(reason.type) or "-",
-            printable(reason.handler) or "-",
-            format_time(reason.first_time),
-            format_time(reason.last_time),
-            shortened(printable(reason.text), TEXT_WIDTH),
-        )
-        for reason in found
-    )
-    print_table(columns, rows, right=columns[:1])
+    columns: dict[str, Callable[[DeadReason], str]] = {
+        "dead letters": lambda reason: f"{reason.count:,}",
+        "type": lambda reason: reason.type or "-",
+        "handler": lambda reason: reason.handler or "-",
+        "first": lambda reason: format_time(reason.first_time),
+        "last": lambda reason: format_time(reason.last_time),
+        "for example": lambda reason: shortened(reason.text),
+    }
+    print_rows(found, columns, output, right=("dead letters",))
 
 
 @app.command
@@ -208,7 +194,7 @@ def resend(
 ) -> None:
     """Deliver dead letters again, to their group only."""
     select = _selected("resend", every, _select(sequences, error_type, handler, before))
-    work = DeadLetterRun("resend", subject, group, select, rate, partition, dry_run=dry_run, json=output == "json")
+    work = DeadLetterRun("resend", subject, group, select, rate, partition, dry_run, output)
     with_client(server, work.run)
 
 
@@ -241,79 +227,57 @@ def purge(
         sys.stderr.flush()
         if sys.stdin.readline().strip() != group:
             raise InvalidArgument(f"nothing was purged: the name typed is not {group!r}")
-    work = DeadLetterRun("purge", subject, group, select, rate, partition, dry_run=dry_run, json=output == "json")
+    work = DeadLetterRun("purge", subject, group, select, rate, partition, dry_run, output)
     with_client(server, work.run)
 
 
-class DeadLetterRun:
+class DeadLetterRun(msgspec.Struct):
     """One run of resend or purge."""
 
-    def __init__(
-        self,
-        what: str,
-        subject: str,
-        group: str,
-        select: dict[str, Any],
-        rate: float | None,
-        partition: str | None,
-        *,
-        dry_run: bool,
-        json: bool,
-    ) -> None:
-        self._what = what
-        self._subject = subject
-        self._group = group
-        self._select = select
-        self._rate = rate
-        self._partition = partition
-        self._dry_run = dry_run
-        self._json = json
-        self._count = 0
+    what: Literal["resend", "purge"]
+    subject: str
+    group: str
+    select: dict[str, Any]
+    rate: float | None
+    partition: str | None
+    dry_run: bool
+    output: str
+    #: How many letters are done at least.
+    count: int = 0
 
     async def run(self, client: Client) -> None:
         """Resend or purge, show the progress and print the result."""
-        done = "resent" if self._what == "resend" else "purged"
-        work = client.admin.resend_dead if self._what == "resend" else client.admin.purge_dead
-        queues = await client.admin.dead_queues(self._subject)
-        total = next((queue.count for queue in queues if queue.group == self._group), 0)
+        done = "resent" if self.what == "resend" else "purged"
+        work = client.admin.resend_dead if self.what == "resend" else client.admin.purge_dead
+        queues = await client.admin.dead_queues(self.subject)
+        total = next((queue.count for queue in queues if queue.group == self.group), 0)
         try:
             with ProgressSteps() as steps:
                 steps.step(
-                    f"{self._what} dead letters of {self._group}", None if self._select or self._partition else total
+                    f"{self.what} dead letters of {self.group}", None if self.select or self.partition else total
                 )
 
                 def progress(count: int) -> None:
-                    self._count = count
+                    self.count = count
                     steps.update(count)
 
                 count = await work(
-                    self._subject,
-                    self._group,
-                    partition=self._partition,
-                    rate=self._rate,
-                    dry_run=self._dry_run,
+                    self.subject,
+                    self.group,
+                    partition=self.partition,
+                    rate=self.rate,
+                    dry_run=self.dry_run,
                     progress=progress,
-                    **self._select,
+                    **self.select,
                 )
         except (PlaitError, asyncio.CancelledError):
-            # Ctrl-C cancels.
-            self._print_partial(done)
+            # Ctrl-C cancels. The result of the last request is not known.
+            if self.count and not self.dry_run:
+                sys.stderr.write(f"at least {counted(self.count, 'dead letter')} {done}; run again for the rest\n")
             raise
-        if self._json:
-            print_json({"subject": self._subject, "group": self._group, "dry_run": self._dry_run, done: count})
-            return
-        print_facts(
-            [
-                ("subject", self._subject),
-                ("group", self._group),
-                (f"would be {done}" if self._dry_run else done, f"{count:,}"),
-            ]
-        )
-
-    def _print_partial(self, done: str) -> None:
-        """Print how many letters are done at least. The result of the last request is not known."""
-        if self._count and not self._dry_run:
-            sys.stderr.write(f"at least {counted(self._count, 'dead letter')} {done}; run again for the rest\n")
+        shown = (f"would be {done}" if self.dry_run else done, f"{count:,}")
+        fields = {"subject": self.subject, "group": self.group, "dry_run": self.dry_run, done: count}
+        print_result(self.output, fields, [("subject", self.subject), ("group", self.group), shown])
 
 
 def _select(
@@ -353,28 +317,13 @@ def _selected(what: str, every: bool, select: dict[str, Any]) -> dict[str, Any]:
 
 def fields_of(letter: DeadLetter) -> dict[str, Any]:
     """A letter as JSON fields. A body that is not UTF-8 is in ``body_base64`` instead of ``body``."""
-    fields: dict[str, Any] = {
-        "subject": letter.subject,
-        "group": letter.group,
+    fields = msgspec.structs.asdict(letter) | {
         "partition": str(letter.partition),
-        "sequence": letter.sequence,
         "message_id": str(letter.message_id),
-        "key": letter.key,
-        "tags": letter.tags,
-        "headers": letter.headers,
-        "size": letter.size,
-        "send_time": letter.send_time,
-        "store_time": letter.store_time,
-        "attempts": letter.attempts,
-        "first_time": letter.first_time,
-        "last_time": letter.last_time,
-        "reason": _reason(letter.reason),
-        "history": [{"attempts": h.attempts, "time": h.time, "reason": _reason(h.reason)} for h in letter.history],
+        "reason": reason_fields(letter.reason),
+        "history": [
+            {"attempts": h.attempts, "time": h.time, "reason": reason_fields(h.reason)} for h in letter.history
+        ],
     }
-    if letter.body is not None:
-        fields |= text_or_base64(letter.body)
-    return fields
-
-
-def _reason(reason: Any) -> dict[str, str]:
-    return {"type": reason.type, "text": reason.text, "handler": reason.handler}
+    del fields["body"]
+    return fields if letter.body is None else fields | text_or_base64(letter.body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from plait.cli.event_loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server, Yes, confirm, duration_of, whole_of
-from plait.cli.output import print_facts, print_json, print_table
+from plait.cli.output import print_facts, print_json, print_result, print_rows, print_table
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
 
@@ -41,10 +41,7 @@ def list_groups(
 ) -> None:
     """List the groups of a subject, or of all."""
     groups = with_client(server, lambda client: client.admin.groups(subject, partition=partition))
-    if output == "json":
-        print_json(groups)
-    else:
-        print_groups(groups)
+    print_groups(groups, output)
 
 
 @app.command
@@ -148,10 +145,8 @@ def reset(
 ) -> None:
     """Move the position of a group that has no live consumers."""
     sequence = with_client(server, lambda client: client.admin.reset_group(subject, group, to, partition=partition))
-    if output == "json":
-        print_json({"subject": subject, "group": group, "next": sequence})
-    else:
-        print_facts([("subject", subject), ("group", group), ("next", str(sequence))])
+    fields = {"subject": subject, "group": group, "next": sequence}
+    print_result(output, fields, [("subject", subject), ("group", group), ("next", str(sequence))])
 
 
 @app.command(name="set")
@@ -192,11 +187,8 @@ def set_(
         return await client.admin.set_group(subject, group, retry=replace(before.retry, **changed))
 
     found = with_client(server, work)
-    if output == "json":
-        print_json(found)
-    else:
-        facts = [("subject", subject), ("group", group), ("retry", f"failed messages wait {found.retry}")]
-        print_facts(facts)
+    facts = [("subject", subject), ("group", group), ("retry", f"failed messages wait {found.retry}")]
+    print_result(output, found, facts)
 
 
 @app.command
@@ -214,37 +206,20 @@ def kind_of(group: GroupInfo) -> str:
     return "broadcast" if group.broadcast else "ordered" if group.ordered else "shared"
 
 
-def print_groups(groups: Iterable[GroupInfo]) -> None:
+def print_groups(groups: Sequence[GroupInfo], output: str = "table") -> None:
     """Print one line per group."""
-    columns = (
-        "subject",
-        "group",
-        "kind",
-        "lag",
-        "unacked",
-        "returned",
-        "waiting",
-        "dead",
-        "parked",
-        "redelivered",
-        "lost",
-        "online",
-    )
-    rows = (
-        (
-            g.subject,
-            g.group,
-            kind_of(g),
-            f"{_about(g.estimated)}{g.lag:,}",
-            f"{g.unacked:,}",
-            f"{g.returned:,}",
-            f"{g.waiting:,}",
-            f"{g.dead:,}",
-            f"{g.parked:,}",
-            f"{g.redelivered:,}",
-            f"{_about(g.lost_estimated)}{g.lost:,}",
-            str(g.online),
-        )
-        for g in groups
-    )
-    print_table(columns, rows, right=columns[3:])
+    columns: dict[str, Callable[[GroupInfo], str]] = {
+        "subject": lambda g: g.subject,
+        "group": lambda g: g.group,
+        "kind": kind_of,
+        "lag": lambda g: f"{_about(g.estimated)}{g.lag:,}",
+        "unacked": lambda g: f"{g.unacked:,}",
+        "returned": lambda g: f"{g.returned:,}",
+        "waiting": lambda g: f"{g.waiting:,}",
+        "dead": lambda g: f"{g.dead:,}",
+        "parked": lambda g: f"{g.parked:,}",
+        "redelivered": lambda g: f"{g.redelivered:,}",
+        "lost": lambda g: f"{_about(g.lost_estimated)}{g.lost:,}",
+        "online": lambda g: str(g.online),
+    }
+    print_rows(groups, columns, output, right=tuple(columns)[3:])

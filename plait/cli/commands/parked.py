@@ -10,8 +10,9 @@ from cyclopts import Parameter
 
 from plait.cli.event_loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server
-from plait.cli.output import format_time, print_facts, print_json, print_table, printable, shortened
+from plait.cli.output import format_time, print_result, print_rows, reason_fields, shortened
 from plait.errors import InvalidArgument, KeyNotParked
+from plait.model.names import counted
 
 if TYPE_CHECKING:
     from plait.client.admin.admin import Admin
@@ -26,9 +27,6 @@ Hash = Annotated[
 ]
 All = Annotated[bool, Parameter(name="--all", help="Every parked key of the group.", show_default=False)]
 
-#: Characters of a reason in a listing.
-TEXT_WIDTH = 60
-
 
 def parked(
     subject: Subject,
@@ -41,24 +39,17 @@ def parked(
 ) -> None:
     """List the parked keys, oldest first."""
     keys = with_client(server, lambda client: client.admin.parked(subject, group, partition=partition))
-    if output == "json":
-        print_json([_fields(key) for key in keys])
-        return
-    columns = ("key", "since", "attempts", "reason", "letter", "partition", "lp", "hash")
-    rows = (
-        (
-            "-" if key.key is None else printable(key.key),
-            "-" if key.since is None else format_time(key.since),
-            str(key.attempts),
-            shortened(printable(str(key.reason)), TEXT_WIDTH),
-            "-" if key.sequence is None else str(key.sequence),
-            str(key.partition),
-            str(key.lp),
-            _hash(key),
-        )
-        for key in keys
-    )
-    print_table(columns, rows, right=("attempts", "letter", "lp"))
+    columns: dict[str, Callable[[ParkedKey], str]] = {
+        "key": lambda key: "-" if key.key is None else key.key,
+        "since": lambda key: "-" if key.since is None else format_time(key.since),
+        "attempts": lambda key: str(key.attempts),
+        "reason": lambda key: shortened(str(key.reason)),
+        "letter": lambda key: "-" if key.sequence is None else str(key.sequence),
+        "partition": lambda key: str(key.partition),
+        "lp": lambda key: str(key.lp),
+        "hash": _hash,
+    }
+    print_rows(keys, columns, output, right=("attempts", "letter", "lp"), fields=_fields)
 
 
 def resume(
@@ -73,9 +64,7 @@ def resume(
     output: Output = "table",
 ) -> None:
     """Resume parked keys with the failed messages, which are retried."""
-    which = _which(key, by_hash, everything=everything)
-    count = with_client(server, lambda client: _each(client, subject, group, which, skip=False))
-    _print_count(subject, group, "resumed", count, output)
+    _run(server, subject, group, _which(key, by_hash, everything=everything), output, skip=False)
 
 
 def skip(
@@ -90,9 +79,7 @@ def skip(
     output: Output = "table",
 ) -> None:
     """Resume parked keys after the failed messages, which stay dead letters."""
-    which = _which(key, by_hash, everything=everything)
-    count = with_client(server, lambda client: _each(client, subject, group, which, skip=True))
-    _print_count(subject, group, "skipped", count, output)
+    _run(server, subject, group, _which(key, by_hash, everything=everything), output, skip=True)
 
 
 def _which(key: str | None, by_hash: str | None, *, everything: bool) -> str | int | None:
@@ -126,11 +113,11 @@ async def _each(client: Client, subject: str, group: str, which: str | int | Non
     return 1
 
 
-def _print_count(subject: str, group: str, done: str, count: int, output: str) -> None:
-    if output == "json":
-        print_json({"subject": subject, "group": group, done: count})
-    else:
-        print_facts([("subject", subject), ("group", group), (done, f"{count:,} keys" if count != 1 else "1 key")])
+def _run(server: str, subject: str, group: str, which: str | int | None, output: str, *, skip: bool) -> None:
+    count = with_client(server, lambda client: _each(client, subject, group, which, skip=skip))
+    done = "skipped" if skip else "resumed"
+    fields = {"subject": subject, "group": group, done: count}
+    print_result(output, fields, [("subject", subject), ("group", group), (done, counted(count, "key"))])
 
 
 def _hash(key: ParkedKey) -> str:
@@ -139,5 +126,5 @@ def _hash(key: ParkedKey) -> str:
 
 def _fields(key: ParkedKey) -> dict[str, Any]:
     """A key as JSON fields. The hash is text, as ``--hash`` takes it: many JSON readers have no 64-bit integers."""
-    reason = {name: getattr(key.reason, name) for name in ("type", "text", "handler")}
-    return msgspec.structs.asdict(key) | {"hash": _hash(key), "partition": str(key.partition), "reason": reason}
+    shown = {"hash": _hash(key), "partition": str(key.partition), "reason": reason_fields(key.reason)}
+    return msgspec.structs.asdict(key) | shown

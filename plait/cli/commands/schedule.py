@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from cyclopts import App, Parameter
 
 from plait.cli.event_loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server, delay_of, time_of
-from plait.cli.output import format_size, format_time_exactly, print_facts, print_json, print_table, printable
+from plait.cli.output import format_size, format_time_exactly, print_json, print_result, print_rows
 from plait.errors import InvalidArgument, NotScheduled
 
 if TYPE_CHECKING:
-    from plait.client.admin.schedule_admin import ScheduledMessage
+    from plait.client.admin.schedule_admin import ScheduleCount, ScheduledMessage
     from plait.client.client import Client
 
 app = App(name="schedule", help="List, count, cancel and move delayed messages.")
@@ -46,23 +48,16 @@ def list_scheduled(
         server,
         lambda client: client.admin.scheduled(subject, partition=partition, start=start, end=end, limit=limit),
     )
-    if output == "json":
-        print_json([_fields(message) for message in found])
-        return
-    columns = ("number", "deliver at", "key", "size", "message id", "partition")
-    rows = (
-        (
-            str(message.number),
-            format_time_exactly(message.deliver_at),
-            "-" if message.key is None else printable(message.key),
-            format_size(message.size),
-            str(message.message_id),
-            str(message.partition),
-        )
-        for message in found
-    )
-    print_table(columns, rows, right=("number", "size"))
-    if len(found) == limit:
+    columns: dict[str, Callable[[ScheduledMessage], str]] = {
+        "number": lambda message: str(message.number),
+        "deliver at": lambda message: format_time_exactly(message.deliver_at),
+        "key": lambda message: "-" if message.key is None else message.key,
+        "size": lambda message: format_size(message.size),
+        "message id": lambda message: str(message.message_id),
+        "partition": lambda message: str(message.partition),
+    }
+    print_rows(found, columns, output, right=("number", "size"), fields=_fields)
+    if output != "json" and len(found) == limit:
         sys.stderr.write(f"the first {limit}; --limit shows more\n")
 
 
@@ -79,15 +74,13 @@ def count(
 ) -> None:
     """Count the delayed messages."""
     counts = with_client(server, lambda client: client.admin.schedule_counts(subject, start=start, end=end, by=by))
-    if output == "json":
-        print_json(counts)
-        return
-    columns = ("subject" if by == "subject" else "deliver from", "messages")
-    rows = (
-        (c.subject or "-" if by == "subject" or c.time is None else format_time_exactly(c.time), f"{c.count:,}")
-        for c in counts
-    )
-    print_table(columns, rows, right=columns[1:])
+    columns: dict[str, Callable[[ScheduleCount], str]] = {
+        "subject" if by == "subject" else "deliver from": lambda c: (
+            c.subject or "-" if by == "subject" or c.time is None else format_time_exactly(c.time)
+        ),
+        "messages": lambda c: f"{c.count:,}",
+    }
+    print_rows(counts, columns, output, right=("messages",))
 
 
 @app.command
@@ -142,19 +135,11 @@ def move(
     now = -(-time.time_ns() // 1000)
     due = to_datetime(due_of(None if delay is None else delay_of(delay), None if to is None else time_of(to), now))
     new = with_client(server, lambda client: client.admin.reschedule(subject, number, at, to=due, partition=partition))
-    if output == "json":
-        print_json({"subject": subject, "number": new, "deliver_at": due})
-    else:
-        print_facts([("subject", subject), ("number", str(new)), ("deliver at", format_time_exactly(due))])
+    fields = {"subject": subject, "number": new, "deliver_at": due}
+    facts = [("subject", subject), ("number", str(new)), ("deliver at", format_time_exactly(due))]
+    print_result(output, fields, facts)
 
 
 def _fields(message: ScheduledMessage) -> dict[str, Any]:
-    return {
-        "subject": message.subject,
-        "partition": str(message.partition),
-        "number": message.number,
-        "deliver_at": message.deliver_at,
-        "message_id": str(message.message_id),
-        "key": message.key,
-        "size": message.size,
-    }
+    shown = {"partition": str(message.partition), "message_id": str(message.message_id)}
+    return msgspec.structs.asdict(message) | shown

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from cyclopts import App, Parameter
 
@@ -17,6 +18,8 @@ from plait.cli.output import (
     format_size,
     print_facts,
     print_json,
+    print_result,
+    print_rows,
     print_table,
 )
 from plait.errors import InvalidArgument, Timeout
@@ -35,29 +38,28 @@ LOOK_SECONDS = 0.25
 Name = Annotated[str, Parameter(help="The subject's name.")]
 
 
+#: Columns of a partition.
+_COUNTS: Final[dict[str, Callable[[SubjectInfo], str]]] = {
+    "partition": lambda s: s.partition,
+    "messages": lambda s: f"{s.count:,}",
+    "size": lambda s: format_size(s.size),
+    "first": lambda s: str(s.start),
+    "end": lambda s: str(s.end),
+    "groups": lambda s: str(s.groups),
+}
+
+
 @app.command(name="list")
 def list_subjects(*, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
     """List all subjects, one line per partition."""
     subjects = with_client(server, lambda client: client.admin.subjects())
-    if output == "json":
-        print_json(subjects)
-        return
-    columns = ("subject", "partition", "messages", "size", "first", "end", "groups", "kept for", "created")
-    rows = (
-        (
-            s.subject,
-            s.partition,
-            f"{s.count:,}",
-            format_size(s.size),
-            str(s.start),
-            str(s.end),
-            str(s.groups),
-            format_duration(s.retention_seconds),
-            format_micros(s.created),
-        )
-        for s in subjects
-    )
-    print_table(columns, rows, right=columns[2:7])
+    columns = {
+        "subject": lambda s: s.subject,
+        **_COUNTS,
+        "kept for": lambda s: format_duration(s.retention_seconds),
+        "created": lambda s: format_micros(s.created),
+    }
+    print_rows(subjects, columns, output, right=tuple(_COUNTS)[1:])
 
 
 @app.command
@@ -69,12 +71,7 @@ def describe(subject: Name, /, *, server: Server = DEFAULT_SERVER, output: Outpu
         return
     _print_subject(details.subject)
     if len(details.partitions) > 1:
-        columns = ("partition", "messages", "size", "first", "end", "groups")
-        rows = (
-            (p.partition, f"{p.count:,}", format_size(p.size), str(p.start), str(p.end), str(p.groups))
-            for p in details.partitions
-        )
-        print_table(columns, rows, right=columns[1:])
+        print_rows(details.partitions, _COUNTS, right=tuple(_COUNTS)[1:])
     if details.groups:
         from plait.cli.commands.group import print_groups
 
@@ -115,10 +112,7 @@ def create(
             subject, retention=seconds, retention_bytes=size, order=order, partitions=partitions, groups=group
         ),
     )
-    if output == "json":
-        print_json(created)
-    else:
-        _print_subject(created)
+    _print_subject(created, output)
 
 
 @app.command(name="set")
@@ -147,10 +141,7 @@ def set_(
     changed = with_client(
         server, lambda client: client.admin.set_subject(subject, retention=seconds, retention_bytes=size)
     )
-    if output == "json":
-        print_json(changed)
-    else:
-        _print_subject(changed)
+    _print_subject(changed, output)
 
 
 @app.command
@@ -232,9 +223,11 @@ def delete(subject: Name, /, *, yes: Yes = False, server: Server = DEFAULT_SERVE
     sys.stderr.write(f"deleted {subject}\n")
 
 
-def _print_subject(subject: SubjectInfo) -> None:
+def _print_subject(subject: SubjectInfo, output: str = "table") -> None:
     several = "," in subject.partition
-    print_facts(
+    print_result(
+        output,
+        subject,
         [
             ("subject", subject.subject),
             ("partitions" if several else "partition", subject.partition),
@@ -246,5 +239,5 @@ def _print_subject(subject: SubjectInfo) -> None:
             ("kept at least", "-" if subject.retention_bytes is None else format_size(subject.retention_bytes)),
             ("groups", str(subject.groups)),
             ("created", format_micros(subject.created)),
-        ]
+        ],
     )
