@@ -155,14 +155,17 @@ def _one_task(job: Job) -> Job:
 
 
 def latency(scale: Scale) -> Iterator[Result]:
-    """One message at a time, from before the send to inside the handler, compared with a bare round trip."""
-    with PlaitServer() as server:
+    """One message at a time, from before the send to inside the handler: compared with a bare round trip and Redis."""
+    with PlaitServer() as server, fastest_redis() as redis:
 
         def ours() -> float:
             job = _job(server, scale.latency)
             report = run_roles(job, plait_roles.send_one_by_one, plait_roles.handle_one_by_one, server.cpu_seconds)
             assert report.consumer is not None
             return statistics.median(report.consumer.latencies_ns) / 1e9
+
+        def redis_streams() -> float:
+            return redis.latency(BODY_SIZE, scale.latency).p50_milliseconds / 1e3
 
         def bare() -> float:
             return loopback.asyncio_round_trip_seconds(scale.latency, BODY_SIZE, PAUSE_SECONDS)
@@ -175,7 +178,11 @@ def latency(scale: Scale) -> Iterator[Result]:
         yield Result(
             "send to handler p50 / asyncio round trip",
             ratio,
-            4,
+            3.5,
             at_most=True,
             details={"plait": mine, "asyncio": theirs, "the same on uvloop": quick},
+        )
+        ratio, mine, theirs = median_ratio(ours, redis_streams, scale.pairs)
+        yield Result(
+            "send to handler p50 / Redis Streams", ratio, 1, at_most=True, details={"plait": mine, "redis": theirs}
         )
