@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from plait.spark.archiving import archiver as archiving
+from tests.spark.archives import run_here
 from tests.support.spark_session import spark_session
 
 if TYPE_CHECKING:
@@ -24,3 +27,21 @@ def spark() -> Iterator[SparkSession]:
     """A real local session, made by ``plait.spark.session``."""
     with spark_session("local[2]", TEST_CONFIG) as session:
         yield session
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Archivers run their tasks in this process."""
+    monkeypatch.setattr(archiving, "run_job", run_here)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """The path of a data directory that does not exist yet."""
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def to(tmp_path: Path) -> Path:
+    """The path of an archive that does not exist yet."""
+    return tmp_path / "archive"

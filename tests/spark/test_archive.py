@@ -43,11 +43,7 @@ from tests.spark.archives import (
 )
 from tests.support.broker_node import Node, Producer
 
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks run in this process."""
-    monkeypatch.setattr(archiving, "run_job", run_here)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture
@@ -59,8 +55,7 @@ def data(tmp_path: Path) -> Path:
 # --- what is archived ---------------------------------------------------------------------------
 
 
-def test_every_row_of_both_logs_is_archived_once(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_every_row_of_both_logs_is_archived_once(data: Path, to: Path):
     report = archive_here(data, to, now=True)
     rows = log_rows(data)
     assert archived_rows(to) == rows
@@ -72,8 +67,7 @@ def test_every_row_of_both_logs_is_archived_once(here: None, data: Path, tmp_pat
     assert (report.gaps, report.left_out, report.manifest) == (0, 0, 1)
 
 
-def test_files_are_placed_by_subject_and_day_and_sorted_for_lookups(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_files_are_placed_by_subject_and_day_and_sorted_for_lookups(data: Path, to: Path):
     archive_here(data, to, now=True)
     manifest = Archive.at(to).open()
     assert sorted(files_below(to)) == sorted(file.path for file in manifest.files)
@@ -96,8 +90,7 @@ def order_of(rows: list[dict[str, Any]]) -> list[int]:
     return sorted(row["sequence"] for row in rows)
 
 
-def test_full_segments_are_archived_by_default_and_the_rest_on_request(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_full_segments_are_archived_by_default_and_the_rest_on_request(data: Path, to: Path):
     report = archive_here(data, to)
     (source,) = Archive.at(to).open().sources.values()
     last = max(int(path.stem) for path in (data / "message").iterdir() if path.read_bytes()[:2] == b"PL")
@@ -111,9 +104,8 @@ def test_full_segments_are_archived_by_default_and_the_rest_on_request(here: Non
     assert archived_rows(to) == log_rows(data)
 
 
-def test_each_message_is_archived_once_by_repeated_runs_beside_a_writer(here: None, tmp_path: Path):
+def test_each_message_is_archived_once_by_repeated_runs_beside_a_writer(to: Path, tmp_path: Path):
     filler = Filler(tmp_path / "data")
-    to = tmp_path / "archive"
     for number in range(8):
         filler.rounds(5 + number, ("orders", "refunds"))
         archive_here(tmp_path / "data", to, now=number % 3 == 2)
@@ -124,8 +116,7 @@ def test_each_message_is_archived_once_by_repeated_runs_beside_a_writer(here: No
     assert acked == list(range(filler.node.partition("orders").next))
 
 
-def test_a_large_log_is_committed_in_rounds(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    to = tmp_path / "archive"
+def test_a_large_log_is_committed_in_rounds(data: Path, to: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(intake.Intake.rounds, "__kwdefaults__", {"round_size": 10_000})
     report = archive_here(data, to, now=True)
     assert report.manifest > 2
@@ -135,7 +126,7 @@ def test_a_large_log_is_committed_in_rounds(here: None, data: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4", None])
-def test_compressed_frames_tags_and_headers_are_archived(here: None, tmp_path: Path, compression: Any):
+def test_compressed_frames_tags_and_headers_are_archived(tmp_path: Path, compression: Any):
     node = Node(RealDisk(tmp_path / "data"))
     bodies = [b"body %d " % number * 20 for number in range(100)]
     from plait.frame.columns import TAG_SEPARATOR as T
@@ -154,13 +145,13 @@ def test_compressed_frames_tags_and_headers_are_archived(here: None, tmp_path: P
     assert rows[0]["headers"] == [("n", "1")]
 
 
-def test_an_empty_directory_gives_no_archive(here: None, tmp_path: Path):
+def test_an_empty_directory_gives_no_archive(tmp_path: Path):
     Node(RealDisk(tmp_path / "data")).broker.stop()
     report = archive_here(tmp_path / "data", tmp_path / "archive", now=True)
     assert (report.messages, report.files) == (0, 0)
 
 
-def test_expired_messages_are_archived_while_they_are_in_the_log(here: None, tmp_path: Path):
+def test_expired_messages_are_archived_while_they_are_in_the_log(tmp_path: Path):
     filler = Filler(tmp_path / "data", retention_seconds=5.0)
     filler.rounds(30)
     filler.node.retention.run()
@@ -174,8 +165,7 @@ def test_expired_messages_are_archived_while_they_are_in_the_log(here: None, tmp
 # --- which subjects, which data directory -------------------------------------------------------
 
 
-def test_a_selection_of_subjects_is_part_of_the_archive(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_a_selection_of_subjects_is_part_of_the_archive(data: Path, to: Path):
     archive_here(data, to, now=True, subjects=["orders", "rar*"])
     assert {row["subject"] for row in archived_rows(to)} == {"orders", "rare"}
     assert read_archived(RealDisk(data)).message_offset == 0, "retention must not rely on it"
@@ -184,8 +174,7 @@ def test_a_selection_of_subjects_is_part_of_the_archive(here: None, data: Path, 
     assert archive_here(data, to, now=True, subjects=["rar*", "orders"]).messages == 0
 
 
-def test_unknown_subjects_and_invalid_names_are_reported(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_unknown_subjects_and_invalid_names_are_reported(data: Path, to: Path, tmp_path: Path):
     with pytest.raises(SubjectNotFound, match="'nothing' is not in"):
         archive_here(data, to, subjects=["nothing"])
     with pytest.raises(InvalidArgument, match="'no spaces' is not allowed"):
@@ -197,8 +186,7 @@ def test_unknown_subjects_and_invalid_names_are_reported(here: None, data: Path,
     assert not to.exists()
 
 
-def test_two_directories_share_an_archive_and_a_directory_keeps_its_group(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_two_directories_share_an_archive_and_a_directory_keeps_its_group(data: Path, to: Path, tmp_path: Path):
     archive_here(data, to, now=True, group="east")
     other = Filler(tmp_path / "other")
     other.rounds(3)
@@ -210,13 +198,12 @@ def test_two_directories_share_an_archive_and_a_directory_keeps_its_group(here: 
         archive_here(data, to, group="g1")
 
 
-def test_an_older_copy_of_a_directory_is_refused(here: None, tmp_path: Path):
+def test_an_older_copy_of_a_directory_is_refused(to: Path, tmp_path: Path):
     filler = Filler(tmp_path / "data")
     filler.rounds(10)
     shutil.copytree(tmp_path / "data", tmp_path / "copy")
     filler.rounds(10)
     filler.stop()
-    to = tmp_path / "archive"
     archive_here(tmp_path / "data", to, now=True)
     shutil.copy(tmp_path / "data" / "identity", tmp_path / "copy" / "identity")
     with pytest.raises(DataDirError, match="this is an older copy of the data directory"):
@@ -226,8 +213,7 @@ def test_an_older_copy_of_a_directory_is_refused(here: None, tmp_path: Path):
 # --- damage -------------------------------------------------------------------------------------
 
 
-def test_damage_fails_the_run_and_nothing_is_committed(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_damage_fails_the_run_and_nothing_is_committed(data: Path, to: Path):
     path = sorted((data / "message").iterdir())[0]
     offset = damage(path)
     with pytest.raises(DamageError, match=rf"{path.name} is damaged.*at offset {offset}.*plait doctor.*--skip-damage"):
@@ -240,8 +226,7 @@ def test_damage_fails_the_run_and_nothing_is_committed(here: None, data: Path, t
     assert source.left_out[0].log == "message"
 
 
-def test_damage_of_the_action_log_is_reported_and_left_out_on_request(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_damage_of_the_action_log_is_reported_and_left_out_on_request(data: Path, to: Path):
     path = sorted((data / "action").iterdir())[0]
     damage(path)
     with pytest.raises(DamageError, match=rf"action/{path.name} is damaged"):
@@ -250,8 +235,7 @@ def test_damage_of_the_action_log_is_reported_and_left_out_on_request(here: None
     assert archived_rows(to) == log_rows(data)
 
 
-def test_sequences_that_are_missing_in_the_log_are_recorded(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_sequences_that_are_missing_in_the_log_are_recorded(data: Path, to: Path):
     segments = sorted((data / "message").iterdir())
     archive_here(data, to)
     # Retention removed a segment before the archiver read it.
@@ -273,8 +257,8 @@ def test_sequences_that_are_missing_in_the_log_are_recorded(here: None, data: Pa
     assert "retention removed it" in source.left_out[0].reason
 
 
-def test_messages_that_retention_removes_after_they_were_archived_are_not_lost(here: None, tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_messages_that_retention_removes_after_they_were_archived_are_not_lost(to: Path, tmp_path: Path):
+    data = tmp_path / "data"
     filler = Filler(data, retention_seconds=5.0, archive_before_delete=True)
     for _ in range(5):
         filler.rounds(30)
@@ -312,9 +296,8 @@ def _with_bodies(batch: pa.RecordBatch, bodies: list[bytes]) -> pa.RecordBatch:
     ],
 )
 def test_a_file_that_does_not_read_back_is_not_committed(
-    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any
+    data: Path, to: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any
 ):
-    to = tmp_path / "archive"
 
     def other(archive: Archive, relative: str) -> Iterator[pa.RecordBatch]:
         for batch in read_batches(archive, relative):
@@ -326,14 +309,14 @@ def test_a_file_that_does_not_read_back_is_not_committed(
     assert Archive.at(to).load() == ArchiveManifest()
 
 
-def test_rows_that_a_sort_loses_are_detected(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_that_a_sort_loses_are_detected(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("plait.spark.archiving.row_order.moved", lambda rows, order: moved(rows, order).slice(1))
     with pytest.raises(ArchiveError, match="sorted rows differ from the rows that were read"):
         archive_here(data, tmp_path / "archive", now=True)
 
 
 def test_rows_that_are_missing_by_the_frame_headers_are_detected(
-    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     real = tasks.read_chunk
 
@@ -352,8 +335,7 @@ def test_rows_that_are_missing_by_the_frame_headers_are_detected(
 # --- other archivers, crashes, left files ------------------------------------------------------
 
 
-def test_of_two_archivers_at_once_the_second_loses_nothing(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_of_two_archivers_at_once_the_second_loses_nothing(data: Path, to: Path):
     first, second = (Archiver(to, spark=object()) for _ in range(2))  # type: ignore[arg-type]
     first.take_in(str(data), now=True)
     with pytest.raises(ArchiveConflict, match="another archiver has changed"):
@@ -364,8 +346,7 @@ def test_of_two_archivers_at_once_the_second_loses_nothing(here: None, data: Pat
     assert archived_rows(to) == log_rows(data)
 
 
-def test_files_of_an_aborted_run_are_removed_and_foreign_files_stay(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_files_of_an_aborted_run_are_removed_and_foreign_files_stay(data: Path, to: Path):
     archive_here(data, to)
     place = to / "messages" / "subject=orders" / "date=2023-11-14"
     old = place / "00000000000000000001-0123456789abcdef-00001.parquet"
@@ -379,8 +360,7 @@ def test_files_of_an_aborted_run_are_removed_and_foreign_files_stay(here: None, 
     assert [path.exists() for path in paths] == [False, False, True, True]
 
 
-def test_the_archive_mark_records_how_far_the_directory_is_archived(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_the_archive_mark_records_how_far_the_directory_is_archived(data: Path, to: Path):
     archive_here(data, to, now=True)
     (source,) = Archive.at(to).open().sources.values()
     mark = read_archived(RealDisk(data))
@@ -391,9 +371,8 @@ def test_the_archive_mark_records_how_far_the_directory_is_archived(here: None, 
     assert read_archived(RealDisk(data)) == mark, "also if the run before ended before it wrote the mark"
 
 
-def test_each_round_writes_the_archive_mark(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_each_round_writes_the_archive_mark(data: Path, to: Path, monkeypatch: pytest.MonkeyPatch):
     """Retention need not wait for the last round, and a run that fails has recorded the rounds before."""
-    to = tmp_path / "archive"
     monkeypatch.setattr(intake.Intake.rounds, "__kwdefaults__", {"round_size": 10_000})
     rounds: list[int] = []
 
@@ -412,7 +391,7 @@ def test_each_round_writes_the_archive_mark(here: None, data: Path, tmp_path: Pa
 
 
 def test_a_directory_whose_archive_mark_cannot_be_written_is_archived(
-    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
@@ -426,7 +405,7 @@ def test_a_directory_whose_archive_mark_cannot_be_written_is_archived(
 
 
 def test_an_archive_that_cannot_be_written_is_reported_in_one_line(
-    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -436,9 +415,7 @@ def test_an_archive_that_cannot_be_written_is_reported_in_one_line(
         archive_here(data, tmp_path / "archive", now=True)
 
 
-def test_tasks_find_the_archive_from_any_working_directory(
-    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_tasks_find_the_archive_from_any_working_directory(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     seen: list[str] = []
 
@@ -454,8 +431,8 @@ def test_tasks_find_the_archive_from_any_working_directory(
 # --- merging, reading back, whole segments ------------------------------------------------------
 
 
-def test_small_files_are_merged_and_the_originals_are_removed_with_the_next_commit(here: None, tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_small_files_are_merged_and_the_originals_are_removed_with_the_next_commit(to: Path, tmp_path: Path):
+    data = tmp_path / "data"
     filler = Filler(data)
     for _ in range(5):
         filler.rounds(4, ("orders", "refunds"))
@@ -477,8 +454,8 @@ def test_small_files_are_merged_and_the_originals_are_removed_with_the_next_comm
     assert archive_here(None, to, compact=True).merged == 0
 
 
-def test_a_recreated_subject_is_not_merged_with_its_earlier_life(here: None, tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_a_recreated_subject_is_not_merged_with_its_earlier_life(to: Path, tmp_path: Path):
+    data = tmp_path / "data"
     node = Node(RealDisk(data))
     for number in range(3):
         producer = Producer(100 + number)
@@ -496,16 +473,14 @@ def test_a_recreated_subject_is_not_merged_with_its_earlier_life(here: None, tmp
     node.broker.stop()
 
 
-def test_large_files_are_not_merged(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    to = tmp_path / "archive"
+def test_large_files_are_not_merged(data: Path, to: Path, monkeypatch: pytest.MonkeyPatch):
     for _ in range(2):
         archive_here(data, to, now=True)
     monkeypatch.setattr("plait.spark.archiving.compaction.SMALL_SIZE_MAX", 1)
     assert archive_here(None, to, compact=True).merged == 0
 
 
-def test_reading_back_finds_damaged_and_missing_files(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_reading_back_finds_damaged_and_missing_files(data: Path, to: Path, tmp_path: Path):
     archive_here(data, to, now=True)
     files = Archive.at(to).open().find("messages")
     assert archive_here(None, to, verify=True).verified == len(Archive.at(to).open().files)
@@ -520,8 +495,7 @@ def test_reading_back_finds_damaged_and_missing_files(here: None, data: Path, tm
         archive_here(None, tmp_path / "nothing", verify=True)
 
 
-def test_segments_are_copied_whole_and_read_as_a_log(here: None, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
+def test_segments_are_copied_whole_and_read_as_a_log(data: Path, to: Path, tmp_path: Path):
     report = archive_here(data, to, raw=True)
     copies = list(to.glob("raw/*/message/*.log"))
     assert report.segments == len(list(to.glob("raw/*/*/*.log"))) > len(copies) > 2
@@ -546,7 +520,7 @@ def test_segments_are_copied_whole_and_read_as_a_log(here: None, data: Path, tmp
 # --- other file systems, live servers -----------------------------------------------------------
 
 
-def test_a_store_that_can_only_put_files_is_sufficient(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_that_can_only_put_files_is_sufficient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     other = Archive(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "archive", "other://archive")
     monkeypatch.setattr(Archive, "at", lambda place: other)
     filler = Filler(tmp_path / "data")
@@ -560,12 +534,12 @@ def test_a_store_that_can_only_put_files_is_sufficient(here: None, tmp_path: Pat
     assert archived_rows("other://archive") == log_rows(tmp_path / "data")
 
 
-def test_an_archive_may_be_named_by_a_uri(here: None, data: Path, tmp_path: Path):
+def test_an_archive_may_be_named_by_a_uri(data: Path, tmp_path: Path):
     archive_here(data, (tmp_path / "archive").as_uri(), now=True)
     assert archived_rows(tmp_path / "archive") == log_rows(data)
 
 
-async def test_messages_and_events_of_a_live_server_are_archived(here: None, tmp_path: Path):
+async def test_messages_and_events_of_a_live_server_are_archived(tmp_path: Path):
     settings = BrokerConfig(disk_free_min=0, disk_used_max=1.0)
     server = Server(RealDisk(tmp_path / "data"), settings, port=0, meta=database_in(tmp_path / "data"))
     await server.start()

@@ -21,9 +21,8 @@ pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
 from pyspark.sql.datasource import EqualTo, GreaterThan, LessThanOrEqual
 
-from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.manifest import Archive
-from tests.spark.archives import DAY, Filler, archive_here, commit_next, damage_frames, run_here
+from tests.spark.archives import DAY, Filler, archive_here, commit_next, damage_frames
 from tests.spark.growing import Growing
 from tests.spark.support import Stream, batch_reader, rows_of
 from tests.spark.test_intake import expire
@@ -35,10 +34,7 @@ START = ManualClock().now()
 SENT = [b"%d" % number for number in range(10)]
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers run their tasks in this process."""
-    monkeypatch.setattr(archiving, "run_job", run_here)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture
@@ -86,8 +82,7 @@ def test_a_batch_has_the_rows_between_its_offsets(growing: Growing, compacted: b
         assert bodies(**options) == expected, (start, end)
 
 
-def test_offsets_select_the_same_rows_as_in_the_log(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_offsets_select_the_same_rows_as_in_the_log(data: Path, to: Path):
     filler = Filler(data)
     for _ in range(4):
         filler.rounds(10, ("orders", "refunds"), seconds=DAY / 15)
@@ -160,9 +155,8 @@ def test_invalid_offsets_are_reported_as_for_logs(growing: Growing):
 
 
 def test_messages_that_were_never_archived_fail_the_query_or_cause_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    data: Path, to: Path, caplog: pytest.LogCaptureFixture
 ):
-    data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, retention_seconds=5.0)
     filler.rounds(10)
     expire(filler)
@@ -194,9 +188,8 @@ def test_messages_that_were_never_archived_fail_the_query_or_cause_a_warning(
 
 
 def test_messages_that_were_damaged_before_archiving_fail_the_query_or_cause_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    data: Path, to: Path, caplog: pytest.LogCaptureFixture
 ):
-    data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     for begun in (0, 30):
         filler.rounds(10)
@@ -273,8 +266,7 @@ def test_a_recreated_subject_is_read_life_after_life(growing: Growing):
             between({"sequence": 5, "id": new})
 
 
-def test_partitions_of_the_same_name_in_two_directories_are_refused(tmp_path: Path):
-    to = tmp_path / "archive"
+def test_partitions_of_the_same_name_in_two_directories_are_refused(to: Path, tmp_path: Path):
     for name in ("one", "two"):
         filler = Filler(tmp_path / name)
         filler.rounds(5)

@@ -18,9 +18,8 @@ pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.manifest import Archive
-from tests.spark.archives import DAY, Filler, archive_here, files_below, run_here
+from tests.spark.archives import DAY, Filler, archive_here, files_below
 from tests.spark.growing import Growing
 from tests.spark.support import Stream, batch_reader
 from tests.spark.test_intake import expire
@@ -29,10 +28,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers run their tasks in this process."""
-    monkeypatch.setattr(archiving, "run_job", run_here)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture
@@ -150,8 +146,7 @@ def test_a_limit_of_bytes_ends_at_the_end_of_a_file_and_allows_at_least_one_file
     assert len(both.step(ReadAllAvailable())) == 9
 
 
-def test_limits_are_exceeded_where_files_of_two_days_overlap(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_limits_are_exceeded_where_files_of_two_days_overlap(data: Path, to: Path):
     filler = Filler(data)
     for _ in range(3):
         filler.rounds(4, ("orders",), seconds=DAY / 12)
@@ -214,9 +209,8 @@ def test_a_recreated_subject_is_read_to_its_end_and_then_from_its_start(growing:
 
 
 def test_messages_that_were_never_archived_fail_the_stream_or_are_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    data: Path, to: Path, caplog: pytest.LogCaptureFixture
 ):
-    data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, retention_seconds=5.0)
     filler.rounds(10)
     archive_here(data, to, now=True)
@@ -235,8 +229,7 @@ def test_messages_that_were_never_archived_fail_the_stream_or_are_skipped(
     assert lenient.step() == []
 
 
-def test_copied_segments_in_an_archive_are_streamed_as_logs(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_copied_segments_in_an_archive_are_streamed_as_logs(data: Path, to: Path):
     filler = Filler(data)
     filler.rounds(40)
     archive_here(data, to, raw=True)

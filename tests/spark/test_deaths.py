@@ -16,7 +16,6 @@ from plait.frame.header import pack_stamp
 from plait.frame.slicing import keep_mask
 from plait.frame.view import FrameView
 from plait.model.reason import Reason
-from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving import intake
 from plait.spark.archiving.action_table import Names
 from plait.spark.archiving.death_table import DEATH_SCHEMA, death_table
@@ -38,17 +37,13 @@ from tests.spark.archives import (
     death_rows,
     files_below,
     log_deaths,
-    run_here,
 )
 from tests.support.broker_node import Node
 
 WRONG = Reason("ValueError", "no amount", "on_order")
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks run in this process."""
-    monkeypatch.setattr(archiving, "run_job", run_here)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def source_of(to: Path) -> ArchivedSource:
@@ -56,8 +51,7 @@ def source_of(to: Path) -> ArchivedSource:
     return source
 
 
-def test_each_death_is_archived_with_its_reason_and_without_the_body(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_each_death_is_archived_with_its_reason_and_without_the_body(data: Path, to: Path):
     filler = Filler(data)
     failing = filler.failing()
     filler.rounds(4, ("orders", "refunds"), seconds=DAY / 2)
@@ -88,8 +82,7 @@ def test_each_death_is_archived_with_its_reason_and_without_the_body(tmp_path: P
         assert b"xxxx" not in (to / file.path).read_bytes()
 
 
-def test_a_run_continues_at_the_end_of_the_last_one(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_a_run_continues_at_the_end_of_the_last_one(data: Path, to: Path):
     filler = Filler(data)
     failing = filler.failing(attempts=2)
     counts = []
@@ -117,8 +110,7 @@ def test_a_run_continues_at_the_end_of_the_last_one(tmp_path: Path):
     assert source.kept_offset == open_retained(str(data)).look().end == read_archived(RealDisk(data)).kept_offset
 
 
-def test_deaths_of_archived_events_are_archived_even_if_their_segment_is_not_full(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_deaths_of_archived_events_are_archived_even_if_their_segment_is_not_full(data: Path, to: Path):
     filler = Filler(data)
     failing = filler.failing()
     for _ in range(60):
@@ -134,8 +126,7 @@ def test_deaths_of_archived_events_are_archived_even_if_their_segment_is_not_ful
     assert archived_deaths(to) == log_deaths(data)
 
 
-def test_a_message_that_is_retained_for_another_attempt_has_not_died(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_a_message_that_is_retained_for_another_attempt_has_not_died(data: Path, to: Path):
     filler = Filler(data, retention_seconds=5.0)
     failing = filler.failing(attempts=2)
     filler.rounds(5)
@@ -174,8 +165,7 @@ def with_deaths(data: Path, *, rounds: int = 12) -> None:
     filler.stop()
 
 
-def test_damage_in_the_retained_log_fails_the_run_or_is_recorded(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_damage_in_the_retained_log_fails_the_run_or_is_recorded(data: Path, to: Path):
     with_deaths(data)
     good = log_deaths(data)
     path = sorted((data / "kept").iterdir())[0]
@@ -204,8 +194,7 @@ def test_a_note_that_does_not_decode_is_reported_as_damage():
         death_table([(40, FrameView(broken.tobytes()))], names, WantedRows(prefixes=("",)))
 
 
-def test_segments_of_the_retained_log_that_were_removed_before_archiving_are_recorded(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_segments_of_the_retained_log_that_were_removed_before_archiving_are_recorded(data: Path, to: Path):
     filler = Filler(data, dead_seconds=50.0)
     failing = filler.failing()
     filler.rounds(2)
@@ -225,8 +214,7 @@ def test_segments_of_the_retained_log_that_were_removed_before_archiving_are_rec
     assert archived_deaths(to)[6:] == log_deaths(data)
 
 
-def test_files_of_deaths_are_merged_and_read_back(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_files_of_deaths_are_merged_and_read_back(data: Path, to: Path):
     filler = Filler(data)
     failing = filler.failing()
     for _ in range(4):
@@ -248,8 +236,7 @@ def test_files_of_deaths_are_merged_and_read_back(tmp_path: Path):
         archive_here(None, to, verify=True)
 
 
-def test_files_of_an_aborted_run_are_removed(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_files_of_an_aborted_run_are_removed(data: Path, to: Path):
     with_deaths(data, rounds=1)
     left = to / "deaths" / "date=2023-11-14" / "00000000000000000001-0123456789abcdef-00001.parquet"
     left.parent.mkdir(parents=True)
@@ -258,8 +245,7 @@ def test_files_of_an_aborted_run_are_removed(tmp_path: Path):
     assert sorted(files_below(to)) == sorted(file.path for file in Archive.at(to).open().files)
 
 
-def test_segments_of_the_retained_log_are_copied(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_segments_of_the_retained_log_are_copied(data: Path, to: Path):
     with_deaths(data, rounds=30)
     archive_here(data, to, raw=True, verify=True)
     copies = sorted(path.name for path in to.glob("raw/*/kept/*.log"))
@@ -268,8 +254,7 @@ def test_segments_of_the_retained_log_are_copied(tmp_path: Path):
     assert archive_here(data, to, raw=True).segments == 0
 
 
-def test_events_whose_dead_letters_a_power_failure_lost_are_not_archived(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_events_whose_dead_letters_a_power_failure_lost_are_not_archived(data: Path, to: Path):
     filler = Filler(data)
     failing = filler.failing()
     filler.rounds(4)
@@ -290,8 +275,7 @@ def test_events_whose_dead_letters_a_power_failure_lost_are_not_archived(tmp_pat
     assert archived_deaths(to) == log_deaths(data)
 
 
-def test_a_power_failure_loses_no_archived_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_a_power_failure_loses_no_archived_death(data: Path, to: Path, monkeypatch: pytest.MonkeyPatch):
     with_deaths(data, rounds=2)
     synced: list[str] = []
     monkeypatch.setattr(intake, "sync_path", lambda path: synced.append(Path(path).relative_to(data).parts[0]))

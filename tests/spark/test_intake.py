@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 
 from plait.errors import DataDirError, Expired
-from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving import intake
 from plait.spark.archiving.manifest import Archive, ArchivedGap, ArchivedSource, ArchiveManifest
 from plait.storage.disk import RealDisk
-from tests.spark.archives import Filler, archive_here, archived_events, archived_rows, log_rows, run_here
+from tests.spark.archives import Filler, archive_here, archived_events, archived_rows, log_rows
 from tests.support.broker_node import Node, Producer
 
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks run in this process."""
-    monkeypatch.setattr(archiving, "run_job", run_here)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def source_of(to: Path) -> ArchivedSource:
@@ -51,8 +46,7 @@ def expire(filler: Filler) -> None:
 # --- removed by retention ----------------------------------------------------------------------
 
 
-def test_gaps_left_by_retention_are_recorded_as_expired_in_the_run_that_finds_them(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_gaps_left_by_retention_are_recorded_as_expired_in_the_run_that_finds_them(data: Path, to: Path):
     filler = Filler(data, retention_seconds=5.0)
     filler.rounds(10, ("orders", "rare"))
     archive_here(data, to, now=True)
@@ -74,10 +68,9 @@ def test_gaps_left_by_retention_are_recorded_as_expired_in_the_run_that_finds_th
 
 @pytest.mark.parametrize("log", ["message", "action"])
 def test_a_segment_that_is_removed_before_it_is_synced_is_reported_as_expired(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str
+    data: Path, to: Path, monkeypatch: pytest.MonkeyPatch, log: str
 ):
     """Retention runs between planning and syncing; with ``--follow`` the next run continues."""
-    data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     filler.rounds(30)
     filler.stop()
@@ -96,8 +89,7 @@ def test_a_segment_that_is_removed_before_it_is_synced_is_reported_as_expired(
     assert archived_rows(to) == log_rows(data)
 
 
-def test_gaps_left_by_damage_are_not_expired(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_gaps_left_by_damage_are_not_expired(data: Path, to: Path):
     filler = Filler(data)
     filler.rounds(40)
     filler.stop()
@@ -107,8 +99,9 @@ def test_gaps_left_by_damage_are_not_expired(tmp_path: Path):
     assert (gap.partition, gap.end - gap.start, gap.expired) == ("orders@g1", 3, False)
 
 
-def test_damage_and_losses_are_recorded_with_the_round_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_damage_and_losses_are_recorded_with_the_round_that_has_them(
+    data: Path, to: Path, monkeypatch: pytest.MonkeyPatch
+):
     filler = Filler(data, retention_seconds=5.0)
     filler.rounds(10)
     archive_here(data, to, now=True)
@@ -138,9 +131,8 @@ def test_damage_and_losses_are_recorded_with_the_round_that_has_them(tmp_path: P
 
 
 def test_the_sequences_of_a_checkpoint_are_recorded_with_the_round_that_reaches_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, to: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data)
     filler.rounds(60)
     filler.node.checkpoint()
@@ -176,8 +168,9 @@ def torn(filler: Filler) -> Path:
 
 
 @pytest.mark.parametrize("now", [False, True])
-def test_segments_behind_a_torn_tail_are_not_archived_before_a_server_has_recovered_the_log(tmp_path: Path, now: bool):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_segments_behind_a_torn_tail_are_not_archived_before_a_server_has_recovered_the_log(
+    data: Path, to: Path, now: bool
+):
     filler = Filler(data)
     filler.rounds(60)
     path = torn(filler)
@@ -193,8 +186,7 @@ def test_segments_behind_a_torn_tail_are_not_archived_before_a_server_has_recove
     assert source_of(to).gaps == []
 
 
-def test_a_segment_with_a_torn_tail_is_not_copied(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_a_segment_with_a_torn_tail_is_not_copied(data: Path, to: Path):
     filler = Filler(data)
     filler.rounds(60)
     path = torn(filler)
@@ -213,8 +205,9 @@ def test_a_segment_with_a_torn_tail_is_not_copied(tmp_path: Path):
     assert any(row["body"].startswith(b"new") for row in rows)
 
 
-def test_the_frame_that_shows_that_a_segment_is_full_is_synced_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_the_frame_that_shows_that_a_segment_is_full_is_synced_with_it(
+    data: Path, to: Path, monkeypatch: pytest.MonkeyPatch
+):
     filler = Filler(data)
     filler.rounds(60)
     synced: list[str] = []
@@ -271,8 +264,7 @@ def test_another_log_with_other_frames_at_the_same_offsets_is_refused(tmp_path: 
     assert Archive.at(to).open() == before
 
 
-def test_names_are_archived_once_though_archived_segments_are_removed(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_names_are_archived_once_though_archived_segments_are_removed(data: Path, to: Path):
     filler = Filler(data, retention_seconds=5.0, archive_before_delete=True)
     for now in (False, True, False, True):
         filler.rounds(60)
@@ -286,8 +278,7 @@ def test_names_are_archived_once_though_archived_segments_are_removed(tmp_path: 
     assert sorted(named) == [("consumer", "billing"), ("group", "billing")]
 
 
-def test_archiving_continues_after_a_segment_that_is_full_to_the_last_byte(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_archiving_continues_after_a_segment_that_is_full_to_the_last_byte(data: Path, to: Path):
     node = Node(RealDisk(data))
     log = node.broker.message_log
     # Only the broker's own frames use the last bytes of a segment; in this test frames of producers do.
