@@ -209,17 +209,17 @@ def test_a_decided_commit_is_carried_out_after_a_failure(spark: SparkSession, br
     source, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
     add(spark, source, 0, 100)
     # Brokers refuse to publish, so the driver fails after the decision.
-    stages_of = broker._broker.server.broker.stages
-    publish = stages_of.publish
+    publisher = broker._broker.server.broker.publisher
+    publish = publisher.publish
 
     def refuse(*_: Any) -> None:
         raise InvalidArgument("not now")
 
-    stages_of.publish = refuse  # type: ignore[method-assign]
+    publisher.publish = refuse  # type: ignore[method-assign]
     query = stream(spark, source, broker, "stream.decided", checkpoint)
     with pytest.raises(Exception, match="not now"):
         query.awaitTermination(60)
-    stages_of.publish = publish  # type: ignore[method-assign]
+    publisher.publish = publish  # type: ignore[method-assign]
     finish(stream(spark, source, broker, "stream.decided", checkpoint))
     assert Counter(int(message.body) for message in messages(broker, "stream.decided")) == Counter(range(100))
     assert stages(broker) == 0

@@ -323,9 +323,7 @@ class Archiver:
 
 def wanted_of(subjects: Sequence[str]) -> WantedRows:
     """Subjects by name, or by a prefix and "*"; none: all."""
-    exact = frozenset(names.check("subject", name) for name in subjects if not name.endswith("*"))
-    prefixes = tuple(name[:-1] for name in subjects if name.endswith("*"))
-    return WantedRows(exact, prefixes if subjects else ("",))
+    return WantedRows.of_subjects(subjects or ("*",))
 
 
 def _identity(data: str, disk: RealDisk) -> str:

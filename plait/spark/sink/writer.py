@@ -23,7 +23,6 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from plait import chance
 from plait.client.blocking.loop_thread import shared_loop
 from plait.client.client import Client, connect
-from plait.client.send.row_columns import RowColumns
 from plait.client.staged import batch_commit as committing
 from plait.client.staged.stage_writer import Staged, StageWriter
 from plait.errors import InvalidArgument, PlaitError
@@ -91,56 +90,32 @@ class TaskDone(WriterCommitMessage):
     stages: list[Staged]
 
 
-class _Task:
-    """One attempt of a task: stages its rows."""
-
-    def __init__(self, options: WriteOptions, query: str, batch: int) -> None:
-        self._client = options.connect()
-        self._query = query
-        self._batch = batch
-        self._writers: dict[str, StageWriter] = {}
-
-    async def open(self) -> None:
-        await self._client.open()
-
-    def now(self) -> int:
-        return self._client._producer.next_now()
-
-    async def write(self, subject: str, rows: RowColumns) -> None:
-        writer = self._writers.get(subject)
-        if writer is None:
-            writer = self._writers[subject] = StageWriter(self._client, subject, self._query, self._batch)
-        await writer.write(rows)
-
-    async def complete(self) -> list[Staged]:
-        found = await asyncio.gather(*(writer.complete() for writer in self._writers.values()))
-        return [staged for stages in found for staged in stages]
-
-    async def drop(self) -> None:
-        """Drop the stages: the attempt failed, and the driver does not get their names."""
-        for writer in self._writers.values():
-            await writer.drop()
-
-    async def close(self) -> None:
-        await self._client.close()
-
-
 def write_rows(options: WriteOptions, query: str, batch: int, batches: Iterator[pa.RecordBatch]) -> TaskDone:
     """The work of a task: stage the rows in order. A row that cannot be sent fails the task, and no row is visible."""
     loop = shared_loop()
-    task = _Task(options, query, batch)
-    loop.run(task.open())
+    client = options.connect()
+    writers: dict[str, StageWriter] = {}
+
+    async def complete() -> list[Staged]:
+        found = await asyncio.gather(*(writer.complete() for writer in writers.values()))
+        return [staged for stages in found for staged in stages]
+
+    loop.run(client.open())
     try:
         for each in batches:
-            for subject, rows in encode(each, options.subject, task.now()):
-                loop.run(task.write(subject, rows))
-        return TaskDone(query, loop.run(task.complete()))
+            for subject, rows in encode(each, options.subject, client._producer.next_now()):
+                if subject not in writers:
+                    writers[subject] = StageWriter(client, subject, query, batch)
+                loop.run(writers[subject].write(rows))
+        return TaskDone(query, loop.run(complete()))
     except BaseException:
+        # The driver does not get the names of these stages.
         with contextlib.suppress(PlaitError):
-            loop.run(task.drop())
+            for writer in writers.values():
+                loop.run(writer.drop())
         raise
     finally:
-        loop.run(task.close())
+        loop.run(client.close())
 
 
 class _SinkWriter:

@@ -51,19 +51,14 @@ def narrow(wanted: WantedRows, condition: Filter, group: str | None) -> WantedRo
         own = [name for name, _, broker_group in partitions if group is None or broker_group == group]
         return replace(wanted, partitions_only=_both(wanted.partitions_only, own))
     if column == ("key",):
-        return _narrow_keys(wanted, values, null_safe=isinstance(condition, EqualNullSafe))
+        # Rows without a key match a null-safe comparison with null, and the index by key hash does not find them.
+        null_safe = isinstance(condition, EqualNullSafe) and None in values
+        return wanted if null_safe else replace(wanted, keys=_both(wanted.keys, values))
     if column == ("message_id",):
         ids = frozenset(found for value in values if (found := _message_id(value)) is not None)
         return replace(wanted, message_ids=ids if wanted.message_ids is None else ids & wanted.message_ids)
     bounds = _bounds(column, values)
     return wanted if bounds is None else _within(wanted, column, min(bounds), max(bounds))
-
-
-def _narrow_keys(wanted: WantedRows, values: list[Any], *, null_safe: bool) -> WantedRows:
-    if null_safe and None in values:
-        # Rows without a key match, and the index by key hash does not find them.
-        return wanted
-    return replace(wanted, keys=_both(wanted.keys, values))
 
 
 def _message_id(value: Any) -> tuple[int, int] | None:
@@ -108,17 +103,13 @@ _NUMBERS: dict[tuple[str, ...], Callable[[Any], int | None]] = {("sequence",): _
 
 
 def _within(wanted: WantedRows, column: tuple[str, ...], low: int | None, high: int | None) -> WantedRows:
-    if column == ("sequence",):
-        return replace(
-            wanted,
-            sequence_min=wanted.sequence_min if low is None else max(low, wanted.sequence_min),
-            sequence_max=wanted.sequence_max if high is None else min(high, wanted.sequence_max),
-        )
-    return replace(
-        wanted,
-        time_min=wanted.time_min if low is None else max(low, wanted.time_min),
-        time_max=wanted.time_max if high is None else min(high, wanted.time_max),
-    )
+    bound = "sequence" if column == ("sequence",) else "time"
+    bounds = {}
+    if low is not None:
+        bounds[f"{bound}_min"] = max(low, getattr(wanted, f"{bound}_min"))
+    if high is not None:
+        bounds[f"{bound}_max"] = min(high, getattr(wanted, f"{bound}_max"))
+    return replace(wanted, **bounds)
 
 
 def _both(before: frozenset[str] | None, values: Iterable[Any]) -> frozenset[str]:

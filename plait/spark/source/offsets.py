@@ -194,19 +194,23 @@ def _rewritten(span: PartitionSpan, start: PartitionOffset) -> tuple[int, str] |
     before = start.sequence - 1
     if not start.epoch or before < span.start:
         return None
+    again = _first_after(span, start.epoch)
     if before >= span.end:
-        again = max(min(span.first_after(start.epoch), span.end), span.start)
         return again, (
             f"{span.place} ends at {span.end}: sequences {span.end} to {before} of epoch {start.epoch} are lost"
         )
     epoch = span.epoch_at(before)
     if epoch in (0, start.epoch):
         return None
-    again = max(min(span.first_after(start.epoch), span.end), span.start)
     return again, (
         f"{span.place} has other messages from sequence {again} on: those up to {before} were read in epoch "
         f"{start.epoch} and are lost, and epoch {epoch} has given their sequences to others"
     )
+
+
+def _first_after(span: PartitionSpan, epoch: int) -> int:
+    """The first existing sequence of a later epoch."""
+    return max(min(span.first_after(epoch), span.end), span.start)
 
 
 def check_end(span: PartitionSpan, end: PartitionOffset) -> tuple[int, str | None]:
@@ -220,7 +224,7 @@ def check_end(span: PartitionSpan, end: PartitionOffset) -> tuple[int, str | Non
             span.start,
             f"{partition} was deleted and created again: its old messages up to sequence {end.sequence} are gone",
         )
-    again = max(min(span.first_after(end.epoch), span.end), span.start) if end.epoch else span.end
+    again = _first_after(span, end.epoch) if end.epoch else span.end
     if end.sequence > span.end:
         return again, f"{partition} ends at {span.end}: sequences {span.end} to {end.sequence - 1} are missing"
     last = end.sequence - 1

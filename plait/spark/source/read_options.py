@@ -86,7 +86,7 @@ class ReadOptions:
         return cls(
             path=path,
             server=server,
-            wanted=_wanted(_required(options, "subject", "a name, several with commas between, or a prefix and *")),
+            wanted=WantedRows.of_subjects(name.strip() for name in _subjects(options).split(",")),
             columns=_columns(options.get("columns")),
             group=names.check("group", options.get("group", DEFAULT_GROUP)),
             start=parse_bound("startingOffsets", options.get("startingOffsets", EARLIEST), now),
@@ -124,10 +124,10 @@ class ReadOptions:
         return self.partitions_min or os.cpu_count() or 1
 
 
-def _required(options: Mapping[str, str], name: str, what: str) -> str:
-    value = options.get(name, "").strip()
+def _subjects(options: Mapping[str, str]) -> str:
+    value = options.get("subject", "").strip()
     if not value:
-        raise InvalidArgument(f"option {name!r} is missing: {what}")
+        raise InvalidArgument("option 'subject' is missing: a name, several with commas between, or a prefix and *")
     return value
 
 
@@ -143,17 +143,6 @@ def _path(given: str) -> str:
 
 def _addresses(given: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in given.split(",") if part.strip())
-
-
-def _wanted(subjects: str) -> WantedRows:
-    exact, prefixes = set(), []
-    for part in subjects.split(","):
-        name = part.strip()
-        if name.endswith("*"):
-            prefixes.append(name[:-1])
-        else:
-            exact.add(names.check("subject", name))
-    return WantedRows(frozenset(exact), tuple(prefixes))
 
 
 def _columns(given: str | None) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from plait.errors import DamageError, DataDirError, FrameError, SubjectNotFound
 from plait.frame.header import PREFIX, SEQUENCE_MAX, TIME_MAX
 from plait.frame.view import FrameView
 from plait.limits import MIB
+from plait.model import names
 from plait.storage.catalog import PartitionRow
 from plait.storage.checkpoint import LoadedCheckpoint
 from plait.storage.disk import Disk
@@ -59,6 +60,13 @@ class WantedRows:
     #: Rows with these keys, and rows with these ids (producer, producer sequence); None: all.
     keys: frozenset[str] | None = None
     message_ids: frozenset[tuple[int, int]] | None = None
+
+    @classmethod
+    def of_subjects(cls, subjects: Iterable[str]) -> WantedRows:
+        """All rows of subjects that are named, or that have a prefix, which ends with "*"."""
+        given = list(subjects)
+        exact = frozenset(names.check("subject", name) for name in given if not name.endswith("*"))
+        return cls(exact, tuple(name[:-1] for name in given if name.endswith("*")))
 
     def names(self, subject: str) -> bool:
         """True if the subject is wanted."""
