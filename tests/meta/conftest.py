@@ -13,7 +13,7 @@ from plait.meta.database.connection import Database
 from plait.meta.database.migrate import migrate
 from plait.meta.database.store import Store
 from plait.meta.service import MetaService
-from tests.meta.support import Stores
+from tests.meta.support import Stores, converge, register
 from tests.support.postgres import Postgres, name_of
 
 
@@ -74,3 +74,19 @@ def service(stores: Stores, clock: ManualClock) -> MetaService:
     made = MetaService(stores(), clock, MetaLimits())
     made.register_broker("g1", "b1", "plait://b1:1")
     return made
+
+
+@pytest.fixture
+def subject(service: MetaService) -> MetaService:
+    """The same, with the subject s."""
+    service.create_subject("s")
+    return service
+
+
+@pytest.fixture
+def spread(service: MetaService) -> MetaService:
+    """A subject on two of three broker groups."""
+    register(service, "g2", "g3")
+    service.create_subject("s", groups=["g1", "g2"])
+    converge(service)
+    return service

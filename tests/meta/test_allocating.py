@@ -14,12 +14,6 @@ from plait.meta.service import MetaService
 from tests.meta.support import Stores, join, lps, settle, share
 
 
-@pytest.fixture
-def subject(service: MetaService) -> MetaService:
-    service.create_subject("s")
-    return service
-
-
 def to_write(service: MetaService) -> AllocationWrite:
     """The computed allocation, before it is written."""
     while service.writing is None:

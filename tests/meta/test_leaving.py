@@ -13,12 +13,6 @@ from plait.meta.service import MetaService
 from tests.meta.support import Stores, join, lps, register, settle, share
 
 
-@pytest.fixture
-def subject(service: MetaService) -> MetaService:
-    service.create_subject("s")
-    return service
-
-
 def members(service: MetaService) -> set[str]:
     return set(service.allocation("s", "g").members)
 

@@ -15,12 +15,6 @@ from plait.meta.service import MetaService
 from tests.meta.support import Stores, join, lps, pass_time, register, settle, share
 
 
-@pytest.fixture
-def subject(service: MetaService) -> MetaService:
-    service.create_subject("s")
-    return service
-
-
 def test_the_only_member_gets_every_lp(subject: MetaService):
     first = join(subject, "c1")
     assert (share(first).strategy, share(first).lps) == ("exclusive", [])

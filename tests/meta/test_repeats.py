@@ -17,12 +17,6 @@ from plait.meta.views import HeartbeatView
 from tests.meta.support import Stores, join, lps, pass_time, register, settle, share
 
 
-@pytest.fixture
-def subject(service: MetaService) -> MetaService:
-    service.create_subject("s")
-    return service
-
-
 def send_heartbeat(service: MetaService, client: str, seen: int = 0, group: str = "g") -> HeartbeatView:
     return service.client_heartbeat(client, [("s", group, True)], seen=seen)
 

@@ -17,16 +17,7 @@ from plait.model import route as routes
 from plait.model.route import PartitionId
 from plait.wire.admin.cluster import PartitionProgress
 from plait.wire.admin.subjects import Remembered
-from tests.meta.support import converge, expire, pass_time, place, places, progress, register
-
-
-@pytest.fixture
-def spread(service: MetaService) -> MetaService:
-    """A subject on two of three broker groups."""
-    register(service, "g2", "g3")
-    service.create_subject("s", groups=["g1", "g2"])
-    converge(service)
-    return service
+from tests.meta.support import converge, expire, pass_time, place, places, progress
 
 
 def report(

@@ -14,15 +14,6 @@ from plait.model.route import current, moves, openings, spans, target
 from tests.meta.support import ALL, Stores, converge, expire, place, places, register
 
 
-@pytest.fixture
-def spread(service: MetaService) -> MetaService:
-    """A subject on two of three broker groups."""
-    register(service, "g2", "g3")
-    service.create_subject("s", groups=["g1", "g2"])
-    converge(service)
-    return service
-
-
 def test_new_partitions_are_made_before_any_lp_moves(spread: MetaService):
     spread.expand("s", 3)
     assert places(spread, "s") == ["s@g1", "s@g2", "s@g3"]

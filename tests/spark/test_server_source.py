@@ -19,6 +19,7 @@ pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 from pyspark.errors import AnalysisException
 from pyspark.sql.datasource import EqualTo, GreaterThanOrEqual, LessThan
 
+from plait.client.net.rate_limit import RateLimit
 from plait.client.read import range_scan as scan_module
 from plait.spark.inputs import broker_input as server_place
 from plait.spark.inputs.broker_input import BrokerTask
@@ -219,7 +220,7 @@ def test_a_rate_is_shared_by_all_tasks(plait_broker: BlockingBroker, client: Cli
 
 
 def test_a_pace_allows_its_rate_over_any_period():
-    pace = scan_module.ByteRate(1000)
+    pace = RateLimit(1000, 0.1)
     now, waited = 50.0, []
     for _ in range(10):
         wait = pace.take(100, now)

@@ -15,6 +15,7 @@ import msgspec
 
 from plait.client.arguments import is_number, limit_of, micros_of, sequences_of, shown, to_datetime
 from plait.client.net.admin_calls import Calls, Partition, PartitionNode
+from plait.client.net.rate_limit import RateLimit
 from plait.client.send.encoding import decode_headers, decode_tags
 from plait.client.types import HeaderValue, MessageId, PartitionName
 from plait.errors import DeadLetterNotFound, InvalidArgument
@@ -327,7 +328,7 @@ class LetterRate:
         self.dry_run = dry_run
         self._rate = None if dry_run else rate
         self._progress = progress
-        self._begun: float | None = None
+        self._limit: RateLimit | None = None
         self.count = 0
 
     async def turn(self) -> int:
@@ -336,16 +337,16 @@ class LetterRate:
         if rate is None:
             return DEAD_PAGE_MAX
         loop = asyncio.get_running_loop()
-        if self._begun is None:
-            self._begun = loop.time()
-        await asyncio.sleep(max(self._begun + self.count / rate - loop.time(), 0.0))
-        self._begun = max(self._begun, loop.time() - self.count / rate - CATCH_UP_SECONDS)
-        behind = (loop.time() - self._begun) * rate - self.count
-        return max(1, min(int(behind + PACE_SECONDS * rate), DEAD_PAGE_MAX))
+        if self._limit is None:
+            self._limit = RateLimit(rate, CATCH_UP_SECONDS, start=loop.time())
+        await asyncio.sleep(self._limit.take(0, loop.time()))
+        return max(1, min(int(self._limit.room(loop.time()) + PACE_SECONDS * rate), DEAD_PAGE_MAX))
 
     def did(self, count: int) -> None:
         """Count the letters of a page."""
         self.count += count
+        if self._limit is not None:
+            self._limit.take(count, asyncio.get_running_loop().time())
         if self._progress is not None:
             self._progress(self.count)
 

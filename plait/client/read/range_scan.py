@@ -9,12 +9,12 @@ Promise: every row of the range is in exactly one piece, in order, or in a gap t
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Final, NamedTuple
 
 from plait import tasks
+from plait.client.net.rate_limit import RateLimit
 from plait.client.read.surveyor import AGAIN_SECONDS, PartitionSpan, SpanRange, Surveyor
 from plait.errors import DataLost, StaleRoute, Timeout, Unavailable
 from plait.frame.view import FrameView, frames_in
@@ -45,21 +45,6 @@ class ScanPiece(NamedTuple):
     gaps: list[ScanGap]
 
 
-class ByteRate:
-    """A token bucket of ``bytes_per_second``, with a burst of ``PACE_SECONDS``."""
-
-    def __init__(self, bytes_per_second: float) -> None:
-        self._rate = bytes_per_second
-        #: When the rate has caught up with all bytes taken (loop time).
-        self._paid = -math.inf
-
-    def take(self, size: int, now: float) -> float:
-        """Take ``size`` bytes; returns the seconds to wait first."""
-        begin = max(self._paid, now - PACE_SECONDS)
-        self._paid = begin + size / self._rate
-        return max(begin - now, 0.0)
-
-
 class RangeScan:
     """One pass over [start, end) of a partition that ``Surveyor.find`` returned."""
 
@@ -70,7 +55,7 @@ class RangeScan:
         self._span = span
         self._start = start
         self._end = end
-        self._pace = None if bytes_per_second is None else ByteRate(bytes_per_second)
+        self._pace = None if bytes_per_second is None else RateLimit(bytes_per_second, PACE_SECONDS)
         self._read_size = READ_SIZE
         if bytes_per_second is not None:
             self._read_size = int(min(max(bytes_per_second * PACE_SECONDS, PACED_SIZE_MIN), READ_SIZE))
