@@ -39,7 +39,7 @@ from plait.spark.history.lookup import History
 from plait.spark.history.pieces import ENCODED
 from plait.spark.history.replay_state import InDoubt, ReplayMark, ReplayState, StateFile
 from plait.spark.history.selection import HistorySelection
-from plait.spark.runtime.job_runner import ProgressListener
+from plait.spark.runtime.job_runner import NoProgress, ProgressListener
 
 log = logging.getLogger("plait.spark")
 
@@ -114,7 +114,7 @@ class Replay:
         count = size = 0
         keys = KeyCount()
         first = last = None
-        for rows in self._rows(self._begun(""), progress, {}):
+        for rows in self._rows(self._begun(""), progress or NoProgress(), {}):
             count += rows.num_rows
             size += pc.sum(pc.binary_length(rows["body"])).as_py()
             keys.add(rows["key"])
@@ -126,11 +126,11 @@ class Replay:
         """Send the messages that earlier processes with the same state file did not send."""
         file = StateFile(self._state_path)
         try:
-            return await self._run(client, file, progress)
+            return await self._run(client, file, progress or NoProgress())
         finally:
             file.close()
 
-    async def _run(self, client: Client, file: StateFile, progress: ProgressListener | None) -> Replayed:
+    async def _run(self, client: Client, file: StateFile, progress: ProgressListener) -> Replayed:
         request = self._request()
         state = file.load(request) or self._begun(chance.token(8))
         sender = ResumableSender(client, self._to)
@@ -155,8 +155,7 @@ class Replay:
             file.save(msgspec.structs.replace(state, position=sender.position, in_doubt=doubt))
             await sender.send(prepared)
             state = _advanced(state, rows)
-            if progress is not None:
-                progress.update(state.count)
+            progress.update(state.count)
             if self._rate is not None:
                 due += rows.num_rows / self._rate
                 await self._sleep(max(due - self._clock.monotonic(), 0.0))
@@ -206,24 +205,20 @@ class Replay:
         selection = self._selection
         return ReplayState(run=run, request=self._request(), time_min=selection.time_min, time_max=selection.time_max)
 
-    def _rows(
-        self, state: ReplayState, progress: ProgressListener | None, ends: dict[str, ReplayMark]
-    ) -> Iterator[pa.Table]:
+    def _rows(self, state: ReplayState, progress: ProgressListener, ends: dict[str, ReplayMark]) -> Iterator[pa.Table]:
         """The rows that are left to send. For a new replay, ``ends`` gets the last message of each partition."""
 
         def found(rows: pa.Table) -> None:
             _extend(ends, rows)
 
         def reading(done: int, total: int) -> None:
-            if progress is not None:
-                if not begun:
-                    begun.append(total)
-                    progress.step("reading", total, "bytes")
-                progress.update(done)
+            if not begun:
+                begun.append(total)
+                progress.step("reading", total, "bytes")
+            progress.update(done)
 
         def counted(count: int) -> None:
-            if progress is not None:
-                progress.step("sending", count if self._limit is None else min(count, self._limit))
+            progress.step("sending", count if self._limit is None else min(count, self._limit))
 
         begun: list[int] = []
         selection = self._selection._replace(time_min=state.time_min, time_max=state.time_max)

@@ -9,11 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from plait.spark.archiving import archiver
 from plait.spark.auditing import tally
 from plait.spark.auditing.job import crossed_of, judge_part, open_input, times_of
 from plait.spark.auditing.report import AuditReport, GroupAudit
 from plait.spark.auditing.summary import summarize
 from plait.spark.runtime.job_runner import NoProgress
+from tests.spark.archives import run_here
 
 Audit = Callable[..., AuditReport]
 
@@ -26,6 +28,12 @@ def audit_here(
     table = pa.concat_tables([tally.SCHEMA.empty_table(), *(judge_part(source, n) for n in range(len(source)))])
     crossed = crossed_of(table)
     return summarize(source, tally.added_up(table), crossed, since=None, until=None)
+
+
+@pytest.fixture(autouse=True)
+def archive_without_spark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Archivers of these tests run their tasks in this process."""
+    monkeypatch.setattr(archiver, "run_job", run_here)
 
 
 @pytest.fixture

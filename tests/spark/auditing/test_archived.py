@@ -16,23 +16,16 @@ import plait
 from plait.clock import ManualClock
 from plait.errors import ArchiveError, SubjectNotFound
 from plait.model.reason import Reason
-from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.manifest import Archive
 from plait.spark.auditing.report import AuditReport
 from plait.spark.auditing.report_page import page
 from plait.spark.inputs import work_units as units
 from plait.testing import EmbeddedBroker
-from tests.spark.archives import Filler, archive_here, run_here
+from tests.spark.archives import Filler, archive_here
 from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.auditing.defects import Events, is_ack, with_actions
 from tests.spark.auditing.test_defects import one_by_one
 from tests.spark.auditing.test_live import SUBJECT, consume, send
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers and audits of this test run without Spark."""
-    monkeypatch.setattr(archiving, "run_job", run_here)
 
 
 def counts(report: AuditReport) -> list[dict[str, object]]:

@@ -11,21 +11,14 @@ import pytest
 import plait
 from plait.errors import SubjectNotFound
 from plait.frame.columns import Column
-from plait.spark.archiving import archiver as archiving
 from plait.storage.logs.action_log import EVENTS, read_events
 from plait.testing import EmbeddedBroker
-from tests.spark.archives import archive_here, run_here
+from tests.spark.archives import archive_here
 from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.auditing.defects import Events, copied, frames_of, is_ack, undurable, whole, with_actions, write
 from tests.spark.auditing.test_archived import counts
 from tests.spark.auditing.test_defects import one_by_one
 from tests.spark.auditing.test_live import SUBJECT, consume, send
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers of this test run without Spark."""
-    monkeypatch.setattr(archiving, "run_job", run_here)
 
 
 async def handle(client: plait.Client, count: int, *, ordered: bool) -> None:

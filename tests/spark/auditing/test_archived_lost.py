@@ -5,23 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.manifest import Archive
 from plait.spark.auditing.job import open_input
 from plait.spark.inputs.audit_input import AuditInput
 from plait.spark.runtime.job_runner import NoProgress
-from tests.spark.archives import Filler, archive_here, damage_frames, run_here
+from tests.spark.archives import Filler, archive_here, damage_frames
 from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.test_intake import expire
 from tests.support.broker_node import Producer
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers of this test run without Spark."""
-    monkeypatch.setattr(archiving, "run_job", run_here)
 
 
 def consume(filler: Filler) -> None:

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from plait.errors import DamageError
-from plait.spark.archiving import archiver as archiving
 from plait.spark.auditing.report import AuditReport
 from plait.storage.logs.action_log import Action
 from plait.testing import EmbeddedBroker
-from tests.spark.archives import archive_here, run_here
+from tests.spark.archives import archive_here
 from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.auditing.defects import Events, copied, is_ack, swapped_acks, with_actions, without_message
 from tests.spark.auditing.test_live import SUBJECT, consume
@@ -36,7 +35,6 @@ def audited(request: pytest.FixtureRequest, audit: Audit, monkeypatch: pytest.Mo
     """An audit of a data directory, or of an archive of that directory."""
     if request.param == "live":
         return audit
-    monkeypatch.setattr(archiving, "run_job", run_here)
 
     def archived(data: Path, *, skip_damage: bool = False) -> AuditReport:
         to = data.with_name(f"{data.name}-archive")
@@ -77,10 +75,7 @@ def test_a_message_that_is_missing_in_the_log(good: Path, tmp_path: Path, audite
 
 
 def test_a_message_that_was_never_delivered(good: Path, tmp_path: Path, audited: Audit):
-    def change(events: Events) -> Events:
-        return events[(events["start"] != 5) | (events["end"] != 6)]
-
-    with_actions(good, tmp_path / "bad", change)
+    with_actions(good, tmp_path / "bad", lambda events: events[(events["start"] != 5) | (events["end"] != 6)])
     group = one_group(audited(tmp_path / "bad"))
     assert group.broken == ["lost"]
     assert [(example.promise, example.sequence) for example in group.examples] == [("lost", 5)]
@@ -93,14 +88,10 @@ def test_swapped_acks_of_one_key(ordered: Path, tmp_path: Path, audited: Audit):
     assert [example.sequence for example in group.examples] == [6]
 
 
-def test_swapped_acks_of_one_owner_are_no_defect(ordered: Path, tmp_path: Path, audited: Audit):
-    """The owner held both messages, and may ack them in any order."""
-    swapped_acks(ordered, tmp_path / "fine", 2, 4)
-    assert audited(tmp_path / "fine").held
-
-
-def test_swapped_acks_of_two_keys_are_no_defect(ordered: Path, tmp_path: Path, audited: Audit):
-    swapped_acks(ordered, tmp_path / "fine", 4, 5)
+@pytest.mark.parametrize(("one", "other"), [(2, 4), (4, 5)], ids=["one owner", "two keys"])
+def test_swapped_acks_that_are_no_defect(ordered: Path, tmp_path: Path, audited: Audit, one: int, other: int):
+    """An owner may ack the messages that it holds in any order, and each key has its own order."""
+    swapped_acks(ordered, tmp_path / "fine", one, other)
     assert audited(tmp_path / "fine").held
 
 

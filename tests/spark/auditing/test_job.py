@@ -10,12 +10,11 @@ import pytest
 
 import plait.spark
 from plait.errors import DamageError, InvalidArgument
-from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.manifest import Archive
 from plait.spark.inputs import log_audit as live
 from plait.testing import EmbeddedBroker
 from plait.testing.embedded_broker import TEST_CONFIG
-from tests.spark.archives import archive_here, run_here
+from tests.spark.archives import archive_here
 from tests.spark.auditing.conftest import Audit
 from tests.spark.auditing.defects import swapped_acks
 from tests.spark.auditing.test_live import SUBJECT, consume, send
@@ -94,7 +93,6 @@ async def test_swapped_acks_in_two_files_of_an_archive_are_found(
     async with EmbeddedBroker(tmp_path / "good", config=config) as broker, broker.connect() as client:
         await by_two_owners(client)
     swapped_acks(tmp_path / "good", tmp_path / "bad", 1, 7)
-    monkeypatch.setattr(archiving, "run_job", run_here)
     for name in ("good", "bad"):
         archive_here(tmp_path / name, tmp_path / f"{name}-archive", now=True)
     assert len(Archive.at(tmp_path / "bad-archive").open().find("messages")) > 1

@@ -232,12 +232,23 @@ def test_removing_all_events_of_rows_before_the_scan_is_found(data: st.DataObjec
 # --- single cases -----------------------------------------------------------------------------------
 
 
-def test_an_ack_of_a_client_that_never_held_the_row_is_a_double_ack():
+PULLED = (Action.PULL, 1, 0, 10, 1)
+ACKED = (Action.ACK, 1, 0, 10)
+
+
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        pytest.param([PULLED, ACKED, (Action.ACK, 2, 4, 5)], {"double_acks": [4]}, id="ack without a delivery"),
+        pytest.param([PULLED, ACKED, ACKED], {}, id="resent ack"),
+        pytest.param([PULLED, (Action.PULL, 2, 3, 4, 2)], {"delivered_twice": [3]}, id="second consumer"),
+    ],
+)
+def test_events_of_a_shared_group(events: list[tuple[Any, ...]], found: dict[str, list[int]]):
     script = Script()
-    script.add(Action.PULL, 1, 0, 10, 1)
-    script.add(Action.ACK, 1, 0, 10)
-    script.add(Action.ACK, 2, 4, 5)
-    assert broken(script.judge()) == {"double_acks": [4]}
+    for event in events:
+        script.add(*event)
+    assert broken(script.judge()) == found
 
 
 @pytest.mark.parametrize("purged", [False, True])
@@ -257,14 +268,6 @@ def test_a_dead_row_that_is_skipped_after_a_reset_is_lost(purged: bool):
     assert script.judge().fates[2] == Fate.RETURNED
     script.add(Action.PULL, 1, 8, 10, 1)
     assert broken(script.judge()) == {"lost": [2]}
-
-
-def test_a_resent_ack_is_no_double_ack():
-    script = Script()
-    script.add(Action.PULL, 1, 0, 10, 1)
-    script.add(Action.ACK, 1, 0, 10)
-    script.add(Action.ACK, 1, 0, 10)
-    assert broken(script.judge()) == {}
 
 
 def test_a_consumer_that_got_a_new_number_is_the_same_client():
@@ -288,13 +291,6 @@ def test_a_second_ack_in_a_later_epoch_may_belong_to_a_pull_that_was_lost():
     script.add(Action.ACK, 2, 0, 10, epoch=2)
     assert broken(script.judge()) == {}
     assert broken(script.judge(rows_of(epochs=[1] * 9 + [2] * 31))) == {"double_acks": [9]}
-
-
-def test_rows_delivered_to_a_second_consumer_while_the_first_holds_them_are_found():
-    script = Script()
-    script.add(Action.PULL, 1, 0, 10, 1)
-    script.add(Action.PULL, 2, 3, 4, 2)
-    assert broken(script.judge()) == {"delivered_twice": [3]}
 
 
 def test_a_consumer_that_returns_keeps_the_rows_it_holds():

@@ -8,22 +8,15 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
-from plait.spark.archiving import archiver as archiving
 from plait.spark.auditing.report import AuditReport
 from plait.testing.simulated_disk import SimulatedDisk
 from tests.broker.test_ordered_model import World
 from tests.broker.test_retry_model import Retrying
 from tests.sim.cluster import Cluster
 from tests.sim.ordered_cluster import OrderedCluster
-from tests.spark.archives import archive_here, run_here
+from tests.spark.archives import archive_here
 from tests.spark.auditing.conftest import audit_here, one_group
 from tests.spark.auditing.test_archived import counts
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers of this test run without Spark."""
-    monkeypatch.setattr(archiving, "run_job", run_here)
 
 
 def audit_simulated(disk: SimulatedDisk, *, archived: bool = False) -> AuditReport:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from plait.clock import ManualClock
-from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.archive_tasks import CompactTask
 from plait.spark.archiving.file_writer import FileWriter
 from plait.spark.archiving.manifest import Archive, ArchivedFile
@@ -16,16 +15,10 @@ from plait.spark.inputs import work_units as units
 from plait.spark.inputs.archive_audit import ArchivedInput
 from plait.spark.runtime.job_runner import NoProgress
 from plait.testing import EmbeddedBroker
-from tests.spark.archives import archive_here, commit_next, run_here
+from tests.spark.archives import archive_here, commit_next
 from tests.spark.auditing.conftest import Audit
 from tests.spark.auditing.test_archived import counts
 from tests.spark.auditing.test_live import SUBJECT, consume, send
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archivers of this test run without Spark."""
-    monkeypatch.setattr(archiving, "run_job", run_here)
 
 
 def merge_every_other(to: Path, kind: str) -> None:

@@ -15,7 +15,6 @@ from plait.frame.columns import Column
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.model.logical_partitions import lp_of_key
-from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.archiver import wanted_of
 from plait.spark.auditing.job import open_input
 from plait.spark.auditing.stored_order import astray
@@ -27,7 +26,7 @@ from plait.storage.logs.action_log import Action
 from plait.storage.reading.log_reader import open_log
 from plait.storage.reading.log_walk import LogWalk
 from plait.testing import EmbeddedBroker
-from tests.spark.archives import archive_here, run_here
+from tests.spark.archives import archive_here
 from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.auditing.defects import Events, copied, frames_of, undurable, with_actions, write
 from tests.spark.auditing.test_live import SUBJECT, consume
@@ -95,7 +94,6 @@ def audited(request: pytest.FixtureRequest, audit: Audit, monkeypatch: pytest.Mo
         monkeypatch.setattr(live, "BLOCK_SIZE", 1)
     if request.param != "archive":
         return audit
-    monkeypatch.setattr(archiving, "run_job", run_here)
 
     def archived(data: Path) -> object:
         to = data.with_name(f"{data.name}-archive")
