@@ -23,17 +23,6 @@ CLASS_LINES_MAX = 300
 FUNCTION_LINES_MAX = 60
 #: File, class or function → its lines.
 LONGER = {
-    "broker/groups/attachments.py": 448,
-    "broker/groups/attachments.py:Attachments": 402,
-    "broker/groups/attachments.py:attach()": 108,
-    "broker/groups/ordered_group.py": 628,
-    "broker/groups/ordered_group.py:OrderedGroup": 568,
-    "broker/groups/ordered_group.py:_serve_again()": 79,
-    "broker/groups/shared_group.py": 619,
-    "broker/groups/shared_group.py:Group": 451,
-    "broker/partitions/partition.py": 474,
-    "broker/partitions/partition.py:Partition": 398,
-    "broker/partitions/partition.py:read()": 70,
     "client/app/app.py": 470,
     "client/app/app.py:App": 371,
     "client/app/app.py:subscriber()": 81,

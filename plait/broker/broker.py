@@ -22,14 +22,13 @@ from plait.broker.commit import SendCallback
 from plait.broker.config import BrokerConfig
 from plait.broker.granted_numbers import GrantedNumbers
 from plait.broker.groups.dead_letters import DeadLetters
-from plait.broker.groups.lease_grants import LeaseGrants
-from plait.broker.groups.ordered_group import OrderedGroup
+from plait.broker.groups.group import FAILURE, AttachedConsumer, NackOutcome
+from plait.broker.groups.ordered.lease_grants import LeaseGrants
+from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.groups.retries import Retries
-from plait.broker.groups.shared_group import FAILURE, AttachedConsumer, Delivery, NackOutcome
 from plait.broker.partitions.dropped import Dropped
-from plait.broker.partitions.partition import Partition
-from plait.broker.partitions.suspended import Deadlines, Waiter
-from plait.broker.partitions.waking import WaiterWaking
+from plait.broker.partitions.partition import Delivery, Partition
+from plait.broker.partitions.suspended import Deadlines, Waiter, WaiterWaking
 from plait.broker.recovery.checkpointer import CheckpointWork, Snapshots
 from plait.broker.recovery.segment_headers import SegmentHeaders
 from plait.broker.recovery.start_up import Recovery, RecoveryReport
@@ -80,7 +79,7 @@ class Broker:
         disk.make_directory(CONSUME_DIRECTORY)
         self.checkpoints = checkpoints = Checkpoints(disk)
         self.segment_headers = SegmentHeaders(turn)
-        self.waking = WaiterWaking(turn)
+        self.waking = WaiterWaking(turn.message_log, turn.answer_when_durable)
         self.dead_letters = DeadLetters(turn, self.waking)
         self.leases = LeaseGrants(turn, self.waking, self.numbers, self.sessions)
         self.catalog = catalog = Catalog(
@@ -141,7 +140,7 @@ class Broker:
             if isinstance(group, OrderedGroup):
                 self.numbers.learn(group.locks.newest)
                 # The crash may have lost grants whose owners use their locks until the lease ends (R15).
-                group.frozen_until = self.clock.monotonic() + self.leases.longest
+                group.handover.frozen_until = self.clock.monotonic() + self.leases.longest
         return report
 
     def stop(self) -> None:
@@ -242,7 +241,7 @@ class Broker:
         count = max(1, min(count, self.limits.pull_count))
         size = min(size, self.limits.pull_bytes)
         # Suspended pulls already got every row there was for them, so this pull overtakes none of them.
-        delivery = group.take(turn.message_log, consumer, count, size, turn)
+        delivery = group.take(consumer, count, size)
         if delivery is not None:
             self.waking.deliver(group, delivery, reply)
             return None
@@ -286,7 +285,7 @@ class Broker:
         group, turn = consumer.group, self.turn
         if turn.failed is not None or turn.stalled:
             turn.refuse_when_stalled()
-        group.ack(consumer, ranges, turn, tags)
+        group.ack(consumer, ranges, tags)
         if reply is not None:
             turn.answers.append(reply)
         if not turn.dirty:
@@ -306,7 +305,7 @@ class Broker:
         """Nack (start, end, epoch) ranges of a consumer: they are redelivered or become dead letters."""
         group, turn = consumer.group, self.turn
         turn.refuse_when_stalled()
-        group.nack(consumer, ranges, turn, self.clock.now(), failure, tags)
+        group.nack(consumer, ranges, self.clock.now(), failure, tags)
         turn.answer_after_commit(reply)
         self.retries.expect(group)
         self.waking.wake_group(group)

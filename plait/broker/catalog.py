@@ -10,8 +10,8 @@ from typing import Protocol
 
 import msgspec
 
-from plait.broker.groups.lease_grants import LeaseGrants
-from plait.broker.groups.shared_group import AttachedConsumer, Group
+from plait.broker.groups.group import AttachedConsumer, Group
+from plait.broker.groups.ordered.lease_grants import LeaseGrants
 from plait.broker.partitions.key_cache import KnownRows
 from plait.broker.partitions.partition import SHARDS, Partition
 from plait.broker.recovery.segment_headers import SegmentHeaders

@@ -14,7 +14,7 @@ from collections.abc import Generator
 import numpy as np
 
 from plait.broker.broker import Broker
-from plait.broker.groups.shared_group import Group
+from plait.broker.groups.group import Group
 from plait.broker.partitions.partition import Partition
 from plait.errors import DiskFull, FlowControl
 from plait.limits import MIB
@@ -222,14 +222,14 @@ class Retention:
         for group in behind:
             # Rows begun before that are in the retained log already.
             group.mark_begun_below(start)
-            rest = self._broker.dead_letters.retain(group, group.begun(partition.start, start, self._broker.turn))
+            rest = self._broker.dead_letters.retain(group, group.begun(partition.start, start))
             if rest is None:
                 # There is no space to retain them: nothing expires until there is.
                 return True
             lost.append((group, rest))
         for group, pieces in lost:
             # Count the lost rows while they can still be read.
-            group.expire(pieces, start, self._broker.turn)
+            group.expire(pieces, start)
         partition.start = start
         self._broker.turn.touch(partition)
         return True

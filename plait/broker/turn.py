@@ -16,8 +16,8 @@ from plait.broker import flow_control as flow
 from plait.broker.appender import Appender, Submission
 from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
-from plait.broker.groups.locks import LockFloors
-from plait.broker.groups.shared_group import Bury, Group
+from plait.broker.groups.group import Bury, Group
+from plait.broker.groups.ordered.locks import LockFloors
 from plait.broker.partitions.partition import LogPositions, Partition
 from plait.clock import Clock
 from plait.errors import DiskFull, FlowControl, PlaitError, ReadOnly, StorageFailed

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from plait.broker.broker import Broker
-from plait.broker.groups.ordered_group import OrderedGroup
-from plait.broker.groups.row_counts import LAG_COUNTED_MAX, RowCounter
-from plait.broker.groups.shared_group import Group, Journal
+from plait.broker.groups.group import Group
+from plait.broker.groups.ordered.ordered_group import OrderedGroup
+from plait.broker.groups.ordered.row_counts import LAG_COUNTED_MAX, RowCounter
+from plait.broker.groups.shared_group import SharedGroup
 from plait.broker.partitions.partition import Partition
 from plait.wire.admin.subjects import ConsumerInfo, GroupInfo, SubjectInfo
 
@@ -29,14 +30,15 @@ def subject_view(broker: Broker, partition: Partition) -> SubjectInfo:
     )
 
 
-def group_view(group: Group, journal: Journal | None = None) -> GroupInfo:
-    """The view of a group. With a ``journal``, rows of an ordered group are read to count them."""
+def group_view(group: Group, *, counted: bool = False) -> GroupInfo:
+    """The view of a group. With ``counted``, rows of an ordered group are read to count them."""
     if isinstance(group, OrderedGroup):
-        return _ordered_view(group, journal)
-    log, partition = group.pull_log, group.partition
-    held, returned, waiting = log.held_count, log.returned.count, log.waiting.count
+        return _ordered_view(group, LAG_COUNTED_MAX if counted else 0)
+    assert isinstance(group, SharedGroup)
+    cursor, partition = group.cursor, group.partition
+    held, returned, waiting = cursor.held_count, cursor.returned.count, cursor.waiting.count
     consumers = [
-        ConsumerInfo(c.client, c.connected, log.held[c.id].count if c.id in log.held else 0)
+        ConsumerInfo(c.client, c.connected, cursor.held[c.id].count if c.id in cursor.held else 0)
         for c in group.consumers.values()
     ]
     return GroupInfo(
@@ -45,9 +47,9 @@ def group_view(group: Group, journal: Journal | None = None) -> GroupInfo:
         group.definition.broadcast,
         group.definition.delivery,
         group.retry,
-        log.next,
-        log.floor,
-        max(partition.visible - log.next, 0) + held + returned + waiting,
+        cursor.next,
+        cursor.floor,
+        max(partition.visible - cursor.next, 0) + held + returned + waiting,
         held,
         returned,
         waiting,
@@ -55,13 +57,13 @@ def group_view(group: Group, journal: Journal | None = None) -> GroupInfo:
         group.lost_count,
         sum(consumer.online for consumer in consumers),
         consumers,
-        log.dead.count,
+        group.failures.dead.count,
     )
 
 
-def _ordered_view(group: OrderedGroup, journal: Journal | None) -> GroupInfo:
+def _ordered_view(group: OrderedGroup, counted_max: int) -> GroupInfo:
     partition, cursors = group.partition, list(group.cursors)
-    counter = RowCounter(group, journal, LAG_COUNTED_MAX)
+    counter = RowCounter(partition, group.reader, counted_max)
     held, returned, waiting, lag = 0, 0, 0, 0
     held_by: dict[int, int] = {}
     for cursor in cursors:
@@ -90,10 +92,10 @@ def _ordered_view(group: OrderedGroup, journal: Journal | None) -> GroupInfo:
             ConsumerInfo(c.client, c.connected, held_by.get(c.id, 0), int(np.count_nonzero(group.locks.owner == c.id)))
             for c in group.consumers.values()
         ],
-        group.pull_log.dead.count,
+        group.failures.dead.count,
         not group.definition.affinity,
         len(group.cursors.by_key),
-        len(group.parked()),
+        len(group.policy.parked()),
         "key" if group.definition.affinity else None,
         not counter.exact,
         group.lost_estimated,

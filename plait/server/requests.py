@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from plait.broker.groups.attachments import resolve_start
-from plait.broker.groups.shared_group import AttachedConsumer, Delivery, NackOutcome
-from plait.broker.partitions.partition import ReadBatch
+from plait.broker.groups.group import AttachedConsumer, NackOutcome
+from plait.broker.groups.group_settings import resolve_start
+from plait.broker.partitions.partition import Delivery, ReadBatch
 from plait.errors import InvalidArgument, LimitExceeded, PlaitError, ProtocolError, StaleRoute, StaleSession
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from plait.broker.groups.shared_group import AttachedConsumer
+from plait.broker.groups.group import AttachedConsumer
 from plait.clock import Clock
 from plait.errors import PlaitError, StaleSession
 

@@ -1,12 +1,14 @@
-"""Cursors: the position of an ordered group in some logical partitions (LPs), or in one key.
+"""Cursors: the position of a group in a partition, or in some of its logical partitions (LPs).
 
-The cursors of a group cover every row of a partition: usually one cursor per consumer, for the LPs that it owns, and
-one for each key that a failed message holds back, so that the failure delays only that key. The ranges of a cursor
-contain only *its* rows: [100, 200) means the rows of the cursor with these sequences, and other cursors have other rows
-there. So splitting a cursor reads no rows: both parts keep the ranges.
+The position is one sequence, ``next``, plus exceptions: the ranges that are held, ranges that were returned and are to
+be delivered again, and ranges that wait for a retry. The same methods apply an event when it happens and when it is
+replayed.
 
-Deliveries to ordered groups are not logged. Replay restores what was settled, and everything else counts as not
-delivered.
+A shared group has one cursor, of which each consumer holds ranges. An ordered group has cursors that cover every row of
+the partition: usually one per consumer, for the LPs that it owns, and one for each key that a failed message holds
+back, so that the failure delays only that key. The ranges of a cursor contain only *its* rows: [100, 200) means the
+rows of the cursor with these sequences, and other cursors have other rows there. So splitting a cursor reads no rows:
+both parts keep the ranges.
 """
 
 from __future__ import annotations
@@ -19,10 +21,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import Hashes, Lps, LpSet, lp_set, runs_of
 from plait.storage.due_ranges import Due, DueRanges
+from plait.storage.failures import count_of
 from plait.storage.held_rows import HeldRows
 from plait.storage.ranges import Range, Ranges
+
+#: All LPs. Cursors that have all of them share this array.
+ALL: LpSet = np.ones(LOGICAL_PARTITIONS, bool)
+ALL.setflags(write=False)
 
 #: Shared by all cursors without separate keys: an empty set takes 216 bytes, and there are many cursors.
 NO_KEYS: frozenset[int] = frozenset()
@@ -35,19 +43,21 @@ class CursorState(msgspec.Struct, array_like=True):
     """A cursor in a checkpoint."""
 
     id: int
-    lps: list[tuple[int, int]]
+    #: None: all.
+    lps: list[tuple[int, int]] | None
     #: The hash of the key of a one-key cursor; None: the cursor has all keys except ``without``.
     key: int | None
     without: list[int]
     next: int
     returned: list[Range]
+    held: dict[int, list[Range]]
     waiting: list[Due]
     parked: bool
-    letter: int = -1
+    letter: int
 
 
 class Cursor:
-    """The position of a group in a set of LPs, or in one key."""
+    """The position of a group in a partition, in a set of LPs, or in one key."""
 
     __slots__ = (
         "held",
@@ -79,7 +89,8 @@ class Cursor:
         self.without: set[int] | frozenset[int] = NO_KEYS
         #: Every row below was delivered at least once, or skipped.
         self.next = start
-        #: Delivery tag → the ranges of that delivery that the owner holds.
+        #: Holder → the ranges that it holds. Of a shared group the holder is a consumer, of an ordered group the tag of
+        #: a delivery to the owner.
         self.held: dict[int, Ranges] = {}
         #: The individual rows in ``held``; None: they were not looked up.
         self.held_rows: HeldRows | None = None
@@ -112,12 +123,15 @@ class Cursor:
 
     # --- events ---------------------------------------------------------------------------------
 
-    def pulled(self, start: int, end: int, attempt: int, tag: int) -> None:
-        """[start, end) was delivered to the owner for the ``attempt``-th time."""
-        self._take(start, end)
-        held = self.held.get(tag)
+    def pulled(self, holder: int, start: int, end: int, attempt: int) -> None:
+        """[start, end) was delivered for the ``attempt``-th time."""
+        if start == self.next:
+            self.next = end
+        else:
+            self.settled(start, end)
+        held = self.held.get(holder)
         if held is None:
-            held = self.held[tag] = Ranges()
+            held = self.held[holder] = Ranges()
         held.add(start, end, attempt)
         self.held_rows = None
 
@@ -125,21 +139,24 @@ class Cursor:
         """``end``, or ``limit`` if the owner wants no rows above it."""
         return min(end, self.limit) if self.limit else end
 
-    def held_in(self, tag: int, start: int, end: int) -> list[Range]:
-        """The parts of [start, end) that the owner holds from the delivery ``tag``."""
-        held = self.held.get(tag)
+    def held_in(self, holder: int, start: int, end: int) -> list[Range]:
+        """The parts of [start, end) that the holder has."""
+        held = self.held.get(holder)
         return [] if held is None else held.overlap(start, end)
 
-    def let_go(self, tag: int, start: int, end: int) -> None:
-        """The owner no longer holds [start, end) of the delivery ``tag``."""
-        held = self.held.get(tag)
-        if held is not None:
-            for piece in held.remove(start, end):
-                if self.held_rows is not None:
-                    self.held_rows.let_go(tag, piece.start, piece.end)
-            if not held:
-                del self.held[tag]
-            self._tidy()
+    def let_go(self, holder: int, start: int, end: int) -> list[Range]:
+        """The holder no longer has [start, end). Returns the ranges that it had."""
+        held = self.held.get(holder)
+        if held is None:
+            return []
+        pieces = held.remove(start, end)
+        if self.held_rows is not None:
+            for piece in pieces:
+                self.held_rows.let_go(holder, piece.start, piece.end)
+        if not held:
+            del self.held[holder]
+        self._tidy()
+        return pieces
 
     def _tidy(self) -> None:
         """Clear ``held`` once it contains no row of this cursor."""
@@ -162,58 +179,77 @@ class Cursor:
             return np.zeros(len(self.lps), bool)
         return self.lps if self.held_rows is None else self.held_rows.counts > 0
 
-    def settled(self, start: int, end: int) -> None:
-        """[start, end) is done or dead."""
-        self._take(start, end)
+    def settled(self, start: int, end: int, holder: int | None = None) -> int:
+        """[start, end) is done, dead or delivered: remove it, and move ``next`` past it.
+
+        Rows that ``next`` jumps over were not delivered, or their delivery was not recorded: they are returned. A late
+        ack cancels a retry that waits (R11). Returns the number of sequences that the holder had, or that were returned
+        or waiting.
+        """
+        new = max(end - max(start, self.next), 0)
+        if new:
+            if start > self.next:
+                self.returned.add(self.next, start, 0)
+            self.next = end
+        pieces = self.returned.remove(start, end) if self.returned.length else []
+        held = self.held.get(holder) if holder is not None else None
+        if held is not None:
+            pieces += held.remove(start, end)
+            if not held.length:
+                del self.held[holder]  # type: ignore[arg-type]
+        count = count_of(pieces)
+        if self.waiting.length and new + count < end - start:
+            count += count_of(self.waiting.remove(start, end))
+        return count
 
     def forget(self, start: int, end: int) -> None:
         """Remove [start, end) from all ranges: its rows belong to another cursor and are done."""
-        for tag in list(self.held):
-            self.let_go(tag, start, end)
+        for holder in list(self.held):
+            self.let_go(holder, start, end)
         self.returned.remove(start, end)
         self.waiting.remove(start, end)
 
     def given_back(self, start: int, end: int, attempt: int, due: int = 0) -> None:
         """[start, end) failed or was returned: it is delivered again when ``due`` (0: at once)."""
-        self._take(start, end)
+        self.settled(start, end)
         if due:
             self.waiting.add(start, end, attempt, due)
         else:
             self.returned.add(start, end, attempt)
 
-    def skipped(self, start: int, end: int) -> int:
-        """[start, end) can never be delivered.
-
-        Returns the number of sequences in it that were not done, including those of other cursors.
-        """
+    def skipped(self, start: int, end: int) -> tuple[list[Range], int]:
+        """[start, end) can never be delivered: what was returned or waiting, and how many sequences were not done."""
         lost = [*self.returned.remove(start, end), *self.waiting.remove(start, end)]
-        count = sum(piece.end - piece.start for piece in lost)
+        count = count_of(lost)
         if start <= self.next < end:
             count += end - self.next
             self.next = end
-        return count
+        return lost, count
 
-    def _take(self, start: int, end: int) -> None:
-        """Remove [start, end) from ``returned`` and ``waiting``, and move ``next`` past it.
-
-        Rows that ``next`` jumps over were not delivered, or their delivery was not recorded: they are returned.
-        """
-        if end > self.next:
-            if start > self.next:
-                self.returned.add(self.next, start, 0)
-            self.next = end
-        if self.returned:
-            self.returned.remove(start, end)
-        if self.waiting:
-            self.waiting.remove(start, end)
+    @property
+    def ready(self) -> bool:
+        """True if there is something to deliver again; it is in ``returned`` then."""
+        if not self.returned.length and self.waiting.length:
+            # One due time at a time, without merging: joining many ranges with many others would take long.
+            due = self.waiting.pop_released()
+            if due is not None:
+                self.returned = due
+        return self.returned.length > 0
 
     def return_due(self, now: int) -> bool:
-        """Move the rows that are due to ``returned``. True if there is anything to deliver again."""
+        """Move all rows that are due to ``returned``. True if there is anything to deliver again."""
         self.waiting.release(now)
         while (due := self.waiting.pop_released()) is not None:
             for piece in due:
                 self.returned.add(*piece)
         return bool(self.returned)
+
+    def reset(self, sequence: int) -> None:
+        """Continue from ``sequence``: held, returned and waiting ranges are dropped."""
+        self.next = sequence
+        self.held.clear()
+        self.returned.clear()
+        self.waiting.clear()
 
     # --- splitting and joining ------------------------------------------------------------------
 
@@ -269,12 +305,14 @@ class Cursor:
     # --- derived values -------------------------------------------------------------------------
 
     @property
+    def held_count(self) -> int:
+        return sum(held.count for held in self.held.values())
+
+    @property
     def floor(self) -> int:
         """Every row of the cursor below this sequence is done."""
         firsts = [each.first for each in (*self.held.values(), self.returned) if each]
-        if self.waiting:
-            firsts.append(self.waiting.first)
-        return min([self.next, *firsts])
+        return min([self.next, *firsts, *([self.waiting.first] if self.waiting else [])])
 
     def begun(self, start: int, end: int) -> list[Range]:
         """The parts of [start, end) that were delivered and are not done, in no order."""
@@ -284,21 +322,24 @@ class Cursor:
         return pieces
 
     def all_held(self) -> list[Range]:
-        """All ranges that the owner holds."""
+        """All ranges that are held."""
         return [piece for held in self.held.values() for piece in held]
 
-    def dump(self) -> CursorState:
-        """The state for a checkpoint. Deliveries are not logged, so held ranges count as returned after a restart."""
-        returned = self.returned.copy()
-        for piece in self.all_held():
-            returned.add(*piece)
+    def dump(self, *, durable_holds: bool) -> CursorState:
+        """The state for a checkpoint. Where deliveries are not logged, held ranges count as returned."""
+        returned, held = self.returned, self.held
+        if not durable_holds:
+            returned, held = returned.copy(), {}
+            for piece in self.all_held():
+                returned.add(*piece)
         return CursorState(
             self.id,
-            runs_of(self.lps),
+            None if self.lps is ALL else runs_of(self.lps),
             self.key,
             sorted(self.without),
             self.next,
             list(returned),
+            {holder: list(ranges) for holder, ranges in held.items()},
             list(self.waiting),
             self.parked,
             self.letter,
@@ -307,9 +348,10 @@ class Cursor:
     @classmethod
     def load(cls, state: CursorState) -> Cursor:
         """Restore a cursor from a checkpoint."""
-        cursor = cls(state.id, lp_set(state.lps), state.next, state.key)
+        cursor = cls(state.id, ALL if state.lps is None else lp_set(state.lps), state.next, state.key)
         cursor.without = set(state.without) or NO_KEYS
         cursor.returned = Ranges(state.returned)
+        cursor.held = {holder: Ranges(ranges) for holder, ranges in state.held.items()}
         cursor.waiting = DueRanges(state.waiting)
         cursor.parked, cursor.letter = state.parked, state.letter
         return cursor

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from plait.broker.groups.lease_grants import LeaseGrant
-from plait.broker.groups.ordered_group import OrderedGroup
-from plait.broker.groups.shared_group import NackOutcome
+from plait.broker.groups.group import NackOutcome
+from plait.broker.groups.ordered.lease_grants import LeaseGrant
+from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.client.send.open_rows import hash_keys
 from plait.frame.columns import Column
 from plait.frame.frame_lps import key_hashes
@@ -189,7 +189,7 @@ class Owner:
         """Nack a row. If that holds back its key, return the later rows of the key."""
         self.rows.remove(row)
         self._nack([row], NackOutcome(delay, **failure))
-        if self.group.strict and row.key:
+        if self.group.policy.strict and row.key:
             self.give_back([each for each in self.rows if each.key == row.key and each.sequence > row.sequence])
 
     def give_back(self, rows: list[Held]) -> None:

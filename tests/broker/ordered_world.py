@@ -311,7 +311,7 @@ class World:
 
     def check_counts(self) -> None:
         """Check the lag, unless it is an estimate, and that retention deleted no open row."""
-        shown = group_view(self.node.group(SUBJECT, GROUP), self.node.broker.turn)
+        shown = group_view(self.node.group(SUBJECT, GROUP), counted=True)
         assert shown.lost == 0, f"{shown.lost} rows are counted as lost"
         if not shown.estimated:
             sent = sum(map(len, self.sent.values()))

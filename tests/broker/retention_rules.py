@@ -38,7 +38,7 @@ def r21_the_start_moves_and_an_overtaken_group_can_see_it() -> None:
     assert node.group("orders", "slow").lost_count == start
     for again in (node.power_lost(), node.restart()):
         assert again.group("orders", "slow").lost_count >= start
-        assert again.group("orders", "slow").pull_log.next >= start
+        assert again.group("orders", "slow").cursor.next >= start
 
 
 def r21_both_logs_are_kept_from_the_oldest_checkpoint_on() -> None:
@@ -57,7 +57,7 @@ def r21_both_logs_are_kept_from_the_oldest_checkpoint_on() -> None:
         node.disk.flip_bit(f"{CHECKPOINTS}/{name}", 30, 1)
     again = node.power_lost()
     assert len(again.report.rejected_checkpoints) == len(manifests) - 1
-    assert again.group("orders", "g").pull_log.floor == 50, "acks are in the action log or in the checkpoint"
+    assert again.group("orders", "g").cursor.floor == 50, "acks are in the action log or in the checkpoint"
     before = len(again.stored("orders"))
     for sent in sends:
         again.submit(Sent("orders", sent.data, sent.bodies))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.broker.groups.at_most_once import AtMostOnceGroup
-from plait.broker.groups.shared_group import AttachedConsumer
+from plait.broker.groups.group import AttachedConsumer
 from plait.limits import HANDED_RANGES_MAX
 from tests.support.broker_node import Node, Producer
 
@@ -37,7 +37,7 @@ def test_returned_rows_survive_a_restart_and_count_as_lag():
     node.nack(consumer, (1, 3), counted=False)
     for _ in range(2):
         node = node.restart()
-        assert [tuple(piece) for piece in node.group("orders", "once").pull_log.returned] == [(1, 3, 0)]
+        assert [tuple(piece) for piece in node.group("orders", "once").cursor.returned] == [(1, 3, 0)]
     consumer = once(node)
     assert node.pull(consumer, 9).ranges == [(1, 3, 1)]
     assert not node.pull(consumer, 9).ranges

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -164,12 +165,13 @@ def contents(node: Node) -> dict[str, Any]:
 
 def progress(group: state.GroupState) -> tuple[object, ...]:
     """A group's progress as of its events. Due retries and the last contact of a consumer are not in the log."""
-    undone = [*group.returned, *(each for _, ranges in group.waiting for each in ranges)]
-    undone += [each for ranges in group.held.values() for each in ranges]
+    # What an ordered group delivered is not in the log, so its cursors may differ.
+    cursors = [] if group.definition.ordered else group.cursors
+    undone = [piece for each in cursors for piece in [*each.returned, *chain(*each.held.values())]]
+    undone += [piece for each in cursors for _, ranges in each.waiting for piece in ranges]
     rows = sorted((sequence, each.attempt) for each in undone for sequence in range(each.start, each.end))
     consumers = sorted((consumer.id, consumer.client) for consumer in group.consumers)
-    locks = group.ordered.locks if group.ordered else []
-    return group.definition, group.next, rows, consumers, group.dead, group.failing, locks
+    return group.definition, [each.next for each in cursors], rows, consumers, group.failures[:2], group.locks
 
 
 def waiting_rows(node: Node, subject: str) -> list[tuple[int, int]]:

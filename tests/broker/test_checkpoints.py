@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.broker import BrokerConfig
-from plait.broker.groups.shared_group import NackOutcome
+from plait.broker.groups.group import NackOutcome
 from tests.support.broker_node import Node, Producer
 
 #: With these values, no setting makes a checkpoint due.
@@ -63,9 +63,9 @@ def test_events_that_a_checkpoint_includes_and_that_are_written_later_are_not_re
     node.later(10.0)
     rows = node.pull(consumer, 10).rows
     assert [row.sequence for row in rows] == list(range(10))
-    before = node.group("orders", "g").pull_log.dump(durable_holds=True)
+    before = node.group("orders", "g").dump()
     again = node.killed()
-    assert again.group("orders", "g").pull_log.dump(durable_holds=True) == before
+    assert again.group("orders", "g").dump() == before
     # Only the pull is replayed: the checkpoint includes the nacks.
     assert again.report.events == 1
 

@@ -45,7 +45,7 @@ def test_sixty_groups_have_separate_progress():
     again = node.restart()
     for number in range(60):
         group = again.group("orders", f"g{number}")
-        assert (group.pull_log.floor, group.pull_log.next) == (number % 20, 1 + number % 20)
+        assert (group.cursor.floor, group.cursor.next) == (number % 20, 1 + number % 20)
         assert group_view(group).lag == 20 - number % 20
 
 
@@ -171,12 +171,12 @@ def test_acks_come_in_any_order_and_the_floor_follows():
     node.pull(consumer)
     group = consumer.group
     node.ack(consumer, (5, 7))
-    assert group.pull_log.floor == 0
+    assert group.cursor.floor == 0
     node.ack(consumer, (0, 5), (9, 10))
-    assert group.pull_log.floor == 7
+    assert group.cursor.floor == 7
     node.ack(consumer, (7, 9))
-    assert group.pull_log.floor == 10
-    assert group.pull_log.held == {}
+    assert group.cursor.floor == 10
+    assert group.cursor.held == {}
 
 
 def test_an_ack_is_answered_after_its_event_was_written():
@@ -215,7 +215,7 @@ def test_invalid_ranges_change_nothing(ranges: tuple[int, int]):
     node.pull(consumer)
     assert node.ack(consumer, ranges) == [True]
     assert node.nack(consumer, ranges) == [True]
-    log = consumer.group.pull_log
+    log = consumer.group.cursor
     assert (log.next, list(log.returned), log.held_count) == (5, [], 5)
 
 
@@ -225,8 +225,8 @@ def test_a_nack_affects_only_rows_that_the_consumer_holds():
     node.pull(one, 3)
     node.pull(two, 3)
     node.nack(one, (0, 10))
-    assert [tuple(r) for r in one.group.pull_log.returned] == [(0, 3, 1)]
-    assert one.group.pull_log.held_count == 3
+    assert [tuple(r) for r in one.group.cursor.returned] == [(0, 3, 1)]
+    assert one.group.cursor.held_count == 3
 
 
 def test_the_attempt_counts_up_through_restarts():
@@ -377,12 +377,12 @@ def test_a_group_starts_at_the_given_position(start: object, expected: int):
     for number in range(10):
         node.send("orders", b"%d" % number)
         node.clock.advance(1)
-    assert node.attach("orders", "g", start=start).group.pull_log.next == expected
+    assert node.attach("orders", "g", start=start).group.cursor.next == expected
     other = node.attach("orders", "h", start="latest" if start == "earliest" else "earliest")
     node.membership.detach(other)
     assert node.membership.reset("orders", "h", start or "earliest") == expected
     node.turn()
-    assert node.killed().group("orders", "h").pull_log.next == expected
+    assert node.killed().group("orders", "h").cursor.next == expected
 
 
 @pytest.mark.parametrize("start", ["middle", ["sequence", -1], ["sequence", "x"], ["time"], 7, {"a": 1}])
@@ -483,7 +483,7 @@ def test_every_row_is_delivered_until_it_is_acked_and_not_after(steps: list[tupl
                         other.last_contact = node.clock.monotonic()
                 node.membership.lose_silent()
                 node.turn()
-        log = node.partition("orders").groups["g"].pull_log if "g" in node.partition("orders").groups else None
+        log = node.partition("orders").groups["g"].cursor if "g" in node.partition("orders").groups else None
         assert log is None or log.next <= node.partition("orders").visible
     node.clock.advance(LOST)
     node.membership.lose_silent()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker.partitions import partition as partition_module
+from plait.broker.partitions import frame_search
 from plait.storage.logs.consume_log import RECORD
 from plait.storage.logs.log import segment_name
 from plait.storage.logs.recovery import ReadableLog
@@ -19,14 +19,14 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> tuple[Node, list[int]]:
         node.send("orders" if number % 4 == 0 else "others", b"%03d" % number * 200, producer=producer)
     node.checkpoint()
     scans: list[int] = []
-    scan = partition_module.LogScan
+    scan = frame_search.LogScan
 
     def counted(log: object, start: int, *rest: object) -> object:
         scans.append(start)
         return scan(log, start, *rest)  # type: ignore[arg-type]
 
     again = node.killed()
-    monkeypatch.setattr(partition_module, "LogScan", counted)
+    monkeypatch.setattr(frame_search, "LogScan", counted)
     return again, scans
 
 
@@ -58,13 +58,13 @@ def test_frames_that_were_overwritten_are_searched_for_between_their_neighbours(
         segment = node.broker.message_log.segment_at(offset)
         segment.file.write([bytes(200)], offset - segment.base)
     looked_at: list[int] = []
-    counted = partition_module.LogScan
+    counted = frame_search.LogScan
 
     def measured(log: ReadableLog, *rest: object) -> object:
         looked_at.append(sum(len(segment.view) for segment in log.segments))
         return counted(log, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(partition_module, "LogScan", measured)
+    monkeypatch.setattr(frame_search, "LogScan", measured)
     assert [row.sequence for row in node.stored("orders")] == [each for each in range(15) if each not in gone]
     room = max(records.record(each + 1).offset - records.record(each - 1).offset for each in gone)
     assert len(looked_at) == len(gone)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.broker.groups.dead_letters import Choice, Letters
-from plait.broker.groups.shared_group import AttachedConsumer, Group
+from plait.broker.groups.group import AttachedConsumer, Group
 from plait.frame.columns import Column
 from plait.limits import ServerLimits
 from plait.model.reason import Reason
@@ -72,7 +72,7 @@ def test_the_last_attempt_that_fails_makes_a_dead_letter_with_its_reason():
     assert 0 <= first - death.first_time < 1_000_000, "the time is rounded down to seconds"
     node.later(10_000)
     assert node.pull(consumer).ranges == [], "it is not redelivered"
-    assert consumer.group.pull_log.floor == 3, "it does not hold back the floor"
+    assert consumer.group.cursor.floor == 3, "it does not hold back the floor"
 
 
 def test_without_an_attempt_limit_a_message_is_retried_without_end():
@@ -341,7 +341,7 @@ def test_without_space_for_letters_messages_wait_and_none_is_lost():
     node.disk.fail("allocate", error=errno.ENOSPC, path="kept/*")
     assert node.nack(consumer, (0, 5), delay=None) == [True]
     assert dead(node, consumer.group) == []
-    assert consumer.group.pull_log.waiting.count == 5
+    assert consumer.group.cursor.waiting.count == 5
     node.later(10)
     assert node.pull(consumer).ranges == [(0, 5, 2)]
     node.nack(consumer, (0, 5), delay=None)
@@ -413,7 +413,7 @@ def test_a_message_that_would_exceed_the_letter_limit_waits():
     node.nack(consumer, (0, 4), delay=None)
     node.nack(consumer, (4, 10), delay=None)
     assert dead(node, consumer.group) == [0, 1, 2, 3]
-    assert consumer.group.pull_log.waiting.count == 6
+    assert consumer.group.cursor.waiting.count == 6
 
 
 def test_retention_copies_no_more_than_the_limit_and_reports_lost_rows():
@@ -560,7 +560,7 @@ def test_a_letter_resent_after_a_reset_is_delivered_once():
     got = [*node.pull(first, 2).rows, *node.pull(second).rows]
     assert sorted(row.sequence for row in got) == list(range(10))
     again = node.killed()
-    assert again.group("orders", "g").pull_log.next == first.group.pull_log.next == 10
+    assert again.group("orders", "g").cursor.next == first.group.cursor.next == 10
 
 
 def test_a_broadcast_group_has_dead_letters():

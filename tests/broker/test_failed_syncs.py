@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from plait.broker.groups.shared_group import NackOutcome
+from plait.broker.groups.group import NackOutcome
 from plait.errors import StorageFailed
 from plait.frame.view import FrameView
 from plait.testing.cached_file import SECTOR_SIZE
@@ -63,7 +63,7 @@ def test_retained_rows_that_a_start_finds_survive_a_power_loss(number: int):
     node.commit()
     again = Node(failed(node, "kept/*"), node.clock, node.config).power_lost()
     group = again.group("orders", "g")
-    assert group.pull_log.dead.count == 8
+    assert group.failures.dead.count == 8
     for sequence in range(8):
         frame = group.retained.frame(again.broker.retained_log, sequence)
         assert frame is not None
@@ -89,7 +89,7 @@ def test_acks_after_events_that_a_start_found_survive_the_loss_of_its_checkpoint
     disk.flip_bit(f"checkpoints/{newest}", 20, 2)
     last = Node(disk, node.clock, node.config)
     assert last.report.rejected_checkpoints
-    log = last.group("orders", "g").pull_log
+    log = last.group("orders", "g").cursor
     assert not log.returned.overlap(61, 99)
     assert not any(held.overlap(61, 99) for held in log.held.values())
 

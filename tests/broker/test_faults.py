@@ -119,18 +119,18 @@ def test_without_space_for_events_acks_are_not_answered_and_rows_not_delivered(f
         node.ack(consumer, (0, 1))
     with pytest.raises(DiskFull):
         node.attach("orders", "new")
-    acked = group.pull_log.floor
+    acked = group.cursor.floor
     node.sync()
     assert not pulled.answered
     give_space(node)
-    assert node.killed().group("orders", "g").pull_log.floor == acked - 1
+    assert node.killed().group("orders", "g").cursor.floor == acked - 1
     node.broker.turn.check_space()
     node.turn()
     assert answered == [True]
     assert len(pulled.rows) == 1
     assert node.pull(consumer, 1).ranges == [(acked, acked + 1, 1)]
     again = node.power_lost()
-    assert again.group("orders", "g").pull_log.floor == acked
+    assert again.group("orders", "g").cursor.floor == acked
 
 
 def test_a_checkpoint_that_finds_no_space_is_made_later():
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_finds_no_space_is_made_later():
     again = node.power_lost()
     assert again.report.scanned_bytes == 0
     assert len(again.bodies("orders")) == 21
-    assert again.group("orders", "g").pull_log.floor == 21
+    assert again.group("orders", "g").cursor.floor == 21
 
 
 def test_an_abandoned_checkpoint_loses_nothing():
@@ -168,7 +168,7 @@ def test_an_abandoned_checkpoint_loses_nothing():
     again = node.restart()
     assert again.report.clean
     assert again.bodies("orders") == [b"a"]
-    assert again.group("orders", "g").pull_log.floor == 1
+    assert again.group("orders", "g").cursor.floor == 1
 
 
 def test_a_start_on_a_full_disk_fails_clearly_and_a_stop_loses_nothing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.broker.partitions import sealing
+from plait.broker.partitions.frame_search import keys_in
 from plait.errors import GroupMismatch, InvalidArgument, StaleRoute
 from plait.model.logical_partitions import lp_of_key
 from plait.model.retry_policy import Retry
@@ -270,7 +271,7 @@ def parked_key() -> tuple[Node, Owner, Producer]:
     keyed(node, producer, [("a", b"a3"), ("b", b"b2")])
     assert bodies(owner.pull()) == [b"b2"]
     assert [cursor.parked for cursor in owner.group.cursors.by_key.values()] == [True]
-    assert owner.group.pull_log.dead.count == 1
+    assert owner.group.failures.dead.count == 1
     owner.ack(*owner.rows)
     return node, owner, producer
 
@@ -282,8 +283,8 @@ def test_a_key_out_of_attempts_is_parked_and_resume_redelivers_the_failed_messag
         node = owner.node = node.killed()
         owner.attach()
         owner.lease()
-    [key] = [cursor.key for cursor in owner.group.parked()]
-    assert owner.group.resume(key, node.broker.turn, skip=False)
+    [key] = [cursor.key for cursor in owner.group.policy.parked()]
+    assert owner.group.policy.resume(key, skip=False)
     node.turn()
     assert bodies(owner.pull()) == [b"a1"]
     owner.ack(*owner.rows)
@@ -291,37 +292,37 @@ def test_a_key_out_of_attempts_is_parked_and_resume_redelivers_the_failed_messag
     owner.ack(*owner.rows)
     keyed(node, producer, [("a", b"a4")])
     assert bodies(owner.pull()) == [b"a4"]
-    assert owner.group.pull_log.dead.count == 0
+    assert owner.group.failures.dead.count == 0
 
 
 def test_skip_continues_after_the_failed_message_which_stays_a_dead_letter():
-    node, owner, _ = parked_key()
-    [key] = [cursor.key for cursor in owner.group.parked()]
-    assert owner.group.resume(key, node.broker.turn, skip=True)
+    _, owner, _ = parked_key()
+    [key] = [cursor.key for cursor in owner.group.policy.parked()]
+    assert owner.group.policy.resume(key, skip=True)
     assert bodies(owner.pull()) == [b"a2", b"a3"]
-    assert owner.group.pull_log.dead.count == 1
-    assert not owner.group.resume(key, node.broker.turn, skip=True)
+    assert owner.group.failures.dead.count == 1
+    assert not owner.group.policy.resume(key, skip=True)
 
 
 @pytest.mark.parametrize("crash", [False, True])
 def test_resume_does_not_affect_letters_that_were_skipped_before(crash: bool):
     node, owner, _ = parked_key()
-    [key] = [cursor.key for cursor in owner.group.parked()]
-    assert owner.group.resume(key, node.broker.turn, skip=True)
+    [key] = [cursor.key for cursor in owner.group.policy.parked()]
+    assert owner.group.policy.resume(key, skip=True)
     node.turn()
     owner.pull()
     owner.nack(owner.first_of("a"), None)
-    assert owner.group.pull_log.dead.count == 2
+    assert owner.group.failures.dead.count == 2
     if crash:
         node = owner.node = node.killed()
         owner.attach()
         owner.lease()
-    assert owner.group.resume(key, node.broker.turn, skip=False)
+    assert owner.group.policy.resume(key, skip=False)
     node.turn()
     assert bodies(owner.pull()) == [b"a2"]
     owner.ack(*owner.rows)
     assert bodies(owner.pull()) == [b"a3"]
-    assert owner.group.pull_log.dead.count == 1
+    assert owner.group.failures.dead.count == 1
 
 
 def test_lps_wanted_up_to_a_fence_are_drained_when_all_rows_below_it_are_done():
@@ -366,7 +367,7 @@ def test_rows_without_keys_belong_to_an_lp_that_the_partition_took_when_they_wer
     send(300)
     for restarted in (node, node.killed()):
         partition = restarted.partition(SUBJECT)
-        found = {start: keys for start, _, keys in partition.keys_in(restarted.broker.message_log, 0, 900)}
+        found = {start: keys for start, _, keys in keys_in(partition, restarted.broker.message_log, 0, 900)}
         assert len(set(found[0].lps.tolist())) > 2
         assert set(found[300].lps.tolist()) <= set(range(900, 1024))
         assert set(found[600].lps.tolist()) <= set(range(100, 110))
@@ -384,7 +385,7 @@ def test_rows_without_keys_keep_their_lp_when_the_partition_takes_all_lps_again(
     node.turn()
     for restarted in (node, node.killed()):
         partition = restarted.partition(SUBJECT)
-        found = {start: keys for start, _, keys in partition.keys_in(restarted.broker.message_log, 0, 600)}
+        found = {start: keys for start, _, keys in keys_in(partition, restarted.broker.message_log, 0, 600)}
         assert set(found[0].lps.tolist()) <= set(range(900, 1024))
         assert not set(found[300].lps.tolist()) <= set(range(900, 1024))
 

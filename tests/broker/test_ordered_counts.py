@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker.groups import row_counts
+from plait.broker.groups.ordered import row_counts
 from plait.broker.partitions import sealing
 from plait.broker.views import group_view
 from plait.model.logical_partitions import lp_of_key
@@ -31,7 +31,7 @@ def send(node: Node, producer: Producer, keys: list[str]) -> None:
 
 
 def view(node: Node, *, counted: bool = True) -> GroupInfo:
-    return group_view(node.group(SUBJECT, GROUP), node.broker if counted else None)
+    return group_view(node.group(SUBJECT, GROUP), counted=counted)
 
 
 def test_a_partition_whose_own_rows_are_all_acked_has_no_lag() -> None:
@@ -92,7 +92,7 @@ def test_the_lag_of_two_owners_is_counted_by_keys_or_marked_as_an_estimate(monke
 @pytest.mark.parametrize("counted", [True, False])
 def test_lost_counts_only_rows_that_the_group_had_not_done(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not counted:
-        monkeypatch.setattr("plait.broker.groups.ordered_group.LOST_COUNTED_MAX", 0)
+        monkeypatch.setattr("plait.broker.groups.ordered.ordered_group.LOST_COUNTED_MAX", 0)
     node, producer = Node(retention_seconds=10.0), Producer(1)
     half(node)
     owner = Owner(node, "a")

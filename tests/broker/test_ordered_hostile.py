@@ -51,7 +51,7 @@ def test_an_invalid_lease_request_is_refused_and_changes_nothing(wants: Any, par
         node.broker.leases.ask(hostile.consumer, wants, list(parked), list(resumed), NEWEST)
     assert [row.body for row in owner.pull()] == [b"1", b"2"]
     assert owner.lease().owned == [(0, 1024, 1)]
-    assert not owner.group.parked()
+    assert not owner.group.policy.parked()
     node = node.killed()
     assert node.group(SUBJECT, GROUP).locks.newest == 1
 
@@ -65,14 +65,14 @@ def test_parked_keys_over_the_limit_of_the_group_are_all_refused():
             continue
         with pytest.raises(LimitExceeded, match=r"4 failed or parked keys, above the limit of 3 \(limit `held_keys`\)"):
             node.broker.leases.ask(owner.consumer, [WANT], keys, [], NEWEST)
-    assert len(owner.group.parked()) == 3
+    assert len(owner.group.policy.parked()) == 3
 
 
 def test_keys_of_unrequested_lps_and_rows_without_keys_are_not_parked():
     node = node_with()
     owner = Owner(node, "c1")
     node.broker.leases.ask(owner.consumer, [(0, 10, 1, 0), (11, 1024, 1, 0)], [5, 1034, int(NO_KEY_HASH)], [], NEWEST)
-    assert [cursor.key for cursor in owner.group.parked()] == [5]
+    assert [cursor.key for cursor in owner.group.policy.parked()] == [5]
 
 
 @pytest.mark.parametrize("version", [2**64 - 1, NUMBER_MAX, NUMBER_STEP_MAX + 1, -1])

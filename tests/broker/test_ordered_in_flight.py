@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from plait.broker.groups.shared_group import NackOutcome
-from plait.broker.partitions.partition import Partition
+from plait.broker.groups.group import NackOutcome
+from plait.broker.groups.ordered import row_reader
+from plait.broker.partitions.frame_search import keys_in
 from plait.storage.logs.consume_log import RECORD
 from tests.broker.ordered_node import SUBJECT, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
@@ -27,13 +29,13 @@ def test_held_rows_are_read_once_for_all_keys_that_fail(monkeypatch: pytest.Monk
     owner = Owner(node, "c1")
     owner.lease(ALL)
     rows = owner.pull()[:50]
-    keys_in, reads = Partition.keys_in, []
+    reads = []
 
-    def counted(self: Partition, *place: object) -> Iterator:
+    def counted(*place: Any) -> Iterator:
         reads.append(place)
-        return keys_in(self, *place)
+        return keys_in(*place)
 
-    monkeypatch.setattr(Partition, "keys_in", counted)
+    monkeypatch.setattr(row_reader, "keys_in", counted)
     ranges = [(row.sequence, row.end, row.epoch) for row in rows]
     node.broker.nack(owner.consumer, ranges, None, NackOutcome(0.0), [row.tag for row in rows])
     node.turn()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import plait
-from plait.broker.groups.shared_group import AttachedConsumer
+from plait.broker.groups.group import AttachedConsumer
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.lp_numbers import ZEROS, LpNumbers
 from tests.broker.ordered_node import NEWEST, SUBJECT, make_subject

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from plait.broker.partitions.frame_search import keys_in
 from plait.limits import KIB, MIB, ServerLimits
 from tests.broker.ordered_node import Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
@@ -63,7 +64,7 @@ def test_the_key_cache_has_one_limit_for_all_partitions():
         for frame in range(3):
             keyed(node, Producer(100 + 10 * number + frame), [("a", b"x")] * 100, subject)
         partition = node.partition(subject)
-        assert sum(len(keys.lps) for _, _, keys in partition.keys_in(node.broker.message_log, 0, 300)) == 300
+        assert sum(len(keys.lps) for _, _, keys in keys_in(partition, node.broker.message_log, 0, 300)) == 300
         assert node.broker.catalog.known_rows.rows <= 1000
         # The rows that were read last are still cached.
         assert partition.keys.known(200) is not None

@@ -151,7 +151,7 @@ def test_a_consumer_that_has_moved_on_is_notified_of_a_letter_resent_in_a_draine
         owner.attach()
         # Wait until the leases from before the crash have ended.
         node.later(30)
-    assert owner.group.revived(0, 1, node.broker.turn) == 1
+    assert owner.group.revived(0, 1) == 1
     node.turn()
     assert lp_set(owner.lease([]).again)[LP]
     owner.lease([(LP, LP + 1, 1, 3)])
@@ -213,8 +213,8 @@ def test_a_partition_stays_in_the_route_while_a_failed_message_of_its_key_is_ret
     partition = expired(node)
     assert gone_below(node.broker, partition) == -1
     if attempts:
-        [cursor] = owner.group.parked()
-        assert owner.group.resume(cursor.key, node.broker.turn, skip=True)
+        [cursor] = owner.group.policy.parked()
+        assert owner.group.policy.resume(cursor.key, skip=True)
         node.turn()
         assert gone_below(node.broker, partition) == -1, "the letter can be resent"
         purge(node, owner)

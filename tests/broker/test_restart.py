@@ -57,11 +57,12 @@ def busy(flush: str = "sync") -> Node:
 def positions(node: Node) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, group in node.partition("orders").groups.items():
-        position = group.pull_log.dump(durable_holds=group.logs_pulls)
+        position: object = group.dump(), group.failures.dump()
         if not group.logs_pulls:
             # Attempts are counted by pull events, which a broadcast group does not log.
-            returned = [tuple(r) for r in Ranges((r.start, r.end, 0) for r in position.returned)]
-            position = position.next, returned, position.dead
+            [cursor] = group.dump()
+            returned = [tuple(r) for r in Ranges((r.start, r.end, 0) for r in cursor.returned)]
+            position = cursor.next, returned, list(group.failures.dead)
         found[name] = position, sorted(group.consumers), group.definition
     return found
 
@@ -116,15 +117,15 @@ def test_repeated_starts_change_nothing():
 
 def test_consumers_that_reconnect_in_time_keep_their_rows():
     node = busy()
-    held = {c: [tuple(r) for r in ranges] for c, ranges in node.group("orders", "g").pull_log.held.items()}
+    held = {c: [tuple(r) for r in ranges] for c, ranges in node.group("orders", "g").cursor.held.items()}
     again = node.killed()
     again.clock.advance(4)
     assert again.membership.lose_silent() == []
-    assert {c: [tuple(r) for r in ranges] for c, ranges in again.group("orders", "g").pull_log.held.items()} == held
+    assert {c: [tuple(r) for r in ranges] for c, ranges in again.group("orders", "g").cursor.held.items()} == held
     again.clock.advance(2)
     lost = again.membership.lose_silent()
     assert sorted(consumer.client for consumer, _ in lost) == ["c0", "c1", "c2"]
-    assert again.group("orders", "g").pull_log.held == {}
+    assert again.group("orders", "g").cursor.held == {}
 
 
 def test_a_newer_format_is_refused_and_no_file_is_changed():
@@ -171,7 +172,7 @@ def test_rows_held_by_unknown_consumers_are_redelivered():
         node.send("orders", b"%d" % number)
     consumer = node.attach("orders", "g")
     node.broker.turn.event(Action.PULL, consumer.group, 4711, 0, 5, 1)
-    consumer.group.pull_log.pulled(4711, 0, 5, 1)
+    consumer.group.cursor.pulled(4711, 0, 5, 1)
     node.turn()
     again = node.killed()
     assert again.pull(again.attach("orders", "g", "c2")).ranges == [(0, 5, 2)]
@@ -194,7 +195,7 @@ def test_every_group_skips_a_damaged_row_and_counts_it_as_lost():
         assert [row.sequence for row in again.pull(consumer).rows] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
         assert consumer.group.lost_count == 1
         again.ack(consumer, (0, 10, 1))
-        assert consumer.group.pull_log.floor == 10
+        assert consumer.group.cursor.floor == 10
 
 
 def test_a_row_damaged_while_the_broker_runs_is_detected_by_the_consumer_and_then_skipped():
@@ -246,7 +247,7 @@ def test_a_flipped_bit_in_any_file_is_survived(seed: int):
     assert len(stored) >= len(_ROWS) - (1 if path.startswith("message/") else 0)
     assert stored.items() <= _ROWS.items()
     for group in list(again.partition("orders").groups.values()):
-        assert group.pull_log.next <= again.partition("orders").next
+        assert group.cursor.next <= again.partition("orders").next
     assert again.send("orders", b"new row", producer=Producer(rng.getrandbits(40))).acknowledged
     again.clock.advance(6)
     again.membership.lose_silent()

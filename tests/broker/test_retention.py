@@ -162,7 +162,7 @@ def test_a_group_overtaken_by_retention_continues_at_the_start():
     node.retention.run()
     node.turn()
     group = node.group("orders", "g")
-    assert (group.lost_count, group.pull_log.next) == (20, 20)
+    assert (group.lost_count, group.cursor.next) == (20, 20)
     again = node.killed()
     assert again.group("orders", "g").lost_count == 20
     again.clock.advance(6)
@@ -197,7 +197,7 @@ def test_the_action_log_is_deleted_up_to_the_oldest_checkpoint():
     node.retention.run()
     assert node.broker.action_log.start > before
     again = node.killed()
-    assert again.group("orders", "g").pull_log.floor == 100
+    assert again.group("orders", "g").cursor.floor == 100
 
 
 def test_rows_of_a_deleted_segment_stay_expired_after_a_crash_that_lost_the_new_start():

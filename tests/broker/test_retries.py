@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from plait.broker.groups.group import AttachedConsumer
 from plait.broker.groups.retries import STALE_MAX
-from plait.broker.groups.shared_group import AttachedConsumer
 from plait.errors import GroupBusy, GroupMismatch
 from plait.limits import ServerLimits
 from plait.model.retry_policy import Retry
@@ -189,7 +189,7 @@ def test_scattered_rows_of_one_frame_are_delivered_as_one_frame():
     assert pulled.ranges == [(n, n + 1, 2) for n in range(0, 100, 2)]
     assert pulled.counts == [50]
     assert pulled.bodies == [b"%d" % n for n in range(0, 100, 2)]
-    assert node.killed().group("orders", "g").pull_log.held_count == 50
+    assert node.killed().group("orders", "g").cursor.held_count == 50
 
 
 def test_a_pull_gets_as_many_scattered_rows_as_it_asks_for():
@@ -224,7 +224,7 @@ def test_damaged_rows_are_skipped_and_counted():
     node.disk.flip_bit(path, data.index(b"89"), 1)
     assert node.pull(consumer).ranges == []
     assert node.group("orders", "g").lost_count == 50
-    assert node.group("orders", "g").pull_log.floor == 100
+    assert node.group("orders", "g").cursor.floor == 100
 
 
 # --- the group's setting -------------------------------------------------------------------------------------------

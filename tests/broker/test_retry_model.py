@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from plait.broker.groups.dead_letters import Choice
-from plait.broker.groups.shared_group import LOST_ATTEMPTS_MIN, AttachedConsumer
+from plait.broker.groups.group import LOST_ATTEMPTS_MIN, AttachedConsumer
 from plait.frame.columns import Column
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
@@ -290,7 +290,7 @@ class Retrying(RuleBasedStateMachine):
         group = self.node.partition("orders").groups.get("g")
         if group is None:
             return
-        log = group.pull_log
+        log = group.cursor
         held = sum(1 for message in self.messages if message.holder is not None)
         open_count = sum(1 for message in self.messages if not message.done and not message.dead)
         ahead = self.node.partition("orders").visible - log.next

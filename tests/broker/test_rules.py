@@ -72,7 +72,7 @@ def r2_only_acknowledged_rows_are_visible() -> None:
     pulled = Pulled()
     node.broker.pull(consumer, 100, 1 << 20, 0, pulled.answer)
     assert pulled.bodies == [b"durable"]
-    assert node.membership.attach("orders", "i", "c1", start="latest").group.pull_log.next == 1
+    assert node.membership.attach("orders", "i", "c1", start="latest").group.cursor.next == 1
     work = node.broker.turn.begin_sync()
     work.run()
     assert (sent.answers, waiting.answered, reading.answers) == ([], False, [])
@@ -117,7 +117,7 @@ def r3_events_that_depend_on_lost_messages_are_not_replayed() -> None:
     node.broker.action_log.begin_sync().run()
     again = node.power_lost()
     assert again.bodies("orders") == [b"old"]
-    assert again.group("orders", "g").pull_log.next == 1
+    assert again.group("orders", "g").cursor.next == 1
     other = Producer(8)
     for number in range(3):
         assert again.send("orders", b"new %d" % number, producer=other).sequence == number + 1
@@ -133,11 +133,11 @@ def r3_a_dead_letter_without_its_copy_does_not_count() -> None:
     node.pull(consumer)
     node.sync()
     node.nack(consumer, (0, 2), delay=None)
-    assert consumer.group.pull_log.dead.count == 2
+    assert consumer.group.failures.dead.count == 2
     # The operating system writes the action log first; then the power fails.
     node.broker.action_log.begin_sync().run()
     again = node.power_lost()
-    assert again.group("orders", "g").pull_log.dead.count == 0
+    assert again.group("orders", "g").failures.dead.count == 0
     again.clock.advance(6)
     again.membership.lose_silent()
     assert again.pull(again.attach("orders", "g", "c2")).bodies == [b"a", b"b"]
@@ -333,7 +333,7 @@ def r13_rows_that_a_client_reports_as_held_are_not_redelivered() -> None:
         back = again.attach("orders", "g", holds=[(2, 4, epoch), (6, 7, epoch)])
         assert [row.sequence for row in again.pull(back).rows] == [4, 5, 7, 8, 9]
         again.ack(back, (2, 4, epoch), (6, 7, epoch))
-        assert again.group("orders", "g").pull_log.held_count == 5
+        assert again.group("orders", "g").cursor.held_count == 5
 
 
 def r13_a_reported_hold_that_the_broker_forgot_is_accepted() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.broker.groups.definitions import GroupDefinitions
-from plait.broker.groups.shared_group import Group
+from plait.broker.groups.group import Group
 from plait.broker.partitions import sealing
 from plait.broker.partitions.partition import Partition
 from plait.broker.recovery import segment_headers as headers
@@ -249,7 +248,7 @@ def chunks_are_encoded_once(patch: pytest.MonkeyPatch) -> None:
 
 
 DEFECTS = {
-    **{name: unmarked(GroupDefinitions, name) for name in ("redefine", "add", "remove")},
+    **{name: unmarked(Group, name) for name in ("redefine", "add", "remove")},
     **{name: unmarked(Partition, name) for name in ("add_group", "remove_group")},
     "partitions_never_go": partitions_never_go,
     "chunks_are_encoded_once": chunks_are_encoded_once,

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 import plait
-from plait.broker.groups.shared_group import NackOutcome
+from plait.broker.groups.group import NackOutcome
 from plait.client.admin.admin import merged_groups
 from plait.client.types import PartitionName
 from plait.model.reason import Reason

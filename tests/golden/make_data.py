@@ -19,7 +19,8 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from plait.broker import Attachments, Broker, BrokerConfig, Retention
-from plait.broker.groups.shared_group import AttachedConsumer, Delivery, NackOutcome
+from plait.broker.groups.group import AttachedConsumer, NackOutcome
+from plait.broker.partitions.partition import Delivery
 from plait.clock import ManualClock
 from plait.errors import PlaitError
 from plait.frame.builder import build_frame
@@ -176,13 +177,13 @@ class Writer:
                 "rows": [row for row in self.rows.get(name, []) if row["sequence"] >= partition.start],
                 "groups": {
                     group.name: {
-                        "next": group.pull_log.next,
-                        "floor": group.pull_log.floor,
-                        "returned": [list(piece) for piece in group.pull_log.returned],
+                        "next": group.cursor.next,
+                        "floor": group.cursor.floor,
+                        "returned": [list(piece) for piece in group.cursor.returned],
                         "held": {
-                            consumer.client: [list(piece) for piece in group.pull_log.held[consumer.id]]
+                            consumer.client: [list(piece) for piece in group.cursor.held[consumer.id]]
                             for consumer in group.consumers.values()
-                            if consumer.id in group.pull_log.held
+                            if consumer.id in group.cursor.held
                         },
                         "broadcast": group.definition.broadcast,
                         "delivery": group.definition.delivery,

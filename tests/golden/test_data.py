@@ -11,7 +11,7 @@ import pytest
 
 import plait
 from plait.broker import Broker, BrokerConfig
-from plait.broker.groups.shared_group import Group
+from plait.broker.groups.group import Group
 from plait.clock import ManualClock
 from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
@@ -47,7 +47,7 @@ def opened(root: Path, expected: dict[str, Any]) -> Broker:
 
 
 def position(group: Group) -> dict[str, Any]:
-    log = group.pull_log
+    log = group.cursor
     return {
         "next": log.next,
         "floor": log.floor,

@@ -408,7 +408,7 @@ async def test_overlapping_ranges_count_once(server: Server):
         pulled = await raw.ask(m.PullRequest(session, 10, 10_000, 0.0))
         assert pulled.ranges == [(6, 8, 2)]
         group = server.membership.group("orders", "g")
-    assert (group.pull_log.floor, group.pull_log.held_count) == (6, 4)
+    assert (group.cursor.floor, group.cursor.held_count) == (6, 4)
 
 
 async def test_a_range_named_a_thousand_times_costs_no_more_than_once(server: Server):

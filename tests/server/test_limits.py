@@ -152,7 +152,7 @@ async def test_heartbeats_of_an_old_connection_do_not_keep_a_moved_consumer_aliv
             await old.ask(m.HeartbeatRequest())
             server.broker_host.tick()
         assert not server.broker.sessions
-        assert server.membership.group("orders", "g").pull_log.returned.count == 1
+        assert server.membership.group("orders", "g").cursor.returned.count == 1
 
 
 async def test_a_detached_consumer_gets_its_open_poll_answered(serve: Serve):

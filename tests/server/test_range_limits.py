@@ -55,5 +55,5 @@ async def test_a_request_with_more_ranges_than_the_limit_is_refused(
             await raw.ask(request_of(session, scattered(most + 1)))
         assert refused.value.details == {"limit": limit, "value": most}
         # The request has no effect, and the connection stays open.
-        assert server.membership.group("s", "g").pull_log.held_count == 3
+        assert server.membership.group("s", "g").cursor.held_count == 3
         await raw.ask(request_of(session, scattered(2)))

@@ -15,7 +15,7 @@ import msgspec
 
 import plait
 from plait.broker import BrokerConfig
-from plait.broker.groups.ordered_group import OrderedGroup
+from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.errors import PlaitError
 from plait.limits import KIB, MIB
 from plait.server import Server

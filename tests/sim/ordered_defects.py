@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plait.broker.groups.locks import LockFloors, Locks
-from plait.broker.groups.ordered_group import OrderedGroup
-from plait.broker.groups.shared_group import AttachedConsumer
+from plait.broker.groups.group import AttachedConsumer
+from plait.broker.groups.ordered.failure_policy import FailurePolicy
+from plait.broker.groups.ordered.lock_handover import LockHandover
+from plait.broker.groups.ordered.locks import LockFloors, Locks
+from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.partitions.partition import Partition
 from plait.broker.schedule.forwards import Forwards
 from plait.client.consume.ordered import ordered_consumer
@@ -52,10 +54,10 @@ def ask_brokers_that_hold_nothing(patch: Patch) -> None:
 def report_drained_too_early(patch: Patch) -> None:
     """R4: a span counts as drained too early."""
 
-    def naive(self: OrderedGroup, wants: list[tuple[int, int, int, int]]) -> Any:
+    def naive(self: LockHandover, wants: list[tuple[int, int, int, int]]) -> Any:
         return lp_set([(first, end) for first, end, _, until in wants if until])
 
-    patch.setattr(OrderedGroup, "drained", naive)
+    patch.setattr(LockHandover, "drained", naive)
 
 
 def ask_the_newest_span_first(patch: Patch) -> None:
@@ -91,15 +93,15 @@ def overtake_rows_that_are_sent_again(patch: Patch) -> None:
 
 def deliver_rows_from_after_a_round_trip(patch: Patch) -> None:
     """R4: a pull from before a round trip of the route is answered with rows from after it."""
-    granted = OrderedGroup._granted
+    granted = LockHandover._granted
 
-    def naive(self: OrderedGroup, runs: list[tuple[int, int, int, int]], journal: Any) -> None:
-        granted(self, runs, journal)
-        for cursor in self.cursors.take_out(lp_set([(first, end) for first, end, _, _ in runs])):
+    def naive(self: LockHandover, runs: list[tuple[int, int, int, int]]) -> None:
+        granted(self, runs)
+        for cursor in self._cursors.take_out(lp_set([(first, end) for first, end, _, _ in runs])):
             cursor.limit = 0
 
-    patch.setattr(OrderedGroup, "reopened", lambda self, lps, sequence: None)
-    patch.setattr(OrderedGroup, "_granted", naive)
+    patch.setattr(LockHandover, "reopened", lambda self, lps, sequence: None)
+    patch.setattr(LockHandover, "_granted", naive)
 
 
 # --- locks --------------------------------------------------------------------------------------
@@ -117,17 +119,17 @@ def use_an_epoch_again(patch: Patch) -> None:
 
 def hand_over_too_early(patch: Patch) -> None:
     """A lock gets a new owner while the old one has rows in flight."""
-    transfer_locks = OrderedGroup.transfer_locks
+    transfer = LockHandover.transfer
 
-    def naive(self: OrderedGroup, journal: Any, now: float) -> None:
-        for cursor in self.cursors:
+    def naive(self: LockHandover, now: float) -> None:
+        for cursor in self._cursors:
             if cursor.leaving:
                 for piece in cursor.all_held():
-                    self._return_piece(cursor, piece, 0, journal, counted=False)
+                    self._in_flight.return_piece(cursor, piece, 0, counted=False)
                 cursor.held = {}
-        transfer_locks(self, journal, now)
+        transfer(self, now)
 
-    patch.setattr(OrderedGroup, "transfer_locks", naive)
+    patch.setattr(LockHandover, "transfer", naive)
 
 
 def accept_a_lower_epoch(patch: Patch) -> None:
@@ -173,7 +175,7 @@ def grant_right_after_a_start(patch: Patch) -> None:
         self.unconfirmed = set()
 
     patch.setattr(Locks, "keep", naive)
-    patch.setattr(OrderedGroup, "frozen_until", property(lambda self: 0.0, lambda self, _: None))
+    patch.setattr(LockHandover, "frozen_until", property(lambda self: 0.0, lambda self, _: None))
     patch.setattr(LockFloors, "awaited", property(lambda self: False, lambda self, _: None), raising=False)
 
 
@@ -184,10 +186,10 @@ def count_rows_of_a_lost_owner_as_done(patch: Patch) -> None:
     """Rows that a lost consumer held are not delivered again."""
     offline = OrderedGroup.offline
 
-    def naive(self: OrderedGroup, consumer: AttachedConsumer, journal: Any, now: int) -> int:
-        for cursor in self._holding(consumer.id):
+    def naive(self: OrderedGroup, consumer: AttachedConsumer, now: int) -> int:
+        for cursor in self.cursors.holding(consumer.id):
             cursor.held = {}
-        return offline(self, consumer, journal, now)
+        return offline(self, consumer, now)
 
     patch.setattr(OrderedGroup, "offline", naive)
 
@@ -206,7 +208,7 @@ def lose_returned_rows_when_a_cursor_is_split(patch: Patch) -> None:
 
 def let_a_failed_row_be_overtaken(patch: Patch) -> None:
     """A failed message of a strict subject does not hold back its key."""
-    patch.setattr(OrderedGroup, "strict", property(lambda self: False))
+    patch.setattr(FailurePolicy, "strict", property(lambda self: False))
 
 
 def hand_out_a_key_twice_at_a_time(patch: Patch) -> None:
@@ -218,10 +220,10 @@ def forget_held_rows_at_a_checkpoint(patch: Patch) -> None:
     """Rows in flight at a checkpoint count as done after a start from it."""
     dump = Cursor.dump
 
-    def naive(self: Cursor) -> CursorState:
+    def naive(self: Cursor, *, durable_holds: bool) -> CursorState:
         held, self.held = self.held, {}
         try:
-            return dump(self)
+            return dump(self, durable_holds=durable_holds)
         finally:
             self.held = held
 
@@ -232,10 +234,8 @@ def settle_rows_of_other_tags(patch: Patch) -> None:
     """An ack settles every row its consumer holds between two rows, including those of other deliveries."""
     ack = OrderedGroup.ack
 
-    def naive(
-        self: OrderedGroup, consumer: AttachedConsumer, ranges: list[Any], journal: Any, tags: Sequence[int] = ()
-    ) -> int:
+    def naive(self: OrderedGroup, consumer: AttachedConsumer, ranges: list[Any], tags: Sequence[int] = ()) -> int:
         held = {*tags, *(each for cursor in self.cursors for each in cursor.held)}
-        return sum(ack(self, consumer, ranges, journal, [tag] * len(ranges)) for tag in sorted(held))
+        return sum(ack(self, consumer, ranges, [tag] * len(ranges)) for tag in sorted(held))
 
     patch.setattr(OrderedGroup, "ack", naive)

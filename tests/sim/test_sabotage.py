@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker.groups.shared_group import Group
+from plait.broker.groups.shared_group import SharedGroup
 from plait.storage.producers import FrameVerdict, ProducerTable
 from plait.testing.sim import Fault
 from plait.testing.simulated_disk import SimulatedDisk
@@ -40,13 +40,13 @@ def test_resends_that_are_stored_twice_are_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_messages_that_stay_with_a_lost_consumer_are_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Group, "lost", lambda *_: 0)
+    monkeypatch.setattr(SharedGroup, "lost", lambda *_: 0)
     assert "draining is not done" in found([Fault("pause", 12.0, 3.0, "consumer-0")])
 
 
 def test_a_broker_that_ignores_the_rows_its_consumers_hold_is_found(monkeypatch: pytest.MonkeyPatch):
-    reclaim = Group.reclaim
-    monkeypatch.setattr(Group, "reclaim", lambda self, consumer, holds, *rest: reclaim(self, consumer, [], *rest))
+    reclaim = SharedGroup.reclaim
+    monkeypatch.setattr(SharedGroup, "reclaim", lambda self, consumer, holds, *rest: reclaim(self, consumer, [], *rest))
     assert "duplicate" in found(KILLS)
 
 

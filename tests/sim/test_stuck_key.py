@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 import plait
-from plait.broker.groups.ordered_group import OrderedGroup
+from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.limits import MIB
 from plait.meta.database.connection import file_url
 from plait.server import Server

@@ -10,7 +10,7 @@ import msgspec
 import pyarrow as pa
 
 from plait import chance
-from plait.broker.groups.shared_group import AttachedConsumer
+from plait.broker.groups.group import AttachedConsumer
 from plait.client.send.open_rows import hash_keys
 from plait.errors import from_code
 from plait.frame.view import FrameView

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from plait.broker.groups.dead_letters import Choice
-from plait.broker.groups.shared_group import Group
+from plait.broker.groups.group import Group
 from plait.clock import ManualClock
 from plait.storage.checkpoint import KEEP
 from plait.storage.logs.consume_log import DIRECTORY as CONSUME
@@ -162,7 +162,7 @@ def check_groups(observed: Observed, node: Node, *, all_written: bool) -> dict[t
             assert not group_seen.durable, f"group {key} is missing"
             continue
         groups[key] = group
-        log = group.pull_log
+        log = group.cursor
         letters, _ = node.broker.dead_letters.page(group, Choice(), -1, 10_000)
         assert all(found.frame is not None for found in letters), f"{key}: dead letters that cannot be read"
         assert 0 <= log.floor <= log.next <= group.partition.next, f"group {key}: position {log.next}"
@@ -244,4 +244,4 @@ def drain(
     first = max(min(group_seen.start, recovered_end), observed.expired.get(key[0], 0))
     wanted = {sequence for sequence in rows if sequence >= first} - doubtful
     assert wanted.issubset(got), f"{key}: {sorted(wanted.difference(got))[:5]} are never delivered"
-    assert group.pull_log.floor == group.partition.visible, f"{key}: not at its end"
+    assert group.cursor.floor == group.partition.visible, f"{key}: not at its end"

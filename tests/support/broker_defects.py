@@ -11,9 +11,9 @@ from plait.broker.broker import Broker
 from plait.broker.commit import SyncWork
 from plait.broker.groups.attachments import Attachments
 from plait.broker.groups.dead_letters import DeadLetters
-from plait.broker.groups.shared_group import Group
+from plait.broker.groups.shared_group import SharedGroup
 from plait.broker.partitions.partition import SHARDS, LogPositions, Partition
-from plait.broker.partitions.waking import WaiterWaking
+from plait.broker.partitions.suspended import WaiterWaking
 from plait.broker.recovery import checkpointer as snapshot
 from plait.broker.recovery import replay as recover
 from plait.broker.recovery.segment_headers import SegmentHeaders
@@ -21,12 +21,12 @@ from plait.broker.retention import Retention
 from plait.broker.schedule.bucketed import BucketedRows
 from plait.broker.turn import Turn
 from plait.storage.checkpoint import Checkpoints
+from plait.storage.cursor import Cursor
 from plait.storage.logs import recovery
 from plait.storage.logs.action_log import ActionBuffer
 from plait.storage.logs.log import Log, segment_name
 from plait.storage.logs.recovery import LogScan
 from plait.storage.producers import FrameVerdict, ProducerTable
-from plait.storage.pull_log import PullLog
 
 Patch = pytest.MonkeyPatch
 
@@ -47,14 +47,15 @@ def touch_everything(patch: Patch) -> None:
 def remember_every_sequence(patch: Patch) -> None:
     """R1: a position is a list of sequences."""
 
-    def naive(self: PullLog, consumer: int, start: int, end: int) -> int:
-        self._pass(start, end)
+    def naive(self: SharedGroup, consumer: int, start: int, end: int) -> int:
+        cursor = self.cursor
+        cursor.next = max(cursor.next, end)
         for sequence in range(start, end):
-            self.returned.remove(sequence, sequence + 1)
-            self.held[consumer].add(sequence, sequence + 1, sequence)
+            cursor.returned.remove(sequence, sequence + 1)
+            cursor.held[consumer].add(sequence, sequence + 1, sequence)
         return end - start
 
-    patch.setattr(PullLog, "acked", naive)
+    patch.setattr(SharedGroup, "_acked", naive)
 
 
 def finish_before_the_sync(patch: Patch) -> None:
@@ -186,7 +187,7 @@ def hand_out_at_once(patch: Patch) -> None:
 
 def ignore_holds(patch: Patch) -> None:
     """R13: rows that a reconnecting client reports as held are delivered to it again."""
-    patch.setattr(Group, "reclaim", lambda self, consumer, holds, journal, now: self.offline(consumer, journal, now))
+    patch.setattr(SharedGroup, "reclaim", lambda self, consumer, holds, now: self.offline(consumer, now))
 
 
 def answer_acks_at_once(patch: Patch) -> None:
@@ -294,7 +295,7 @@ def keep_nothing(patch: Patch) -> None:
 
 def expire_silently(patch: Patch) -> None:
     """R21: rows that retention removed are not counted as skipped."""
-    patch.setattr(PullLog, "skipped", lambda self, start, end: 0)
+    patch.setattr(Cursor, "skipped", lambda self, start, end: ([], 0))
 
 
 def delete_what_checkpoints_need(patch: Patch) -> None:

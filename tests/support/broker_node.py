@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from plait.broker import Attachments, Broker, BrokerConfig, Retention
-from plait.broker.groups.shared_group import AttachedConsumer, Delivery, Group, NackOutcome
-from plait.broker.partitions.partition import Partition, ReadBatch
+from plait.broker.groups.group import AttachedConsumer, Group, NackOutcome
+from plait.broker.partitions.partition import Delivery, Partition, ReadBatch
 from plait.clock import ManualClock
 from plait.errors import PlaitError
 from plait.frame.builder import Buffer, build_frame

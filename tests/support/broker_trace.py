@@ -13,7 +13,7 @@ from typing import Any
 
 from plait.broker import BrokerConfig
 from plait.broker.groups.dead_letters import Choice
-from plait.broker.groups.shared_group import AttachedConsumer, NackOutcome
+from plait.broker.groups.group import AttachedConsumer, NackOutcome
 from plait.clock import ManualClock
 from plait.errors import GroupBusy
 from plait.frame.builder import build_frame
@@ -193,7 +193,7 @@ class Trace:
         for (subject, name), group_seen in self.observed.groups.items():
             group = self.node.broker.subjects[subject].groups.get(name)
             if group is not None:
-                group_seen.taken_until = max(group_seen.taken_until, group.pull_log.next)
+                group_seen.taken_until = max(group_seen.taken_until, group.cursor.next)
         return self.observed
 
     def _commit_only(self) -> None:
@@ -351,7 +351,7 @@ class Trace:
             self.node.broker.nack(consumer, rows, None, NackOutcome(delay, Reason("Broken"), reject))
 
     def _resend(self) -> None:
-        groups = [c.group for c in self._consumers if c.group.pull_log.dead]
+        groups = [c.group for c in self._consumers if c.group.failures.dead]
         if groups:
             group = self._rng.choice(groups)
             letters, _ = self.node.broker.dead_letters.page(group, Choice(), -1, 5)

@@ -8,11 +8,10 @@ import pytest
 
 from plait.broker.granted_numbers import GrantedNumbers
 from plait.broker.groups.attachments import Attachments
-from plait.broker.groups.lease_grants import LeaseGrants
-from plait.broker.groups.ordered_group import OrderedGroup
-from plait.broker.groups.row_counts import Count, RowCounter
-from plait.broker.groups.row_reader import RowTake
-from plait.broker.groups.shared_group import Journal
+from plait.broker.groups.ordered.in_flight import InFlightRows
+from plait.broker.groups.ordered.lease_grants import LeaseGrants
+from plait.broker.groups.ordered.ordered_delivery import OrderedDelivery, RowTake
+from plait.broker.groups.ordered.row_counts import Count, RowCounter
 from plait.broker.partitions.key_cache import FrameKeys, KnownRows
 from plait.storage.cursor import Cursor
 
@@ -23,19 +22,19 @@ Defect = Callable[[Patch], None]
 def take_a_row_that_does_not_fit_again(patch: Patch) -> None:
     """A pull tries the next row of a failed key again and again although it does not fit."""
 
-    def naive(self: OrderedGroup, cursor: Cursor, taking: RowTake, journal: Journal) -> None:
+    def naive(self: OrderedDelivery, cursor: Cursor, taking: RowTake) -> None:
         while taking.more:
-            start, end, attempt = cursor.next, self._parent(cursor).next, 0
+            start, end, attempt = cursor.next, self._cursors.parent(cursor).next, 0
             if cursor.returned:
                 start, end, attempt = cursor.returned.head()
             if attempt:
                 taking.limit(0 if cursor.held else 1)
             if start >= cursor.until(end) or not taking.more:
                 break
-            self._serve([cursor], start, cursor.until(end), attempt, taking, journal)
+            self._serve([cursor], start, cursor.until(end), attempt, taking)
             taking.full = False
 
-    patch.setattr(OrderedGroup, "_take_key", naive)
+    patch.setattr(OrderedDelivery, "_take_key", naive)
 
 
 def believe_any_number(patch: Patch) -> None:
@@ -50,13 +49,13 @@ def believe_any_name(patch: Patch) -> None:
 
 def keep_recovered_keys_apart(patch: Patch) -> None:
     """A key that failed and recovered keeps its own cursor until nothing else is in flight."""
-    rejoin = OrderedGroup._rejoin
+    rejoin = InFlightRows.rejoin
 
-    def naive(self: OrderedGroup, keys: list[Cursor], journal: Journal) -> list[Cursor]:
-        alone = [key for key in keys if not self._parent(key).begun(0, 1 << 62)]
-        return [key for key in keys if key not in alone] + rejoin(self, alone, journal)
+    def naive(self: InFlightRows, keys: list[Cursor]) -> list[Cursor]:
+        alone = [key for key in keys if not self._cursors.parent(key).begun(0, 1 << 62)]
+        return [key for key in keys if key not in alone] + rejoin(self, alone)
 
-    patch.setattr(OrderedGroup, "_rejoin", naive)
+    patch.setattr(InFlightRows, "rejoin", naive)
 
 
 def count_rows_of_others(patch: Patch) -> None:

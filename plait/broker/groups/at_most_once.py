@@ -10,31 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait.broker.groups.shared_group import FAILURE, AttachedConsumer, Group, Journal, NackOutcome
+from plait.broker.groups.group import FAILURE, AttachedConsumer, EpochRanges, Journal, NackOutcome
+from plait.broker.groups.shared_group import SharedGroup
 from plait.broker.partitions.partition import Partition
-from plait.frame.view import FrameView
 from plait.limits import HANDED_RANGES_MAX, ServerLimits
 from plait.storage.logs.action_log import FLAG_UNCOUNTED, Action, GroupDefinition
-from plait.storage.logs.log import Log
 from plait.storage.ranges import Range, Ranges
 
 
-class AtMostOnceGroup(Group):
+class AtMostOnceGroup(SharedGroup):
     """A group that acks rows when it delivers them."""
 
     __slots__ = ("delivered",)
 
-    def __init__(self, definition: GroupDefinition, partition: Partition, limits: ServerLimits) -> None:
-        super().__init__(definition, partition, limits)
+    def __init__(
+        self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
+    ) -> None:
+        super().__init__(definition, partition, limits, journal)
         #: Consumer id → rows that it received since the start of the broker and may return.
         self.delivered: dict[int, Ranges] = {}
 
-    def _frame_apart(self, log: Log, retained_log: Log, sequence: int) -> FrameView | None:
-        return None
-
-    def _record(self, consumer: AttachedConsumer, start: int, end: int, attempt: int, journal: Journal) -> None:
-        journal.event(Action.ACK, self, consumer.id, start, end, attempt)
-        self.pull_log.acked(consumer.id, start, end)
+    def record(self, consumer: AttachedConsumer, start: int, end: int, attempt: int) -> None:
+        self.journal.event(Action.ACK, self, consumer.id, start, end, attempt)
+        self._acked(consumer.id, start, end)
         delivered = self.delivered.get(consumer.id)
         if delivered is None:
             delivered = self.delivered[consumer.id] = Ranges()
@@ -47,8 +45,7 @@ class AtMostOnceGroup(Group):
     def nack(
         self,
         consumer: AttachedConsumer,
-        ranges: list[tuple[int, int, int]],
-        journal: Journal,
+        ranges: EpochRanges,
         now: int,
         failure: NackOutcome = FAILURE,
         tags: Sequence[int] = (),
@@ -63,35 +60,38 @@ class AtMostOnceGroup(Group):
         count = 0
         for first, last, epoch in ranges:
             for start, end, attempt in delivered.overlap(*self.partition.clip_to_epoch(first, last, epoch)):
-                journal.event(Action.NACK, self, consumer.id, start, end, attempt, 0, FLAG_UNCOUNTED)
+                self.journal.event(Action.NACK, self, consumer.id, start, end, attempt, 0, FLAG_UNCOUNTED)
                 delivered.remove(start, end)
-                self.pull_log.untaken(start, end, attempt - 1)
+                self._untaken(start, end, attempt - 1)
                 count += end - start
         return count
 
-    def reset(self, sequence: int, journal: Journal) -> None:
+    def _untaken(self, start: int, end: int, attempt: int) -> None:
+        """[start, end) counted as done on delivery and is returned: its consumer never began to handle it."""
+        # After a reset to an earlier sequence, ``next`` will reach the rest anyway.
+        self.cursor.returned.add(start, min(end, self.cursor.next), attempt)
+
+    def reset(self, sequence: int) -> None:
         self.delivered.clear()
-        super().reset(sequence, journal)
+        super().reset(sequence)
 
-    def offline(self, consumer: AttachedConsumer, journal: Journal, now: int) -> int:
+    def offline(self, consumer: AttachedConsumer, now: int) -> int:
         self.delivered.pop(consumer.id, None)
-        return super().offline(consumer, journal, now)
+        return super().offline(consumer, now)
 
-    def reclaim(
-        self, consumer: AttachedConsumer, holds: list[tuple[int, int, int]], journal: Journal, now: int
-    ) -> None:
+    def reclaim(self, consumer: AttachedConsumer, holds: EpochRanges, now: int) -> None:
         """A consumer that reconnects keeps the rows that it received before."""
         delivered = self.delivered.get(consumer.id)
-        super().reclaim(consumer, holds, journal, now)
+        super().reclaim(consumer, holds, now)
         if delivered is not None:
             self.delivered[consumer.id] = delivered
 
-    def begun(self, start: int, end: int, journal: Journal) -> list[Range]:
+    def begun(self, start: int, end: int) -> list[Range]:
         """Returned rows were never started, so retention copies none of them to the retained log."""
         return []
 
     def replay(self, action: int, flags: int, consumer: int, piece: Range, due: int, time: int) -> None:
         if action == Action.NACK:
-            self.pull_log.untaken(piece.start, piece.end, piece.attempt - 1)
+            self._untaken(piece.start, piece.end, piece.attempt - 1)
         else:
             super().replay(action, flags, consumer, piece, due, time)

@@ -7,17 +7,16 @@ at once. It may attach again under the same client id, and then names the rows t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
-import msgspec
-
 from plait.broker.broker import Broker
-from plait.broker.groups.ordered_group import OrderedGroup, new_group
-from plait.broker.groups.shared_group import AFTER_CLIENT, AttachedConsumer, Group
+from plait.broker.groups.group import AFTER_CLIENT, AttachedConsumer, Group
+from plait.broker.groups.group_settings import change_retry, group_for, resolve_start, set_retry
+from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.partitions.partition import Partition
 from plait.broker.session_token import proof_of, proves
-from plait.errors import GroupBusy, GroupMismatch, GroupNotFound, InvalidArgument, LimitExceeded, StaleSession
+from plait.errors import GroupBusy, GroupNotFound, LimitExceeded, StaleSession
 from plait.model import names
 from plait.model.retry_policy import Retry
 from plait.storage.logs.action_log import Action, ConsumerDefinition, GroupDefinition
@@ -28,20 +27,6 @@ Delivery = Literal["at_least_once", "at_most_once"]
 
 #: Partitions searched in one turn for consumers and groups to forget.
 STEP_PARTITIONS = 1_000
-
-
-def resolve_start(partition: Partition, start: Any) -> int:
-    """The sequence that "earliest", "latest", ["sequence", n] or ["time", microseconds] stands for."""
-    match start:
-        case "earliest":
-            return partition.start
-        case "latest":
-            return partition.visible
-        case ["sequence", int(sequence)] if sequence >= 0:
-            return max(partition.start, min(sequence, partition.visible))
-        case ["time", int(time)]:
-            return partition.sequence_at_time(time)
-    raise InvalidArgument(f"start {start!r} is not valid; use 'earliest', 'latest', a sequence or a time")
 
 
 class Attachments:
@@ -59,11 +44,7 @@ class Attachments:
                 for consumer in group.consumers.values():
                     consumer.last_contact = now
                     consumer.leased_until = now + broker.leases.longest
-                    if isinstance(group, OrderedGroup):
-                        holds = consumer.id in group.locks.unconfirmed
-                    else:
-                        holds = consumer.id in group.pull_log.held
-                    if holds:
+                    if group.holds(consumer.id):
                         consumer.online = True
                         self._set_online(consumer)
 
@@ -101,77 +82,16 @@ class Attachments:
         broker = self._broker
         broker.turn.refuse_when_stalled()
         partition = broker.partition_of(subject)
+        name, created = names.of_group(group_name, client), broker.clock.now()
         broadcast = group_name is None
-        name = names.of_group(group_name, client)
-        group = partition.groups.get(name)
-        if group is None:
-            if ordered and (broadcast or delivery != "at_least_once"):
-                raise InvalidArgument(
-                    "an ordered group cannot be a broadcast or have delivery='at_most_once'; name a group and use "
-                    "'at_least_once'"
-                )
-            if affinity and not ordered:
-                raise InvalidArgument("an affinity group needs locks; attach with ordered=True")
-            group = self._create(
-                partition,
-                name,
-                "earliest" if began and partition.row.since > began else start,
-                delivery,
-                retry,
-                broadcast=broadcast,
-                ordered=ordered,
-                affinity=affinity,
-                began=began,
-            )
-        elif group.definition.delivery != delivery:
-            raise GroupMismatch(
-                f"group {name!r} of {subject!r} has delivery={group.definition.delivery!r}, "
-                f"this member asks for {delivery!r}; use the same for all members",
-                subject=subject,
-                group=name,
-                has=group.definition.delivery,
-                asked=delivery,
-            )
-        elif (group.definition.ordered, group.definition.affinity) != (ordered, affinity):
-            raise GroupMismatch(
-                f"group {name!r} of {subject!r} has "
-                f"{names.sharing(group.definition.ordered, group.definition.affinity)}, "
-                f"this member asks for {names.sharing(ordered, affinity)}; use the same for all members",
-                subject=subject,
-                group=name,
-                has=names.sharing(group.definition.ordered, group.definition.affinity),
-                asked=names.sharing(ordered, affinity),
-            )
-        consumer = group.consumers.get(client)
+        asked = GroupDefinition(0, partition.id, name, 0, broadcast, delivery, created, retry, ordered, affinity, began)
+        group = group_for(broker, partition, asked, start)
         now = broker.clock.monotonic()
-        if consumer is not None and not proves(token, consumer.proof):
-            if consumer.connected and now - consumer.last_contact < broker.limits.consumer_lost_seconds:
-                raise GroupBusy(
-                    f"client {client!r} is already attached to group {name!r} of {subject!r}; "
-                    "use a different client id in each process",
-                    subject=subject,
-                    group=name,
-                    client=client,
-                )
-            consumer = self._displace(consumer, now)
-        proof = proof_of(token)
-        if consumer is None:
-            if len(self._online) >= broker.limits.consumers:
-                raise LimitExceeded(
-                    f"consumer limit reached ({broker.limits.consumers} per broker, limit `consumers`); "
-                    "close idle consumers or raise it",
-                    limit="consumers",
-                    value=broker.limits.consumers,
-                )
-            consumer = AttachedConsumer(broker.catalog.next_consumer, group, client, now)
-            broker.catalog.next_consumer += 1
-            self._define(consumer, client, proof)
-        elif proof != consumer.proof:
-            self._define(consumer, client, proof)
+        consumer = self._consumer(group, client, token, now)
         if retry is not None and retry != group.retry:
-            self._change_retry(group, client, retry)
+            change_retry(broker, group, client, retry)
         self._drop_waiters(group, consumer)
-        group.reclaim(consumer, holds or [] if holds_of in (0, partition.id) else [], broker.turn, broker.clock.now())
+        group.reclaim(consumer, holds or [] if holds_of in (0, partition.id) else [], broker.clock.now())
         consumer.online = consumer.connected = True
         consumer.leased_until = max(consumer.leased_until, now + broker.leases.longest)
         self._set_online(consumer)
@@ -179,6 +99,37 @@ class Attachments:
         group.used = broker.clock.now()
         broker.new_session(consumer)
         broker.waking.wake_group(group)
+        return consumer
+
+    def _consumer(self, group: Group, client: str, token: int, now: float) -> AttachedConsumer:
+        """The consumer that a client continues, or a new one; ``GroupBusy`` while another process has the client id."""
+        limits = self._broker.limits
+        consumer = group.consumers.get(client)
+        if consumer is not None and not proves(token, consumer.proof):
+            if consumer.connected and now - consumer.last_contact < limits.consumer_lost_seconds:
+                subject = group.partition.row.subject
+                raise GroupBusy(
+                    f"client {client!r} is already attached to group {group.name!r} of {subject!r}; "
+                    "use a different client id in each process",
+                    subject=subject,
+                    group=group.name,
+                    client=client,
+                )
+            consumer = self._displace(consumer, now)
+        proof = proof_of(token)
+        if consumer is None:
+            if len(self._online) >= limits.consumers:
+                raise LimitExceeded(
+                    f"consumer limit reached ({limits.consumers} per broker, limit `consumers`); "
+                    "close idle consumers or raise it",
+                    limit="consumers",
+                    value=limits.consumers,
+                )
+            consumer = AttachedConsumer(self._broker.catalog.next_consumer, group, client, now)
+            self._broker.catalog.next_consumer += 1
+            self._define(consumer, client, proof)
+        elif proof != consumer.proof:
+            self._define(consumer, client, proof)
         return consumer
 
     def _displace(self, consumer: AttachedConsumer, now: float) -> AttachedConsumer | None:
@@ -192,7 +143,7 @@ class Attachments:
         if not isinstance(group, OrderedGroup) or not group.locks.had_by(consumer.id):
             return consumer
         if consumer.leased_until <= now:
-            self._lose(group, consumer)
+            self._lose(consumer)
             return None
         self._drop_waiters(group, consumer)
         self._broker.sessions.pop(consumer.session, None)
@@ -206,74 +157,6 @@ class Attachments:
         self._broker.turn.define(ConsumerDefinition(consumer.id, consumer.group.id, client, proof))
         self._broker.turn.touch(consumer.group.partition)
 
-    def began(self, partitions: Iterable[str], group_name: str | None, client: str) -> int | None:
-        """The oldest route version at which a group began on one of these partitions; None: no partition has it."""
-        name = names.of_group(group_name, client)
-        found = [self._broker.subjects[each] for each in partitions if each in self._broker.subjects]
-        versions = [each.groups[name].definition.began for each in found if name in each.groups]
-        return min(versions, default=None)
-
-    def _create(
-        self,
-        partition: Partition,
-        name: str,
-        start: Any,
-        delivery: Delivery,
-        retry: Retry | None,
-        *,
-        broadcast: bool,
-        ordered: bool,
-        affinity: bool,
-        began: int,
-    ) -> Group:
-        broker = self._broker
-        if len(broker.catalog.groups) >= broker.limits.groups:
-            raise LimitExceeded(
-                f"group limit reached ({broker.limits.groups} per broker, limit `groups`); delete groups or raise it",
-                limit="groups",
-                value=broker.limits.groups,
-            )
-        if start is None:
-            start = "latest" if broadcast else "earliest"
-        definition = GroupDefinition(
-            broker.catalog.next_group,
-            partition.id,
-            name,
-            resolve_start(partition, start),
-            broadcast,
-            delivery,
-            broker.clock.now(),
-            retry,
-            ordered,
-            affinity,
-            began,
-        )
-        broker.catalog.next_group += 1
-        group = new_group(definition, partition, broker.limits, broker.turn)
-        broker.catalog.add_group(group)
-        broker.turn.define(definition)
-        broker.turn.touch(partition)
-        return group
-
-    def _change_retry(self, group: Group, client: str, retry: Retry) -> None:
-        """Change the retry policy; ``GroupMismatch`` while another member is online."""
-        others = [each for each in group.consumers.values() if each.client.partition(AFTER_CLIENT)[0] != client]
-        if any(consumer.online for consumer in others):
-            raise GroupMismatch(
-                f"group {group.name!r} of {group.partition.row.subject!r} has retry policy {group.retry}, "
-                f"this member asks for {retry}; use the same for all members",
-                subject=group.partition.row.subject,
-                group=group.name,
-                has=str(group.retry),
-                asked=str(retry),
-            )
-        self._set_retry(group, retry)
-
-    def _set_retry(self, group: Group, retry: Retry) -> None:
-        group.redefine(msgspec.structs.replace(group.definition, retry=retry))
-        self._broker.turn.define(group.definition)
-        self._broker.turn.touch(group.partition)
-
     def session(self, number: int) -> AttachedConsumer:
         """The consumer of a session. Records the contact; ``StaleSession`` if the session has ended."""
         consumer = self._broker.sessions.get(number)
@@ -285,12 +168,8 @@ class Attachments:
     def detach(self, consumer: AttachedConsumer) -> None:
         """The consumer leaves: the rows that it holds return to the group at once."""
         group = consumer.group
-        self._drop_waiters(group, consumer)
-        self._broker.sessions.pop(consumer.session, None)
-        self._online.discard(consumer)
-        self._leased.discard(consumer)
-        consumer.connected = False
-        group.offline(consumer, self._broker.turn, self._broker.clock.now())
+        self._end_session(consumer)
+        group.offline(consumer, self._broker.clock.now())
         self._forget(consumer)
         self._broker.waking.wake_group(group)
 
@@ -329,7 +208,7 @@ class Attachments:
         lost = []
         for consumer in silent:
             try:
-                lost.append((consumer, self._lose(consumer.group, consumer)))
+                lost.append((consumer, self._lose(consumer)))
             except Exception:  # noqa: BLE001 (it is logged there)
                 broker.waking.failed(consumer.group)
         return lost
@@ -339,14 +218,18 @@ class Attachments:
         """When the first lease ends, on the monotonic clock."""
         return min((consumer.leased_until for consumer in self._leased), default=None)
 
-    def _lose(self, group: Group, consumer: AttachedConsumer) -> int:
-        self._drop_waiters(group, consumer)
+    def _end_session(self, consumer: AttachedConsumer) -> None:
+        self._drop_waiters(consumer.group, consumer)
         self._broker.sessions.pop(consumer.session, None)
         self._online.discard(consumer)
         self._leased.discard(consumer)
         consumer.connected = False
+
+    def _lose(self, consumer: AttachedConsumer) -> int:
+        group = consumer.group
+        self._end_session(consumer)
         before = group.died_count
-        returned = group.lost(consumer, self._broker.turn, self._broker.clock.now())
+        returned = group.lost(consumer, self._broker.clock.now())
         if group.died_count > before:
             log.warning(
                 "%d messages of %s went to the dead letters of group %s: consumer %s was lost at their last attempt",
@@ -406,14 +289,14 @@ class Attachments:
         """Set the position of a group without online consumers; returns the sequence that it continues from."""
         group = self._idle(subject, name)
         sequence = resolve_start(group.partition, start)
-        group.reset(sequence, self._broker.turn)
+        group.reset(sequence)
         return sequence
 
     def set_retry(self, subject: str, name: str, retry: Retry) -> Group:
         """Change the retry policy of a group without online consumers, since all members must use the same policy."""
         group = self._idle(subject, name)
         if retry != group.retry:
-            self._set_retry(group, retry)
+            set_retry(self._broker, group, retry)
         return group
 
     def delete(self, subject: str, name: str) -> None:

@@ -1,8 +1,8 @@
 """Dead letters, and other messages that a group needs after retention removed them: kept in the retained log.
 
-A dead letter is a message that its group does not deliver again. The group's ``PullLog`` has its sequence; the retained
-log has the message and the reason. A resend is one event: the group that failed the message, and no other group, gets
-the same message again, with the same sequence and id.
+A dead letter is a message that its group does not deliver again. The group's ``Failures`` has its sequence; the
+retained log has the message and the reason. A resend is one event: the group that failed the message, and no other
+group, gets the same message again, with the same sequence and id.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from plait.broker.groups.shared_group import Group
-from plait.broker.partitions.waking import WaiterWaking
+from plait.broker.groups.group import Group
+from plait.broker.partitions.suspended import WaiterWaking
 from plait.broker.turn import Turn
 from plait.errors import FrameError
 from plait.frame.view import FrameView
@@ -118,12 +118,11 @@ class DeadLetters:
         self, group: Group, pieces: list[Range], now: int, rest: list[Range]
     ) -> Iterator[tuple[FrameView, dict[Key, npt.NDArray[np.bool_]]]]:
         """The frames of the pieces, each with its rows by ``Key``. Adds pieces that cannot be read to ``rest``."""
-        turn = self._turn
-        failing = group.pull_log.failing
+        failing = group.failures.failing
         found: dict[tuple[int, int], tuple[FrameView, dict[Key, npt.NDArray[np.bool_]]]] = {}
         for start, end, attempt in sorted(pieces):
             while start < end:
-                frame = group.frame_of(turn.message_log, turn.retained_log, start)
+                frame = group.frame_of(start)
                 first, last = rows_of(frame, start, end) if frame is not None else (0, 0)
                 if frame is None or first == last:
                     # It is damaged. The group skips it when it is due for delivery.
@@ -191,7 +190,7 @@ class DeadLetters:
         Examines at most ``look`` letters (at least ``limit``), so a page may have fewer than ``limit`` letters.
         """
         look = max(limit, look)
-        dead = group.pull_log.dead
+        dead = group.failures.dead
         if choice.sequences is None:
             ranges = dead.after(after + 1, look + 1)
             looked = np.concatenate([np.empty(0, np.int64), *(_numbers(r, look + 1) for r in ranges)])
@@ -229,7 +228,7 @@ class DeadLetters:
         count = 0
         for found in letters:
             for start, end in joined(found.sequences):
-                count += group.revived(start, end, self._turn)
+                count += group.revived(start, end)
         self._waking.wake_group(group)
         return count
 
@@ -239,7 +238,7 @@ class DeadLetters:
         for found in letters:
             for start, end in joined(found.sequences):
                 self._turn.event(Action.PURGE, group, 0, start, end, 0)
-                count += group.pull_log.purged(start, end)
+                count += group.failures.purge(start, end)
         group.retained.settled()
         if len(group.retained) >= self._turn.limits.retained_messages:
             self.tidy(group)
@@ -248,7 +247,7 @@ class DeadLetters:
     def expire(self, group: Group, before: int) -> int:
         """Delete letters that died before ``before`` (microseconds); how many."""
         count = 0
-        for offset, sequences in group.retained.by_offset(_pairs(group.pull_log.dead)):
+        for offset, sequences in group.retained.by_offset(_pairs(group.failures.dead)):
             death = _death(frame_at(self._turn.retained_log, offset))
             if death is None:
                 # It cannot be read, so its age is not known: only a purge or a resend removes it.
@@ -261,8 +260,8 @@ class DeadLetters:
 
     def tidy(self, group: Group) -> None:
         """Forget retained rows that the group no longer needs, which makes room for new ones."""
-        begun = group.begun(0, group.partition.visible, self._turn)
-        group.retained.tidy(_pairs([*begun, *group.pull_log.dead]))
+        begun = group.begun(0, group.partition.visible)
+        group.retained.tidy(_pairs([*begun, *group.failures.dead]))
         self._waking.wake_group(group)
 
 

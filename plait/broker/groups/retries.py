@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plait.broker.groups.shared_group import Group
+    from plait.broker.groups.group import Group
 
 
 #: Outdated entries that the heap may hold, at least.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plait.broker.groups.ordered_group import OrderedGroup
-from plait.broker.groups.shared_group import Group
+from plait.broker.groups.group import Group
+from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.partitions.partition import Partition
 from plait.limits import REMEMBERED_GROUPS_MAX
 from plait.model.logical_partitions import runs_with
@@ -77,8 +77,8 @@ def _retained_from(partition: Partition) -> int:
     first = partition.next
     for group in partition.groups.values():
         if isinstance(group, OrderedGroup):
-            if group.pull_log.dead:
-                first = min(first, group.pull_log.dead.first)
+            if group.failures.dead:
+                first = min(first, group.failures.dead.first)
             for cursor in group.cursors:
                 if cursor.parked and cursor.letter >= 0:
                     first = min(first, cursor.letter)
@@ -95,6 +95,6 @@ def _holds(broker: Broker, partition: Partition) -> bool:
         partition.start < partition.next
         or (schedule is not None and broker.schedules.waits(schedule))
         or any(each.start < each.next for each in broker.forwards.of(name))
-        or any(group.retained or group.pull_log.dead for group in partition.groups.values())
+        or any(group.retained or group.failures.dead for group in partition.groups.values())
         or broker.stages.any_for(name)
     )

@@ -10,11 +10,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from plait.broker.partitions.key_cache import FrameKeys, KeyCache, KnownRows
+from plait.broker.partitions import frame_search
+from plait.broker.partitions.key_cache import KeyCache, KnownRows
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
 from plait.frame.frame_lps import keyed_lps
-from plait.frame.header import PREFIX, TIME_MAX
+from plait.frame.header import TIME_MAX
 from plait.frame.slicing import slice_rows
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
@@ -22,15 +23,10 @@ from plait.model.logical_partitions import NO_KEY_HASH, Hashes, Lps, LpSet, lp_s
 from plait.storage.catalog import PartitionRow
 from plait.storage.logs.consume_log import ConsumeLog, Record
 from plait.storage.logs.log import Log
-from plait.storage.logs.recovery import LogPart, LogScan
 
 if TYPE_CHECKING:
-    from plait.broker.groups.shared_group import Group
+    from plait.broker.groups.group import Group
     from plait.broker.partitions.suspended import Waiter
-
-
-#: Wrong records of the consume log whose frames are remembered: a damaged file has few, and each takes 100 bytes.
-SEARCHED_MAX = 1_000
 
 
 #: The checkpoint shards of a broker.
@@ -73,6 +69,34 @@ class ReadBatch:
         #: Ranges that cannot be read.
         self.damaged: list[tuple[int, int]] = []
 
+    def add(self, first: int, last: int, size: int, inflated: int) -> None:
+        """Count a piece with the sequences [first, last)."""
+        self.size += size
+        self.inflated += inflated
+        self.count += last - first
+        self.end = last
+        if self.ranges and self.ranges[-1][1] == first:
+            self.ranges[-1] = (self.ranges[-1][0], last)
+        else:
+            self.ranges.append((first, last))
+
+
+class Delivery:
+    """The rows that one pull gets."""
+
+    __slots__ = ("count", "parts", "ranges", "size", "tags", "weight")
+
+    def __init__(self) -> None:
+        self.parts: list[Buffer] = []
+        #: (start, end, attempt) in the order of the parts.
+        self.ranges: list[tuple[int, int, int]] = []
+        #: For ordered consumers: the tag of each range.
+        self.tags: list[int] = []
+        self.count = 0
+        self.size = 0
+        #: Bytes of memory that the consumer needs for it: ``size``, and what its compressed columns inflate to.
+        self.weight = 0
+
 
 class Partition:
     """A subject's stored stream on this broker group."""
@@ -80,7 +104,6 @@ class Partition:
     __slots__ = (
         "_groups",
         "_head",
-        "_searched",
         "_slots",
         "accepts",
         "consume_log",
@@ -96,6 +119,7 @@ class Partition:
         "position",
         "readers",
         "row",
+        "searched",
         "shard",
         "size",
         "start",
@@ -124,7 +148,7 @@ class Partition:
         #: The start of the message log for which ``start`` was computed.
         self.log_start = 0
         #: (generation, index) of a wrong record → the right record; None: its frame is not in the log.
-        self._searched: dict[tuple[int, int], Record | None] = {}
+        self.searched: dict[tuple[int, int], Record | None] = {}
         #: The log positions of the checkpoint that it was loaded from. Recovery does not apply earlier frames again.
         self.position = BEGINNING
         #: Bytes appended since the partition was created.
@@ -223,49 +247,41 @@ class Partition:
         """
         if self.log_start != log.start:
             self.expire_deleted(log)
-        batch = ReadBatch(start)
+        batch, consume_log = ReadBatch(start), self.consume_log
         trusted = log.end if again else log.resumed_at
         end = min(end, self.visible)
         expected = max(start, self.start)
-        index = self.consume_log.find(expected)
-        records = len(self.consume_log)
+        index, records = consume_log.find(expected), len(consume_log)
+        if index >= records:
+            batch.end = max(start, end)
         run_start = run_end = -1
         parts = batch.parts
-        while (
-            index < records
-            and expected < end
-            and batch.count < count
-            and (batch.size + batch.inflated < size or not batch.count)
-        ):
-            record = self.consume_log.record(index)
+        while index < records and expected < end and batch.count < count:
+            if batch.count and batch.size + batch.inflated >= size:
+                break
+            record = consume_log.record(index)
             offset = record.offset
-            frame = self._frame(log, record, record.offset >= trusted) if record.base <= expected else None
+            frame = self.frame(log, record, offset >= trusted) if record.base <= expected else None
             if frame is None:
-                found = self._search(log, expected, index)
-                if found is None:
-                    batch.damaged.append((expected, end))
-                    batch.end = end
-                    break
-                offset, frame = found
-            base, frame_size, frame_end = frame.base, frame.size, frame.base + frame.count
+                offset, frame = frame_search.search(self, log, expected, index)
+            base = end if frame is None else frame.base
             if base > expected:
                 batch.damaged.append((expected, min(base, end)))
                 batch.end = min(base, end)
-            if base >= end:
+            if frame is None or base >= end:
                 break
+            frame_size, frame_end = frame.size, base + frame.count
             first = max(base, expected)
             last = min(frame_end, end, first + count - batch.count)
-            whole = first == base and last == frame_end
-            sliced = None if whole else slice_rows(frame, first - base, last - base)
+            sliced = None if first == base and last == frame_end else slice_rows(frame, first - base, last - base)
             piece_size = frame_size if sliced is None else sliced.size
             # A compressed column is delivered whole.
             inflated = frame.inflated_size
             if batch.size + batch.inflated + piece_size + inflated > size and (batch.count or not some):
                 batch.full = True
                 break
-            index = index + 1 if offset == record.offset else self.consume_log.find(frame_end)
-            batch.size += piece_size
-            batch.inflated += inflated
+            index = index + 1 if offset == record.offset else consume_log.find(frame_end)
+            batch.add(first, last, piece_size, inflated)
             if sliced is not None:
                 parts.extend(sliced.parts)
                 run_end = -1
@@ -276,12 +292,7 @@ class Partition:
             else:
                 run_start, run_end = offset, offset + frame_size
                 parts.append(frame.buffer)
-            if batch.ranges and batch.ranges[-1][1] == first:
-                batch.ranges[-1] = (batch.ranges[-1][0], last)
-            else:
-                batch.ranges.append((first, last))
-            batch.count += last - first
-            batch.end = expected = last
+            expected = last
         return batch
 
     def walk(
@@ -299,13 +310,12 @@ class Partition:
                 return
             record = self.consume_log.record(index)
             offset = record.offset
-            frame = self._frame(log, record, offset >= trusted) if record.base <= expected else None
+            frame = self.frame(log, record, offset >= trusted) if record.base <= expected else None
             if frame is None:
-                found = self._search(log, expected, index)
-                if found is None:
+                offset, frame = frame_search.search(self, log, expected, index)
+                if frame is None:
                     yield expected, end, None
                     return
-                offset, frame = found
             if frame.base > expected:
                 yield expected, min(frame.base, end), None
                 expected = frame.base
@@ -316,37 +326,6 @@ class Partition:
             expected = last
             index = index + 1 if offset == record.offset else self.consume_log.find(expected)
 
-    def keys_in(self, log: Log, start: int, end: int) -> Iterator[tuple[int, int, FrameKeys]]:
-        """(first, last, keys) of the visible rows in [start, end), frame by frame, without unreadable rows."""
-        end = min(end, self.visible)
-        index = self.consume_log.find(max(start, self.start))
-        while index < len(self.consume_log):
-            record = self.consume_log.record(index)
-            index += 1
-            first, last = max(record.base, start), min(record.base + record.count, end)
-            if record.base >= end:
-                return
-            keys = self.keys.known(record.base)
-            if keys is None or len(keys.lps) != record.count:
-                frame = self._frame(log, record, trusted=False)
-                if frame is None:
-                    # The record is wrong or the frame is damaged: search for it, as a delivery does.
-                    upper = self.consume_log.record(index).base if index < len(self.consume_log) else end
-                    yield from self._keys_found(log, first, min(upper, end))
-                    continue
-                keys = self.keys.of(frame)
-            low, high = first - record.base, last - record.base
-            if low < high:
-                hashes = None if keys.hashes is None else keys.hashes[low:high]
-                yield first, last, FrameKeys(keys.lps[low:high], hashes)
-
-    def _keys_found(self, log: Log, start: int, end: int) -> Iterator[tuple[int, int, FrameKeys]]:
-        for first, last, frame in self.walk(log, start, end):
-            if frame is not None:
-                lps, hashes = self.keys.of(frame)
-                low, high = first - frame.base, last - frame.base
-                yield first, last, FrameKeys(lps[low:high], None if hashes is None else hashes[low:high])
-
     def whole_frame(self, log: Log, sequence: int) -> FrameView | None:
         """The frame of a sequence, not verified, if it is not expired and all of it is visible; None otherwise."""
         index = self.consume_log.find(sequence)
@@ -355,7 +334,7 @@ class Partition:
         record = self.consume_log.record(index)
         if not record.base <= sequence < record.base + record.count <= self.visible or record.offset < log.start:
             return None
-        return self._frame(log, record, trusted=True)
+        return self.frame(log, record, trusted=True)
 
     def frame_from(self, log: Log, sequence: int) -> FrameView | None:
         """The frame that starts at this sequence, visible or not; None: there is none, or it is not written."""
@@ -365,9 +344,9 @@ class Partition:
         record = self.consume_log.record(index)
         if record.base != sequence or not log.start <= record.offset < log.written:
             return None
-        return self._frame(log, record, trusted=True)
+        return self.frame(log, record, trusted=True)
 
-    def _frame(self, log: Log, record: Record, trusted: bool) -> FrameView | None:
+    def frame(self, log: Log, record: Record, trusted: bool) -> FrameView | None:
         """The frame of a record; None if it is not there or not intact."""
         try:
             frame = FrameView(log.view(record.offset, record.size))
@@ -377,59 +356,6 @@ class Partition:
             return None
         meant = (self.id, record.base, record.size, record.count)
         return frame if (frame.partition, frame.base, frame.size, frame.count) == meant else None
-
-    def _search(self, log: Log, sequence: int, index: int) -> tuple[int, FrameView] | None:
-        """The first intact frame with rows from ``sequence`` on, when the record at ``index`` does not lead to one.
-
-        Usually the record is right and the frame is damaged: the next record is tried. If there is no frame at the
-        record's offset, the record is wrong. The consume log is derived state, so the message log is searched between
-        the neighbouring records, once.
-        """
-        for later in range(index, len(self.consume_log)):
-            record = self.consume_log.record(later)
-            frame = self._frame(log, record, trusted=False)
-            if frame is None and not self._right(log, later, record):
-                record = self._search_log(log, later, sequence) or record
-                frame = self._frame(log, record, trusted=False)
-            if frame is not None and frame.end > sequence:
-                return record.offset, frame
-        return None
-
-    def _right(self, log: Log, index: int, record: Record) -> bool:
-        """Whether a record without an intact frame has the right offset."""
-        if index >= self.consume_log.flushed:
-            # It was never written to a file, so it cannot be damaged.
-            return True
-        try:
-            view = log.view(record.offset, record.size)
-            frame = FrameView(view)
-        except DamageError:
-            return False
-        except FrameError:
-            return view[: len(PREFIX)] == PREFIX
-        return (frame.partition, frame.base, frame.size, frame.count) == (self.id, record.base, *record[3:])
-
-    def _search_log(self, log: Log, index: int, sequence: int) -> Record | None:
-        """The right record for a wrong one, from the message log between the neighbouring records; None: not found."""
-        known = (self.consume_log.generation, index)
-        if known in self._searched:
-            return self._searched[known]
-        begin = log.start
-        if index:
-            before = self.consume_log.record(index - 1)
-            begin = max(begin, before.offset)
-        end = log.written
-        if index + 1 < len(self.consume_log):
-            end = self.consume_log.record(index + 1).offset
-        found = None
-        for offset, frame in LogScan(LogPart(log, begin, end), begin, log.durable):
-            if frame.partition == self.id and frame.end > sequence:
-                found = Record(frame.base, offset, frame.store_time, frame.size, frame.count)
-                break
-        if len(self._searched) >= SEARCHED_MAX:
-            self._searched.clear()
-        self._searched[known] = found
-        return found
 
     def expire_deleted(self, log: Log) -> None:
         """Raise ``start`` past rows whose segment is deleted.

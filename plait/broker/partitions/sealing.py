@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from plait.broker.broker import Broker
-from plait.broker.groups.ordered_group import OrderedGroup
+from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.partitions.partition import Partition
 from plait.errors import InvalidArgument, StaleRoute, SubjectNotFound
 from plait.frame.header import SEQUENCE_MAX
@@ -51,7 +51,7 @@ def open_lps(
     _change(broker, partition, _with(row, opened, fences, version, place), settings)
     for group in partition.groups.values():
         if isinstance(group, OrderedGroup) and new.any():
-            group.reopened(new, place)
+            group.handover.reopened(new, place)
     return partition
 
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from plait.broker.appender import replay_producers
 from plait.broker.catalog import Catalog
-from plait.broker.groups.ordered_group import new_group
-from plait.broker.groups.shared_group import AFTER_CLIENT, AttachedConsumer, Group
+from plait.broker.groups.group import AFTER_CLIENT, AttachedConsumer, Group
+from plait.broker.groups.ordered.ordered_group import new_group
 from plait.broker.partitions.partition import BEGINNING, SHARDS
 from plait.broker.recovery.shards import shard_of
 from plait.broker.schedule.bucketed import BucketedRows

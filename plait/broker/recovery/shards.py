@@ -12,18 +12,15 @@ from typing import Final
 
 import msgspec
 
-from plait.broker.groups.ordered_group import OrderedGroup, new_group
-from plait.broker.groups.shared_group import AttachedConsumer, Group
+from plait.broker.groups.group import AttachedConsumer, Group
+from plait.broker.groups.ordered.ordered_group import OrderedGroup, new_group
 from plait.broker.partitions.partition import SHARDS, LogPositions, Partition
 from plait.broker.turn import Turn
 from plait.storage.catalog import PartitionRow
 from plait.storage.cursor import CursorState
-from plait.storage.due_ranges import Due
 from plait.storage.logs.action_log import GroupDefinition
 from plait.storage.logs.retained_log import RetainedRows
 from plait.storage.producers import ProducerTable
-from plait.storage.pull_log import PullLog, PullLogState
-from plait.storage.ranges import Range
 
 #: One turn of the loop copies one shard: with 100,000 partitions a shard has 400 of them. The number is part of the
 #: format, because a checkpoint keeps the unchanged shards of earlier ones.
@@ -38,34 +35,22 @@ class ConsumerState(msgspec.Struct, array_like=True):
     proof: int = 0
 
 
-class OrderedState(msgspec.Struct, array_like=True):
-    """The cursors and locks of an ordered group in a checkpoint."""
-
-    cursors: list[CursorState]
-    #: Logical partitions [first, end), their owner and the highest epoch.
-    locks: list[tuple[int, int, int, int]]
-
-
 class GroupState(msgspec.Struct, array_like=True):
     """A group in a checkpoint."""
 
     definition: GroupDefinition
-    next: int
-    returned: list[Range]
-    held: dict[int, list[Range]]
     consumers: list[ConsumerState]
+    #: A shared group has one cursor.
+    cursors: list[CursorState]
+    #: Of an ordered group: logical partitions [first, end), their owner and the highest epoch.
+    locks: list[tuple[int, int, int, int]]
+    #: The packed ``Ranges`` of ``Failures``.
+    failures: tuple[bytes, bytes, bytes]
+    retained: bytes
     redelivered_count: int
     lost_count: int
+    lost_estimated: bool
     used: int
-    waiting: list[Due] = []
-    #: Packed ``Ranges``.
-    dead: bytes = b""
-    failing: bytes = b""
-    resent: bytes = b""
-    kept: bytes = b""
-    #: None unless the group is ordered.
-    ordered: OrderedState | None = None
-    lost_estimated: bool = False
 
 
 class PartitionState(msgspec.Struct, array_like=True):
@@ -135,24 +120,17 @@ def dump_partition(partition: Partition, generation: int, flushed: int) -> Parti
 
 
 def _dump_group(group: Group) -> GroupState:
-    log = group.pull_log.dump(durable_holds=group.logs_pulls)
-    consumers = [ConsumerState(c.id, c.client, c.proof) for c in group.consumers.values()]
     return GroupState(
         group.definition,
-        log.next,
-        log.returned,
-        log.held,
-        consumers,
+        [ConsumerState(c.id, c.client, c.proof) for c in group.consumers.values()],
+        group.dump(),
+        group.locks.dump() if isinstance(group, OrderedGroup) else [],
+        group.failures.dump(),
+        group.retained.dump(),
         group.redelivered_count,
         group.lost_count,
-        group.used,
-        log.waiting,
-        log.dead,
-        log.failing,
-        log.resent,
-        group.retained.dump(),
-        OrderedState(group.cursors.dump(), group.locks.dump()) if isinstance(group, OrderedGroup) else None,
         group.lost_estimated,
+        group.used,
     )
 
 
@@ -160,20 +138,18 @@ def load_groups(state: PartitionState, partition: Partition, turn: Turn, last_co
     """Load the groups of a partition from a checkpoint; their consumers have not reconnected yet."""
     for entry in state.groups:
         group = new_group(entry.definition, partition, turn.limits, turn)
-        group.pull_log = PullLog.load(
-            PullLogState(entry.next, entry.returned, entry.held, entry.waiting, entry.dead, entry.failing, entry.resent)
-        )
-        group.retained = RetainedRows.load(entry.kept)
+        group.load(entry.cursors)
+        group.failures.load(entry.failures)
+        group.retained = RetainedRows.load(entry.retained)
         group.redelivered_count = entry.redelivered_count
         group.lost_count = entry.lost_count
         group.lost_estimated = entry.lost_estimated
         group.used = entry.used
         for consumer in entry.consumers:
             group.add(AttachedConsumer(consumer.id, group, consumer.client, last_contact, consumer.proof))
-        if isinstance(group, OrderedGroup) and entry.ordered is not None:
-            group.cursors.load(entry.ordered.cursors)
-            for first, end, owner, epoch in entry.ordered.locks:
-                group.locks.set(first, end, owner, epoch)
+        if isinstance(group, OrderedGroup):
+            for lock in entry.locks:
+                group.locks.set(*lock)
         yield group
 
 

@@ -11,7 +11,7 @@ import logging
 from typing import Any, Protocol, TypeVar
 
 from plait import tasks
-from plait.broker.groups.ordered_group import OrderedGroup
+from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.partitions.finished import began, gone_below, passed
 from plait.broker.partitions.partition import Partition
 from plait.errors import InvalidArgument, PlaitError

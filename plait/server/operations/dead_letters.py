@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.broker.groups.dead_letters import Choice, Letters
-from plait.broker.groups.shared_group import Group
+from plait.broker.groups.group import Group
 from plait.errors import InvalidArgument
 from plait.frame.columns import Column
 from plait.frame.header import SEQUENCE_MAX
@@ -42,10 +42,10 @@ LETTER_BYTES = 8 * KIB
 
 def list_queues(server: Server, request: OfSubjects) -> list[DeadQueue]:
     return [
-        DeadQueue(partition.row.subject, name, group.pull_log.dead.count)
+        DeadQueue(partition.row.subject, name, group.failures.dead.count)
         for partition in partitions_of(server, request)
         for name, group in sorted(partition.groups.items())
-        if group.pull_log.dead
+        if group.failures.dead
     ]
 
 
@@ -128,7 +128,7 @@ def _views(group: Group, letters: Letters, *, bodies: bool) -> list[LetterRow]:
     """The views of a frame's letters. A page is small enough for a loop over its rows."""
     sequences, frame, death = letters
     if frame is None or death is None:
-        attempts = [group.pull_log.dead.overlap(s, s + 1)[0].attempt for s in sequences.tolist()]
+        attempts = [group.failures.dead.overlap(s, s + 1)[0].attempt for s in sequences.tolist()]
         return [LetterRow(sequence=s, attempts=a) for s, a in zip(sequences.tolist(), attempts, strict=True)]
     rows = np.searchsorted(frame.sequences(), sequences).tolist()
     producers, numbers = frame.message_ids()

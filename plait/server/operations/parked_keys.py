@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plait.broker.groups.dead_letters import Choice
-from plait.broker.groups.ordered_group import OrderedGroup
+from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.errors import InvalidArgument, KeyNotParked
 from plait.frame.columns import Column
 from plait.limits import LOGICAL_PARTITIONS, PARKED_PAGE_MAX
@@ -26,7 +26,9 @@ def list_parked(server: Server, request: ListParked) -> FoundKeys:
         raise InvalidArgument(f"a page of {request.limit} parked keys is invalid; use 1 to {PARKED_PAGE_MAX}")
     group = _group(server, request.subject, request.group)
     letters = {
-        cursor.key: cursor.letter for cursor in group.parked() if cursor.key is not None and cursor.key > request.after
+        cursor.key: cursor.letter
+        for cursor in group.policy.parked()
+        if cursor.key is not None and cursor.key > request.after
     }
     page = sorted(letters)[: request.limit]
     views = _views(server, group, {key: letters[key] for key in page})
@@ -78,10 +80,10 @@ def _unpark(server: Server, request: Unpark, *, skip: bool) -> int:
         raise InvalidArgument(f"the request names {len(request.keys)} keys; name 1 to {PARKED_PAGE_MAX} at a time")
     broker = server.broker
     broker.turn.refuse_when_stalled()
-    parked = {cursor.key: cursor.owner for cursor in group.parked()}
+    parked = {cursor.key: cursor.owner for cursor in group.policy.parked()}
     # Ignore keys that a concurrent request has resumed already.
     owners = {parked[key] for key in request.keys if key in parked}
-    count = sum(group.resume(key, broker.turn, skip=skip) for key in dict.fromkeys(request.keys))
+    count = sum(group.policy.resume(key, skip=skip) for key in dict.fromkeys(request.keys))
     if not count:
         raise KeyNotParked(
             f"none of these keys is parked in group {request.group!r} on {request.subject!r}",
@@ -90,7 +92,7 @@ def _unpark(server: Server, request: Unpark, *, skip: bool) -> int:
         )
     for owner in sorted(owners):
         # If the key has moved to another partition, its owner finds out what to consume first.
-        group.notify(owner)
+        group.handover.notify(owner)
     broker.waking.wake_group(group)
     return count
 

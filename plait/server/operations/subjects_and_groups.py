@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from plait.broker.groups import group_settings
 from plait.broker.partitions.partition import Partition
 from plait.broker.views import group_view, subject_view
 from plait.errors import InvalidArgument
@@ -85,11 +86,11 @@ def partitions_of(server: Server, request: OfSubjects) -> list[Partition]:
 
 
 def describe_group(server: Server, request: OfGroup) -> GroupInfo:
-    return group_view(server.membership.group(request.subject, request.group), server.broker.turn)
+    return group_view(server.membership.group(request.subject, request.group), counted=True)
 
 
 def began(server: Server, request: Began) -> int | None:
-    return server.membership.began(request.partitions, request.group, request.client)
+    return group_settings.began(server.broker, request.partitions, request.group, request.client)
 
 
 def reset_group(server: Server, request: ResetGroup) -> int:

@@ -1,4 +1,4 @@
-"""Judging rows by their events: compared with the replay of a pull log, and with defects."""
+"""Judging rows by their events: compared with the replay of a shared group, and with defects."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from plait.storage.logs.action_log import (
     ConsumerDefinition,
     GroupDefinition,
 )
-from plait.storage.pull_log import PullLog
 from plait.storage.ranges import Ranges
+from tests.support.bare_group import BareGroup
 
 END = 40
 
@@ -85,15 +85,16 @@ def broken(verdict: GroupVerdict) -> dict[str, list[int]]:
     return {name: numbers.tolist() for name, numbers in verdict.broken.items() if len(numbers)}
 
 
-# --- against the pull log -------------------------------------------------------------------------
+# --- against a shared group ----------------------------------------------------------------------
 
 
 class Driven:
-    """A pull log that is driven like a broker's; every decision is recorded as an event."""
+    """A shared group that is driven like a broker's; every decision is recorded as an event."""
 
     def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
         self.script = Script()
-        self.log = PullLog(0)
+        self.group = BareGroup()
+        self.cursor, self.failures = self.group.cursor, self.group.failures
         self._draw = draw
         self.acked = Ranges()
         self.skipped = Ranges()
@@ -101,19 +102,19 @@ class Driven:
 
     def pull(self) -> None:
         consumer, count = self._draw(st.integers(1, 3)), self._draw(st.integers(1, 6))
-        self.log.return_due(10**18)
-        if self.log.ready:
-            start, end, attempt = self.log.returned.head()
+        self.group.group.return_due(10**18)
+        if self.cursor.ready:
+            start, end, attempt = self.cursor.returned.head()
             end = min(end, start + count)
         else:
-            start, end, attempt = self.log.next, min(self.log.next + count, END), 0
+            start, end, attempt = self.cursor.next, min(self.cursor.next + count, END), 0
         if start < end:
             self.script.add(Action.PULL, consumer, start, end, attempt + 1)
-            self.log.pulled(consumer, start, end, attempt + 1)
+            self.group.event(Action.PULL, consumer, start, end, attempt + 1)
             self.purged.remove(start, end)
 
     def _held(self) -> tuple[int, int, int, int] | None:
-        pieces = [(consumer, *piece) for consumer, held in sorted(self.log.held.items()) for piece in held]
+        pieces = [(consumer, *piece) for consumer, held in sorted(self.cursor.held.items()) for piece in held]
         if not pieces:
             return None
         consumer, start, end, attempt = self._draw(st.sampled_from(pieces))
@@ -124,7 +125,7 @@ class Driven:
         if piece := self._held():
             consumer, start, end, _ = piece
             self.script.add(Action.ACK, consumer, start, end)
-            self.log.acked(consumer, start, end)
+            self.group.event(Action.ACK, consumer, start, end)
             self.acked.add(start, end, 0)
 
     def nack(self) -> None:
@@ -133,50 +134,50 @@ class Driven:
             consumer, start, end, attempt = piece
             uncounted = self._draw(st.booleans())
             self.script.add(Action.NACK, consumer, start, end, attempt, flags=FLAG_UNCOUNTED * uncounted)
-            self.log.nacked(consumer, start, end, due, 1, counted=not uncounted)
+            self.group.event(Action.NACK, consumer, start, end, due=due, counted=not uncounted)
 
     def bury(self) -> None:
         if piece := self._held():
             consumer, start, end, attempt = piece
             self.script.add(Action.BURY, consumer, start, end, attempt)
-            self.log.buried(consumer, start, end, attempt, 1)
+            self.group.event(Action.BURY, consumer, start, end, attempt)
 
     def offline(self) -> None:
         consumer = self._draw(st.integers(1, 3))
-        if consumer in self.log.held:
+        if consumer in self.cursor.held:
             self.script.add(Action.OFFLINE, consumer)
-            self.log.offline(consumer, 1)
+            self.group.event(Action.OFFLINE, consumer)
 
     def revive(self) -> None:
-        if self.log.dead:
-            start, end, _ = self._draw(st.sampled_from(list(self.log.dead)))
+        if self.failures.dead:
+            start, end, _ = self._draw(st.sampled_from(list(self.failures.dead)))
             self.script.add(Action.REVIVE, 0, start, end)
-            self.log.revived(start, end)
+            self.group.event(Action.REVIVE, 0, start, end)
 
     def purge(self) -> None:
-        if self.log.dead:
-            start, end, _ = self._draw(st.sampled_from(list(self.log.dead)))
+        if self.failures.dead:
+            start, end, _ = self._draw(st.sampled_from(list(self.failures.dead)))
             self.script.add(Action.PURGE, 0, start, end)
-            self.log.purged(start, end)
+            self.group.event(Action.PURGE, 0, start, end)
             self.purged.add(start, end, 0)
 
     def skip(self) -> None:
-        start = self.log.next
+        start = self.cursor.next
         end = min(start + 2, END)
-        if start < end and not self.log.ready:
+        if start < end and not self.cursor.ready:
             self.script.add(Action.SKIP, 0, start, end)
-            self.log.skipped(start, end)
+            self.group.event(Action.SKIP, 0, start, end)
             self.skipped.add(start, end, 0)
 
     def reset(self) -> None:
-        to = self._draw(st.integers(0, self.log.next))
+        to = self._draw(st.integers(0, self.cursor.next))
         self.script.add(Action.RESET, 0, to, to)
-        self.log.reset(to)
+        self.group.event(Action.RESET, 0, to, to)
         self.acked.clear()
         self.skipped.clear()
 
     def expected(self) -> list[Fate]:
-        """The fate of each row by the pull log."""
+        """The fate of each row by the group."""
         fates = []
         start = max([e[6] for e in self.script.events if e[0] == Action.RESET][-1:], default=0)
         for row in range(END):
@@ -186,13 +187,13 @@ class Driven:
 
             if there(self.acked):
                 fates.append(Fate.ACKED)
-            elif there(self.log.dead) or (there(self.purged) and row < self.log.next):
+            elif there(self.failures.dead) or (there(self.purged) and row < self.cursor.next):
                 fates.append(Fate.DEAD)
             elif there(self.skipped):
                 fates.append(Fate.EXPIRED)
-            elif any(there(held) for held in self.log.held.values()):
+            elif any(there(held) for held in self.cursor.held.values()):
                 fates.append(Fate.HELD)
-            elif there(self.log.returned) or there(self.log.waiting):
+            elif there(self.cursor.returned) or there(self.cursor.waiting):
                 fates.append(Fate.RETURNED)
             elif row < start:
                 fates.append(Fate.OUTSIDE)

@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from plait.broker.granted_numbers import GrantedNumbers
-from plait.broker.groups.locks import Epochs, Grant, Want
-from plait.broker.groups.ordered_group import OrderedGroup
-from plait.broker.groups.shared_group import AttachedConsumer, Group
-from plait.broker.partitions.waking import WaiterWaking
+from plait.broker.groups.group import AttachedConsumer, Group
+from plait.broker.groups.ordered.locks import Epochs, Grant, Want
+from plait.broker.groups.ordered.ordered_group import OrderedGroup
+from plait.broker.partitions.suspended import WaiterWaking
 from plait.broker.session_token import proves
 from plait.broker.turn import Turn
 from plait.errors import InvalidArgument, StaleSession
@@ -93,15 +93,15 @@ class LeaseGrants:
         wanted = self._checked(wants)
         chosen = lp_set((first, end) for first, end, _, _ in wanted)
         marks, resumed = self._checked_keys(marks, chosen), self._checked_keys(resumed, chosen)
-        group.refuse_more_keys(marks)
+        group.policy.refuse_more_keys(marks)
         if route < group.partition.row.route and not group.definition.affinity:
             wanted = _limit_to_route(wanted, group.partition.known_until(route))
         consumer.leased_until = self.now() + self.longest
-        group.lease(consumer, wanted, self._turn, self.now())
-        group.inherit(marks, resumed, self._turn)
+        group.handover.lease(consumer, wanted, self.now())
+        group.policy.inherit(marks, resumed)
         self._waking.wake_group(group)
-        owned, leaving, refused = group.lock_state(consumer)
-        drained, again = runs_of(group.drained(wanted)), runs_of(group.sealed_unfinished())
+        owned, leaving, refused = group.locks.state(consumer.id)
+        drained, again = runs_of(group.handover.drained(wanted)), runs_of(group.handover.sealed_unfinished())
         parked, inherited = _parked(group, chosen)
         return LeaseGrant(self.seconds, consumer.news, owned, leaving, drained, refused, parked, inherited, again)
 
@@ -149,7 +149,7 @@ class LeaseGrants:
                 f"{len(runs)} runs, starting with {runs[:10]}, are not runs of logical partitions; use 0 <= first "
                 f"< end <= {LOGICAL_PARTITIONS} and name each logical partition once"
             )
-        self._ordered(consumer).give_back(consumer, lp_set(runs), ranges, tags, self._turn)
+        self._ordered(consumer).give_back(consumer, lp_set(runs), ranges, tags)
 
     def _ordered(self, consumer: AttachedConsumer) -> OrderedGroup:
         group = consumer.group
@@ -187,7 +187,7 @@ class LeaseGrants:
         for number, group in enumerate(list(self._groups.values()), 1):
             if group.consumers and group.id in self._groups:
                 try:
-                    group.transfer_locks(self._turn, self.now())
+                    group.handover.transfer(self.now())
                 except Exception:  # noqa: BLE001 (it is logged there)
                     self._waking.failed(group)
             if number % LOOK_GROUPS == 0:
@@ -196,7 +196,7 @@ class LeaseGrants:
 
 def _parked(group: OrderedGroup, lps: LpSet) -> tuple[list[int], list[int]]:
     """The parked keys of these LPs, and those of them that have no dead letter here: they are parked elsewhere."""
-    parked = group.parked()
+    parked = group.policy.parked()
     if not parked:
         return [], []
     among = lps.tolist()

@@ -8,16 +8,14 @@ rows are counted by their keys if there are few enough, or estimated from the cu
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from plait.broker.groups.ordered.row_reader import RowReader
+from plait.broker.partitions.partition import Partition
 from plait.storage.cursor import Cursor
 from plait.storage.ranges import Range
-
-if TYPE_CHECKING:
-    from plait.broker.groups.row_reader import RowReader
-    from plait.broker.groups.shared_group import Journal
 
 #: Rows examined to count what one run of retention takes from one group: about 20 ms.
 LOST_COUNTED_MAX: Final = 200_000
@@ -38,10 +36,9 @@ NONE: Final = Count(0, True)
 class RowCounter:
     """Counts rows of one group's cursors and examines at most ``most`` rows in total."""
 
-    def __init__(self, group: RowReader, journal: Journal | None, most: int) -> None:
-        """``journal``: None to examine no rows."""
-        self._group = group
-        self._journal = journal
+    def __init__(self, partition: Partition, reader: RowReader, most: int) -> None:
+        self._partition = partition
+        self._reader = reader
         self._left = most
         self.exact = True
 
@@ -54,7 +51,7 @@ class RowCounter:
     def _count(self, cursor: Cursor, ranges: list[tuple[int, int]]) -> Count:
         if not ranges:
             return NONE
-        group, partition = self._group, self._group.partition
+        partition = self._partition
         low, length = min(start for start, _ in ranges), sum(end - start for start, end in ranges)
         # Where the rows of each logical partition end in this partition; 0: it never had any.
         ends = np.full(len(cursor.lps), partition.next)
@@ -66,9 +63,9 @@ class RowCounter:
             return NONE
         if cursor.key is None and not cursor.without and not (there & ~mine).any():
             return Count(length, True)
-        if self._journal is not None and length <= self._left:
+        if length <= self._left:
             self._left -= length
-            return Count(group.count_rows(self._journal, cursor, ranges), True)
+            return Count(self._reader.count_rows(cursor, ranges), True)
         # The share of a single key is unknown.
         share = 0.0 if cursor.key is not None else int(mine.sum()) / int(there.sum())
         return Count(round(length * share), False)

@@ -1,4 +1,4 @@
-"""The pull log against a model with the state of every single sequence."""
+"""The state of a shared group, as events change it, against a model with the state of every single sequence."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from plait.storage.pull_log import PullLog, PullLogState
+from plait.storage.cursor import CursorState
+from plait.storage.logs.action_log import Action
 from plait.storage.ranges import Range, Ranges
+from tests.support.bare_group import BareGroup
 
 CONSUMERS = st.integers(1, 3)
 SEQUENCES = st.integers(0, 30)
@@ -16,12 +18,12 @@ START = 3
 DUES = st.integers(1, 5)
 
 
-class PullLogMachine(RuleBasedStateMachine):
+class SharedStateMachine(RuleBasedStateMachine):
     """Each sequence is not yet delivered, held by a consumer, returned, waiting, dead, or done."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.log = PullLog(START)
+        self.state = BareGroup(START)
         self.next = START
         self.held: dict[int, tuple[int, int]] = {}
         self.returned: dict[int, int] = {}
@@ -53,7 +55,7 @@ class PullLogMachine(RuleBasedStateMachine):
     @rule(consumer=CONSUMERS, count=SIZES)
     def pull_new(self, consumer: int, count: int) -> None:
         start = self.next
-        self.log.pulled(consumer, start, start + count, 1)
+        self.state.event(Action.PULL, consumer, start, start + count, 1)
         self.next += count
         for sequence in range(start, start + count):
             self.held[sequence] = (consumer, 1)
@@ -64,9 +66,9 @@ class PullLogMachine(RuleBasedStateMachine):
     def pull_returned(self, consumer: int) -> None:
         if not self.returned:
             return
-        start, end, attempt = self.log.returned.head()
+        start, end, attempt = self.state.cursor.returned.head()
         assert set(range(start, end)) <= self.returned.keys()
-        self.log.pulled(consumer, start, end, attempt + 1)
+        self.state.event(Action.PULL, consumer, start, end, attempt + 1)
         for sequence in range(start, end):
             assert self.returned.pop(sequence) == attempt
             self.held[sequence] = (consumer, attempt + 1)
@@ -76,7 +78,7 @@ class PullLogMachine(RuleBasedStateMachine):
         """A pull event whose predecessors were lost: the rows that it jumps over are delivered again."""
         start = self.next + ahead
         self._pass(start, start + count)
-        self.log.pulled(consumer, start, start + count, 1)
+        self.state.event(Action.PULL, consumer, start, start + count, 1)
         for sequence in range(start, start + count):
             self.held[sequence] = (consumer, 1)
             self.dead.pop(sequence, None)
@@ -96,13 +98,12 @@ class PullLogMachine(RuleBasedStateMachine):
             if self.dead.pop(sequence, None) is not None:
                 settled += 1
             self._forget(sequence)
-        assert self.log.acked(consumer, start, start + count) == settled
+        assert self.state.group._acked(consumer, start, start + count) == settled
 
     @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES)
     def nack(self, consumer: int, start: int, count: int) -> None:
-        pieces = self.log.nacked(consumer, start, start + count, 0, self.time)
+        self.state.event(Action.NACK, consumer, start, start + count, time=self.time)
         expected = {s: a for s, (c, a) in self.held.items() if c == consumer and start <= s < start + count}
-        assert {s: p.attempt for p in pieces for s in range(p.start, p.end)} == expected
         for sequence, attempt in expected.items():
             del self.held[sequence]
             self.returned[sequence] = attempt
@@ -111,7 +112,7 @@ class PullLogMachine(RuleBasedStateMachine):
     @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES)
     def give_back(self, consumer: int, start: int, count: int) -> None:
         """The consumer returns rows that it had not begun to handle."""
-        self.log.nacked(consumer, start, start + count, 0, self.time, counted=False)
+        self.state.event(Action.NACK, consumer, start, start + count, time=self.time, counted=False)
         for sequence, (holder, attempt) in list(self.held.items()):
             if holder == consumer and start <= sequence < start + count:
                 del self.held[sequence]
@@ -119,10 +120,10 @@ class PullLogMachine(RuleBasedStateMachine):
 
     @rule(consumer=CONSUMERS)
     def bury(self, consumer: int) -> None:
-        held = self.log.held.get(consumer)
+        held = self.state.cursor.held.get(consumer)
         if held:
             start, end, attempt = held.head()
-            self.log.buried(consumer, start, end, attempt, self.time)
+            self.state.event(Action.BURY, consumer, start, end, attempt, time=self.time)
             for sequence in range(start, end):
                 del self.held[sequence]
                 self._failed(sequence)
@@ -132,7 +133,7 @@ class PullLogMachine(RuleBasedStateMachine):
     @rule(start=SEQUENCES, count=SIZES)
     def resend(self, start: int, count: int) -> None:
         found = {s: a for s, a in self.dead.items() if start <= s < start + count}
-        assert self.log.revived(start, start + count) == len(found)
+        assert self.state.group._revive(start, start + count) == len(found)
         for sequence, attempt in found.items():
             del self.dead[sequence]
             if sequence < self.next:
@@ -141,7 +142,7 @@ class PullLogMachine(RuleBasedStateMachine):
     @rule(start=SEQUENCES, count=SIZES)
     def purge(self, start: int, count: int) -> None:
         found = [s for s in self.dead if start <= s < start + count]
-        assert self.log.purged(start, start + count) == len(found)
+        assert self.state.failures.purge(start, start + count) == len(found)
         for sequence in found:
             del self.dead[sequence]
             self._forget(sequence)
@@ -149,7 +150,7 @@ class PullLogMachine(RuleBasedStateMachine):
     @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES, due=DUES)
     def fail(self, consumer: int, start: int, count: int, due: int) -> None:
         due += self.now
-        self.log.nacked(consumer, start, start + count, due, self.time)
+        self.state.event(Action.NACK, consumer, start, start + count, due=due, time=self.time)
         for sequence, (holder, attempt) in list(self.held.items()):
             if holder == consumer and start <= sequence < start + count:
                 del self.held[sequence]
@@ -159,7 +160,7 @@ class PullLogMachine(RuleBasedStateMachine):
     @rule(moments=DUES)
     def time_passes(self, moments: int) -> None:
         self.now += moments
-        self.log.return_due(self.now)
+        self.state.group.return_due(self.now)
         self.look()
 
     @rule()
@@ -171,17 +172,17 @@ class PullLogMachine(RuleBasedStateMachine):
                 if at == min(due):
                     del self.waiting[sequence]
                     self.returned[sequence] = attempt
-        assert self.log.ready == bool(self.returned)
+        assert self.state.cursor.ready == bool(self.returned)
 
     @rule(consumer=CONSUMERS, end=SEQUENCES, count=SIZES)
     def pull_separate_ranges(self, consumer: int, end: int, count: int) -> None:
-        heads = self.log.returned.heads(end, count)
+        heads = self.state.cursor.returned.heads(end, count)
         assert len(heads) <= count
         if not heads:
             assert not self.returned or min(self.returned) >= end
             return
-        self.log.pulled_heads(consumer, heads)
         for start, stop, attempt in heads:
+            self.state.event(Action.PULL, consumer, start, stop, attempt + 1)
             for sequence in range(start, stop):
                 assert sequence == min(self.returned)
                 assert sequence < end
@@ -194,13 +195,13 @@ class PullLogMachine(RuleBasedStateMachine):
             return
         sequence = min(self.waiting)
         _, attempt = self.waiting.pop(sequence)
-        self.log.pulled(consumer, sequence, sequence + 1, attempt + 1)
+        self.state.event(Action.PULL, consumer, sequence, sequence + 1, attempt + 1)
         self.held[sequence] = (consumer, attempt + 1)
 
     @rule(consumer=CONSUMERS)
     def offline(self, consumer: int) -> None:
         gone = {s: a for s, (c, a) in self.held.items() if c == consumer}
-        assert self.log.offline(consumer, self.time) == len(gone)
+        assert self.state.group._release(consumer, self.time) == len(gone)
         for sequence, attempt in gone.items():
             del self.held[sequence]
             self.returned[sequence] = attempt
@@ -221,89 +222,106 @@ class PullLogMachine(RuleBasedStateMachine):
         if start <= self.next < end:
             lost += end - self.next
             self.next = end
-        assert self.log.skipped(start, end) == lost
+        before = self.state.group.lost_count
+        self.state.event(Action.SKIP, 0, start, end)
+        assert self.state.group.lost_count - before == lost
 
     @rule(sequence=SEQUENCES)
     def reset(self, sequence: int) -> None:
-        self.log.reset(sequence)
+        self.state.event(Action.RESET, 0, sequence, sequence)
         self.next, self.held, self.returned, self.waiting, self.resent = sequence, {}, {}, {}, {}
         self.failing = {s: since for s, since in self.failing.items() if s in self.dead}
 
+    def _reload(self, *, broadcast: bool) -> None:
+        again = BareGroup(broadcast=broadcast)
+        again.group.load([self.state.cursor.dump(durable_holds=not broadcast)])
+        again.failures.load(self.state.failures.dump())
+        self.state = again
+        self.state.cursor.waiting.release(self.now)
+
     @rule()
     def checkpoint(self) -> None:
-        self.log = PullLog.load(self.log.dump(durable_holds=True))
-        self.log.waiting.release(self.now)
+        self._reload(broadcast=False)
 
     @rule()
     def checkpoint_of_a_broadcast_group(self) -> None:
-        self.log = PullLog.load(self.log.dump(durable_holds=False))
-        self.log.waiting.release(self.now)
+        self._reload(broadcast=True)
         self.returned.update({s: attempt for s, (_, attempt) in self.held.items()})
         self.held = {}
 
     @invariant()
     def they_agree(self) -> None:
-        assert self.log.next == self.next
-        assert {s: r.attempt for r in self.log.returned for s in range(r.start, r.end)} == self.returned
+        assert self.state.cursor.next == self.next
+        assert {s: r.attempt for r in self.state.cursor.returned for s in range(r.start, r.end)} == self.returned
         held = {
             s: (consumer, r.attempt)
-            for consumer, ranges in self.log.held.items()
+            for consumer, ranges in self.state.cursor.held.items()
             for r in ranges
             for s in range(r.start, r.end)
         }
         assert held == self.held
         for found, known in (
-            (self.log.dead, self.dead),
-            (self.log.failing, self.failing),
-            (self.log.resent, self.resent),
+            (self.state.failures.dead, self.dead),
+            (self.state.failures.failing, self.failing),
+            (self.state.failures.resent, self.resent),
         ):
             assert {s: r.attempt for r in found for s in range(r.start, r.end)} == known
         assert not self.dead.keys() & (self.held.keys() | self.returned.keys() | self.waiting.keys())
-        assert self.log.held_count == len(self.held)
-        assert self.log.floor == min([self.next, *self.held, *self.returned, *self.waiting])
+        assert self.state.cursor.held_count == len(self.held)
+        assert self.state.cursor.floor == min([self.next, *self.held, *self.returned, *self.waiting])
         waiting = {
-            s: (due, r.attempt) for due, ranges in self.log.waiting for r in ranges for s in range(r.start, r.end)
+            s: (due, r.attempt)
+            for due, ranges in self.state.cursor.waiting
+            for r in ranges
+            for s in range(r.start, r.end)
         }
         assert waiting == self.waiting
-        assert self.log.waiting.count == len(waiting)
-        assert len(self.log.waiting) == sum(len(ranges) for _, ranges in self.log.waiting)
+        assert self.state.cursor.waiting.count == len(waiting)
+        assert len(self.state.cursor.waiting) == sum(len(ranges) for _, ranges in self.state.cursor.waiting)
         to_come = [due for due, _ in waiting.values() if due > self.now]
-        assert self.log.waiting.next_due == min(to_come, default=None)
-        for consumer in (1, 2, 3):
-            assert self.log.ranges_of(consumer) == len(list(self.log.held.get(consumer, [])))
+        assert self.state.cursor.waiting.next_due == min(to_come, default=None)
 
     @invariant()
     def consumers_without_held_ranges_have_no_entry(self) -> None:
-        assert all(self.log.held.values())
+        assert all(self.state.cursor.held.values())
 
 
-TestPullLog = PullLogMachine.TestCase
-TestPullLog.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestSharedState = SharedStateMachine.TestCase
+TestSharedState.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
 def test_the_same_events_lead_to_the_same_state():
+    lived, replayed = BareGroup(), BareGroup()
     events = [
-        lambda log: log.pulled(1, 0, 10, 1),
-        lambda log: log.acked(1, 0, 4),
-        lambda log: log.nacked(1, 4, 6, 0, 7_000_000),
-        lambda log: log.pulled(2, 4, 6, 2),
-        lambda log: log.buried(1, 6, 8, 1, 8_000_000),
-        lambda log: log.offline(1, 9_000_000),
+        (Action.PULL, 1, 0, 10, 1),
+        (Action.ACK, 1, 0, 4),
+        (Action.NACK, 1, 4, 6, 0, 0, 7_000_000),
+        (Action.PULL, 2, 4, 6, 2),
+        (Action.BURY, 1, 6, 8, 1, 0, 8_000_000),
+        (Action.OFFLINE, 1, 0, 0, 0, 0, 9_000_000),
     ]
-    lived, replayed = PullLog(0), PullLog(0)
     for number, event in enumerate(events):
-        event(lived)
+        lived.event(*event)
         if number == 2:
-            replayed = PullLog.load(lived.dump(durable_holds=True))
+            replayed.group.load(lived.group.dump())
+            replayed.failures.load(lived.failures.dump())
         elif number > 2:
-            event(replayed)
-    assert replayed.dump(durable_holds=True) == lived.dump(durable_holds=True)
-    assert lived.dump(durable_holds=True) == PullLogState(
-        next=10,
-        returned=[Range(8, 10, 1)],
-        held={2: [Range(4, 6, 2)]},
-        waiting=[],
-        dead=Ranges([(6, 8, 1)]).pack(),
-        failing=Ranges([(4, 6, 7), (6, 8, 8), (8, 10, 9)]).pack(),
-        resent=Ranges().pack(),
-    )
+            replayed.event(*event)
+    assert replayed.group.dump() == lived.group.dump()
+    assert replayed.failures.dump() == lived.failures.dump()
+    assert lived.group.dump() == [
+        CursorState(
+            id=0,
+            lps=None,
+            key=None,
+            without=[],
+            next=10,
+            returned=[Range(8, 10, 1)],
+            held={2: [Range(4, 6, 2)]},
+            waiting=[],
+            parked=False,
+            letter=-1,
+        )
+    ]
+    failing = Ranges([(4, 6, 7), (6, 8, 8), (8, 10, 9)])
+    assert lived.failures.dump() == (Ranges([(6, 8, 1)]).pack(), failing.pack(), Ranges().pack())

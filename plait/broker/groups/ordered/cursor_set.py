@@ -6,30 +6,24 @@ Splits and joins are recorded as events, because later events refer to cursors b
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from plait.broker.groups.group import Group
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import LpSet, runs_of, single_lp
-from plait.storage.cursor import Cursor, CursorState
+from plait.storage.cursor import ALL, Cursor
 from plait.storage.due_ranges import DueRanges
 from plait.storage.logs.action_log import Action
-
-#: All logical partitions. Cursors that have all of them share this array.
-ALL: LpSet = np.ones(LOGICAL_PARTITIONS, bool)
-ALL.setflags(write=False)
-
-#: Records an event: (action, cursor number, start, end, value, attempt).
-RecordEvent = Callable[[Action, int, int, int, int, int], None]
 
 
 class CursorSet:
     """Finds the cursor of a row, splits and joins cursors, and replays these changes."""
 
-    def __init__(self, start: int, record: RecordEvent) -> None:
-        self._record = record
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self._all: dict[int, Cursor] = {}
         #: The cursors without a key, by slot; None: the slot is free.
         self._wide: list[Cursor | None] = []
@@ -37,7 +31,7 @@ class CursorSet:
         self._slots: array[int] | None = None
         self.by_key: dict[int, Cursor] = {}
         self._next = 1
-        self.begin(start)
+        self.begin(group.definition.start)
 
     def begin(self, start: int, number: int = 0) -> int:
         """Replace all cursors by one that continues from ``start``; returns its number."""
@@ -76,7 +70,23 @@ class CursorSet:
         assert cursor is not None
         return cursor
 
+    def parent(self, key: Cursor) -> Cursor:
+        """The cursor of a key's logical partition."""
+        assert key.key is not None
+        return self.of_lp(key.key % LOGICAL_PARTITIONS)
+
+    def is_behind(self, key: Cursor) -> bool:
+        """A key's cursor has not caught up with the cursor of its logical partition."""
+        return bool(key.returned or key.waiting) or key.next < self.parent(key).next
+
+    def holding(self, owner: int) -> list[Cursor]:
+        """The cursors of which an owner holds rows."""
+        return [each for each in self._all.values() if each.owner == owner and each.held]
+
     # --- splitting and joining ------------------------------------------------------------------
+
+    def _record(self, action: Action, cursor: int, start: int, end: int, value: int = 0, attempt: int = 0) -> None:
+        self._group.journal.event(action, self._group, cursor, start, end, attempt, value)
 
     def take_out(self, lps: LpSet) -> list[Cursor]:
         """Cursors of exactly these logical partitions, split off where needed, and the cursors of their keys."""
@@ -99,14 +109,14 @@ class CursorSet:
         part = cursor.split(self._number(), lps)
         self._add(part)
         for first, end in runs_of(lps):
-            self._record(Action.MOVE, cursor.id, first, end, part.id, 0)
+            self._record(Action.MOVE, cursor.id, first, end, part.id)
         return part
 
     def hold(self, cursor: Cursor, lp: int, key: int) -> Cursor:
         """Split off a cursor for a key."""
         part = cursor.split(self._number(), single_lp(lp), key)
         self._add(part)
-        self._record(Action.HOLD, cursor.id, lp, part.id, _signed(key), 0)
+        self._record(Action.HOLD, cursor.id, lp, part.id, _signed(key))
         return part
 
     def join(self, cursor: Cursor, others: list[Cursor]) -> None:
@@ -114,7 +124,7 @@ class CursorSet:
         self._join(cursor, others)
         # Deliveries and passed ranges without rows are not recorded, so the join records the full position.
         for other in others:
-            self._record(Action.JOIN, cursor.id, other.id, cursor.next, 0, 0)
+            self._record(Action.JOIN, cursor.id, other.id, cursor.next)
         for piece in [*cursor.returned, *cursor.all_held()]:
             self._record(Action.RETURN, cursor.id, piece.start, piece.end, 0, piece.attempt)
         for due, pieces in cursor.waiting:
@@ -165,7 +175,7 @@ class CursorSet:
     # --- replay, checkpoints --------------------------------------------------------------------
 
     def replay(self, action: int, number: int, start: int, end: int, value: int) -> None:
-        """Apply an event that ``RecordEvent`` recorded."""
+        """Apply an event that a split or a join recorded."""
         cursor = self._all.get(number)
         if cursor is None:
             return
@@ -194,14 +204,11 @@ class CursorSet:
             cursor.returned.clear()
             cursor.waiting = DueRanges()
 
-    def dump(self) -> list[CursorState]:
-        return [cursor.dump() for cursor in self._all.values()]
-
-    def load(self, states: list[CursorState]) -> None:
-        """Restore the state of a checkpoint."""
+    def load(self, cursors: Iterable[Cursor]) -> None:
+        """Restore the cursors of a checkpoint."""
         self._all, self.by_key = {}, {}
-        for state in states:
-            self._add(Cursor.load(state))
+        for cursor in cursors:
+            self._add(cursor)
 
 
 def _signed(key: int) -> int:

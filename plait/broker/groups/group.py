@@ -1,0 +1,391 @@
+"""A consumer group of one subject: what shared and ordered groups have in common.
+
+A group records each decision as an event of the action log and then applies it to its cursors, so that replay reaches
+the same state.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from plait.clock import Clock
+from plait.errors import FrameError
+from plait.frame.view import FrameView
+from plait.limits import ServerLimits
+from plait.model.reason import Reason
+from plait.model.retry_policy import Retry, due_time
+from plait.storage.cursor import CursorState
+from plait.storage.failures import Failures
+from plait.storage.logs.action_log import Action, GroupDefinition
+from plait.storage.logs.log import Log
+from plait.storage.logs.retained_log import RetainedRows
+from plait.storage.ranges import Range
+
+if TYPE_CHECKING:
+    from plait.broker.groups.ordered.locks import LockFloors
+    from plait.broker.partitions.partition import Delivery, Partition
+    from plait.broker.partitions.suspended import Waiter
+
+#: A message becomes a dead letter by losing its consumers only after this many deliveries, even if its policy allows
+#: fewer attempts: a lost consumer had not started most of the rows that it held.
+LOST_ATTEMPTS_MIN = 16
+
+#: Separates client id and number in the name of a consumer whose client id another process took; no client id has it.
+AFTER_CLIENT = "#"
+
+#: The policy of groups without one.
+DEFAULT_RETRY = Retry()
+
+
+class AttachedConsumer:
+    """One consumer of a group. Each attach gives it a new ``session``; requests of an earlier session are refused."""
+
+    __slots__ = (
+        "client",
+        "connected",
+        "group",
+        "id",
+        "last_contact",
+        "leased_until",
+        "news",
+        "online",
+        "proof",
+        "session",
+    )
+
+    def __init__(self, consumer_id: int, group: Group, client: str, last_contact: float, proof: int = 0) -> None:
+        self.id = consumer_id
+        self.group = group
+        #: Its client id; only ``Group.redefine_consumer`` changes it.
+        self.client = client
+        #: Of an ordered group: the proof of the secret token that continues its session and renews its lease; 0:
+        #: none. Only ``Group.redefine_consumer`` changes it.
+        self.proof = proof
+        self.session = 0
+        #: Attached and not lost.
+        self.online = False
+        #: Its connection is open.
+        self.connected = False
+        #: On the monotonic clock: when its last request came.
+        self.last_contact = last_contact
+        #: Of an ordered group: the end of its lease, on the monotonic clock.
+        self.leased_until = 0.0
+        #: Incremented whenever its locks change.
+        self.news = 0
+
+
+class NackOutcome(NamedTuple):
+    """The outcome that a consumer reports for messages that it did not ack."""
+
+    #: Seconds until the retry; None: as the group's policy says.
+    delay: float | None = None
+    reason: Reason = Reason()
+    #: The messages become dead letters at once.
+    reject: bool = False
+    #: The delivery counts as an attempt.
+    counted: bool = True
+
+
+FAILURE = NackOutcome()
+#: (start, end, epoch) ranges that a request names.
+EpochRanges = list[tuple[int, int, int]]
+#: Makes dead letters of ranges of a group that a consumer (or cursor) holds; returns the ranges that must wait.
+Bury = Callable[["Group", int, list[Range], Reason], list[Range]]
+
+
+class Journal(Protocol):
+    """Records the events of groups, and makes dead letters. The broker's turn implements it."""
+
+    @property
+    def message_log(self) -> Log: ...
+
+    @property
+    def retained_log(self) -> Log: ...
+
+    def event(
+        self,
+        action: Action,
+        group: Group,
+        consumer: int,
+        start: int,
+        end: int,
+        attempt: int,
+        due: int = 0,
+        flags: int = 0,
+    ) -> None: ...
+
+    @property
+    def bury(self) -> Bury: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def floors(self) -> LockFloors: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+
+class Group:
+    """The settings, consumers, failed rows, retained rows and suspended pulls of a group.
+
+    Each change of the definition or of the consumers calls ``Partition.redefined``: the header of the next segment of
+    the action log must include it.
+    """
+
+    #: Rows for a consumer (at most a count and a size), which then holds them; None: there are none. An empty delivery:
+    #: pull again.
+    take: Callable[[AttachedConsumer, int, int], Delivery | None]
+
+    __slots__ = (
+        "_consumers",
+        "consumers",
+        "definition",
+        "died_count",
+        "expected",
+        "failures",
+        "id",
+        "journal",
+        "limits",
+        "lost_count",
+        "lost_estimated",
+        "name",
+        "partition",
+        "redelivered_count",
+        "retained",
+        "take",
+        "used",
+        "waiters",
+    )
+
+    def __init__(
+        self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
+    ) -> None:
+        #: The group's id, name and settings; only ``redefine`` changes it.
+        self.definition = definition
+        self.id = definition.id
+        self.name = definition.name
+        self.partition = partition
+        self.limits = limits
+        self.journal = journal
+        self._consumers: dict[str, AttachedConsumer] = {}
+        #: Client id → consumer. Only the methods of this class change it.
+        self.consumers: Mapping[str, AttachedConsumer] = self._consumers
+        self.failures = Failures()
+        #: Where the retained log has the rows that this group needs.
+        self.retained = RetainedRows()
+        #: Suspended pulls, the longest waiting first.
+        self.waiters: dict[Waiter, None] = {}
+        #: When ``Retries`` examines waiting rows next, in microseconds; 0: it need not.
+        self.expected = 0
+        #: Messages delivered again.
+        self.redelivered_count = 0
+        #: Messages that became dead letters since the start of the broker.
+        self.died_count = 0
+        #: Messages that retention or damage removed before they were done.
+        self.lost_count = 0
+        #: ``lost_count`` includes estimates.
+        self.lost_estimated = False
+        #: Wall time of the last attach or pull.
+        self.used = definition.created
+
+    # --- definitions ----------------------------------------------------------------------------
+
+    def redefine(self, definition: GroupDefinition) -> None:
+        """Change the group's settings."""
+        self.definition = definition
+        self.partition.redefined()
+
+    def add(self, consumer: AttachedConsumer) -> None:
+        """Add a consumer; it replaces an earlier one with the same client id."""
+        self._consumers[consumer.client] = consumer
+        self.partition.redefined()
+
+    def remove(self, consumer: AttachedConsumer) -> None:
+        """Remove a consumer, if it is in the group."""
+        if self._consumers.get(consumer.client) is consumer:
+            del self._consumers[consumer.client]
+            self.partition.redefined()
+
+    def redefine_consumer(self, consumer: AttachedConsumer, client: str, proof: int) -> None:
+        """Set the consumer's client id and proof, and add it if it is not in the group."""
+        self.remove(consumer)
+        consumer.client, consumer.proof = client, proof
+        self.add(consumer)
+
+    # --- failed rows ----------------------------------------------------------------------------
+
+    @property
+    def retry(self) -> Retry:
+        """The retry policy."""
+        return self.definition.retry or DEFAULT_RETRY
+
+    def retry_time(self, piece: Range, failure: NackOutcome, now: int) -> int:
+        """When rows that failed are delivered again."""
+        delay = failure.delay
+        if delay is None:
+            # A number from 0 to 1, always the same for the same attempt of the same rows.
+            chance = float(xxh3_64_intdigest(b"%d-%d-%d" % (self.id, piece.start, piece.attempt))) / 2**64
+            delay = self.retry.wait(piece.attempt, chance)
+        return due_time(now, delay)
+
+    def split_dead(
+        self, piece: Range, failure: NackOutcome, now: int, attempts_min: int = 1
+    ) -> Iterator[tuple[Range, bool]]:
+        """The parts of a failed piece, and whether each becomes a dead letter. ``now`` 0: whatever their age."""
+        if failure.reject or not failure.counted:
+            yield piece, failure.reject
+            return
+        start, end, attempt = piece
+        attempts, old = self.retry.attempts, self._old_before(piece, now) if now else 0
+        for first, last, before in [*self.failures.resent.overlap(start, end), Range(end, end, 0)]:
+            # Rows between resent letters were never dead. For resent letters the attempts before the resend and the age
+            # do not count.
+            for low, high, made, limit in ((start, first, attempt, old), (first, last, attempt - before, 0)):
+                over = attempts is not None and made >= max(attempts, attempts_min)
+                middle = high if over else min(max(low, limit), high)
+                if low < middle:
+                    yield Range(low, middle, attempt), True
+                if middle < high:
+                    yield Range(middle, high, attempt), False
+            start = last
+
+    def _old_before(self, piece: Range, now: int) -> int:
+        """Failed rows of the piece below this sequence are too old for a retry."""
+        expires = self.retry.expires
+        if expires is None:
+            return 0
+        log = self.partition.consume_log
+        first, last = log.find(piece.start), log.find(piece.end - 1)
+        if first >= len(log) or log.record(first).base > piece.start:
+            # Retention removed it from the consume log, so its age is not known.
+            return 0
+        oldest = now - round(expires * 1_000_000)
+        index = bisect_left(range(last + 1), oldest, first, key=lambda index: log.record(index).time)
+        return log.record(index).base if index <= last else piece.end
+
+    def frame_of(self, sequence: int) -> FrameView | None:
+        """The frame of a message that was delivered before; None: it cannot be found.
+
+        A copy from the retained log is verified, as it is small. A frame of the message log is not.
+        """
+        copy = self.retained.frame(self.journal.retained_log, sequence) if self.retained.offsets else None
+        try:
+            if copy is not None:
+                return copy.verify()
+        except FrameError:
+            # The message log may still have the original.
+            pass
+        partition = self.partition
+        return partition.whole_frame(self.journal.message_log, sequence) if sequence >= partition.start else None
+
+    def mark_begun_below(self, end: int) -> None:
+        """Retention is about to remove rows below ``end`` that are not begun."""
+
+    # --- what shared and ordered groups do differently ------------------------------------------
+
+    def dump(self) -> list[CursorState]:
+        """The cursors, for a checkpoint."""
+        raise NotImplementedError
+
+    def load(self, cursors: list[CursorState]) -> None:
+        """Restore the cursors of a checkpoint."""
+        raise NotImplementedError
+
+    def holds(self, consumer: int) -> bool:
+        """Whether a consumer held rows or locks when the broker stopped."""
+        raise NotImplementedError
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a pull would find rows now."""
+        raise NotImplementedError
+
+    def serve(self, send: Callable[[Waiter, Delivery], None]) -> None:
+        """Answer suspended pulls for which there are rows."""
+        raise NotImplementedError
+
+    def ack(self, consumer: AttachedConsumer, ranges: EpochRanges, tags: Sequence[int] = ()) -> int:
+        """Ranges are done; how many sequences this settled. ``tags``: the deliveries of an ordered group."""
+        raise NotImplementedError
+
+    def nack(
+        self,
+        consumer: AttachedConsumer,
+        ranges: EpochRanges,
+        now: int,
+        failure: NackOutcome = FAILURE,
+        tags: Sequence[int] = (),
+    ) -> int:
+        """Ranges failed: they wait, hold back keys or become dead letters; how many sequences the consumer held."""
+        raise NotImplementedError
+
+    def lost(self, consumer: AttachedConsumer, now: int) -> int:
+        """The consumer was lost: each row that it held counts an attempt; how many sequences.
+
+        A message that crashes its consumer must not be redelivered without limit.
+        """
+        raise NotImplementedError
+
+    def offline(self, consumer: AttachedConsumer, now: int) -> int:
+        """The consumer left: return the rows that it held; how many sequences."""
+        raise NotImplementedError
+
+    def reclaim(self, consumer: AttachedConsumer, holds: EpochRanges, now: int) -> None:
+        """An attaching consumer names the rows that it still holds (R13) and keeps; its other rows are returned."""
+        raise NotImplementedError
+
+    def reset(self, sequence: int) -> None:
+        """Set the group's position to ``sequence``."""
+        raise NotImplementedError
+
+    def buried(self, holder: int, start: int, end: int, attempt: int, now: int) -> None:
+        """[start, end), which a consumer (or cursor) held, became dead letters."""
+        raise NotImplementedError
+
+    def revived(self, start: int, end: int) -> int:
+        """Deliver dead letters in [start, end) again; how many sequences."""
+        raise NotImplementedError
+
+    @property
+    def floor(self) -> int:
+        """Every row below this sequence is done or a dead letter."""
+        raise NotImplementedError
+
+    def begun(self, start: int, end: int) -> list[Range]:
+        """Ranges in [start, end) that were delivered and are neither done nor dead letters; in no order."""
+        raise NotImplementedError
+
+    def expire(self, lost: list[Range], start: int) -> None:
+        """Retention removed ``lost``, and every row below ``start`` that was not begun."""
+        raise NotImplementedError
+
+    @property
+    def next_due(self) -> int | None:
+        """When the next waiting row is due; None: no row waits."""
+        raise NotImplementedError
+
+    def return_due(self, now: int) -> bool:
+        """Make waiting rows that are due ready for delivery; whether there are any."""
+        raise NotImplementedError
+
+    def begin(self, sequence: int) -> None:
+        """Set the position of a newly defined group, in replay."""
+        raise NotImplementedError
+
+    def forget(self, consumer: int, time: int) -> None:
+        """A consumer was removed, in replay."""
+        raise NotImplementedError
+
+    def release_unknown_consumers(self, now: int) -> None:
+        """After replay: return rows and release locks of unknown consumers."""
+        raise NotImplementedError
+
+    def replay(self, action: int, flags: int, consumer: int, piece: Range, due: int, time: int) -> None:
+        """Apply an event of the action log."""
+        raise NotImplementedError

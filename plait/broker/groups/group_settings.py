@@ -1,0 +1,109 @@
+"""The settings of groups: creating a group, refusing members that ask for others, changing the retry policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from plait.broker.broker import Broker
+from plait.broker.groups.group import AFTER_CLIENT, Group
+from plait.broker.groups.ordered.ordered_group import new_group
+from plait.broker.partitions.partition import Partition
+from plait.errors import GroupMismatch, InvalidArgument, LimitExceeded
+from plait.model import names
+from plait.model.retry_policy import Retry
+from plait.storage.logs.action_log import GroupDefinition
+
+
+def resolve_start(partition: Partition, start: Any) -> int:
+    """The sequence that "earliest", "latest", ["sequence", n] or ["time", microseconds] stands for."""
+    match start:
+        case "earliest":
+            return partition.start
+        case "latest":
+            return partition.visible
+        case ["sequence", int(sequence)] if sequence >= 0:
+            return max(partition.start, min(sequence, partition.visible))
+        case ["time", int(time)]:
+            return partition.sequence_at_time(time)
+    raise InvalidArgument(f"start {start!r} is not valid; use 'earliest', 'latest', a sequence or a time")
+
+
+def group_for(broker: Broker, partition: Partition, asked: GroupDefinition, start: Any) -> Group:
+    """The group that a member asks for, created with ``start`` if the partition has none of its name.
+
+    ``GroupMismatch`` if the group has other settings.
+    """
+    group = partition.groups.get(asked.name)
+    if group is None:
+        return _create(broker, partition, asked, start)
+    has = group.definition
+    if has.delivery != asked.delivery:
+        raise _mismatch(group, f"delivery={has.delivery!r}", repr(asked.delivery), has.delivery, asked.delivery)
+    if (has.ordered, has.affinity) != (asked.ordered, asked.affinity):
+        sharing, wanted = names.sharing(has.ordered, has.affinity), names.sharing(asked.ordered, asked.affinity)
+        raise _mismatch(group, sharing, wanted, sharing, wanted)
+    return group
+
+
+def _mismatch(group: Group, shown: str, wanted: str, has: str, asked: str) -> GroupMismatch:
+    subject = group.partition.row.subject
+    return GroupMismatch(
+        f"group {group.name!r} of {subject!r} has {shown}, this member asks for {wanted}; use the same for all members",
+        subject=subject,
+        group=group.name,
+        has=has,
+        asked=asked,
+    )
+
+
+def _create(broker: Broker, partition: Partition, asked: GroupDefinition, start: Any) -> Group:
+    if asked.ordered and (asked.broadcast or asked.delivery != "at_least_once"):
+        raise InvalidArgument(
+            "an ordered group cannot be a broadcast or have delivery='at_most_once'; name a group and use "
+            "'at_least_once'"
+        )
+    if asked.affinity and not asked.ordered:
+        raise InvalidArgument("an affinity group needs locks; attach with ordered=True")
+    if len(broker.catalog.groups) >= broker.limits.groups:
+        raise LimitExceeded(
+            f"group limit reached ({broker.limits.groups} per broker, limit `groups`); delete groups or raise it",
+            limit="groups",
+            value=broker.limits.groups,
+        )
+    if asked.began and partition.row.since > asked.began:
+        # The partition took its first rows after the group began.
+        start = "earliest"
+    elif start is None:
+        start = "latest" if asked.broadcast else "earliest"
+    definition = msgspec.structs.replace(asked, id=broker.catalog.next_group, start=resolve_start(partition, start))
+    broker.catalog.next_group += 1
+    group = new_group(definition, partition, broker.limits, broker.turn)
+    broker.catalog.add_group(group)
+    broker.turn.define(definition)
+    broker.turn.touch(partition)
+    return group
+
+
+def began(broker: Broker, partitions: Iterable[str], group_name: str | None, client: str) -> int | None:
+    """The oldest route version at which a group began on one of these partitions; None: no partition has it."""
+    name = names.of_group(group_name, client)
+    found = [broker.subjects[each] for each in partitions if each in broker.subjects]
+    return min((each.groups[name].definition.began for each in found if name in each.groups), default=None)
+
+
+def change_retry(broker: Broker, group: Group, client: str, retry: Retry) -> None:
+    """Change the retry policy as a member asks; ``GroupMismatch`` while another member is online."""
+    others = [each for each in group.consumers.values() if each.client.partition(AFTER_CLIENT)[0] != client]
+    if any(consumer.online for consumer in others):
+        raise _mismatch(group, f"retry policy {group.retry}", str(retry), str(group.retry), str(retry))
+    set_retry(broker, group, retry)
+
+
+def set_retry(broker: Broker, group: Group, retry: Retry) -> None:
+    """Change the retry policy."""
+    group.redefine(msgspec.structs.replace(group.definition, retry=retry))
+    broker.turn.define(group.definition)
+    broker.turn.touch(group.partition)

@@ -1,0 +1,375 @@
+"""Delivers the rows of an ordered group: those of each owner's cursors, returned rows before new ones.
+
+Cursors at the same position are read together, and cut out of each frame as one piece.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.broker.groups.group import AttachedConsumer, Group
+from plait.broker.groups.ordered.cursor_set import CursorSet
+from plait.broker.groups.ordered.in_flight import InFlightRows
+from plait.broker.groups.ordered.row_counts import RowCounter
+from plait.broker.groups.ordered.row_reader import RowReader, Sequences
+from plait.broker.partitions.key_cache import FrameKeys
+from plait.broker.partitions.partition import Delivery
+from plait.errors import FrameError
+from plait.frame.builder import Buffer
+from plait.frame.columns import Column
+from plait.frame.header import SEQUENCE_MAX
+from plait.frame.slicing import slice_mask, slice_rows
+from plait.frame.view import FrameView
+from plait.limits import LOGICAL_PARTITIONS
+from plait.model.logical_partitions import LpSet
+from plait.storage.cursor import NO_KEYS, Cursor
+from plait.storage.ranges import joined
+
+#: Each pull tries to join at most ``JOIN_ALWAYS`` cursors of the owner; every ``JOIN_EVERY``-th pull tries more.
+JOIN_ALWAYS = 16
+JOIN_EVERY = 8
+#: Rows of a key that is behind that one pull delivers at most.
+KEY_ROWS_MAX = 100
+#: Rows that one pull examines at most. A pull that found none by then gets an empty delivery, and pulls again.
+LOOK_MAX = 1 << 20
+
+
+class FramePiece(NamedTuple):
+    """Chosen rows of a frame, with sequences in [first, last). The frame was examined up to ``end``."""
+
+    first: int
+    last: int
+    end: int
+    rows: int
+    size: int
+    #: Bytes that its compressed columns inflate to.
+    inflated: int
+    parts: list[Buffer]
+    #: The indexes of the rows in the frame.
+    places: Sequences
+
+
+class RowTake:
+    """One pull, while it is served."""
+
+    __slots__ = ("delivery", "full", "looked", "rows", "size")
+
+    def __init__(self, count: int, size: int) -> None:
+        self.delivery = Delivery()
+        #: The pull ends at this many rows, or about this many bytes.
+        self.rows = count
+        self.size = size
+        self.looked = 0
+        #: A piece did not fit, so the pull ends. The next pull starts with it and takes it whatever its size.
+        self.full = False
+
+    @property
+    def room(self) -> int:
+        return self.rows - self.delivery.count
+
+    @property
+    def more(self) -> bool:
+        """There is room for more rows, and the pull has not examined too many."""
+        delivery = self.delivery
+        fits = not self.full and (not delivery.count or delivery.weight < self.size)
+        return fits and delivery.count < self.rows and self.looked < LOOK_MAX
+
+    def takes(self, size: int) -> bool:
+        """Whether a piece of ``size`` bytes fits; if not, the pull ends."""
+        self.full = bool(self.delivery.count) and self.delivery.weight + size > self.size
+        return not self.full
+
+    def limit(self, count: int) -> None:
+        """Take at most ``count`` more rows."""
+        self.rows = min(self.rows, self.delivery.count + count)
+
+
+class Chooser:
+    """Tells which rows belong to any of several cursors."""
+
+    __slots__ = ("_keys", "_lps", "_without", "all")
+
+    def __init__(self, cursors: list[Cursor]) -> None:
+        wide = [cursor for cursor in cursors if cursor.key is None]
+        self._lps: LpSet = wide[0].lps if wide else np.zeros(LOGICAL_PARTITIONS, bool)
+        without = wide[0].without if wide else NO_KEYS
+        for cursor in wide[1:]:
+            self._lps = self._lps | cursor.lps
+            without = without | cursor.without
+        keys = {cursor.key for cursor in cursors if cursor.key is not None}
+        self._without = np.fromiter(without - keys, np.uint64, len(without - keys))
+        # Keys whose logical partitions are not in ``_lps``.
+        alone = [key for key in keys if not self._lps[key % LOGICAL_PARTITIONS]]
+        self._keys = np.array(alone, np.uint64)
+        #: Every row belongs to one of the cursors.
+        self.all = not len(self._without) and bool(self._lps.all())
+
+    def __call__(self, keys: FrameKeys) -> npt.NDArray[np.bool_]:
+        chosen: npt.NDArray[np.bool_] = self._lps[keys.lps]
+        if keys.hashes is not None:
+            if len(self._without):
+                chosen &= ~np.isin(keys.hashes, self._without)
+            if len(self._keys):
+                chosen |= np.isin(keys.hashes, self._keys)
+        return chosen
+
+
+class OrderedDelivery:
+    """Chooses, reads and cuts the rows that a pull of an ordered group gets."""
+
+    __slots__ = ("_cursors", "_group", "_in_flight", "_reader", "_tag", "_turn")
+
+    def __init__(self, group: Group, cursors: CursorSet, reader: RowReader, in_flight: InFlightRows) -> None:
+        self._group = group
+        self._cursors = cursors
+        self._reader = reader
+        self._in_flight = in_flight
+        #: Counts pulls; decides which of an owner's cursors is served first.
+        self._turn = 0
+        #: The last tag for redelivered rows and for several keys, counting down; other tags are cursor numbers.
+        self._tag = 0
+
+    def take(self, consumer: AttachedConsumer, count: int, size: int) -> Delivery | None:
+        """Rows for a consumer from the LPs that it owns; None if there are none. An empty delivery: pull again."""
+        taking = RowTake(count, size)
+        lps = [each for each in self._cursors.of(consumer.id) if not each.leaving]
+        keys = [each for each in self._cursors.keys_of(consumer.id) if not (each.leaving or each.parked)]
+        self._turn += 1
+        if self._turn % JOIN_EVERY == 0:
+            self._in_flight.trim(self._cursors.holding(consumer.id))
+        if len(lps) > 1 and (len(lps) <= JOIN_ALWAYS or self._turn % JOIN_EVERY == 0):
+            self._cursors.join_alike(lps)
+            lps = [each for each in lps if self._cursors.get(each.id) is each]
+        if keys:
+            keys = self._in_flight.rejoin(keys)
+        abreast: list[Cursor] = []
+        for cursor in keys:
+            if troubled := self._cursors.is_behind(cursor):
+                # Nothing of a key that is behind is delivered before its last delivery is done.
+                if not cursor.held and not cursor.waiting:
+                    self._take_key(cursor, taking)
+                troubled = bool(cursor.held) or self._cursors.is_behind(cursor)
+            if not troubled:
+                abreast.append(cursor)
+        while taking.more and self._serve_again(lps, taking):
+            pass
+        by_next: dict[tuple[int, int], list[Cursor]] = {}
+        for cursor in [*lps, *abreast]:
+            if not self._at_limit_of(cursor):
+                by_next.setdefault((cursor.next, cursor.limit), []).append(cursor)
+        places = sorted(by_next)
+        turn = self._turn % len(places) if places else 0
+        for place in [*places[turn:], *places[:turn]]:
+            start = place[0]
+            above = min((each for each, _ in places if each > start), default=self._group.partition.visible)
+            end = by_next[place][0].until(min(above, self._group.partition.visible))
+            if start < end and taking.more:
+                self._serve(by_next[place], start, end, 0, taking)
+        delivery = taking.delivery
+        return delivery if delivery.count or taking.looked >= LOOK_MAX else None
+
+    def _take_key(self, cursor: Cursor, taking: RowTake) -> None:
+        rows, before = taking.rows, -1
+        taking.limit(KEY_ROWS_MAX)
+        while taking.more:
+            if cursor.returned:
+                start, end, attempt = cursor.returned.head()
+            else:
+                start, end, attempt = cursor.next, self._cursors.parent(cursor).next, 0
+            end = cursor.until(end)
+            if attempt:
+                # A failed row is delivered alone.
+                taking.limit(0 if cursor.held else 1)
+            # Each piece starts after the previous one. No progress means that there are no rows.
+            if not before < start < end or not taking.more:
+                break
+            self._serve([cursor], start, end, attempt, taking)
+            before = start
+        taking.rows = rows
+
+    def _at_limit_of(self, cursor: Cursor) -> bool:
+        limits = self._group.limits
+        return (
+            sum(map(len, cursor.held.values())) >= limits.consumer_ranges
+            or cursor.waiting.length >= limits.retry_ranges
+            or len(self._group.retained.offsets) >= limits.retained_messages
+            or len(self._cursors.by_key) >= limits.held_keys
+        )
+
+    def _serve_again(self, cursors: list[Cursor], taking: RowTake) -> bool:
+        """Deliver returned rows that lie in the frame of the lowest returned row; False: there are none, or no room.
+
+        Rows of many cursors in one frame are delivered as one piece under a new tag, because rows between them may
+        already be held.
+        """
+        ready = [
+            cursor
+            for cursor in cursors
+            if cursor.returned and cursor.returned.first < cursor.until(SEQUENCE_MAX) and not self._at_limit_of(cursor)
+        ]
+        if not ready:
+            return False
+        lead = min(ready, key=lambda cursor: cursor.returned.first)
+        start, end, attempt = lead.returned.head()
+        found = next(self._reader.walk(start, lead.until(end), again=attempt > 0), None)
+        taking.looked += 1
+        if found is None or found.first > start:
+            # The rows were in the retained log, and are no longer there.
+            lead.settled(start, lead.until(end) if found is None else found.first)
+            return True
+        first, last, frame = found
+        if frame is None:
+            self._in_flight.skip_rows(RowCounter(self._group.partition, self._reader, 0), lead, first, last)
+            return True
+        frame_end = frame.end if first >= self._group.partition.start else last
+        return self._serve_frame(ready, frame, first, frame_end, attempt, taking)
+
+    def _serve_frame(
+        self, ready: list[Cursor], frame: FrameView, first: int, frame_end: int, attempt: int, taking: RowTake
+    ) -> bool:
+        """Deliver returned rows of cursors in [first, frame_end), all in one frame; False: they do not fit."""
+        # In the order of each cursor: a row with another attempt ends its cursor's part of the piece.
+        pieces = [
+            (index, piece)
+            for index, cursor in enumerate(ready)
+            for piece in takewhile(
+                lambda piece: piece.attempt == attempt, cursor.returned.overlap(first, cursor.until(frame_end))
+            )
+        ]
+        keys, sequences = self._group.partition.keys.of(frame), frame.sequences()
+        owners = np.full(LOGICAL_PARTITIONS, -1, np.int64)
+        for index, cursor in enumerate(ready):
+            owners[cursor.lps] = index
+        whose = owners[keys.lps]
+        if self._cursors.by_key and keys.hashes is not None:
+            whose[np.isin(keys.hashes, np.fromiter(self._cursors.by_key, np.uint64, len(self._cursors.by_key)))] = -1
+        wanted = np.zeros(frame.count, bool)
+        for index, piece in pieces:
+            low, high = np.searchsorted(sequences, (piece.start, piece.end)).tolist()
+            wanted[low:high] |= whose[low:high] == index
+        rows = np.flatnonzero(wanted)
+        taking.looked += len(pieces)
+        cut = SEQUENCE_MAX
+        if len(rows) > taking.room:
+            rows = rows[: taking.room]
+            cut = int(sequences[rows[-1]]) + 1
+        if len(rows):
+            try:
+                parts, size = select(frame, rows)
+            except FrameError:
+                rows = rows[:0]
+            else:
+                if not taking.takes(size + frame.inflated_size):
+                    return False
+                self._tag -= 1
+                begin, stop = int(sequences[rows[0]]), int(sequences[rows[-1]]) + 1
+                chosen = FramePiece(begin, stop, stop, len(rows), size, frame.inflated_size, parts, rows)
+                self._add(chosen, attempt + 1, self._tag, taking.delivery)
+        for index, piece in pieces:
+            if piece.start >= cut:
+                continue
+            cursor, stop = ready[index], min(piece.end, cut)
+            low, high = np.searchsorted(sequences[rows], (piece.start, stop)).tolist()
+            mine = rows[low:high][whose[rows[low:high]] == index]
+            cursor.settled(piece.start, stop)
+            if len(mine):
+                # From the first row to the last: no ack covers what lies outside.
+                cursor.pulled(self._tag, int(sequences[mine[0]]), int(sequences[mine[-1]]) + 1, attempt + 1)
+        return True
+
+    def _serve(self, cursors: list[Cursor], start: int, end: int, attempt: int, taking: RowTake) -> None:
+        """Deliver the rows of these cursors in [start, end). All of them are at ``start``, or got [start, end) back."""
+        tag = cursors[0].id
+        if cursors[0].key is not None:
+            # A delivery for several keys gets a new tag: the number of one key would also tag its later deliveries.
+            tag = self._tag = self._tag - 1
+        chooser = Chooser(cursors)
+        for first, last, frame in self._reader.walk(start, end, again=attempt > 0):
+            if frame is None:
+                for cursor in cursors:
+                    self._in_flight.skip_rows(RowCounter(self._group.partition, self._reader, 0), cursor, first, last)
+                continue
+            piece = self._cut(frame, chooser, first, last, taking)
+            if piece is None:
+                return
+            for cursor in cursors:
+                held = [(piece.first, piece.last)] if piece.parts else []
+                if cursor.key is not None and len(cursors) > 1:
+                    # Only the key's own rows are in flight for it: it can rejoin as soon as these are done.
+                    held = self._of_key(frame, piece, cursor.key)
+                at = start
+                for low, high in held:
+                    # Ranges without a row of the cursor are passed, and not held.
+                    if at < low:
+                        cursor.settled(at, low)
+                    cursor.pulled(tag, low, high, attempt + 1)
+                    at = high
+                if at < piece.end:
+                    cursor.settled(at, piece.end)
+            start = piece.end
+            if piece.parts:
+                self._add(piece, attempt + 1, tag, taking.delivery)
+            if piece.end < last or not taking.more:
+                return
+        if start < end:
+            for cursor in cursors:
+                cursor.settled(start, end)
+
+    def _add(self, piece: FramePiece, attempt: int, tag: int, delivery: Delivery) -> None:
+        delivery.parts.extend(piece.parts)
+        delivery.ranges.append((piece.first, piece.last, attempt))
+        delivery.tags.append(tag)
+        delivery.count += piece.rows
+        delivery.size += piece.size
+        delivery.weight += piece.size + piece.inflated
+        if attempt > 1:
+            self._group.redelivered_count += piece.rows
+
+    def _cut(self, frame: FrameView, chooser: Chooser, first: int, last: int, taking: RowTake) -> FramePiece | None:
+        """The chosen rows of a frame in [first, last), up to the room of the pull; None: the piece does not fit."""
+        sequences = frame.sequences()
+        low, high = np.searchsorted(sequences, [first, last]).tolist()
+        taking.looked += high - low
+        if chooser.all:
+            rows = np.arange(low, min(high, low + taking.room))
+        else:
+            rows = low + np.flatnonzero(chooser(self._group.partition.keys.of(frame))[low:high])
+            rows = rows[: taking.room]
+        if not len(rows):
+            return FramePiece(first, first, last, 0, 0, 0, [], rows)
+        end = last if len(rows) < taking.room else int(sequences[rows[-1]]) + 1
+        try:
+            parts, size = select(frame, rows)
+        except FrameError:
+            # The frame is damaged: its rows cannot be separated.
+            return FramePiece(first, first, last, 0, 0, 0, [], rows[:0])
+        if not taking.takes(size + frame.inflated_size):
+            return None
+        begin, stop = int(sequences[rows[0]]), int(sequences[rows[-1]]) + 1
+        return FramePiece(begin, stop, end, len(rows), size, frame.inflated_size, parts, rows)
+
+    def _of_key(self, frame: FrameView, piece: FramePiece, key: int) -> list[tuple[int, int]]:
+        """[first, last) of the rows of a key in a piece of a frame."""
+        hashes = self._group.partition.keys.of(frame).hashes
+        if hashes is None:
+            return []
+        return joined(frame.sequences()[piece.places[hashes[piece.places] == np.uint64(key)]])
+
+
+def select(frame: FrameView, rows: npt.NDArray[np.int64]) -> tuple[list[Buffer], int]:
+    """Cut rows of a frame, in ascending order, into a new frame."""
+    first, last = int(rows[0]), int(rows[-1]) + 1
+    if last - first == len(rows):
+        if len(rows) == frame.count:
+            return [frame.buffer], frame.size
+        if not frame.has(Column.SELECTION):
+            piece = slice_rows(frame, first, last)
+            return piece.parts, piece.size
+    mask = np.zeros(frame.count, bool)
+    mask[rows] = True
+    piece = slice_mask(frame, mask)
+    return piece.parts, piece.size

@@ -1,0 +1,341 @@
+"""An ordered consumer group: each row goes to the owner of its logical partition, each key in order.
+
+The group is made of parts: ``Locks`` has the owner of each logical partition and ``LockHandover`` changes it,
+``CursorSet`` has the positions, ``RowReader`` finds rows, ``OrderedDelivery`` delivers them, and ``FailurePolicy`` has
+the rules for failed messages. Logical partitions that change their owner are split off as new cursors, which join the
+new owner's cursor once both are at the same position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import repeat
+
+import numpy as np
+
+from plait.broker.groups.at_most_once import AtMostOnceGroup
+from plait.broker.groups.group import (
+    FAILURE,
+    LOST_ATTEMPTS_MIN,
+    AttachedConsumer,
+    EpochRanges,
+    Group,
+    Journal,
+    NackOutcome,
+)
+from plait.broker.groups.ordered.cursor_set import CursorSet
+from plait.broker.groups.ordered.failure_policy import FailurePolicy
+from plait.broker.groups.ordered.in_flight import InFlightRows
+from plait.broker.groups.ordered.lock_handover import LockHandover
+from plait.broker.groups.ordered.locks import Locks
+from plait.broker.groups.ordered.ordered_delivery import OrderedDelivery
+from plait.broker.groups.ordered.row_counts import LOST_COUNTED_MAX, RowCounter
+from plait.broker.groups.ordered.row_reader import RowReader
+from plait.broker.groups.shared_group import SharedGroup
+from plait.broker.partitions.partition import Delivery, Partition
+from plait.broker.partitions.suspended import Waiter
+from plait.limits import ServerLimits
+from plait.model.logical_partitions import LpSet, runs_of
+from plait.model.reason import Reason
+from plait.storage.cursor import Cursor, CursorState
+from plait.storage.logs.action_log import FLAG_ESTIMATED, FLAG_UNCOUNTED, Action, GroupDefinition
+from plait.storage.ranges import Range, Ranges, joined
+
+
+class OrderedGroup(Group):
+    """An ordered group: deliveries, acks and nacks, replay."""
+
+    __slots__ = ("cursors", "handover", "in_flight", "locks", "policy", "reader")
+
+    def __init__(
+        self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
+    ) -> None:
+        super().__init__(definition, partition, limits, journal)
+        self.cursors = CursorSet(self)
+        self.locks = Locks()
+        self.reader = RowReader(self)
+        self.in_flight = InFlightRows(self, self.cursors, self.reader)
+        self.policy = FailurePolicy(self, self.cursors, self.reader, self.in_flight)
+        self.handover = LockHandover(self, self.cursors, self.locks, self.in_flight)
+        self.take = OrderedDelivery(self, self.cursors, self.reader, self.in_flight).take
+
+    def dump(self) -> list[CursorState]:
+        # Pulls are not recorded: rows that an owner has not acked are delivered again.
+        return [cursor.dump(durable_holds=False) for cursor in self.cursors]
+
+    def load(self, cursors: list[CursorState]) -> None:
+        self.cursors.load(map(Cursor.load, cursors))
+
+    def holds(self, consumer: int) -> bool:
+        return consumer in self.locks.unconfirmed
+
+    @property
+    def has_more(self) -> bool:
+        visible = self.partition.visible
+        return any(cursor.next < visible or cursor.returned for cursor in self.cursors)
+
+    # --- delivery -------------------------------------------------------------------------------
+
+    def serve(self, send: Callable[[Waiter, Delivery], None]) -> None:
+        """Answer suspended pulls. Each gets rows of its own LPs, so one without rows does not end the others."""
+        # A cheap test: most owners have no rows.
+        ready = {
+            cursor.owner
+            for cursor in self.cursors
+            if not cursor.leaving and (cursor.returned or cursor.next < cursor.until(self.partition.visible))
+        }
+        for waiter in [each for each in self.waiters if each.consumer.id in ready]:
+            delivery = self.take(waiter.consumer, waiter.count, waiter.size)
+            if delivery is not None and waiter.leave():
+                send(waiter, delivery)
+
+    # --- events from consumers ------------------------------------------------------------------
+
+    def _clipped(self, ranges: EpochRanges, tags: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(start, end, tag) of the visible rows that ranges refer to."""
+        partition = self.partition
+        return [
+            (*partition.clip_to_epoch(start, min(end, partition.visible), epoch), tag)
+            for (start, end, epoch), tag in zip(ranges, tags or repeat(0), strict=False)
+        ]
+
+    def ack(self, consumer: AttachedConsumer, ranges: EpochRanges, tags: Sequence[int] = ()) -> int:
+        """Rows in a range that were delivered under its tag are done; how many sequences."""
+        count = 0
+        holding = self.cursors.holding(consumer.id)
+        for start, end, tag in self._clipped(ranges, tags):
+            for cursor in holding:
+                for piece in cursor.let_go(tag, start, end):
+                    self.journal.event(Action.ACK, self, cursor.id, piece.start, piece.end, 0)
+                    count += piece.end - piece.start
+        if self.retained.offsets:
+            self.retained.settled()
+        self._after_settled()
+        return count
+
+    def _after_settled(self) -> None:
+        """After rows were settled or returned: transfer locks of leaving LPs that have no held rows left."""
+        if any(cursor.leaving and (cursor.lps & ~cursor.busy).any() for cursor in self.cursors):
+            self.handover.transfer(self.journal.clock.monotonic())
+
+    def give_back(self, consumer: AttachedConsumer, lps: LpSet, ranges: EpochRanges, tags: Sequence[int]) -> None:
+        """Return rows of some LPs that were delivered under tags, lie in ranges and were not started.
+
+        The LPs are split off as a cursor that returns whole ranges, so no row has to be read.
+        """
+        clipped = self._clipped(ranges, tags)
+        for cursor in self.cursors.holding(consumer.id):
+            pieces = [(tag, piece) for start, end, tag in clipped for piece in cursor.held_in(tag, start, end)]
+            if not pieces:
+                continue
+            part, mine = cursor, cursor.lps & lps
+            if not np.array_equal(mine, cursor.lps):
+                # No ack will cover what lies between the remaining rows, so the held ranges need trimming.
+                cursor.untrimmed_until = cursor.next
+                if not mine.any():
+                    continue
+                part = self.cursors.split(cursor, mine)
+            for tag, piece in pieces:
+                part.let_go(tag, piece.start, piece.end)
+                self.in_flight.return_piece(part, piece, 0, counted=False)
+        self._after_settled()
+
+    def nack(
+        self,
+        consumer: AttachedConsumer,
+        ranges: EpochRanges,
+        now: int,
+        failure: NackOutcome = FAILURE,
+        tags: Sequence[int] = (),
+    ) -> int:
+        """(start, end, epoch) ranges failed: rows wait, hold back keys or become dead letters; how many sequences."""
+        clipped = self._clipped(ranges, tags)
+        holding = self.cursors.holding(consumer.id)
+        if not failure.counted and not failure.delay:
+            count = self.in_flight.return_rows(holding, clipped)
+            self._after_settled()
+            return count
+        count = 0
+        rows = self.reader.table([(start, end) for start, end, _ in clipped])
+        for start, end, tag in clipped:
+            for cursor, piece in [(each, piece) for each in holding for piece in each.held_in(tag, start, end)]:
+                cursor.let_go(tag, piece.start, piece.end)
+                count += piece.end - piece.start
+                found = rows.of(cursor, piece.start, piece.end)
+                if found is not None:
+                    keys = len(self.cursors.by_key)
+                    self.policy.failed(cursor, *found, piece.attempt, now, failure)
+                    if len(self.cursors.by_key) > keys:
+                        holding = self.cursors.holding(consumer.id)
+        self._after_settled()
+        return count
+
+    def lost(self, consumer: AttachedConsumer, now: int) -> int:
+        """The consumer's lease ended: each row that it held counts an attempt; how many sequences.
+
+        A row out of attempts becomes a dead letter.
+        """
+        reason = Reason("ConsumerLost", f"consumer {consumer.client} was lost while it held the message")
+        for cursor in self.cursors.holding(consumer.id):
+            for tag, held in list(cursor.held.items()):
+                for piece in list(held):
+                    if piece.attempt >= LOST_ATTEMPTS_MIN:
+                        rows = list(self.reader.rows(cursor, piece.start, piece.end))
+                        cursor.let_go(tag, piece.start, piece.end)
+                        for sequences, keys in rows:
+                            self.policy.failed(cursor, sequences, keys, piece.attempt, now, NackOutcome(0.0, reason))
+        return self.offline(consumer, now)
+
+    def offline(self, consumer: AttachedConsumer, now: int) -> int:
+        """The consumer left: release its locks and return the rows that it held; how many sequences."""
+        consumer.online = False
+        count = 0
+        for cursor in self.cursors.holding(consumer.id):
+            for piece in cursor.all_held():
+                count += piece.end - piece.start
+                self.in_flight.return_piece(cursor, piece, 0)
+            cursor.drop()
+        self.locks.confirm(consumer.id)
+        self.locks.forget(consumer.id)
+        self.handover.wanted_until.pop(consumer.id, None)
+        self.handover.release(runs_of(self.locks.owner == consumer.id))
+        self.handover.transfer(self.journal.clock.monotonic())
+        return count
+
+    def reclaim(self, consumer: AttachedConsumer, holds: EpochRanges, now: int) -> None:
+        self.locks.confirm(consumer.id)
+        claimed = Ranges()
+        for first, last, epoch in holds:
+            claimed.add(*self.partition.clip_to_epoch(first, min(last, self.partition.visible), epoch), 0)
+        for cursor in [each for each in self.cursors if each.owner == consumer.id]:
+            held = cursor.all_held()
+            cursor.drop()
+            for piece in held:
+                self.in_flight.return_piece(cursor, piece, 0, counted=False)
+            for start, end, _ in claimed:
+                for sequences, _ in self.reader.rows(cursor, start, end):
+                    for first, last in joined(sequences):
+                        known = [*cursor.returned.overlap(first, last), *cursor.waiting.overlap(first, last)]
+                        new = [Range(max(first, cursor.next), last, 0)] if last > cursor.next else []
+                        for piece in [*known, *new]:
+                            cursor.pulled(0, piece.start, piece.end, piece.attempt + 1)
+        self.in_flight.look_up_held()
+
+    def reset(self, sequence: int) -> None:
+        """Set the group's position to ``sequence`` and release all locks."""
+        self.handover.release(runs_of(self.locks.owner > 0))
+        number = self.cursors.begin(sequence)
+        self.journal.event(Action.RESET, self, number, sequence, sequence, 0)
+        self.failures.reset()
+        self.retained.settled()
+
+    # --- dead letters, retention ----------------------------------------------------------------
+
+    def buried(self, holder: int, start: int, end: int, attempt: int, now: int) -> None:
+        cursor = self.cursors.get(holder)
+        if cursor is not None:
+            cursor.settled(start, end)
+        self.failures.bury(start, end, attempt, now)
+
+    def revived(self, start: int, end: int) -> int:
+        return self.policy.revived(start, end)
+
+    @property
+    def next_due(self) -> int | None:
+        dues = [due for cursor in self.cursors if cursor.waiting and (due := cursor.waiting.next_due) is not None]
+        return min(dues, default=None)
+
+    def return_due(self, now: int) -> bool:
+        ready = [cursor for cursor in self.cursors if cursor.waiting and cursor.return_due(now)]
+        return bool(ready)
+
+    @property
+    def floor(self) -> int:
+        return min(cursor.floor for cursor in self.cursors)
+
+    def begun(self, start: int, end: int) -> list[Range]:
+        pieces = []
+        for cursor in self.cursors:
+            for first, last, attempt in cursor.begun(start, end):
+                for sequences, _ in self.reader.rows(cursor, first, last):
+                    pieces += [Range(low, high, attempt) for low, high in joined(sequences)]
+        return pieces
+
+    def mark_begun_below(self, end: int) -> None:
+        """Count undelivered rows below ``end`` of keys with their own cursor as begun: retention keeps them."""
+        for cursor in self.cursors.by_key.values():
+            if cursor.next < end:
+                cursor.returned.add(cursor.next, end, 0)
+                cursor.next = end
+
+    def expire(self, lost: list[Range], start: int) -> None:
+        counter = RowCounter(self.partition, self.reader, LOST_COUNTED_MAX)
+        for cursor in self.cursors:
+            for first, last in [*((piece.start, piece.end) for piece in lost), (cursor.next, start)]:
+                if first < last:
+                    self.in_flight.skip_rows(counter, cursor, first, last)
+
+    # --- replay ---------------------------------------------------------------------------------
+
+    def begin(self, sequence: int) -> None:
+        self.cursors.begin(sequence, 1)
+
+    def forget(self, consumer: int, time: int) -> None:
+        """A consumer was removed. Earlier events have returned its rows and released its locks."""
+
+    def release_unknown_consumers(self, now: int) -> None:
+        """Release locks of unknown consumers, and set the owner of each cursor from the locks."""
+        self.locks.keep([consumer.id for consumer in self.consumers.values()])
+        owners = self.locks.owner
+        for owner in np.unique(owners).tolist():
+            for cursor in self.cursors.take_out(owners == owner):
+                cursor.owner = owner
+
+    def replay(self, action: int, flags: int, consumer: int, piece: Range, due: int, time: int) -> None:
+        """``consumer`` is a cursor number, except for LOCK."""
+        start, end, attempt = piece
+        if action == Action.LOCK:
+            self.locks.set(start, end, consumer, due)
+            return
+        if action in (Action.MOVE, Action.HOLD, Action.JOIN):
+            self.cursors.replay(action, consumer, start, end, due)
+            return
+        if action == Action.RESET:
+            self.cursors.begin(start, consumer)
+            self.failures.reset()
+            return
+        cursor = self.cursors.get(consumer)
+        if action == Action.PURGE:
+            self.failures.purge(start, end)
+        elif cursor is None:
+            return
+        elif action in (Action.PARK, Action.RESUME):
+            cursor.parked = action == Action.PARK
+            cursor.letter = start if cursor.parked and start < end else -1
+        elif start >= end:
+            return
+        elif action == Action.ACK:
+            cursor.settled(start, end)
+        elif action == Action.RETURN:
+            cursor.given_back(start, end, attempt, due)
+        elif action == Action.NACK:
+            uncounted = bool(flags & FLAG_UNCOUNTED)
+            cursor.given_back(start, end, attempt - uncounted, due)
+            if not uncounted:
+                self.failures.note(start, end, time)
+        elif action == Action.SKIP:
+            self.in_flight.count_lost(due, estimated=bool(flags & FLAG_ESTIMATED))
+            cursor.skipped(start, end)
+        elif action == Action.BURY:
+            self.buried(consumer, start, end, attempt, time)
+        elif action == Action.REVIVE:
+            self.policy.revive(cursor, start, end)
+
+
+def new_group(definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal) -> Group:
+    """Make the kind of group that the definition describes."""
+    if definition.ordered:
+        return OrderedGroup(definition, partition, limits, journal)
+    if definition.delivery == "at_most_once":
+        return AtMostOnceGroup(definition, partition, limits, journal)
+    return SharedGroup(definition, partition, limits, journal)

@@ -1,0 +1,136 @@
+"""Reads the rows of a group's partition, and finds the rows of its cursors.
+
+It reads no rows outside the ranges that the caller asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.broker.groups.group import Group
+from plait.broker.partitions.frame_search import keys_in
+from plait.broker.partitions.key_cache import FrameKeys
+from plait.frame.view import FrameView
+from plait.model.logical_partitions import NO_KEY_HASH
+from plait.storage.cursor import Cursor
+from plait.storage.held_rows import HeldRowArrays
+
+#: Two ranges with at most this many rows between them are read together.
+TABLE_GAP = 10_000
+
+Sequences = npt.NDArray[np.int64]
+
+
+class FoundRows(NamedTuple):
+    """The rows of a frame with sequences [first, last); None: they cannot be read."""
+
+    first: int
+    last: int
+    frame: FrameView | None
+
+
+class RowTable:
+    """Rows by sequence, with their keys."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, parts: list[tuple[Sequences, FrameKeys]]) -> None:
+        hashes = [np.full(len(keys.lps), NO_KEY_HASH) if keys.hashes is None else keys.hashes for _, keys in parts]
+        self.rows = HeldRowArrays(
+            np.concatenate([np.empty(0, np.int64), *(each for each, _ in parts)]),
+            np.concatenate([np.empty(0, np.uint16), *(keys.lps for _, keys in parts)]),
+            np.concatenate([np.empty(0, np.uint64), *hashes]),
+        )
+
+    def of(self, cursor: Cursor, start: int, end: int) -> tuple[Sequences, FrameKeys] | None:
+        """A cursor's rows in [start, end); None: there are none."""
+        low, high = np.searchsorted(self.rows.sequences, (start, end)).tolist()
+        chosen = cursor.chooses(self.rows.lps[low:high], self.rows.hashes[low:high])
+        if not chosen.any():
+            return None
+        sequences, lps, hashes = self.rows.where(low + np.flatnonzero(chosen))
+        return sequences, FrameKeys(lps, hashes)
+
+
+class RowReader:
+    """Finds the rows of a group's partition, in the message log or in the retained log."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def walk(self, start: int, end: int, *, again: bool) -> Iterator[FoundRows]:
+        """The frames with rows in [start, end). Rows below the partition's start come from the retained log."""
+        partition, log = self._group.partition, self._group.journal.message_log
+        known = partition.start
+        partition.expire_deleted(log)
+        retained_until = min(end, partition.start)
+        if start < retained_until:
+            for found in self._retained_rows(start, retained_until):
+                if (lost := max(start, known)) < found.first:
+                    yield FoundRows(lost, found.first, None)
+                yield found
+                start = found.last
+            if (lost := max(start, known)) < retained_until:
+                # Rows of a deleted segment that were not retained. A crash lost the event that skips them.
+                yield FoundRows(lost, retained_until, None)
+            start = retained_until
+        if start < end:
+            for place in partition.walk(log, start, end, again=again):
+                yield FoundRows(*place)
+
+    def _retained_rows(self, start: int, end: int) -> Iterator[FoundRows]:
+        """The frames of the retained log with rows in [start, end)."""
+        sequences = self._group.retained.within(start, end)
+        places = self._group.retained.places(sequences.tolist())
+        edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)] if len(places) else []
+        for a, b in pairwise(edges):
+            frame = self._group.frame_of(int(sequences[a]))
+            yield FoundRows(int(sequences[a]), int(sequences[b - 1]) + 1, frame)
+
+    def rows(self, cursor: Cursor, start: int, end: int) -> Iterator[tuple[Sequences, FrameKeys]]:
+        """The sequences of a cursor's rows in [start, end), with their keys."""
+        for sequences, keys in self.all_rows(start, end):
+            chosen = cursor.chooses(keys.lps, keys.hashes)
+            if chosen.any():
+                hashes = None if keys.hashes is None else keys.hashes[chosen]
+                yield sequences[chosen], FrameKeys(keys.lps[chosen], hashes)
+
+    def count_rows(self, cursor: Cursor, ranges: Iterable[tuple[int, int]]) -> int:
+        """How many rows of a cursor lie in [start, end) ranges."""
+        return sum(len(rows) for start, end in ranges for rows, _ in self.rows(cursor, start, end))
+
+    def all_rows(self, start: int, end: int) -> Iterator[tuple[Sequences, FrameKeys]]:
+        partition, log = self._group.partition, self._group.journal.message_log
+        partition.expire_deleted(log)
+        retained_until = min(end, partition.start)
+        if start < retained_until:
+            for first, last, frame in self.walk(start, retained_until, again=True):
+                if frame is not None:
+                    keys, sequences = partition.keys.of(frame), frame.sequences()
+                    low, high = np.searchsorted(sequences, [first, last]).tolist()
+                    hashes = None if keys.hashes is None else keys.hashes[low:high]
+                    yield sequences[low:high], FrameKeys(keys.lps[low:high], hashes)
+        for first, last, keys in keys_in(partition, log, max(start, retained_until), end):
+            yield np.arange(first, last), keys
+
+    def table(self, ranges: list[tuple[int, int]]) -> RowTable:
+        """All rows within ranges, of all cursors."""
+        return RowTable([found for start, end in spans_of(ranges) for found in self.all_rows(start, end)])
+
+
+def spans_of(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges, sorted, with those near each other joined."""
+    spans: list[tuple[int, int]] = []
+    for start, end in sorted(piece for piece in ranges if piece[0] < piece[1]):
+        if spans and start <= spans[-1][1] + TABLE_GAP:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+        else:
+            spans.append((start, end))
+    return spans

@@ -1,0 +1,109 @@
+"""Finds frames of a partition where its consume log is wrong or a frame is damaged, and the keys of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from plait.broker.partitions.key_cache import FrameKeys
+from plait.errors import DamageError, FrameError
+from plait.frame.header import PREFIX
+from plait.frame.view import FrameView
+from plait.storage.logs.consume_log import Record
+from plait.storage.logs.log import Log
+from plait.storage.logs.recovery import LogPart, LogScan
+
+if TYPE_CHECKING:
+    from plait.broker.partitions.partition import Partition
+
+#: Wrong records of the consume log whose frames are remembered: a damaged file has few, and each takes 100 bytes.
+SEARCHED_MAX = 1_000
+
+
+def search(partition: Partition, log: Log, sequence: int, index: int) -> tuple[int, FrameView | None]:
+    """The offset and the first intact frame with rows from ``sequence`` on, when the record at ``index`` leads to none.
+
+    Usually the record is right and the frame is damaged: the next record is tried. If there is no frame at the
+    record's offset, the record is wrong. The consume log is derived state, so the message log is searched between
+    the neighbouring records, once.
+    """
+    for later in range(index, len(partition.consume_log)):
+        record = partition.consume_log.record(later)
+        frame = partition.frame(log, record, trusted=False)
+        if frame is None and not _right(partition, log, later, record):
+            record = _search_log(partition, log, later, sequence) or record
+            frame = partition.frame(log, record, trusted=False)
+        if frame is not None and frame.end > sequence:
+            return record.offset, frame
+    return -1, None
+
+
+def _right(partition: Partition, log: Log, index: int, record: Record) -> bool:
+    """Whether a record without an intact frame has the right offset."""
+    if index >= partition.consume_log.flushed:
+        # It was never written to a file, so it cannot be damaged.
+        return True
+    try:
+        view = log.view(record.offset, record.size)
+        frame = FrameView(view)
+    except DamageError:
+        return False
+    except FrameError:
+        return view[: len(PREFIX)] == PREFIX
+    return (frame.partition, frame.base, frame.size, frame.count) == (partition.id, record.base, *record[3:])
+
+
+def _search_log(partition: Partition, log: Log, index: int, sequence: int) -> Record | None:
+    """The right record for a wrong one, from the message log between the neighbouring records; None: not found."""
+    known = (partition.consume_log.generation, index)
+    if known in partition.searched:
+        return partition.searched[known]
+    begin = log.start
+    if index:
+        before = partition.consume_log.record(index - 1)
+        begin = max(begin, before.offset)
+    end = log.written
+    if index + 1 < len(partition.consume_log):
+        end = partition.consume_log.record(index + 1).offset
+    found = None
+    for offset, frame in LogScan(LogPart(log, begin, end), begin, log.durable):
+        if frame.partition == partition.id and frame.end > sequence:
+            found = Record(frame.base, offset, frame.store_time, frame.size, frame.count)
+            break
+    if len(partition.searched) >= SEARCHED_MAX:
+        partition.searched.clear()
+    partition.searched[known] = found
+    return found
+
+
+def keys_in(partition: Partition, log: Log, start: int, end: int) -> Iterator[tuple[int, int, FrameKeys]]:
+    """(first, last, keys) of the visible rows in [start, end), frame by frame, without unreadable rows."""
+    end = min(end, partition.visible)
+    index = partition.consume_log.find(max(start, partition.start))
+    while index < len(partition.consume_log):
+        record = partition.consume_log.record(index)
+        index += 1
+        first, last = max(record.base, start), min(record.base + record.count, end)
+        if record.base >= end:
+            return
+        keys = partition.keys.known(record.base)
+        if keys is None or len(keys.lps) != record.count:
+            frame = partition.frame(log, record, trusted=False)
+            if frame is None:
+                # The record is wrong or the frame is damaged: search for it, as a delivery does.
+                upper = partition.consume_log.record(index).base if index < len(partition.consume_log) else end
+                yield from _keys_found(partition, log, first, min(upper, end))
+                continue
+            keys = partition.keys.of(frame)
+        low, high = first - record.base, last - record.base
+        if low < high:
+            hashes = None if keys.hashes is None else keys.hashes[low:high]
+            yield first, last, FrameKeys(keys.lps[low:high], hashes)
+
+
+def _keys_found(partition: Partition, log: Log, start: int, end: int) -> Iterator[tuple[int, int, FrameKeys]]:
+    for first, last, frame in partition.walk(log, start, end):
+        if frame is not None:
+            lps, hashes = partition.keys.of(frame)
+            low, high = first - frame.base, last - frame.base
+            yield first, last, FrameKeys(lps[low:high], None if hashes is None else hashes[low:high])

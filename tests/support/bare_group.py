@@ -1,0 +1,41 @@
+"""A shared group without a broker, driven by the events of an action log."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from plait.broker.groups.shared_group import SharedGroup
+from plait.limits import ServerLimits
+from plait.storage.logs.action_log import FLAG_UNCOUNTED, Action, GroupDefinition
+from plait.storage.ranges import Range
+
+
+class BareGroup:
+    """Applies events to a group as replay does."""
+
+    def __init__(self, start: int = 0, *, broadcast: bool = False) -> None:
+        definition = GroupDefinition(1, 1, "g", start, broadcast, "at_least_once", 0)
+        self.group = SharedGroup(definition, cast("Any", None), ServerLimits(), cast("Any", None))
+
+    @property
+    def cursor(self) -> Any:
+        return self.group.cursor
+
+    @property
+    def failures(self) -> Any:
+        return self.group.failures
+
+    def event(
+        self,
+        action: Action,
+        consumer: int = 0,
+        start: int = 0,
+        end: int = 0,
+        attempt: int = 0,
+        due: int = 0,
+        time: int = 1,
+        *,
+        counted: bool = True,
+    ) -> None:
+        flags = 0 if counted else FLAG_UNCOUNTED
+        self.group.replay(action, flags, consumer, Range(start, end, attempt), due, time)
