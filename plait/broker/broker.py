@@ -25,10 +25,10 @@ from plait.broker.groups.dead_letters import DeadLetters
 from plait.broker.groups.group import FAILURE, AttachedConsumer, NackOutcome
 from plait.broker.groups.ordered.lease_grants import LeaseGrants
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
-from plait.broker.groups.retries import Retries
+from plait.broker.groups.waking import Retries, WaiterWaking
 from plait.broker.partitions.dropped import Dropped
 from plait.broker.partitions.partition import Delivery, Partition
-from plait.broker.partitions.suspended import Deadlines, Waiter, WaiterWaking
+from plait.broker.partitions.suspended import Deadlines, Waiter
 from plait.broker.recovery.checkpointer import CheckpointWork, Snapshots
 from plait.broker.recovery.segment_headers import SegmentHeaders
 from plait.broker.recovery.start_up import Recovery, RecoveryReport

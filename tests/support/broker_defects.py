@@ -12,8 +12,8 @@ from plait.broker.commit import SyncWork
 from plait.broker.groups.attachments import Attachments
 from plait.broker.groups.dead_letters import DeadLetters
 from plait.broker.groups.shared_group import SharedGroup
+from plait.broker.groups.waking import WaiterWaking
 from plait.broker.partitions.partition import SHARDS, LogPositions, Partition
-from plait.broker.partitions.suspended import WaiterWaking
 from plait.broker.recovery import checkpointer as snapshot
 from plait.broker.recovery import replay as recover
 from plait.broker.recovery.segment_headers import SegmentHeaders
@@ -64,8 +64,8 @@ def finish_before_the_sync(patch: Patch) -> None:
 
     def naive(self: Turn) -> None:
         commit(self)
-        while self._unsynced:
-            written = self._unsynced.popleft()
+        while self.unsynced:
+            written = self.unsynced.popleft()
             self._make_visible(written)
             self._answer(written)
 

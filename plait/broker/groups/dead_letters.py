@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.broker.groups.group import Group
-from plait.broker.partitions.suspended import WaiterWaking
+from plait.broker.groups.waking import WaiterWaking
 from plait.broker.turn import Turn
 from plait.errors import FrameError
 from plait.frame.view import FrameView

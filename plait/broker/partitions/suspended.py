@@ -1,21 +1,10 @@
-"""Suspended requests, which wait for rows until a deadline.
-
-Every send runs ``WaiterWaking``, so an error there fails one group or one reader and never the turn.
-"""
+"""Suspended requests, which wait for rows until a deadline."""
 
 from __future__ import annotations
 
 import heapq
-import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from plait.broker.groups.group import Group
-    from plait.broker.partitions.partition import Delivery, Partition
-    from plait.storage.logs.log import Log
-
-log = logging.getLogger("plait.broker")
+from typing import Any
 
 
 class Waiter:
@@ -92,51 +81,3 @@ class Deadlines:
             _, _, waiter, call = heapq.heappop(self._heap)
             if not waiter.done:
                 call(waiter)
-
-
-class WaiterWaking:
-    """Answers the suspended requests of a broker."""
-
-    def __init__(self, log: Log, answer_when_durable: Callable[[Callable[[], None]], None]) -> None:
-        self._message_log = log
-        self._answer_when_durable = answer_when_durable
-
-    def wake(self, partition: Partition) -> None:
-        """Answer requests that wait for rows of a partition."""
-        for group in list(partition.waiting):
-            self.wake_group(group)
-        for waiter in list(partition.readers):
-            try:
-                batch = partition.read(self._message_log, waiter.sequence, partition.visible, waiter.count, waiter.size)
-                if batch.count and waiter.leave():
-                    waiter.reply(batch)
-            except Exception:
-                log.exception("cannot answer a suspended read of %s", partition.row.name)
-                waiter.time_out()
-
-    def wake_group(self, group: Group) -> None:
-        """Answer a group's suspended pulls for which there are rows."""
-        if group.waiters:
-            try:
-                group.serve(lambda waiter, delivery: self.deliver(group, delivery, waiter.reply))
-            except Exception:  # noqa: BLE001 (it is logged there)
-                self.failed(group)
-        if not group.waiters:
-            group.partition.waiting.pop(group, None)
-
-    def deliver(self, group: Group, delivery: Delivery, reply: Callable[[Delivery | None], None]) -> None:
-        """Answer a pull, for an at-most-once group after its event is durable."""
-        if group.definition.delivery == "at_most_once":
-            # R12: the event is durable before the rows are sent, whatever the flush mode.
-            self._answer_when_durable(lambda: reply(delivery))
-        else:
-            reply(delivery)
-
-    def failed(self, group: Group) -> None:
-        """Log the error that work for a group raised; call it in the ``except`` clause. The work is left undone.
-
-        The group's suspended pulls end. Their clients pull again, and get the error as the reply.
-        """
-        log.exception("cannot serve group %s of %s", group.name, group.partition.row.name)
-        for waiter in list(group.waiters):
-            waiter.time_out()

@@ -15,7 +15,7 @@ from plait.broker.granted_numbers import GrantedNumbers
 from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.ordered.locks import Epochs, Grant, Want
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
-from plait.broker.partitions.suspended import WaiterWaking
+from plait.broker.groups.waking import WaiterWaking
 from plait.broker.session_token import proves
 from plait.broker.turn import Turn
 from plait.errors import InvalidArgument, StaleSession
