@@ -24,12 +24,12 @@ def explore(explorer: Explorer) -> None:
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_with_flush_sync_nothing_acknowledged_is_lost_at_any_crash_point(number: int, seed: int):
-    explore(Explorer(seed + number, "sync", either, every=6, first=number))
+    explore(Explorer(seed + number, "sync", either, every=5, first=number))
 
 
 def test_with_flush_async_a_dying_process_loses_nothing_acknowledged(seed: int):
-    explore(Explorer(seed, "async", kill, every=6))
+    explore(Explorer(seed, "async", kill, every=5))
 
 
 def test_with_flush_async_a_power_loss_loses_only_an_unsynced_tail(seed: int):
-    explore(Explorer(seed, "async", power_loss, all_written=False, every=6))
+    explore(Explorer(seed, "async", power_loss, all_written=False, every=5))

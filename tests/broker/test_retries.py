@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.broker.groups.group import AttachedConsumer
-from plait.broker.groups.retries import STALE_MAX
+from plait.broker.groups.waking import STALE_MAX
 from plait.errors import GroupBusy, GroupMismatch
 from plait.limits import ServerLimits
 from plait.model.retry_policy import Retry
