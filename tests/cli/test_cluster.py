@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import pytest
 
 import plait.sync
-from plait.cli.entry import run
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.retry_policy import Retry
 from tests.cli.commands import Serving, broker, meta
@@ -360,38 +359,3 @@ def test_a_second_broker_with_the_same_group_name_is_refused_while_the_first_is_
             assert again.stop()[0] == 0
         with broker("g1", server.address, tmp_path / "2"):
             pass
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("meta",), "--database"),
-        (("meta", "--database", "nonsense"), "'nonsense' is not a database URL"),
-        (("meta", "--database", "mysql://x/y", "--port", "0"), "use sqlite:///FILE or postgresql://"),
-        (("meta", "--database", "sqlite://"), "a meta database in memory is lost"),
-        (("meta", "--database", "sqlite:///m.db", "--port", "70000"), "port 70000"),
-        (("meta", "--database", "sqlite:///m.db", "--host", "0.0.0.0"), "loopback"),
-        (("broker", "--group", "g1", "--data", "d"), "--meta"),
-        (("broker", "--meta", "plait://127.0.0.1:1", "--data", "d"), "--group"),
-        (("broker", "--group", "g 1", "--meta", "plait://127.0.0.1:1", "--data", "d"), "broker group name 'g 1'"),
-        (("broker", "--group", "g1", "--meta", "http://localhost/x", "--data", "d"), "plait://host:port"),
-        (("broker", "--group", "g1", "--meta", "plait://a:1,plait://a:1", "--data", "d"), "names an address twice"),
-        (("broker", "--group", "g1", "--meta", "plait://a:1", "--data", "d", "--segment-size", "1KiB"), "too small"),
-        (("broker", "--group", "g1", "--meta", "plait://a:1", "--data", "d", "--host", "0.0.0.0"), "loopback"),
-    ],
-)
-def test_invalid_arguments_print_one_line(
-    arguments: tuple[str, ...],
-    expected: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PLAIT_DATABASE", raising=False)
-    assert run(arguments) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("error: ")
-    assert expected in err
-    assert list(tmp_path.iterdir()) == []

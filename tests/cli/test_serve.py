@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
-import msgspec
 import pytest
-from crc32c import crc32c
 
 from plait.cli.entry import run
 from tests.cli.commands import SECONDS, environment, plait, serve
-from tests.cli.data_directory import fingerprint, flip, frames
+from tests.cli.data_directory import fingerprint, flip, frames, make_newer
 
 
 def test_it_prints_one_ready_line_and_stops_cleanly_on_sigterm(tmp_path: Path):
@@ -38,6 +38,15 @@ def test_sigint_stops_it_cleanly_and_the_epoch_stays(tmp_path: Path):
         with serve(tmp_path / "data") as node:
             assert " epoch=1 " in node.ready
             assert node.stop(signal.SIGINT)[:2] == (0, "")
+
+
+def test_it_reports_its_health_over_http(tmp_path: Path):
+    with serve(tmp_path / "data", "--http", "0") as node:
+        found = re.search(r"http=(\S+)", node.ready)
+        assert found is not None
+        with urllib.request.urlopen(found[1], timeout=60) as answer:
+            assert json.load(answer)["status"] == "ready"
+        assert node.stop()[0] == 0
 
 
 def test_after_sigkill_it_recovers_with_a_new_epoch(tmp_path: Path):
@@ -98,9 +107,7 @@ def test_a_newer_format_is_refused_and_left_unchanged(tmp_path: Path):
     data = tmp_path / "data"
     with serve(data) as node:
         assert node.stop()[0] == 0
-    manifest = max((data / "checkpoints").glob("manifest-*"))
-    body = msgspec.msgpack.encode(msgspec.msgpack.decode(manifest.read_bytes()[8:]) | {"version": 99})
-    manifest.write_bytes(b"PLCK" + crc32c(body).to_bytes(4, "little") + body)
+    make_newer(data)
     before = fingerprint(data)
     code, err = failing("--data", str(data), "--port", "0")
     assert code == 8
@@ -115,25 +122,39 @@ def test_a_newer_format_is_refused_and_left_unchanged(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--port", "0"], "--data"),
-        (["--data", "x", "--port", "70000"], "port 70000"),
-        (["--data", "x", "--flush", "never"], '"async", "sync"'),
-        (["--data", "x", "--segment-size", "1KiB"], "--segment-size 1KiB is too small"),
-        (["--data", "x", "--segment-size", "big"], "size 'big'"),
-        (["--data", "x", "--retention", "soon"], "duration 'soon'"),
-        (["--data", "x", "--dead-retention", "never"], "duration 'never'"),
-        (["--data", "x", "--host", "0.0.0.0"], "loopback"),
+        (("serve", "--port", "0"), "--data"),
+        (("serve", "--data", "x", "--port", "70000"), "port 70000"),
+        (("serve", "--data", "x", "--flush", "never"), '"async", "sync"'),
+        (("serve", "--data", "x", "--segment-size", "1KiB"), "--segment-size 1KiB is too small"),
+        (("serve", "--data", "x", "--segment-size", "big"), "size 'big'"),
+        (("serve", "--data", "x", "--retention", "soon"), "duration 'soon'"),
+        (("serve", "--data", "x", "--dead-retention", "never"), "duration 'never'"),
+        (("serve", "--data", "x", "--host", "0.0.0.0"), "loopback"),
+        (("meta",), "--database"),
+        (("meta", "--database", "nonsense"), "'nonsense' is not a database URL"),
+        (("meta", "--database", "mysql://x/y", "--port", "0"), "use sqlite:///FILE or postgresql://"),
+        (("meta", "--database", "sqlite://"), "a meta database in memory is lost"),
+        (("meta", "--database", "sqlite:///m.db", "--port", "70000"), "port 70000"),
+        (("meta", "--database", "sqlite:///m.db", "--host", "0.0.0.0"), "loopback"),
+        (("broker", "--group", "g1", "--data", "d"), "--meta"),
+        (("broker", "--meta", "plait://127.0.0.1:1", "--data", "d"), "--group"),
+        (("broker", "--group", "g 1", "--meta", "plait://127.0.0.1:1", "--data", "d"), "broker group name 'g 1'"),
+        (("broker", "--group", "g1", "--meta", "http://localhost/x", "--data", "d"), "plait://host:port"),
+        (("broker", "--group", "g1", "--meta", "plait://a:1,plait://a:1", "--data", "d"), "names an address twice"),
+        (("broker", "--group", "g1", "--meta", "plait://a:1", "--data", "d", "--segment-size", "1KiB"), "too small"),
+        (("broker", "--group", "g1", "--meta", "plait://a:1", "--data", "d", "--host", "0.0.0.0"), "loopback"),
     ],
 )
 def test_invalid_arguments_print_one_line(
-    arguments: list[str],
+    arguments: tuple[str, ...],
     expected: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
-    assert run(["serve", *arguments]) == 2
+    monkeypatch.delenv("PLAIT_DATABASE", raising=False)
+    assert run(arguments) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("error: ")

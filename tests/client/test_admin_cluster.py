@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import plait
-import plait.sync
 from plait.client.admin.cluster_admin import _route_info
 from plait.limits import LOGICAL_PARTITIONS, PARKED_PAGE_MAX
 from plait.meta.database.connection import file_url
@@ -279,24 +278,6 @@ async def test_invalid_arguments_are_refused_with_the_reason(
     await client.admin.create_subject("there")
     with pytest.raises(plait.InvalidArgument, match=reason):
         await getattr(client.admin, call)(*arguments, **settings)
-
-
-def test_the_blocking_client_has_the_same_calls() -> None:
-    with EmbeddedBroker() as broker, plait.sync.connect(broker.address, client_id="c") as client:
-        admin = client.admin
-        assert admin.create_subject("s", order="strict", partitions=2).partition == "s@g1, s#1@g1"
-        assert admin.route("s").order == "strict"
-        assert len(admin.expand_subject("s", 3).partitions) == 3
-        assert [b.group for b in admin.brokers()] == ["g1"]
-        admin.set_broker_state("g1", "W")
-        assert [b.wished for b in admin.brokers()] == ["W"]
-        with client.consumer("s", group="g", ordered=True):
-            assert [m.client for m in admin.allocation("s", "g").members] == ["c"]
-        assert admin.parked("s", "g") == []
-        assert (admin.resume_all("s", "g"), admin.skip_all("s", "g")) == (0, 0)
-        for call in (admin.resume_key, admin.skip_key):
-            with pytest.raises(plait.KeyNotParked):
-                call("s", "g", "a")
 
 
 def test_lps_that_returned_to_a_partition_still_drain_the_span_between() -> None:

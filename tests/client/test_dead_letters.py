@@ -531,32 +531,5 @@ async def test_a_resend_keeps_its_rate(client: plait.Client) -> None:
     assert loop.time() - begun >= 0.24
 
 
-async def test_the_blocking_client_has_the_same_calls(broker: EmbeddedBroker, client: plait.Client) -> None:
-    await send(client, 4)
-
-    def work() -> None:
-        with plait.sync.connect(broker.address) as blocking:
-            with blocking.consumer("s", group="g", prefetch=4) as consumer:
-                one, *_ = consumer.fetch(1)
-                one.reject("one")
-                two, *_ = consumer.fetch(1)
-                two.nack(0, "two")
-                consumer.fetch(1).reject("three")
-                consumer.fetch_arrow(1).reject(reason="four")
-                consumer.flush()
-            admin = blocking.admin
-            assert admin.dead_queues("s") == [plait.DeadQueue("s", "g", 3)]
-            found = admin.dead_letters("s", "g", limit=10, type="")
-            assert [letter.reason.text for letter in found] == ["one", "three", "four"]
-            assert admin.dead_letter("s", "g", 0).body == b"0"
-            assert [reason.count for reason in admin.dead_reasons("s", "g")] == [3]
-            assert admin.resend_dead("s", "g", sequences=[0], dry_run=True) == 1
-            assert admin.purge_dead("s", "g", sequences=[0]) == 1
-            assert admin.resend_dead("s", "g") == 2
-            assert admin.dead_queues() == []
-
-    await asyncio.to_thread(work)
-
-
 def test_letters_are_plain_values() -> None:
     assert msgspec.json.encode(plait.DeadQueue("s", "g", 1)) == b'{"subject":"s","group":"g","count":1}'

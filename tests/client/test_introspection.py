@@ -61,6 +61,9 @@ def test_a_blocking_method_has_the_signature_of_the_asynchronous_one(name: str):
             twin = getattr(blocking, member)
             assert str(inspect.signature(twin)) == str(inspect.signature(method)), member
             assert not inspect.iscoroutinefunction(twin), member
+            assert inspect.unwrap(twin) in (method, twin), f"{member} runs another method"
+            if name == "Admin":
+                assert inspect.unwrap(twin) is method, f"{member} is not made from its asynchronous form"
             assert inspect.getdoc(twin), member
 
 

@@ -40,18 +40,6 @@ async def test_an_invalid_setting_is_refused(client: plait.Client):
         await client.admin.set_subject("typo", retention=5)
 
 
-def test_the_blocking_client_changes_settings():
-    with EmbeddedBroker() as broker, plait.sync.connect(broker.address) as client:
-        client.send("s", b"x")
-        assert client.admin.set_subject("s", retention=60).retention_seconds == 60
-        with client.consumer("s", group="g"):
-            pass
-        info = client.admin.set_group("s", "g", retry=plait.Retry(attempts=2))
-        assert info.retry.attempts == 2
-        client.admin.delete_group("s", "g")
-        assert client.admin.groups("s") == []
-
-
 # --- a full disk ---------------------------------------------------------------------------------
 
 

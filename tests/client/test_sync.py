@@ -302,9 +302,24 @@ def test_administration(client: plait.sync.Client) -> None:
     admin = client.admin
     assert admin.create_subject("s", retention="1h").retention_seconds == 3600
     assert [info.subject for info in admin.subjects()] == ["s"]
-    with client.consumer("s", group="g", delivery="at_most_once"):
+    with client.consumer("s", group="g"):
         assert admin.subject("s").groups == admin.groups("s") == [admin.group("s", "g")]
+    with client.consumer("s", group="once", delivery="at_most_once"):
+        assert admin.group("s", "once").delivery == "at_most_once"
     assert admin.reset_group("s", "g", "earliest") == 0
+    client.send_many("s", [b"%d" % n for n in range(4)])
+    with client.consumer("s", group="g", prefetch=4, retry=plait.Retry(attempts=3)) as consumer:
+        one, *_ = consumer.fetch(1)
+        one.reject("one")
+        two, *_ = consumer.fetch(1)
+        two.nack(0, "two")
+        consumer.fetch(1).reject("three")
+        consumer.fetch_arrow(1).reject(reason="four")
+        consumer.flush()
+    found = admin.dead_letters("s", "g", limit=10, type="")
+    assert [letter.reason.text for letter in found] == ["one", "three", "four"]
+    assert admin.purge_dead("s", "g", sequences=[0]) == 1
+    assert admin.set_group("s", "g", retry=plait.Retry(attempts=2)).retry.attempts == 2
     admin.delete_subject("s")
     assert admin.server()["subjects"] == 0
     with pytest.raises(plait.SubjectNotFound):
