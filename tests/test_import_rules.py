@@ -67,7 +67,8 @@ MUST_NOT_IMPORT: dict[str, set[str]] = {
 #: Modules that are the small door to the outside, and what passes through it.
 DOORS: dict[str, set[str]] = {
     "storage.disk": DISK,
-    # A segment may be made by a thread while the loop needs it.
+    # A segment may be made by a thread while the loop needs it, and two threads may sync a log.
+    "storage.logs.segment": {"threading"},
     "storage.logs.log": {"threading"},
     # Allocations are written by a thread while another one writes what heartbeats say.
     "meta.database.connection": {"threading"},

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from plait.storage.logs.log import Segment, segment_name
+from plait.storage.logs.segment import Segment, segment_name
 
 BLOCK_SIZE = 4 << 20
 

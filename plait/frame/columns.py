@@ -8,10 +8,12 @@ a slice of rows keeps its offsets unchanged.
 from __future__ import annotations
 
 from enum import IntEnum
+from struct import Struct
 from typing import Any, Final
 
 import numpy as np
 
+from plait.frame.header import HEADER_SIZE, pad
 from plait.limits import (
     BODY_SIZE_MAX,
     FRAME_COUNT_MAX,
@@ -107,3 +109,18 @@ TAG_SEPARATOR: Final = "\x1f"
 def label(column: int) -> str:
     """The name of a column, for error texts."""
     return Column(column).name.lower().replace("_", " ") if KNOWN_BITS >> column & 1 else f"unknown {column}"
+
+
+#: Column numbers, the layout of the directory, and the position of the first column.
+Layout = tuple[tuple[int, ...], Struct, int]
+LAYOUTS: Final[dict[int, Layout]] = {}
+
+
+def layout_of(bits: int) -> Layout:
+    """The layout of a bit set of columns; cached, because a log has few different ones."""
+    numbers = tuple(n for n in range(32) if bits >> n & 1)
+    end = HEADER_SIZE + ENTRY_SIZE * len(numbers)
+    layout = (numbers, Struct(f"<{len(numbers)}I"), end + pad(end))
+    if len(LAYOUTS) < 256:
+        LAYOUTS[bits] = layout
+    return layout

@@ -74,6 +74,44 @@ SEQUENCE_MAX: Final = 1 << 62
 TIME_MAX: Final = 253_402_300_799_999_999
 
 
+class FrameHeader:
+    """The fields of a frame header; ``column_bits`` is the field ``columns``."""
+
+    __slots__ = (
+        "base",
+        "column_bits",
+        "count",
+        "crc",
+        "durable",
+        "epoch",
+        "first",
+        "flags",
+        "partition",
+        "previous",
+        "producer",
+        "size",
+        "stamp_crc",
+        "store_time",
+        "version",
+    )
+
+    version: int
+    flags: int
+    size: int
+    count: int
+    column_bits: int
+    producer: int
+    first: int
+    previous: int
+    crc: int
+    partition: int
+    base: int
+    store_time: int
+    durable: int
+    epoch: int
+    stamp_crc: int
+
+
 def pad(size: int) -> int:
     """The number of zero bytes that pad ``size`` to the alignment."""
     return -size & 7

@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from plait.errors import FrameError
 from plait.frame.columns import RUN_SIZE, SELECTION_SIZE, Codec
@@ -18,6 +19,10 @@ from plait.frame.header import SEQUENCE_MAX
 from plait.limits import FRAME_COUNT_MAX
 
 UInt64s = npt.NDArray[np.uint64]
+#: The offsets of a variable column: where each row begins, and where the last one ends.
+Offsets = npt.NDArray[np.int32]
+I32: Final[np.dtype[np.int32]] = np.dtype("<i4")
+_BINARY: Final = pa.binary()
 #: The rows of one producer in a joined frame. ``crc`` is the checksum of the frame that the producer sent: it
 #: distinguishes a resend from other rows with the same producer sequences. 0 if rows were cut or gathered.
 RUN: Final = np.dtype([("producer", "<u8"), ("first", "<u8"), ("rows", "<u4"), ("crc", "<u4"), ("previous", "<u8")])
@@ -107,3 +112,23 @@ def runs_of_rows(table: Runs, rows: npt.NDArray[np.int64]) -> Runs:
     short["rows"] = np.add.reduceat(counts, starts)
     short["crc"] = 0
     return short
+
+
+def wrap_binary(offsets: Offsets, data: memoryview) -> pa.BinaryArray:
+    """An Arrow array that shares existing memory."""
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    return pa.Array.from_buffers(_BINARY, len(offsets) - 1, buffers, 0)
+
+
+def select_rows(offsets: Offsets, data: memoryview, rows: npt.NDArray[np.int64]) -> tuple[Offsets, memoryview]:
+    """The offsets and data of some rows of a variable column."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):
+        start, end = int(offsets[first]), int(offsets[last + 1])
+        return offsets[first : last + 2] - I32.type(start), data[start:end]
+    # Not pa.array(rows), which imports pandas: the first import takes as long as a pull lock may take to move.
+    index = pa.Array.from_buffers(pa.int64(), len(rows), [None, pa.py_buffer(np.ascontiguousarray(rows, np.int64))])
+    array = wrap_binary(offsets, data).take(index)
+    _, new_offsets, new_data = array.buffers()
+    packed = np.frombuffer(new_offsets, I32, len(rows) + 1)
+    return packed, memoryview(new_data or b"").cast("B")[: int(packed[-1])]

@@ -14,8 +14,8 @@ from plait.errors import FrameError
 from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
 from plait.frame.columns import COMPRESSIBLE, FIXED_TYPES, FIXED_WIDTHS, VARIABLE, Codec, Column, label
 from plait.frame.header import U32, pack_stamp
-from plait.frame.run_tables import runs_of_rows, slice_runs
-from plait.frame.view import FrameView, select_rows
+from plait.frame.run_tables import runs_of_rows, select_rows, slice_runs
+from plait.frame.view import FrameView
 
 #: With more separate row ranges than this, the rows are copied: many tiny buffers cost more than one copy.
 SPANS_MAX = 16

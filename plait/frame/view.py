@@ -7,7 +7,6 @@ place, not decoded.
 
 from __future__ import annotations
 
-from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +18,11 @@ from plait.errors import FrameError
 from plait.frame import validation as check
 from plait.frame.columns import (
     COMPRESSIBLE,
-    ENTRY_SIZE,
     ENTRY_SIZE_BITS,
     ENTRY_SIZE_MASK,
     FIXED_TYPES,
     KNOWN_BITS,
+    LAYOUTS,
     MANDATORY_BITS,
     ORIGINAL_SIZE_MAX,
     TEXTS,
@@ -32,6 +31,7 @@ from plait.frame.columns import (
     Codec,
     Column,
     label,
+    layout_of,
 )
 from plait.frame.compression import inflate
 from plait.frame.header import (
@@ -48,12 +48,22 @@ from plait.frame.header import (
     TIME_MAX,
     U32,
     VERSION,
-    pad,
+    FrameHeader,
 )
-from plait.frame.run_tables import RUN, RowSelection, Runs, UInt64s, expand_runs, read_runs, read_selection
+from plait.frame.run_tables import (
+    I32,
+    RUN,
+    Offsets,
+    RowSelection,
+    Runs,
+    UInt64s,
+    expand_runs,
+    read_runs,
+    read_selection,
+    select_rows,
+    wrap_binary,
+)
 from plait.limits import FRAME_COUNT_MAX, FRAME_SIZE_MAX
-
-Offsets = npt.NDArray[np.int32]
 
 _REFUSED_COLUMNS = MANDATORY_BITS & ~KNOWN_BITS
 _REFUSED_FLAGS = FLAGS_MANDATORY & ~FLAGS_KNOWN
@@ -69,22 +79,6 @@ _KEY_HASH = int(Column.KEY_HASH)
 _SELECTION = int(Column.SELECTION)
 _HEADERS = int(Column.HEADERS)
 assert {_BODY, _HEADERS} == COMPRESSIBLE
-_BINARY = pa.binary()
-_I32: np.dtype[np.int32] = np.dtype("<i4")
-
-#: Column numbers, the layout of the directory, and the position of the first column.
-_Layout = tuple[tuple[int, ...], Struct, int]
-_LAYOUTS: dict[int, _Layout] = {}
-
-
-def _layout(bits: int) -> _Layout:
-    """The layout of a bit set of columns; cached, because a log has few different ones."""
-    numbers = tuple(n for n in range(32) if bits >> n & 1)
-    end = HEADER_SIZE + ENTRY_SIZE * len(numbers)
-    layout = (numbers, Struct(f"<{len(numbers)}I"), end + pad(end))
-    if len(_LAYOUTS) < 256:
-        _LAYOUTS[bits] = layout
-    return layout
 
 
 class Stored(NamedTuple):
@@ -94,46 +88,10 @@ class Stored(NamedTuple):
     data: memoryview
 
 
-class FrameView:
+class FrameView(FrameHeader):
     """One frame in a buffer. Keeps the buffer alive and copies nothing."""
 
-    __slots__ = (
-        "_inflated",
-        "_selection",
-        "base",
-        "buffer",
-        "column_bits",
-        "count",
-        "crc",
-        "durable",
-        "epoch",
-        "first",
-        "flags",
-        "partition",
-        "places",
-        "previous",
-        "producer",
-        "size",
-        "stamp_crc",
-        "store_time",
-        "version",
-    )
-
-    version: int
-    flags: int
-    size: int
-    count: int
-    column_bits: int
-    producer: int
-    first: int
-    previous: int
-    crc: int
-    partition: int
-    base: int
-    store_time: int
-    durable: int
-    epoch: int
-    stamp_crc: int
+    __slots__ = ("_inflated", "_selection", "buffer", "places")
 
     def __init__(self, buffer: memoryview | bytes | bytearray, offset: int = 0) -> None:
         room = len(buffer) - offset
@@ -181,7 +139,7 @@ class FrameView:
         self.buffer = memoryview(buffer)[offset : offset + size]
         self._inflated: dict[int, memoryview] | None = None
         self._selection: RowSelection | None = None
-        numbers, directory, start = _LAYOUTS.get(bits) or _layout(bits)
+        numbers, directory, start = LAYOUTS.get(bits) or layout_of(bits)
         if start > size:
             raise FrameError(f"frame of {size} bytes has no room for {len(numbers)} columns")
         places: dict[int, tuple[int, int, int]] = {}
@@ -346,7 +304,7 @@ class FrameView:
         split = 4 * (count + 1)
         if len(raw) < split:
             raise FrameError(f"{label(column)} column has no room for {count} offsets")
-        offsets = np.frombuffer(raw, _I32, count + 1)
+        offsets = np.frombuffer(raw, I32, count + 1)
         data = raw[split:]
         first = int(offsets[0])
         # The offsets ascend and the first is not negative, so no difference of two of them overflows.
@@ -357,7 +315,7 @@ class FrameView:
         ):
             raise FrameError(f"{label(column)} column has offsets that do not fit its {len(data)} bytes")
         if first:
-            offsets = offsets - _I32.type(first)
+            offsets = offsets - I32.type(first)
         if self.places[column][0] != _RAW:
             selection = self.selection()
             if selection is not None:
@@ -421,26 +379,6 @@ class FrameView:
         if selection is not None:
             return producers[selection.rows], numbers[selection.rows]
         return producers, numbers
-
-
-def wrap_binary(offsets: Offsets, data: memoryview) -> pa.BinaryArray:
-    """An Arrow array that shares existing memory."""
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
-    return pa.Array.from_buffers(_BINARY, len(offsets) - 1, buffers, 0)
-
-
-def select_rows(offsets: Offsets, data: memoryview, rows: npt.NDArray[np.int64]) -> tuple[Offsets, memoryview]:
-    """The offsets and data of some rows of a variable column."""
-    first, last = int(rows[0]), int(rows[-1])
-    if last - first + 1 == len(rows):
-        start, end = int(offsets[first]), int(offsets[last + 1])
-        return offsets[first : last + 2] - _I32.type(start), data[start:end]
-    # Not pa.array(rows), which imports pandas: the first import takes as long as a pull lock may take to move.
-    index = pa.Array.from_buffers(pa.int64(), len(rows), [None, pa.py_buffer(np.ascontiguousarray(rows, np.int64))])
-    array = wrap_binary(offsets, data).take(index)
-    _, new_offsets, new_data = array.buffers()
-    packed = np.frombuffer(new_offsets, _I32, len(rows) + 1)
-    return packed, memoryview(new_data or b"").cast("B")[: int(packed[-1])]
 
 
 def frames_in(buffer: memoryview | bytes) -> list[FrameView]:

@@ -6,8 +6,8 @@ import pytest
 
 from plait.broker.partitions import frame_search
 from plait.storage.logs.consume_log import RECORD
-from plait.storage.logs.log import segment_name
 from plait.storage.logs.recovery import ReadableLog
+from plait.storage.logs.segment import segment_name
 from tests.support.broker_node import Node, Producer
 
 

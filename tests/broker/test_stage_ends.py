@@ -10,7 +10,7 @@ import pytest
 from plait.broker import catalog
 from plait.errors import DamageError, Expired
 from plait.model.settings import SubjectSettings
-from plait.storage.logs.log import segment_name
+from plait.storage.logs.segment import segment_name
 from tests.broker.stage_node import Task, ask, ask_and_settle, complete, publish, settle, staged
 from tests.support.broker_node import Node
 

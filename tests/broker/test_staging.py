@@ -22,7 +22,7 @@ from plait.errors import (
 from plait.limits import ServerLimits
 from plait.model.logical_partitions import lp_of_key
 from plait.storage.catalog import Fence
-from plait.storage.logs.log import segment_name
+from plait.storage.logs.segment import segment_name
 from plait.testing.simulated_disk import SimulatedCrash
 from plait.wire import codec
 from tests.broker.schedule_node import SECOND, later, schedules

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from plait.frame.coalesce import coalesce
 from plait.frame.columns import ORIGINAL_SIZE_MAX, Column
-from plait.frame.gather import FLATTEN_BIT, PLACE, Gathered, Places, place_of, row_sets
+from plait.frame.gather import Gathered
 from plait.frame.header import FLAG_UNSEQUENCED
+from plait.frame.places import FLATTEN_BIT, PLACE, Places, place_of, row_sets
 from plait.frame.view import FrameView
 from plait.model.logical_partitions import NO_KEY_HASH
 from tests.frame.samples import Draft, Row, alike, drafts, full_draft, rows_of

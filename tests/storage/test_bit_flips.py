@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from plait.storage.logs.log import segment_name
 from plait.storage.logs.recovery import LogScan
+from plait.storage.logs.segment import segment_name
 from tests.storage.frames import DIRECTORY, SEGMENT_SIZE, open_log, some_bodies, written
 
 PATH = f"{DIRECTORY}/{segment_name(0)}"

@@ -10,7 +10,8 @@ import pytest
 from plait.errors import DamageError
 from plait.frame.builder import FrameParts
 from plait.frame.view import FrameView
-from plait.storage.logs.log import Log, SyncJob, segment_name, used_size
+from plait.storage.logs.log import Log, SyncJob
+from plait.storage.logs.segment import segment_name, used_size
 from plait.testing.simulated_disk import SimulatedDisk
 from tests.storage.frames import DIRECTORY, SEGMENT_SIZE, append, body_of, frame, open_log, scan, some_bodies
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from plait.errors import FrameError
 from plait.frame.view import FrameView
-from plait.storage.logs.log import Log, segment_name
+from plait.storage.logs.log import Log
 from plait.storage.logs.recovery import QUARANTINE, SECTOR_SIZE, Damage, LogScan, settle
+from plait.storage.logs.segment import segment_name
 from plait.testing.simulated_disk import SimulatedCrash, SimulatedDisk
 from tests.storage.frames import (
     DIRECTORY,

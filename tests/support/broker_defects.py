@@ -24,8 +24,9 @@ from plait.storage.checkpoint import Checkpoints
 from plait.storage.cursor import Cursor
 from plait.storage.logs import recovery
 from plait.storage.logs.action_log import ActionBuffer
-from plait.storage.logs.log import Log, segment_name
+from plait.storage.logs.log import Log
 from plait.storage.logs.recovery import LogScan
+from plait.storage.logs.segment import Segment, SegmentFiles
 from plait.storage.producers import FrameVerdict, ProducerTable
 
 Patch = pytest.MonkeyPatch
@@ -278,18 +279,18 @@ def leave_checkpoints_unsynced(patch: Patch) -> None:
 def leave_segment_names_unsynced(patch: Patch) -> None:
     """A segment is written before its name is durable."""
 
-    def naive(self: Log, base: int, size: int) -> Any:
-        file = self._disk.open(f"{self.directory}/{segment_name(base)}", create=True)
+    def naive(self: SegmentFiles, base: int, size: int) -> Any:
+        file = self._disk.open(self.path(base), create=True)
         file.allocate(size)
         file.sync()
         return file
 
-    patch.setattr(Log, "_create", naive)
+    patch.setattr(SegmentFiles, "_create", naive)
 
 
 def trust_the_page_cache(patch: Patch) -> None:
     """R24: a start believes a sync of bytes it read back, although a failed sync left their pages clean."""
-    patch.setattr(Log, "_write_again", lambda self, segment, start: None)
+    patch.setattr(Segment, "write_again", lambda self, start: self.file.sync())
 
 
 # --- retention ----------------------------------------------------------------------------------

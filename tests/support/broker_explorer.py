@@ -19,9 +19,10 @@ from plait.errors import StorageFailed
 from plait.storage.catalog import CATALOG
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.logs.action_log import DIRECTORY as ACTION_DIRECTORY
-from plait.storage.logs.log import Log, segment_name
+from plait.storage.logs.log import Log
 from plait.storage.logs.recovery import LogScan
 from plait.storage.logs.retained_log import DIRECTORY as KEPT_DIRECTORY
+from plait.storage.logs.segment import segment_name
 from plait.testing.cached_file import SECTOR_SIZE, CachedFile
 from plait.testing.simulated_disk import Operation, SimulatedCrash, SimulatedDisk
 from tests.support.broker_checker import check, served

@@ -18,8 +18,8 @@ from plait.broker.schedule.upcoming import Schedule
 from plait.broker.turn import Turn
 from plait.errors import DamageError, FrameError
 from plait.frame.columns import Column
-from plait.frame.gather import UInt64s
 from plait.frame.header import FLAG_FORWARDED
+from plait.frame.run_tables import UInt64s
 from plait.frame.view import FrameView
 from plait.model.names import counted
 from plait.storage.catalog import FORWARD, SCHEDULE

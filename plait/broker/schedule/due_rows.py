@@ -17,7 +17,8 @@ from plait.broker.schedule.upcoming import Schedule
 from plait.errors import DamageError, FlowControl, FrameError
 from plait.frame.builder import FrameParts
 from plait.frame.columns import Column
-from plait.frame.gather import Gathered, Int64s, Places, RowPicks, flatten, row_sets
+from plait.frame.gather import Gathered
+from plait.frame.places import Int64s, Places, RowPicks, flatten, row_sets
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.storage.logs.log import Log

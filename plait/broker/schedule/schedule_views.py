@@ -13,7 +13,8 @@ from plait.broker.broker import Broker
 from plait.broker.schedule.due_rows import reading
 from plait.broker.schedule.due_window import IN_LOG, SOON, SoonRows, soon_rows
 from plait.broker.schedule.upcoming import Schedule
-from plait.frame.gather import Int64s, UInt64s
+from plait.frame.places import Int64s
+from plait.frame.run_tables import UInt64s
 from plait.storage.schedule.bucket import GRID, NEVER, Bucket
 from plait.wire.admin.delayed import DelayedCount, DelayedPage, DelayedRow
 

@@ -15,8 +15,8 @@ import msgspec
 from plait.broker.turn import MESSAGE_DIRECTORY
 from plait.limits import FILES_PER_SEGMENT, FILES_RESERVE, ServerLimits
 from plait.storage.logs.action_log import DIRECTORY as ACTION_DIRECTORY
-from plait.storage.logs.log import SUFFIX
 from plait.storage.logs.retained_log import DIRECTORY as RETAINED_DIRECTORY
+from plait.storage.logs.segment import SUFFIX
 
 
 def raise_limit() -> int:

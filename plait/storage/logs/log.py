@@ -11,73 +11,22 @@ before ``durable`` survives the machine.
 from __future__ import annotations
 
 import contextlib
-import errno
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from plait.errors import DamageError
 from plait.frame.builder import FrameParts
-from plait.frame.header import HEADER_SIZE, PREFIX, SIZE_OFFSET
-from plait.limits import FRAME_SIZE_MAX, KIB, MIB
-from plait.storage.disk import Buffer, Disk, File
+from plait.limits import FRAME_SIZE_MAX, KIB
+from plait.storage.disk import Buffer, Disk
 from plait.storage.durable_mark import DurableMark, read_mark, write_mark
+from plait.storage.logs.segment import SUFFIX, ZEROS, Segment, SegmentFiles
 
-SUFFIX = ".log"
-#: The unit that a disk writes atomically.
-SECTOR_SIZE = 512
 #: The smallest segment that can hold any frame.
 SEGMENT_SIZE_MIN = FRAME_SIZE_MAX
-#: Space reserved for a new segment: all that a server needs before its first message.
-ALLOCATE_MIN = 1 * MIB
-#: The most space reserved at a time. A growing segment reserves as much as it already has, up to this.
-ALLOCATE_MAX = 64 * MIB
 #: Space in the active segment that only the broker's own frames (deletions, settings) may use: they free space on a
 #: full disk, and a deletion takes 4.5 KiB.
 MARGIN = 512 * KIB
-
-
-def segment_name(base: int) -> str:
-    """The file name of the segment that starts at ``base``."""
-    return f"{base:020d}{SUFFIX}"
-
-
-class Segment:
-    """One file of the log: [base, end) in log offsets. ``size`` is the length of the file, including unused space."""
-
-    __slots__ = ("allocated", "base", "end", "file", "header_end", "mapped", "size", "synced", "written", "zeroed")
-
-    def __init__(self, base: int, file: File) -> None:
-        self.base = base
-        self.file = file
-        self.size = file.size
-        self.end = base + self.size
-        #: The log offsets up to which bytes are written, and durable.
-        self.written = self.synced = base
-        #: The log offset up to which every block was written at least once, possibly with zeros.
-        self.zeroed = base
-        #: The log offset up to which this process has reserved space on the disk.
-        self.allocated = base
-        #: The log offset of the end of the segment header.
-        self.header_end = base
-        #: The map of the file, once it was read.
-        self.mapped: memoryview | None = None
-
-    @property
-    def view(self) -> memoryview:
-        """The whole file, read-only; it also shows later writes."""
-        if self.mapped is None:
-            self.mapped = self.file.view()
-        return self.mapped
-
-    def unmap(self) -> None:
-        """Drop the map; the next access makes it again."""
-        self.mapped = None
-        self.file.unmap()
-
-    def close(self) -> None:
-        self.mapped = None
-        self.file.close()
 
 
 class SyncJob:
@@ -113,22 +62,16 @@ class Log:
         self.segment_size = segment_size
         #: Reserved space in the active segment that only the broker's own frames may use (``MARGIN``).
         self.margin = min(MARGIN, segment_size // 64)
-        #: Space reserved for a new segment: only a part of it, also for small segments.
-        self._first_size = min(ALLOCATE_MIN, max(segment_size // 8, 1))
+        self._files = SegmentFiles(disk, directory, segment_size)
         #: Free space on the disk that frames of producers must leave for checkpoints and other logs.
         self.leave_free = 0
-        #: After a reservation was refused because of ``leave_free``: the free space that it needs. Otherwise 0.
-        self.lacking = 0
         self.segments: list[Segment] = []
         self._bases: list[int] = []
         #: The buffers of frames that are appended and not written.
         self.pending: list[Buffer] = []
         self._pending_at = 0
-        self._spare: tuple[int, File] | None = None
         #: The size of the last segment header.
         self._header_size = 0
-        # A thread may be making the next segment while the loop needs it.
-        self._making = threading.Lock()
         self._syncing = threading.Lock()
         self._sync_error: OSError | None = None
         self._closed = False
@@ -160,6 +103,11 @@ class Log:
         self.segments.append(segment)
         self._bases.append(segment.base)
         self.start = self._bases[0]
+
+    @property
+    def lacking(self) -> int:
+        """After a reservation was refused because of ``leave_free``: the free space that it needs. Otherwise 0."""
+        return self._files.lacking
 
     @property
     def size(self) -> int:
@@ -210,28 +158,20 @@ class Log:
             self._bases.pop()
             segment = self.segments.pop()
             segment.close()
-            self._disk.remove(f"{self.directory}/{segment_name(segment.base)}")
+            self._disk.remove(self._files.path(segment.base))
         for path in self._never_allocated:
             self._disk.remove(path)
         self._never_allocated = []
         for segment in self.segments:
             segment.written = segment.synced = max(segment.base, min(end, segment.end))
             if segment.end > proven:
-                self._write_again(segment, max(proven, segment.base))
-                segment.file.sync()
+                segment.write_again(max(proven, segment.base))
             # Recovery may have read all of it: the pages must not stay in the memory of the process.
             segment.unmap()
         self._disk.sync_directory(self.directory)
         self.end = self.written = self.durable = self._pending_at = self.resumed_at = end
         self.start = self._bases[0] if self._bases else end
         self.note_durable()
-
-    def _write_again(self, segment: Segment, start: int) -> None:
-        """Write [start, ``segment.written``) again with the bytes that are read, which makes its pages dirty."""
-        for at in range(start - segment.base, segment.written - segment.base, len(_ZEROS)):
-            # A copy: a write must not read from the pages that it writes.
-            piece = bytes(segment.view[at : min(at + len(_ZEROS), segment.written - segment.base)])
-            segment.file.write([piece], at)
 
     def note_durable(self) -> None:
         """Write the durable mark, so that damage before it is not taken for a torn tail."""
@@ -258,34 +198,10 @@ class Log:
             active = self.segments[-1]
             if active.base <= self.end and end <= active.end:
                 if end > active.allocated:
-                    self._reserve(active, end, 0 if own else self.leave_free)
+                    self._files.reserve(active, end, 0 if own else self.leave_free)
                 return self.end
         self._roll(end - self.end, 0 if own else self.leave_free)
         return self.end
-
-    def _reserve(self, segment: Segment, end: int, leave_free: int) -> None:
-        """Reserve space up to ``end`` and as much again as the segment has, so that disk use follows the stored data.
-
-        Raises ENOSPC if less than ``leave_free`` would be left on the disk.
-        """
-        ahead = min(max(end - segment.base, self._first_size), ALLOCATE_MAX)
-        target = min(end + ahead, segment.end)
-        if leave_free and self._disk.space()[0] - (target - segment.allocated) < leave_free:
-            target = end
-            lacking = leave_free + target - segment.allocated
-            if self._disk.space()[0] < lacking:
-                self.lacking = lacking
-                raise OSError(errno.ENOSPC, "No space left for messages", self.directory)
-        self.lacking = 0
-        try:
-            segment.file.allocate(target - segment.base)
-        except OSError as error:
-            if error.errno != errno.ENOSPC or target == end:
-                raise
-            # There is less space than that; the frame itself may still fit.
-            target = end
-            segment.file.allocate(target - segment.base)
-        segment.allocated = target
 
     def roll(self) -> None:
         """Start the next segment, so that the active one can be removed."""
@@ -302,45 +218,14 @@ class Log:
         self._header_size = sum(frame.size for frame in header)
         # At least half of a segment is left for data, or the log would consist of headers.
         size = self._header_size + max(size, self._header_size)
-        with self._making:
-            spare, self._spare = self._spare, None
-            if spare is not None and spare[0] == base and spare[1].size >= size:
-                file = spare[1]
-            else:
-                if spare is not None:
-                    spare[1].close()
-                file = self._create(base, max(self.segment_size, size))
-        segment = Segment(base, file)
-        segment.allocated = base + min(self._first_size, file.size)
-        if size > segment.allocated - base:
-            try:
-                self._reserve(segment, base + size, leave_free)
-            except OSError:
-                file.close()
-                self._disk.remove(f"{self.directory}/{segment_name(base)}")
-                raise
+        file = self._files.take(base, self.segment_size, size)
+        segment = self._files.open(base, file, size, leave_free)
         self._add(segment)
         self.end = self.written = self._pending_at = base
         for frame in header:
             self.pending.extend(frame.parts)
             self.end += frame.size
         segment.header_end = self.end
-
-    def _create(self, base: int, size: int) -> File:
-        path = f"{self.directory}/{segment_name(base)}"
-        file = self._disk.open(path, create=True)
-        try:
-            if size > self._first_size:
-                # The file has its full length from the beginning; space is reserved as needed (``_reserve``).
-                file.truncate(size)
-            file.allocate(min(self._first_size, size))
-            file.sync()
-            self._disk.sync_directory(self.directory)
-        except OSError:
-            file.close()
-            self._disk.remove(path)
-            raise
-        return file
 
     @property
     def half_full(self) -> bool:
@@ -349,14 +234,9 @@ class Log:
 
     def prepare_next(self) -> None:
         """Make the next segment in advance, once the active one is more than half full. May block."""
-        with self._making:
-            if not self.segments or self._spare is not None:
-                return
-            active = self.segments[-1]
-            if self.half_full:
-                # The next header is about as large as the last one.
-                size = max(self.segment_size, 3 * self._header_size)
-                self._spare = (active.end, self._create(active.end, size))
+        if self.half_full:
+            # The next header is about as large as the last one.
+            self._files.prepare(self.segments[-1].end, max(self.segment_size, 3 * self._header_size))
 
     def append(self, parts: Sequence[Buffer], size: int) -> int:
         """Append the buffers of a frame. Returns its offset. Nothing reaches the disk before ``write``."""
@@ -374,7 +254,7 @@ class Log:
         segment = self.segments[-1]
         ahead = self._zeros_ahead(segment) if self._zero_ahead else 0
         if ahead:
-            self.pending += [_ZEROS[: ahead - done] for done in range(0, ahead, len(_ZEROS))]
+            self.pending += [ZEROS[: ahead - done] for done in range(0, ahead, len(ZEROS))]
             segment.zeroed = self.end + ahead
         segment.file.write(self.pending, self._pending_at - segment.base)
         segment.written = self.end
@@ -440,7 +320,7 @@ class Log:
             self._bases.pop(0)
             self.start = self._bases[0]
             self.segments.pop(0).close()
-            self._disk.remove(f"{self.directory}/{segment_name(base)}")
+            self._disk.remove(self._files.path(base))
         self._disk.sync_directory(self.directory)
         self._write_mark(mark, sync=True)
         return removed
@@ -449,58 +329,16 @@ class Log:
         """Zero everything after ``offset``, in its segment and in all later ones, durably.
 
         The order is from the end to the front: if the cut is interrupted, the bad frame that is the reason for it is
-        still there, and the next recovery repeats the cut. That frame may be the first one, so everything behind it is
-        zeroed before any part of it. In the sector where the cut begins, the zeros are written in pieces smaller than
-        any frame.
+        still there, and the next recovery repeats the cut.
         """
         for segment in reversed(self.segments):
-            start = max(offset, segment.base) - segment.base
-            dirty = used_size(segment.view, start) if start < segment.size else 0
-            front = min(dirty, SECTOR_SIZE - start % SECTOR_SIZE)
-            behind = min(dirty, max(front, claimed_size(segment.view, start)))
-            for begin, end in ((behind, dirty), (front, behind)):
-                for done in range(begin, end, len(_ZEROS)):
-                    segment.file.write([_ZEROS[: end - done]], start + done)
-                if begin < end:
-                    segment.file.sync()
-            for done in reversed(range(0, front, _PIECE_SIZE)):
-                segment.file.write([_ZEROS[: min(_PIECE_SIZE, front - done)]], start + done)
-            if dirty:
-                segment.file.sync()
+            segment.zero_from(offset)
 
     def close(self) -> None:
         """Close the files. Nothing can be appended afterwards."""
         self._closed = True
         for segment in self.segments:
             segment.close()
-        if self._spare is not None:
-            self._spare[1].close()
-        self._spare = None
+        self._files.close()
         self.segments = []
         self._bases = []
-
-
-_ZEROS = bytes(1 << 18)
-_PIECE_SIZE = 64
-assert _PIECE_SIZE < HEADER_SIZE
-
-
-def claimed_size(view: memoryview, start: int) -> int:
-    """The frame size in an unverified header; 0 if there is no header."""
-    if view[start : start + len(PREFIX)] != PREFIX:
-        return 0
-    return int.from_bytes(view[start + SIZE_OFFSET : start + SIZE_OFFSET + 4], "little")
-
-
-def used_size(view: memoryview, start: int) -> int:
-    """The number of bytes in use after ``start``: up to the last byte that is not zero, rounded up to 8."""
-    end = len(view)
-    while end > start:
-        begin = max(start, end - len(_ZEROS))
-        piece = bytes(view[begin:end])
-        # Most pieces are zeros: comparing is many times faster than stripping.
-        if piece != _ZEROS[: len(piece)]:
-            used = begin + len(piece.rstrip(b"\0")) - start
-            return min(used + (-used & 7), len(view) - start)
-        end = begin
-    return 0

@@ -22,7 +22,8 @@ from plait.errors import FrameError
 from plait.frame.header import HEADER_SIZE, PREFIX
 from plait.frame.view import FrameView
 from plait.storage.disk import Disk
-from plait.storage.logs.log import SECTOR_SIZE, Log, claimed_size, used_size
+from plait.storage.logs.log import Log
+from plait.storage.logs.segment import SECTOR_SIZE, claimed_size, used_size
 
 QUARANTINE = "quarantine"
 #: The reason of damage in a part of a log that no file covers.

@@ -14,8 +14,8 @@ from plait.frame.view import FrameView
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINT_DIRECTORY
 from plait.storage.checkpoint import Checkpoints, LoadedCheckpoint
 from plait.storage.disk import Disk, RealDisk, RealFile
-from plait.storage.logs.log import SUFFIX, used_size
 from plait.storage.logs.recovery import Damage, LogScan
+from plait.storage.logs.segment import SUFFIX, used_size
 
 MESSAGE_DIRECTORY: Final = "message"
 #: Attempts to read files that a live server is replacing.

@@ -21,8 +21,8 @@ from plait.frame.header import HEADER_SIZE, MAGIC, PREFIX, VERSION
 from plait.frame.view import FrameView
 from plait.limits import FRAME_COUNT_MAX, FRAME_SIZE_MAX, MIB
 from plait.storage.catalog import CATALOG, PartitionRow, read_rows
-from plait.storage.logs.log import used_size
 from plait.storage.logs.recovery import Damage, LogScan
+from plait.storage.logs.segment import used_size
 from plait.storage.reading.log_reader import LOOKS_MAX, LogReader, MappedLog, MappedSegment
 
 #: The approximate size of the pieces that a walk yields. It can go back to the start of any piece.

@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from plait.errors import FrameError
 from plait.frame.columns import Column
-from plait.frame.gather import PLACE, Int64s, UInt64s, column_of, place_of
+from plait.frame.places import PLACE, Int64s, column_of, place_of
+from plait.frame.run_tables import UInt64s
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.storage.disk import Disk

@@ -16,13 +16,15 @@ import numpy as np
 
 from plait.errors import FrameError
 from plait.frame.builder import Buffer
-from plait.frame.gather import Gathered, Int64s, UInt64s, row_sets
+from plait.frame.gather import Gathered
 from plait.frame.header import pack_stamp, pad
+from plait.frame.places import Int64s, row_sets
+from plait.frame.run_tables import UInt64s
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.storage.checkpoint import CheckpointManifest
 from plait.storage.disk import Disk, File
-from plait.storage.logs.log import segment_name
+from plait.storage.logs.segment import segment_name
 from plait.storage.schedule.bucket import (
     DIRECTORY,
     MAPPED_MAX,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.frame.columns import Column
-from plait.frame.gather import PLACE, Int64s, place_of
+from plait.frame.places import PLACE, Int64s, place_of
 from plait.frame.view import FrameView
 from plait.storage.schedule.bucket import NEVER
 
