@@ -35,9 +35,8 @@ def counts(report: AuditReport) -> list[dict[str, object]]:
 
 
 async def test_an_archive_and_its_data_directory_get_the_same_verdict(
-    tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch
+    data: Path, to: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ):
-    data, to = tmp_path / "data", tmp_path / "archive"
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         for _ in range(4):
             await send(client, 50, keys=13)
@@ -91,8 +90,7 @@ async def with_dead_letters(data: Path) -> datetime:
     return middle
 
 
-async def test_dead_letters_and_strict_order_are_reported_as_for_the_data_directory(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_dead_letters_and_strict_order_are_reported_as_for_the_data_directory(data: Path, to: Path, audit: Audit):
     middle = await with_dead_letters(data)
     archive_here(data, to, now=True)
     report = audit(archive=to)
@@ -109,8 +107,7 @@ async def test_dead_letters_and_strict_order_are_reported_as_for_the_data_direct
     assert counts(audit(archive=to)) == counts(report)
 
 
-async def test_only_deaths_of_the_selected_messages_are_reported(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_only_deaths_of_the_selected_messages_are_reported(data: Path, to: Path, audit: Audit):
     clock = ManualClock()
     async with EmbeddedBroker(data, clock=clock) as broker, broker.connect() as client:
         await send(client, 4)
@@ -127,8 +124,7 @@ async def test_only_deaths_of_the_selected_messages_are_reported(tmp_path: Path,
         assert (death.type, death.count) == ("ValueError", 4)
 
 
-def test_groups_of_several_directories_have_their_own_dead_letters(tmp_path: Path, audit: Audit):
-    to = tmp_path / "archive"
+def test_groups_of_several_directories_have_their_own_dead_letters(to: Path, tmp_path: Path, audit: Audit):
     for number, name in enumerate(("g1", "g2")):
         filler = Filler(tmp_path / name)
         for other in range(number):
@@ -159,8 +155,9 @@ async def test_a_strict_subject_of_an_archive_is_judged_by_strict_order(tmp_path
     assert [group.broken for group in audit(archive=tmp_path / "archive").groups()] == [["out_of_order"]]
 
 
-async def test_double_acks_of_messages_without_keys_are_found_in_an_archive(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_double_acks_of_messages_without_keys_are_found_in_an_archive(
+    data: Path, to: Path, tmp_path: Path, audit: Audit
+):
     async with (
         EmbeddedBroker(data) as broker,
         broker.connect() as client,
@@ -178,8 +175,7 @@ async def test_double_acks_of_messages_without_keys_are_found_in_an_archive(tmp_
     assert [group.broken for group in audit(archive=to).groups()] == [["double_acks"]]
 
 
-async def test_messages_without_keys_are_judged_by_their_cursors(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_messages_without_keys_are_judged_by_their_cursors(data: Path, to: Path, audit: Audit):
     async with AsyncExitStack() as stack:
         broker = await stack.enter_async_context(EmbeddedBroker(data))
         client = await stack.enter_async_context(broker.connect())
@@ -220,8 +216,7 @@ async def test_an_ack_of_a_message_that_was_never_stored_is_found_in_a_complete_
         assert [group.broken for group in audit(archive=tmp_path / f"archive-{data}").groups()] == [broken]
 
 
-def test_events_of_messages_that_are_not_archived_yet_break_no_promise(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_events_of_messages_that_are_not_archived_yet_break_no_promise(data: Path, to: Path, audit: Audit):
     filler = Filler(data)
     filler.rounds(60)
     archive_here(data, to)
@@ -236,8 +231,9 @@ def test_events_of_messages_that_are_not_archived_yet_break_no_promise(tmp_path:
 
 
 @pytest.mark.parametrize("again", [False, True])
-async def test_a_subject_that_was_deleted_before_all_of_it_was_archived(tmp_path: Path, audit: Audit, again: bool):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_a_subject_that_was_deleted_before_all_of_it_was_archived(
+    data: Path, to: Path, audit: Audit, again: bool
+):
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await send(client, 10)
         async with client.consumer(SUBJECT, group="billing", ordered=True) as consumer:
@@ -260,8 +256,7 @@ async def test_a_subject_that_was_deleted_before_all_of_it_was_archived(tmp_path
             await client.send("others", b"x")
 
 
-async def test_a_damaged_or_missing_file_of_deaths_is_reported(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_a_damaged_or_missing_file_of_deaths_is_reported(data: Path, to: Path, audit: Audit):
     await with_dead_letters(data)
     archive_here(data, to, now=True)
     for file in Archive.at(to).open().find("deaths"):
@@ -273,8 +268,7 @@ async def test_a_damaged_or_missing_file_of_deaths_is_reported(tmp_path: Path, a
             audit(archive=to)
 
 
-async def test_the_files_of_several_archiver_runs_are_judged_as_one_log(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_the_files_of_several_archiver_runs_are_judged_as_one_log(data: Path, to: Path, audit: Audit):
     async with (
         EmbeddedBroker(data) as broker,
         broker.connect() as client,
@@ -296,8 +290,7 @@ def test_a_directory_that_is_no_archive_is_refused(tmp_path: Path, audit: Audit)
         audit(archive=tmp_path)
 
 
-def test_copied_segments_are_audited_like_a_data_directory(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_copied_segments_are_audited_like_a_data_directory(data: Path, to: Path, audit: Audit):
     filler = Filler(data)
     filler.rounds(60)
     filler.stop()

@@ -43,8 +43,7 @@ async def made_again(data: Path, to: Path | None, *, ordered: bool, order: str =
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-async def test_each_life_of_a_subject_is_judged_by_its_own_events(tmp_path: Path, audit: Audit, ordered: bool):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_each_life_of_a_subject_is_judged_by_its_own_events(data: Path, to: Path, audit: Audit, ordered: bool):
     await made_again(data, to, ordered=ordered)
     archive_here(data, to, now=True)
     for _ in range(2):
@@ -59,16 +58,16 @@ async def test_each_life_of_a_subject_is_judged_by_its_own_events(tmp_path: Path
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-async def test_a_life_that_was_never_archived_is_not_reported(tmp_path: Path, audit: Audit, ordered: bool):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_a_life_that_was_never_archived_is_not_reported(data: Path, to: Path, audit: Audit, ordered: bool):
     await made_again(data, None, ordered=ordered)
     archive_here(data, to, now=True)
     assert audit(archive=to).held
     assert counts(audit(archive=to)) == counts(audit(data))
 
 
-async def test_a_life_after_a_crash_has_lost_nothing_that_earlier_groups_passed(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_a_life_after_a_crash_has_lost_nothing_that_earlier_groups_passed(
+    data: Path, to: Path, tmp_path: Path, audit: Audit
+):
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await handle(client, 6, ordered=False)
         await asyncio.to_thread(archive_here, data, to, now=True)
@@ -84,8 +83,7 @@ async def test_a_life_after_a_crash_has_lost_nothing_that_earlier_groups_passed(
 
 
 @pytest.mark.parametrize("life", [0, 1])
-async def test_a_broken_promise_in_either_life_is_found(tmp_path: Path, audit: Audit, life: int):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_a_broken_promise_in_either_life_is_found(data: Path, to: Path, tmp_path: Path, audit: Audit, life: int):
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT, order="strict")
         await handle(client, 6, ordered=True)
@@ -146,8 +144,7 @@ async def test_an_empty_partition_is_judged_too(tmp_path: Path, audit: Audit):
     assert counts(audit(archive=tmp_path / "archive")) == counts(audit(bad))
 
 
-async def test_empty_subjects_groups_and_partitions_are_listed(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_empty_subjects_groups_and_partitions_are_listed(data: Path, to: Path, audit: Audit):
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT, partitions=3)
         await client.admin.create_subject("gone")
@@ -171,8 +168,9 @@ async def test_empty_subjects_groups_and_partitions_are_listed(tmp_path: Path, a
         audit(archive=to, subjects=["gone"])
 
 
-async def test_a_partition_that_was_made_after_the_last_run_starts_with_its_first_message(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_a_partition_that_was_made_after_the_last_run_starts_with_its_first_message(
+    data: Path, to: Path, tmp_path: Path, audit: Audit
+):
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await client.send("others", b"x")
     archive_here(data, to, now=True)
@@ -190,8 +188,9 @@ async def test_a_partition_that_was_made_after_the_last_run_starts_with_its_firs
     assert (subject.messages, subject.missing, [each.sequence for each in subject.examples]) == (1, 1, [0])
 
 
-async def test_unarchived_messages_of_a_deleted_partition_are_not_missing(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_unarchived_messages_of_a_deleted_partition_are_not_missing(
+    data: Path, to: Path, tmp_path: Path, audit: Audit
+):
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await send(client, 10)
     archive_here(data, to, now=True)

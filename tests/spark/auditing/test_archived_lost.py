@@ -25,8 +25,7 @@ def consume(filler: Filler) -> None:
         filler.node.turn()
 
 
-def test_an_archive_that_retention_overtook(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_an_archive_that_retention_overtook(data: Path, to: Path, audit: Audit):
     filler = Filler(data, retention_seconds=5.0)
     filler.rounds(10)
     consumers, filler.consumers = filler.consumers, {}
@@ -49,8 +48,9 @@ def test_an_archive_that_retention_overtook(tmp_path: Path, audit: Audit):
     assert (group.unknown, group.acked) == (30, group.messages - 30)
 
 
-def test_messages_that_are_missing_in_an_archive_that_retention_overtook_are_reported(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_messages_that_are_missing_in_an_archive_that_retention_overtook_are_reported(
+    data: Path, to: Path, audit: Audit
+):
     filler = Filler(data, retention_seconds=5.0)
     filler.rounds(10)
     archive_here(data, to, now=True)
@@ -67,8 +67,7 @@ def test_messages_that_are_missing_in_an_archive_that_retention_overtook_are_rep
     assert audit(archive=to, subjects=["orders"]).subjects[0].missing == 3
 
 
-def test_damaged_frames_that_an_archiver_left_out_are_missing(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_damaged_frames_that_an_archiver_left_out_are_missing(data: Path, to: Path, audit: Audit):
     filler = Filler(data)
     filler.rounds(20)
     filler.node.send("others", b"behind it")
@@ -78,8 +77,7 @@ def test_damaged_frames_that_an_archiver_left_out_are_missing(tmp_path: Path, au
     assert audit(archive=to, subjects=["orders"]).subjects[0].missing == 6
 
 
-def test_each_of_two_data_directories_starts_with_its_own_action_log(tmp_path: Path, audit: Audit):
-    to = tmp_path / "archive"
+def test_each_of_two_data_directories_starts_with_its_own_action_log(to: Path, tmp_path: Path, audit: Audit):
     for name in ("g1", "g2"):
         filler = Filler(tmp_path / name)
         # No two producers have the same id.
@@ -104,8 +102,7 @@ def slots(source: AuditInput) -> list[int]:
     return [int(slot) for number in range(len(source)) for block in source.blocks(number) for slot in block.rows.lps]
 
 
-def test_a_message_is_in_the_slot_that_it_was_sent_to(tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
+def test_a_message_is_in_the_slot_that_it_was_sent_to(data: Path, to: Path):
     filler = Filler(data)
     hashes = np.array([1, 2, 1023], np.uint64)
     filler.node.submit(filler.producer.frame("orders", b"a", b"b", b"c", keys=["x", "y", "z"], key_hashes=hashes))

@@ -53,9 +53,8 @@ async def in_runs(data: Path, to: Path, *, ordered: bool, runs: int = 5) -> None
     [(False, "messages", 1 << 20), (True, "messages", 30), (False, "actions", 30), (True, "actions", 1 << 20)],
 )
 async def test_overlapping_merged_files_are_judged_as_one_log(
-    tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch, kind: str, ordered: bool, block: int
+    data: Path, to: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch, kind: str, ordered: bool, block: int
 ):
-    data, to = tmp_path / "data", tmp_path / "archive"
     await in_runs(data, to, ordered=ordered)
     merge_every_other(to, kind)
     monkeypatch.setattr(units, "BLOCK_COUNT", block)
@@ -65,8 +64,7 @@ async def test_overlapping_merged_files_are_judged_as_one_log(
     assert counts(report) == counts(audit(data))
 
 
-async def test_events_of_a_message_in_several_files_are_read_in_log_order(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_events_of_a_message_in_several_files_are_read_in_log_order(data: Path, to: Path, audit: Audit):
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await send(client, 20)
         for step in range(5):
@@ -90,8 +88,7 @@ async def test_events_of_a_message_in_several_files_are_read_in_log_order(tmp_pa
     assert counts(report) == counts(audit(data))
 
 
-async def test_a_part_of_the_log_that_two_days_share_is_read_in_log_order(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_a_part_of_the_log_that_two_days_share_is_read_in_log_order(data: Path, to: Path, audit: Audit):
     clock = ManualClock()
     async with EmbeddedBroker(data, clock=clock) as broker, broker.connect() as client:
         for _ in range(4):
@@ -108,8 +105,7 @@ async def test_a_part_of_the_log_that_two_days_share_is_read_in_log_order(tmp_pa
     assert counts(report) == counts(audit(data))
 
 
-async def test_a_recreated_subject_is_not_merged_with_its_earlier_life(tmp_path: Path, audit: Audit):
-    data, to = tmp_path / "data", tmp_path / "archive"
+async def test_a_recreated_subject_is_not_merged_with_its_earlier_life(data: Path, to: Path, audit: Audit):
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         for _ in range(2):
             await send(client, 10)
