@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -155,6 +156,31 @@ async def test_a_scan_continues_after_a_broker_crash(
             await broker.kill()
             await broker.start()
     assert rows_of(pieces) == sent
+
+
+async def test_rows_that_a_broker_has_and_does_not_return_are_an_error(
+    broker: EmbeddedBroker, client: plait.Client, surveyor: Surveyor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await send(client, 20)
+    span = await span_of(surveyor)
+    read, empty = broker.server.broker.read, 3
+
+    def busy(
+        partition: Partition, sequence: int, count: int, size: int, wait: float, reply: Callable[..., None]
+    ) -> None:
+        nonlocal empty
+        empty -= 1
+        if empty >= 0:
+            reply(None)
+        else:
+            read(partition, sequence, count, size, wait, reply)
+
+    monkeypatch.setattr(broker.server.broker, "read", busy)
+    assert len(rows_of([piece async for piece in RangeScan(surveyor, span, 0, 20)])) == 20
+    empty = sys.maxsize
+    surveyor.limits = msgspec.structs.replace(surveyor.limits, send_seconds=0.05)
+    with pytest.raises(Unavailable, match="returned none of them within"):
+        [piece async for piece in RangeScan(surveyor, span, 0, 20)]
 
 
 async def test_a_range_past_the_end_of_the_partition_is_refused_without_waiting(

@@ -94,6 +94,8 @@ class RangeScan:
             await asyncio.sleep(self._pace.take(size, asyncio.get_running_loop().time()))
         frames: list[FrameView] = []
         at = start
+        loop, patience = asyncio.get_running_loop(), self._surveyor.limits.send_seconds
+        deadline = loop.time() + patience
         while at < end:
             reply, payload = await self._ask(at, end)
             if reply.partition != self._span.number:
@@ -101,7 +103,14 @@ class RangeScan:
             if reply.next < at or (reply.next == at and not payload):
                 # The partition has ended, or the broker is still busy sending earlier replies.
                 await self._check_end(at, end)
+                if loop.time() >= deadline:
+                    raise Unavailable(
+                        f"{self._span.place} has rows {at} to {end - 1}, but its broker returned none of them within "
+                        f"{patience:g} s; read again"
+                    )
+                await asyncio.sleep(AGAIN_SECONDS)
                 continue
+            deadline = loop.time() + patience
             found = frames_in(payload)
             if reply.next > end:
                 # Rows at the start have expired or are damaged, and the broker returned later rows instead.
