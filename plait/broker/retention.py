@@ -133,7 +133,7 @@ class Retention:
             self._roll()
         broker.action_log.remove_before(min(oldest.action_offset, archived.action_offset))
         self._release_retained(needed.retained)
-        broker.retained_log.remove_before(min(self._retained_needed, oldest.kept_offset, archived.kept_offset))
+        broker.retained_log.remove_before(min(self._retained_needed, oldest.retained_offset, archived.retained_offset))
         return removed
 
     def _held_by_schedule(self) -> bool:
@@ -162,7 +162,7 @@ class Retention:
         if broker.config.archive_before_delete:
             return read_archived(broker.disk)
         message, retained, action = (log.end for log in broker.logs)
-        return ArchiveMark(message, action, kept_offset=retained)
+        return ArchiveMark(message, action, retained_offset=retained)
 
     def _certain(self, needed: int) -> int:
         """The offset from which the message log is needed, given that only durable copies count.

@@ -83,7 +83,7 @@ def _examine(path: Path, on_step: OnStep) -> CheckReport:
     message_check = MessageCheck(messages, partitions, consume, report)
     message_check.run()
     consume.finish(messages.damages)
-    retained = walk(RETAINED, manifest.kept_end if manifest else 0)
+    retained = walk(RETAINED, manifest.retained_end if manifest else 0)
     report.kept_log = retained.facts
     RetainedCheck(retained, report).run()
     actions = walk(ACTION, manifest.action_end if manifest else 0)

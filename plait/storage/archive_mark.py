@@ -22,8 +22,8 @@ class ArchiveMark(msgspec.Struct, frozen=True):
     #: The location of the archive, and the number of its manifest.
     archive: str = ""
     manifest: int = 0
-    #: The offset in the retained log; missing in marks of archivers that did not archive it.
-    kept_offset: int = 0
+    #: The offset in the retained log.
+    retained_offset: int = 0
 
 
 class _Note(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ def write_archived(disk: Disk, archived: ArchiveMark) -> ArchiveMark:
         archived,
         message_offset=max(before.message_offset, archived.message_offset),
         action_offset=max(before.action_offset, archived.action_offset),
-        kept_offset=max(before.kept_offset, archived.kept_offset),
+        retained_offset=max(before.retained_offset, archived.retained_offset),
     )
     if archived == before:
         return before

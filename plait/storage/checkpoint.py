@@ -18,7 +18,7 @@ from plait.storage.disk import Disk
 
 DIRECTORY = "checkpoints"
 KEEP = 5
-FORMAT_VERSION = 4
+FORMAT_VERSION = 1
 _MAGIC = b"PLCK"
 
 
@@ -38,12 +38,12 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     #: The state contains everything before these offsets; recovery reads the logs from here.
     message_offset: int
     action_offset: int
-    kept_offset: int = 0
+    retained_offset: int = 0
     #: The ends of the logs when the last shard was copied: the state contains nothing after them, and everything before
     #: them is durable.
     message_end: int
     action_end: int
-    kept_end: int = 0
+    retained_end: int = 0
     epoch: int
     #: The state contains all action frames with a lower number, whatever their offset.
     action_index: int
@@ -54,7 +54,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     next_group: int
     next_consumer: int
     #: The offset of the first unbucketed row in the message log; None: there is none before ``message_offset``.
-    unbucketed_offset: int | None = msgspec.field(default=None, name="unfiled_offset")
+    unbucketed_offset: int | None = None
     shards: dict[str, ShardFile]
 
     @property

@@ -338,7 +338,7 @@ def test_letters_of_many_producers_keep_their_ids():
 
 def test_without_space_for_letters_messages_wait_and_none_is_lost():
     node, consumer = begin(5)
-    node.disk.fail("allocate", error=errno.ENOSPC, path="kept/*")
+    node.disk.fail("allocate", error=errno.ENOSPC, path="retained/*")
     assert node.nack(consumer, (0, 5), delay=None) == [True]
     assert dead(node, consumer.group) == []
     assert consumer.group.cursor.waiting.count == 5
@@ -356,7 +356,7 @@ def test_an_unreadable_letter_is_reported_and_the_others_are_listed():
     offset = node.group("orders", "g").retained.offset(10)
     assert offset is not None
     segment = node.broker.retained_log.segment_at(offset)
-    node.disk.flip_bit(f"kept/{segment.base:020d}.log", offset - segment.base + 90, 3)
+    node.disk.flip_bit(f"retained/{segment.base:020d}.log", offset - segment.base + 90, 3)
     group = consumer.group
     assert dead(node, group) == [0, 10, 20]
     assert dead(node, group, type="A") == [0, 20]
@@ -435,7 +435,7 @@ def spoil(node: Node, group: Group, sequence: int, column: Column) -> None:
     assert frame is not None
     segment = node.broker.retained_log.segment_at(offset)
     _, start, end = frame.places[column]
-    node.disk.flip_bit(f"kept/{segment.base:020d}.log", offset - segment.base + end - 1 - (end - start) // 2, 1)
+    node.disk.flip_bit(f"retained/{segment.base:020d}.log", offset - segment.base + end - 1 - (end - start) // 2, 1)
 
 
 @pytest.mark.parametrize("column", [Column.SELECTION, Column.NOTE, Column.BODY])

@@ -16,7 +16,7 @@ def test_expired_letters_are_readable_until_their_deletion_is_durable(flush: str
     for _ in range(KEEP):
         node.send("orders", b"x")
         node.checkpoint()
-    files = len(node.disk.list("kept"))
+    files = len(node.disk.list("retained"))
     assert files > 2
     node.clock.advance(90_000)
     node.retention.run()
@@ -30,5 +30,5 @@ def test_expired_letters_are_readable_until_their_deletion_is_durable(flush: str
         assert dead(crashed, group) == []
     node.turn()
     node.retention.run()
-    assert len(node.disk.list("kept")) < files
+    assert len(node.disk.list("retained")) < files
     assert dead(node.power_lost(), node.group("orders", "g")) == []

@@ -61,7 +61,7 @@ def test_retained_rows_that_a_start_finds_survive_a_power_loss(number: int):
     node.pull(consumer)
     node.broker.nack(consumer, [(0, 8, node.broker.turn.epoch)], None, failure=NackOutcome(None, reject=True))
     node.commit()
-    again = Node(failed(node, "kept/*"), node.clock, node.config).power_lost()
+    again = Node(failed(node, "retained/*"), node.clock, node.config).power_lost()
     group = again.group("orders", "g")
     assert group.failures.dead.count == 8
     for sequence in range(8):

@@ -305,7 +305,7 @@ def test_reasons_of_dead_letters_are_kept_until_they_are_archived():
     kept = [segment.base for segment in node.broker.retained_log.segments]
     assert len(kept) > 3
     assert len(node.group("orders", "billing").retained) == 0, "the group no longer needs them"
-    write_archived(node.disk, ArchiveMark(0, 0, kept_offset=kept[2]))
+    write_archived(node.disk, ArchiveMark(0, 0, retained_offset=kept[2]))
     node.retention.run()
     assert [segment.base for segment in node.broker.retained_log.segments] == kept[2:]
     node.broker.stop()

@@ -155,7 +155,7 @@ def test_a_pass_waits_for_the_archive():
     next(steps)
     # An archiver finishes during a pass.
     ends = [log.durable for log in node.broker.logs]
-    write_archived(node.disk, ArchiveMark(ends[0], ends[2], kept_offset=ends[1]))
+    write_archived(node.disk, ArchiveMark(ends[0], ends[2], retained_offset=ends[1]))
     finish(steps)
     assert node.broker.message_log.start > 0
 

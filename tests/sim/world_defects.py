@@ -32,7 +32,7 @@ def deliver_behind_the_fence(patch: Patch) -> None:
 
 def delete_what_is_not_archived(patch: Patch) -> None:
     """Retention does not wait for archives."""
-    everything = ArchiveMark(1 << 62, 1 << 62, kept_offset=1 << 62)
+    everything = ArchiveMark(1 << 62, 1 << 62, retained_offset=1 << 62)
     patch.setattr(Retention, "_archived", lambda self: everything)
 
 

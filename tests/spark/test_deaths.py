@@ -107,7 +107,9 @@ def test_a_run_continues_at_the_end_of_the_last_one(data: Path, to: Path):
     assert archived_deaths(to) == log_deaths(data)
     assert [row["type"] for row in death_rows(to) if row["sequence"] == 3] == ["ValueError", "KeyError"]
     (source,) = Archive.at(to).open().sources.values()
-    assert source.kept_offset == open_retained(str(data)).look().end == read_archived(RealDisk(data)).kept_offset
+    assert (
+        source.retained_offset == open_retained(str(data)).look().end == read_archived(RealDisk(data)).retained_offset
+    )
 
 
 def test_deaths_of_archived_events_are_archived_even_if_their_segment_is_not_full(data: Path, to: Path):
@@ -139,7 +141,7 @@ def test_a_message_that_is_retained_for_another_attempt_has_not_died(data: Path,
     report = archive_here(data, to, now=True)
     filler.stop()
     assert (report.deaths, Archive.at(to).open().find("deaths")) == (0, [])
-    assert source_of(to).kept_offset > 0
+    assert source_of(to).retained_offset > 0
 
 
 def test_only_deaths_of_selected_subjects_are_archived(tmp_path: Path):
@@ -168,13 +170,16 @@ def with_deaths(data: Path, *, rounds: int = 12) -> None:
 def test_damage_in_the_retained_log_fails_the_run_or_is_recorded(data: Path, to: Path):
     with_deaths(data)
     good = log_deaths(data)
-    path = sorted((data / "kept").iterdir())[0]
+    path = sorted((data / "retained").iterdir())[0]
     offset = damage(path)
-    with pytest.raises(DamageError, match=rf"kept/.* is damaged.*at offset {offset}.*--skip-damage"):
+    with pytest.raises(DamageError, match=rf"retained/.* is damaged.*at offset {offset}.*--skip-damage"):
         archive_here(data, to, now=True)
     assert not Archive.at(to).numbers()
     report = archive_here(data, to, now=True, skip_damage=True)
-    assert (report.left_out, [(each.log, each.offset) for each in source_of(to).left_out]) == (1, [("kept", offset)])
+    assert (report.left_out, [(each.log, each.offset) for each in source_of(to).left_out]) == (
+        1,
+        [("retained", offset)],
+    )
     assert archived_deaths(to) == [death for death in good if death[0] != offset]
     assert len(archived_deaths(to)) == len(good) - 3
 
@@ -207,10 +212,10 @@ def test_segments_of_the_retained_log_that_were_removed_before_archiving_are_rec
     for _ in range(6):
         filler.node.retention.run()
         filler.node.checkpoint()
-    assert filler.node.broker.retained_log.start > source_of(to).kept_offset
+    assert filler.node.broker.retained_log.start > source_of(to).retained_offset
     archive_here(data, to, now=True)
     filler.stop()
-    assert [each.log for each in source_of(to).left_out if each.log != "action"] == ["kept"]
+    assert [each.log for each in source_of(to).left_out if each.log != "action"] == ["retained"]
     assert archived_deaths(to)[6:] == log_deaths(data)
 
 
@@ -248,9 +253,9 @@ def test_files_of_an_aborted_run_are_removed(data: Path, to: Path):
 def test_segments_of_the_retained_log_are_copied(data: Path, to: Path):
     with_deaths(data, rounds=30)
     archive_here(data, to, raw=True, verify=True)
-    copies = sorted(path.name for path in to.glob("raw/*/kept/*.log"))
-    assert copies == sorted(path.name for path in (data / "kept").iterdir())[: len(copies)] != []
-    assert read_archived(RealDisk(data)).kept_offset == source_of(to).raw_kept_offset > 0
+    copies = sorted(path.name for path in to.glob("raw/*/retained/*.log"))
+    assert copies == sorted(path.name for path in (data / "retained").iterdir())[: len(copies)] != []
+    assert read_archived(RealDisk(data)).retained_offset == source_of(to).raw_retained_offset > 0
     assert archive_here(data, to, raw=True).segments == 0
 
 
@@ -262,7 +267,7 @@ def test_events_whose_dead_letters_a_power_failure_lost_are_not_archived(data: P
     filler.fail(failing, WRONG, 3)
     # The last dead letters never reached the disk, but their events did.
     *_, (lost, *_) = log_deaths(data)
-    (segment,) = (data / "kept").iterdir()
+    (segment,) = (data / "retained").iterdir()
     content = segment.read_bytes()
     segment.write_bytes(content[:lost] + bytes(len(content) - lost))
     archive_here(data, to, now=True)
@@ -280,4 +285,4 @@ def test_a_power_failure_loses_no_archived_death(data: Path, to: Path, monkeypat
     synced: list[str] = []
     monkeypatch.setattr(intake, "sync_path", lambda path: synced.append(Path(path).relative_to(data).parts[0]))
     archive_here(data, to, now=True)
-    assert synced.index("kept") < synced.index("action"), "a server syncs in the same order"
+    assert synced.index("retained") < synced.index("action"), "a server syncs in the same order"

@@ -76,11 +76,11 @@ class CheckpointWork:
             count += self._copy_producers(self._producers.popleft(), position)
         if self._partitions or self._producers:
             return True
-        message_end, kept_end, action_end = (log.written for log in turn.logs)
+        message_end, retained_end, action_end = (log.written for log in turn.logs)
         self.manifest = msgspec.structs.replace(
             self.manifest,
             message_end=message_end,
-            kept_end=kept_end,
+            retained_end=retained_end,
             action_end=action_end,
             next_partition=self._catalog.next_partition,
             next_group=self._catalog.next_group,
@@ -210,7 +210,7 @@ class Snapshots:
         position = turn.settled_position()
         last = self.checkpoints.last
         number = last.number + 1 if last else 1
-        message_end, kept_end, action_end = (log.written for log in turn.logs)
+        message_end, retained_end, action_end = (log.written for log in turn.logs)
         self._last_message_end = message_end
         self._last_time = turn.clock.monotonic()
         buckets = self._bucketed.begin(number, BUCKET_ROWS_NOW_MAX if waited_for else BUCKET_ROWS_MAX)
@@ -218,10 +218,10 @@ class Snapshots:
             number=number,
             message_offset=message_end,
             action_offset=action_end,
-            kept_offset=kept_end,
+            retained_offset=retained_end,
             message_end=message_end,
             action_end=action_end,
-            kept_end=kept_end,
+            retained_end=retained_end,
             epoch=turn.epoch,
             action_index=position.action,
             clean=clean,

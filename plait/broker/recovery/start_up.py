@@ -92,7 +92,7 @@ class Recovery:
         turn, checkpoints = self._turn, self._checkpoints
         loaded = checkpoints.load()
         manifest = self._load(loaded.manifest, loaded.shards) if loaded else self._first()
-        starts = manifest.message_offset, manifest.kept_offset, manifest.action_offset
+        starts = manifest.message_offset, manifest.retained_offset, manifest.action_offset
         missing = [
             damage
             for log, start in zip(turn.logs, starts, strict=True)
@@ -131,7 +131,7 @@ class Recovery:
     def _first(self) -> CheckpointManifest:
         """No checkpoint is readable: all logs are read from their beginning."""
         message, kept, action = (log.start for log in self._turn.logs)
-        return msgspec.structs.replace(_NONE, message_offset=message, kept_offset=kept, action_offset=action)
+        return msgspec.structs.replace(_NONE, message_offset=message, retained_offset=kept, action_offset=action)
 
     def _load(self, manifest: CheckpointManifest, shards: dict[str, bytes]) -> CheckpointManifest:
         """Load the state that a checkpoint has."""
@@ -202,8 +202,8 @@ class Recovery:
             else:
                 replay.apply(offset, frame)
         settle(turn.disk, turn.message_log, messages)
-        durable = _durable(turn.retained_log, manifest.kept_end)
-        kept = LogScan(turn.retained_log, manifest.kept_offset, durable, stamps_durable=False)
+        durable = _durable(turn.retained_log, manifest.retained_end)
+        kept = LogScan(turn.retained_log, manifest.retained_offset, durable, stamps_durable=False)
         copies = [(offset, frame) for offset, frame in kept if not is_header(frame)]
         settle(turn.disk, turn.retained_log, kept)
         durable = _durable(turn.action_log, manifest.action_end)

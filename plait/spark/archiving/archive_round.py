@@ -28,7 +28,7 @@ class Round:
     tasks: list[ArchiveTask]
     message_offset: int
     action_offset: int
-    kept_offset: int
+    retained_offset: int
     damages: list[LeftOut] = field(default_factory=list)
     #: Ranges before this round that retention removed before they were archived.
     lost: list[LeftOut] = field(default_factory=list)
@@ -49,7 +49,7 @@ def copied(source: ArchivedSource, done: Round, facts: list[TaskFacts]) -> Archi
         raw_message_offset=done.message_offset,
         mark=done.mark or source.mark,
         raw_action_offset=done.action_offset,
-        raw_kept_offset=done.kept_offset,
+        raw_retained_offset=done.retained_offset,
         raw=[*source.raw, *segments],
     )
 
@@ -99,7 +99,7 @@ def settled(source: ArchivedSource, done: Round, facts: Iterable[TaskFacts], gro
         gaps=gaps,
         left_out=left_out,
         overtaken=sorted(overtaken),
-        kept_offset=done.kept_offset,
+        retained_offset=done.retained_offset,
         rests_on=done.rests_on,
         settings=done.settings,
         former=done.former,

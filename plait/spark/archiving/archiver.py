@@ -217,7 +217,7 @@ class Archiver:
             max(source.action_offset, source.raw_action_offset),
             self._archive.address,
             self._manifest.number,
-            max(source.kept_offset, source.raw_kept_offset),
+            max(source.retained_offset, source.raw_retained_offset),
         )
         try:
             write_archived(disk, reached)

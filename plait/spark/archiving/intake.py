@@ -67,7 +67,7 @@ class Intake:
         message_end = max(planned.end if self._now else min(sealed_end, planned.end), source.message_offset)
         # Before the action log: events that refer to a later part of the retained log come with the next run.
         kept = open_retained(self._data)
-        kept_plan = kept.look(source.kept_offset, part_size=DEATHS_SIZE, fail_on_damage=fail)
+        kept_plan = kept.look(source.retained_offset, part_size=DEATHS_SIZE, fail_on_damage=fail)
         actions = open_actions(self._data)
         action_plan = actions.look(
             source.action_offset,
@@ -77,9 +77,9 @@ class Intake:
             fail_on_damage=fail,
         )
         # Deaths are archived up to the last one that an archived event records, whether their segment is full or not.
-        kept_end = max(min(action_plan.retained_end, kept_plan.end), source.kept_offset)
+        retained_end = max(min(action_plan.retained_end, kept_plan.end), source.retained_offset)
         self._make_durable(reader, source.message_offset, message_end)
-        self._make_durable(kept, source.kept_offset, kept_end)
+        self._make_durable(kept, source.retained_offset, retained_end)
         self._make_durable(actions, source.action_offset, action_plan.end)
         rounds = self._rounds_of(planned, wanted, message_end, round_size)
         last = rounds[-1]
@@ -90,27 +90,27 @@ class Intake:
                 DEATHS,
                 self._data,
                 self._group,
-                replace(part, end=min(part.end, kept_end)),
+                replace(part, end=min(part.end, retained_end)),
                 slim,
                 wanted,
                 actions.groups,
             )
             for part in kept_plan.parts
-            if part.start < kept_end
+            if part.start < retained_end
         ]
-        last.action_offset, last.kept_offset = action_plan.end, kept_end
+        last.action_offset, last.retained_offset = action_plan.end, retained_end
         last.damages += _left_out("action", action_plan.damages)
-        last.damages += _left_out("kept", [damage for damage in kept_plan.damages if damage.offset < kept_end])
+        last.damages += _left_out("retained", [damage for damage in kept_plan.damages if damage.offset < retained_end])
         last.rests_on = max(action_plan.message_end, source.rests_on)
         last.mark = _mark(reader, planned.last)
         # Lost ranges lie before the first round.
         rounds[0].lost = [
             *_lost(reader, "message", source.message_offset),
             *_lost(actions, "action", source.action_offset),
-            *_lost(kept, "kept", source.kept_offset),
+            *_lost(kept, "retained", source.retained_offset),
         ]
-        reached = (source.message_offset, source.action_offset, source.kept_offset)
-        if not last.tasks and (message_end, action_plan.end, kept_end) == reached:
+        reached = (source.message_offset, source.action_offset, source.retained_offset)
+        if not last.tasks and (message_end, action_plan.end, retained_end) == reached:
             rounds.pop()
         for each in rounds:
             # A checkpoint covers rows that a later round or, without ``now``, a later run archives.
@@ -198,12 +198,12 @@ class Intake:
         for chunk in planned.chunks:
             task = MessageTask(self._data, self._group, chunk, _base_of(chunk.segment), wanted, self._fail_on_damage)
             if taken and task.base != base and size >= round_size:
-                rounds.append(Round(taken, task.base, source.action_offset, source.kept_offset))
+                rounds.append(Round(taken, task.base, source.action_offset, source.retained_offset))
                 taken, size = [], 0
             taken.append(task)
             size += task.weight
             base = task.base
-        rounds.append(Round(taken, end, source.action_offset, source.kept_offset))
+        rounds.append(Round(taken, end, source.action_offset, source.retained_offset))
         begun = source.message_offset
         for each in rounds:
             found = [damage for damage in planned.damages if begun <= damage.offset < each.message_offset]
@@ -249,14 +249,14 @@ class Intake:
         message, kept, action = open_log(self._data), open_retained(self._data), open_actions(self._data)
         sealed_end = _sealed_end(message)
         planned = self._plan(message, WantedRows(), source.raw_message_offset, sealed_end)
-        kept_end = kept.look(source.raw_kept_offset, closed_only=True, fail_on_damage=fail).end
+        retained_end = kept.look(source.raw_retained_offset, closed_only=True, fail_on_damage=fail).end
         looked = action.look(source.raw_action_offset, closed_only=True, message_end=planned.end, fail_on_damage=fail)
         tasks: list[ArchiveTask] = []
         ends = []
         for reader, start, found in (
             (message, source.raw_message_offset, min(sealed_end, planned.end)),
             (action, source.raw_action_offset, looked.end),
-            (kept, source.raw_kept_offset, kept_end),
+            (kept, source.raw_retained_offset, retained_end),
         ):
             # Whole segments only: a segment that a server truncates when it starts is not complete.
             end = max(max((base for base, _ in reader.files if base <= found), default=0), start)

@@ -162,7 +162,7 @@ class ArchivedSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     message_offset: int = 0
     action_offset: int = 0
     #: Of the retained log: the archive has the deaths before this offset, which archived events record.
-    kept_offset: int = 0
+    retained_offset: int = 0
     #: The archived subjects: names, or prefixes with "*"; none: all of them.
     subjects: list[str] = []
     #: ``name@group`` → its lives, the oldest first.
@@ -181,7 +181,7 @@ class ArchivedSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     #: The archive has copies of all segments before these log offsets.
     raw_message_offset: int = 0
     raw_action_offset: int = 0
-    raw_kept_offset: int = 0
+    raw_retained_offset: int = 0
     raw: list[RawSegment] = []
     #: A frame of the message log, by which a later run recognizes the log; None: the log had no frame.
     mark: FrameMark | None = None
@@ -206,8 +206,8 @@ class ArchivedSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def log_size(self) -> int:
         """Bytes of the logs that are archived, as rows and as copied segments."""
-        rows = self.message_offset + self.action_offset + self.kept_offset
-        return rows + self.raw_message_offset + self.raw_action_offset + self.raw_kept_offset
+        rows = self.message_offset + self.action_offset + self.retained_offset
+        return rows + self.raw_message_offset + self.raw_action_offset + self.raw_retained_offset
 
     @property
     def sequences(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ from plait.frame.view import FrameView
 from plait.model.reason import Reason
 from plait.storage.logs.log import Log
 
-DIRECTORY = "kept"
+DIRECTORY = "retained"
 #: Earlier deaths that a dead letter records, in addition to the last one.
 HISTORY_MAX = 10
 
@@ -83,7 +83,7 @@ def retained_frames(
 
 def header_frame(time: int, durable: int, epoch: int, previous_end: int) -> FrameParts:
     """The header of a segment, which names the end of the segment before (``Log.on_segment``)."""
-    frame = build_frame([b"kept"], producer=0, first=1, previous=previous_end)
+    frame = build_frame([b"retained"], producer=0, first=1, previous=previous_end)
     frame.stamp_with(pack_stamp(0, 0, time, durable, epoch))
     return frame
 

@@ -126,7 +126,7 @@ class ActionReader(LogReader):
         """Scan a log. Returns the offsets of its frames, and those where the ``Presumed`` ends grow."""
         begin = log.segments[0].base if log.segments else start
         manifest = self.checkpoint.manifest if self.checkpoint is not None else None
-        known = 0 if manifest is None else manifest.action_end if self._has_actions else manifest.kept_end
+        known = 0 if manifest is None else manifest.action_end if self._has_actions else manifest.retained_end
         scan = LogScan(log, begin, max(known, begin), stamps_durable=False)
         frames: list[int] = []
         presumed: list[Presumed] = []

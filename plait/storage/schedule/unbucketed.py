@@ -37,7 +37,7 @@ class UnbucketedFrame(msgspec.Struct, array_like=True):
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[UnbucketedFrame])
 #: The checkpoint shard of the unbucketed rows. The name is part of the checkpoint format.
-UNBUCKETED_SHARD: Final = "unfiled"
+UNBUCKETED_SHARD: Final = "unbucketed"
 
 
 def encode_unbucketed(frames: Sequence[UnbucketedFrame]) -> bytes:

@@ -109,14 +109,14 @@ class Machines:
         if wrong := self._deleted_too_early(name):
             self.simulation.fail(wrong)
         noted = read_archived(process.disk)
-        offsets = [noted.message_offset, noted.kept_offset, noted.action_offset]
+        offsets = [noted.message_offset, noted.retained_offset, noted.action_offset]
         number = process.random.randrange(len(offsets))
         log = self.servers[name].broker.logs[number]
         ends = [segment.base for segment in log.segments if offsets[number] < segment.base <= log.durable]
         offsets[number] = min(ends, default=offsets[number])
         # It tries again later, also after an error of the disk or the machine.
         with suppress(OSError, SimulatedCrash):
-            write_archived(process.disk, ArchiveMark(offsets[0], offsets[2], kept_offset=offsets[1]))
+            write_archived(process.disk, ArchiveMark(offsets[0], offsets[2], retained_offset=offsets[1]))
 
     def deleted_too_early(self) -> list[str]:
         """Log segments that brokers deleted before they were archived."""
@@ -127,7 +127,7 @@ class Machines:
 
     def _deleted_too_early(self, name: str) -> str:
         noted = read_archived(self.brokers[name].disk)
-        offsets = noted.message_offset, noted.kept_offset, noted.action_offset
+        offsets = noted.message_offset, noted.retained_offset, noted.action_offset
         for log, offset in zip(self.servers[name].broker.logs, offsets, strict=True):
             first = log.segments[0].base if log.segments else 0
             if first > offset:
@@ -144,7 +144,7 @@ class Machines:
         match fault.kind:
             case "sync":
                 self._sync_fails[fault.broker] = fault
-                process.disk.fail("sync", path=process.random.choice(("message/*", "action/*", "kept/*", "*")))
+                process.disk.fail("sync", path=process.random.choice(("message/*", "action/*", "retained/*", "*")))
             case "full":
                 free, capacity = process.disk.space()
                 process.disk.capacity = capacity - free

@@ -23,7 +23,7 @@ def audit_simulated(disk: SimulatedDisk, *, archived: bool = False) -> AuditRepo
     """Audit the files of a simulated disk; ``archived``: an archive of them gives the same report."""
     with tempfile.TemporaryDirectory(prefix="plait-") as root:
         data, to = Path(root, "data"), Path(root, "archive")
-        for directory in ("message", "action", "kept", "checkpoints"):
+        for directory in ("message", "action", "retained", "checkpoints"):
             (data / directory).mkdir(parents=True)
             for name in disk.list(directory):
                 (data / directory / name).write_bytes(disk.open(f"{directory}/{name}").view())
