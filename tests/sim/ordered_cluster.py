@@ -270,7 +270,7 @@ class OrderedCluster:
         for name, server in self.servers.items():
             for partition in server.broker.partitions.values():
                 for group in partition.groups.values():
-                    cursors = [cursor.dump() for cursor in getattr(group, "cursors", ())]
+                    cursors = group.dump() if isinstance(group, OrderedGroup) else []
                     lines.append(f"{name} {partition.row.name} visible {partition.visible}: {cursors}"[:2000])
         return "\n".join(lines)
 

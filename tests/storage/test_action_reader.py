@@ -98,7 +98,7 @@ def test_frames_that_depend_on_missing_retained_rows_are_left_out(tmp_path: Path
     closed = retained.look(closed_only=True)
     assert closed.end == retained.files[-1][0]
     assert offsets(tmp_path, closed.parts) == [each for each in offsets(tmp_path, whole.parts) if each < closed.end]
-    with pytest.raises(DataDirError, match=r"/kept ends at .* is not the log that was read before"):
+    with pytest.raises(DataDirError, match=r"/retained ends at .* is not the log that was read before"):
         retained.look(10**9)
 
 
