@@ -62,10 +62,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "plait/limits.py": ("reconnect_stead" + "y_seconds",),
     "plait/client/net/node.py": ("reconnect_stead" + "y_seconds",),
     "tests/client/test_reconnecting.py": ("reconnect_stead" + "y_seconds",),
-    # Names in the data format.
-    "plait/storage/checkpoint.py": ('"unfile' + 'd_offset"',),
-    "plait/storage/schedule/unbucketed.py": ('"unfile' + 'd"',),
-    "docs/formats.md": ("`unfile" + "d`",),
 }
 
 
