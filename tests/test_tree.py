@@ -25,13 +25,7 @@ FUNCTION_LINES_MAX = 60
 LONGER = {
     "client/app/app.py": 470,
     "client/app/app.py:App": 371,
-    "client/app/app.py:subscriber()": 81,
-    "client/client.py": 479,
-    "client/client.py:Client": 389,
-    "client/client.py:_consumer()": 62,
     "client/consume/ack_collector.py:AckCollector": 328,
-    "client/consume/consumer.py": 467,
-    "client/consume/consumer.py:Consumer": 420,
     "client/consume/ordered/ordered_buffer.py:OrderedBuffer": 317,
     "client/consume/pull_client.py": 457,
     "client/consume/pull_client.py:PullClient": 344,

@@ -8,26 +8,23 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime
 from types import EllipsisType, TracebackType
 from typing import Any, Literal, Self
 
-import msgspec
 import pyarrow as pa
 
 from plait import chance
 from plait.client.admin.admin import Admin
 from plait.client.admin.schedule_admin import ScheduledMessage, place_of
-from plait.client.arguments import Duration, Start, seconds_of, start_of, to_datetime
-from plait.client.closing import Closing, all_of
-from plait.client.consume.ack_spool import AckSpool, spool_directory
+from plait.client.arguments import Duration, Start, start_of, to_datetime
+from plait.client.closing import Closing
+from plait.client.consume.ack_spool import spool_directory
 from plait.client.consume.consumer import Consumer
-from plait.client.consume.group_start import Terms
-from plait.client.consume.ordered.lease_renewer import Background, BackgroundThread, LeaseRenewer
-from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats
-from plait.client.consume.ordered.ordered_consumer import OrderedConsumer, check_ordered
+from plait.client.consume.consumers import Consumers
+from plait.client.consume.terms import ConsumerArguments
 from plait.client.net.node import Node
 from plait.client.net.router import Router
 from plait.client.read.reader import Reader
@@ -35,8 +32,8 @@ from plait.client.send.due_time import Delay, Delays, DeliverAts, due_of, dues_o
 from plait.client.send.producer import Producer
 from plait.client.send.send_many import Headers, Tags, send_many
 from plait.client.send.senders import Senders
-from plait.client.types import PartitionName, Receipt, Receipts, Ticket
-from plait.clock import Clock, SystemClock, virtual_clock
+from plait.client.types import Receipt, Receipts, Ticket
+from plait.clock import Clock, virtual_clock
 from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
 from plait.limits import ClientLimits
 from plait.model import names
@@ -107,20 +104,13 @@ class Client:
         if compression not in (None, "zstd", "lz4"):
             raise InvalidArgument(f"compression {compression!r} is not known; use 'zstd' or 'lz4'")
         self.client_id = names.check("client", client_id) if client_id is not None else new_client_id()
-        self._spool = None if spool is None else spool_directory(spool, client_id)
+        directory = None if spool is None else spool_directory(spool, client_id)
         self.limits = limits or ClientLimits()
         self._node = Node(addresses, self.client_id, self.limits)
         self._router = Router(self._node, self.client_id, self.limits)
         self._producer = Producer(self.limits, _now, _next_now, compression)
         self._senders = Senders(self._router, self._producer)
-        #: In the order of their creation.
-        self._consumers: weakref.WeakKeyDictionary[Consumer, None] = weakref.WeakKeyDictionary()
-        #: The clock that measures leases.
-        self._clock: Clock = SystemClock()
-        self._heartbeats = MemberHeartbeats(self._router, self.limits, lambda: self._clock.monotonic())
-        #: Makes the thread that renews leases while the user's loop is busy.
-        self._background: Callable[[], Background] = BackgroundThread
-        self._renewer: LeaseRenewer | None = None
+        self._consumers = Consumers(self._router, self.client_id, self.limits, directory)
         self._opened = False
         #: Several tasks may open a client: the second one waits for the first.
         self._open_lock = asyncio.Lock()
@@ -174,10 +164,7 @@ class Client:
             stack.push_async_callback(self._node.close)
             stack.push_async_callback(self._router.close)
             stack.push_async_callback(self._end_sending)
-            if self._renewer is not None:
-                stack.push_async_callback(self._renewer.close)
-            await all_of([consumer.close() for consumer in list(self._consumers)])
-            self._consumers.clear()
+            await self._consumers.close()
 
     async def _end_sending(self) -> None:
         if self._producer.closed is None:
@@ -200,13 +187,12 @@ class Client:
         error = ForkedClient("this client was opened before a fork; connect again in the child")
         self._node.closed = self._producer.closed = error
         self._router.abandon(error)
-        if self._renewer is not None:
-            self._renewer.abandon()
+        self._consumers.abandon()
 
     def _use_clock(self, clock: Clock) -> None:
         """Use this clock instead of the machine's for send times, due times, start positions and leases."""
         self._now = self._producer.now = self._producer.next_now = clock.now
-        self._clock = clock
+        self._consumers.clock = clock
 
     def _check_not_closed(self) -> None:
         if self._producer.closed is not None:
@@ -369,93 +355,15 @@ class Client:
         never holds back others. With either, a member that handles a message for longer than ``handling`` loses the
         messages that it holds to other members.
         """
-        return self._consumer(subject, group, broadcast, delivery, start, prefetch, retry, ordered, affinity, handling)
+        return self._consumer(
+            ConsumerArguments(subject, group, broadcast, delivery, start, prefetch, retry, ordered, affinity, handling)
+        )
 
-    def _consumer(
-        self,
-        subject: str,
-        group: str | EllipsisType | None,
-        broadcast: bool,
-        delivery: str,
-        start: Start | None,
-        prefetch: int | None,
-        retry: Retry | None,
-        ordered: bool = False,
-        affinity: Literal["key"] | None = None,
-        handling: Duration | None = None,
-        *,
-        any_thread: bool = False,
-    ) -> Consumer:
+    def _consumer(self, arguments: ConsumerArguments, *, any_thread: bool = False) -> Consumer:
         """``consumer``, whose messages may be acked from ``any_thread``."""
         self._check_open()
         self._check_not_closed()
-        names.check("subject", subject)
-        if broadcast:
-            group = None
-        if group is ...:
-            raise InvalidArgument(
-                f"a consumer of {subject!r} needs a group: name one, as in group='billing', or use broadcast=True to "
-                "get every message"
-            )
-        if group is not None:
-            names.check_group(group)
-        if delivery not in ("at_least_once", "at_most_once"):
-            raise InvalidArgument(f"delivery {delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
-        if retry is not None and not isinstance(retry, Retry):
-            raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
-        check_ordered(ordered, affinity, group, delivery, handling)
-        limits, shared = self.limits, any_thread or self._node.blocking
-        if prefetch is not None:
-            if prefetch < 1:
-                raise InvalidArgument(f"prefetch must be 1 or more, not {prefetch}")
-            span = max(2 * prefetch, 2)
-            limits = msgspec.structs.replace(limits, prefetch_count=prefetch, prefetch_span=span)
-        member = self._member_id(subject, group)
-        owns = ordered or affinity is not None
-        begin = start_of(start, self._now())
-        terms = Terms(subject, group, member, begin, delivery, retry, owns, affinity is not None)
-        spools = functools.partial(self._spool_of, terms)
-        consumer: Consumer
-        if owns:
-            consumer = OrderedConsumer(
-                self._router,
-                limits,
-                terms,
-                heartbeats=self._heartbeats,
-                renewer=self._lease_renewer(),
-                clock=self._clock,
-                handling=limits.handling_seconds if handling is None else seconds_of(handling),
-                any_thread=shared,
-                spools=spools,
-            )
-        else:
-            consumer = Consumer(self._router, limits, terms, any_thread=shared, spools=spools)
-        consumer._after = [c for c in self._consumers if (c.subject, c.group, c.client_id) == (subject, group, member)]
-        self._consumers[consumer] = None
-        return consumer
-
-    def _lease_renewer(self) -> LeaseRenewer:
-        if self._renewer is None:
-            self._renewer = LeaseRenewer(self.client_id, self.limits, self._clock, self._heartbeats, self._background)
-        return self._renewer
-
-    def _spool_of(self, terms: Terms, partition: PartitionName) -> AckSpool | None:
-        if self._spool is None:
-            return None
-        return AckSpool(self._spool, terms.subject, terms.group or "", terms.client, str(partition))
-
-    def _member_id(self, subject: str, group: str | None) -> str:
-        """The client id; a further consumer of the same group in this client gets the id with a number appended.
-
-        The id of a closing consumer can be used again: its successor waits until it is closed.
-        """
-        members = [c for c in self._consumers if (c.subject, c.group) == (subject, group)]
-        taken = {c.client_id for c in members if not c._closing.begun}
-        number, member = 1, self.client_id
-        while member in taken:
-            number += 1
-            member = f"{self.client_id}:{number}"
-        return member
+        return self._consumers.new(arguments, self._now(), any_thread=any_thread or self._node.blocking)
 
     def reader(self, subject: str, *, start: Start = "latest") -> Reader:
         """Read without a group, for ``async with``: from "earliest", "latest", a sequence, a time, or "-5m".

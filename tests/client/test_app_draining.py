@@ -182,7 +182,7 @@ async def test_an_app_stopped_while_opening_consumers_does_not_wait_for_them(
         opening.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("plait.client.consume.consumer.find_start_version", never)
+    monkeypatch.setattr("plait.client.consume.fetcher.find_start_version", never)
     task = asyncio.ensure_future(app.run())
     await asyncio.wait_for(opening.wait(), PATIENCE_SECONDS)
     app.stop()

@@ -98,8 +98,8 @@ def test_blocking_delays_use_the_manual_clock() -> None:
 async def test_the_clock_of_a_stopped_broker_is_forgotten() -> None:
     async with EmbeddedBroker(clock=ManualClock()) as broker:
         address = broker.address
-        assert plait.connect(address)._clock is broker.clock
-    assert plait.connect(address)._clock is not broker.clock
+        assert plait.connect(address)._consumers.clock is broker.clock
+    assert plait.connect(address)._consumers.clock is not broker.clock
 
 
 async def test_a_restart_keeps_address_and_messages() -> None:

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 import plait
-from plait.client.consume.ordered.lease_renewer import LeaseRenewer, RenewedLease
+from plait.client.consume.ordered.lease_renewer import LeaseRenewer
+from plait.client.consume.ordered.lock_rights import RenewedLease
 from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats, _HeartbeatLoop
 from plait.client.consume.ordered.ordered_pull import OrderedPullClient
 from plait.clock import ManualClock
@@ -74,6 +75,7 @@ class Recorded:
 
     def __init__(self, lease: RenewedLease | None) -> None:
         self.wanted = lease
+        self.rights = self
         self.renewals: list[int] = []
 
     def lease(self) -> RenewedLease | None:
@@ -147,14 +149,14 @@ async def test_the_renewer_sends_late_heartbeats_while_the_loop_is_busy() -> Non
             plait.connect(broker.address, client_id="a", limits=limits) as client,
             client.consumer("s", group="g", ordered=True),
         ):
-            late = client._heartbeats.late
+            late = client._consumers.heartbeats.late
             seen: list[m.MemberHeartbeatRequest] = []
 
             def spy() -> list[m.MemberHeartbeatRequest]:
                 seen.extend(late())
                 return late()
 
-            client._heartbeats.late = spy  # type: ignore[method-assign]
+            client._consumers.heartbeats.late = spy  # type: ignore[method-assign]
             block_until(lambda: len(seen) > 1)
             assert seen[0].members == [("s", "g", True)]
 

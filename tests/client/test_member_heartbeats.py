@@ -57,7 +57,7 @@ async def test_members_keep_their_shares_without_a_meta_server(cluster: Cluster)
         cluster.meta.error = None
         cluster.meta.epoch = 50
         cluster.meta.change()
-        await until(lambda: consumer._epochs.max() == 51)  # type: ignore[attr-defined]
+        await until(lambda: consumer._fetcher._epochs.max() == 51)  # type: ignore[attr-defined]
 
 
 async def test_a_member_that_was_overdue_receives_its_share_later(
@@ -65,11 +65,11 @@ async def test_a_member_that_was_overdue_receives_its_share_later(
 ) -> None:
     async with cluster.connect(client_id="a") as client, client.consumer("s", group="g", ordered=True) as consumer:
         overdue = iter([True])
-        member = consumer._member  # type: ignore[attr-defined]
+        member = consumer._fetcher  # type: ignore[attr-defined]
         monkeypatch.setattr(member, "overdue", lambda: next(overdue, False))
         cluster.meta.epoch = 50
         cluster.meta.change()
-        await until(lambda: consumer._epochs.max() == 51)  # type: ignore[attr-defined]
+        await until(lambda: consumer._fetcher._epochs.max() == 51)  # type: ignore[attr-defined]
 
 
 async def test_no_consumer_opens_without_a_reply_from_a_meta_server(cluster: Cluster) -> None:

@@ -308,7 +308,7 @@ async def test_handlers_run_keys_concurrently_and_each_in_order(strict: Cluster)
 async def test_no_row_is_handed_out_after_the_lease_ends(cluster: Cluster) -> None:
     clock = ManualClock()
     async with cluster.connect(client_id="a") as client:
-        client._clock = clock
+        client._consumers.clock = clock
         async with client.consumer("s", group="g", ordered=True) as consumer:
             await cluster.send_keyed("g1", rows(10))
             await until(lambda: consumer._buffer.count == 10)
@@ -326,7 +326,7 @@ async def test_a_consumer_that_handles_for_too_long_is_no_member_until_it_acks(
 ) -> None:
     clock = ManualClock()
     async with cluster.connect(client_id="a") as client:
-        client._clock = clock
+        client._consumers.clock = clock
         async with client.consumer("s", group="g", ordered=True, handling=60) as consumer:
             await cluster.send_keyed("g1", rows(10))
             [message] = await consumer.fetch(1, wait=PATIENCE_SECONDS)
@@ -334,7 +334,8 @@ async def test_a_consumer_that_handles_for_too_long_is_no_member_until_it_acks(
             cluster.meta.change()
             await until(lambda: not cluster.meta.members)
             assert "handled for more than 60 s" in caplog.text
-            [holder] = consumer._holders.values()  # type: ignore[attr-defined]
+            [holder] = consumer._clients
+            assert isinstance(holder, OrderedPullClient)
             assert holder.lease() is None
             message.ack()
             await until(lambda: cluster.meta.members == ["a"])
@@ -467,9 +468,9 @@ async def test_rows_of_an_earlier_pull_do_not_overtake_returned_rows_while_the_b
         monkeypatch.setattr(partition._link, "request", ask)
         acking = asyncio.create_task(first.ack())
         await until(lambda: partition.collector.under_way and not partition.deliveries.unsent)
-        consumer._allocated("exclusive", [])  # type: ignore[attr-defined]
+        consumer._fetcher.allocated("exclusive", [])  # type: ignore[attr-defined]
         await until(lambda: not partition._asking)
-        consumer._allocated("exclusive", [(0, 1024, 2)])  # type: ignore[attr-defined]
+        consumer._fetcher.allocated("exclusive", [(0, 1024, 2)])  # type: ignore[attr-defined]
         await until(lambda: bool(partition.rights.open.all()))
         slow = False
         for answer in late:

@@ -158,7 +158,7 @@ async def test_a_consumer_leaves_a_removed_partition_when_it_holds_no_row_of_it(
         assert len(consumer._clients) == 2
         for message in held:
             message.ack()
-        await until(lambda: len(consumer._clients) == 1 and not consumer._leaving)
+        await until(lambda: len(consumer._clients) == 1 and not consumer._fetcher.leaving)
         async with cluster.brokers["g2"].connect() as direct:
             info = await direct.admin.group("s", "g")
             assert (info.lag, [c for c in info.consumers if c.online]) == (0, [])
@@ -228,12 +228,12 @@ async def test_a_suspension_applies_to_all_partitions(cluster: Cluster, client: 
     await cluster.send("g2", 3)
     async with client.consumer("s", group="g") as consumer:
         await until(lambda: consumer._buffer.count == 6)
-        consumer._suspend()
+        consumer._fetcher.suspend()
         await consumer.flush()
         assert consumer._buffer.count == 0
         async with cluster.connect() as other, other.consumer("s", group="g") as second:
             assert len(await fetch_all(second, 6)) == 6
-        consumer._resume()
+        consumer._fetcher.resume()
         assert len(await fetch_all(consumer, 6)) == 6
 
 

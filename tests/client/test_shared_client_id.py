@@ -60,7 +60,7 @@ async def test_a_refused_process_joins_when_the_other_has_left(broker: EmbeddedB
     async with broker.connect(client_id="same", limits=HASTY) as first, broker.connect(client_id="same") as second:
         async with first.consumer("one", group="g", ordered=True):
             opening = tasks.child(consume(), "opening")
-            await until(lambda: any(loop.refusals for loop in second._heartbeats._loops.values()))
+            await until(lambda: any(loop.refusals for loop in second._consumers.heartbeats._loops.values()))
         await opening
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import plait
-from plait.broker.groups.attachments import Attachments
+from plait.broker.groups import group_settings
 from plait.testing import EmbeddedBroker
 from tests.client.support import EAGER, config_of, fetch_all
 from tests.client.test_expanding import settled, wait_for
@@ -120,7 +120,7 @@ async def test_a_group_that_one_broker_knows_is_not_new_while_another_broker_is_
 async def test_a_busy_broker_is_asked_again_whether_it_knows_the_group(
     nodes: list[EmbeddedBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began, calls = Attachments.began, []
+    began, calls = group_settings.began, []
 
     def busy_at_first(*args: Any) -> int | None:
         version = began(*args)
@@ -137,7 +137,7 @@ async def test_a_busy_broker_is_asked_again_whether_it_knows_the_group(
             pass
         await expand(client, ["s@g1", "s@g2"])
         await send(client, b"meanwhile")
-        monkeypatch.setattr(Attachments, "began", busy_at_first)
+        monkeypatch.setattr(group_settings, "began", busy_at_first)
         async with client.consumer("s", **settings) as consumer:
             assert await handled(consumer, 40) == [b"meanwhile"]
         assert len(calls) == 2

@@ -1,6 +1,6 @@
 """Two meta servers, three brokers, ordered consumers and producers in a simulation, with faults from a seed.
 
-It runs the shipped classes: ``MetaServer``, ``Server``, ``Client``, ``OrderedConsumer`` and ``App``. Members join and
+It runs the shipped classes: ``MetaServer``, ``Server``, ``Client``, ``Consumer`` and ``App``. Members join and
 leave, the number of partitions changes, machines and the network fail. ``OrderedCluster.run`` then ends all faults,
 resumes parked keys, waits until everything that was sent is handled, and checks the histories.
 """

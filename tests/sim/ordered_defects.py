@@ -15,7 +15,7 @@ from plait.broker.groups.ordered.locks import LockFloors, Locks
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.partitions.partition import Partition
 from plait.broker.schedule.forwards import Forwards
-from plait.client.consume.ordered import ordered_consumer
+from plait.client.consume.ordered import ordered_fetcher
 from plait.client.consume.ordered.lock_rights import LockRights, no_lps
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
 from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
@@ -48,7 +48,7 @@ def deliver_behind_the_fence(patch: Patch) -> None:
 
 def ask_brokers_that_hold_nothing(patch: Patch) -> None:
     """R26: only the broker, which may be switched off, knows what a group has finished."""
-    patch.setattr(ordered_consumer, "with_passed", lambda route, group, reports: list(reports))
+    patch.setattr(ordered_fetcher, "with_passed", lambda route, group, reports: list(reports))
 
 
 def report_drained_too_early(patch: Patch) -> None:
@@ -69,7 +69,7 @@ def ask_the_newest_span_first(patch: Patch) -> None:
             chosen[spans[-1].partition].lps[first:end] |= mine[first:end]
         return chosen
 
-    patch.setattr(ordered_consumer, "wanted", naive)
+    patch.setattr(ordered_fetcher, "wanted", naive)
 
 
 def ask_all_spans_at_once(patch: Patch) -> None:
@@ -82,7 +82,7 @@ def ask_all_spans_at_once(patch: Patch) -> None:
                 chosen[span.partition].lps[first:end] |= mine[first:end]
         return chosen
 
-    patch.setattr(ordered_consumer, "wanted", naive)
+    patch.setattr(ordered_fetcher, "wanted", naive)
 
 
 def overtake_rows_that_are_sent_again(patch: Patch) -> None:

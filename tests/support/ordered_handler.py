@@ -84,7 +84,7 @@ class Handler:
     def _print_state(self) -> None:
         """Print what this consumer holds and waits for, to show why messages are not handled."""
         for client in [each for each in gc.get_objects() if isinstance(each, OrderedPullClient)]:
-            rights, pending = client.rights, client.collector._pending
+            rights, pending = client.rights, client.collector.pending
             facts = {
                 "attached": client.attached,
                 "retiring": client.retiring,
@@ -95,10 +95,10 @@ class Handler:
                 "asking": client._asking,
                 "early": len(client._early),
                 "pulls": client.pulls,
-                "room": client._feed.wanted(client),
-                "open": [(each.tag, each.states.tolist(), each.open_ranges()) for each in client.open],
+                "room": client._fetcher.wanted(client),
+                "open": [(each.tag, each.states.tolist(), each.open_ranges()) for each in client.deliveries.open],
                 "pending": pending.plain(),
-                "failing": [(len(each), each.known_at) for each in client._pending.failing],
+                "failing": [each.known_at for each in client._key_holds._failing],
             }
             print(f"{self._name} {client.partition}: {facts}", file=sys.stderr, flush=True)
 

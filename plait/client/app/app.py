@@ -26,12 +26,12 @@ from plait.client.app.handler_threads import HandlerThreads
 from plait.client.app.outgoing import Outgoing, SendHook
 from plait.client.app.signature import Handler
 from plait.client.app.subscription import HandleHook, SubscriberSettings, Subscription
-from plait.client.arguments import Duration, Start, seconds_of, start_of, wait_of
+from plait.client.arguments import Duration, Start, seconds_of, wait_of
 from plait.client.blocking.loop_thread import new_event_loop
 from plait.client.client import DEFAULT_ADDRESS, Client
 from plait.client.closing import end_of
 from plait.client.consume.consumer import Consumer
-from plait.client.consume.ordered.ordered_consumer import OrderedConsumer, check_ordered
+from plait.client.consume.terms import ConsumerArguments
 from plait.client.send.due_time import Delay
 from plait.client.types import Receipt, Ticket
 from plait.errors import Closed, InvalidArgument
@@ -121,47 +121,26 @@ class App:
         however many calls run. A body that does not decode into the annotation becomes a dead letter at once; with
         ``undecodable="retry"`` it is retried as any failure is. The other arguments are those of ``client.consumer``.
         """
-        names.check("subject", subject)
         group = None if broadcast else group or self.group
         if group is None and not broadcast:
             raise InvalidArgument(
                 f"subscriber of {subject!r} has no group; pass group= here or to App(...), or pass broadcast=True"
             )
-        if group is not None:
-            names.check_group(group)
-        _check_count("batch", batch)
-        _check_count("concurrency", concurrency)
-        _check_count("prefetch", prefetch)
-        if delivery not in ("at_least_once", "at_most_once"):
-            raise InvalidArgument(f"delivery {delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
-        check_ordered(ordered, affinity, group, delivery, handling)
+        arguments = ConsumerArguments(
+            subject, group, broadcast, delivery, start, prefetch, retry, ordered, affinity, handling
+        )
+        arguments.checked()
+        for name, number in (("batch", batch), ("concurrency", concurrency), ("prefetch", prefetch)):
+            _check_count(name, number)
         if undecodable not in ("reject", "retry"):
             raise InvalidArgument(f"undecodable {undecodable!r} is not known; use 'reject' or 'retry'")
-        start_of(start, 0)
-        if retry is not None and not isinstance(retry, Retry):
-            raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
-        if group is not None and any(
-            (s.settings.subject, s.settings.group) == (subject, group) for s in self._subscriptions
-        ):
-            raise InvalidArgument(
-                f"group {group!r} already has a subscriber of {subject!r}: each would get only some of the messages; "
-                "give one of them its own group"
-            )
+        self._check_other_subscribers(subject, group)
         settings = SubscriberSettings(
-            subject=subject,
-            group=group,
+            consumer=arguments,
             batch=batch,
             concurrency=concurrency,
-            delivery=delivery,
-            broadcast=broadcast,
-            start=start,
-            prefetch=prefetch,
-            retry=retry,
             timeout=None if timeout is None else _positive("timeout", timeout),
             suspend=None if suspend is None else wait_of(suspend),
-            ordered=ordered,
-            affinity=affinity,
-            handling=None if handling is None else seconds_of(handling),
             undecodable=undecodable,
         )
         # Annotations may name types that are local to the function in which the handler is defined.
@@ -173,6 +152,14 @@ class App:
             return function
 
         return decorate
+
+    def _check_other_subscribers(self, subject: str, group: str | None) -> None:
+        others = [(each.settings.consumer.subject, each.settings.consumer.group) for each in self._subscriptions]
+        if group is not None and (subject, group) in others:
+            raise InvalidArgument(
+                f"group {group!r} already has a subscriber of {subject!r}: each would get only some of the messages; "
+                "give one of them its own group"
+            )
 
     def around_handle(self, function: Function) -> Function:
         """Decorates an ``async def`` hook that wraps each call of a handler; the first one declared is outermost.
@@ -393,8 +380,8 @@ class App:
         draining = tasks.child(self._finish(workers, hurry), "plait-drain")
         cancelled = await end_of(draining, hurry.set)
         for subscription, consumer in zip(self._subscriptions, self._consumers, strict=True):
-            if subscription.unfinished and isinstance(consumer, OrderedConsumer):
-                consumer._keep_locks()
+            if subscription.unfinished:
+                consumer._fetcher.keep_locks()
         if cancelled is not None:
             raise cancelled
         draining.result()

@@ -15,14 +15,13 @@ import msgspec
 
 from plait.client.app.outcomes import Reject, RetryLater, Suspend
 from plait.client.app.signature import Handler
-from plait.client.arguments import Start
 from plait.client.client import Client
 from plait.client.consume.batch import Batch
 from plait.client.consume.consumer import Consumer
 from plait.client.consume.failure import UNBEGUN, FailureOutcome, reason_of
+from plait.client.consume.terms import ConsumerArguments
 from plait.client.types import Message
 from plait.errors import CodecError
-from plait.model.retry_policy import Retry
 
 log = logging.getLogger("plait.app")
 
@@ -40,19 +39,10 @@ BATCH_WAIT_SECONDS = 3600.0
 class SubscriberSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments of ``@app.subscriber``."""
 
-    subject: str
-    group: str | None
+    consumer: ConsumerArguments
+    #: None: every message is handled by itself.
     batch: int | None
     concurrency: int
-    delivery: Literal["at_least_once", "at_most_once"]
-    broadcast: bool
-    start: Start | None
-    prefetch: int | None
-    retry: Retry | None
-    ordered: bool
-    affinity: Literal["key"] | None
-    #: Seconds of handling after which a consumer loses its locks; None: the client's limit.
-    handling: float | None
     #: Seconds after which a call fails; None: no limit.
     timeout: float | None
     #: Seconds for which any failure suspends the handler; None: only ``Suspend`` suspends it.
@@ -107,28 +97,16 @@ class Subscription:
     @property
     def _one_at_a_time(self) -> bool:
         """Messages of one key are handled one after another."""
-        return self.settings.ordered or self.settings.affinity is not None
+        return self.settings.consumer.ordered or self.settings.consumer.affinity is not None
 
     def __str__(self) -> str:
-        who = "every message" if self.settings.group is None else f"group {self.settings.group}"
-        return f"{self.handler.name} handles {self.settings.subject} ({who})"
+        consumer = self.settings.consumer
+        who = "every message" if consumer.group is None else f"group {consumer.group}"
+        return f"{self.handler.name} handles {consumer.subject} ({who})"
 
     def consumer(self, client: Client) -> Consumer:
         """The consumer that feeds the handler."""
-        s = self.settings
-        return client._consumer(
-            s.subject,
-            s.group,
-            s.broadcast,
-            s.delivery,
-            s.start,
-            s.prefetch,
-            s.retry,
-            s.ordered,
-            s.affinity,
-            s.handling,
-            any_thread=not self.handler.is_async,
-        )
+        return client._consumer(self.settings.consumer, any_thread=not self.handler.is_async)
 
     async def work(self, consumer: Consumer, pool: Executor, stopping: asyncio.Event) -> None:
         """One worker: handle messages until the consumer stops."""
@@ -215,7 +193,7 @@ class Subscription:
     def _fate(self, messages: list[Message], *, rejected: bool = False) -> str:
         """For logs: the position of failed messages, and what happens to them next."""
         place = _place(messages)
-        if self.settings.delivery == "at_most_once":
+        if self.settings.consumer.delivery == "at_most_once":
             return f"{place}, which is lost (at_most_once)"
         if rejected:
             return f"{place}, which goes to the dead letters"
@@ -316,11 +294,11 @@ class Subscription:
             return
         loop = asyncio.get_running_loop()
         self._suspended_until = max(self._suspended_until, loop.time() + seconds)
-        consumer._suspend()
+        consumer._fetcher.suspend()
         log.warning("%s is suspended for %g s", self.handler.name, seconds)
         if self._resuming is not None:
             self._resuming.cancel()
-        self._resuming = loop.call_at(self._suspended_until, consumer._resume)
+        self._resuming = loop.call_at(self._suspended_until, consumer._fetcher.resume)
 
     async def _resumed(self, stopping: asyncio.Event) -> bool:
         """Wait for the end of a suspension; returns False if the app stops."""

@@ -72,7 +72,7 @@ class SyncConsumer(Blocking[Consumer]):
         self.group = inner.group
         self.client_id = inner.client_id
         #: Rows that the loop handed over and no caller has taken: an interrupted call loses none.
-        self._handed_over = inner._handed_over
+        self._handed_over = inner._fetcher.handed_over
 
     def __enter__(self) -> Self:
         self._run(self._inner.__aenter__())
@@ -111,16 +111,16 @@ class SyncConsumer(Blocking[Consumer]):
             remaining = max(deadline - time.monotonic(), 0.0)
             self._run(self._hand_over(count, remaining))
             pieces = self._handed_over.take(count)
-            if remaining <= 0 or self._inner._stopping:
+            if remaining <= 0 or self._inner._fetcher.stopping:
                 break
         return pieces
 
     async def _hand_over(self, count: int, wait: float, *, apart: bool = False) -> None:
         """Fetch rows and hand them over. Runs on the loop."""
-        self._inner._put_back_handed_over()
+        self._inner._fetcher.put_back_handed_over()
         self._handed_over.add(await self._inner._fetch(count, wait, apart=apart))
         # Other callers may wait for these rows.
-        self._inner._wake()
+        self._inner._fetcher.wake()
 
     def __iter__(self) -> Self:
         return self
@@ -131,6 +131,6 @@ class SyncConsumer(Blocking[Consumer]):
             message = self._handed_over.next()
             if message is not None:
                 return message
-            if self._inner._stopping:
+            if self._inner._fetcher.stopping:
                 raise StopIteration
             self._run(self._hand_over(ITERATION_COUNT, ITERATION_SECONDS, apart=True))

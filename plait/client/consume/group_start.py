@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from plait import tasks
+from plait.client.consume.terms import Terms
 from plait.client.net.node import Node
 from plait.client.net.router import Router, SubjectRoute
 from plait.errors import PlaitError, StaleRoute
 from plait.limits import ClientLimits
-from plait.model.retry_policy import Retry
 from plait.wire.admin.operation import Operation
 from plait.wire.admin.subjects import GROUP_BEGAN, GROUP_REMEMBERED, Remembered
 
@@ -29,26 +29,6 @@ log = logging.getLogger("plait.client")
 NAMES_MAX: Final = 200
 
 EARLIEST: Final = "earliest"
-
-
-class Terms(NamedTuple):
-    """The settings that a consumer attaches with, the same on each partition."""
-
-    subject: str
-    group: str | None
-    client: str
-    start: Any
-    delivery: str
-    retry: Retry | None = None
-    ordered: bool = False
-    affinity: bool = False
-    #: The route version that the group began with.
-    began: int = 0
-
-    @property
-    def tracks(self) -> bool:
-        """Rows need outcomes. False for at_most_once: pulled rows count as handled unless ``close`` returns them."""
-        return self.delivery != "at_most_once"
 
 
 async def find_start_version(

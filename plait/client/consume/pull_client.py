@@ -21,18 +21,19 @@ from plait.client.consume.ack_collector import AckCollector
 from plait.client.consume.ack_spool import AckSpool
 from plait.client.consume.delivered import DeliveredFrame, Piece
 from plait.client.consume.failure import UNBEGUN, EpochRange
-from plait.client.consume.group_start import Terms
 from plait.client.consume.outcomes import merged, split_nack
+from plait.client.consume.terms import Terms
 from plait.client.net.node import Node
 from plait.client.types import PartitionName
 from plait.errors import FrameError, GroupBusy, PlaitError, StaleRoute, StaleSession, Unavailable
 from plait.frame.view import frames_in
 from plait.limits import REQUEST_RANGES_MAX, ClientLimits
+from plait.model.share_mode import ShareMode
 from plait.wire import messages as m
 from plait.wire.link import Link
 
 if TYPE_CHECKING:
-    from plait.client.consume.consumer import Consumer
+    from plait.client.consume.fetcher import Fetcher
 
 log = logging.getLogger("plait.client")
 
@@ -49,21 +50,18 @@ class PullClient:
 
     def __init__(
         self,
-        consumer: Consumer,
+        fetcher: Fetcher,
         node: Node,
-        limits: ClientLimits,
         terms: Terms,
         partition: PartitionName,
         spool: AckSpool | None,
-        *,
-        any_thread: bool,
     ) -> None:
-        self._consumer = consumer
+        self._fetcher = fetcher
         self._node = node
-        self._limits = limits
+        self._limits = fetcher.limits
         self.terms = terms
         self.partition = partition
-        self.collector = AckCollector(self, limits, spool, any_thread=any_thread)
+        self.collector = AckCollector(self, fetcher.limits, spool, any_thread=fetcher.any_thread)
         #: The rows that the consumer holds.
         self.deliveries = self.collector.deliveries
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -143,7 +141,7 @@ class PullClient:
     def _unbegun(self) -> list[EpochRange]:
         """Close the rows that no handler has begun; returns their ranges."""
         ranges: list[EpochRange] = []
-        for delivered, start, stop in self._consumer._take_back(self):
+        for delivered, start, stop in self._fetcher.take_back(self):
             mask = np.zeros(delivered.count, bool)
             mask[start:stop] = True
             ranges += delivered.ranges(delivered.close_rows(mask))
@@ -161,8 +159,8 @@ class PullClient:
                 if self._loop.time() >= deadline:
                     raise
                 await asyncio.sleep(self._limits.reconnect_first_seconds)
-                await self._consumer._refresh_route()
-                if not self._consumer._named(self):
+                await self._fetcher.refresh_route()
+                if not self._fetcher.named(self):
                     raise
             except Unavailable:
                 if self._loop.time() >= deadline:
@@ -177,7 +175,7 @@ class PullClient:
         holds = merged([piece for delivered in self.deliveries.open for piece in delivered.open_ranges()])
         if len(holds) > REQUEST_RANGES_MAX:
             # Drop the rows that no handler has begun: the broker redelivers them.
-            self._drop(self._consumer._take_back(self))
+            self._drop(self._fetcher.take_back(self))
             holds = merged([piece for delivered in self.deliveries.open for piece in delivered.open_ranges()])
         holds += merged(self.collector.unsent)
         if len(holds) > REQUEST_RANGES_MAX:
@@ -204,8 +202,8 @@ class PullClient:
                 holds,
                 self._partition_id,
                 terms.retry,
-                terms.ordered,
-                terms.affinity,
+                terms.mode.locks,
+                terms.mode is ShareMode.AFFINITY,
                 self._token(),
                 terms.began,
             ),
@@ -213,12 +211,12 @@ class PullClient:
         if self._partition_id not in (0, attached.partition):
             # The subject was deleted and created again: drop its old messages and their outcomes.
             self.collector.forget()
-            self._consumer._take_back(self)
+            self._fetcher.take_back(self)
         self._partition_id = self.collector.partition = attached.partition
         self._session = attached.session
         self._link = link
         self.attached = True
-        self._consumer._has_more(self)
+        self._fetcher.has_more(self)
         self.pulls = self.asked = 0
         self.collector.attached(link, attached)
         self._attached_as(attached, link)
@@ -248,7 +246,7 @@ class PullClient:
                         return
                     await asyncio.sleep(pause)
                     if isinstance(error, StaleRoute):
-                        await self._consumer._refresh_route()
+                        await self._fetcher.refresh_route()
                     pause = min(2 * pause, self._limits.reconnect_max_seconds)
 
     def lost(self, *, stale: bool = False) -> None:
@@ -256,7 +254,7 @@ class PullClient:
         self._stale |= stale
         if self.attached:
             self.attached = False
-            self._consumer._has_more(self)
+            self._fetcher.has_more(self)
             self._lost_at = self._node.last_contact
             self.collector.detached()
         if self._detached is not None and not self._detached.done():
@@ -275,7 +273,7 @@ class PullClient:
         if not self._stale and loop.time() - self._lost_at < lost_seconds:
             return
         self._stale = False
-        self._drop(self._consumer._take_back(self))
+        self._drop(self._fetcher.take_back(self))
 
     def _drop(self, pieces: list[Piece]) -> None:
         """Close rows without reporting an outcome: the broker has taken them back already."""
@@ -289,13 +287,13 @@ class PullClient:
 
     def pull(self, *, patient: bool = True) -> None:
         """Pull as many rows as there is room for. If that is only a few, ``patient`` waits for more room."""
-        link, consumer = self._link, self._consumer
+        link, fetcher = self._link, self._fetcher
         if not self.attached or self.retiring or link is None or link.closed:
             return
         # While the broker has more rows, it reads the next ones during the transfer of these.
-        while self.pulls < (PULLS_MAX if self.more else 1) and (count := consumer._wanted(self, patient=patient)) > 0:
+        while self.pulls < (PULLS_MAX if self.more else 1) and (count := fetcher.wanted(self, patient=patient)) > 0:
             size = self._limits.pull_bytes
-            if consumer._prefetch.large:
+            if fetcher.prefetch.large:
                 # Bytes limit a large pull, not a count that ends inside a frame.
                 size *= LARGE_PULL
             self.pulls += 1
@@ -305,8 +303,8 @@ class PullClient:
                 m.PullRequest(self._session, count, size, self._limits.pull_wait_seconds),
                 functools.partial(self._pulled, self._session, count, self._pull_number),
             )
-        if consumer._prefetch.starved:
-            consumer._relieve_soon()
+        if fetcher.prefetch.starved:
+            fetcher.relieve_soon()
 
     def _pulled(
         self, session: int, count: int, number: int, answer: Any, payload: memoryview, error: PlaitError | None
@@ -326,21 +324,21 @@ class PullClient:
             return
         if self.more != answer.more:
             self.more = answer.more
-            self._consumer._has_more(self)
+            self._fetcher.has_more(self)
         if len(payload):
             try:
                 self._take_in(answer, payload, number)
                 self._broken = 0
-                if self._consumer._suspended:
-                    self._consumer._hand_back()
+                if self._fetcher.suspended:
+                    self._fetcher.hand_back()
             except FrameError as broken:
                 self._take_back(broken)
-        self._consumer._wake()
+        self._fetcher.wake()
         # After the woken callers have run: they take the buffered rows first, which makes room.
         self._loop.call_soon(self.pull)
 
     def _take_in(self, answer: m.PullReply, payload: memoryview, number: int) -> None:
-        deliveries = self.deliveries if self._consumer._tracks else None
+        deliveries = self.deliveries if self._fetcher.tracks else None
         ranges = answer.ranges
         for frame in frames_in(payload):
             frame.verify()
@@ -348,7 +346,7 @@ class PullClient:
             delivered = DeliveredFrame(frame, self.terms.subject, self.partition, deliveries, attempts)
             if deliveries is not None:
                 deliveries.add(delivered)
-            self._consumer._buffer.append(delivered)
+            self._fetcher.buffer.append(delivered)
 
     def _take_back(self, broken: FrameError) -> None:
         """The reply is damaged: end the session and attach again.
@@ -369,25 +367,25 @@ class PullClient:
     @property
     def alone(self) -> bool:
         """The consumer has no other partition."""
-        return len(self._consumer._clients) == 1
+        return len(self._fetcher.clients) == 1
 
     def progressed(self) -> None:
         """Rows got an outcome: there may be room to pull more."""
-        consumer = self._consumer
-        if consumer._retiring:
-            consumer._leave_retired()
-        if len(consumer._clients) > 1:
-            consumer._prefetch.report(self)
+        fetcher = self._fetcher
+        if fetcher.retiring:
+            fetcher.leave_retired()
+        if len(fetcher.clients) > 1:
+            fetcher.prefetch.report(self)
         self.pull()
-        if consumer._prefetch.starved:
-            consumer._relieve_soon()
+        if fetcher.prefetch.starved:
+            fetcher.relieve_soon()
 
     def outcomes_stored(self) -> None:
         """The broker has stored the outcomes that were sent."""
 
     def failed(self, error: PlaitError) -> None:
         """The consumer cannot continue."""
-        self._consumer._fail(error)
+        self._fetcher.fail(error)
 
 
 async def attach_some(clients: Collection[PullClient], limits: ClientLimits, deadline: float) -> None:

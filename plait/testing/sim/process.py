@@ -115,7 +115,7 @@ class Process(Machine):
 
     def _adopt(self, client: plait.Client) -> plait.Client:
         client._use_clock(self.clock)
-        client._background = lambda: SimBackground(self)
+        client._consumers.background = lambda: SimBackground(self)
         return client
 
     # --- faults ---------------------------------------------------------------------------------

@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from plait import tasks
 from plait.client.blocking.loop_thread import LoopThread
-from plait.client.consume.ordered.ordered_pull import RENEW_AT
+from plait.client.consume.ordered.lock_rights import RENEW_AT, RenewedLease
+from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats
 from plait.client.net.node import Node
 from plait.clock import Clock
 from plait.errors import PlaitError, StaleSession
 from plait.limits import ClientLimits
 from plait.wire import messages as m
+
+if TYPE_CHECKING:
+    from plait.client.consume.ordered.ordered_pull import OrderedPullClient
 
 #: How long closing a client waits for the thread to end.
 STOP_SECONDS = 2.0
@@ -28,36 +32,6 @@ CLOSING_TURNS = 10
 
 #: Lease renewers inherited from a parent process by fork. The reference keeps the garbage collector from touching them.
 _inherited: list[LeaseRenewer] = []
-
-
-class RenewedLease(NamedTuple):
-    """A session whose lease is to be renewed."""
-
-    addresses: tuple[str, ...]
-    session: int
-    token: int
-    seconds: float
-
-
-class Holder(Protocol):
-    """The holder of a lease. All methods are called from the lease renewer's thread."""
-
-    def lease(self) -> RenewedLease | None:
-        """The lease to renew; None: none at present."""
-
-    def renewed(self, session: int, sent: float) -> None:
-        """The lease was renewed; it runs from ``sent``, the time of the request."""
-
-
-class RenewalPulse(Protocol):
-    """The source of heartbeats to send while the user's loop is busy. Called from the lease renewer's thread."""
-
-    def late(self) -> list[m.MemberHeartbeatRequest]:
-        """The heartbeats that are overdue."""
-
-    @property
-    def addresses(self) -> list[str]:
-        """The addresses of the meta servers."""
 
 
 class Background(Protocol):
@@ -91,16 +65,17 @@ class LeaseRenewer:
         client: str,
         limits: ClientLimits,
         clock: Clock,
-        pulse: RenewalPulse,
+        heartbeats: MemberHeartbeats,
         background: Callable[[], Background] = BackgroundThread,
     ) -> None:
         self._client = client
-        self._pulse = pulse
+        self._heartbeats = heartbeats
         self._limits = limits
         self._clock = clock
         self._new_background = background
         self._background: Background | None = None
-        self._holders: dict[Holder, None] = {}
+        #: The partitions that have locks.
+        self._holders: dict[OrderedPullClient, None] = {}
         #: The lease renewer's own loop, its wake-up event, and its connections by address.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._woken: asyncio.Event | None = None
@@ -108,8 +83,8 @@ class LeaseRenewer:
 
     # --- from the user's loop -------------------------------------------------------------------
 
-    def add(self, holder: Holder) -> None:
-        """Start renewing the holder's lease."""
+    def add(self, holder: OrderedPullClient) -> None:
+        """Start renewing the lease of a partition."""
         self._holders[holder] = None
         if self._background is None:
             self._background = self._new_background()
@@ -120,8 +95,8 @@ class LeaseRenewer:
         if self._background is not None and self._loop is not None and self._woken is not None:
             self._loop.call_soon_threadsafe(self._woken.set)
 
-    def remove(self, holder: Holder) -> None:
-        """Stop renewing the holder's lease."""
+    def remove(self, holder: OrderedPullClient) -> None:
+        """Stop renewing the lease of a partition."""
         self._holders.pop(holder, None)
 
     async def close(self) -> None:
@@ -155,15 +130,15 @@ class LeaseRenewer:
 
     async def _renew_all(self) -> float:
         """Renew all leases and send overdue heartbeats; returns the seconds until the next time."""
-        leases: dict[tuple[str, ...], list[tuple[Holder, RenewedLease]]] = {}
+        leases: dict[tuple[str, ...], list[tuple[OrderedPullClient, RenewedLease]]] = {}
         shortest = 3.0 * self._limits.heartbeat_seconds
         for holder in list(self._holders):
             lease = holder.lease()
             if lease is not None:
                 leases.setdefault(lease.addresses, []).append((holder, lease))
                 shortest = min(shortest, lease.seconds)
-        heartbeats = self._pulse.late()
-        meta = tuple(self._pulse.addresses)
+        heartbeats = self._heartbeats.late()
+        meta = tuple(self._heartbeats.addresses)
         await self._close_unused({*leases, *([meta] if heartbeats else [])})
         await asyncio.gather(
             *(self._renew(where, some, shortest) for where, some in leases.items()),
@@ -191,7 +166,9 @@ class LeaseRenewer:
             node.start()
         return node
 
-    async def _renew(self, addresses: tuple[str, ...], some: list[tuple[Holder, RenewedLease]], seconds: float) -> None:
+    async def _renew(
+        self, addresses: tuple[str, ...], some: list[tuple[OrderedPullClient, RenewedLease]], seconds: float
+    ) -> None:
         node = self._node(addresses)
         try:
             await self._ask(node, some, seconds)
@@ -205,8 +182,8 @@ class LeaseRenewer:
             # Retried the next time. If that fails too, the lease expires.
             pass
 
-    async def _ask(self, node: Node, some: list[tuple[Holder, RenewedLease]], seconds: float) -> None:
+    async def _ask(self, node: Node, some: list[tuple[OrderedPullClient, RenewedLease]], seconds: float) -> None:
         sent = self._clock.monotonic()
         await node.request(m.RenewRequest([(lease.session, lease.token) for _, lease in some]), seconds)
         for holder, lease in some:
-            holder.renewed(lease.session, sent)
+            holder.rights.renewed(lease.session, sent)

@@ -21,6 +21,17 @@ from plait.wire import messages as m
 #: One number per logical partition.
 Numbers = npt.NDArray[np.int64]
 LpEpochs = Numbers
+#: The fraction of a lease after which it is renewed.
+RENEW_AT = 1 / 3
+
+
+class RenewedLease(NamedTuple):
+    """A session whose lease is to be renewed."""
+
+    addresses: tuple[str, ...]
+    session: int
+    token: int
+    seconds: float
 
 
 def no_lps() -> LpSet:

@@ -47,7 +47,7 @@ class GroupMember(Protocol):
     def allocated(self, strategy: str, grants: list[m.LpGrant]) -> None:
         """The meta server has allocated these LPs to the member."""
 
-    def give_up(self, error: PlaitError) -> None:
+    def fail(self, error: PlaitError) -> None:
         """The meta server has refused the member permanently."""
 
 
@@ -317,7 +317,7 @@ class _HeartbeatLoop:
     def _give_up(self, member: GroupMember, error: PlaitError) -> None:
         key = (member.subject, member.group_name)
         if self.forget(member):
-            member.give_up(error)
+            member.fail(error)
             self._complete([future for _, waiting, future in self._waiting if waiting == key], error)
 
     def _complete(self, done: list[asyncio.Future[None]], error: PlaitError | None) -> None:

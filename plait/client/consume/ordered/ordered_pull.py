@@ -16,49 +16,43 @@ import numpy as np
 from plait.client.consume.ack_spool import AckSpool
 from plait.client.consume.delivered import DeliveredFrame
 from plait.client.consume.failure import UNBEGUN
-from plait.client.consume.group_start import Terms
 from plait.client.consume.ordered.failed_keys import KeyHolds
-from plait.client.consume.ordered.lock_rights import LockRights, LpEpochs, Numbers, no_lps
+from plait.client.consume.ordered.lock_rights import RENEW_AT, LockRights, LpEpochs, Numbers, RenewedLease, no_lps
 from plait.client.consume.ordered.ordered_delivered import BROKEN, OrderedDelivered
 from plait.client.consume.ordered.wanted_locks import WantedLocks, wants
 from plait.client.consume.pull_client import PullClient
 from plait.client.consume.row_runs import RowMask
+from plait.client.consume.terms import Terms
 from plait.client.net.node import Node
 from plait.client.types import PartitionName
 from plait.errors import PlaitError, StaleSession, Unavailable
 from plait.frame.view import frames_in
-from plait.limits import LOGICAL_PARTITIONS, ClientLimits
+from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import LpSet
 from plait.wire import messages as m
 from plait.wire.link import Link
 
 if TYPE_CHECKING:
-    from plait.client.consume.ordered.ordered_consumer import OrderedConsumer
-
-#: The fraction of a lease after which it is renewed.
-RENEW_AT = 1 / 3
+    from plait.client.consume.ordered.ordered_fetcher import OrderedFetcher
 
 
 class OrderedPullClient(PullClient):
     """A pull client that holds locks."""
 
-    _consumer: OrderedConsumer
+    _fetcher: OrderedFetcher
 
     def __init__(
         self,
-        consumer: OrderedConsumer,
+        fetcher: OrderedFetcher,
         node: Node,
-        limits: ClientLimits,
         terms: Terms,
         partition: PartitionName,
         spool: AckSpool | None,
-        *,
-        any_thread: bool,
     ) -> None:
-        super().__init__(consumer, node, limits, terms, partition, spool, any_thread=any_thread)
-        self._buffer = consumer._buffer
+        super().__init__(fetcher, node, terms, partition, spool)
+        self._buffer = fetcher.buffer
         self._key_holds = self.collector.pending.holds = KeyHolds(self.deliveries, lambda: self._pull_number)
-        self.rights = LockRights(consumer._clock)
+        self.rights = LockRights(fetcher.clock)
         #: The wanted locks.
         self._wanted: LpSet = no_lps()
         self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
@@ -76,11 +70,6 @@ class OrderedPullClient(PullClient):
         #: Replies to pulls that arrived before the reply to the lease request.
         self._early: list[Callable[[], None]] = []
         self._renewal: asyncio.TimerHandle | None = None
-
-    @property
-    def addresses(self) -> list[str]:
-        """The addresses of the partition's broker."""
-        return self._node.addresses
 
     # --- locks ----------------------------------------------------------------------------------
 
@@ -113,7 +102,7 @@ class OrderedPullClient(PullClient):
 
     def _take_back_of(self, lps: LpSet) -> None:
         masks: dict[DeliveredFrame, RowMask] = {}
-        for delivered, start, stop in self._consumer._take_back(self, lps):
+        for delivered, start, stop in self._fetcher.take_back(self, lps):
             masks.setdefault(delivered, np.zeros(delivered.count, bool))[start:stop] = True
         self._give_up(masks)
 
@@ -130,7 +119,7 @@ class OrderedPullClient(PullClient):
     def ask(self) -> None:
         """Ask for the wanted locks, which also renews the lease."""
         link = self._link
-        if not self.attached or link is None or link.closed or self._consumer._overdue():
+        if not self.attached or link is None or link.closed or self._fetcher.is_overdue():
             return
         if self._asking:
             self._ask_again = True
@@ -180,12 +169,12 @@ class OrderedPullClient(PullClient):
             or (before[1] is not rights.again and (before[1] != rights.again).any())
             or before[2:] != (rights.parked, rights.inherited)
         ):
-            self._consumer._want()
+            self._fetcher.want()
         if answer.refused:
-            self._consumer._ask_share_again()
+            self._fetcher.ask_share_again()
         if self._ask_again:
             self.ask()
-        self._consumer._wake()
+        self._fetcher.wake()
         self.pull()
 
     def _renew_later(self) -> None:
@@ -199,6 +188,15 @@ class OrderedPullClient(PullClient):
         # The timer also runs while the client is not attached, or may not renew.
         self._renew_later()
 
+    # --- the lease renewer's thread -------------------------------------------------------------
+
+    def lease(self) -> RenewedLease | None:
+        """The lease to renew; None: none at present."""
+        rights = self.rights
+        if not self.attached or not rights.seconds or self._fetcher.is_overdue():
+            return None
+        return RenewedLease(tuple(self._node.addresses), rights.session, rights.token, rights.seconds)
+
     # --- sessions -------------------------------------------------------------------------------
 
     def _token(self) -> int:
@@ -211,7 +209,7 @@ class OrderedPullClient(PullClient):
         self.rights.attached(attached)
         self._asking = False
         self._early = []
-        self._consumer._renewer.wake()
+        self._fetcher.renewer.wake()
         self.ask()
         self._renew_later()
 
@@ -220,7 +218,7 @@ class OrderedPullClient(PullClient):
         if self._stale or not self.rights.valid():
             self._stale = False
             self.rights.give_up(self.rights.open)
-            self._drop(self._consumer._take_back(self))
+            self._drop(self._fetcher.take_back(self))
 
     async def leave(self) -> None:
         if self._renewal is not None:

@@ -1,0 +1,349 @@
+"""The fetcher of a consumer: has a pull client for each partition of its subject, which fill one buffer.
+
+Rows of all partitions are buffered in the order of their arrival. A partition whose broker is unreachable does not
+delay the others. When the route changes, the fetcher adds a pull client for each new partition; it leaves a partition
+that is no longer in the route once the user holds no row of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from plait import tasks
+from plait.client.blocking.row_handover import RowHandover
+from plait.client.closing import all_of
+from plait.client.consume.ack_spool import AckSpool
+from plait.client.consume.batch import RowBuffer, report
+from plait.client.consume.delivered import Piece
+from plait.client.consume.failure import UNBEGUN
+from plait.client.consume.group_start import find_start_version
+from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
+from plait.client.consume.prefetch import Prefetch
+from plait.client.consume.pull_client import PullClient, attach_some
+from plait.client.consume.terms import Terms
+from plait.client.net.router import Router, SubjectRoute
+from plait.client.types import PartitionName
+from plait.errors import PlaitError, StaleRoute, SubjectNotFound, Unavailable
+from plait.limits import ClientLimits
+from plait.model.logical_partitions import LpSet
+
+log = logging.getLogger("plait.client")
+
+#: Makes the spool of a partition.
+Spools = Callable[[PartitionName], AckSpool | None]
+
+
+class Fetcher:
+    """The partitions of one consumer, and the rows that they have delivered."""
+
+    def __init__(
+        self,
+        router: Router,
+        limits: ClientLimits,
+        terms: Terms,
+        *,
+        any_thread: bool = False,
+        spools: Spools = lambda _: None,
+    ) -> None:
+        self.subject = terms.subject
+        self.router = router
+        self.limits = limits
+        self.terms = terms
+        self.any_thread = any_thread
+        self._spools = spools
+        self.tracks = terms.tracks
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.clients: deque[PullClient] = deque()
+        self.buffer: RowBuffer | OrderedBuffer = RowBuffer()
+        #: Rows taken from the buffer for a blocking caller, before its next call asks for them.
+        self.handed_over = RowHandover()
+        self.prefetch: Prefetch[PullClient] = Prefetch(limits)
+        #: The longest wait for more rows when some are available and the brokers have more; None: no limit.
+        self.gather_seconds: float | None = None
+        #: The consumer is open and applies newer routes.
+        self.following = False
+        #: Some partition is no longer in the route.
+        self.retiring = False
+        #: Tasks that leave partitions which are no longer in the route.
+        self.leaving: set[asyncio.Task[None]] = set()
+        #: Attached partitions whose broker has more rows.
+        self.more: dict[PullClient, None] = {}
+        #: The number of rows that a caller waits for.
+        self.demand = 0
+        #: Callers that wait for rows: the result is True when something changed, False at their timeout.
+        self._waiting: list[asyncio.Future[bool]] = []
+        #: ``_relieve`` is scheduled for the end of this turn of the loop.
+        self._relieving = False
+        self._warned = False
+        #: Pulling is paused by ``suspend``.
+        self.suspended = False
+        #: Nothing is pulled and handed out any more.
+        self.stopping = False
+        #: Why the consumer cannot continue.
+        self.error: PlaitError | None = None
+
+    # --- partitions -----------------------------------------------------------------------------
+
+    async def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Attach to the partitions of the route; succeeds with at least one."""
+        self.loop = loop
+        self.router.on_route.append(self._routed)
+        self.router.users.append(self._uses)
+        deadline = loop.time() + self.limits.request_seconds
+        while True:
+            route = await _first_route(self.router, self.subject, deadline)
+            try:
+                version = await find_start_version(self.router, route, self.terms, self.limits, deadline)
+                self.terms = self.terms._replace(began=version)
+                self._add_clients(route, self.terms)
+                self._retire_others(route)
+                return await attach_some(self.clients, self.limits, deadline)
+            except StaleRoute:
+                # The cached route was old, and a partition has left it. Retry if there is a newer route.
+                if self.router.known(self.subject) is route:
+                    raise
+
+    def start(self) -> None:
+        """Stay attached, and follow the route from now on."""
+        for client in self.clients:
+            client.start()
+        self.following = True
+        # The route may have changed while the consumer opened.
+        self.follow(self.router.known(self.subject))
+
+    def _uses(self, subject: str) -> bool:
+        return subject == self.subject
+
+    def _routed(self, route: SubjectRoute) -> None:
+        """The router has a newer route."""
+        if route.subject == self.subject and self.following:
+            self.follow(route)
+
+    def follow(self, route: SubjectRoute | None) -> None:
+        """Apply a route: add pull clients for its new partitions, and retire those of partitions it does not name."""
+        if route is None or self.stopping:
+            return
+        # Every message of a new partition was sent after the group began.
+        for client in self._add_clients(route, self.terms._replace(start="earliest")):
+            client.start()
+        self._retire_others(route)
+
+    def _add_clients(self, route: SubjectRoute, terms: Terms) -> list[PullClient]:
+        """Add a pull client for each partition of the route that has none."""
+        assert self.loop is not None
+        known = {client.partition for client in self.clients}
+        added = [self._new_client(route, each, terms) for each in route.partitions if each not in known]
+        for client in added:
+            client.prepare(self.loop)
+            self.clients.append(client)
+            self.prefetch.add(client)
+        return added
+
+    def _new_client(self, route: SubjectRoute, partition: PartitionName, terms: Terms) -> PullClient:
+        return PullClient(self, self.router.node(route, partition.group), terms, partition, self._spools(partition))
+
+    def _retire_others(self, route: SubjectRoute) -> None:
+        """Retire the pull clients of partitions that the route does not name."""
+        named = set(route.partitions)
+        for client in self.clients:
+            retiring = client.partition not in named
+            if client.retiring != retiring:
+                client.retiring = retiring
+                client.pull()
+        self.retiring = any(client.retiring for client in self.clients)
+        self.leave_retired()
+
+    def leave_retired(self) -> None:
+        """Leave the retired partitions of which the user holds no row."""
+        for client in [c for c in self.clients if c.retiring and not c.deliveries.open]:
+            self.clients.remove(client)
+            self.prefetch.remove(client)
+            self.more.pop(client, None)
+            self.relieve_soon()
+            task = tasks.start(self._leave(client), f"plait-leave-{client.partition.name}")
+            self.leaving.add(task)
+            task.add_done_callback(self.leaving.discard)
+
+    async def _leave(self, client: PullClient) -> None:
+        await client.collector.close()
+        await client.leave()
+
+    def named(self, client: PullClient) -> bool:
+        """The newest known route names the client's partition."""
+        route = self.router.known(self.subject)
+        return route is None or client.partition in route.partitions
+
+    async def refresh_route(self) -> None:
+        """Refresh the route, as a broker does not have a partition that it names. Fails if the subject is deleted."""
+        try:
+            await self.router.refresh(self.subject)
+        except SubjectNotFound as error:
+            self.fail(error)
+        except PlaitError:
+            # The next attach attempt refreshes the route again.
+            pass
+
+    async def send_outcomes(self) -> None:
+        """Follow no more routes, send the pending outcomes, and take no further ones."""
+        if self._routed in self.router.on_route:
+            self.router.on_route.remove(self._routed)
+            self.router.users.remove(self._uses)
+        # A consumer that was never open has no acks to send.
+        await all_of([client.collector.close(flush=self.following) for client in self.clients])
+
+    def keep_locks(self) -> None:
+        """Let ``leave`` keep the locks, as a handler still runs that cannot be stopped."""
+
+    async def leave(self) -> None:
+        """Return the rows that no handler has begun, and leave the group."""
+        await all_of([*(client.leave() for client in self.clients), *self.leaving])
+
+    # --- pulling --------------------------------------------------------------------------------
+
+    def wanted(self, client: PullClient, *, patient: bool = True) -> int:
+        """The number of rows that the next pull of a partition requests; 0: do not pull now."""
+        if self.stopping or self.suspended:
+            return 0
+        if self.tracks:
+            return self.prefetch.wanted(client, patient=patient)
+        return self.prefetch.wanted_now(self.demand - self.buffer.count, client)
+
+    def has_more(self, client: PullClient) -> None:
+        """``client.attached`` or ``client.more`` has changed."""
+        if client.more and client.attached:
+            self.more[client] = None
+        else:
+            self.more.pop(client, None)
+
+    def pull_on_demand(self) -> None:
+        """The user requests more rows than are buffered. Only this pulls for at_most_once; other consumers prefetch."""
+        if self.stopping or self.suspended:
+            return
+        if not self.tracks:
+            self._pull_all()
+        elif self.demand > self.buffer.count:
+            if not self.buffer.count:
+                # The user waits: pull even where the limits allow only a few rows.
+                for client in self.prefetch.patient():
+                    client.pull(patient=False)
+            self._warn_of_unacked()
+
+    def more_comes(self) -> bool:
+        """Returns True if some partition with more rows at its broker is pulling them, or starts to."""
+        for client in list(self.more):
+            if not client.pulls:
+                client.pull(patient=False)
+            if client.pulls:
+                return True
+        return False
+
+    def enlarge(self, ahead: int) -> None:
+        """Prefetch at least ``ahead`` rows."""
+        if self.prefetch.enlarge(ahead) and not (self.stopping or self.suspended):
+            self._pull_all()
+
+    def _pull_all(self) -> None:
+        if len(self.clients) > 1:
+            # A different partition pulls first each time, so that all get their turn.
+            self.clients.rotate()
+        for client in self.clients:
+            client.pull()
+
+    def relieve_soon(self) -> None:
+        """Let starved partitions pull, longest wait first, until the limits are reached."""
+        if not self._relieving:
+            assert self.loop is not None
+            self._relieving = True
+            self.loop.call_soon(self._relieve)
+
+    def _relieve(self) -> None:
+        self._relieving = False
+        while (client := self.prefetch.relieved()) is not None:
+            client.pull()
+
+    def _warn_of_unacked(self) -> None:
+        """Warn once if nothing can be pulled because too many messages are unacked."""
+        if self._warned or not any(client.attached for client in self.clients):
+            return
+        if any(
+            client.pulls or client.collector.under_way or self.wanted(client, patient=False) for client in self.clients
+        ):
+            return
+        self._warned = True
+        log.warning(
+            "%s: %d messages are not acked, which is the prefetch limit; ack or nack some to get more",
+            self.subject,
+            sum(client.deliveries.held for client in self.clients),
+        )
+
+    def suspend(self) -> None:
+        """Pull nothing until ``resume``; return the rows that no handler has begun."""
+        self.suspended = True
+        self.hand_back()
+
+    def resume(self) -> None:
+        """Pull again."""
+        self.suspended = False
+        self._pull_all()
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def hand_back(self) -> None:
+        """Return the rows of all partitions that no handler has begun to their brokers."""
+        if self.tracks and not any(client.deliveries.closed for client in self.clients):
+            report([*self.handed_over.take_back(), *self.buffer.take_back()], UNBEGUN)
+
+    def take_back(self, client: PullClient, lps: LpSet | None = None) -> list[Piece]:
+        """Remove and return a partition's rows (of ``lps``; None: all) that no handler has begun."""
+        return [*self.handed_over.take_back(client.partition), *self.buffer.take_back(client.partition)]
+
+    def put_back_handed_over(self) -> None:
+        """Rows taken for blocking callers stay reserved for them, although they have not asked for them."""
+
+    async def arrival(self, seconds: float | None) -> bool:
+        """Wait until something changes, for at most ``seconds``; returns False at the timeout."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[bool] = loop.create_future()
+        self._waiting.append(future)
+        timer = None if seconds is None else loop.call_later(seconds, _time_out, future)
+        try:
+            return await future
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if future in self._waiting:
+                self._waiting.remove(future)
+
+    def wake(self) -> None:
+        """Wake the callers of ``arrival``."""
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(True)
+
+    def halt(self) -> None:
+        """Pull and hand out nothing from now on."""
+        self.stopping = True
+        self.handed_over.stop()
+
+    def fail(self, error: PlaitError) -> None:
+        """The consumer cannot continue."""
+        self.error = error
+        self.wake()
+
+
+async def _first_route(router: Router, subject: str, deadline: float) -> SubjectRoute:
+    while True:
+        try:
+            return await router.route(subject)
+        except Unavailable:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise
+
+
+def _time_out(future: asyncio.Future[bool]) -> None:
+    if not future.done():
+        future.set_result(False)

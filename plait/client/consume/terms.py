@@ -1,0 +1,97 @@
+"""The terms under which a consumer attaches, and the checks of the arguments that they are made from."""
+
+from __future__ import annotations
+
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+from plait.client.arguments import Duration, seconds_of, start_of
+from plait.errors import InvalidArgument
+from plait.model import names
+from plait.model.retry_policy import Retry
+from plait.model.share_mode import ShareMode
+
+
+class Terms(NamedTuple):
+    """The settings that a consumer attaches with, the same on each partition."""
+
+    subject: str
+    group: str | None
+    client: str
+    start: Any
+    delivery: str
+    mode: ShareMode
+    retry: Retry | None = None
+    #: The route version that the group began with.
+    began: int = 0
+
+    @property
+    def tracks(self) -> bool:
+        """Rows need outcomes. False for at_most_once: pulled rows count as handled unless ``close`` returns them."""
+        return self.delivery != "at_most_once"
+
+
+class ConsumerArguments(NamedTuple):
+    """The arguments that ``client.consumer`` and ``@app.subscriber`` have in common."""
+
+    subject: str
+    group: str | EllipsisType | None
+    broadcast: bool
+    delivery: str
+    start: Any
+    prefetch: int | None
+    retry: Retry | None
+    ordered: bool
+    affinity: str | None
+    handling: Duration | None
+
+    def checked(self) -> tuple[str | None, ShareMode]:
+        """The group and its share mode; refuses invalid arguments and combinations that contradict each other."""
+        names.check("subject", self.subject)
+        group = None if self.broadcast else self.group
+        if isinstance(group, EllipsisType):
+            raise InvalidArgument(
+                f"a consumer of {self.subject!r} needs a group: name one, as in group='billing', or use "
+                "broadcast=True to get every message"
+            )
+        if group is not None:
+            names.check_group(group)
+        if self.delivery not in ("at_least_once", "at_most_once"):
+            raise InvalidArgument(f"delivery {self.delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
+        if self.retry is not None and not isinstance(self.retry, Retry):
+            raise InvalidArgument(f"retry is {self.retry!r}; use plait.Retry(...)")
+        start_of(self.start, 0)
+        return group, self._share_mode(group)
+
+    def _share_mode(self, group: str | None) -> ShareMode:
+        if not isinstance(self.ordered, bool):
+            raise InvalidArgument(f"ordered must be True or False, not {self.ordered!r}")
+        if self.affinity not in (None, "key"):
+            raise InvalidArgument(f"affinity {self.affinity!r} is not known; use 'key'")
+        if self.ordered and self.affinity:
+            raise InvalidArgument("ordered=True already gives a key's messages to one member; leave out affinity='key'")
+        locks = self.ordered or self.affinity is not None
+        if self.handling is not None:
+            if not locks:
+                raise InvalidArgument(
+                    "handling= applies to ordered=True and affinity='key' only: other consumers have no locks to lose"
+                )
+            if seconds_of(self.handling) <= 0:
+                raise InvalidArgument(f"handling must be more than 0, not {self.handling!r}")
+        if not locks:
+            return ShareMode.BROADCAST if group is None else ShareMode.SHARED
+        if group is None and self.ordered:
+            raise InvalidArgument(
+                "a broadcast cannot be ordered: every member gets every message, so no key has one owner"
+            )
+        if group is None:
+            raise InvalidArgument("a broadcast cannot have affinity: every member gets every message")
+        if self.delivery == "at_most_once" and self.ordered:
+            raise InvalidArgument(
+                "at_most_once cannot be ordered: a message that is not acked cannot hold back the next one"
+            )
+        if self.delivery == "at_most_once":
+            raise InvalidArgument(
+                "at_most_once cannot have affinity: a key moves to another member when its messages are acked"
+            )
+        return ShareMode.ORDERED if self.ordered else ShareMode.AFFINITY
