@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
 
 import plait
+from plait.broker.partitions.partition import Partition
 from plait.client.read import range_scan as scan_module
 from plait.client.read.range_scan import RangeScan, ScanPiece
 from plait.client.read.surveyor import PartitionSpan, SpanRange, Surveyor
