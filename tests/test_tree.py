@@ -23,8 +23,6 @@ CLASS_LINES_MAX = 300
 FUNCTION_LINES_MAX = 60
 #: File, class or function → its lines.
 LONGER = {
-    "client/app/app.py": 470,
-    "client/app/app.py:App": 371,
     "client/consume/ack_collector.py:AckCollector": 328,
     "client/consume/ordered/ordered_buffer.py:OrderedBuffer": 317,
     "client/consume/pull_client.py": 457,

@@ -366,7 +366,7 @@ async def test_draining_finishes_running_calls_and_returns_the_other_messages(
     task = asyncio.ensure_future(app.run())
     await started.wait()
     app.stop()
-    await until(lambda: app._stopping is None or app._stopping.is_set())
+    await until(lambda: app._run is None or app._run.stopping.is_set())
     go_on.set()
     await asyncio.wait_for(task, 60)
     assert seen == [0]

@@ -12,25 +12,20 @@ import asyncio
 import inspect
 import logging
 import os
-import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from plait import tasks
-from plait.client.app.handler_threads import HandlerThreads
+from plait.client.app.app_run import AppRun, LifecycleHook
 from plait.client.app.outgoing import Outgoing, SendHook
 from plait.client.app.signature import Handler
 from plait.client.app.subscription import HandleHook, SubscriberSettings, Subscription
 from plait.client.arguments import Duration, Start, seconds_of, wait_of
 from plait.client.blocking.loop_thread import new_event_loop
 from plait.client.client import DEFAULT_ADDRESS, Client
-from plait.client.closing import end_of
-from plait.client.consume.consumer import Consumer
 from plait.client.consume.terms import ConsumerArguments
 from plait.client.send.due_time import Delay
 from plait.client.types import Receipt, Ticket
@@ -42,8 +37,6 @@ from plait.model.retry_policy import Retry
 log = logging.getLogger("plait.app")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class App:
@@ -72,14 +65,9 @@ class App:
         self._subscriptions: list[Subscription] = []
         self._handle_hooks: list[HandleHook] = []
         self._send_hooks: list[SendHook] = []
-        self._startup: list[Callable[[], Any]] = []
-        self._shutdown: list[Callable[[], Any]] = []
-        self._client: Client | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0
-        self._stopping: asyncio.Event | None = None
-        self._hurry: asyncio.Event | None = None
-        self._consumers: list[Consumer] = []
+        self._startup: list[LifecycleHook] = []
+        self._shutdown: list[LifecycleHook] = []
+        self._run: AppRun | None = None
 
     def _new_client(self) -> Client:
         return Client(
@@ -199,13 +187,13 @@ class App:
     @property
     def client(self) -> Client:
         """The client of the running app. Use it only in the thread of the app's loop."""
-        if self._client is None:
+        if self._run is None or self._run.client is None:
             raise Closed("the app is not running; its client exists from start-up to shutdown")
-        return self._client
+        return self._run.client
 
     def _own_client(self) -> Client:
         client = self.client
-        if threading.get_ident() != self._thread:
+        if self._run is None or threading.get_ident() != self._run.thread:
             raise InvalidArgument(
                 "the app's client works only in the thread of the app's loop; in a def handler send with plait.sync"
             )
@@ -272,22 +260,13 @@ class App:
 
     def stop(self) -> None:
         """Start to drain, as SIGTERM does; ``run`` returns when that is done. May be called from any thread."""
-        loop = self._loop
-        if loop is not None:
+        run = self._run
+        if run is not None:
             try:
-                loop.call_soon_threadsafe(self._stop)
+                run.loop.call_soon_threadsafe(run.stop)
             except RuntimeError:
                 # The loop has ended, and the app with it.
                 pass
-
-    def _stop(self) -> None:
-        if self._stopping is None or self._hurry is None:
-            return
-        if self._stopping.is_set():
-            self._hurry.set()
-        self._stopping.set()
-        for consumer in self._consumers:
-            consumer._stop()
 
     async def run(self) -> None:
         """Connect and handle messages until SIGTERM, SIGINT, ``stop`` or cancellation, then drain.
@@ -295,115 +274,15 @@ class App:
         A second signal cuts the draining short. A stop before the app is ready cancels connecting.
         Raises the error that prevents the service: no server, a group with other settings, a failed start-up hook.
         """
-        if self._loop is not None:
+        if self._run is not None:
             raise InvalidArgument("the app is already running; stop it first, or create another App")
         if not self._subscriptions:
             raise InvalidArgument("the app has no subscriber; decorate a function with @app.subscriber(...)")
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
-        self._stopping, self._hurry = asyncio.Event(), asyncio.Event()
+        self._run = AppRun(self._subscriptions, self._startup, self._shutdown, self.limits)
         try:
-            with self._signals(self._loop):
-                async with AsyncExitStack() as stack:
-                    client = self._new_client()
-                    if not await _opened(stack, client, self._stopping):
-                        return
-                    self._client = client
-                    for hook in self._shutdown:
-                        stack.push_async_callback(_call, hook)
-                    for hook in self._startup:
-                        await _call(hook)
-                    await self._serve(client, self._stopping, self._hurry)
+            await self._run.run(self._new_client())
         finally:
-            self._client = self._loop = self._stopping = self._hurry = None
-            self._consumers = []
-
-    @contextmanager
-    def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """SIGTERM and SIGINT stop the app; only the main thread of a process gets them."""
-        previous: dict[signal.Signals, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                handler = signal.getsignal(number)
-                try:
-                    loop.add_signal_handler(number, self._stop)
-                except (NotImplementedError, RuntimeError):
-                    # Not supported on this platform: control-C cancels ``run``, which drains too.
-                    break
-                previous[number] = handler
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                loop.remove_signal_handler(number)
-                signal.signal(number, handler)
-
-    async def _serve(self, client: Client, stopping: asyncio.Event, hurry: asyncio.Event) -> None:
-        threads = sum(s.settings.concurrency for s in self._subscriptions if not s.handler.is_async)
-        pool = HandlerThreads(max(threads, 1))
-        workers: list[asyncio.Task[None]] = []
-        self._consumers = consumers = []
-        try:
-            async with AsyncExitStack() as stack:
-                for subscription in self._subscriptions:
-                    consumer = subscription.consumer(client)
-                    if not await _opened(stack, consumer, stopping):
-                        return
-                    consumers.append(consumer)
-                for subscription, consumer in zip(self._subscriptions, consumers, strict=True):
-                    for _ in range(subscription.settings.concurrency):
-                        work = subscription.work(consumer, pool, stopping)
-                        workers.append(tasks.child(work, f"plait-{subscription.handler.name}"))
-                log.info("ready: %s, as client %s", "; ".join(map(str, self._subscriptions)), client.client_id)
-                stopped = tasks.child(stopping.wait(), "plait-stopping")
-                try:
-                    await asyncio.wait([*workers, stopped], return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    stopped.cancel()
-                    await self._drain(workers, stopping, hurry)
-        finally:
-            pool.shutdown(wait=False)
-        for worker in workers:
-            if worker.done() and not worker.cancelled() and (error := worker.exception()) is not None:
-                raise error
-
-    async def _drain(self, workers: list[asyncio.Task[None]], stopping: asyncio.Event, hurry: asyncio.Event) -> None:
-        """Take no new messages and wait for running handlers, up to the limits. Closing the consumers returns the rest.
-
-        A cancellation meanwhile has the effect of a second signal: running handlers are given up at once.
-        """
-        log.info("draining: no new messages, %d workers finish", sum(not worker.done() for worker in workers))
-        stopping.set()
-        # Also after ``stop``, which may have been called before the consumers existed.
-        for consumer in self._consumers:
-            consumer._stop()
-        draining = tasks.child(self._finish(workers, hurry), "plait-drain")
-        cancelled = await end_of(draining, hurry.set)
-        for subscription, consumer in zip(self._subscriptions, self._consumers, strict=True):
-            if subscription.unfinished:
-                consumer._fetcher.keep_locks()
-        if cancelled is not None:
-            raise cancelled
-        draining.result()
-
-    async def _finish(self, workers: list[asyncio.Task[None]], hurry: asyncio.Event) -> None:
-        """Wait for the workers, then cancel those that are left."""
-        loop = asyncio.get_running_loop()
-        hurried = tasks.child(hurry.wait(), "plait-hurry")
-        deadline = loop.time() + self.limits.drain_seconds
-        try:
-            while busy := [worker for worker in workers if not worker.done()]:
-                remaining = deadline - loop.time()
-                if remaining <= 0 or hurry.is_set():
-                    log.warning("%d handlers did not finish; their messages are returned to the group", len(busy))
-                    break
-                await asyncio.wait([*busy, hurried], timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            hurried.cancel()
-            for worker in workers:
-                worker.cancel()
-        # A cancelled handler may need a moment to end, or ignore the cancellation.
-        await asyncio.wait(workers, timeout=self.limits.cancel_seconds)
+            self._run = None
 
 
 def _log_to_stderr() -> None:
@@ -431,27 +310,3 @@ def _positive(name: str, value: Duration) -> float:
 def _check_count(name: str, value: int | None) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise InvalidArgument(f"{name} must be a number from 1, not {value!r}")
-
-
-async def _opened(stack: AsyncExitStack, thing: Client | Consumer, stopping: asyncio.Event) -> bool:
-    """Open a client or a consumer, to be closed with the stack; returns False if the app was stopped meanwhile."""
-    opening = tasks.child(stack.enter_async_context(thing), "plait-app-open")
-    stopped = tasks.child(stopping.wait(), "plait-stopping")
-    try:
-        await asyncio.wait([opening, stopped], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stopped.cancel()
-        if not opening.done():
-            opening.cancel()
-            await end_of(opening)
-    if opening.cancelled() and stopping.is_set():
-        log.info("the app was stopped before it was ready")
-        return False
-    opening.result()
-    return True
-
-
-async def _call(hook: Callable[[], Any]) -> None:
-    result = hook()
-    if inspect.isawaitable(result):
-        await result
