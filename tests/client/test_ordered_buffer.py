@@ -211,7 +211,7 @@ def test_only_rows_of_lost_logical_partitions_are_taken_back() -> None:
 
 def test_the_oldest_held_row_counts_from_when_it_was_handed_out() -> None:
     bench = Bench()
-    assert bench.buffer.oldest() is None
+    assert bench.buffer.held.oldest() is None
     bench.arrive([A, B])
     began = bench.clock.monotonic()
     first = bench.buffer.next()
@@ -219,11 +219,11 @@ def test_the_oldest_held_row_counts_from_when_it_was_handed_out() -> None:
     second = bench.buffer.next()
     assert first is not None
     assert second is not None
-    assert bench.buffer.oldest() == began
+    assert bench.buffer.held.oldest() == began
     first.ack()
-    assert bench.buffer.oldest() == began + 5
+    assert bench.buffer.held.oldest() == began + 5
     second.ack()
-    assert bench.buffer.oldest() is None
+    assert bench.buffer.held.oldest() is None
 
 
 def test_a_message_has_the_epoch_of_its_lock_when_it_is_handed_out() -> None:

@@ -18,7 +18,7 @@ from plait.broker.schedule.forwards import Forwards
 from plait.client.consume.ordered import ordered_fetcher
 from plait.client.consume.ordered.lock_rights import LockRights, no_lps
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
-from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
+from plait.client.consume.ordered.ordered_delivered import HandedOutRows, OrderedDelivered
 from plait.client.consume.ordered.ordered_pull import OrderedPullClient
 from plait.client.consume.ordered.wanted_locks import WantedLocks
 from plait.client.send.partition_sender import PartitionSender
@@ -213,7 +213,7 @@ def let_a_failed_row_be_overtaken(patch: Patch) -> None:
 
 def hand_out_a_key_twice_at_a_time(patch: Patch) -> None:
     """Two messages of a key are handed to the user at once."""
-    patch.setattr(OrderedBuffer, "_is_busy", lambda self, key: False)
+    patch.setattr(HandedOutRows, "has_key", lambda self, key: False)
 
 
 def forget_held_rows_at_a_checkpoint(patch: Patch) -> None:

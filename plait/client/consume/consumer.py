@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -112,7 +113,7 @@ class Consumer:
         """The rows for ``fetch``; ``apart``: no two rows of one key, so that each row may be handled by itself."""
         if count < 1:
             raise InvalidArgument(f"count must be 1 or more, not {count}")
-        seconds = seconds_of(wait)
+        seconds = wait if type(wait) is float and 0 <= wait < math.inf else seconds_of(wait)
         loop, fetcher = self._opened(), self._fetcher
         if count > self._limits.prefetch_count:
             # Prefetch two such batches: the user handles one while the next one is pulled.

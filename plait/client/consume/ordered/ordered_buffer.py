@@ -10,11 +10,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from plait.client.consume.delivered import DeliveredFrame, Piece
 from plait.client.consume.ordered.lock_rights import LockRights
-from plait.client.consume.ordered.ordered_delivered import ALONE, BATCHED, BROKEN, DONE, WAITS, OrderedDelivered
+from plait.client.consume.ordered.ordered_delivered import (
+    ALONE,
+    BATCHED,
+    BROKEN,
+    DONE,
+    WAITS,
+    HandedOutRows,
+    OrderedDelivered,
+)
 from plait.client.consume.row_runs import RowMask, mask_runs, runs_in
 from plait.client.types import Message, PartitionName
 from plait.model.logical_partitions import Hashes, LpSet
@@ -32,11 +39,8 @@ class OrderedBuffer:
         self._arrivals = 0
         #: The number of waiting rows.
         self.count = 0
-        #: Keys of rows handed out as single messages, and the number of rows held of each.
-        self._alone: dict[int, int] = {}
-        #: Frames with rows that the user holds.
-        self._held_frames: dict[OrderedDelivered, None] = {}
-        self._busy: Hashes | None = None
+        #: The rows that were handed out.
+        self.held = HandedOutRows()
         #: State of iteration: frames not scanned yet (None: no scan has begun), converted messages in reverse order,
         #: messages blocked by a held row of their key, and messages whose key is free again.
         self._scan: deque[OrderedDelivered] | None = None
@@ -62,12 +66,16 @@ class OrderedBuffer:
 
     def available(self) -> int:
         """The number of rows that can be handed out now."""
-        for deliveries in {delivered.deliveries for delivered in self._held_frames}:
+        held = self.held
+        if held.frames:
             # Reported outcomes count although they are not sent to the broker yet.
-            if deliveries is not None:
-                deliveries.gather()
-        if not len(self._busy_keys()) and all(rights.valid() for rights in self._rights()):
-            return self.count
+            held.gather()
+        if not len(held.keys()):
+            for rights in {delivered.rights for delivered in self._frames}:
+                if not rights.valid():
+                    break
+            else:
+                return self.count
         return sum(int(mask.sum()) for _, mask in self._free())
 
     def take(self, count: int, *, apart: bool = False) -> list[Piece]:
@@ -79,7 +87,7 @@ class OrderedBuffer:
         """
         self.start_over()
         pieces: list[Piece] = []
-        several = not apart and self._have_several()
+        several = self.strict and not apart and self._have_several()
         given: list[tuple[LockRights, Hashes]] = []
         for delivered, mask in self._free():
             for rights, keys in given:
@@ -87,7 +95,7 @@ class OrderedBuffer:
                     mask &= ~delivered.has_key(keys)
             if apart and delivered.keys is not None and delivered.keyed is not None:
                 # Keys that were taken from earlier frames are held now.
-                mask &= ~delivered.has_key(self._busy_keys())
+                mask &= ~delivered.has_key(self.held.keys())
                 rows = np.flatnonzero(mask & delivered.keyed)
                 _, first = np.unique(delivered.keys[rows], return_index=True)
                 mask[np.delete(rows, first)] = False
@@ -97,8 +105,10 @@ class OrderedBuffer:
             if several and delivered.keys is not None and delivered.keyed is not None:
                 given.append((delivered.rights, delivered.keys[rows][delivered.keyed[rows]]))
             runs = [(row, row + 1) for row in rows.tolist()] if apart else runs_in(rows)
-            pieces += [(delivered, first, end) for first, end in runs]
-            self._hand_out(delivered, rows, BATCHED)
+            for start, stop in runs:
+                pieces.append((delivered, start, stop))
+            self.held.add(delivered, rows, BATCHED)
+            self._took(delivered, len(rows))
             count -= len(rows)
             if count <= 0:
                 break
@@ -117,7 +127,7 @@ class OrderedBuffer:
         while self._runnable:
             message, key = self._runnable.popleft()
             if self._may_go(message):
-                if not self._is_busy(key):
+                if not self.held.has_key(key):
                     return self._hand_out_alone(message, key)
                 self._blocked.setdefault(key, deque()).appendleft(message)
             elif _frame_of(message).rights not in self._stalled:
@@ -126,7 +136,7 @@ class OrderedBuffer:
         while self._ready or self._scan_on():
             message, found = self._ready.pop()
             if self._may_go(message):
-                if found is None or not self._is_busy(found):
+                if found is None or not self.held.has_key(found):
                     return self._hand_out_alone(message, found)
                 self._blocked.setdefault(found, deque()).append(message)
         return None
@@ -161,28 +171,11 @@ class OrderedBuffer:
             return False
         return bool(delivered.states[message._row] == WAITS)
 
-    def _is_busy(self, key: int) -> bool:
-        if key in self._alone:
-            return True
-        busy = self._busy_batched()
-        at = int(np.searchsorted(busy, np.uint64(key))) if len(busy) else 0
-        return at < len(busy) and int(busy[at]) == key
-
     def _hand_out_alone(self, message: Message, key: int | None) -> Message:
-        if key is not None:
-            self._alone[key] = self._alone.get(key, 0) + 1
-        self._hand_out(_frame_of(message), message._row, ALONE)
+        delivered = _frame_of(message)
+        self.held.add_alone(delivered, message._row, key)
+        self._took(delivered, 1)
         return message
-
-    def _hand_out(self, delivered: OrderedDelivered, rows: int | npt.NDArray[np.int64], how: int) -> None:
-        count = 1 if isinstance(rows, int) else len(rows)
-        delivered.states[rows] = how
-        delivered.lock_epochs[rows] = delivered.rights.epochs[delivered.lps[rows]]
-        delivered.handed_at[rows] = delivered.rights.now()
-        self._held_frames[delivered] = None
-        if how == BATCHED:
-            self._busy = None
-        self._took(delivered, count)
 
     def _took(self, delivered: OrderedDelivered, count: int) -> None:
         """``count`` rows of the frame no longer wait."""
@@ -195,9 +188,12 @@ class OrderedBuffer:
 
     def _free(self) -> Iterator[tuple[OrderedDelivered, RowMask]]:
         """For each frame the mask of rows that can be handed out, in one batch if they have the same key."""
-        busy = self._busy_keys()
+        busy = self.held.keys()
         # Checked once for all frames: a lease renewed in between must not let later rows pass earlier ones.
-        valid = {rights for rights in self._rights() if rights.valid()}
+        valid: set[LockRights] = set()
+        for rights in {delivered.rights for delivered in self._frames}:
+            if rights.valid():
+                valid.add(rights)
         for delivered in list(self._frames):
             if delivered.rights not in valid:
                 continue
@@ -206,40 +202,10 @@ class OrderedBuffer:
                 mask &= ~delivered.has_key(busy)
             yield delivered, mask
 
-    def _rights(self) -> set[LockRights]:
-        return {delivered.rights for delivered in self._frames}
-
     def _have_several(self) -> bool:
         """Rows of one key may be buffered from several partitions, as an older one has unfinished rows."""
-        rights = self._rights() if self.strict else ()
+        rights = {delivered.rights for delivered in self._frames}
         return len(rights) > 1 and bool((np.sum([each.open for each in rights], axis=0) > 1).any())
-
-    def _busy_keys(self) -> Hashes:
-        """Keys of which the user holds rows."""
-        batched = self._busy_batched()
-        if not self._alone:
-            return batched
-        return np.concatenate([batched, np.fromiter(self._alone, np.uint64, len(self._alone))])
-
-    def _busy_batched(self) -> Hashes:
-        """Keys of held rows that were handed out in batches, ascending."""
-        if self._busy is None:
-            parts = [
-                delivered.keys[(delivered.states & BATCHED > 0) & delivered.keyed]
-                for delivered in self._held_frames
-                if delivered.keys is not None and delivered.keyed is not None
-            ]
-            self._busy = np.unique(np.concatenate(parts)) if parts else np.empty(0, np.uint64)
-        return self._busy
-
-    def oldest(self) -> float | None:
-        """The time at which the longest-held row was handed out; None: none is held. May be called from any thread."""
-        times = [
-            float(d.handed_at[held].min())
-            for d in list(self._held_frames)
-            if (held := d.states & (ALONE | BATCHED) > 0).any()
-        ]
-        return min(times, default=None)
 
     # --- outcomes -------------------------------------------------------------------------------
 
@@ -251,17 +217,11 @@ class OrderedBuffer:
             self._release(delivered.key(row))
         elif state == BATCHED:
             delivered.states[row] = DONE
-            self._busy = None
+            self.held.batched = None
 
     def _release(self, key: int | None) -> None:
-        if key is None:
-            return
-        left = self._alone.get(key, 0) - 1
-        if left > 0:
-            self._alone[key] = left
-            return
-        self._alone.pop(key, None)
-        if self._unblock(key):
+        """A row that was handed out as a single message is closed."""
+        if key is not None and self.held.release(key) and self._unblock(key):
             self._freed()
 
     def _unblock(self, key: int) -> bool:
@@ -290,11 +250,11 @@ class OrderedBuffer:
             for row in alone:
                 self._release(delivered.key(row))
             if (was & BATCHED > 0).any():
-                self._busy = None
+                self.held.batched = None
                 self.start_over()
                 self._freed()
         if not (states & (ALONE | BATCHED) > 0).any():
-            self._held_frames.pop(delivered, None)
+            self.held.frames.pop(delivered, None)
 
     # --- taking rows back -----------------------------------------------------------------------
 
@@ -327,7 +287,7 @@ class OrderedBuffer:
             delivered.waiting += len(rows)
             if len(rows):
                 self._frames[delivered] = None
-        self._busy = None
+        self.held.batched = None
         self._frames = dict.fromkeys(sorted(self._frames, key=lambda delivered: delivered.number))
 
     def start_over(self) -> None:

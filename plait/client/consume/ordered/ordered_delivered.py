@@ -1,4 +1,7 @@
-"""A frame delivered to an ordered consumer: the key, the logical partition and the state of each row."""
+"""A frame delivered to an ordered consumer: the key, the logical partition and the state of each row.
+
+``HandedOutRows`` has the frames whose rows the user holds, and the keys of those rows.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ DONE: Final = 8
 
 #: Keys are compared by the bits of their hash above those of the logical partition, which a producer may change.
 KEY_SHIFT: Final = np.uint64(LOGICAL_PARTITIONS.bit_length() - 1)
+NO_KEYS: Final[Hashes] = np.empty(0, np.uint64)
 
 
 class OrderedDelivered(DeliveredFrame):
@@ -155,6 +159,84 @@ class OrderedDelivered(DeliveredFrame):
         mask = self.mask_in(ranges)
         counts = np.concatenate([[0], np.cumsum(mask)])
         return self.tagged([run for run in mask_runs(mask | self.back) if counts[run[1]] > counts[run[0]]])
+
+
+class HandedOutRows:
+    """The rows that the user of one consumer holds, and their keys."""
+
+    def __init__(self) -> None:
+        #: Frames with held rows.
+        self.frames: dict[OrderedDelivered, None] = {}
+        #: Keys of rows handed out as single messages, and the number of rows held of each.
+        self._alone: dict[int, int] = {}
+        #: Keys of rows handed out in batches, ascending; None: to be computed again.
+        self.batched: Hashes | None = None
+
+    def add(self, delivered: OrderedDelivered, rows: int | npt.NDArray[np.int64], how: int) -> None:
+        """The rows are handed out, ``ALONE`` or ``BATCHED``."""
+        rights = delivered.rights
+        delivered.states[rows] = how
+        delivered.lock_epochs[rows] = rights.epochs[delivered.lps[rows]]
+        delivered.handed_at[rows] = rights.now()
+        self.frames[delivered] = None
+        if how == BATCHED:
+            self.batched = None
+
+    def add_alone(self, delivered: OrderedDelivered, row: int, key: int | None) -> None:
+        """The row is handed out as a single message."""
+        if key is not None:
+            self._alone[key] = self._alone.get(key, 0) + 1
+        self.add(delivered, row, ALONE)
+
+    def release(self, key: int) -> bool:
+        """A single message of the key is closed; returns True if it was the last one."""
+        left = self._alone.get(key, 0) - 1
+        if left > 0:
+            self._alone[key] = left
+        else:
+            self._alone.pop(key, None)
+        return left <= 0
+
+    def keys(self) -> Hashes:
+        """The keys of all held rows."""
+        if not self.frames:
+            return NO_KEYS
+        batched = self._batched_keys() if self.batched is None else self.batched
+        if not self._alone:
+            return batched
+        return np.concatenate([batched, np.fromiter(self._alone, np.uint64, len(self._alone))])
+
+    def has_key(self, key: int) -> bool:
+        """The user holds a row of the key."""
+        if key in self._alone:
+            return True
+        batched = self._batched_keys() if self.batched is None else self.batched
+        at = int(np.searchsorted(batched, np.uint64(key))) if len(batched) else 0
+        return at < len(batched) and int(batched[at]) == key
+
+    def _batched_keys(self) -> Hashes:
+        parts = [
+            delivered.keys[(delivered.states & BATCHED > 0) & delivered.keyed]
+            for delivered in self.frames
+            if delivered.keys is not None and delivered.keyed is not None
+        ]
+        self.batched = np.unique(np.concatenate(parts)) if parts else NO_KEYS
+        return self.batched
+
+    def gather(self) -> None:
+        """Collect the outcomes that were reported for held rows."""
+        for deliveries in {delivered.deliveries for delivered in self.frames}:
+            if deliveries is not None:
+                deliveries.gather()
+
+    def oldest(self) -> float | None:
+        """The time at which the longest-held row was handed out; None: none is held. May be called from any thread."""
+        times = [
+            float(d.handed_at[held].min())
+            for d in list(self.frames)
+            if (held := d.states & (ALONE | BATCHED) > 0).any()
+        ]
+        return min(times, default=None)
 
 
 def _marked(at: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:

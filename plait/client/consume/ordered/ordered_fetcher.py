@@ -174,7 +174,7 @@ class OrderedFetcher(Fetcher):
 
     def is_overdue(self) -> bool:
         """The user has held a message for longer than ``handling``. May be called from any thread."""
-        oldest = self.buffer.oldest()
+        oldest = self.buffer.held.oldest()
         return oldest is not None and self.clock.monotonic() - oldest > self._handling
 
     def overdue(self) -> bool:
