@@ -1,9 +1,14 @@
 """Tools for tests.
 
-For users: ``EmbeddedBroker``, a real broker inside a test, also as the pytest fixtures ``plait_broker`` and
-``plait_async_broker``; ``History`` and ``check``, a recorder and a checker of delivery promises. For Plait's own tests:
-a simulated disk, network and clock, from a seed (``sim``). May import every package but spark, doctor and the command
-line; no other package imports this one.
+For users:
+
+- ``EmbeddedBroker`` runs a real broker inside a test. The pytest fixtures ``plait_broker`` and ``plait_async_broker``
+  provide it.
+- ``History`` records what happens to messages, and ``check`` finds the delivery promises that were not kept.
+
+For Plait's own tests: ``sim`` simulates a disk, a network and a clock, with random faults from a seed.
+
+This package may import every package except spark, doctor and the command line. No other package imports it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,7 +22,7 @@ __all__ = ["BlockingBroker", "EmbeddedBroker", "ManualClock"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on demand: pytest imports this package in every run, with or without a broker.
+    # Load the broker on demand, because pytest imports this package in every run, also without a broker.
     if name in __all__:
         from plait.testing import embedded_broker as embedded
 

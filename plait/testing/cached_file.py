@@ -1,12 +1,13 @@
 """One simulated file: its contents in the page cache and on the medium.
 
-Reads and views see every write in order. Writes reach the medium with a sync, or by themselves at any moment before:
-each change is therefore recorded, as whole sectors as the cache showed them, until a sync settles it.
-A crash then picks, per sector, any of the states it had since the last sync, and for the file's size any size
-it had, or a sector boundary on the way there.
+Reads and views see every write at once. A write reaches the medium with the next sync, or at any moment before it. So
+the file records each change until a sync makes it durable: the whole sectors that it changed, with their new contents.
+A crash chooses at random, for each sector, one of the states that the sector had since the last sync. For the file's
+size it chooses one of the sizes since the last sync, or a sector boundary between two of them.
 
-A cut is different: it frees the sectors above it. If it survives, none of their older states can come back;
-if it is lost, what was later written above it is lost too, and so is every later change of the size.
+A cut makes the file shorter and frees the sectors above the new size. If the cut survives the crash, older states of
+those sectors cannot come back. If the cut is lost, later writes above it and all later changes of the size are lost
+as well.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ import random
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-#: A disk writes this much or nothing of it.
+#: The disk writes a sector of this size either completely or not at all.
 SECTOR_SIZE = 512
 
-#: What a crash leaves of the unsynced changes: a random choice, nothing, or everything.
+#: Which unsynced changes survive a crash: a random choice, none, or all.
 Keep = Literal["random", "none", "all"]
 
-#: How likely a change survives; drawn once per file and crash, so that nearly everything, nearly nothing and
-#: the mixtures between are all common outcomes, however many sectors there are.
+#: Probabilities that an unsynced change survives. Each crash chooses one of them for each file. So in files of any size
+#: it is common that nearly all changes survive, that nearly none survive, and that about half of them survive.
 SURVIVAL_ODDS = (0.0, 0.1, 0.5, 0.9, 1.0)
-#: How often the survivors are instead all changes before one moment, as an orderly write-back leaves them.
+#: The probability that a crash instead keeps exactly the changes before one moment, as if the disk wrote them in order.
 IN_ORDER_ODDS = 0.25
-#: Settled changes are folded into the medium's image when they outgrow it, and at least this.
+#: Synced changes are applied to the medium's contents when they are larger than those contents and than this size.
 FOLD_SIZE_MIN = 64 * 1024
 
 
@@ -34,13 +35,13 @@ class UnsyncedChange(NamedTuple):
     """One unsynced change of a file."""
 
     number: int
-    #: Where ``data`` belongs; a multiple of the sector size.
+    #: The offset of ``data`` in the file; a multiple of the sector size.
     offset: int
-    #: Whole sectors, as the cache showed them right after the change.
+    #: The changed sectors, with their contents right after the change.
     data: bytes
     #: The file's size after the change.
     size: int
-    #: The file became shorter.
+    #: True if the change made the file shorter.
     cut: bool
 
 
@@ -49,18 +50,21 @@ class CachedFile:
 
     def __init__(self, content: bytes = b"") -> None:
         self.size = len(content)
-        #: Bytes from the beginning that have space on the disk; a file that was extended by ``truncate`` has less.
+        #: The first ``reserved`` bytes of the file have space on the disk. The rest, which a ``truncate`` added, has
+        #: none.
         self.reserved = self.size
-        #: Changes made so far; a sync covers those below the value it saw when it began.
+        #: The number of changes so far. A sync makes the changes durable whose number is below its value at the sync's
+        #: start.
         self.changes = 0
         self._unsynced: list[UnsyncedChange] = []
         self._medium = content
         self._settled: list[UnsyncedChange] = []
         self._settled_size = 0
-        # Until the first write or view the cache is these bytes, shared with other disks.
+        # The contents until the first write or view. Copies of the disk share these bytes.
         self._frozen = content
-        # Grown buffers are replaced, since a viewed one cannot be resized. The replaced ones are written too,
-        # so that their views still show later writes; doubling keeps them smaller than the current one.
+        # The last buffer is the current one. A buffer with views cannot be resized, so a larger buffer follows it.
+        # Writes also go to the earlier buffers, so that their views show them. Each buffer is at least twice as large
+        # as the one before, so the earlier buffers together are smaller than the current one.
         self._buffers: list[bytearray] = []
         self._viewed = False
 
@@ -89,7 +93,7 @@ class CachedFile:
         self._record(start, bytes(memoryview(current)[start : _whole_sectors(end)]))
 
     def resize(self, size: int) -> None:
-        """Cut, or extend with zeros."""
+        """Make the file shorter, or extend it with zeros."""
         if size > self.size:
             self._buffer(size)
             self.size = size
@@ -106,7 +110,7 @@ class CachedFile:
             self._record(start, bytes(memoryview(current)[start : _whole_sectors(size)]), cut=True)
 
     def sync(self, until: int) -> None:
-        """The changes below ``until`` are on the medium."""
+        """Make the changes with numbers below ``until`` durable."""
         covered, self._unsynced = _split(self._unsynced, until)
         self._settled += covered
         self._settled_size += sum(len(change.data) for change in covered)
@@ -114,9 +118,10 @@ class CachedFile:
             self._fold()
 
     def fail_sync(self, until: int, rng: random.Random) -> None:
-        """Some of the changes below ``until`` are on the medium; none of them will ever be written again.
+        """Let a sync fail: a random part of the changes with numbers below ``until`` reaches the medium.
 
-        The cache still shows all of them, as on Linux. Cuts survive: they are not data to be written back.
+        The others are never written to the medium, although the cache still shows them, as on Linux. Cuts always
+        survive, because they are not data that must be written back.
         """
         covered, self._unsynced = _split(self._unsynced, until)
         self._medium = _survivors(self._fold(), covered, rng, cuts_survive=True)
@@ -157,7 +162,7 @@ class CachedFile:
         self.changes += 1
 
     def _buffer(self, size: int) -> bytearray:
-        """The current buffer, made to hold at least ``size``; beyond the file's size it is zero."""
+        """Return the current buffer, grown to at least ``size``. Its bytes beyond the file's size are zero."""
         if not self._buffers:
             self._buffers.append(_zeros_after(self._frozen, max(size, self.size)))
             self._frozen = b""
@@ -170,7 +175,7 @@ class CachedFile:
         return self._buffers[-1]
 
     def _fold(self) -> bytes:
-        """The contents that certainly survive a crash."""
+        """Apply the synced changes to the medium, and return its contents: those that survive every crash."""
         if self._settled:
             self._medium = _all(self._medium, self._settled)
             self._settled = []

@@ -1,8 +1,10 @@
-"""The names of a simulated disk: those visible now, and those that certainly survive a crash.
+"""The file names of a simulated disk: the names that programs see now, and the names that are durable.
 
-A change of names (a file created, renamed or removed) is certain once its directories were synced. Until
-then a crash keeps or loses each change independently, but the changes of one name keep their order: a lost change
-loses the later changes of its names too, a certain change makes the earlier ones certain.
+Creating, renaming or removing a file changes one or two names. The change is durable once the directories of these
+names were synced. Until then a crash keeps or loses each change at random, but in the order of the changes of a name:
+
+- if a crash loses a change, it also loses all later changes of the same names;
+- if a change becomes durable, all earlier changes of the same names become durable too.
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ from plait.testing.cached_file import SURVIVAL_ODDS, CachedFile, Keep
 
 
 class NameChange(NamedTuple):
-    """A removed name, an added name, or both, when a file was renamed."""
+    """A change of one file's names. A new file has only ``added``, a removed file ``removed``, a renamed file both."""
 
     number: int
     removed: str | None
     added: str | None
     file: CachedFile
-    #: Directories to be synced before the change is certain.
+    #: Directories that must be synced before the change is durable.
     unsynced: frozenset[str]
 
     @property
     def names(self) -> set[str]:
-        """The names it changes."""
+        """The names that the change adds or removes."""
         return {name for name in (self.removed, self.added) if name is not None}
 
     def apply(self, files: dict[str, CachedFile]) -> None:
@@ -39,17 +41,18 @@ class NameChange(NamedTuple):
 
 
 class CachedNames:
-    """Full path → file, as seen now (``files``) and as certain to survive."""
+    """The files of a disk by full path: as programs see them (``files``), and as far as the names are durable."""
 
     def __init__(self, files: dict[str, CachedFile] | None = None) -> None:
         self.files = files or {}
-        #: Changes made so far; a sync covers those below the value it saw when it began.
+        #: The number of changes so far. A sync makes the changes durable whose number is below its value at the sync's
+        #: start.
         self.changes = 0
         self._durable = self.files.copy()
         self._unsynced: list[NameChange] = []
 
     def change(self, removed: str | None, added: str | None, file: CachedFile) -> None:
-        """Remove a name of the file, add one, or both in one step."""
+        """Remove the name ``removed`` of the file, and add the name ``added``, in one step."""
         directories = frozenset(posixpath.dirname(name) for name in (removed, added) if name is not None)
         change = NameChange(self.changes, removed, added, file, directories)
         self.changes += 1
@@ -57,7 +60,7 @@ class CachedNames:
         change.apply(self.files)
 
     def sync(self, directory: str, until: int) -> None:
-        """A sync of a directory: changes below ``until`` no longer depend on it to be certain."""
+        """Sync a directory. Changes with numbers below ``until`` that need no other directory become durable."""
         self._unsynced = [
             change._replace(unsynced=change.unsynced - {directory}) if change.number < until else change
             for change in self._unsynced
@@ -65,11 +68,11 @@ class CachedNames:
         self._settle(set())
 
     def sync_name(self, path: str) -> None:
-        """Every change of one name is certain."""
+        """Make every change of one name durable."""
         self._settle({path})
 
     def after_crash(self, rng: random.Random, keep: Keep) -> CachedNames:
-        """The names and contents that survive, by a new random choice on each call."""
+        """The names and contents that survive a crash. Each call makes new random choices."""
         odds = rng.choice(SURVIVAL_ODDS) if keep == "random" else float(keep == "all")
         files = self._durable.copy()
         lost: set[str] = set()

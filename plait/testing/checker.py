@@ -1,27 +1,30 @@
-"""``check``: does a ``History`` keep Plait's promises? The result is a list of violations, each with its reason.
+"""``check`` finds where a ``History`` breaks Plait's promises. It returns a list of violations, each with its reason.
 
-Kinds of violations, per group where they concern handling:
+Kinds of violations (those about handling are found for each group separately):
 
-- ``lost``: certainly sent, and never handled with success, though everything was to be drained.
-- ``invented``: handled, but never sent, not yet sent, certainly not stored, or with another key.
-- ``stored_twice``: one message was handled from two places, or from another than its receipt names.
-- ``send_order``: the places of a producer's messages contradict the order of its calls, or two have the same place.
-- ``order``: messages of a key were first handled with success against the order of sending, or the handling of one
-  began before an earlier one was done.
-- ``overlap``: two handlings of a key at the same time.
-- ``epoch``: an epoch was seen after a higher one.
-- ``owners``: two consumers handled under one epoch of a logical partition.
-- ``duplicate``: handled again, or by two consumers at once, without a fault that excuses it.
-- ``redelivered``: handled again although its ack was confirmed, without a fault that excuses that.
+- ``lost``: the send succeeded, but the group never handled the message with success, although it had time to.
+- ``invented``: a message was handled that was never sent, not yet sent, not stored, or sent with another key.
+- ``stored_twice``: a message was handled from two places, or from another place than its receipt names.
+- ``send_order``: the places of a producer's messages contradict the order of its calls, or two messages have one place.
+- ``order``: the handling of a message began before an earlier message of its key was handled with success.
+- ``overlap``: two messages of a key were handled at the same time.
+- ``epoch``: a consumer handled a message under a lower epoch than an earlier handling of the logical partition.
+- ``owners``: two consumers handled messages of a logical partition under one epoch.
+- ``duplicate``: a message was handled again, or by two consumers at once, and no fault excuses it.
+- ``redelivered``: a message was handled again although its ack was confirmed, and no fault excuses it.
 
-*Sent earlier* means: by the same producer in an earlier call, or the one send ended before the other began. So
-concurrent senders of one key have no order among themselves. A send with an unknown outcome counts once it is handled,
-and only in the order of its own producer.
+Message A was *sent earlier* than message B if one producer sent both and called A's send first, or if A's send ended
+before B's send began. So concurrent sends of two producers have no order. A message whose send has an unknown outcome
+is checked only if it was handled, and only against the messages of its own producer.
 
-A fault excuses a duplicate if it hit all consumers, one of the two consumers, or the message's broker group, since the
-message was sent (a fault of a consumer at a broker group: if both match). It excuses a redelivery if it did so before
-the ack was confirmed, or if it lets the broker forget. It excuses an overlap if it hit the first consumer during its
-handling. It excuses no disorder, no loss and no epoch.
+A fault *matches* two handlings of a message if it hit all consumers, one of their consumers, or the message's broker
+group. A fault of one consumer at one broker group matches if the consumer and the group match. A matching fault excuses
+
+- a duplicate, if it happened after the message was sent;
+- a redelivery, if it happened after the send and before the ack was confirmed, or if it lets the broker forget acks;
+- an overlap, if it hit the first consumer during its handling.
+
+No fault excuses a violation of another kind.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ Kind = Literal[
 
 
 class Violation(NamedTuple):
-    """A promise that was not kept."""
+    """One way in which a history breaks a promise."""
 
     kind: Kind
     text: str
@@ -64,10 +67,11 @@ def check(
 ) -> list[Violation]:
     """The violations of a history; empty if it is correct.
 
-    ``strict=False``: order is required only of keys without a failed send or handling. ``ordered=False``: order is
-    not required, as for shared consumers. ``drained=False``: unhandled messages may still be delivered. ``moves``: the
-    route changed, so that a producer's messages of different keys may have overtaken each other. ``groups``: the groups
-    that must have handled everything (None: those that handled anything).
+    - ``strict=False``: do not check the order of keys with a failed send or a failed handling.
+    - ``ordered=False``: do not check any order, as for shared consumers.
+    - ``drained=False``: do not report unhandled messages as lost, because they may still be delivered.
+    - ``moves``: the route changed, so a producer's messages may have overtaken its messages of other keys.
+    - ``groups``: the groups that must have handled every message; None: all groups that handled a message.
     """
     sends: dict[Value, RecordedSend] = {}
     for send in history.sends:
@@ -75,7 +79,7 @@ def check(
             raise ValueError(f"{send.value!r} was sent twice in this history: give every message a value of its own")
     excuses = _Excuses(history.faults)
     by_group: dict[str, list[Handling]] = {group: [] for group in groups or ()}
-    # By begin: threads may have recorded two handlings of the same moment in the other order.
+    # Sort by begin, because two threads may have recorded their handlings in the opposite order.
     for handling in sorted(history.handlings, key=lambda handling: handling.begun):
         by_group.setdefault(handling.group, []).append(handling)
     found = list(_send_order(history.sends, moves=moves))
@@ -109,7 +113,7 @@ class _Excuses:
         return any(_reaches(self._forgetting.get(victim), since, until) for victim in victims)
 
 
-#: (consumer, broker group); (None, ""): a fault that hits all.
+#: (consumer, broker group). A consumer of None means all consumers, a broker group of "" means all broker groups.
 _Victim = tuple[str | None, str]
 _Faults = tuple[list[float], list[float]]
 
@@ -121,7 +125,7 @@ def _victims(*handlings: Handling) -> set[_Victim]:
 
 
 def _by_victim(faults: Iterable[Broken]) -> dict[_Victim, _Faults]:
-    """For each victim the begins of its faults in order, and the latest end up to each of them."""
+    """For each victim: the begins of its faults, in order, and for each fault the latest end of the faults up to it."""
     sorted_faults: dict[_Victim, list[Broken]] = defaultdict(list)
     for fault in sorted(faults, key=lambda fault: fault.time):
         sorted_faults[fault.consumer, fault.at].append(fault)
@@ -222,10 +226,10 @@ def _repeated(
 
 
 def _again(send: RecordedSend | None, first: Handling, second: Handling, excuses: _Excuses) -> Violation | None:
-    """The violation of a second handling of one message, if it is one."""
+    """The violation that a second handling of a message is; None: it is correct or excused."""
     over = first.ended is None or first.ended <= second.begun
     if first.outcome != "ok" and over:
-        # It failed, or its outcome is unknown: it must be delivered again.
+        # The first handling failed or has an unknown outcome, so the message must be delivered again.
         return None
     since = first.begun if send is None else send.begun
     victims = _victims(first, second)
@@ -283,11 +287,8 @@ def _in_order(
 def _order(
     keys: dict[Key, _InOrder], handlings: Iterable[Handling], first_done: dict[Value, float]
 ) -> Iterator[Violation]:
-    """No handling begins before every message that was sent earlier was handled with success.
-
-    This includes the order of first successes, as a success follows its begin.
-    """
-    # Message → when the last of the messages before it was done, and which one that is.
+    """Find handlings that began before every message that was sent earlier was handled with success."""
+    # Message → (time, send): of the messages that were sent earlier, the one that was done last, and when.
     ready: dict[Value, tuple[float, RecordedSend]] = {}
     for key in keys.values():
         for sends in key.by_producer.values():

@@ -1,9 +1,9 @@
 """A real broker inside a test: a ``Server`` with a data directory on a free loopback port.
 
-``async with EmbeddedBroker() as broker`` runs it on the test's loop; ``with EmbeddedBroker() as broker`` runs it in a
-separate thread and returns a ``BlockingBroker``, for blocking and asynchronous tests. It can be restarted and crashed
-in place, and on a ``ManualClock`` the test advances the time. Clients and apps of the same process that connect to it
-use its clock: ``plait.connect``, ``plait.sync.connect``, ``plait.App``.
+``async with EmbeddedBroker() as broker`` runs the broker on the test's loop. ``with EmbeddedBroker() as broker`` runs
+it in a separate thread and returns a ``BlockingBroker``, for blocking and asynchronous tests. A test can restart or
+crash the broker and, with a ``ManualClock``, advance its time. Clients and apps of the same process (``plait.connect``,
+``plait.sync.connect``, ``plait.App``) use the clock of the broker that they connect to.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from plait.server import Server
 from plait.server.cluster.cluster_role import database_in
 from plait.storage.disk import RealDisk
 
-#: Small segments use little disk, and the watermarks tolerate a nearly full one. Sends do not fail on a machine under
-#: load, nor when virtual time passes during a sync.
+#: Small segments use little disk space, and the limits allow a nearly full disk. Sends do not fail on a busy machine,
+#: or when the test advances the time during a sync.
 TEST_CONFIG = BrokerConfig(
     message_segment_size=32 * MIB,
     action_segment_size=4 * MIB,
@@ -59,9 +59,12 @@ def _prepare(data: Path) -> None:
 class EmbeddedBroker:
     """A broker on the running loop. ``with`` instead of ``async with`` runs it in a thread (``BlockingBroker``).
 
-    ``data`` is its directory; by default a temporary one that is removed with it. ``clock=ManualClock()`` puts it on
-    virtual time. It keeps its port over ``restart``, so that clients find it again. ``metas`` are the addresses of the
-    meta servers of its cluster. By default it has a meta server in its process; with an empty list it has none.
+    - ``data``: the data directory. The default is a temporary directory that is removed at the end.
+    - ``clock``: ``ManualClock()`` makes the broker use virtual time.
+    - ``metas``: the addresses of the cluster's meta servers. By default the broker runs a meta server in its own
+      process; with an empty list there is no meta server.
+
+    The broker keeps its port after a ``restart``, so that clients can connect to it again.
     """
 
     def __init__(

@@ -1,11 +1,15 @@
-"""``History``: records what happened to messages, as senders and handlers saw it. ``plait.testing.checker`` judges it.
+"""``History`` records what senders and handlers see of messages. ``plait.testing.checker`` checks the record.
 
-Every operation has one of three outcomes. *ok* and *failed* are certain. *unknown* is the outcome after a timeout, a
-lost connection or a killed process, and of every operation that has not ended. Times are seconds on one clock that all
-recorders share: a simulation's virtual time, or one machine's monotonic clock.
+Every operation has an outcome:
 
-A history can be recorded from several threads and several processes. Each process writes its own file, line by line, so
-that the record survives the process; ``History.read`` joins the files.
+- *ok*: it took effect;
+- *failed*: it did not take effect and never will;
+- *unknown*: it has not ended, or it ended with a timeout, a lost connection or a killed process.
+
+Times are seconds on one clock that all recorders share: a simulation's virtual time, or one machine's monotonic clock.
+
+Several threads and several processes can record one history. Each process writes its own file, line by line, so that
+the record survives if the process is killed. ``History.read`` joins the files.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ from typing import Any, Literal, TextIO
 import msgspec
 
 Outcome = Literal["ok", "failed", "unknown"]
-#: A message and its order key. A value is sent once in a history.
+#: Identifies a message: a history sends each value only once.
 Value = str | int
+#: The order key of a message.
 Key = str | int | None
 #: A partition's name and a sequence in it.
 Place = tuple[str, int]
@@ -42,15 +47,15 @@ class RecordedSend(msgspec.Struct, eq=False):
     error: str = ""
 
     def ok(self, place: Place | None = None, time: float | None = None) -> None:
-        """It is stored."""
+        """Record that the message is stored."""
         self._end("ok", time, place=place)
 
     def failed(self, error: object = "", time: float | None = None) -> None:
-        """It is certainly not stored, and never will be."""
+        """Record that the message is not stored and never will be."""
         self._end("failed", time, error=str(error))
 
     def unknown(self, error: object = "", time: float | None = None) -> None:
-        """It may be stored, now or later."""
+        """Record that the message may be stored, now or later."""
         self._end("unknown", time, error=str(error))
 
     def _end(self, outcome: Outcome, time: float | None, place: Place | None = None, error: str = "") -> None:
@@ -62,7 +67,7 @@ class Handling(msgspec.Struct, eq=False):
     """One handling of a message by a consumer."""
 
     history: DeliveryHistory
-    #: The number of the handling in the history, in the order of their begin.
+    #: The number of the handling in the history. Handlings are numbered in the order in which they begin.
     number: int
     consumer: str
     key: Key
@@ -75,20 +80,20 @@ class Handling(msgspec.Struct, eq=False):
     group: str
     outcome: Outcome = "unknown"
     ended: float | None = None
-    #: The outcome of its ack. None: no ack is known.
+    #: The outcome of the message's ack. None: no ack was recorded.
     ack: Outcome | None = None
     acked: float | None = None
 
     def done(self, time: float) -> None:
-        """The handler has done its work."""
+        """Record that the handler succeeded."""
         self._end("ok", time)
 
     def failed(self, time: float) -> None:
-        """The handler has failed; the message must be delivered again."""
+        """Record that the handler failed. The message must be delivered again."""
         self._end("failed", time)
 
     def unknown(self, time: float) -> None:
-        """The handler was interrupted."""
+        """Record that the handler was interrupted."""
         self._end("unknown", time)
 
     def _end(self, outcome: Outcome, time: float) -> None:
@@ -96,15 +101,15 @@ class Handling(msgspec.Struct, eq=False):
         self.outcome, self.ended = outcome, time
 
     def ack_ok(self, time: float) -> None:
-        """The broker has confirmed the ack."""
+        """Record that the broker confirmed the ack."""
         self._acked("ok", time)
 
     def ack_failed(self, time: float) -> None:
-        """The broker has refused the ack."""
+        """Record that the broker refused the ack."""
         self._acked("failed", time)
 
     def ack_unknown(self, time: float) -> None:
-        """The ack may have been processed."""
+        """Record that the broker may have processed the ack."""
         self._acked("unknown", time)
 
     def _acked(self, outcome: Outcome, time: float) -> None:
@@ -117,20 +122,20 @@ class Broken(msgspec.Struct, eq=False):
 
     reason: str
     time: float
-    #: Its end.
+    #: When the fault ended.
     until: float
-    #: The consumer that it hit. None: all.
+    #: The consumer that the fault hit. None: all consumers.
     consumer: str | None
-    #: The broker may forget confirmed acks: power was lost and not everything was flushed.
+    #: True if the broker may forget confirmed acks, because power was lost before they were flushed.
     forgets: bool
-    #: The broker group whose messages it hit. "": all.
+    #: The broker group whose messages the fault hit. "": all broker groups.
     at: str
 
 
 class DeliveryHistory:
     """The sends, handlings, faults and dead letters of a test.
 
-    ``path``: a file to which each event is written as it happens, for a process that may be killed.
+    ``path``: the history writes each event to this file as it happens, for a process that may be killed.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -141,7 +146,7 @@ class DeliveryHistory:
         self.dead: set[tuple[str, Value]] = set()
         self._open: dict[str, dict[Handling, None]] = {}
         self._lock = threading.RLock()
-        # Each start of a process needs a new file: its numbers start at 0.
+        # Each start of a process needs a new file, because the numbers of its events start at 0.
         self._file: TextIO | None = None if path is None else open(path, "x", encoding="utf-8")  # noqa: SIM115
 
     # --- recording ------------------------------------------------------------------------------
@@ -196,10 +201,11 @@ class DeliveryHistory:
         forgets: bool = False,
         at: str = "",
     ) -> None:
-        """Record a fault. ``consumer``: it hit only that consumer, and excuses only outcomes of its messages.
+        """Record a fault.
 
-        ``at``: it hit only that broker group, and excuses only outcomes of messages stored there. Both: it hit only
-        that consumer's requests to that broker group.
+        With ``consumer`` the fault hit only this consumer, and excuses only violations of its handlings. With ``at`` it
+        hit only this broker group, and excuses only violations of messages stored there. With both arguments it hit
+        only the consumer's requests to the broker group.
         """
         self.faults.append(Broken(reason, time, time if until is None else until, consumer, forgets, at))
         self._write("broken", [reason, time, until, consumer, forgets, at])
@@ -210,11 +216,11 @@ class DeliveryHistory:
         if self._file is not None:
             with self._lock:
                 self._file.write(json.dumps([event, *fields]) + "\n")
-                # Flushed to the operating system, not to the disk: it survives a kill of the process.
+                # Flush to the operating system, not to the disk: the line survives if the process is killed.
                 self._file.flush()
 
     def close(self) -> None:
-        """Write nothing more."""
+        """Close the file. Later events are not written."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -233,7 +239,7 @@ class DeliveryHistory:
             handlings += part.handlings
             whole.faults += part.faults
             whole.dead |= part.dead
-        # A stable sort: events of one process at the same time keep their order.
+        # The sort is stable, so events of one process at the same time keep their order.
         whole.sends = sorted(sends, key=lambda send: send.begun)
         whole.handlings = sorted(handlings, key=lambda handling: handling.begun)
         for number, send in enumerate(whole.sends):

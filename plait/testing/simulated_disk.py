@@ -1,36 +1,34 @@
-"""A disk in memory that fails the ways real disks do, from a seed.
+"""A disk in memory that fails in the ways real disks fail, with random choices from a seed.
 
 ``SimulatedDisk`` passes the same contract tests as ``plait.storage.disk.RealDisk``. Its faults:
 
-- **Crash (power loss).** Operation number ``n`` raises ``SimulatedCrash`` before it takes effect, a write
-  when some of its bytes have reached the page cache; from then on every call raises. ``after_crash`` gives
-  the disk that the next start finds, as often as wanted, each time with another choice of survivors:
+- **Crash (power loss).** A chosen operation raises ``SimulatedCrash`` before it takes effect; a write first stores some
+  of its bytes in the page cache. Every later call raises too. ``after_crash`` returns the disk that the next start
+  finds. Each call of it chooses again what survives:
 
-  - Unsynced writes survive in any subset, torn at sectors of 512 bytes; a sector written several times holds
-    any of its states since the last sync. Growth (by writing, ``allocate`` or ``truncate``) survives in
-    part, and a file may be longer than the data in it: the rest is zeros. A cut survives or not; what was
-    written above a lost one is lost with it.
-  - A created, renamed or removed name is certain once its directory was synced (a rename between
-    directories: both). Before that each is kept or lost by itself, except that changes of one name keep
-    their order; a rename is one change: the file has its old name or its new one. Syncing a file does not
-    keep its name.
+  - Any subset of the unsynced sectors (512 bytes) survives. A sector that was written several times has any of its
+    states since the last sync. A file may have grown only in part, or be longer than its surviving data; the rest is
+    zeros. A cut survives or not. If it does not, later writes above it are lost too.
+  - A created, renamed or removed name is durable once its directory was synced (for a rename: both directories). Before
+    that, each change survives or not, but changes of one name survive in order. After a rename the file has either its
+    old name or its new name. Syncing a file does not make its name durable.
   - Directories are durable when ``make_directory`` returns.
 
-- **Kill (the process dies, the machine does not).** ``copy`` of a crashed disk: the page cache is whole, and
-  unsynced changes are still unsynced.
-- **No space.** The space of named files counts against ``capacity``: up to the end of what was written or
-  allocated; what ``truncate`` adds is a hole, as on Linux. A write that lacks space stores what fits and raises
-  ENOSPC; ``allocate`` then changes nothing; a new file needs a free byte.
-- **I/O errors.** ``fail`` makes chosen operations raise. A write that fails may have stored a part. A sync
-  that fails leaves each unsynced sector on the medium or not, and clean: a later sync succeeds and writes
-  none of it, while reads show it until the crash, as on Linux. Other operations that fail change nothing.
-- **Slow I/O.** ``on_operation`` is called before each operation takes effect, outside any lock: it may
-  advance a clock, block, or raise ``SimulatedCrash`` or ``OSError``. A sync covers what was there when it
-  was called, not what came while it was blocked.
-- **Bit rot.** ``flip_bit``.
+- **Kill (the process dies, the machine does not).** ``copy`` of a crashed disk has the whole page cache, with its
+  unsynced changes.
+- **No space.** Files use space of ``capacity`` up to the end of their written or allocated bytes; bytes that
+  ``truncate`` adds use none, as on Linux. A write without enough space stores what fits and raises ENOSPC. ``allocate``
+  without enough space raises and changes nothing. Creating a file needs a free byte.
+- **I/O errors.** ``fail`` makes chosen operations raise. A failed write may have stored a part. After a failed sync,
+  some unsynced sectors are on the medium. Later syncs succeed but never write the others, although reads show them
+  until a crash, as on Linux. Other failed operations change nothing.
+- **Slow I/O.** The disk calls ``on_operation`` before each operation takes effect, without holding a lock. The callback
+  may advance a clock, block, or raise ``SimulatedCrash`` or ``OSError``. A sync makes only the changes durable that
+  were made before the sync was called.
+- **Bit rot.** ``flip_bit`` flips a bit.
 
-Operations are what changes the disk: create, write, sync, truncate, allocate, rename, remove, make_directory
-(one for each directory made) and sync_directory. Reading is none.
+An *operation* is a call that changes the disk: create, write, sync, truncate, allocate, rename, remove, make_directory
+(one operation for each new directory) and sync_directory.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ Failing = Operation | Literal["read"]
 #: Called with the operation, its path (the new one of a rename) and its size in bytes.
 Watcher = Callable[[Operation, str, int], None]
 
-#: Enough for several small segments; files live whole in memory.
+#: Enough for several small segments. All files are in memory.
 CAPACITY_DEFAULT = 256 * 1024 * 1024
 
 
@@ -66,12 +64,12 @@ class SimulatedCrash(BaseException):
 
     def __init__(self, message: str = "simulated crash", *, byte: int = 0) -> None:
         super().__init__(message)
-        #: How much of the write it interrupted had reached the page cache.
+        #: The number of bytes of the interrupted write that are in the page cache.
         self.byte = byte
 
 
 class SimulatedFile:
-    """One handle; like a real one it learns a new size from its own calls only."""
+    """One open handle of a file. Like a real handle, it notices only size changes that its own calls make."""
 
     def __init__(self, disk: SimulatedDisk, path: str, cached: CachedFile) -> None:
         self._disk = disk
@@ -181,7 +179,7 @@ class SimulatedDisk:
     def __init__(self, *, capacity: int = CAPACITY_DEFAULT, seed: int = 0, on_operation: Watcher | None = None) -> None:
         self.capacity = capacity
         self.on_operation = on_operation
-        #: How many operations were begun; the next one has this number.
+        #: The number of operations so far, which is also the number of the next operation.
         self.operations = 0
         self.crashed = False
         self._crash_operation = -1
@@ -239,7 +237,7 @@ class SimulatedDisk:
         self.make_directory(posixpath.dirname(path))
         self._begin("make_directory", path)
         with self._lock:
-            # The name may have been a file's, whose removal or renaming is then certain as well.
+            # If a file had this name, its removal or renaming becomes durable as well.
             self._names.sync_name(path)
             self._directories.add(path)
 
@@ -276,9 +274,9 @@ class SimulatedDisk:
     # --- what can happen to it -------------------------------------------------------------------
 
     def crash_at(self, operation: int, byte: int | None = None) -> None:
-        """Crash when operation ``operation`` (counted from 0) begins; a write after ``byte`` bytes of it.
+        """Crash when operation ``operation`` (counted from 0) begins; if it is a write, after ``byte`` of its bytes.
 
-        ``range(disk.operations)`` of a run that did not crash names all its crash points.
+        After a run without a crash, ``range(disk.operations)`` has all operations at which the run can crash.
         """
         if operation < self.operations:
             raise ValueError(f"operation {operation} has passed: the next one is {self.operations}")
@@ -288,9 +286,9 @@ class SimulatedDisk:
     def fail(
         self, operation: Failing, *, path: str = "*", after: int = 0, times: int | None = 1, error: int = errno.EIO
     ) -> None:
-        """Make such operations on paths matching a pattern raise ``OSError``.
+        """Make operations of a kind raise ``OSError`` if their path matches the pattern ``path``.
 
-        ``after`` of them still succeed, the next ``times`` fail (None: all from then on).
+        The first ``after`` such operations still succeed, and the next ``times`` fail (None: all later ones fail).
         """
         self._faults.append(_Fault(operation, path, after, times, error))
 
@@ -303,9 +301,9 @@ class SimulatedDisk:
             cached.flip_bit(offset, bit)
 
     def after_crash(self, rng: random.Random | None = None, keep: Keep = "random") -> SimulatedDisk:
-        """The disk after a power loss now. This disk does not change, so that the call can be repeated.
+        """The disk as it would be after a power loss now. This disk does not change, so the call can be repeated.
 
-        ``keep``: which unsynced changes survive: a choice drawn from ``rng``, "none" or "all" of them.
+        ``keep``: which unsynced changes survive: a random choice from ``rng``, "none" or "all".
         """
         rng = rng or self._rng
         with self._lock:
@@ -314,7 +312,7 @@ class SimulatedDisk:
     def copy(self) -> SimulatedDisk:
         """A copy of the disk with its unsynced changes, without its faults, hook and planned crash.
 
-        Of a crashed disk: what the next process finds when only the process died.
+        The copy of a crashed disk is what the next process finds if only the process died.
         """
         with self._lock:
             return self._successor(self._rng, self._names.copy())
@@ -368,7 +366,7 @@ class SimulatedDisk:
             return len(stored)
 
     def _free(self) -> int:
-        # A crash can restore removed files beside new ones, beyond the capacity.
+        # A crash can bring back removed files next to new ones, so that they exceed the capacity.
         return max(0, self.capacity - sum([cached.reserved for cached in self._names.files.values()]))
 
     def _path(self, path: str) -> str:
@@ -377,7 +375,7 @@ class SimulatedDisk:
         return _normal(path)
 
     def _path_of_file(self, path: str) -> str:
-        """The same, for a path that must not be a directory's."""
+        """The normal form of a path; raises if the disk has crashed or if the path is a directory."""
         path = self._path(path)
         if path in self._directories:
             raise _error(errno.EISDIR, path)
@@ -388,7 +386,7 @@ class SimulatedDisk:
             raise _error(errno.ENOTDIR if path in self._names.files else errno.ENOENT, path)
 
 
-# A run names the same few files again and again.
+# Cached, because a run uses the same few paths very often.
 @lru_cache(maxsize=4096)
 def _normal(path: str) -> str:
     normal = posixpath.normpath(path)

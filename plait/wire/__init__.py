@@ -1,5 +1,6 @@
-"""The wire protocol: ``messages`` defines structs, ``codec`` makes bytes of them, ``packets`` makes packets of those.
+"""The wire protocol, which clients and servers use.
 
-The server and the client use this package. It may import the base modules, ``model`` and ``frame``. Only ``link``, a
-connection to a server, does I/O.
+``messages`` defines the messages as structs, ``codec`` encodes and decodes them, ``packets`` splits received bytes into
+packets, and ``link`` is a client's connection to a server. Only ``link`` does I/O. This package may import the base
+modules, ``model`` and ``frame``.
 """

@@ -1,6 +1,6 @@
-"""The head of a packet as bytes: messages are encoded and decoded, with a size limit for each kind.
+"""Encodes messages as the heads of packets, and decodes them, with a size limit for each kind of packet.
 
-An error is a message too: ``ErrorReply``.
+Errors are sent as a message, ``ErrorReply``.
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ _ANSWERS: list[tuple[type[m.PacketHead], type[m.PacketHead]]] = [
     (m.RouteRequest, m.RouteReply),
     (m.MemberHeartbeatRequest, m.MemberHeartbeatReply),
 ]
-#: Kind of a request → kind of its answer, unless the request fails.
+#: Kind of a request → kind of its answer. The answer to a failed request is an ``ErrorReply`` instead.
 ANSWERS: dict[int, int] = {request.KIND: answer.KIND for request, answer in _ANSWERS}
 #: Packet kind → the decoder of its head.
 DECODERS: dict[int, Callable[[memoryview], m.PacketHead]] = {
     kind.KIND: msgspec.msgpack.Decoder(kind).decode for kind in m.PacketHead.__subclasses__()
 }
-#: What a decoder raises for invalid bytes.
+#: The exceptions that a decoder raises for invalid bytes.
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidArgument)
 
 #: The largest head: a reply with half a million ranges.
 HEAD_SIZE_MAX = 8 * MIB
-#: Limit of heads with values of any type: one byte can decode to a whole object. No kind has a lower limit.
+#: Limit of heads with values of any type, because each of their bytes can decode to a whole object. No kind has a lower
+#: limit.
 OPEN_HEAD_SIZE_MAX = 64 * KIB
-#: Enough for every LP as a run of its own and many times the parked keys of a group, or for many sessions. Decoding
-#: more would block the server.
+#: Limit of lease requests. They can name each LP separately, and many times the parked keys of a group, or many
+#: sessions. Decoding a larger head would block the server for too long.
 LEASE_HEAD_SIZE_MAX = 1 * MIB
-#: Several times the size of ``REQUEST_RANGES_MAX`` ranges with tags, the runs of all LPs and a reason.
+#: Limit of requests with ranges: several times the size of ``REQUEST_RANGES_MAX`` ranges with tags, the runs of all LPs
+#: and a reason.
 RANGES_HEAD_SIZE_MAX = 256 * KIB
-#: The longest text of an error: it may quote a long value.
+#: A longer text of an error is cut, because it may quote a long value.
 MESSAGE_LENGTH_MAX = 4_000
 _HEAD_SIZES_MAX = {
     m.AdminRequest.KIND: OPEN_HEAD_SIZE_MAX,
@@ -59,7 +61,7 @@ _HEAD_SIZES_MAX = {
     m.NackRequest.KIND: RANGES_HEAD_SIZE_MAX,
     m.LeaseRequest.KIND: LEASE_HEAD_SIZE_MAX,
     m.RenewRequest.KIND: LEASE_HEAD_SIZE_MAX,
-    # The result is not decoded here, and a listing may fill a packet.
+    # The result may be a listing that fills a packet. It is not decoded here.
     m.AdminReply.KIND: PACKET_SIZE_MAX,
 }
 
@@ -88,7 +90,7 @@ def undecodable(kind: int, error: Exception) -> ProtocolError:
 
 
 def failure_of(error: PlaitError) -> m.ErrorReply:
-    """The packet for an error."""
+    """The reply that reports an error to the client."""
     details = {name: value for name, value in error.details.items() if _plain(value)}
     message = error.message
     if len(message) > MESSAGE_LENGTH_MAX:
@@ -108,8 +110,8 @@ def _short(value: Any) -> bool:
 
 
 def error_of(failure: m.ErrorReply) -> PlaitError:
-    """The error in a packet."""
+    """The error that a reply reports."""
     error = from_code(failure.code, failure.message)
-    # Not passed as keyword arguments: the peer chooses the names.
+    # The details are not passed as keyword arguments, because the peer chooses their names.
     error.details = dict(failure.details)
     return error

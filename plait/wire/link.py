@@ -1,7 +1,7 @@
 """A client connection to a server: sends requests and matches the answers to them.
 
-``Link`` is the client's end of a socket. It never reconnects: when the connection is lost, every open request fails
-with ``Unavailable``, and the owner of the link decides what to do.
+``Link`` is the client's end of a socket. It never reconnects. When the connection is lost, every request without an
+answer fails with ``Unavailable``, and the owner of the link decides what to do.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Link(Receiver, asyncio.BufferedProtocol):
         #: Correlation → (callback, expected packet kind of the answer).
         self._calls: dict[int, tuple[OnAnswer, int]] = {}
         self._next = 1
-        #: Packets of this loop turn without a payload; they are written together.
+        #: The packets without a payload that were sent in this turn of the loop. They are written together.
         self._heads: list[bytes] = []
         self._resume: asyncio.Future[None] | None = None
         self.welcome: m.Welcome | None = None
         self.closed = False
         self.error: PlaitError | None = None
-        #: Bytes received.
+        #: The number of bytes received so far.
         self.received_bytes = 0
         #: Called once when the connection is lost.
         self.on_lost: Callable[[], None] = lambda: None
@@ -123,7 +123,7 @@ class Link(Receiver, asyncio.BufferedProtocol):
         self.error = error
         self.resume_writing()
         calls, self._calls = self._calls, {}
-        # Only this connection has failed, whatever the reason: the requests may be repeated on another one.
+        # Only this connection has failed, so the caller may repeat the requests on another connection.
         lost = error if isinstance(error, Unavailable) else Unavailable(f"the server closed the connection: {error}")
         for call, _ in calls.values():
             call(None, _EMPTY, lost)
@@ -147,12 +147,12 @@ class Link(Receiver, asyncio.BufferedProtocol):
             if not self._heads:
                 asyncio.get_running_loop().call_soon(self._write_heads)
             self._heads.append(head)
-        # After the packing: a message that cannot be packed must not leave a call without an answer.
+        # Register the call only now: a message that could not be packed must not leave a call that gets no answer.
         self._next = number + 1 if number < 0xFFFF_FFFF else 1
         self._calls[number] = (on_answer, codec.ANSWERS[message.KIND])
 
     def _write_heads(self) -> None:
-        """Write the collected packets with one system call: it costs more than the rest of a request."""
+        """Write the collected packets with one system call, which costs more than the rest of a request."""
         heads, self._heads = self._heads, []
         if heads and not self.closed and self._transport is not None:
             self._transport.write(heads[0] if len(heads) == 1 else b"".join(heads))
@@ -171,7 +171,7 @@ class Link(Receiver, asyncio.BufferedProtocol):
     def request_payload(
         self, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0
     ) -> asyncio.Future[tuple[Any, memoryview]]:
-        """Send a request; the result is its answer and the payload of the answer."""
+        """Send a request. The future's result is the answer and its payload."""
         future: asyncio.Future[tuple[Any, memoryview]] = asyncio.get_running_loop().create_future()
 
         def answered(answer: Any, received: memoryview, error: PlaitError | None) -> None:
@@ -210,7 +210,7 @@ def _agreed(answer: m.Welcome) -> m.Welcome:
 
 
 def _is_refused(error: OSError) -> bool:
-    """Whether no process listens there. asyncio joins the errors of a host's addresses into one text."""
+    """Whether every address of the host refused the connection. asyncio joins their errors into one text."""
     refused = str(error).count(f"[Errno {errno.ECONNREFUSED}]")
     return isinstance(error, ConnectionRefusedError) or 0 < refused == str(error).count("[Errno ")
 
@@ -240,7 +240,7 @@ async def dial(address: str, client: str, seconds: float) -> Link:
         if link is None:
             raise
         link.abort()
-        # The server's own error about the hello is more specific.
+        # If the server sent an error about the hello, raise that: it is more specific.
         raise (link.error or lost) from None
     except BaseException:
         if link is not None:

@@ -1,7 +1,7 @@
 """The messages between client and server: one struct for each packet kind.
 
-Heads are msgpack arrays, so that a later version can add fields at the end: a reader ignores unknown fields and gives
-missing ones their defaults. docs/formats.md lists all messages.
+The head of a packet is a msgpack array. A later version can add fields at its end, because a reader ignores fields that
+it does not know and gives missing fields their defaults. docs/formats.md lists all messages.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from plait.model.retry_policy import Retry
 
 PROTOCOL_VERSION = 1
 
-#: (start, end, epoch) of sequences.
+#: (start, end, epoch): the sequences [start, end), with their data epoch.
 EpochRange = tuple[int, int, int]
-#: (start, end, attempt) of sequences.
+#: (start, end, attempt): the sequences [start, end), with the number of their delivery.
 AttemptRange = tuple[int, int, int]
 #: (first, end): logical partitions (LPs) [first, end).
 LpRun = tuple[int, int]
-#: (first, end, epoch): LPs and the lock epoch of their allocation.
+#: (first, end, epoch): the LPs [first, end), with the lock epoch of their allocation.
 LpGrant = tuple[int, int, int]
-#: (first, end, epoch, until): as in a grant, with the sequence up to which rows are wanted; 0: no end.
+#: (first, end, epoch, until): a grant, of which the consumer wants only rows with sequences below ``until``; 0: no end.
 LpWant = tuple[int, int, int, int]
-#: (first, end, history): LPs with the same history, a list of spans, the oldest first. A span is (index of the
-#: partition, fence); the fence is None for the partition that takes rows now.
+#: (first, end, history): the LPs [first, end), which have the same history: a list of spans, the oldest first. A span
+#: is (index of the partition, fence); the fence is None for the partition that accepts rows now.
 LpHistory = tuple[int, int, list[tuple[int, int | None]]]
-#: "earliest", "latest", ("sequence", n), ("time", microseconds), or None: the default.
+#: "earliest", "latest", ("sequence", n) or ("time", microseconds). None means the default.
 Start = str | tuple[str, int] | None
 
 
@@ -84,13 +84,13 @@ class NackReply(PacketHead, frozen=True):
 
 
 class HeartbeatRequest(PacketHead, frozen=True):
-    """Sent every second; keeps the connection and all its consumers alive."""
+    """A client sends it every second to keep the connection and all consumers of the connection alive."""
 
     KIND: ClassVar[int] = 5
 
 
 class PartitionNumberRequest(PacketHead, frozen=True):
-    """Asks for the number of a partition; with ``delayed``, of its schedule partition."""
+    """Asks for the number of a partition or, if ``delayed``, for the number of its schedule partition."""
 
     KIND: ClassVar[int] = 10
     name: str
@@ -98,7 +98,7 @@ class PartitionNumberRequest(PacketHead, frozen=True):
 
 
 class PartitionNumberReply(PacketHead, frozen=True):
-    """The number and name of the partition that takes the rows."""
+    """The number and name of the partition that stores the rows."""
 
     KIND: ClassVar[int] = 11
     partition: int
@@ -121,15 +121,16 @@ class SendReply(PacketHead, frozen=True):
 
 
 class AttachRequest(PacketHead, frozen=True):
-    """Attaches a consumer to a group on the partition ``name``; without a group: broadcast.
+    """Attaches a consumer to a group on the partition ``name``. If ``group`` is None, the consumer gets all messages.
 
-    ``holds`` are the ranges that the client still holds. They belong to the partition number ``partition``: if the
-    subject was deleted and created again since, they are void. An ``ordered`` consumer gets rows of the LPs that it has
-    the locks of (``LeaseRequest``); with ``affinity`` as well, a failed message never holds back its key. ``token`` is
-    a random secret of an ordered consumer. With the same token the consumer continues its earlier session and has its
-    locks; the same client id with another token waits until the lease of that session ends. ``began`` is the version of
-    the route that the group began with: the group gets all messages of a partition that took its first row under a
-    later version, whatever ``start`` is.
+    - ``holds``: the ranges that the client still holds from partition number ``partition``. The broker ignores them if
+      the partition has another number now, because the subject was deleted and created again.
+    - ``ordered``: the consumer gets only rows of LPs that it has locked with a ``LeaseRequest``.
+    - ``affinity``: the consumer is ordered, but a failed message never holds back its key.
+    - ``token``: a random secret of an ordered consumer. A consumer that attaches again with the same token keeps its
+      locks. A consumer with the same client id and another token gets those locks only after their lease ends.
+    - ``began``: the route version that the group began with. If the partition first accepted rows under a later
+      version, the group gets all its messages and the broker ignores ``start``.
     """
 
     KIND: ClassVar[int] = 20
@@ -148,12 +149,13 @@ class AttachRequest(PacketHead, frozen=True):
 
 
 class AttachReply(PacketHead, frozen=True):
-    """The session of the consumer, which every later request names.
+    """The session of the consumer. Every later request of the consumer names it.
 
-    From attempt ``reasons_from`` on a failure may be the last one, so the consumer sends its reason. An ordered
-    consumer has its locks for ``lease_seconds`` from the moment it sent the request that renews them. ``strict``: a
-    failed message holds back its key. ``attempts`` is the number of deliveries before a message becomes a dead letter;
-    0: no limit.
+    - ``reasons_from``: the first attempt whose failure can make the message a dead letter. From this attempt on, the
+      consumer sends the reason of each failure.
+    - ``lease_seconds``: how long an ordered consumer keeps its locks after it sent a request that renews them.
+    - ``strict``: a failed message holds back its key.
+    - ``attempts``: after this many failed deliveries a message becomes a dead letter; 0: no limit.
     """
 
     KIND: ClassVar[int] = 21
@@ -178,11 +180,11 @@ class PullRequest(PacketHead, frozen=True):
 
 
 class PullReply(PacketHead, frozen=True):
-    """Rows, as frames in the payload. The ranges have the attempt of each row; ``more``: further rows are ready.
+    """Rows, as frames in the payload. ``ranges`` has the attempt of each row. ``more``: further rows are ready.
 
-    When ``news`` is higher than that of the last ``LeaseReply``, locks are to be granted or released: the consumer
-    sends a ``LeaseRequest``. For an ordered consumer there is one range and one tag in ``tags`` for each frame, in
-    order: rows of different frames can be interleaved, and the tag identifies the frame of a row.
+    If ``news`` is higher than ``news`` of the last ``LeaseReply``, the broker has locks to grant or wants locks back.
+    The consumer then sends a ``LeaseRequest``. An ordered consumer gets one range and one tag for each frame, in the
+    order of the frames. The sequences of two frames can be interleaved, so requests name a row's frame by its tag.
     """
 
     KIND: ClassVar[int] = 23
@@ -195,12 +197,14 @@ class PullReply(PacketHead, frozen=True):
 class AckRequest(PacketHead, frozen=True):
     """Acks ranges.
 
-    An ordered consumer sends a tag with each range: that of the frame (``PullReply``). The range means the rows of this
-    frame that lie in it. It ends at the next row of the frame, or behind the last row, so that ranges leave no gap. It
-    may include rows of the frame that were returned to the broker. A range with tag 0 means all its sequences; ranges
-    of rows from an earlier session have tag 0. The consumer reports an outcome for every delivered row: rows that it
-    drops, because an earlier message failed and holds back their key, it returns (a ``NackRequest`` that is not
-    ``counted``). That includes rows of such a key that arrive before the answer to the nack.
+    An ordered consumer sends the tag of a frame (``PullReply``) with each range, and the range acks only those rows of
+    the frame that lie in it. The range ends at the next row of the frame that it does not ack, or just after the last
+    row, so that adjacent ranges leave no gap. It may include rows that the consumer has returned. A range with tag 0
+    acks all its sequences; the consumer uses tag 0 for rows of an earlier session.
+
+    The consumer reports an outcome for every delivered row. When a message fails and holds back its key, the consumer
+    returns the later rows of the key, with a ``NackRequest`` that is not ``counted``. It also returns rows of the key
+    that arrive before the answer to the nack.
     """
 
     KIND: ClassVar[int] = 24
@@ -210,15 +214,15 @@ class AckRequest(PacketHead, frozen=True):
 
 
 class NackRequest(PacketHead, frozen=True):
-    """Nacks ranges: they are redelivered after ``delay`` seconds; None: according to the group's retry policy.
+    """Nacks ranges. The broker redelivers their rows after ``delay`` seconds; None: as the group's retry policy says.
 
-    ``reject``: they become dead letters at once. Not ``counted``: the rows are returned and it was no attempt, because
-    no handler began with them or the consumer cannot handle rows now. The broker then first answers the suspended pull
-    of the consumer without rows, as it would only get the same rows again.
+    If ``reject`` is True, the rows become dead letters at once. If ``counted`` is False, the consumer returns the rows
+    and the delivery is no attempt, because no handler began them or the consumer cannot handle rows now. The broker
+    then first answers the consumer's suspended pull without rows, because the pull would only get the same rows again.
 
-    ``lp_ranges``, each with a tag in ``lp_tags``, are rows that an ordered consumer returns without having begun with
-    them: the rows with this tag that lie in the range and belong to the LPs ``lps``. The other fields do not apply to
-    them.
+    An ordered consumer can also return rows that it has not begun by their LPs: each of ``lp_ranges`` means the rows of
+    the frame with its tag in ``lp_tags`` that lie in the range and belong to ``lps``. ``delay``, ``reason``, ``reject``
+    and ``counted`` do not apply to these rows.
     """
 
     KIND: ClassVar[int] = 25
@@ -235,7 +239,7 @@ class NackRequest(PacketHead, frozen=True):
 
 
 class DetachRequest(PacketHead, frozen=True):
-    """Detaches the consumer; its unacked rows are returned at once."""
+    """Detaches the consumer. The broker can deliver its unacked rows to other consumers at once."""
 
     KIND: ClassVar[int] = 26
     session: int
@@ -244,12 +248,13 @@ class DetachRequest(PacketHead, frozen=True):
 class LeaseRequest(PacketHead, frozen=True):
     """An ordered consumer asks for the locks of all LPs that it wants, and renews its lease.
 
-    It releases the locks that it has and does not name, once it holds none of their rows. Where an LP was in another
-    partition for a while, rows are wanted only up to the fence, because the rows of that partition come before those
-    behind the fence. ``parked`` are hashes of keys that are parked in the partition that had their rows before: the
-    broker parks them here too; keys in ``resumed`` are no longer parked there. ``route`` is the version of the route
-    that the consumer uses: if the partition knows a newer one, it delivers only rows of LPs that the older route leads
-    to.
+    - ``wants``: all LPs that the consumer wants. The broker releases its lock of every other LP once the consumer holds
+      no rows of the LP. If an LP moved away and came back, the consumer wants rows only below the fence at first,
+      because the other partition's rows come before the rows from the fence on.
+    - ``parked``: hashes of keys that are parked in the partition that had their rows before. The broker parks them too.
+    - ``resumed``: hashes of keys that are no longer parked there.
+    - ``route``: the route version that the consumer uses. Of an LP that moved here in a later version, the broker
+      delivers only the rows from before the move.
     """
 
     KIND: ClassVar[int] = 27
@@ -261,15 +266,16 @@ class LeaseRequest(PacketHead, frozen=True):
 
 
 class LeaseReply(PacketHead, frozen=True):
-    """The locks of the consumer, valid for the lease's duration from the moment it sent the request.
+    """The locks of the consumer. They are valid for ``seconds`` from the moment the consumer sent the request.
 
-    The consumer may handle the LPs in ``owned``, under the given epochs. Those in ``leaving`` are wanted by another
-    consumer with a higher epoch: the broker delivers no new rows of them, the consumer returns the rows that it has not
-    begun, and the last ack releases the lock. ``drained``: every row up to the wanted sequence is done, except for keys
-    whose hashes are in ``parked``. ``inherited`` are the parked keys that are parked only because a ``LeaseRequest``
-    named them as parked in their earlier partition. ``again``: LPs, wanted or not, that are sealed here and have
-    unfinished rows below the fence, although an earlier reply may have called them drained. ``refused``: another
-    consumer had the lock with this epoch or a higher one; ask the meta server for a new allocation.
+    - ``owned``: LPs that the consumer may handle, under the given epochs.
+    - ``leaving``: LPs that another consumer wants with a higher epoch. The broker delivers no new rows of them, the
+      consumer returns the rows that it has not begun, and the last ack releases the lock.
+    - ``drained``: LPs whose rows below the wanted sequence are all done, except rows of keys in ``parked``.
+    - ``refused``: LPs that another consumer locked with this epoch or a higher one. The consumer asks the meta server
+      for a new allocation.
+    - ``parked``: hashes of parked keys. ``inherited``: keys that are parked only because a ``LeaseRequest`` named them.
+    - ``again``: sealed LPs, wanted or not, with unfinished rows below the fence. They may have been drained before.
     """
 
     KIND: ClassVar[int] = 28
@@ -285,14 +291,14 @@ class LeaseReply(PacketHead, frozen=True):
 
 
 class RenewRequest(PacketHead, frozen=True):
-    """Renews the leases of (session, token) pairs, over any connection. The answer is ``DoneReply``."""
+    """Renews the leases of sessions, given as (session, token), over any connection. The answer is ``DoneReply``."""
 
     KIND: ClassVar[int] = 29
     sessions: list[tuple[int, int]]
 
 
 class ReadRequest(PacketHead, frozen=True):
-    """Reads rows of the partition ``name`` without a group. ``start`` as in ``AttachRequest``, or a sequence."""
+    """Reads rows of the partition ``name`` without a group, from ``start`` on (as in ``AttachRequest``)."""
 
     KIND: ClassVar[int] = 30
     name: str
@@ -327,7 +333,7 @@ class AdminReply(PacketHead, frozen=True):
 
 
 class RouteRequest(PacketHead, frozen=True):
-    """Asks a meta server for the route of a subject. With ``create``, a missing subject is created if allowed."""
+    """Asks a meta server for the route of a subject. ``create``: create a missing subject, if the server allows it."""
 
     KIND: ClassVar[int] = 50
     subject: str
@@ -337,9 +343,9 @@ class RouteRequest(PacketHead, frozen=True):
 class RouteReply(PacketHead, frozen=True):
     """The route of a subject: its partitions as (name, broker group), and the history of each LP.
 
-    ``brokers`` has the addresses of each broker group and its state: "RW", "R", "W" or "NRW"; ``metas`` are the
-    addresses of all meta servers. ``passed`` has, for each group, the sealed LPs that it has finished, as their brokers
-    reported: (index of the partition, first, end, fence).
+    ``brokers`` maps a broker group to its addresses and its state: "RW", "R", "W" or "NRW". ``metas`` are the addresses
+    of all meta servers. ``passed`` maps a consumer group to the sealed LPs that it has finished, as their brokers
+    reported, each as (index of the partition, first, end, fence).
     """
 
     KIND: ClassVar[int] = 51
@@ -356,9 +362,9 @@ class RouteReply(PacketHead, frozen=True):
 class MemberHeartbeatRequest(PacketHead, frozen=True):
     """The heartbeat of a client to a meta server, with its memberships as (subject, group, ordered).
 
-    The answer is delayed by ``wait`` seconds unless there is a change newer than ``seen``. ``leaving``: the client
-    closes and ends all its memberships. ``affinity`` are the (subject, group) of members with affinity. ``instance`` is
-    a random number: another process with the same client id has another one.
+    The meta server answers at once if there is a change newer than ``seen``, otherwise after ``wait`` seconds or at the
+    next change. ``leaving``: the client closes and ends all its memberships. ``affinity`` lists (subject, group) of the
+    members with affinity. ``instance`` is a random number that tells two processes with the same client id apart.
     """
 
     KIND: ClassVar[int] = 52
@@ -374,10 +380,9 @@ class MemberHeartbeatRequest(PacketHead, frozen=True):
 class MemberHeartbeatReply(PacketHead, frozen=True):
     """The shares of the client's members: (subject, group, "exclusive" or "shared", LPs).
 
-    Only shares that changed after ``seen`` of the request are listed: for the others the client keeps the ones that it
-    knows. ``metas`` are the addresses of all meta servers; ``routes`` the route versions of the members' subjects;
-    ``refused`` the (subject, group, code, text) of memberships that are not possible; they do not affect the other
-    ones.
+    The reply lists only shares that changed after ``seen`` of the request; the client keeps its other shares. ``metas``
+    are the addresses of all meta servers. ``routes`` maps each subject of a member to its route version. ``refused``
+    lists the memberships that are not possible, as (subject, group, code, text); the others are not affected.
     """
 
     KIND: ClassVar[int] = 53

@@ -1,11 +1,11 @@
-"""Packets: bytes in, packets out, no I/O.
+"""Splits received bytes into packets, and packs messages into packets. Does no I/O.
 
-A packet is a 16-byte header, a message as a msgpack head padded to 8 bytes, and a payload of frames. The receiver has
-the buffer for the next bytes: small packets use one buffer that all connections of a loop share; a large packet gets a
-buffer of its own, so that its payload is received in place.
+A packet is a 16-byte header, a message as a msgpack head padded to 8 bytes, and a payload of frames. The receiver
+provides the buffer for the next bytes. All connections of a loop share one buffer for small packets. A large packet
+gets its own buffer, so that its payload is not copied.
 
-Arbitrary bytes give packets or a ``ProtocolError``, with the same result for every split into pieces, and never take
-more memory than twice the bytes received.
+The receiver turns any bytes into packets or a ``ProtocolError``. The result does not depend on how the bytes were split
+into reads.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from plait.limits import KIB, MIB, PACKET_SIZE_MAX
 from plait.wire.codec import DECODERS, OPEN_HEAD_SIZE_MAX, UNDECODABLE, decode, undecodable
 from plait.wire.messages import PacketHead
 
-#: Size of the packet, kind, reserved, correlation, size of the head.
+#: Size of the packet, kind, a reserved field, correlation, size of the head.
 HEADER = struct.Struct("<IHHII")
 HEADER_SIZE = HEADER.size
 #: Size of the receive buffer that the connections of a loop share.
 SHARED_SIZE = 256 * 1024
-#: First size of a large packet's own buffer, which doubles as bytes arrive. A frame of ``send_many`` fits.
+#: The first size of a large packet's own buffer. A frame of ``send_many`` fits; for a larger packet the buffer doubles
+#: each time it is full.
 GROWTH_FIRST = 2 * MIB
 
-#: Up to this size a copy costs less than a longer list of buffers.
+#: A payload up to this size is copied into one buffer with its head, which costs less than passing several buffers.
 JOIN_SIZE_MAX = 4 * KIB
 
 Buffer = bytes | bytearray | memoryview
@@ -64,7 +65,7 @@ def write(transport: asyncio.WriteTransport, head: bytes, payload: Sequence[Buff
 
 
 class Receiver:
-    """The reading side of a connection: ``Link`` and ``Connection`` inherit from it. Not used after ``failure``."""
+    """The reading side of a connection; the base of ``Link`` and ``Connection``. After a ``failure`` it is unusable."""
 
     def __init__(self, shared: memoryview, growth_first: int | None = None) -> None:
         self._shared = shared
@@ -73,9 +74,9 @@ class Receiver:
         self._own: memoryview | None = None
         self._filled = 0
         self._size = 0
-        #: Bytes received of the packet that is still incomplete.
+        #: The number of bytes received of a packet that is not complete yet.
         self.partial_size = 0
-        #: Set when the bytes are not packets.
+        #: The error, once the receiver got bytes that are not a packet; None before.
         self.failure: ProtocolError | None = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -89,9 +90,9 @@ class Receiver:
         return self._own[self._filled :]
 
     def received(self, count: int) -> list[Packet]:
-        """The packets that are complete after ``count`` bytes arrived in the buffer; each owns its memory.
+        """The packets that are complete now that ``count`` bytes arrived in the buffer. Each packet owns its memory.
 
-        If the bytes after them are not a packet, ``failure`` is set.
+        Sets ``failure`` if the bytes after these packets are not a packet.
         """
         packets: list[Packet] = []
         data: memoryview = self._shared[:count]
@@ -136,20 +137,20 @@ class Receiver:
         return packets
 
     def end_packet(self) -> None:
-        """Free the memory of an incomplete packet. The caller closes the connection: the rest of it may follow."""
+        """Free the memory of an incomplete packet. The caller closes the connection, because the rest may yet come."""
         self._own, self._rest = None, b""
         self.partial_size = 0
 
     def _begin_own(self, data: memoryview, size: int) -> None:
         self._size = size
         self._filled = self.partial_size = len(data)
-        # Do not allocate the declared size at once: a peer that only declares a size must not cost memory.
+        # Do not allocate the declared size at once, so that a peer cannot use up memory by only declaring a size.
         room = min(size, max(self._growth_first, 2 * len(data)))
         self._own = memory(room)
         self._own[: len(data)] = data
 
 
 def memory(size: int) -> memoryview:
-    """Uninitialised memory: zeroing a large buffer costs as much as receiving into it."""
+    """Uninitialised memory, because filling a large buffer with zeros costs as much as receiving into it."""
     empty: Any = np.empty(size, np.uint8)
     return memoryview(empty).cast("B")

@@ -1,6 +1,6 @@
-"""A deterministic simulation of several processes: shipped asyncio code on simulated time, network, disks and clocks.
+"""A deterministic simulation of several processes. It runs Plait's code with simulated time, network, disks and clocks.
 
-``Simulation`` runs the processes, ``Process`` is one of them, ``Faults`` draws the faults that hit them.
+``Simulation`` runs the processes, ``Process`` is one of them, and ``Faults`` chooses the faults that hit them.
 """
 
 from plait.testing.sim.faults import Fault, FaultKind, Faults, play

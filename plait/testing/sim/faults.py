@@ -1,7 +1,7 @@
-"""``Faults``: scripts of faults for a simulation, drawn from a seed.
+"""``Faults`` makes scripts of random faults for a simulation, from a seed.
 
-A script is made before the run and is plain data: it can be printed, reduced to the fault that matters, and played. No
-fault outlasts its script.
+A script is made before the run. It is plain data, so a test can print it, reduce it to the faults that matter, and play
+it. Every fault ends before its script ends.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class Fault(NamedTuple):
     kind: FaultKind
     #: Virtual seconds after the beginning of the script.
     at: float
-    #: How long it lasts: until a killed process starts again, a paused one resumes, or a cut ends.
+    #: How long it lasts: until a killed process starts again, a paused process resumes, or a cut ends.
     seconds: float
     process: str
     #: The process at the other end of a cut.
     other: str = ""
-    #: Seconds by which a clock jumps, or disk operations before a crash.
+    #: For "jump", the seconds by which the clock jumps; for "crash_at", the number of disk operations before the crash.
     amount: float = 0.0
 
     @property
     def end(self) -> float:
-        """When it is over, in virtual seconds after the beginning of the script."""
+        """When the fault ends, in virtual seconds after the beginning of the script."""
         return self.at + self.seconds
 
     def __str__(self) -> str:
@@ -42,11 +42,14 @@ class Fault(NamedTuple):
 
 
 class Faults:
-    """Draws scripts. A kind's weight is how often it is drawn; 0 or absent: never.
+    """Makes random scripts.
 
-    Any of ``processes`` may be hit. ``disks`` are the processes that can crash during a disk operation, ``pairs`` those
-    that can be cut off from each other. Most faults are short; some last up to ``long_seconds``, which should exceed
-    every time-out that matters (a lost consumer, a lease).
+    - ``processes``: the processes that faults can hit.
+    - ``pairs``: the pairs of processes that can be cut off from each other.
+    - ``disks``: the processes that can crash during a disk operation.
+    - ``weights``: how often each kind of fault is chosen, relative to the others. A missing kind is never chosen.
+    - ``long_seconds``: the longest duration of a fault; most faults are much shorter. It should exceed every time-out
+      that matters, such as a lease.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Faults:
         self._jump_seconds = jump_seconds
 
     def script(self, seconds: float) -> list[Fault]:
-        """Faults within ``seconds``, in order of time; none lasts longer."""
+        """Random faults in order of time, which all end within ``seconds``."""
         draw = self._random
         kinds, weights = list(self._weights), list(self._weights.values())
         found: list[Fault] = []
@@ -86,7 +89,7 @@ class Faults:
 
     def _fault(self, kind: FaultKind, at: float, left: float) -> Fault:
         draw = self._random
-        # Mostly short; every fourth may be long enough for a time-out.
+        # Most faults are short. One in four may last long enough for a time-out.
         longest = self._long_seconds if draw.random() < 0.25 else self._long_seconds / 10
         lasts = min(draw.uniform(0.0, longest), left)
         if kind in ("cut", "cut_one_way"):
@@ -105,7 +108,7 @@ class Faults:
 def play(
     simulation: Simulation, script: Iterable[Fault], on_fault: Callable[[Fault], object] = lambda _: None
 ) -> float:
-    """Schedule the faults; returns the virtual time at which the last one ends. Each begin calls ``on_fault``."""
+    """Schedule the faults, and return the virtual time when the last one ends. Each fault calls ``on_fault`` first."""
     end = simulation.now
     for fault in script:
         simulation.call_later(fault.at, _begin, simulation, fault, on_fault)
@@ -123,7 +126,7 @@ def _begin(simulation: Simulation, fault: Fault, on_fault: Callable[[Fault], obj
         case "crash_at":
             if process.alive:
                 process.crash_at(int(fault.amount))
-            # Even if the disk did fewer operations.
+            # End the fault even if the disk did fewer operations and the process did not crash.
             simulation.call_later(fault.seconds, _end_crash, process)
         case "pause":
             process.pause()

@@ -1,4 +1,4 @@
-"""``Machine``: the part of a simulated process that survives a kill: the disk, the clocks and a random source."""
+"""``Machine`` is the part of a simulated process that survives a kill: its disk, its clocks and its random source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ THREAD_SECONDS = (0.00002, 0.0005)
 
 
 class Machine:
-    """Has the name of its process."""
+    """The machine of one process, with the name of the process."""
 
     def __init__(self, timeline: Timeline, name: str, drift: float) -> None:
         self.timeline = timeline
@@ -28,12 +28,12 @@ class Machine:
         self._disk: SimulatedDisk | None = None
         #: Range of the delay before work in a thread begins, and before its result arrives.
         self.thread_seconds = THREAD_SECONDS
-        #: Functions in executors may block: each runs in a real thread, which is slower.
+        #: True if functions in executors may call ``block``. Then each of them runs in a real thread, which is slower.
         self.blocking_threads = False
         #: The thread that ran last.
         self.thread: SimThread | None = None
         self.paused = False
-        #: Without power it does not even refuse connections.
+        #: False after a power loss, until the next start. A machine without power does not even refuse connections.
         self.powered = True
         self._expected: tuple[type[BaseException], ...] = ()
 
@@ -43,7 +43,7 @@ class Machine:
         if self._disk is None:
             self._disk = SimulatedDisk(seed=self.random.getrandbits(32))
         elif self._disk.crashed:
-            # Copied on demand: a kill during a write first stores a part of the write.
+            # Copy only now, and not in ``kill``, because a write that the kill interrupts first stores a part.
             self._disk = self._disk.copy() if self.powered else self._disk.after_crash(self.random)
         return self._disk
 
@@ -52,7 +52,7 @@ class Machine:
         self._disk = disk
 
     def block(self, seconds: float) -> None:
-        """Called in a thread: block it for this much virtual time. Needs ``blocking_threads``."""
+        """Block the calling thread for ``seconds`` of virtual time. Requires ``blocking_threads``."""
         if self.thread is None:
             raise RuntimeError(f"no thread of {self.name} runs; set blocking_threads and call it in an executor")
         self.thread.block(seconds)
@@ -63,7 +63,7 @@ class Machine:
         self.clock.jump(seconds)
 
     def kill(self, *, power_loss: bool = False) -> None:
-        """End the process; ``power_loss``: and lose some unsynced writes."""
+        """End the process. With ``power_loss``, some unsynced writes are lost."""
         self.paused = False
         self.powered = not power_loss
         if self._disk is not None:
@@ -74,7 +74,7 @@ class Machine:
         self._expected += kinds
 
     def failed(self, text: str, error: BaseException | None, message: str = "") -> None:
-        """Fail the simulation, unless the error is expected. ``message`` is logged if it is."""
+        """Fail the simulation, unless the error is expected. If it is expected, only log ``message``."""
         if error is not None and isinstance(error, self._expected):
             if message:
                 self.log(message)
@@ -87,7 +87,7 @@ class Machine:
         self.timeline.log(self.name, text)
 
     def unhandled(self, context: dict[str, Any]) -> None:
-        """Fail the simulation for what a loop could not handle."""
+        """Fail the simulation because of an error that a loop did not handle, unless it is expected."""
         error, message = context.get("exception"), context.get("message", "unhandled")
         where = f"in process {self.name} at {self.timeline.now:.6f} s"
         self.failed(f"{where}: {message}", error, f"{message}: {error!r} (expected)")

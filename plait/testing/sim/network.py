@@ -1,7 +1,7 @@
 """The network between simulated processes: listeners, latency and cuts.
 
-Hosts are names. "127.0.0.1", "localhost" and "::1" are one host that all processes share, so every process can reach a
-server that binds to loopback only. A cut is between two processes and has a direction.
+A host is any name. "127.0.0.1", "localhost" and "::1" mean one host that all processes share, so every process can
+reach a server that binds to loopback only. A cut stops the bytes from one process to another process.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from plait.testing.sim.timeline import Timeline
 from plait.testing.sim.transport import Address, Endpoint, Loop, Pipe
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-#: Ports for a bind to port 0.
+#: The first port that the network assigns to a bind to port 0.
 FIRST_FREE_PORT = 20_000
-#: Bytes in flight or unread, per connection and direction.
+#: Each connection gets one of these limits of the bytes that one direction has in flight or unread.
 WINDOWS = (16 * 1024, 64 * 1024, 256 * 1024, 1024 * 1024)
-#: Pause before an unanswered connection request is repeated; doubles with each repetition.
+#: The pause before an unanswered connection request is repeated. It doubles with each repetition.
 DIAL_AGAIN_SECONDS = 1.0
 
 Factory = Callable[[], asyncio.BaseProtocol]
 
 
 class Network:
-    """Made by ``Simulation``."""
+    """The network of a ``Simulation``, which creates it."""
 
     def __init__(self, timeline: Timeline, rng: random.Random) -> None:
         self.timeline = timeline
         self.random = rng
-        #: Usual latency in seconds, from and to...
+        #: The lowest and the highest usual latency, in seconds.
         self.latency_seconds = (0.00005, 0.0005)
-        #: ...and the highest latency, which is rare.
+        #: The highest latency of a spike, and the probability of a spike.
         self.spike_seconds = 0.05
         self.spike_odds = 0.01
-        #: How often a read returns only a part of the bytes that are there.
+        #: The probability that a read returns only a part of the bytes that have arrived.
         self.cut_odds = 0.1
-        #: How often a connection ends with a reset although everything was read.
+        #: The probability that a connection ends with a reset although all its bytes were read.
         self.reset_odds = 0.1
-        #: How long TCP may take to resend after a cut ends.
+        #: TCP resends at most this long after a cut ends.
         self.retry_seconds = 1.0
-        #: How long TCP resends before it gives up a connection.
+        #: The shortest and the longest time after which TCP gives up a connection, in seconds.
         self.give_up_seconds = (15.0, 30.0)
         self._listeners: dict[Address, SimListener] = {}
-        #: Address → the last process that listened there; its machine refuses connections when no process listens.
+        #: Address → the machine of the last process that listened there. It refuses connections if no process listens.
         self._owners: dict[Address, Machine] = {}
         self._endpoints: dict[Endpoint, Endpoint] = {}
         self._cuts: dict[tuple[Machine, Machine], None] = {}
@@ -82,7 +82,7 @@ class Network:
     # --- cuts -----------------------------------------------------------------------------------
 
     def cut(self, source: Machine, target: Machine, *, both: bool = True) -> None:
-        """Cut the network from ``source`` to ``target``; ``both``: and back."""
+        """Cut the network from ``source`` to ``target`` and, if ``both``, from ``target`` to ``source``."""
         self.timeline.log(source.name, f"is cut off from {target.name}" + ("" if both else ", one way"))
         self._cuts[source, target] = None
         if both:
@@ -122,7 +122,7 @@ class Network:
     # --- listening and dialling -----------------------------------------------------------------
 
     def listen(self, loop: Loop, machine: Machine, factory: Factory, host: str, port: int) -> SimListener:
-        """A server on that address."""
+        """Start a server on the address."""
         if not port:
             port, self._next_port = self._next_port, self._next_port + 1
         address = (_canonical(host), port)
@@ -140,7 +140,7 @@ class Network:
     async def connect(
         self, loop: Loop, machine: Machine, factory: Factory, host: str, port: int
     ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
-        """Connect from that loop; raises ``OSError`` as a real network does."""
+        """Connect to the address; raises ``OSError`` as a real network does."""
         dialling = _Dialling(self, loop, machine, factory, (_canonical(host), port))
         try:
             return await dialling.future
@@ -152,11 +152,11 @@ class Network:
         return self._listeners.get(address)
 
     def owner_of(self, address: Address) -> Machine | None:
-        """The process whose machine has the address."""
+        """The machine of the last process that listened on the address."""
         return self._owners.get(address)
 
     def join(self, loop: Loop, machine: Machine, listener: SimListener) -> Endpoint:
-        """Make both ends of a connection and return the near one. The far one waits to be accepted."""
+        """Make both ends of a connection and return the end of ``machine``. The listener will accept the other end."""
         port, self._next_port = self._next_port, self._next_port + 1
         here = ("127.0.0.1", port)
         one = Endpoint(self, loop, machine, here, listener.address)
@@ -170,7 +170,7 @@ class Network:
         return one
 
     def window_opened(self, reader: Endpoint) -> None:
-        """Bytes were read: the other end may send more, after the latency."""
+        """``reader`` has read bytes, so the other end may send more, after the latency."""
         writer = self._endpoints.get(reader)
         if writer is not None and writer.get_write_buffer_size() and not self.is_cut(reader.machine, writer.machine):
             self.timeline.call_later(self.latency(), writer.write_soon)
@@ -180,7 +180,7 @@ class Network:
         self._endpoints.pop(endpoint, None)
 
     def _died(self, machine: Machine, *, silent: bool) -> None:
-        """Close the sockets of a dead process; ``silent``: without notifying the peers."""
+        """Close the sockets of a dead process. If ``silent``, do not notify the peers."""
         for listener in list(self._listeners.values()):
             if listener.machine is machine:
                 self.unlisten(listener)
@@ -201,7 +201,7 @@ class SimListener(asyncio.AbstractServer):
 
     @property
     def sockets(self) -> tuple[Any, ...]:
-        """As of ``asyncio.Server``; only their names are used."""
+        """As in ``asyncio.Server``. The sockets have only a name."""
         return (_Socket(self.address),)
 
     def accept(self, endpoint: Endpoint) -> None:
@@ -221,7 +221,7 @@ class SimListener(asyncio.AbstractServer):
         self._network.unlisten(self)
 
     async def wait_closed(self) -> None:
-        """Returns at once: open connections stay open."""
+        """Return at once. Open connections stay open."""
 
     async def start_serving(self) -> None:
         """Does nothing: the server listens from the beginning."""
@@ -238,7 +238,7 @@ class _Socket:
         return self._address
 
     def fileno(self) -> int:
-        """Not a file descriptor of this machine."""
+        """Return -1, because there is no file descriptor."""
         return -1
 
 
@@ -293,7 +293,7 @@ class _Dialling:
         self.future.set_result((self._endpoint, protocol))
 
     def abandon(self) -> None:
-        """The caller was cancelled: close the connection, if there is one."""
+        """Close the connection, if there is one, because the caller was cancelled."""
         if self._endpoint is not None:
             self._endpoint.abort()
 
