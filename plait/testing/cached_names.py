@@ -41,7 +41,7 @@ class NameChange(NamedTuple):
 
 
 class CachedNames:
-    """The files of a disk by full path: as programs see them (``files``), and as far as the names are durable."""
+    """The files of a disk by full path: those that programs see (``files``), and those whose names are durable."""
 
     def __init__(self, files: dict[str, CachedFile] | None = None) -> None:
         self.files = files or {}

@@ -1,6 +1,6 @@
-"""``Process``: a simulated process on its own machine. It can be killed, paused and started again.
+"""``Process`` is a simulated process on its own machine. A test can kill, pause and restart it.
 
-The clock and the disk belong to the machine and survive a kill; memory does not.
+The clock and the disk belong to the machine and survive a kill. The memory of the process does not survive.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SimBackground:
         self._task = self._loop.create_task(work)
 
     def stop(self) -> None:
-        """Cancel its work; the loop stops when that has ended."""
+        """Cancel the work. The loop stops when the work has ended."""
         if self._task is not None and not self._task.done():
             self._task.add_done_callback(lambda _: self._loop.stop())
             self._loop.call_soon_threadsafe(self._task.cancel)
@@ -41,17 +41,17 @@ class SimBackground:
 
 
 class Process(Machine):
-    """Made by ``Simulation.process``."""
+    """A process of a simulation, made by ``Simulation.process``."""
 
     def __init__(self, timeline: Timeline, network: Network, name: str, main: Main | None, drift: float) -> None:
         super().__init__(timeline, name, drift)
         self._network = network
         self.main = main
-        #: How often it was started.
+        #: The number of times the process was started. A *life* is the time from a start to the next kill.
         self.lives = 0
-        #: How many threads with their own loops were started.
+        #: The number of threads with their own loops that were started.
         self.threads = 0
-        #: The loops of the present life, and those of all lives.
+        #: The loops of the present life by name, and the loops of all lives.
         self.loops: dict[str, SimLoop] = {}
         self.all_loops: list[SimLoop] = []
 
@@ -61,11 +61,11 @@ class Process(Machine):
 
     @property
     def alive(self) -> bool:
-        """It was started and not killed since."""
+        """True if the process was started and has not been killed since."""
         return bool(self.loops)
 
     def start(self, coroutine: Coroutine[Any, Any, Any] | None = None) -> asyncio.Task[Any]:
-        """Start the process if it is down, and run the coroutine (default: ``main``); an error fails the simulation."""
+        """Start the process if it is down, and run the coroutine (default: ``main``). An error fails the simulation."""
         task = self.spawn(coroutine)
         task.add_done_callback(self._ended)
         return task
@@ -75,7 +75,7 @@ class Process(Machine):
         if not self.alive:
             self.lives += 1
             if self._disk is not None:
-                # ``disk`` depends on ``powered``.
+                # Read ``disk`` before ``powered`` changes, because a power loss determines what it contains.
                 self._disk = self.disk
             self.powered = True
             self.log("starts")
@@ -91,20 +91,20 @@ class Process(Machine):
             self.loop().call_exception_handler({"message": "it ended with an error", "exception": error, "task": task})
 
     def loop(self, name: str = "main") -> SimLoop:
-        """The loop of that name, made at its first use; each loop represents a thread."""
+        """The loop with the given name, made at its first use. Each loop represents a thread."""
         if name not in self.loops:
             seed = f"{self.timeline.seed} {self.name} {self.lives} {name}"
-            # Signals, pipes and subprocesses raise NotImplementedError.
+            # Methods for signals, pipes and subprocesses are not implemented; they raise NotImplementedError.
             self.loops[name] = SimLoop(self, self._network, seed)  # type: ignore[abstract]
             self.all_loops.append(self.loops[name])
         return self.loops[name]
 
     def connect(self, *args: Any, **kwargs: Any) -> plait.Client:
-        """``plait.connect`` on this machine's clocks; the lease renewer runs on a loop of this process."""
+        """``plait.connect`` with this machine's clocks. The client's lease renewer runs on a loop of this process."""
         return self._adopt(plait.connect(*args, **kwargs))
 
     def app(self, *args: Any, **kwargs: Any) -> plait.App:
-        """``plait.App`` on this machine's clocks; run it with ``start(app.run())``."""
+        """``plait.App`` with this machine's clocks. Run it with ``start(app.run())``."""
         app = plait.App(*args, **kwargs)
 
         @app.on_startup
@@ -123,8 +123,8 @@ class Process(Machine):
     def kill(self, *, power_loss: bool = False) -> None:
         """Kill the process, between two turns or during one. No clean-up runs.
 
-        The disk keeps every write. With ``power_loss`` the machine stops too: some unsynced writes are lost, and peers
-        receive nothing until the next start.
+        The disk keeps every write. With ``power_loss`` the machine stops too: some unsynced writes are lost, and the
+        peers of its connections are not notified.
         """
         if not self.alive:
             return
@@ -136,7 +136,7 @@ class Process(Machine):
         self._network._died(self, silent=power_loss)
 
     def crash_at(self, operations: int) -> None:
-        """Kill the process after this many more disk operations; a write is torn at any byte."""
+        """Kill the process after this many more disk operations. A write is cut off after a random number of bytes."""
         disk = self.disk
         last = disk.operations + operations
 
@@ -153,13 +153,13 @@ class Process(Machine):
         self.start()
 
     def pause(self) -> None:
-        """Stop it as SIGSTOP does: time passes, and the network still delivers."""
+        """Stop the process as SIGSTOP does. Time passes, and its machine still receives bytes from the network."""
         if self.alive and not self.paused:
             self.log("is paused")
             self.paused = True
 
     def resume(self) -> None:
-        """Resume a paused process; it finds everything that arrived during the pause."""
+        """Resume a paused process. It then reads everything that arrived during the pause."""
         if self.paused:
             self.log("resumes")
             self.paused = False

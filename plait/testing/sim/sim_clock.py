@@ -1,7 +1,7 @@
 """The clocks of one simulated machine, made from virtual time.
 
-Each machine's ``monotonic`` has its own start and runs a little fast or slow, so that comparing the clocks of two
-machines goes wrong as it would in reality. ``now`` is wall time, which ``jump`` sets.
+Each machine's ``monotonic`` has its own start and runs a little fast or slow. So code that compares the clocks of two
+machines fails, as it would in reality. ``now`` is wall time, which ``jump`` changes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""``SimLoop``: an asyncio loop on virtual time, one of many that a ``Simulation`` drives in one thread.
+"""``SimLoop`` is an asyncio loop on virtual time. A ``Simulation`` runs many such loops in one thread.
 
-It runs turn by turn as asyncio's loop does: callbacks that are ready when a turn begins run in it, in order; those they
-make ready wait for the next turn. Between two turns any other loop may run. A turn takes a little virtual time, so no
-program can stop the clock by being busy. Functions for executors run inside the loop, in order, after a delay; their
-results arrive after another delay, as from a thread.
+The loop runs in turns, as asyncio's loop does. A turn runs, in order, the callbacks that are ready when it begins.
+Callbacks that become ready during a turn wait for the next turn. Other loops may run between two turns. A turn takes a
+little virtual time, so the clock advances even if the program never waits. Functions for executors run inside the
+loop, in order, after a delay. Their results arrive after another delay, as from a thread.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from plait.testing.simulated_disk import SimulatedCrash
 T = TypeVar("T")
 ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
-#: A turn of a loop takes this long, or up to twice that.
+#: A turn of a loop takes between this time and twice this time.
 TURN_SECONDS = 0.00001
-#: Finished tasks are dropped when the list has grown by this many.
+#: The loop removes finished tasks from its list whenever the list has grown by this many tasks.
 TASKS_KEPT = 256
-#: Attempts to end one coroutine of a dead process.
+#: The most attempts to end one coroutine of a dead process.
 BURY_TRIES = 50
 
 
@@ -53,7 +53,7 @@ class _Handle(asyncio.Handle):
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """Made by ``Process.loop``. Has time and the network, but no signals, pipes, files or subprocesses."""
+    """A loop with timers and network, but without signals, pipes, files or subprocesses. Made by ``Process.loop``."""
 
     def __init__(self, machine: Machine, network: Network, seed: str) -> None:
         self.machine = machine
@@ -67,7 +67,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._timer_number = 0
         self._cancelled = 0
-        #: When the simulation runs its next turn.
+        #: The virtual time of the loop's next turn; None: no turn is scheduled.
         self._due: float | None = None
         self._free_at = 0.0
         self._in_turn = False
@@ -97,7 +97,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._wake()
         return handle
 
-    #: One thread runs all loops.
+    #: Thread-safe as it is, because one thread runs all loops.
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_later(  # type: ignore[override]
@@ -113,7 +113,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         if self.dead:
             handle.cancel()
             return handle
-        # Only a scheduled handle reports its cancellation.
+        # asyncio calls ``_timer_handle_cancelled`` only for a scheduled handle.
         handle._scheduled = True  # type: ignore[attr-defined]
         self._timer_number += 1
         heapq.heappush(self._timers, (self.machine.clock.virtual(when + self._asleep), self._timer_number, handle))
@@ -122,7 +122,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Called by the handle. Most timers are cancelled time-outs: they must not accumulate."""
+        """Called by the handle. Remove cancelled timers when there are many: most timers are cancelled time-outs."""
         self._cancelled += 1
         if self._cancelled > 100 and 2 * self._cancelled > len(self._timers):
             self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
@@ -174,7 +174,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._in_turn = True
         chances = chance.use(self.machine.random)
         if events._get_running_loop() is not self:
-            # Not reset after the turn, because setting it is slow: the next loop's turn or ``Later`` does that.
+            # Do not reset the running loop after the turn, because that is slow. The next turn or ``Later`` sets it.
             events._set_running_loop(self)
         try:
             for _ in range(count):
@@ -189,7 +189,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._free_at = now + TURN_SECONDS * (1.0 + self._random.random())
 
     def _die(self) -> None:
-        """Stop: no callback runs any more, not even clean-up."""
+        """Stop the loop. No callback runs any more, not even clean-up."""
         self.dead = True
         self._ready.clear()
         self._timers.clear()
@@ -198,7 +198,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._blocked.clear()
 
     def _bury(self) -> None:
-        """End the unfinished coroutines of a dead loop, where they have no effect."""
+        """End the unfinished coroutines of a dead loop, without any effect on the simulation."""
         self._die()
         before = events._get_running_loop()
         events._set_running_loop(self)
@@ -208,7 +208,7 @@ class SimLoop(asyncio.AbstractEventLoop):
                 tasks, self._tasks = self._tasks, []
                 for task in tasks:
                     if not task.done():
-                        # No warning that the task was pending.
+                        # Suppress asyncio's warning that the task was still pending.
                         task._log_destroy_pending = False  # type: ignore[attr-defined]
                         _take_apart(task.get_coro())
         finally:
@@ -225,7 +225,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Task[T]:
         self._check_closed()
         task = asyncio.Task(coro, loop=self, name=name, context=context)
-        # Referenced here: a garbage-collected task would run the clean-up of a killed process.
+        # Keep a reference, because a task that is garbage-collected would run the clean-up of a killed process.
         self._tasks.append(task)
         if len(self._tasks) > self._tasks_limit:
             self._tasks = [each for each in self._tasks if not each.done()]
@@ -239,7 +239,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         future: asyncio.Future[T] = self.create_future()
         low, high = self.machine.thread_seconds
         draw = self._random.uniform
-        # Results arrive in order, so that the last one means that all threads have ended.
+        # Results arrive in order, so all threads have ended when the last result arrives.
         self._threads_run = run = max(self._threads_run, self.time() + draw(low, high))
         self._threads_answered = answered = max(self._threads_answered, run + draw(low, high))
 
@@ -370,7 +370,7 @@ def _refuse(options: dict[str, Any]) -> None:
 
 
 def _take_apart(coroutine: Any) -> None:
-    """End a coroutine that no loop will resume; whatever it awaits while it ends is ignored."""
+    """End a coroutine that no loop will resume. What it awaits while it ends is ignored."""
     for _ in range(BURY_TRIES):
         try:
             coroutine.throw(SimulatedCrash("the process is dead"))

@@ -1,4 +1,4 @@
-"""``Simulation``: several processes, their network, disks and clocks, in one thread and on one virtual time.
+"""``Simulation`` runs several processes with their network, disks and clocks, in one thread and on virtual time.
 
     with Simulation(seed=7) as sim:
         broker = sim.process("broker", serve)
@@ -6,9 +6,10 @@
         sim.run(send_something(sim.process("producer")))
         broker.kill()
 
-Every random choice follows from the seed: latencies, how reads are split, which of two ready loops runs first, and what
-shipped code draws by ``plait.chance``. So a run repeats exactly. It fails on an unhandled exception, when Plait logs an
-error, or when a wait takes too long; the failure names the command that repeats it.
+Every random choice follows from the seed: latencies, how reads are split, which of two ready loops runs first, and the
+random numbers that Plait gets from ``plait.chance``. So a run with the same seed repeats exactly. A run fails if an
+exception is not handled, if Plait logs an error, or if a wait takes too long. The failure names the command that
+repeats the run.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Simulation(Timeline):
         logging.getLogger("plait").addHandler(self._logs)
 
     def process(self, name: str, main: Main | None = None) -> Process:
-        """The process of that name, made at the first call; each start of it runs ``main``."""
+        """The process with the given name, made at the first call. Each start of the process runs ``main``."""
         process = self.processes.get(name)
         if process is None:
             drift = self.random.uniform(-DRIFT_MAX, DRIFT_MAX)
@@ -55,7 +56,7 @@ class Simulation(Timeline):
         return process
 
     def heal(self) -> None:
-        """End every fault: no cuts, no pauses, and every process with a main runs."""
+        """End every fault: end all cuts and pauses, and start every process that has a main and is down."""
         self.network.heal()
         for process in self.processes.values():
             process.resume()
@@ -63,7 +64,7 @@ class Simulation(Timeline):
                 process.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, seconds: float = RUN_SECONDS) -> T:
-        """Run the coroutine in the process "test" until it is done; all other processes run meanwhile."""
+        """Run the coroutine in the process "test" until it is done. All other processes run meanwhile."""
         task = self.process("test").spawn(coroutine)
         self.run_until(task.done, seconds=seconds, waiting_for=getattr(coroutine, "__qualname__", "it"))
         result: T = task.result()
@@ -77,7 +78,7 @@ class Simulation(Timeline):
         await asyncio.sleep(seconds)
 
     def close(self) -> None:
-        """End everything. Raises failures that only show now, such as a failed task that was never awaited."""
+        """End all processes. Raises failures that are found only now, such as a failed task that was never awaited."""
         if self._closed:
             return
         self._closed = True
@@ -118,7 +119,7 @@ class Simulation(Timeline):
 
 
 class _Logs(logging.Handler):
-    """Plait's log: a warning is an event of the trace, an error fails the simulation."""
+    """Handles Plait's log records: adds a warning to the trace, and fails the simulation for an error."""
 
     def __init__(self, simulation: Simulation, allowed: tuple[str, ...]) -> None:
         super().__init__(logging.WARNING)

@@ -1,7 +1,7 @@
-"""``SimThread``: a function of a simulated process that may block for virtual time, as a ``def`` handler does.
+"""``SimThread`` runs a function of a simulated process that may block for virtual time, as a ``def`` handler does.
 
-The function runs in its own thread, but never in parallel with the simulation: control passes back and forth, so that
-only one of them runs at any moment and a seed repeats exactly.
+The function has its own thread, but never runs in parallel with the simulation. While the function runs, the simulation
+waits, and while the simulation runs, the function waits. So a run with the same seed repeats exactly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from plait.testing.simulated_disk import SimulatedCrash
 
 
 class SimThread:
-    """Runs ``function``. ``resume`` runs it until it blocks or ends; ``block`` is what the function calls."""
+    """Runs ``function``. The simulation calls ``resume``, and the function calls ``block``."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -23,7 +23,7 @@ class SimThread:
         self._thread = threading.Thread(target=self._run, name="plait-simulated", daemon=True)
         self.result: Any = None
         self.error: BaseException | None = None
-        #: For how long it blocks; None: it has ended.
+        #: The virtual seconds for which the function blocks; None: it has ended.
         self.blocked: float | None = 0.0
 
     def resume(self) -> None:
@@ -34,14 +34,14 @@ class SimThread:
         self._back.acquire()
 
     def kill(self) -> None:
-        """End the function where it blocks: its process is dead."""
+        """End the function where it blocks, because its process is dead."""
         if self.blocked is not None and self._thread.ident is not None:
             self._killed = True
             self.resume()
             self._thread.join()
 
     def block(self, seconds: float) -> None:
-        """Called in the thread: block for this much virtual time."""
+        """Block for ``seconds`` of virtual time. Only the function itself calls this, in its thread."""
         self.blocked = seconds
         self._back.release()
         self._go.acquire()

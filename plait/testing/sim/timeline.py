@@ -1,6 +1,6 @@
-"""``Timeline``: virtual time, its scheduled events, their trace, and the failures that end a run.
+"""``Timeline`` has the virtual time of a simulation, the scheduled events, the trace, and the failures that end a run.
 
-Every random choice follows from the seed, such as which of two events of one instant comes first.
+Every random choice follows from the seed, for example which of two events at the same time comes first.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from plait.testing.sim.trace import Trace
 
-#: A run that takes longer than this, in virtual time, is stuck.
+#: A run that takes longer than this, in virtual time, fails because it is stuck.
 RUN_SECONDS = 3600.0
-#: A run with more steps is stuck, too.
+#: A run with more steps fails too.
 STEPS_MAX = 5_000_000
 
 
@@ -30,7 +30,7 @@ class _Event(Protocol):
 
 
 class Later:
-    """A scheduled call, outside of any process."""
+    """A scheduled call that belongs to no process."""
 
     __slots__ = ("_arguments", "_callback", "cancelled")
 
@@ -40,7 +40,7 @@ class Later:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Do not call it."""
+        """Cancel the call."""
         self.cancelled = True
 
     def _fire(self, due: float) -> None:
@@ -65,7 +65,7 @@ class Timeline:
         self._defects: list[BaseException] = []
 
     def call_later(self, seconds: float, callback: Callable[..., object], *arguments: Any) -> Later:
-        """Call ``callback`` after virtual time, outside of any process: for faults and the network."""
+        """Call ``callback`` after ``seconds`` of virtual time, outside of any process, as faults and the network do."""
         later = Later(callback, arguments)
         self._push(self.now + seconds, later)
         return later
@@ -83,7 +83,7 @@ class Timeline:
     def run_until(
         self, condition: Callable[[], object], *, seconds: float = RUN_SECONDS, waiting_for: str = "the condition"
     ) -> None:
-        """Run until the condition, checked after every step, holds; raises after ``seconds`` of virtual time."""
+        """Run until the condition holds; it is checked after every step. Raises after ``seconds`` of virtual time."""
         if not self._step_until(condition, self.now + seconds):
             left = "no event is left" if not self._heap else f"{seconds:g} s have passed"
             raise SimulationFailed(f"{waiting_for} is not done and {left}")
@@ -93,7 +93,7 @@ class Timeline:
         hooks = sys.get_asyncgen_hooks()
         outer = events._get_running_loop()
         events._set_running_loop(None)
-        # A dropped generator is closed by the loop that runs at that moment.
+        # The loop that runs when an asynchronous generator is garbage-collected closes the generator.
         sys.set_asyncgen_hooks(firstiter=None, finalizer=_close_generator)
         try:
             while not condition():

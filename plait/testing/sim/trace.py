@@ -1,6 +1,6 @@
 """The events of a simulation: the last ones as text, and a digest of all.
 
-Two runs with equal digests were the same, event by event and byte by byte.
+Two runs with equal digests had the same events and sent the same bytes.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import deque
 from zlib import crc32
 
-#: Events that can be printed after a failure.
+#: The number of events that are kept as text, to be printed after a failure.
 TRACE_SIZE = 400
 
 
 class Trace:
-    """A bounded ring of lines."""
+    """The digest of all events, and the text of the last ones."""
 
     def __init__(self, size: int = TRACE_SIZE) -> None:
         self._events: deque[tuple[float, str, str]] = deque(maxlen=size)

@@ -1,8 +1,9 @@
-"""A simulated TCP connection: two ``Endpoint``s, which are asyncio transports, and a ``Pipe`` each way between them.
+"""A simulated TCP connection: two ``Endpoint``s, which are asyncio transports, and a ``Pipe`` in each direction.
 
-A pipe is the kernels' part. It takes as many bytes as the window allows and delivers them in order after the network's
-latency. While the network is cut it holds them; it resends them when the cut ends, and gives up after a time. It works
-while a process is paused. For a killed process it sends an end of stream, or a reset if bytes were unread.
+A pipe does the work of the two kernels. It accepts as many bytes as the window allows and delivers them in order after
+the network's latency. During a cut of the network it holds the bytes. It resends them when the cut ends, and gives up
+after a time. It also works while a process is paused. When a process is killed, the pipe sends an end of stream, or a
+reset if the process left bytes unread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 HIGH_DEFAULT = 64 * 1024
 #: The most bytes that ``Protocol.data_received`` gets.
 READ_MAX = 256 * 1024
-#: Two deliveries of one pipe are never at the same instant.
+#: The shortest time between two deliveries of one pipe, so that they are never at the same time.
 INSTANT = 1e-9
 
 Address = tuple[str, int]
@@ -33,7 +34,7 @@ RESET = "reset"
 
 
 class SimSegment:
-    """The bytes that one turn wrote, in flight; or the end of the stream."""
+    """Bytes in flight that were written at one time, or the end of the stream."""
 
     __slots__ = ("data", "end", "written")
 
@@ -55,17 +56,17 @@ class Pipe:
         self.outstanding = 0
         self._last: SimSegment | None = None
         self._arrival = 0.0
-        #: Segments that a cut stopped; they are resent.
+        #: Segments that a cut stopped. The pipe resends them when the cut ends.
         self.held: deque[SimSegment] = deque()
         self._retrying = False
 
     @property
     def room(self) -> int:
-        """How many bytes it takes now."""
+        """The number of bytes that the pipe accepts now."""
         return max(self._window - self.outstanding, 0)
 
     def push(self, data: bytes) -> None:
-        """Send bytes; those of one instant travel together."""
+        """Send bytes. Bytes that are written at the same time are sent as one segment."""
         self.outstanding += len(data)
         last, now = self._last, self._network.timeline.now
         if last is not None and last.written == now and not last.end:
@@ -95,7 +96,7 @@ class Pipe:
         self._deliver(segment)
 
     def retry(self) -> None:
-        """A cut may have ended: resend the held segments after a pause."""
+        """Resend the held segments after a pause, because a cut may have ended."""
         if self.held and not self._retrying:
             self._retrying = True
             self._network.timeline.call_later(self._network.retry_pause(), self._retry)
@@ -140,11 +141,11 @@ class Endpoint(asyncio.Transport):
         self.out: Pipe = cast(Pipe, None)
         self.into: Pipe = cast(Pipe, None)
         self._protocol: asyncio.BaseProtocol | None = None
-        #: The socket exists.
+        #: True until the kernel's socket is closed.
         self.kernel_open = True
         self._unread: deque[memoryview] = deque()
         self._unread_size = 0
-        #: How the stream has ended, once everything is read.
+        #: ``FIN`` once the end of the stream has arrived. The process notices it after it has read everything.
         self._end = ""
         self._error: OSError | None = None
         self._giving_up: Later | None = None
@@ -175,14 +176,14 @@ class Endpoint(asyncio.Transport):
     # --- the kernel's side ----------------------------------------------------------------------
 
     def arrived(self, data: bytes) -> None:
-        """Bytes arrived."""
+        """Called when bytes arrive."""
         self._network.timeline.trace.mix(b"%s %d %d" % (self.machine.label, len(data), crc32(data)))
         self._unread.append(memoryview(data))
         self._unread_size += len(data)
         self._look()
 
     def ended(self, how: str) -> None:
-        """The peer's kernel sent an end of stream or a reset."""
+        """Called when an end of stream or a reset of the peer arrives."""
         if how == RESET:
             self.broke(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
         else:
@@ -190,7 +191,7 @@ class Endpoint(asyncio.Transport):
             self._look()
 
     def broke(self, error: OSError) -> None:
-        """The connection broke; the process notices when it reads or writes."""
+        """Break the connection. The process notices it when it reads or writes."""
         self._answered()
         self._error = error
         self._look()
@@ -198,7 +199,7 @@ class Endpoint(asyncio.Transport):
             self.loop.call_soon(self._fatal, error)
 
     def unanswered(self) -> None:
-        """Sent bytes are not confirmed: give up the connection after a time."""
+        """Give up the connection after a time, because sent bytes are not confirmed."""
         if self._giving_up is None:
             seconds = self._network.give_up_pause()
             self._giving_up = self._network.timeline.call_later(seconds, self._give_up)
@@ -216,12 +217,12 @@ class Endpoint(asyncio.Transport):
             self.broke(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
 
     def healed(self) -> None:
-        """Neither direction is cut any more."""
+        """Called when neither direction is cut any more."""
         self._answered()
         self.write_soon()
 
     def vanish(self, *, silent: bool) -> None:
-        """The process is dead; ``silent``: its machine, too."""
+        """Close the socket of a dead process. ``silent``: its machine lost power, so the peer is not notified."""
         if self.kernel_open:
             self._buffer.clear()
             self._buffer_size = 0
@@ -243,7 +244,7 @@ class Endpoint(asyncio.Transport):
     # --- reading --------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Let the process read if something is unread and reading is not paused."""
+        """Let the process read if there are unread bytes and reading is not paused."""
         if self._read_scheduled or self._reading_paused or self._closing or self._protocol is None:
             return
         if self._unread or self._end or self._error is not None:
@@ -325,7 +326,7 @@ class Endpoint(asyncio.Transport):
         self.write(b"".join(list_of_data))
 
     def write_soon(self) -> None:
-        """The kernel may take more bytes: the peer has read some, or a cut has ended."""
+        """Write more soon, because the peer has read bytes or a cut has ended."""
         if self._buffer and not self._write_scheduled:
             self._write_scheduled = True
             self.loop.call_soon(self._write_more)
