@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.storage.ranges import Range, Ranges
+from plait.storage.ranges import Range, Ranges, count_of
 
 
 class Failures:
@@ -68,11 +68,3 @@ class Failures:
     def load(self, state: tuple[bytes, bytes, bytes]) -> None:
         """Restore the state of a checkpoint."""
         self.dead, self.failing, self.resent = map(Ranges.unpack, state)
-
-
-def count_of(pieces: list[Range]) -> int:
-    """The number of sequences in the ranges."""
-    count = 0
-    for start, end, _ in pieces:
-        count += end - start
-    return count

@@ -207,3 +207,11 @@ class Ranges:
         del self._starts[low:high]
         del self._ends[low:high]
         del self._attempts[low:high]
+
+
+def count_of(pieces: list[Range]) -> int:
+    """The number of sequences in the ranges."""
+    count = 0
+    for start, end, _ in pieces:
+        count += end - start
+    return count

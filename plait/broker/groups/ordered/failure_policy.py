@@ -21,9 +21,8 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH
 from plait.storage.cursor import Cursor
 from plait.storage.due_ranges import DueRanges
-from plait.storage.failures import count_of
 from plait.storage.logs.action_log import Action
-from plait.storage.ranges import Range, joined
+from plait.storage.ranges import Range, count_of, joined
 
 STRICT = "strict"
 
