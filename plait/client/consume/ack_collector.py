@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from plait import tasks
 from plait.client.consume.ack_spool import AckSpool
 from plait.client.consume.delivered import DeliveredFrame, Deliveries
-from plait.client.consume.failure import EpochRange
-from plait.client.consume.outcomes import PendingOutcomes, split_ack, split_nack
+from plait.client.consume.failure import EpochRange, FailureOutcome
+from plait.client.consume.outcomes import PendingOutcomes
 from plait.errors import PlaitError, StaleSession, Timeout, Unavailable
 from plait.limits import ClientLimits
 from plait.model.reason import Reason
@@ -34,9 +33,6 @@ log = logging.getLogger("plait.client")
 #: With several partitions, the collector waits this long for further acks of a frame before it sends: rows are handled
 #: one after another, and one ack request per row and partition would cost more than the rows.
 LINGER_SECONDS = 0.001
-#: Nack requests in flight at a time. If every row has its own reason there is one request per row, and waiting for each
-#: reply in turn would be slow.
-REQUESTS_MAX = 64
 
 
 class AckCollector:
@@ -61,8 +57,6 @@ class AckCollector:
         self._task: asyncio.Task[None] | None = None
         #: Callers of ``flush`` that wait for the answer to an ack of ``_send_acks``.
         self._waiting: list[asyncio.Future[None]] = []
-        #: The latest write of the spool.
-        self._writing: asyncio.Future[None] | None = None
         self._error: PlaitError | None = None
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -87,7 +81,7 @@ class AckCollector:
         self.pending.new_session()
         self.deliveries.reasons_from, self.deliveries.attempts = attached.reasons_from, attached.attempts
         self._attached.set()
-        if self.pending or self.deliveries.unsent:
+        if self.pending.acks or self.pending.nacks or self.deliveries.unsent:
             self._schedule()
 
     def detached(self) -> None:
@@ -109,8 +103,8 @@ class AckCollector:
     @property
     def under_way(self) -> bool:
         """There are outcomes that the broker does not have yet."""
-        reported = self.deliveries.unsent or self.deliveries.inbox
-        return bool(reported or self.pending or self._in_flight is not None or self._running)
+        reported = self.deliveries.unsent or self.deliveries.inbox or self.pending.acks or self.pending.nacks
+        return bool(reported) or self._in_flight is not None or (self._task is not None and not self._task.done())
 
     @property
     def quiet(self) -> bool:
@@ -144,7 +138,7 @@ class AckCollector:
 
     def _start(self) -> None:
         self.deliveries.scheduled = False
-        if self.deliveries.closed or self._in_flight is not None or self._running:
+        if self.deliveries.closed or self._in_flight is not None or (self._task is not None and not self._task.done()):
             # The task, or the answer to the request in flight, sends the rest.
             return
         try:
@@ -158,10 +152,6 @@ class AckCollector:
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         self._task = tasks.start(work, "plait-acks", failed=self._defect)
 
-    @property
-    def _running(self) -> bool:
-        return self._task is not None and not self._task.done()
-
     def _defect(self, error: Exception) -> None:
         self._error = tasks.error_of(error)
         self._client.failed(self._error)
@@ -172,23 +162,24 @@ class AckCollector:
         Returns False if some outcomes are not acks, or if they do not fit into one request.
         """
         self.gather()
-        link, session = self._link, self._session
-        if not self.pending:
+        link, session, pending = self._link, self._session, self.pending
+        if not pending.acks and not pending.nacks:
             return True
-        if link is None or link.closed or (request := self.pending.only_ack(session)) is None:
+        if link is None or link.closed or (request := pending.only_ack(session)) is None:
             return False
         self._client.progressed()
-        sending = self._in_flight = self.pending.take()
+        sending = self._in_flight = pending.take()
         link.call(request, partial(self._acked, sending, session))
         return True
 
     def _acked(self, sending: PendingOutcomes, session: int, _: Any, __: memoryview, error: PlaitError | None) -> None:
         """The answer to an ack of ``_send_acks``."""
         self._in_flight = None
+        pending = self.pending
         try:
             if error is None:
                 self._client.outcomes_stored()
-                if (self.deliveries.unsent or self.pending) and not self.deliveries.scheduled:
+                if (self.deliveries.unsent or pending.acks or pending.nacks) and not self.deliveries.scheduled:
                     self._start()
             else:
                 self._put_back(sending, session)
@@ -216,23 +207,21 @@ class AckCollector:
 
     async def _send_all(self) -> None:
         """Send until nothing is pending. Outcomes that are added meanwhile leave with the next request."""
+        pending = self.pending
         while True:
             self.gather()
-            if self.pending:
+            if pending.acks or pending.nacks:
                 self._client.progressed()
             link = self._link
-            if not self.pending or link is None or link.closed:
+            if not (pending.acks or pending.nacks) or link is None or link.closed:
                 # Without a link they are sent after the next attach.
                 if await self._save_and_recheck():
                     continue
                 return
-            sending, session = self.pending.take(), self._session
+            sending, session = pending.take(), self._session
             self._in_flight = sending
             try:
-                # Nacks first: the broker must not store an ack before the nacks that were reported with it.
-                await self._send_nacks(link, session, sending)
-                for ack in split_ack(sending.ack(session)):
-                    await link.request(ack)
+                await sending.send(link, session, self._warn_of_dead)
                 self._in_flight = None
                 self._client.outcomes_stored()
             except BaseException as error:
@@ -241,8 +230,7 @@ class AckCollector:
                 self._put_back(sending, session)
                 if not isinstance(error, PlaitError):
                     # The loop may be ending, so the spool is written here and not in a thread.
-                    write = self._spool_write()
-                    if write is not None:
+                    if self._spool is not None and (write := self._spool.change(self.partition, *pending.plain())):
                         write()
                     raise
                 failure = error
@@ -267,35 +255,19 @@ class AckCollector:
             return False
         return True
 
-    async def _send_nacks(self, link: Link, session: int, sending: PendingOutcomes) -> None:
-        """Send all nacks and remove those that the broker has stored. After all replies, raises the first error."""
-        nacks = [(failed, nack) for failed in sending.failures() for nack in split_nack(sending.nack(session, failed))]
-        unanswered = Counter(failed for failed, _ in nacks)
-        for at in range(0, len(nacks), REQUESTS_MAX):
-            some = nacks[at : at + REQUESTS_MAX]
-            answers = await asyncio.gather(*(link.request(nack) for _, nack in some), return_exceptions=True)
-            for (failed, _), answer in zip(some, answers, strict=True):
-                if isinstance(answer, BaseException):
-                    continue
-                unanswered[failed] -= 1
-                if not unanswered[failed]:
-                    sending.confirm(failed)
-                if answer.dead:
-                    log.warning(
-                        "%d message%s of %s went to the dead letters of group %s: %s",
-                        answer.dead,
-                        "" if answer.dead == 1 else "s",
-                        self._client.partition,
-                        self._client.terms.group,
-                        failed.reason or Reason(),
-                    )
-            for answer in answers:
-                if isinstance(answer, BaseException):
-                    raise answer
+    def _warn_of_dead(self, count: int, failed: FailureOutcome) -> None:
+        log.warning(
+            "%d message%s of %s went to the dead letters of group %s: %s",
+            count,
+            "" if count == 1 else "s",
+            self._client.partition,
+            self._client.terms.group,
+            failed.reason or Reason(),
+        )
 
     async def flush(self) -> None:
         """Wait until the broker has every ack and nack reported so far."""
-        deliveries = self.deliveries
+        deliveries, pending = self.deliveries, self.pending
         while True:
             if deliveries.inbox:
                 deliveries.absorb()
@@ -309,7 +281,7 @@ class AckCollector:
                 if not task.cancelled() and (error := task.exception()) is not None:
                     raise error
                 continue
-            if self._in_flight is None and not self.pending and not deliveries.unsent:
+            if self._in_flight is None and not (pending.acks or pending.nacks or deliveries.unsent):
                 return
             loop = deliveries.check_open()
             if self._in_flight is not None:
@@ -331,16 +303,10 @@ class AckCollector:
 
     # --- the spool ------------------------------------------------------------------------------
 
-    def _spool_write(self) -> Callable[[], None] | None:
-        """The write that saves the pending outcomes in the spool; None: no spool, or it is up to date."""
-        return None if self._spool is None else self._spool.change(self.partition, *self.pending.plain())
-
     async def _save(self) -> None:
         """Write the pending outcomes to the spool, if any. Outcomes that arrive meanwhile need another write."""
-        write = self._spool_write()
-        if write is not None:
-            self._writing = asyncio.get_running_loop().run_in_executor(None, write)
-            await asyncio.shield(self._writing)
+        if self._spool is not None:
+            await self._spool.save(self.partition, *self.pending.plain())
 
     async def _save_and_recheck(self) -> bool:
         """``_save``; returns True if there are outcomes to send or to save by now."""
@@ -348,7 +314,7 @@ class AckCollector:
             return False
         await self._save()
         up = self._link is not None and not self._link.closed
-        return bool(self.deliveries.unsent) or (up and bool(self.pending))
+        return bool(self.deliveries.unsent or (up and (self.pending.acks or self.pending.nacks)))
 
     async def close(self, *, flush: bool = True) -> None:
         """Send the pending outcomes (if ``flush``) within ``request_seconds``. Then acks and nacks raise ``Closed``."""
@@ -365,5 +331,5 @@ class AckCollector:
             await asyncio.gather(self._task, return_exceptions=True)
         self._wake_waiting()
         await self._save()
-        if self._writing is not None:
-            await self._writing
+        if self._spool is not None:
+            await self._spool.saved()

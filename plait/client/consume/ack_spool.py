@@ -7,6 +7,7 @@ partition, so the next process must use the same client id to find it.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import os
@@ -82,6 +83,8 @@ class AckSpool:
         self._number = 0
         self._written = 0
         self._lock = threading.Lock()
+        #: The latest write of ``save``.
+        self._writing: asyncio.Future[None] | None = None
 
     def load(self) -> SpooledOutcomes | None:
         """The outcomes that an earlier process could not send; None: there are none, or the file cannot be read."""
@@ -114,6 +117,18 @@ class AckSpool:
         self._wanted = data
         self._number += 1
         return functools.partial(self._write, self._number, data)
+
+    async def save(self, partition: int, acks: list[EpochRange], nacks: Nacks) -> None:
+        """Replace the spooled outcomes. The write continues if the caller is cancelled."""
+        write = self.change(partition, acks, nacks)
+        if write is not None:
+            self._writing = asyncio.get_running_loop().run_in_executor(None, write)
+            await asyncio.shield(self._writing)
+
+    async def saved(self) -> None:
+        """Wait for the latest write."""
+        if self._writing is not None:
+            await self._writing
 
     def _write(self, number: int, data: bytes | None) -> None:
         """Write the file, from any thread. A change older than the one already written is skipped."""

@@ -6,7 +6,9 @@ ranges, which are valid in every session.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from msgspec.structs import replace
@@ -19,7 +21,11 @@ from plait.client.consume.ordered.returned_ranges import RangesByFrame, by_logic
 from plait.client.consume.row_runs import Run
 from plait.limits import FAILED_RANGES_MAX, REQUEST_RANGES_MAX
 from plait.wire import messages as m
+from plait.wire.link import Link
 
+#: Nack requests in flight at a time. If every row has its own reason there is one request per row, and waiting for each
+#: reply in turn would be slow.
+REQUESTS_MAX = 64
 #: The number of returned ranges from which it pays to express them by LP instead.
 SCATTERED_MIN = 16
 
@@ -30,8 +36,9 @@ class PendingOutcomes:
     def __init__(self, holds: KeyHolds | None = None) -> None:
         #: The keys that failed rows hold back; None: the consumer is not ordered.
         self.holds = holds
-        self._acks: RangesByFrame = {}
-        self._nacks: dict[FailureOutcome, RangesByFrame] = {}
+        #: Acked rows, and failed rows by failure outcome.
+        self.acks: RangesByFrame = {}
+        self.nacks: dict[FailureOutcome, RangesByFrame] = {}
         #: Keys with failures among these outcomes.
         self._failing: list[FailedKeys] = []
 
@@ -39,52 +46,53 @@ class PendingOutcomes:
 
     def collect(self, frames: Iterable[DeliveredFrame]) -> None:
         """Add the outcomes of the frames' rows."""
-        outcomes: Iterable[FrameOutcomes] = ((frame, *frame.collect()) for frame in frames)
-        if self.holds is not None:
-            outcomes = self.holds.apply(list(outcomes))
+        outcomes: list[FrameOutcomes] = []
+        failed = False
+        for frame in frames:
+            acks, nacks = frame.collect()
+            outcomes.append((frame, acks, nacks))
+            failed = failed or bool(nacks)
+        if failed and self.holds is not None:
+            outcomes = self.holds.apply(outcomes)
         for frame, acks, nacks in outcomes:
             if acks:
-                _put(frame, self._acks, acks)
-            for failed, runs in nacks.items():
+                _put(frame, self.acks, acks)
+            for how, runs in nacks.items():
                 if runs:
-                    _put(frame, self._nacks.setdefault(failed, {}), runs)
+                    _put(frame, self.nacks.setdefault(how, {}), runs)
 
     def add(self, acks: list[EpochRange], nacks: Nacks) -> None:
         """Add outcomes from the spool of an earlier process, or of an earlier session."""
         if acks:
-            self._acks.setdefault(None, []).extend(acks)
+            self.acks.setdefault(None, []).extend(acks)
         for failed, ranges in nacks.items():
-            self._nacks.setdefault(failed, {}).setdefault(None, []).extend(ranges)
+            self.nacks.setdefault(failed, {}).setdefault(None, []).extend(ranges)
 
     # --- to the broker --------------------------------------------------------------------------
 
-    def __bool__(self) -> bool:
-        """There are pending outcomes."""
-        return bool(self._acks or self._nacks)
-
     def clear(self) -> None:
         """Discard all outcomes."""
-        self._acks, self._nacks = {}, {}
+        self.acks, self.nacks = {}, {}
 
     def take(self) -> PendingOutcomes:
         """Remove and return all outcomes, for sending."""
         taken = PendingOutcomes(self.holds)
-        taken._acks, taken._nacks = self._acks, self._nacks
-        self._acks, self._nacks = {}, {}
-        if self.holds is not None:
+        taken.acks, taken.nacks = self.acks, self.nacks
+        self.acks, self.nacks = {}, {}
+        if taken.nacks and self.holds is not None:
             taken._failing = self.holds.unknown()
         return taken
 
     def give_back(self, unsent: PendingOutcomes) -> None:
         """Put back outcomes that could not be sent, before those that were added meanwhile."""
-        later, self._acks = self._acks, unsent._acks
-        _join(self._acks, later)
-        for failed, ranges in unsent._nacks.items():
-            _join(self._nacks.setdefault(failed, {}), ranges)
+        later, self.acks = self.acks, unsent.acks
+        _join(self.acks, later)
+        for failed, ranges in unsent.nacks.items():
+            _join(self.nacks.setdefault(failed, {}), ranges)
 
     def plain(self) -> tuple[list[EpochRange], Nacks]:
         """All outcomes as sequence ranges, which are valid in every session."""
-        return _plain(self._acks), {failed: _plain(ranges) for failed, ranges in self._nacks.items()}
+        return _plain(self.acks), {failed: _plain(ranges) for failed, ranges in self.nacks.items()}
 
     def new_session(self) -> None:
         """A new session starts: the tags of these outcomes belong to an earlier one."""
@@ -94,20 +102,16 @@ class PendingOutcomes:
 
     def only_ack(self, session: int) -> m.AckRequest | None:
         """All outcomes as one request; None: some are not acks, or they do not fit into one request."""
-        request = None if self._nacks else self.ack(session)
+        request = None if self.nacks else self.ack(session)
         return None if request is None or len(request.ranges) > REQUEST_RANGES_MAX else request
 
     def ack(self, session: int) -> m.AckRequest:
         """The request for the acked rows; it may have no ranges."""
-        return m.AckRequest(session, *_flat(self._acks))
-
-    def failures(self) -> list[FailureOutcome]:
-        """The distinct failure outcomes."""
-        return list(self._nacks)
+        return m.AckRequest(session, *_flat(self.acks))
 
     def nack(self, session: int, failed: FailureOutcome) -> m.NackRequest:
         """The request for the rows with one failure outcome."""
-        found = self._nacks[failed]
+        found = self.nacks[failed]
         if failed != UNBEGUN or sum(map(len, found.values())) < SCATTERED_MIN:
             ranges, tags = _flat(found)
             return m.NackRequest(session, ranges, *failed, tags=tags)
@@ -115,12 +119,40 @@ class PendingOutcomes:
         ranges, tags = _flat(rest)
         return m.NackRequest(session, ranges, *failed, tags=tags, lps=lps, lp_ranges=lp_ranges, lp_tags=lp_tags)
 
+    async def send(self, link: Link, session: int, dead: Callable[[int, FailureOutcome], None]) -> None:
+        """Send all outcomes and wait for the replies; calls ``dead`` with the number of messages that became letters.
+
+        Nacks first: the broker must not store an ack before the nacks that were reported with it.
+        """
+        await self._send_nacks(link, session, dead)
+        for ack in split_ack(self.ack(session)):
+            await link.request(ack)
+
+    async def _send_nacks(self, link: Link, session: int, dead: Callable[[int, FailureOutcome], None]) -> None:
+        """Send all nacks and remove those that the broker has stored. After all replies, raises the first error."""
+        nacks = [(failed, nack) for failed in self.nacks for nack in split_nack(self.nack(session, failed))]
+        unanswered = Counter(failed for failed, _ in nacks)
+        for at in range(0, len(nacks), REQUESTS_MAX):
+            some = nacks[at : at + REQUESTS_MAX]
+            answers = await asyncio.gather(*(link.request(nack) for _, nack in some), return_exceptions=True)
+            for (failed, _), answer in zip(some, answers, strict=True):
+                if isinstance(answer, BaseException):
+                    continue
+                unanswered[failed] -= 1
+                if not unanswered[failed]:
+                    self.confirm(failed)
+                if answer.dead:
+                    dead(answer.dead, failed)
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+
     def confirm(self, failed: FailureOutcome) -> None:
         """Remove the rows with one failure outcome: the broker has stored them."""
-        for frame, ranges in self._nacks.pop(failed).items():
+        for frame, ranges in self.nacks.pop(failed).items():
             if frame is not None and failed == UNBEGUN:
                 frame.given_back(ranges)
-        if not self._nacks and self.holds is not None:
+        if not self.nacks and self.holds is not None:
             self.holds.stored(self._failing)
 
 

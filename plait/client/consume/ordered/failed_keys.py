@@ -66,8 +66,6 @@ class KeyHolds:
 
     def apply(self, outcomes: list[FrameOutcomes]) -> list[FrameOutcomes]:
         """Add what failures among the outcomes mean for later rows of their keys."""
-        if not any(nacks for _, _, nacks in outcomes):
-            return outcomes
         failing = self._failing_in(outcomes)
         if failing is None:
             return outcomes
