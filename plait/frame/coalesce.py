@@ -1,8 +1,8 @@
 """Joining several small frames into one.
 
 A broker that receives single messages from many producers in one loop turn stores them as one frame with a run table,
-because a frame costs a reader as much as fifty of its rows. The parts were validated before, and the result gets its
-own checksum. Each part is only sliced: one join per column copies the bytes of all parts.
+because reading a frame costs as much as reading fifty of its rows. The parts were validated before, and the result gets
+its own checksum. Each part is only sliced; one join per column copies the bytes of all parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plait.frame.columns import FIXED_WIDTHS, VARIABLE, Codec, Column
 from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 
-#: Frames larger than this are not joined: it would cost more than it saves.
+#: Frames larger than this are not joined, because the join would cost more than it saves.
 COALESCE_SIZE_MAX: Final = 16 * 1024
 
 #: Columns whose rows can be concatenated.

@@ -38,7 +38,7 @@ class Column(IntEnum):
     PRIORITY = 7
     TAGS = 16
     HEADERS = 17
-    #: The number of each row in the schedule of its subject; this frame settles it.
+    #: The number of each row in the schedule of its subject. The frame settles these numbers: the rows no longer wait.
     SCHEDULE = 18
     #: Not a column of rows: the broker's note about a frame in the retained log.
     NOTE = 19

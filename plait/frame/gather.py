@@ -1,4 +1,4 @@
-"""Builds new frames from rows of many frames, in any order. Rows keep their message ids."""
+"""Builds new frames from rows of many frames, in any order. The rows keep their message ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait.model.logical_partitions import NO_KEY_HASH
 
 #: Columns that are absent if a row has no value; in other columns the row is empty then.
 _KIND_BITS: Final = 1 << Column.SEND_TIME | 1 << Column.PRIORITY
-#: Smaller columns are not compressed again: it would save little.
+#: Smaller columns are not compressed again, because that would save little.
 PACKED_SIZE_MIN: Final = 4096
 
 
@@ -28,7 +28,7 @@ class Gathered:
     def __init__(self, sets: Sequence[RowPicks], order: Int64s | None = None) -> None:
         """``order``: the index of each row, counted over all sets; None: the order of the sets."""
         self.count = sum(map(len, sets)) if order is None else len(order)
-        #: Some rows were compressed in their frames, and may be many times larger now.
+        #: True if some rows were compressed in their frames; they may be many times larger now.
         self._packed = any(each.packed for each in sets)
         bits = _joined([each.bits for each in sets], order)
         self._kinds = bits & np.uint32(_KIND_BITS)
@@ -118,7 +118,7 @@ class Gathered:
         return assemble(columns, count=stop - start, producer=producer, first=first, previous=previous, flags=flags)
 
     def _encoded(self, column: int, raw: list[Buffer]) -> Encoded:
-        """A variable column, compressed if its rows were: a small frame must not fill the disk when it is delivered."""
+        """A variable column, compressed if its rows were, so that a small compressed frame does not fill the disk."""
         if self._packed and column in COMPRESSIBLE and (size := sum(map(len, raw))) >= PACKED_SIZE_MIN:
             packed = deflate(b"".join(raw), Codec.ZSTD)
             if 2 * len(packed) <= size:

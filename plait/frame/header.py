@@ -13,7 +13,7 @@ offset type field                    meaning
 4      u32  size                     whole frame, header and padding included; a multiple of 8
 8      u32  count                    rows
 12     u32  columns                  bit set: low 16 mandatory, high 16 skippable
-16     u64  producer                 producer id (0 with a run table, as are the next two, unless it was forwarded)
+16     u64  producer                 producer id (with a run table this and the next two are 0, unless forwarded)
 24     u64  first                    producer sequence of row 0; the rows count up from it
 32     u64  previous                 the producer's last sequence in this partition before this frame
 40     u32  crc                      CRC-32C of bytes 0-39 and 80-size
@@ -61,8 +61,8 @@ assert STAMP_OFFSET + STAMP.size == STAMP_CRC_OFFSET
 
 #: The rows are not idempotent: ``previous`` has no meaning, and no producer state is stored (oneway sends).
 FLAG_UNSEQUENCED: Final = 1
-#: A broker forwarded the rows to another partition: the header names that broker as the producer, which makes the frame
-#: idempotent; the run table has the message ids of the rows.
+#: A broker forwarded the rows to another partition. The header names that broker as the producer, so that a resend of
+#: the frame is stored once. The run table has the message ids of the rows.
 FLAG_FORWARDED: Final = 2
 FLAGS_KNOWN: Final = FLAG_UNSEQUENCED | FLAG_FORWARDED
 FLAGS_MANDATORY: Final = 0x0F

@@ -1,8 +1,8 @@
 """Rows of stored frames, found by arithmetic.
 
 The *place* of a frame in a buffer (a mapped file) is a fixed-length record with the positions of its columns. Rows are
-found by arithmetic on arrays of places: the cost depends on the number of rows taken, not on the number of frames or on
-their other rows. The caller has verified the frames.
+found by arithmetic on arrays of places. The cost depends on the number of rows taken, not on the number of frames or on
+the other rows of these frames. The caller has verified the frames.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class RowPicks:
         *,
         packed: bool = False,
     ) -> None:
-        """``packed``: the rows were compressed in their frame."""
+        """``packed``: True if the rows were compressed in their frame."""
         self.packed = packed
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(buffer, np.uint8)
         size = len(self._bytes)

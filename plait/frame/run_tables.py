@@ -1,4 +1,4 @@
-"""The two tables that a stored frame may have: the producers of its rows, and which rows of the original it contains.
+"""The two tables that a stored frame may have: the producers of its rows, and which rows of its original it contains.
 
 A broker writes them. Readers check them like all other columns: a table that does not fit the rows of its frame is a
 ``FrameError``.
@@ -24,7 +24,7 @@ Offsets = npt.NDArray[np.int32]
 I32: Final[np.dtype[np.int32]] = np.dtype("<i4")
 _BINARY: Final = pa.binary()
 #: The rows of one producer in a joined frame. ``crc`` is the checksum of the frame that the producer sent: it
-#: distinguishes a resend from other rows with the same producer sequences. 0 if rows were cut or gathered.
+#: distinguishes a resend from other rows with the same producer sequences. ``crc`` is 0 if rows were cut or gathered.
 RUN: Final = np.dtype([("producer", "<u8"), ("first", "<u8"), ("rows", "<u4"), ("crc", "<u4"), ("previous", "<u8")])
 assert RUN.itemsize == RUN_SIZE
 #: A table of ``RUN``.
@@ -126,7 +126,7 @@ def select_rows(offsets: Offsets, data: memoryview, rows: npt.NDArray[np.int64])
     if last - first + 1 == len(rows):
         start, end = int(offsets[first]), int(offsets[last + 1])
         return offsets[first : last + 2] - I32.type(start), data[start:end]
-    # Not pa.array(rows), which imports pandas: the first import takes as long as a pull lock may take to move.
+    # Not pa.array(rows), which imports pandas: that import may last as long as the whole move of a pull lock.
     index = pa.Array.from_buffers(pa.int64(), len(rows), [None, pa.py_buffer(np.ascontiguousarray(rows, np.int64))])
     array = wrap_binary(offsets, data).take(index)
     _, new_offsets, new_data = array.buffers()

@@ -1,8 +1,8 @@
 """Slices of a stored frame, by row range or row mask, as buffers to write one after another.
 
 Raw columns are cut, never re-encoded. A compressed column is sent whole, with the row selection in another column. The
-source is verified first: a slice gets its own checksum, which must not cover damaged bytes. Columns that this version
-does not know are left out, because it cannot cut them.
+source is verified first, because a slice gets its own checksum, which must not cover damaged bytes. Columns that this
+version does not know are left out, because it cannot cut them.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def _selected(
                 if codec == _RAW or sum(map(len, gathered)) <= len(data):
                     columns.append((number, _RAW, gathered))
                 else:
-                    # All rows compressed are smaller than these rows raw: a frame of zeros must not fill a disk.
+                    # The compressed column with all rows is smaller than these rows raw. A frame of zeros must not fill
+                    # a disk.
                     columns.append((number, Codec(codec), [data]))
             elif number in COMPRESSIBLE and codec in (Codec.ZSTD, Codec.LZ4):
                 columns.append((number, Codec(codec), [data]))

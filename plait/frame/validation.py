@@ -1,4 +1,4 @@
-"""Checks that any consumer can read each row; ``FrameView.validate`` runs them before a broker stores a frame.
+"""Checks that every row can be read by any consumer. ``FrameView.validate`` runs them before a broker stores a frame.
 
 A frame is checked once, when a broker receives it. Whole columns are checked as arrays; frames with few rows are
 checked row by row, which is faster for them.

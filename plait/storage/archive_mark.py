@@ -1,4 +1,4 @@
-"""The archive mark: a note in a data directory that records how far it is archived. Retention reads it.
+"""The archive mark: a note in a data directory that records how far its logs are archived. Retention reads it.
 
 The archiver writes the mark after its commit, so the mark never claims more than the archive has. A missing or
 unreadable mark means that nothing is archived: retention then keeps everything that waits for an archive.

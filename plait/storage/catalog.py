@@ -45,9 +45,10 @@ class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
     batch: int
     #: The rows are delayed: each has a due time.
     delayed: bool = False
-    #: "": open for rows; "publishing": the rows are being copied to the partition that consumers read; "moved": the
-    #: keys have moved to other partitions, so the rows are copied from here instead of being published; "expired": the
-    #: batch was not committed in time, and the rows are gone.
+    #: "": the stage accepts rows.
+    #: "publishing": the rows are being copied to the partition that consumers read.
+    #: "moved": the keys have moved to other partitions, so the driver copies the rows there instead.
+    #: "expired": the batch was not committed in time, and the rows are gone.
     state: str = ""
 
 
@@ -73,17 +74,19 @@ class PartitionRow(msgspec.Struct, frozen=True):
     deleted: bool = False
     #: "" for a partition that consumers read, else ``SCHEDULE``, ``STAGE`` or ``FORWARD``.
     kind: str = ""
-    #: The logical partitions that the partition takes; None: all.
+    #: The logical partitions whose rows the partition accepts; None: all.
     lps: list[Lps] | None = None
     #: The logical partitions that are sealed, with their fences.
     fences: list[Fence] = []
     #: The route version that set ``lps``.
     route: int = 0
-    #: The first route version in which the partition takes any logical partition; 0: none yet.
+    #: The first route version in which the partition accepts rows of any logical partition; 0: none yet.
     since: int = 0
-    #: (sequence, logical partitions that the partition took from there on), ascending: for the LPs of keyless rows.
+    #: (sequence, the logical partitions whose rows the partition accepts from that sequence on), ascending. Rows
+    #: without a key get one of these LPs.
     taken: list[tuple[int, list[Lps]]] = []
-    #: Logical partitions that were opened after the partition was created: first sequence and route version.
+    #: Logical partitions that were opened after the partition was created, each with its first sequence and the route
+    #: version that opened it.
     reopened: list[Reopened] = []
     #: For the kind ``STAGE``; ``name`` is then the partition that the rows are published to.
     stage: Stage | None = None
@@ -104,7 +107,7 @@ def catalog_frame(
     """
     columns = [body_column([_encoder.encode(row) for row in rows])]
     if padding:
-        # Not zeros: a scan takes a sector of zeros for one that never reached the disk.
+        # Not zeros, because a scan concludes from a sector of zeros that it never reached the disk.
         columns.append((Column.NOTE, Codec.RAW, [b"\xff" * padding]))
     stamp = pack_stamp(CATALOG, 0, time, durable, epoch)
     return assemble(columns, count=len(rows), producer=0, first=1, previous=previous_end, flags=0, stamp=stamp)

@@ -2,8 +2,8 @@
 
 State is divided into shards. A checkpoint writes only the shards that changed (R1), and a manifest with the file, size
 and checksum of every shard. The manifest comes last: it is written, synced and renamed, and its directory is synced.
-Until then the previous checkpoint counts. The last five checkpoints are kept; if the newest one is not readable in
-full, the one before it is used.
+Until then the previous checkpoint is the valid one. The last five checkpoints are kept. If the newest checkpoint is not
+readable in full, recovery uses the one before it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     #: The state contains all action frames with a lower number, whatever their offset.
     action_index: int
-    #: Written by an orderly stop: if nothing follows in the logs, the data epoch continues.
+    #: True if an orderly stop wrote the checkpoint. If nothing follows in the logs, the next start continues its data
+    #: epoch.
     clean: bool
     time: int
     next_partition: int
@@ -81,7 +82,7 @@ class Checkpoints:
         self.last: CheckpointManifest | None = None
         #: Checkpoints that could not be read, with the reason.
         self.rejected: list[str] = []
-        #: (last checkpoint that may use the file, path) of replaced files.
+        #: (number of the last checkpoint that may use the file, path) of replaced files.
         self._replaced: list[tuple[int, str]] = []
 
     def load(self) -> LoadedCheckpoint | None:
@@ -183,12 +184,12 @@ class Checkpoints:
                 self.disk.remove(f"{DIRECTORY}/{name}")
 
     def replaced(self, path: str) -> None:
-        """A file that checkpoints refer to, a consume log or a bucket, is not in use any more."""
+        """Record that the broker no longer uses a consume log or bucket file, which checkpoints may still refer to."""
         self._replaced.append((self.last.number if self.last else 0, path))
 
     def unneeded(self, number: int, in_use: Callable[[str], bool]) -> list[str]:
-        """The replaced files that no checkpoint needs that is kept beside the checkpoint ``number``."""
-        # A file that a failed checkpoint left behind may be in use again under the same name.
+        """The replaced files that none of the kept checkpoints needs, when ``number`` is the newest checkpoint."""
+        # After a failed checkpoint, a replaced file may be in use again under the same name.
         replaced = [(after, path) for after, path in self._replaced if not in_use(path)]
         self._replaced = [(after, path) for after, path in replaced if number <= after + KEEP]
         return [path for after, path in replaced if number > after + KEEP]

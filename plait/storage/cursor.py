@@ -4,11 +4,11 @@ The position is one sequence, ``next``, plus exceptions: the ranges that are hel
 be delivered again, and ranges that wait for a retry. The same methods apply an event when it happens and when it is
 replayed.
 
-A shared group has one cursor, of which each consumer holds ranges. An ordered group has cursors that cover every row of
-the partition: usually one per consumer, for the LPs that it owns, and one for each key that a failed message holds
-back, so that the failure delays only that key. The ranges of a cursor contain only *its* rows: [100, 200) means the
-rows of the cursor with these sequences, and other cursors have other rows there. So splitting a cursor reads no rows:
-both parts keep the ranges.
+A shared group has one cursor, and each consumer holds ranges of it. An ordered group has several cursors, which
+together cover every row of the partition. Usually there is one cursor per consumer, for the LPs that the consumer owns,
+and one for each key that a failed message holds back, so that the failure delays only that key. The ranges of a cursor
+contain only *its* rows: [100, 200) means the rows of this cursor with these sequences; the rows between them belong to
+other cursors. So splitting a cursor reads no rows, because both parts keep the same ranges.
 """
 
 from __future__ import annotations
@@ -86,29 +86,29 @@ class Cursor:
         self.slot = -1
         #: Hashes of the keys that have their own cursors; a set as soon as there are any.
         self.without: set[int] | frozenset[int] = NO_KEYS
-        #: Every row below was delivered at least once, or skipped.
+        #: Every row below this sequence was delivered at least once, or skipped.
         self.next = start
-        #: Holder → the ranges that it holds. Of a shared group the holder is a consumer, of an ordered group the tag of
-        #: a delivery to the owner.
+        #: Holder → the ranges that it holds. In a shared group the holder is a consumer; in an ordered group it is the
+        #: tag of a delivery to the owner.
         self.held: dict[int, Ranges] = {}
         #: The individual rows in ``held``; None: they were not looked up.
         self.held_rows: HeldRows | None = None
-        #: Below this sequence ``held`` may have parts without a row of the cursor, which no ack will settle. They have
-        #: to be trimmed (0: none).
+        #: Below this sequence, ``held`` may have parts that contain no row of the cursor. No ack will ever remove these
+        #: parts, so they have to be trimmed. 0: there are none.
         self.untrimmed_until = 0
-        #: Unacked and not held: delivered again before new rows.
+        #: Rows that are neither acked nor held. They are delivered again before new rows.
         self.returned = Ranges()
-        #: Unacked, not held, and not due yet.
+        #: Rows that are neither acked nor held, and wait for the due time of their retry.
         self.waiting = DueRanges()
         #: The consumer that has the locks of the LPs; 0: none.
         self.owner = 0
-        #: The LPs are to move to another consumer: the owner gets no new rows.
+        #: True if the LPs are to move to another consumer: the owner gets no new rows.
         self.leaving = False
         #: The owner wants only rows below this sequence; 0: all.
         self.limit = 0
-        #: A dead letter holds back the key until an operator resumes or skips it.
+        #: True if a dead letter holds back the key until an operator resumes or skips the key.
         self.parked = False
-        #: The sequence of that dead letter; -1: it is in the partition that had the key before.
+        #: The sequence of that dead letter; -1: the dead letter is in the partition that had the key before.
         self.letter = -1
 
     def chooses(self, lps: Lps, hashes: Hashes | None) -> npt.NDArray[np.bool_]:
@@ -173,17 +173,17 @@ class Cursor:
 
     @property
     def busy(self) -> LpSet:
-        """The LPs of which the owner holds rows; all LPs if the rows were not looked up."""
+        """The LPs with rows that the owner holds; all LPs if the rows were not looked up."""
         if not self.held:
             return np.zeros(len(self.lps), bool)
         return self.lps if self.held_rows is None else self.held_rows.counts > 0
 
     def settled(self, start: int, end: int, holder: int | None = None) -> int:
-        """[start, end) is done, dead or delivered: remove it, and move ``next`` past it.
+        """Remove [start, end), which is done, dead or delivered, from all ranges, and move ``next`` past it.
 
-        Rows that ``next`` jumps over were not delivered, or their delivery was not recorded: they are returned. A late
-        ack cancels a retry that waits (R11). Returns the number of sequences that the holder had, or that were returned
-        or waiting.
+        Rows that ``next`` jumps over were not delivered, or their delivery was not recorded, so they become returned
+        rows. A late ack cancels a waiting retry (R11). Returns how many of the sequences the holder held, or were
+        returned or waiting.
         """
         new = max(end - max(start, self.next), 0)
         if new:
@@ -217,7 +217,7 @@ class Cursor:
             self.returned.add(start, end, attempt)
 
     def skipped(self, start: int, end: int) -> tuple[list[Range], int]:
-        """[start, end) can never be delivered: what was returned or waiting, and how many sequences were not done."""
+        """Skip [start, end), which cannot be delivered. Returns its returned or waiting ranges, and its undone count."""
         lost = [*self.returned.remove(start, end), *self.waiting.remove(start, end)]
         count = count_of(lost)
         if start <= self.next < end:
@@ -227,9 +227,9 @@ class Cursor:
 
     @property
     def ready(self) -> bool:
-        """True if there is something to deliver again; it is in ``returned`` then."""
+        """True if there are rows to deliver again. They are in ``returned`` then."""
         if not self.returned.length and self.waiting.length:
-            # One due time at a time, without merging: joining many ranges with many others would take long.
+            # One due time at a time, because merging the ranges of many due times would take long.
             due = self.waiting.pop_released()
             if due is not None:
                 self.returned = due
@@ -325,7 +325,7 @@ class Cursor:
         return [piece for held in self.held.values() for piece in held]
 
     def dump(self, *, durable_holds: bool) -> CursorState:
-        """The state for a checkpoint. Where deliveries are not logged, held ranges count as returned."""
+        """The state for a checkpoint. Where deliveries are not logged, held ranges are stored as returned ranges."""
         returned, held = self.returned, self.held
         if not durable_holds:
             returned, held = returned.copy(), {}

@@ -21,7 +21,7 @@ def known_identity(disk: Disk) -> str | None:
         return None
     known = disk.read(PATH)
     if not re.fullmatch(rb"[0-9a-f]{%d}" % (2 * _SIZE), known):
-        # With a new name it would count as another directory, and its whole log would be archived again.
+        # With a new name, the archiver would see another directory and archive its whole log again.
         raise DataDirError(
             f"{PATH} in the data directory is damaged. If the directory was archived, write its name to the file again "
             f"({2 * _SIZE} hexadecimal digits; the archive's manifest lists it among its sources as <group>-<name>). "

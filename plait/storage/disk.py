@@ -1,11 +1,13 @@
-"""All disk access of Plait, behind one small interface.
+"""All disk access of Plait, through one small interface.
 
 Storage code opens, writes, syncs, maps, renames and lists files only through a ``Disk``, so that a simulated disk with
 faults can replace it (``plait.testing.simulated_disk``). Both pass the same contract tests.
 
-The fault model of the rest of storage: of the writes that were not synced, any subset may survive a crash, torn at 512
-bytes; a created, renamed or removed name is durable only after its directory was synced; after a failed sync the data
-may be gone, and the sync is never retried.
+The rest of storage assumes these faults:
+
+- Of the writes that were not synced, any subset may survive a crash, torn at multiples of 512 bytes.
+- A created, renamed or removed name is durable only after a sync of its directory.
+- After a failed sync the data may be gone; storage never retries a sync.
 
 Paths are POSIX strings relative to the disk's root.
 """
@@ -29,19 +31,19 @@ from plait.limits import KIB
 #: pwritev takes at most this many buffers a call (Linux IOV_MAX).
 IOV_MAX = 1024
 #: Bytes that one call writes. For larger writes Linux allocates page cache in blocks of megabytes. In a virtual machine
-#: that returns free memory to its host, the host has to provide those blocks first: 5 to 9 ms per MiB instead of 0.2
-#: (docs/adr/0017).
+#: that returns free memory to its host, the host has to provide those blocks first, which takes 5 to 9 ms per MiB
+#: instead of 0.2 ms (docs/adr/0017).
 WRITE_SIZE = 128 * KIB
-#: Data regions of a file to query at most: more queries take longer than reading the file.
+#: The most data regions of a file to ask the file system for: more queries take longer than reading the file.
 DATA_PIECES_MAX = 1000
 
 #: A memoryview must have items of one byte, so that its length is its size.
 Buffer = bytes | bytearray | memoryview
 
 
-#: The lock file: its lock is held by the server that uses the directory.
+#: The lock file. The server that uses the directory holds its lock.
 LOCK = "LOCK"
-#: The directory in a node's data directory that has those of its additional broker groups.
+#: The directory, inside a node's data directory, that has the data directories of its additional broker groups.
 GROUPS = "groups"
 
 

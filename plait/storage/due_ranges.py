@@ -22,7 +22,8 @@ class DueRanges:
 
     def __init__(self, entries: Iterable[Due] = ()) -> None:
         self._at: dict[int, Ranges] = {}
-        #: Heap of future due times. A due time whose ranges were all removed stays until it has passed.
+        #: Heap of future due times. A due time stays in the heap until it has passed, even if all its ranges were
+        #: removed.
         self._moments: list[int] = []
         #: The due times in the heap. Not a set: an empty set takes 216 bytes, and most groups have nothing waiting.
         self._known: dict[int, None] = {}

@@ -3,7 +3,8 @@
 Without the mark, a log whose oldest files were deleted by mistake looks like one that retention shortened, and bytes
 that were overwritten after the last checkpoint look like a torn tail. Retention writes the mark before it removes
 files, and the server writes it once a second while the log grows. A mark is 20 bytes, overwritten in place within one
-sector, so it needs no space on a full disk. It is written after the sync that it records, so an old mark is still true.
+sector, so it needs no space on a full disk. It is written after the sync that it records, so an old mark is still
+correct.
 """
 
 from __future__ import annotations

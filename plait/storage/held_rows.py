@@ -1,7 +1,7 @@
 """The individual rows of a cursor that its owner holds, as arrays, to find the logical partitions (LPs) they are in.
 
-The ranges of a cursor do not tell, because rows of other cursors lie in the same ranges. The rows are looked up once,
-when LPs are to move to another owner. Each LP can then move as soon as its own last row is done.
+The ranges of a cursor do not show this, because rows of other cursors lie in the same ranges. The rows are looked up
+once, when LPs are to move to another owner. Each LP can then move as soon as its own last row is done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HeldRows:
     def __init__(self, rows: Mapping[int, HeldRowArrays]) -> None:
         """``rows``: delivery tag → rows."""
         self._rows = dict(rows)
-        #: Delivery tag → which rows are no longer held, or were moved to another cursor.
+        #: Delivery tag → a mask of its rows: True if a row is no longer held, or was moved to another cursor.
         self._gone = {tag: np.zeros(len(each.lps), bool) for tag, each in rows.items()}
         #: The number of held rows of each LP.
         self.counts = np.zeros(LOGICAL_PARTITIONS, np.int64)
@@ -44,7 +44,7 @@ class HeldRows:
             self.counts += _counted(each.lps)
 
     def let_go(self, tag: int, start: int, end: int) -> None:
-        """The rows in [start, end) are no longer held."""
+        """Record that the rows in [start, end) are no longer held."""
         rows = self._rows[tag]
         low, high = np.searchsorted(rows.sequences, (start, end)).tolist()
         gone = self._gone[tag][low:high]

@@ -64,7 +64,8 @@ class ProducerWindow:
         #: Stored runs, four numbers each: first and previous producer sequence, partition sequence of the first row,
         #: and the row count with the checksum in the upper 32 bits. Objects would take six times the memory.
         self.numbers = array("Q")
-        #: (after, through): producer sequences lost to damage between stored ones; a resend of them is new.
+        #: (after, through): the rows with producer sequences in (after, through] were lost to damage, although later
+        #: rows are stored. A resend of them is stored as new.
         self.holes: list[tuple[int, int]] = []
 
     @property
@@ -205,7 +206,7 @@ class ProducerTable:
 
     @staticmethod
     def _fill(window: ProducerWindow, previous: int, last: int) -> None:
-        """A lost run was resent: shrink the hole that it was in."""
+        """Shrink the hole of a lost run that was resent."""
         for index, (after, through) in enumerate(window.holes):
             if after == previous:
                 if last >= through:

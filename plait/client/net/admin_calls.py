@@ -73,7 +73,7 @@ class Calls:
     async def _all(
         self, places: list[PartitionNode], ask: Callable[[PartitionNode], Awaitable[_T]]
     ) -> list[tuple[PartitionNode, _T]]:
-        """Ask all partitions at once. Leaves out those without the subject or the group; raises if all lack it."""
+        """Ask all partitions at once. Leaves out partitions without the subject or the group; raises if none has it."""
         answers = await asyncio.gather(*(ask(place) for place in places), return_exceptions=True)
         found: list[tuple[PartitionNode, _T]] = []
         missing: PlaitError | None = None

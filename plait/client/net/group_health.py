@@ -1,8 +1,8 @@
 """Measures how fast broker groups answer. Rows that may go to any partition avoid slow or failing groups for a while.
 
-Pure: the time is passed in. The answer time of a group is smoothed: one slow answer changes little, and a slow broker
-is detected after a few. The slower a group, the longer it is avoided; after that it gets its share of rows again and is
-measured from the start.
+Pure: the time is passed in. The answer time of a group is smoothed, so one slow answer changes little, and a slow
+broker is detected after a few answers. The slower a group, the longer it is avoided. After that time the group gets its
+share of rows again, and the measurement starts again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 #: The weight of the newest answer in the smoothed time.
 SMOOTHING: Final = 0.25
-#: (minimum smoothed answer time in seconds, seconds for which the group is avoided); the last match counts.
+#: (minimum smoothed answer time in seconds, seconds for which the group is avoided); the last matching pair applies.
 SLOW: Final = ((0.5, 2.0), (1.0, 5.0), (3.0, 15.0), (15.0, 60.0))
 #: A failed send counts as an answer after this time.
 FAILURE_SECONDS: Final = 3.0
@@ -34,13 +34,13 @@ class GroupHealth:
         self.changes = 0
 
     def answered(self, group: str, seconds: float, now: float) -> None:
-        """A send was answered after ``seconds``."""
+        """Record that a send was answered after ``seconds``."""
         known = self._groups.get(group)
         if known is None:
             known = self._groups[group] = _GroupRecord()
             known.seconds = seconds
         elif known.avoided_until and known.avoided_until <= now:
-            # The group was avoided for a while: its earlier answer time no longer counts.
+            # The group was avoided for a while, so its earlier answer time is no longer used.
             known.seconds, known.avoided_until = seconds, 0.0
         else:
             known.seconds += SMOOTHING * (seconds - known.seconds)
@@ -52,7 +52,7 @@ class GroupHealth:
             self.changes += 1
 
     def failed(self, group: str, now: float) -> None:
-        """A send was refused, or the broker could not be reached."""
+        """Record that a send was refused, or that the broker could not be reached."""
         known = self._groups.setdefault(group, _GroupRecord())
         known.seconds = max(known.seconds, FAILURE_SECONDS)
         self._avoid(known, now)
@@ -63,7 +63,7 @@ class GroupHealth:
         self.changes += 1
 
     def changed(self) -> None:
-        """Something else changed: which brokers are connected, or the route."""
+        """Record that the connected brokers or the route have changed."""
         self.changes += 1
 
     def avoided_until(self, group: str) -> float:

@@ -33,7 +33,7 @@ class Node:
         #: The error of every request after the node is closed.
         self.closed: PlaitError | None = None
         self.last_error: PlaitError | None = None
-        #: ``open`` waits for the first connection.
+        #: True while ``open`` waits for the first connection.
         self._opening = False
         #: The connection errors that were logged since the last connection.
         self._reported: set[str] = set()
@@ -43,11 +43,11 @@ class Node:
         self.on_lost: list[Callable[[], None]] = []
         #: When the last packet of the server arrived (loop time).
         self.last_contact = 0.0
-        #: Since when there is no link (loop time); undefined while there is one.
+        #: When the link was lost (loop time); undefined while there is a link.
         self.down_since = 0.0
         #: The broker group of the last link.
         self.group = ""
-        #: It serves blocking code: errors name ``plait.sync``, and messages may be acked from any thread.
+        #: True if the node serves blocking code: errors name ``plait.sync``, and any thread may ack messages.
         self.blocking = False
 
     @property
@@ -63,7 +63,7 @@ class Node:
 
     @property
     def alone(self) -> bool:
-        """There is only one address, so every link leads to the same server."""
+        """True if there is only one address, so that every link leads to the same server."""
         return len(self._addresses) == 1
 
     def start(self) -> None:
@@ -92,12 +92,12 @@ class Node:
             self._addresses = list(addresses)
 
     def learn(self, addresses: list[str]) -> None:
-        """Use these addresses in addition to the original ones; replaces those of an earlier call."""
+        """Use these addresses in addition to the original ones. They replace the addresses of an earlier call."""
         self._addresses = list(dict.fromkeys([*self._given, *addresses]))
 
     @property
     def resting(self) -> bool:
-        """It was started, and does not connect now."""
+        """True if the node was started and does not connect now."""
         return self._loop is not None and self._task is None
 
     def rest(self) -> None:

@@ -14,7 +14,7 @@ class RateLimit:
     def __init__(self, rate: float, burst_seconds: float, *, start: float = -math.inf) -> None:
         self._rate = rate
         self._burst_seconds = burst_seconds
-        #: When the rate has caught up with everything taken.
+        #: The time at which everything taken so far is within the rate.
         self._paid = start
 
     def take(self, count: float, now: float) -> float:

@@ -11,7 +11,7 @@ from plait.client.net.router import Router, SubjectRoute
 from plait.errors import DiskFull, FlowControl, LimitExceeded, PlaitError, ReadOnly
 from plait.limits import ClientLimits
 
-#: The meta server cannot create the subject now: the request fails without another attempt.
+#: Errors of a meta server that cannot create the subject now. The request fails without another attempt.
 _FINAL: Final = (ReadOnly, DiskFull, FlowControl, LimitExceeded)
 
 
@@ -45,11 +45,11 @@ class RouteLookup:
         self._subject = subject
         self._found = found
         self._failed = failed
-        #: No route is known: a cached one will do.
+        #: True while no route is known: a cached route is good enough then.
         self.first = True
         #: The newest route version that a broker has reported.
         self._wanted = 0
-        #: The pause before the next request; grows until the owner sets it to 0, because the route was right.
+        #: The pause before the next request. It grows until a route proves right and the owner sets the pause to 0.
         self.backoff = 0.0
         #: Why the last request failed.
         self.error: PlaitError | None = None

@@ -34,7 +34,7 @@ class RouteSpan(NamedTuple):
 
     #: The index of the partition in the route.
     partition: int
-    #: The sequence at which these rows end; None: the partition takes new rows.
+    #: The sequence at which these rows end; None: the partition accepts new rows.
     fence: int | None
 
 
@@ -64,17 +64,17 @@ class SubjectRoute:
         }
         #: Broker group → its addresses and its state ("RW", "R", "W", "NRW").
         self.brokers = found.brokers
-        #: LP → the index of the partition that takes its rows.
+        #: LP → the index of the partition that accepts its rows.
         self.table: npt.NDArray[np.int64] = np.zeros(LOGICAL_PARTITIONS, np.int64)
         for first, end, spans in self.histories:
             self.table[first:end] = spans[-1].partition
 
     def open(self) -> list[int]:
-        """The indexes of the partitions that take new rows."""
+        """The indexes of the partitions that accept new rows."""
         return sorted(set(self.table.tolist()))
 
     def writable(self, group: str) -> bool:
-        """Whether a broker group takes sends."""
+        """Whether a broker group accepts sends."""
         _, state = self.brokers.get(group, ([], "NRW"))
         return "W" in state and state != "NRW"
 
@@ -228,7 +228,7 @@ class Router:
         return next((subject for subject, route in self._routes.items() if group in route.brokers), None)
 
     async def _look_for(self, group: str) -> None:
-        """Check whether a broker group that is in no route still exists; stop connecting to a removed one."""
+        """Check whether a broker group that is in no route still exists. Stop connecting to a removed group."""
         try:
             found = await self.find_brokers()
         except PlaitError as error:

@@ -79,10 +79,11 @@ class OpenRows:
         self._delayed = delayed
         self._frame_bytes = producer.limits.frame_bytes
         self._frame_count = producer.limits.frame_count
-        #: The rows are sealed at the end of this loop turn.
+        #: True if the rows are to be sealed at the end of this loop turn.
         self._urgent = False
-        #: If no frame waits, open rows are sealed early with this row: half of what the last frame had. After a frame
-        #: of one row it is the first, because the sender probably awaits each of its sends.
+        #: If no frame waits, open rows are sealed early when the row with this number is added. The number is half the
+        #: row count of the last frame. After a frame of one row it is the number of the first row, because the sender
+        #: probably awaits each of its sends.
         self._ahead = AHEAD_COUNT // 2 - 1
         self._linger: asyncio.TimerHandle | None = None
         self.start()
@@ -96,7 +97,7 @@ class OpenRows:
         self.size = 0
         #: The due time of each row; None: the rows are not delayed.
         self.dues: list[int] | None = None
-        #: No row has tags, headers or a due time.
+        #: True while no row has tags, headers or a due time.
         self.plain = True
         if self._delayed:
             self.dues, self.plain = [], False
@@ -154,7 +155,7 @@ class OpenRows:
         """Add a row that is sent at the end of this loop turn, with the other rows of the turn.
 
         Returns the batch that gets the result, and the row's number in it. When no frame waits, the first half of many
-        rows, or a single row, is sent early, so that the broker works on it while the client adds the others.
+        rows, or a single row, is sent early, so that the broker works on these rows while the client adds the rest.
         """
         bodies, batch = self.bodies, self.batch
         row = len(bodies)
@@ -255,7 +256,7 @@ class OpenRows:
         self._push(SentFrame(parts, batch, size, producer.loop.time() + producer.limits.send_seconds))
 
     def fail(self, error: PlaitError) -> None:
-        """Remove all rows: their sends raise ``error``."""
+        """Remove all rows; the calls that sent them raise ``error``."""
         if self._linger is not None:
             self._linger.cancel()
             self._linger = None

@@ -1,4 +1,4 @@
-"""The way to one partition: the link to its broker, and its number there. Oneway rows go straight over it."""
+"""The connection to one partition: the link to its broker, and its number there. Sends oneway rows directly."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ class PartitionLink:
 
     @property
     def connected(self) -> bool:
-        """There is a link to the broker."""
+        """True if there is a link to the broker."""
         return self.link is not None and not self.link.closed
 
     @property
     def busy(self) -> bool:
-        """Oneway rows wait, or a request runs."""
+        """True if oneway rows wait, or a request runs."""
         return bool(self._oneway.bodies) or self._task is not None
 
     def renew(self, link: Link) -> None:
-        """There is a new link."""
+        """Use a new link."""
         self.link = link
         if self.number is not None and (link.welcome is None or link.welcome.epoch != self._epoch):
             # A broker that lost the tail of its log may have given the number to another partition.
@@ -121,7 +121,7 @@ class PartitionLink:
             await self._find()
         rows, producer = self._oneway, self._producer
         if rows.bodies and rows.batch.first + len(rows.bodies) != producer.oneway_next:
-            # The producer sequences of a frame must be consecutive, and another partition took some in between.
+            # The producer sequences of a frame must be consecutive, and rows of another partition got some in between.
             self.seal_oneway()
         rows.add(body, key, tags, headers)
         number = producer.take_oneway(1)

@@ -5,13 +5,13 @@ in doubt and are resent in order over the next link; the broker recognizes the o
 permanently refuses a frame, its rows fail or move to another partition (``SubjectSender``). ``ResendWindow`` has the
 states of the frames.
 
-A sender *drains* when its partition no longer takes some of the rows: it sends no new frames, and resends the frames in
-doubt until they are answered. Then every sent frame has a result, and the frames that are not stored are taken back
-(R8).
+A sender *drains* when its partition no longer accepts some of the rows: it sends no new frames, and resends the frames
+in doubt until they are answered. Then every sent frame has a result, and the subject sender takes back the frames that
+are not stored (R8).
 
-A row without a reply in time fails: whether it is stored is unknown, and later rows continue. This breaks no order,
-because a row that is not stored by then never will be: once a later frame is stored here, the broker refuses the row as
-out of sequence; once its key has moved, this partition is sealed for the key.
+A row without a reply in time fails. Whether it is stored is unknown, and later rows are sent. The order stays correct,
+because a row that is not stored by then is never stored later: after a later frame is stored here, the broker refuses
+the row as out of sequence; after its key has moved, this partition is sealed for the key.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PartitionSender:
         self.window = ResendWindow(self.producer)
         self.rows = OpenRows(self.producer, self.window, self.push, delayed=subject_sender.delayed)
         self.target = PartitionLink(self.producer, self.window, self._looked, delayed=subject_sender.delayed)
-        #: No new frames are sent, because the partition no longer takes some of the rows.
+        #: True if no new frames are sent, because the partition no longer accepts some of the rows.
         self.draining = False
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
@@ -88,7 +88,7 @@ class PartitionSender:
 
     @property
     def empty(self) -> bool:
-        """There are no rows, no frames, and no request for the partition's number."""
+        """True if there are no rows, no frames, and no request for the partition's number."""
         return not (self.rows.bodies or self.window.frames or self.target.busy)
 
     # --- frames in ------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class PartitionSender:
     # --- number and link --------------------------------------------------------------------
 
     def _looked(self, error: PlaitError | None) -> None:
-        """The request for the partition's number has ended."""
+        """Continue when the request for the partition's number has ended."""
         if isinstance(error, StaleRoute | SubjectNotFound):
             self._wrong_partition(error)
         elif isinstance(error, REFUSALS):
@@ -166,7 +166,7 @@ class PartitionSender:
         self._pump()
 
     def _new_link(self, link: Link) -> None:
-        """There is a new link: resend the frames that were under way, in order."""
+        """Resend the frames that were under way, in order, over a new link."""
         self.producer.health.changed()
         self.target.renew(link)
         self._stop_elsewhere()
@@ -174,13 +174,13 @@ class PartitionSender:
         self._pump()
 
     def _link_lost(self) -> None:
-        """The link is lost: wait for the next one, for a limited time."""
+        """Wait a limited time for the next link, after the link was lost."""
         self.producer.health.changed()
         if self.window.frames:
             self._unreached()
 
     def _unreached(self) -> None:
-        """Frames wait for a disconnected broker. Start the timer after which they move, if they may."""
+        """Start the timer after which frames that wait for a disconnected broker move, if they may."""
         if self.target.node is None:
             self.subject_sender.lookup.start()
         elif self._elsewhere is None and self.subject_sender.movable:
@@ -198,7 +198,7 @@ class PartitionSender:
             if frame.state is NEW and self.subject_sender.move(frame, self, refusal):
                 self.window.broken = True
         if any(frame.state is NEW for frame in self.window.frames):
-            # No other partition takes them now.
+            # No other partition accepts them now.
             pause = self.producer.limits.send_retry_max_seconds
             self._elsewhere = self.producer.loop.call_later(pause, self._go_elsewhere)
 
@@ -216,7 +216,7 @@ class PartitionSender:
             self._pump()
 
     def _wrong_partition(self, error: PlaitError) -> None:
-        """The broker does not have the partition, or the partition does not take some rows: get a newer route."""
+        """Get a newer route: the broker does not have the partition, or the partition does not accept some rows."""
         self.window.broken = True
         version = error.details.get("version")
         if version is None:
@@ -254,7 +254,7 @@ class PartitionSender:
             self._after_answer()
 
     def _failed(self, frame: SentFrame, error: PlaitError) -> None:
-        """The broker has not stored the frame now: resend it, move it, or fail it."""
+        """Resend, move or fail a frame that the broker has refused."""
         if isinstance(error, StaleRoute):
             frame.state = NOT_STORED[frame.state]
             self._wrong_partition(error)
@@ -269,10 +269,11 @@ class PartitionSender:
         self._pump()
 
     def _refused(self, frame: SentFrame, error: PlaitError) -> None:
-        """The broker temporarily refuses all sends.
+        """Resend, move or fail a frame of a broker that temporarily refuses all sends.
 
-        A frame in doubt stays, because the broker may have stored it earlier, and so does a frame of a strict subject
-        or of a pinned sender: they are resent until their deadline. Other frames move to another partition, or fail.
+        A frame in doubt stays, because the broker may have stored it earlier. A frame of a strict subject or of a
+        pinned sender stays too. Frames that stay are resent until their deadline. All others move to another partition,
+        or fail.
         """
         self.window.broken = True
         frame.refusal = error

@@ -52,9 +52,9 @@ class Partitioner:
         self, producer: Producer, route: SubjectRoute, senders: list[PartitionSender], owners: npt.NDArray[np.int64]
     ) -> None:
         self._producer = producer
-        #: Its broker states may change.
+        #: The broker states of the route may change.
         self.route = route
-        #: One for each partition that takes rows.
+        #: One sender for each partition that accepts rows.
         self.senders = senders
         #: LP → the index of its sender; ``_table`` has the sender's open rows.
         self._owners = owners
@@ -76,7 +76,7 @@ class Partitioner:
         return self._table[xxh3_64_intdigest(key.encode()) & _MASK]
 
     def pick(self, *, but: PartitionSender | None = None) -> PartitionSender:
-        """A random sender for rows that may go to any partition, other than ``but``."""
+        """A random sender, except ``but``, for rows that may go to any partition."""
         if self._changes != self._producer.health.changes or self._producer.loop.time() >= self._until:
             self._choose_healthy()
         if but is not None:

@@ -40,7 +40,7 @@ class SyncTicket:
 
     @property
     def done(self) -> bool:
-        """The receipt or the error is known."""
+        """True if the receipt or the error is known."""
         return self._error is not None or (self._ticket is not None and self._ticket.done)
 
     def result(self, timeout: Duration | None = None) -> Receipt:
@@ -62,7 +62,7 @@ class SyncTicket:
         return self._ticket._batch.receipt(self._ticket._row)
 
     async def _settled(self) -> None:
-        """Runs on the loop: wait for the result."""
+        """Wait for the result. Runs on the loop."""
         if self._ticket is not None:
             await self._ticket._batch.wait()
 
@@ -130,7 +130,7 @@ class PostInbox:
         return ticket
 
     def take_soon(self) -> None:
-        """From any thread: the loop takes all posted rows before it starts the caller's next coroutine."""
+        """Make the loop take all posted rows before it starts the caller's next coroutine. Call it from any thread."""
         if self._rows:
             # If the loop has ended, starting the coroutine fails.
             with contextlib.suppress(RuntimeError):
@@ -145,7 +145,7 @@ class PostInbox:
             self._loop.call_soon(self._turn)
 
     def take_all(self) -> None:
-        """Runs on the loop: give all posted rows to the producer."""
+        """Give all posted rows to the producer. Runs on the loop."""
         self._take(len(self._rows))
 
     def _take(self, count: int) -> None:

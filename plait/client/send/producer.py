@@ -15,7 +15,7 @@ from plait.client.net.group_health import GroupHealth
 from plait.errors import BufferFull, PlaitError, Timeout
 from plait.limits import ClientLimits
 
-#: Callers that are woken at a time when the buffer has room.
+#: The number of callers that are woken together when the buffer has room.
 WAKE_MAX = 500
 
 
@@ -35,7 +35,7 @@ class Producer:
         compression: str | None,
     ) -> None:
         self.limits = limits
-        #: The limit of the buffer; 0 while callers wait for room, so that later callers queue behind them.
+        #: The limit of the buffer; 0 while callers wait for room, so that later callers wait after them.
         self.buffer_bytes = limits.buffer_bytes
         self.now = clock_now
         #: The current time rounded up to a microsecond. Delays count from it, so that none ends early.
@@ -43,7 +43,7 @@ class Producer:
         self.compression = compression
         self.id = new_producer_id()
         self.next = 1
-        #: Oneway rows have a separate id: a lost one must not leave a hole in the sequences of the others.
+        #: Oneway rows have a separate id, so that a lost oneway row leaves no hole in the sequences of other rows.
         self.oneway_id = new_producer_id()
         self.oneway_next = 1
         #: Bytes of rows that are buffered or sent and not yet answered.
@@ -121,7 +121,7 @@ class Producer:
                 self.wake_waiting()
 
     def released(self, size: int) -> None:
-        """Rows have a result: free their bytes in the buffer."""
+        """Free the bytes of rows that have a result in the buffer."""
         self.buffered -= size
         if self.waiting:
             self.wake_waiting()

@@ -1,8 +1,8 @@
 """The frames of one partition that have no result yet: their order, their states and their producer sequences.
 
-Each frame names its predecessor, and the broker stores it only after that one. So when a frame is refused, the broker
-refuses the later ones too: the window is *broken*. When all replies have arrived, ``repair`` makes the remaining frames
-follow the last row that the broker has stored.
+Each frame names its predecessor, and the broker stores the frame only after its predecessor. So when the broker refuses
+a frame, it refuses the later frames too: the window is *broken*. When all replies have arrived, ``repair`` makes the
+remaining frames follow the last row that the broker has stored.
 
 | state | sent over the current link | the broker may have stored it |
 | --- | --- | --- |
@@ -66,7 +66,7 @@ class SentFrame(msgspec.Struct, eq=False):
 
     @property
     def doubt(self) -> bool:
-        """It was under way when a link was lost, and not answered since: the broker may have stored it."""
+        """True if the frame was under way when a link was lost, and was not answered since. It may be stored."""
         return self.state is DOUBT or self.state is RESENT
 
 
@@ -82,7 +82,8 @@ class ResendWindow:
         self.under_way = 0
         #: Callers that wait for room.
         self.waiting: list[asyncio.Future[None]] = []
-        #: A frame was refused: later ones wait until all replies have arrived, and then follow ``_confirmed``.
+        #: True if a frame was refused: later frames wait until all replies have arrived, and then follow
+        #: ``_confirmed``.
         self.broken = False
         #: (producer id, producer sequence) of the last row of this partition that was sealed...
         self._last = (0, 0)
@@ -103,12 +104,12 @@ class ResendWindow:
 
     @property
     def resolved(self) -> bool:
-        """Every sent frame has a result: none is under way or in doubt."""
+        """True if every sent frame has a result: none is under way or in doubt."""
         return not self.under_way and not any(frame.doubt for frame in self.frames)
 
     @property
     def full(self) -> bool:
-        """Callers that can wait for room should do so."""
+        """True if callers that can wait for room should wait."""
         return len(self.frames) >= self._producer.limits.in_flight_frames
 
     async def wait_for_room(self) -> None:
@@ -197,17 +198,17 @@ class ResendWindow:
     # --- sends and replies ----------------------------------------------------------------------
 
     def sent(self, frame: SentFrame) -> None:
-        """The frame is under way."""
+        """Record that the frame is under way."""
         frame.state = ON_SEND[frame.state]
         self.under_way += 1
 
     def answered(self, frame: SentFrame, states: Mapping[SendState, SendState] = ON_REFUSED) -> None:
-        """The frame is no longer under way, and not known to be stored."""
+        """Record that the frame is no longer under way, and is not known to be stored."""
         frame.state = states[frame.state]
         self.under_way -= 1
 
     def stored(self, frame: SentFrame) -> None:
-        """The broker has stored the frame."""
+        """Remove the frame, which the broker has stored."""
         self.under_way -= 1
         if self.frames and self.frames[0] is frame:
             self.frames.popleft()
@@ -217,13 +218,13 @@ class ResendWindow:
         self._confirmed = (parts.producer, parts.first + parts.count - 1)
 
     def lost(self) -> None:
-        """The link is lost, with the replies to all frames that were under way."""
+        """Record that the link is lost, with the replies to all frames that were under way."""
         self.under_way = 0
         for frame in self.frames:
             frame.state = ON_LOST[frame.state]
 
     def refused(self, frame: SentFrame, error: PlaitError, *, draining: bool) -> None:
-        """The broker does not store the frame as it is: fail it, unless it can be stored after ``repair``."""
+        """Fail a frame that the broker has refused, unless it can be stored after ``repair``."""
         self.broken = True
         producer = frame.parts.producer
         if isinstance(error, UnknownProducer) and self._confirmed_of(producer):
@@ -248,12 +249,12 @@ class ResendWindow:
             self.fail(frame, error)
 
     def replaced(self) -> None:
-        """A different partition now has the number: it has no rows of this producer."""
+        """Record that the number now belongs to another partition, which has no rows of this producer."""
         self._confirmed = (self._confirmed[0], 0)
         self.broken = True
 
     def deleted(self) -> None:
-        """The partition was deleted, with its rows."""
+        """Record that the partition was deleted, with its rows."""
         self._confirmed = (self._confirmed[0], 0)
         for frame in self.frames:
             frame.state = NOT_STORED[frame.state]
@@ -265,10 +266,10 @@ class ResendWindow:
     # --- repair ---------------------------------------------------------------------------------
 
     def repair(self, *, pinned: bool) -> None:
-        """All replies have arrived: make the remaining frames follow the last stored row, in order.
+        """Make the remaining frames follow the last stored row, in order, when all replies have arrived.
 
-        If the broker no longer knows the producer, frames get a new producer id. Those in doubt fail (R9), with
-        ``pinned`` all.
+        If the broker no longer knows the producer, the frames get a new producer id. Frames in doubt fail then (R9);
+        with ``pinned`` all frames fail.
         """
         self.broken = False
         if self._forgotten is not None:

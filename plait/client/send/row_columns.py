@@ -69,7 +69,7 @@ class RowColumns(NamedTuple):
         return self._each(lambda column: column.slice(start, stop - start), lambda values: values[start:stop])
 
     def _each(self, of_array: Callable[[pa.Array], pa.Array], of_values: Callable[[Any], Any]) -> RowColumns:
-        """Every column changed: Arrow arrays by one function, NumPy arrays by the other."""
+        """The rows with every column changed: Arrow arrays by one function, NumPy arrays by another."""
 
         def changed(column: Any) -> Any:
             if isinstance(column, pa.Array):

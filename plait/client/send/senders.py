@@ -40,7 +40,7 @@ class Senders:
         return [*self.plain.values(), *self.delayed.values()]
 
     def _uses(self, subject: str) -> bool:
-        """Whether the subject still needs its route. Drops its senders if they are idle."""
+        """Drop the senders of the subject if they are idle. Returns whether the subject still needs its route."""
         self._drop_idle(subject, self.producer.loop.time() - self.producer.limits.sender_idle_seconds)
         return subject in self.plain or subject in self.delayed
 
@@ -65,7 +65,8 @@ class Senders:
         """Wait until every posted row has a result; raises the first error since the last flush."""
         for batch in [batch for sender in self._all() for batch in sender.unsettled()]:
             await batch.wait()
-        # No await before the raise: a flush that is cancelled while it waits leaves the error to the next flush.
+        # No await before the raise, so that a flush that is cancelled while it waits leaves the error to the next
+        # flush.
         error, self.producer.error = self.producer.error, None
         if error is not None:
             raise error

@@ -6,7 +6,8 @@ not stored are taken back and given to the senders of the new route, split where
 senders as well. All of this is one step, so no row overtakes another row of its key (R8).
 
 A frame that a broker definitely refused moves to another partition, unless the subject is strict (R6) or the sender is
-pinned. Rows of a pinned sender have numbers that a later process resends, and those are valid at one partition only.
+pinned. A later process resends the rows of a pinned sender with the same numbers, which only their partition
+recognizes.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ class SubjectSender:
         self.closed = False
         #: When rows were last added or stored (loop time).
         self.used_at = 0.0
-        #: Rows keep their partition and their numbers, for every order strategy.
+        #: True if rows keep their partition and their numbers, for every order strategy.
         self.pinned = False
         self._only: PartitionSender | None
         self.partitioner: Partitioner | None
         #: Where rows enter: the open rows of the only partition...
         self.rows: OpenRows | None
-        #: ...or, if ``rows`` is None, those that the partitioner chooses for their key.
+        #: ...or, if ``rows`` is None, the open rows that the partitioner chooses for the key.
         self.choose: Callable[[str | int | None], OpenRows]
         # Until the route is known, rows wait in a sender without a partition.
         self._enter(PartitionSender(self))
@@ -202,7 +203,7 @@ class SubjectSender:
         self._enter(Partitioner(self.producer, route, list(senders.values()), places[route.table]))
 
     def resolved(self) -> None:
-        """A draining sender has a result for every sent frame. When all draining senders have, change the route."""
+        """Change the route once all draining senders have a result for every sent frame."""
         draining = [sender for sender in self._senders.values() if sender.draining]
         if self._next is None or not all(sender.window.resolved for sender in draining):
             return
@@ -238,12 +239,12 @@ class SubjectSender:
 
     @property
     def holds(self) -> bool:
-        """A refused frame keeps its partition and its position."""
+        """True if a refused frame keeps its partition and its position."""
         return self.pinned or (self.route is not None and self.route.order == "strict")
 
     @property
     def movable(self) -> bool:
-        """A refused frame may move to another partition."""
+        """True if a refused frame may move to another partition."""
         return self.partitioner is not None and not self.holds
 
     def patience(self, sender: PartitionSender) -> float:
@@ -258,8 +259,8 @@ class SubjectSender:
     def move(self, frame: SentFrame, sender: PartitionSender, error: PlaitError) -> bool:
         """Move a frame that a broker definitely refused to another partition.
 
-        Its rows get LPs of the other partition (R6). Returns False if no partition takes it, or if it was moved
-        ``send_attempts`` times.
+        Its rows get LPs of the other partition (R6). Returns False if no partition accepts the frame, or if the frame
+        was moved ``send_attempts`` times.
         """
         partitioner, producer = self.partitioner, self.producer
         producer.health.failed(sender.target.group, producer.loop.time())
@@ -290,7 +291,7 @@ class SubjectSender:
     # --- the end --------------------------------------------------------------------------------
 
     def idle(self, oldest: float) -> bool:
-        """Nothing was sent after ``oldest``, no row waits, and no route change is pending."""
+        """True if nothing was sent after ``oldest``, no row waits, and no route change is pending."""
         if self.pinned or self.used_at > oldest or self.lookup.running or self._next is not None:
             return False
         return all(sender.empty for sender in self.senders())

@@ -1,6 +1,6 @@
 """The logs of a data directory and their recovery.
 
-``log`` is the append-only file format; the message log, the action log and the retained log are made of it, and the
-consume log is derived. The broker writes them, the readers of ``storage.reading`` share their formats. It imports
-``frame``, ``model`` and the disk.
+``log`` is the append-only file format of the message log, the action log and the retained log. The consume log is
+derived from the message log. The broker writes these logs; the readers in ``storage.reading`` use the same formats. The
+package imports ``frame``, ``model`` and the disk.
 """

@@ -1,4 +1,4 @@
-"""The action log: every pull, ack, nack, seal, lock and offline event in order, and the names behind its numbers.
+"""The action log: every pull, ack, nack, seal, lock and offline event in order, and the names of its numbers.
 
 A first-hand log, in the same frames as messages. One frame has the events of one loop turn. The frame depends on the
 message log up to the offset in the ``durable`` field of its stamp (R3), and on the retained log up to the offset in its
@@ -106,9 +106,9 @@ class GroupDefinition(msgspec.Struct, tag="group", frozen=True):
     created: int
     #: None: the default policy.
     retry: Retry | None = None
-    #: Each logical partition has one owner at a time...
+    #: True if each logical partition has one owner at a time...
     ordered: bool = False
-    #: ...and a failed message holds nothing back, even if the subject is strict.
+    #: ...and True if a failed message holds nothing back, even if the subject is strict.
     affinity: bool = False
     #: The version of the subject's route when the group was created, in this partition or another one.
     began: int = 0
@@ -172,7 +172,7 @@ class ActionBuffer:
     def build_frames(self, index: int, ends: tuple[int, int], epoch: int, time: int) -> int:
         """Put the buffered definitions, then the events, into frames numbered from ``index``. Returns their number.
 
-        ``ends``: the offsets in the message log and in the retained log up to which the events depend on these logs.
+        The events depend on the message log and on the retained log up to the two offsets in ``ends``.
         """
         message_end, retained_end = ends
         first = index

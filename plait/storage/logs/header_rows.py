@@ -6,8 +6,8 @@ from typing import Final, NamedTuple
 
 from plait.frame.builder import Encoded, FrameParts, assemble, body_column
 
-#: Header rows are similar names and numbers: compressed they take an eighth, and the headers of many subjects are read
-#: and held in memory in full.
+#: Header rows are compressed, because the headers of many subjects are read and held in memory in full. They consist of
+#: similar names and numbers, so they shrink to an eighth.
 COMPRESSION: Final = "lz4"
 
 

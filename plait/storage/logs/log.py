@@ -24,8 +24,8 @@ from plait.storage.logs.segment import SUFFIX, ZEROS, Segment, SegmentFiles
 
 #: The smallest segment that can hold any frame.
 SEGMENT_SIZE_MIN = FRAME_SIZE_MAX
-#: Space in the active segment that only the broker's own frames (deletions, settings) may use: they free space on a
-#: full disk, and a deletion takes 4.5 KiB.
+#: Space in the active segment that only the broker's own frames (deletions, settings) may use, because a deletion frees
+#: space on a full disk and is itself a frame of 4.5 KiB.
 MARGIN = 512 * KIB
 
 
@@ -149,9 +149,9 @@ class Log:
         """Continue after recovery: everything before ``end`` is valid, everything after it is unused.
 
         ``proven``: a successful sync made everything before this offset durable. The rest was read back, perhaps from
-        page cache that a killed process left dirty, or from pages that a failed sync left marked as clean: readers see
-        them, but no later sync writes them to disk. So the rest is written again and synced before any caller gets it
-        as stored.
+        page cache that a killed process left dirty. After a failed sync, pages may even be marked as clean: readers see
+        them, but no later sync writes them to disk. So the rest is written again and synced before it is reported as
+        stored.
         """
         # A segment that starts at ``end`` is empty too: it gets its header when it is made again.
         while self.segments and self.segments[-1].base >= end:
@@ -174,7 +174,7 @@ class Log:
         self.note_durable()
 
     def note_durable(self) -> None:
-        """Write the durable mark, so that damage before it is not taken for a torn tail."""
+        """Write the durable mark, so that recovery does not mistake damage before it for a torn tail."""
         # Only retention moves the start: if the first files are lost, the mark keeps their offset.
         start = self.start if self.mark is None else self.mark.start
         new = self.mark is None
@@ -190,8 +190,8 @@ class Log:
     def place_for(self, size: int, *, own: bool = False) -> int:
         """The offset of the next frame of ``size`` bytes. Makes the next segment or reserves space if necessary.
 
-        ``own``: the frame is the broker's, and may use the space that frames of producers leave (``margin``): the
-        deletion that frees space on a full disk has to be written first.
+        ``own``: the frame is the broker's and may use the space that frames of producers leave (``margin``), because
+        the deletion that frees space on a full disk has to be written first.
         """
         end = self.end + size if own else self.end + size + self.margin
         if self.segments:
@@ -212,7 +212,7 @@ class Log:
             # A closed log has no list of segments: the new one would overlap an existing one.
             raise ValueError(f"{self.directory}: the log is closed; open it again")
         self.write()
-        # Recovery may have set the end behind the last segment, past durable bytes that are lost.
+        # Recovery may have set the end after the last segment, because durable bytes that are lost were there.
         base = max(self.segments[-1].end, self.end) if self.segments else self.end
         header = self.on_segment(self.end) if self.on_segment is not None else []
         self._header_size = sum(frame.size for frame in header)
@@ -229,7 +229,7 @@ class Log:
 
     @property
     def half_full(self) -> bool:
-        """The active segment is more than half full: the next one will be needed soon."""
+        """True if the active segment is more than half full, so that the next one will be needed soon."""
         return bool(self.segments) and self.end - self.segments[-1].base > self.segments[-1].size // 2
 
     def prepare_next(self) -> None:
@@ -274,7 +274,10 @@ class Log:
         return SyncJob(self, dirty, self.written)
 
     def run_sync(self, segments: list[Segment]) -> None:
-        """Sync the segments; one thread at a time. After a failure all syncs fail: the system reports it only once."""
+        """Sync the segments; one thread at a time.
+
+        After a failure all later syncs fail too, because the operating system reports a failure only once.
+        """
         with self._syncing:
             if self._sync_error is not None:
                 raise self._sync_error
@@ -328,8 +331,8 @@ class Log:
     def zero_from(self, offset: int) -> None:
         """Zero everything after ``offset``, in its segment and in all later ones, durably.
 
-        The order is from the end to the front: if the cut is interrupted, the bad frame that is the reason for it is
-        still there, and the next recovery repeats the cut.
+        The zeros are written from the end to the front. So if the cut is interrupted, the bad frame that is the reason
+        for the cut is still there, and the next recovery repeats the cut.
         """
         for segment in reversed(self.segments):
             segment.zero_from(offset)

@@ -1,7 +1,7 @@
 """Arithmetic on consume-log records: the bytes in a range of sequences, where to cut it, and what was stored when.
 
-It works on whole arrays, so that a range of millions of frames takes milliseconds. The records come from a broker, or
-are made from segment files.
+The functions work on whole arrays, so that a range of millions of frames takes milliseconds. The records come from a
+broker, or are made from segment files.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The rule (R18): a bad frame below an offset that is known to be durable, or before a valid frame, is *damage*: its bytes
 are copied to quarantine/, reported and left in place, and reading continues after it. A bad frame with nothing valid
-after it is a *torn tail*: its bytes are copied to quarantine/ and zeroed, so that they can never be taken for frames.
+after it is a *torn tail*: its bytes are copied to quarantine/ and zeroed, so that no reader mistakes them for frames.
 
 After a power loss any subset of the sectors in flight may be on the disk, so a torn tail may contain whole frames after
 missing ones. Two facts distinguish it from damage: a sector that never reached the disk reads as zeros, and the first
@@ -174,7 +174,7 @@ class LogScan:
             position = behind
 
     def _follows_missing(self, segment: ReadableSegment, frame: FrameView) -> bool:
-        """True if the first frame of a segment names a later end of the segment before than the scan found."""
+        """True if, by the first frame of a segment, the segment before ends later than the scan found."""
         if frame.producer != 0 or frame.previous <= self.end:
             return False
         if any(damage.offset >= self.end for damage in self.damages):
@@ -200,9 +200,9 @@ class LogScan:
         )
 
     def _tail_from(self, offset: int, durable: int) -> int:
-        """The start of a tail that contains ``offset``: it includes bad frames right before it that were not durable.
+        """The start of the tail that contains ``offset``: includes bad frames right before it that were not durable.
 
-        An interrupted cut leaves such a frame: the bad frame that was the reason for the cut, half zeroed.
+        An interrupted cut leaves one such frame: the frame that was the reason for the cut, half zeroed.
         """
         while self.damages and self.damages[-1].offset + self.damages[-1].size == offset:
             if self.damages[-1].offset < durable:
@@ -238,7 +238,8 @@ class LogScan:
         except FrameError:
             found = self._next_valid(segment, position + 8, used_end)
             return found if found >= 0 else used_end
-        # Header and directory agree, so the size is right: anything inside that looks like a frame is a message body.
+        # Header and directory agree, so the size is right, and anything inside that looks like a frame is part of a
+        # body.
         return position + frame.size
 
     def _next_valid(self, segment: ReadableSegment, position: int, used_end: int) -> int:

@@ -1,8 +1,8 @@
 """The retained log: messages that a group still needs after retention removed them from the message log (R21).
 
 A first-hand log. Its frames are copies of rows of the message log, with the same sequences, ids and times. A note in
-each frame names the group that needs the rows and, for dead letters, the reason. A frame is no longer needed once all
-its rows are settled; a segment is removed once none of its frames is needed.
+each frame names the group that needs the rows and, for dead letters, the reason. A frame is no longer needed once the
+group needs none of its rows; a segment is removed once none of its frames is needed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RetainedRows:
     def __init__(self) -> None:
         #: Sequence → offset in the retained log.
         self.offsets: dict[int, int] = {}
-        #: Some of the sequences may be settled.
+        #: True if the group may no longer need some of the sequences.
         self._untidy = False
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class RetainedRows:
         return np.sort(sequences[(sequences >= start) & (sequences < end)])
 
     def elsewhere_after(self, start: int, end: int) -> int:
-        """The first retained sequence in [start, end) that is in another frame than ``start``; ``end`` if none is."""
+        """The first retained sequence in [start, end) that is not in the frame of ``start``; ``end`` if none is."""
         if not self.offsets:
             return end
         places = self.places(range(start, end))
@@ -139,7 +139,7 @@ class RetainedRows:
         return start + int(others[0]) if len(others) else end
 
     def settled(self) -> None:
-        """Note that some sequences may be settled, so that ``tidy`` has work."""
+        """Note that the group may no longer need some sequences, so that the next ``tidy`` checks them."""
         self._untidy = True
 
     def tidy(self, needed: npt.NDArray[np.int64]) -> None:
@@ -180,7 +180,7 @@ class RetainedRows:
         rows = cls()
         numbers = np.frombuffer(data, "<i8").reshape(2, -1).tolist()
         rows.offsets = dict(zip(*numbers, strict=True))
-        # Some may have been settled since the last ``tidy``.
+        # The group may have stopped needing some sequences after the last ``tidy``.
         rows._untidy = True
         return rows
 

@@ -65,7 +65,7 @@ class Segment:
         self.file.close()
 
     def write_again(self, start: int) -> None:
-        """Write [start, ``written``) again with the bytes that are read, which makes its pages dirty; sync them."""
+        """Read [start, ``written``), write the same bytes again, which makes their pages dirty, and sync them."""
         for at in range(start - self.base, self.written - self.base, len(ZEROS)):
             # A copy: a write must not read from the pages that it writes.
             piece = bytes(self.view[at : min(at + len(ZEROS), self.written - self.base)])
@@ -75,8 +75,8 @@ class Segment:
     def zero_from(self, offset: int) -> None:
         """Zero everything from ``offset`` on, durably and from the end to the front.
 
-        The frame at ``offset`` is the reason for the cut, so everything behind it is zeroed before any part of it. In
-        the sector where the cut begins, the zeros are written in pieces smaller than any frame.
+        The frame at ``offset`` is the reason for the cut, so everything after this frame is zeroed before any part of
+        it. In the sector where the cut begins, the zeros are written in pieces smaller than any frame.
         """
         start = max(offset, self.base) - self.base
         dirty = used_size(self.view, start) if start < self.size else 0

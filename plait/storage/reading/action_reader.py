@@ -46,7 +46,7 @@ class ActionPart:
     end: int
     #: (log offset, size) of the damaged bytes, which are skipped.
     damages: tuple[tuple[int, int], ...] = ()
-    #: No earlier part was read: the definitions before ``start`` are new too.
+    #: True if no earlier part of the segment was read: the definitions before ``start`` are new too.
     first: bool = False
 
 
@@ -90,7 +90,7 @@ class ActionReader(LogReader):
         """Plan to read the log from ``start``; with ``closed_only`` without the segment that the broker appends to.
 
         The plan ends before the first frame that depends on the message log beyond ``message_end``, or on the retained
-        log beyond ``retained_end``: a server that starts on these files cuts it off too.
+        log beyond ``retained_end``. A server that starts on these files cuts off that frame too.
         """
         for _ in range(LOOKS_MAX):
             log = self.mapped(start)
@@ -123,7 +123,7 @@ class ActionReader(LogReader):
         return ActionPlan(parts, start, end, damages, *depends_on)
 
     def _scan(self, log: MappedLog, start: int) -> tuple[list[int], list[Presumed], LogScan]:
-        """Scan a log. Returns the offsets of its frames, and those where the ``Presumed`` ends grow."""
+        """Scan a log. Returns the offsets of its frames, a ``Presumed`` wherever its ends grow, and the scan."""
         begin = log.segments[0].base if log.segments else start
         manifest = self.checkpoint.manifest if self.checkpoint is not None else None
         known = 0 if manifest is None else manifest.action_end if self._has_actions else manifest.retained_end

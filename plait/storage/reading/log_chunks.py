@@ -5,7 +5,7 @@ and contains everything that is needed to read it: the processes share only the 
 
 Promise: every wanted row is in exactly one chunk. Rows are returned only after the checksums of their frame were
 verified; frames of other partitions are skipped by their headers. If rows seem to be missing, the log is verified there
-before the gap counts as one.
+before the gap is accepted.
 """
 
 from __future__ import annotations

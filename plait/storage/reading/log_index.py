@@ -82,7 +82,7 @@ class LogIndex:
         rows = {row.id: row for row in walk.partitions.values() if not row.deleted}
         check_names(reader.place, self._wanted, {row.subject for row in rows.values()})
         starts = logical_starts(reader.checkpoint)
-        # If retention removed segments, a partition without frames may have had some, up to these sequences.
+        # If retention removed segments, a partition without frames may have had frames, up to these sequences.
         ends = logical_ends(reader.checkpoint) if bases and bases[0] > 0 else {}
         self.partitions = {
             number: self._joined(row, starts.get(number, 0), ends.get(number, 0))

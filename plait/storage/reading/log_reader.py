@@ -67,8 +67,8 @@ class MappedLog(NamedTuple):
         return None
 
     def damages(self, scan: LogScan) -> tuple[list[Damage], list[int]]:
-        """The damages that a scan of this log found, and the offsets of those that are readable frames now: the server
-        was writing these during the scan."""
+        """The damages that a scan of this log found, and the offsets of the damages that are readable frames now,
+        because the server was writing these frames during the scan."""
         found = [damage for damage in scan.damages if damage.kind == "damaged"]
         return found, [damage.offset for damage in found if self._is_readable(damage.offset)]
 
@@ -127,7 +127,7 @@ class LogReader:
         del self.files[: self.index_of(offset)]
 
     def is_clean_end(self, offset: int) -> bool:
-        """True if a server stopped in order with its log ending here, and none has started since."""
+        """True if a server stopped in order when its log ended here, and no server has started since."""
         checkpoint = self.checkpoint
         return checkpoint is not None and checkpoint.manifest.clean and checkpoint.manifest.message_offset == offset
 

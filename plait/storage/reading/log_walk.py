@@ -96,7 +96,7 @@ class LogWalk:
         return rows
 
     def distrust(self, offset: int) -> None:
-        """Frames seem to be missing after ``offset``: verify the log from there, and yield it again."""
+        """Verify the log from ``offset`` on, where frames seem to be missing, and yield it again."""
         self._distrusted = offset
 
     def __iter__(self) -> Iterator[LogPiece]:
@@ -244,7 +244,8 @@ class LogWalk:
         for damage in damages:
             header = _intact_header(log, damage)
             if header is not None:
-                # Only the rows are damaged: the frame is yielded, and a caller that reads it reports it.
+                # Only the rows are damaged: the walk yields the frame, and a caller that reads the rows reports the
+                # damage.
                 found.append((damage.offset, header))
             elif self._fail_on_damage:
                 raise log.error(damage)
@@ -339,7 +340,7 @@ def survey(
 ) -> list[Found]:
     """Run a walk to its end. ``reduce`` gets each piece, and its frames of the partitions that ``covers`` names.
 
-    Where rows of such a partition seem to be missing, the walk verifies the log before the gap counts as one.
+    Where rows of such a partition seem to be missing, the walk verifies the log before it accepts the gap.
     """
     found: list[tuple[int, Found]] = []
     #: Partition → (the expected sequence of its next frame, the log offset of its last frame).

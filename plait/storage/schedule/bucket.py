@@ -1,10 +1,10 @@
 """Buckets: files of delayed rows that are due within one period.
 
 A bucket consists of *runs*: frames with rows of one schedule partition each, in order of their due times. The later a
-row is due when it is bucketed, the wider its bucket: buckets of the next two hours cover ten minutes, those of next
-year sixteen days. So a checkpoint writes to few files, however far apart the due times are. Rows leave a run from front
-to back as they become due, so one number per run, the cursor, records which rows have left. Rows that leave out of turn
-(cancelled ones) are recorded one by one.
+row is due when it is bucketed, the wider its bucket: a bucket of the next two hours covers ten minutes, a bucket of
+next year sixteen days. So a checkpoint writes to few files, however far apart the due times are. Rows leave a run from
+front to back as they become due, so one number per run, the cursor, records which rows have left. Rows that leave out
+of turn (cancelled rows) are recorded one by one.
 
 Files only grow, and a checkpoint names the positions of its runs: bytes that a crash left behind are skipped.
 """
@@ -167,7 +167,7 @@ class Bucket:
         self._bytes_read = 0
         #: The number of rows that have not left.
         self.waiting = 0
-        #: The bucket changed since the last checkpoint.
+        #: True if the bucket changed since the last checkpoint.
         self.dirty = False
 
     @classmethod
@@ -193,7 +193,7 @@ class Bucket:
         self.waiting += int((counts - cursors).sum())
 
     def put_back(self) -> None:
-        """Take all rows that have not left out of the due window."""
+        """Move all waiting rows from the due window back to the bucket."""
         self.loaded = self.cursors.copy()
         self.next_due = _next_due(self.runs, self.cursors)
 
@@ -369,6 +369,6 @@ class Bucket:
 
 
 def _next_due(runs: Runs, cursors: Int64s) -> Int64s:
-    """The due time of the next row of each run. A lower bound for a run of which rows have left."""
+    """The due time of the next row of each run; for a run that some rows have left, a lower bound of it."""
     next_due: Int64s = np.where(cursors < runs["count"], runs["due_first"], NEVER)
     return next_due

@@ -1,9 +1,9 @@
 """Moving rows to buckets: a checkpoint moves the unbucketed rows that still wait from the message log to buckets.
 
 The broker's loop copies the index of the rows; a thread does the rest, from reading the log to syncing the files. The
-log is read in pieces, so memory is bounded, and each piece adds consecutive runs to a bucket. The runs count once the
-checkpoint that names them is written: after a crash the bucket has bytes that no run names, and the next checkpoint
-appends after them. Nothing is overwritten, so older checkpoints stay valid.
+log is read in pieces, so memory is bounded, and each piece adds consecutive runs to a bucket. The runs take effect when
+the checkpoint that names them is written. After a crash before that, the bucket has bytes that no run names, and the
+next checkpoint appends after them. Nothing is overwritten, so older checkpoints stay valid.
 """
 
 from __future__ import annotations

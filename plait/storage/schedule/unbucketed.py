@@ -18,8 +18,8 @@ from plait.frame.places import PLACE, Int64s, place_of
 from plait.frame.view import FrameView
 from plait.storage.schedule.bucket import NEVER
 
-#: The first schedule number of a frame, its size, whether it was verified since it was written, and its place in the
-#: log.
+#: The first schedule number of a frame, the size of the frame, whether the frame was verified since it was written, and
+#: its place in the log.
 FRAME: Final = np.dtype([("base", "<i8"), ("size", "<u4"), ("whole", "?"), ("place", PLACE)])
 Frames = npt.NDArray[Any]
 
@@ -121,7 +121,7 @@ class UnbucketedRows:
         return int(self.due.values[number - self.base]) if self.base <= number < self.end else NEVER
 
     def settle(self, numbers: npt.NDArray[Any]) -> int:
-        """Record that rows leave. Returns the number of rows that had not left before."""
+        """Record that rows leave. Returns how many of them had not left before."""
         index = numbers.astype(np.int64) - self.base
         index = np.unique(index[(index >= 0) & (index < len(self.due))])
         due = self.due.values
@@ -163,7 +163,7 @@ class UnbucketedRows:
         return offsets
 
     def keep_only(self, saved: UnbucketedFrame) -> None:
-        """Restore the state from a checkpoint: settle the rows that had left before it."""
+        """Restore the state from a checkpoint: remove the rows that had left before it."""
         waiting = np.unpackbits(np.frombuffer(saved.waiting, np.uint8), count=saved.count, bitorder="little")
         left = saved.base + np.flatnonzero(waiting == 0)
         self.settle(left)
