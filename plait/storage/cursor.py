@@ -217,7 +217,7 @@ class Cursor:
             self.returned.add(start, end, attempt)
 
     def skipped(self, start: int, end: int) -> tuple[list[Range], int]:
-        """Skip [start, end), which cannot be delivered. Returns its returned or waiting ranges, and its undone count."""
+        """Skip [start, end). Returns the ranges that were returned or waiting, and how many sequences were not done."""
         lost = [*self.returned.remove(start, end), *self.waiting.remove(start, end)]
         count = count_of(lost)
         if start <= self.next < end:
