@@ -67,7 +67,7 @@ class RecordWalk:
 
 
 class ConsumeCheck:
-    """Compares the records with the frames. ``frame`` takes each frame in order; ``finish`` adds the findings."""
+    """Compares the records with the frames. Call ``frame`` for each frame in order, then ``finish``."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ConsumeCheck:
         return cursor
 
     def frame(self, offset: int, frame: FrameView) -> None:
-        """Take the next frame of the message log."""
+        """Compare the next frame of the message log with its record."""
         cursor = self._cursors.get(frame.partition)
         if cursor is None or offset >= self._covered[frame.partition]:
             return

@@ -29,7 +29,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     whole: bool
     number: int | None = None
-    #: Written by an orderly stop.
+    #: True if an orderly stop of the server wrote the checkpoint.
     clean: bool | None = None
     time: int | None = None
     epoch: int | None = None
@@ -56,7 +56,7 @@ class CheckReport(msgspec.Struct, kw_only=True):
 
     path: str
     healthy: bool = True
-    #: A server has the directory open.
+    #: True if a server uses the directory now.
     in_use: bool
     format_version: int
     checkpoints: list[CheckpointFacts] = []

@@ -6,8 +6,9 @@ gets the first decision, and the rows of the second attempt are discarded. The n
 is done, which means published by all brokers that have stages of it. If rows must move to other partitions, the stages
 are exchanged under a new version; a request with an older version cannot mark the batch as done.
 
-A query is forgotten ``commit_seconds`` after its last request, by the cluster's age (``cluster_age.py``) and never by a
-wall clock: wall clocks of meta servers differ, and a decision forgotten too soon would be made again with other rows.
+A query is forgotten ``commit_seconds`` after its last request. This time is measured by the cluster's age
+(``cluster_age.py``), because the wall clocks of meta servers differ. If a decision were forgotten too soon, the batch
+could be decided again with other rows.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from plait.wire.admin.cluster import BatchDecision, Stages
 
 _T = TypeVar("_T")
 
-#: The newest cancelled attempts are remembered, because their own requests may still arrive.
+#: The number of cancelled attempts that are remembered, because their own requests may still arrive.
 VETOES_MAX: Final = 16
-#: Before the first batch of a query.
+#: The batch number of a query without a decided batch.
 NO_BATCH: Final = -1
 
 
@@ -38,7 +39,7 @@ class _Body(msgspec.Struct):
     stages: Stages = []
     #: One producer of each cancelled attempt.
     vetoed: list[int] = []
-    #: After an exchange of stages: the producers of the original decision, the only ones that the driver knows.
+    #: After an exchange of stages: the producers of the original decision, because the driver knows only those.
     decided: list[int] = []
 
 

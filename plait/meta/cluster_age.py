@@ -3,8 +3,9 @@
 Wall clocks of meta servers differ: one may be a month ahead, another may start in 1970. Retention times in the meta
 database are therefore never compared with a wall clock. The age is a number in the database. A meta server that has
 seen the same number for some seconds of its own monotonic clock adds these seconds by compare-and-set. Of several meta
-servers only one succeeds, and the seconds it adds have passed since the number was written. So the age is never ahead
-of real time. It falls behind if meta servers restart while nothing advances it; records are then kept longer.
+servers only one succeeds, and the seconds that it adds have passed since the number was written. So the age never runs
+faster than real time. It runs slower if meta servers restart before one of them advances it. Records are then kept
+longer.
 """
 
 from __future__ import annotations

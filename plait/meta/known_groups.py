@@ -1,9 +1,9 @@
 """Progress reports of brokers, and the groups that a route remembers when partitions are retired.
 
-``start=`` applies to a group that no partition of the subject knows. A sealed partition that retention has emptied is
-retired, and its broker drops it with its groups. A group whose consumers were stopped all that time would then count as
-new and skip messages in the later partitions. The route therefore remembers the group's name and the route version at
-which it started, until the group or the subject is deleted.
+``start=`` applies only to a group that no partition of the subject knows. When retention has emptied a sealed
+partition, the partition is retired, and its broker drops it with its groups. A group whose consumers were stopped all
+that time would then look like a new group, and ``start=`` could skip messages in the later partitions. So the route
+remembers the group's name and the route version at which it began, until the group or the subject is deleted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def remembering(route: Route, leaving: Iterable[PartitionAssignment]) -> Route:
     for row in leaving:
         progress = progress_of(row)
         for name, version in progress.began.items() if progress is not None else ():
-            # Re-insert: the order is that of the last retirement.
+            # Re-insert the group, so that the groups are ordered by their last retirement.
             began[name] = min(version, began.pop(name, version))
     if began == route.began:
         return route

@@ -82,7 +82,7 @@ class Retiring:
     def remembered(self, subject: str, name: str) -> Remembered:
         """Whether retired partitions, or partitions with sealed LPs, knew a group.
 
-        Reports answer for the latter, because their broker may be switched off.
+        For partitions with sealed LPs, the stored reports are used, because their broker may be switched off.
         """
         mirror = self._core.mirror
         if mirror.subject(subject) is None:

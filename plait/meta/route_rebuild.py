@@ -1,8 +1,8 @@
 """Rebuilds the route of a subject from the catalogs of its brokers, after the meta database was lost.
 
-A catalog row has the LPs that a partition takes, the fences of its sealed LPs, and the sequences from which LPs were
-opened again. That gives the spans of each LP. Spans are ordered by the route version that opened them; for spans that
-were opened with their partition only the partition's creation time is known.
+A catalog row has the LPs that a partition accepts, the fences of its sealed LPs, and the sequences from which LPs were
+opened again. The spans of each LP follow from these. They are ordered by the route version that opened them. For a span
+that was opened when its partition was created, only the partition's creation time is known.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Found = Mapping[PartitionId, RegisteredPartition]
 
 
 def owners(places: list[PartitionId], found: Found) -> Numbers:
-    """For each LP the index of the partition that takes it, or -1.
+    """For each LP the index of the partition that accepts it, or -1.
 
-    If several take it (brokers of two merged clusters), the partition with the newest route wins.
+    If several partitions accept it (brokers of two merged clusters), the partition with the newest route is chosen.
     """
     numbers: Numbers = np.full(LOGICAL_PARTITIONS, -1, np.int64)
     order = sorted(places, key=lambda place: (found[place].route, place.name == found[place].subject))
@@ -41,12 +41,12 @@ def owners(places: list[PartitionId], found: Found) -> Numbers:
 
 
 def missing(found: Found) -> int:
-    """The number of LPs that no found partition takes."""
+    """The number of LPs that no found partition accepts."""
     return int((owners(list(found), found) < 0).sum())
 
 
 def rebuilt(subject: str, found: Found, version: int) -> Route:
-    """The route of partitions that together take all LPs."""
+    """The route of partitions that together accept all LPs."""
     places = sorted(found)
     used = set(owners(places, found).tolist())
     places = [place for index, place in enumerate(places) if index in used or found[place].fences]

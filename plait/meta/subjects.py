@@ -106,7 +106,7 @@ class Subjects:
     def publish(self, change: StoreChange, route: Route) -> None:
         """Write a route, add its new partitions, and mark the partitions that it no longer names for dropping.
 
-        The route remembers the groups of the latter.
+        The route remembers the groups of the partitions that are dropped.
         """
         mirror = self._core.mirror
         known, listed = mirror.partitions_of.get(route.subject, set()), set(route.partitions)

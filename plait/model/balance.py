@@ -22,12 +22,12 @@ def shares(count: int) -> list[Run]:
 def balance(
     owners: Numbers, count: int, *, loose: NDArray[np.bool_] | None = None, wished: Numbers | None = None
 ) -> Numbers:
-    """The new owner of each LP, 0 to ``count`` - 1; the owners' shares differ by at most one.
+    """The new owner of each LP, from 0 to ``count`` - 1. The owners' shares differ by at most one LP.
 
-    ``owners`` is the present owner of each LP, -1 where it has none. As few LPs as possible move: an owner gives away
-    only what exceeds its share, and the owners with the most LPs get the larger shares. An owner gives away LPs that
-    are ``loose`` first. An LP that moves goes to its ``wished`` owner while that owner's share has room. The result is
-    deterministic. With more owners than LPs some owners get none.
+    ``owners`` has the present owner of each LP, or -1 if it has none. As few LPs as possible move: an owner gives away
+    only the LPs that exceed its share, and the owners with the most LPs get the larger shares. An owner first gives
+    away LPs that are ``loose``. An LP that moves gets its ``wished`` owner while that owner's share has room. The
+    result depends only on the arguments. If there are more owners than LPs, some owners get none.
     """
     counts = np.bincount(owners[owners >= 0], minlength=count)
     small, larger = divmod(LOGICAL_PARTITIONS, count)

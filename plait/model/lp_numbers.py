@@ -1,9 +1,9 @@
 """A number for each logical partition, stored as runs of equal numbers.
 
-A group's locks, epochs and limits are equal over long runs of logical partitions, and a broker has hundreds of
-thousands of groups: 1024 numbers each would take most of its memory. An ``LpNumbers`` takes a few hundred bytes, and
-at most 10 KiB when every logical partition has a different number. Code that computes with the numbers makes the full
-array first.
+A broker has hundreds of thousands of groups, so arrays of 1024 numbers for each group would use most of its memory. The
+locks, epochs and limits of a group are equal over long runs of logical partitions. So an ``LpNumbers`` usually uses a
+few hundred bytes, and at most 10 KiB if every logical partition has another number. Code that computes with the numbers
+makes the full array first.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ class LpNumbers:
 
 
 _WHOLE = np.full(1, LOGICAL_PARTITIONS, np.uint16)
-#: All of them zero.
+#: The number 0 for every logical partition.
 ZEROS = LpNumbers(np.zeros(1, np.int64), _WHOLE)

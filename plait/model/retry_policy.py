@@ -24,11 +24,14 @@ GRAIN = 64
 
 
 class Retry(msgspec.Struct, frozen=True, kw_only=True):
-    """``first`` seconds before the second attempt, then ``factor`` times as long each time, at most ``longest``.
+    """A retry policy.
 
-    Each wait is longer by a random share of up to ``jitter``, so that messages that failed together are not retried
-    together. If ``steps`` is given, it lists the waits, and the last one repeats. A message becomes a dead letter after
-    ``attempts`` deliveries (None: no limit), or when it fails more than ``expires`` seconds after it was stored.
+    The wait before the second attempt is ``first`` seconds. Each later wait is ``factor`` times as long, but at most
+    ``longest``. If ``steps`` is given, it lists the waits instead, and the last one repeats. Each wait is lengthened by
+    a random share of up to ``jitter``, so that messages that failed together are not retried together.
+
+    A message becomes a dead letter after ``attempts`` deliveries (None: no limit), or when it fails more than
+    ``expires`` seconds after it was stored.
     """
 
     first: float = 1.0
@@ -42,7 +45,7 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not isinstance(self.steps, tuple | list):
             raise InvalidArgument(f"retry: steps are {self.steps!r}; use a tuple of seconds")
-        # msgspec decodes a tuple: a decoded policy must compare equal to the original.
+        # Make it a tuple, as msgspec decodes it, so that a decoded policy is equal to the original.
         msgspec.structs.force_setattr(self, "steps", tuple(self.steps))
         numbers = {"first": self.first, "factor": self.factor, "longest": self.longest, "jitter": self.jitter}
         for name, value in [*numbers.items(), *(("a step", step) for step in self.steps)]:
@@ -106,7 +109,7 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def due_time(now: int, seconds: float) -> int:
-    """When a wait that begins at ``now`` ends, in microseconds: never early, rounded up to its grain (``GRAIN``)."""
+    """When a wait of ``seconds`` that begins at ``now`` ends, in microseconds, rounded up (see ``GRAIN``)."""
     if seconds <= 0:
         return 0
     micros = round(seconds * 1_000_000)

@@ -1,14 +1,18 @@
-"""A subject's route: which partition takes each logical partition (LP) now, and which partitions have its older rows.
+"""A subject's route: which partition accepts the rows of each logical partition (LP), and which ones have older rows.
 
 For each LP the route has a list of *spans*, oldest first. A span names a partition and a fence: the sequence at which
-the LP was sealed there. The last span is open (its fence is None) and takes new rows. A span changes only once, when it
-gets its fence; so a consumer that follows an LP along its spans sees its rows in the order they were sent, whatever
-happens to the partitions.
+the LP was sealed there. The last span is open: its fence is None, and its partition accepts new rows. A span changes
+only once, when it gets its fence. So a consumer that reads the spans of an LP one after another gets the rows in the
+order in which they were sent.
 
-A change of the *target* (the partition that is to take each LP) takes effect at once. The LPs follow partition by
-partition: the broker that has them seals them (durably, which gives the fence), then a version is published in which
-they have a new span. A crash, a lost reply or another target may come between the two steps. So an LP that *may* be
-sealed stays in the list of moves until it gets a new span, if need be in the same partition.
+The *target* of a route says which partition should accept each LP. A new target is stored at once. The LPs then move in
+two steps, partition by partition:
+
+1. The broker that has the LPs seals them. The seal is durable and gives the fence.
+2. The meta server publishes a route version in which the LPs have a new span.
+
+A crash, a lost reply or another target may come between the two steps. So an LP that *may* be sealed stays in the list
+of moves until it gets a new span, which may be in the same partition.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ class PartitionId(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of an LP in one partition, up to the fence. An open span has no fence."""
+    """Rows of an LP in one partition, with sequences below the fence. An open span has no fence."""
 
     #: Index in ``Route.partitions``.
     partition: int
@@ -65,23 +69,24 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     partitions: tuple[PartitionId, ...]
     #: Ordered by LP, without gap or overlap.
     histories: tuple[SpanHistory, ...]
-    #: (first, end, partition): the partition that is to take the LPs. Equals the present one once no LP has to move.
+    #: (first, end, partition): the partition that should accept the LPs. If no LP has to move, it is the partition that
+    #: accepts them now.
     target: tuple[NumberedRun, ...]
-    #: LPs that stay in their partition but may be sealed there, because an earlier target moved them away.
+    #: LPs that stay in their partition but may be sealed there, because an earlier target was to move them away.
     doubt: tuple[Run, ...] = ()
-    #: For each partition, the version that listed it or last gave it an LP: its broker has to know that version.
+    #: For each partition, the version that added it or last gave it an LP. Its broker has to know this version.
     gained: tuple[int, ...] = ()
-    #: Groups of partitions that have left the route → the version that each group began with (``known_groups.py``).
+    #: Group → the version that it began with, for groups that retired partitions knew (``known_groups.py``).
     began: dict[str, int] = {}
 
 
 def current(route: Route) -> Numbers:
-    """For each LP, the index of the partition that takes its new rows."""
+    """For each LP, the index of the partition that accepts its new rows."""
     return spread([(history.first, history.end, history.spans[-1].partition) for history in route.histories])
 
 
 def target(route: Route) -> Numbers:
-    """For each LP, the index of the partition that is to take it."""
+    """For each LP, the index of the partition that should accept it."""
     return spread(route.target)
 
 
@@ -96,7 +101,7 @@ def spans(route: Route, lp: int) -> tuple[Span, ...]:
 def openings(route: Route) -> list[list[Run]]:
     """For each partition, the LPs that its broker opens when it gets this version.
 
-    LPs that are to be sealed are left out: a broker order to open them that arrives late must not undo the seal.
+    LPs that have to be sealed are left out, because a late broker order to open them must not undo the seal.
     """
     here = current(route)
     found: list[list[Run]] = [[] for _ in route.partitions]
@@ -130,10 +135,10 @@ def check_places(places: Sequence[PartitionId]) -> None:
 
 
 def retarget(route: Route, places: Sequence[PartitionId]) -> Route:
-    """The next version, in which these partitions are to take all LPs in equal shares.
+    """The next version, whose target is to give these partitions equal shares of the LPs.
 
     Returns the route unchanged if these partitions are its target already. As few LPs as possible move. A partition
-    that is not in ``places`` gives all its LPs away, and stays listed while it may have rows.
+    that is not in ``places`` gives all its LPs away, but stays in the route while it may have rows.
     """
     check_places(places)
     here, before = current(route), target(route)
@@ -162,7 +167,8 @@ def retarget(route: Route, places: Sequence[PartitionId]) -> Route:
 def moves(route: Route, made: Collection[int] | None = None) -> list[RouteMoves]:
     """The LPs that have to be sealed, by partition, for the route to reach its target.
 
-    ``made`` has the partitions that exist at their brokers: an LP does not move to another one yet. None: all exist.
+    ``made`` has the partitions that exist at their brokers (None: all exist). An LP does not move to a partition that
+    does not exist yet.
     """
     here, there = current(route), target(route)
     moving = _moving(route, here)
@@ -172,11 +178,11 @@ def moves(route: Route, made: Collection[int] | None = None) -> list[RouteMoves]
 
 
 def sealed(route: Route, version: int, partition: int, fences: Sequence[NumberedRun]) -> Route:
-    """The next version, after LPs were sealed in a partition: (first, end, fence) of each run of them.
+    """The next version after LPs were sealed in a partition. ``fences`` has (first, end, fence) of each run of LPs.
 
     ``version`` is the version whose ``moves`` asked for the seal. Each sealed LP gets a new span in its target
-    partition. An LP that got a new span after ``version`` is skipped: the fence belongs to an older span. If every LP
-    is skipped, the route is returned unchanged.
+    partition. An LP that got a new span after ``version`` is skipped, because the fence belongs to an older span. If
+    every LP is skipped, the route is returned unchanged.
     """
     here, there = current(route), target(route)
     opened = spread([(history.first, history.end, history.spans[-1].opened) for history in route.histories])
@@ -195,16 +201,16 @@ def sealed(route: Route, version: int, partition: int, fences: Sequence[Numbered
 
 
 def announced(route: Route) -> Route:
-    """The next version, with nothing changed except that every broker has to get it."""
+    """The next version, which has the same contents, but which every broker has to get."""
     version = route.version + 1
     return msgspec.structs.replace(route, version=version, gained=(version,) * len(route.gained))
 
 
 def retire(route: Route, partition: int, below: int) -> Route:
-    """The next version, without the oldest spans that end at ``below`` or before in the partition.
+    """The next version, without those oldest spans in the partition whose fence is at most ``below``.
 
-    The caller guarantees that those rows are expired, or finished by every group. A partition that is in no span and
-    no target leaves the route.
+    The caller guarantees that the rows of these spans are expired, or finished by every group. A partition that is in
+    no span and no target is removed from the route.
     """
 
     def without_retired(history: SpanHistory) -> SpanHistory:
@@ -222,9 +228,10 @@ def retire(route: Route, partition: int, below: int) -> Route:
 
 
 def give_up(route: Route, group: str, places: Sequence[PartitionId]) -> Route:
-    """The next version, without the partitions of a lost broker group; ``places`` take all LPs, in equal shares.
+    """The next version, without the partitions of a lost broker group. ``places`` get all LPs, in equal shares.
 
-    The spans in those partitions are removed: the fences of the last ones are unknown, and their rows are unreadable.
+    The spans in the lost partitions are removed, because their rows cannot be read, and because the fences of open
+    spans are unknown.
     """
     check_places(places)
     listed = [*route.partitions, *(place for place in places if place not in route.partitions)]
@@ -251,7 +258,7 @@ def give_up(route: Route, group: str, places: Sequence[PartitionId]) -> Route:
             partitions=tuple(listed),
             histories=joined(histories),
             target=tuple(runs_with(after, after >= 0)),
-            # An LP that had to move may be sealed already: it is in doubt if its new target is its present partition.
+            # An LP that had to move may be sealed already. If its new target is its present partition, it is in doubt.
             doubt=tuple(runs_of((_moving(route, here) & (after == here)) & ~lost[here])),
             gained=tuple(version if index in gaining else seen for index, seen in enumerate(gained)),
         )

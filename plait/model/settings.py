@@ -16,7 +16,7 @@ class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
 
     #: Retention may remove messages older than this.
     retention_seconds: float | None = None
-    #: Retention leaves at least this many bytes of the newest messages.
+    #: Retention keeps at least this many bytes of the newest messages.
     retention_bytes: int | None = None
     #: Strict: a failed message holds back its key. Best tried: it does not.
     order: Literal["best_tried", "strict"] = "best_tried"
@@ -34,11 +34,11 @@ class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GroupSettings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Settings of a group, fixed by its first member."""
+    """Settings of a group. Its first member decides them."""
 
-    #: Each logical partition has one owner at a time.
+    #: True if each logical partition has at most one owner at a time.
     ordered: bool = False
-    #: With ``ordered``: a failed message holds nothing back, whatever the subject's order.
+    #: True for an ordered group in which a failed message never holds back its key, whatever the subject's order.
     affinity: bool = False
 
     def __str__(self) -> str:

@@ -8,16 +8,16 @@ from enum import StrEnum
 class ShareMode(StrEnum):
     """The share mode of a consumer and its group."""
 
-    #: Any consumer takes any message.
+    #: Any consumer gets any message.
     SHARED = "shared"
-    #: The owner of an LP takes its messages, in order per key.
+    #: The owner of an LP gets its messages, in order per key.
     ORDERED = "ordered"
-    #: The owner of an LP takes its messages; a failure holds nothing back.
+    #: The owner of an LP gets its messages; a failed message does not hold back later ones.
     AFFINITY = "affinity"
-    #: Every consumer takes all messages.
+    #: Every consumer gets all messages.
     BROADCAST = "broadcast"
 
     @property
     def locks(self) -> bool:
-        """Each LP has one owner at a time."""
+        """True if each LP has at most one owner at a time."""
         return self in (ShareMode.ORDERED, ShareMode.AFFINITY)

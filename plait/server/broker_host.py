@@ -53,7 +53,7 @@ class BrokerHost:
         self.timer_at = inf
         #: Fires at the end of the lease that expires first.
         self._lease_timer: asyncio.TimerHandle | None = None
-        #: The broker writes nothing more: it has stopped or was abandoned.
+        #: True once the broker has stopped or was abandoned; it then writes nothing more.
         self.stopped = False
 
     @property
@@ -105,9 +105,9 @@ class BrokerHost:
             self.disk.unlock()
 
     def fail(self, error: Exception) -> None:
-        """Storage failed, or a central part has a defect: close all connections without further replies.
+        """Stop the server, because storage failed or because of an internal defect. No further request is answered.
 
-        After a defect the state in memory cannot be trusted, so the server stops as well.
+        After a defect the state in memory may be wrong, so the server cannot continue.
         """
         assert self.failed is not None
         if not isinstance(error, StorageFailed):

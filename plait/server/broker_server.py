@@ -1,4 +1,4 @@
-"""``Server``: a broker behind sockets, with its role in a cluster."""
+"""``Server`` runs a broker that listens on a socket, with its cluster role."""
 
 from __future__ import annotations
 

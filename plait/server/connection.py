@@ -54,7 +54,7 @@ class Connections(dict["Connection", None]):
         self._emptied: asyncio.Future[None] | None = None
 
     async def hang_up(self) -> None:
-        """Close all connections; unsent replies get ``HANG_UP_SECONDS`` to leave."""
+        """Close all connections, after at most ``HANG_UP_SECONDS`` in which clients can read unsent replies."""
         self._emptied = asyncio.get_running_loop().create_future()
         for connection in list(self):
             connection.close()
@@ -101,7 +101,7 @@ class Connections(dict["Connection", None]):
 
 
 class Connection(Receiver, asyncio.BufferedProtocol):
-    """Created by the listener; lives as long as its socket."""
+    """One client connection, from its start until its socket is closed."""
 
     def __init__(self, pool: Connections) -> None:
         super().__init__(pool.shared_buffer)
@@ -240,7 +240,7 @@ class Connection(Receiver, asyncio.BufferedProtocol):
         )
 
     def begin_poll(self, correlation: int, session: int = 0) -> dict[int, int]:
-        """Register a pull of a session, or a read, that may wait. The result has it until its reply."""
+        """Register a pull of a session, or a read, that may wait. Its reply removes it from the returned dictionary."""
         polls, limit = self.sessions.polls, self.pool.limits.polls_per_connection
         if len(polls) >= limit:
             raise LimitExceeded(

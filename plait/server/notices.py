@@ -1,4 +1,4 @@
-"""Lasting states such as a full disk: logged when they begin, when their kind changes, and when they end."""
+"""Logs lasting states, such as a full disk, when they begin, when their kind changes, and when they end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Notice:
         self._kind = ""
 
     def begin(self, text: str, kind: str = "") -> None:
-        """The state holds. ``text`` may contain changing figures: it is logged again only if ``kind`` changes."""
+        """Log ``text`` when the state begins and when its ``kind`` (default: the text) changes."""
         if self._kind != (kind or text):
             self._kind = kind or text
             self._log.warning("%s", text)
 
     def end(self) -> None:
-        """The state does not hold."""
+        """End the state, if it had begun."""
         if self._kind:
             self._kind = ""
             if self._over:
@@ -39,7 +39,7 @@ class Notices:
         self._notices: dict[str, Notice] = {}
 
     def begin(self, about: str, text: str, kind: str = "") -> None:
-        """The state holds for ``about``; see ``Notice.begin``."""
+        """Begin or change the state of ``about``, as ``Notice.begin`` does."""
         if about not in self._notices:
             while len(self._notices) >= self._most:
                 del self._notices[next(iter(self._notices))]
@@ -47,6 +47,6 @@ class Notices:
         self._notices[about].begin(text, kind)
 
     def end(self, about: str, over: str = "") -> None:
-        """The state does not hold for ``about``. Logs ``over`` if it held before."""
+        """End the state of ``about``. Logs ``over`` if the state had begun."""
         if self._notices.pop(about, None) is not None and over:
             self._log.warning("%s", over)

@@ -1,4 +1,4 @@
-"""Syncs of the logs, one at a time; one sync serves all requests that wait for durability.
+"""Runs the syncs of the logs, one at a time. One sync makes the changes of all waiting requests durable.
 
 While the disk is fast, a sync that a request waits for runs on the event loop itself, because handing it to a thread
 and back takes as long as the sync. A large sync, or one after a slow sync, runs in a thread, and the loop continues. So
@@ -44,11 +44,11 @@ class Syncs:
         self._fail = fail
         self._busy = False
         self._begun = 0.0
-        #: Duration of the last sync, with the hand-over. Initially slow: the first sync runs in a thread.
+        #: The duration of the last sync. At first it counts as slow, so that the first sync runs in a thread.
         self._seconds = QUICK_SECONDS
 
     def begin(self) -> None:
-        """Start a sync, unless one is running; the next one then follows at its end."""
+        """Start a sync. If one is running, the next sync starts when it ends."""
         if self._busy or self._connections.ending:
             return
         self._busy = True

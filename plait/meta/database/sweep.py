@@ -23,7 +23,7 @@ class Sweep:
         self._old = -1
         #: ... and changes up to this one are older than its end.
         self._next = -1
-        #: There may be more to remove.
+        #: True if there may be more rows to remove.
         self._due = False
 
     def run(self, seconds: float) -> None:

@@ -1,7 +1,8 @@
-"""Leaves of clients: written many at a time, by another thread than the one that answers heartbeats.
+"""Writes the leaves of clients, many at a time, in another thread than the one that answers heartbeats.
 
 A leave is acknowledged when it is in the database. Until then the client is still a member. If the client sends another
-heartbeat meanwhile, that heartbeat waits for the leave: requests of a client take effect in the order it sent them.
+heartbeat meanwhile, that heartbeat waits for the leave, because requests of a client take effect in the order in which
+the client sent them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Clocks of two machines are never compared. A name is alive if the watcher received a heartbeat of it, or saw its
 heartbeat counter change, within the last lease; otherwise it is lost. Only time in which the watcher could see
-heartbeats counts: while the watcher is stopped or cannot reach its database, no name is lost.
+heartbeats is counted, so no name is lost while the watcher is stopped or cannot reach its database.
 """
 
 from __future__ import annotations

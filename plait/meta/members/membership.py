@@ -1,8 +1,8 @@
 """Members of groups: heartbeats of clients, joins and leaves, and lost clients.
 
-A heartbeat names all groups of a client. The difference to the known memberships are joins and leaves. They are written
-at once; the new allocation follows later (``Allocator``). Most heartbeats repeat the one before. Any thread may answer
-those (``repeat``), so that they do not wait for decisions about other clients.
+A heartbeat names all groups of a client. A group that is new in it is a join, and a group that is missing is a leave.
+They are written at once; the new allocation follows later (``Allocator``). Most heartbeats repeat the client's previous
+heartbeat. Any thread may answer these (``repeat``), so that they do not wait for decisions about other clients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Membership = tuple[str, str, bool]
 
 
 class _LastHeartbeat(NamedTuple):
-    """The last heartbeat of a client. While its turn is current, an equal heartbeat needs no decision."""
+    """The last heartbeat of a client. While its turn is current, an equal heartbeat changes nothing."""
 
     turn: int
     members: Sequence[Membership]
@@ -95,7 +95,7 @@ class Members:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._watch = Liveness(core.limits.member_lost_seconds)
-        #: The time up to which the watch has counted.
+        #: The time up to which silence of clients was counted, on the monotonic clock.
         self._passed = core.clock.monotonic()
         #: Clients with heartbeats that are not yet written to the database.
         self._unwritten: dict[str, None] = {}
@@ -185,7 +185,7 @@ class Members:
             mirror.changing.release()
 
     def changed(self, clients: Iterable[str]) -> None:
-        """Something changed for these clients: their recorded replies are outdated."""
+        """Discard the recorded replies to these clients, because something changed for them."""
         for client in clients:
             self._repeat_views.pop(client, None)
 

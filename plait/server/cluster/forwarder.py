@@ -1,4 +1,4 @@
-"""Forwards delayed rows whose LP moved before they became due, to the partition that takes them now.
+"""Forwards delayed rows whose LP moved before they became due, to the partition that accepts them now.
 
 ``broker.forwards`` decides what is sent where, in order and exactly once. This module does the network and the timing:
 it gets routes from a meta server, sends each frame once it is durable here, and retries.

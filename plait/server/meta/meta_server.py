@@ -1,4 +1,4 @@
-"""``MetaServer``: a meta server behind a socket, without a broker. Several may share one database."""
+"""``MetaServer`` runs a meta server that listens on a socket, without a broker. Several may share one database."""
 
 from __future__ import annotations
 

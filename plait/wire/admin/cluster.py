@@ -13,7 +13,7 @@ from plait.wire.admin.operation import Nothing, Operation, Request
 from plait.wire.admin.subjects import OfGroup, OfSubject
 from plait.wire.messages import LpHistory
 
-#: Whether a broker or broker group takes messages (W) and can be consumed from (R).
+#: Whether a broker or broker group accepts messages (W) and delivers messages (R).
 State = Literal["RW", "R", "W", "NRW"]
 Strategy = Literal["exclusive", "shared"]
 
@@ -21,14 +21,14 @@ Strategy = Literal["exclusive", "shared"]
 
 
 class ExpandSubject(Request):
-    """Set how many partitions take the subject's messages, or which (as name@group)."""
+    """Set how many partitions accept the subject's messages, or which ones (as name@group)."""
 
     subject: str
     partitions: int | list[str]
 
 
 class RouteDetails(msgspec.Struct):
-    """The route of a subject, where it is to lead, and what is finished."""
+    """The route of a subject, its target, and the sealed LPs that groups have finished."""
 
     subject: str
     version: int
@@ -39,7 +39,7 @@ class RouteDetails(msgspec.Struct):
     target: list[NumberedRun]
     #: Broker group → addresses and state.
     brokers: dict[str, tuple[list[str], State]]
-    #: Group → (partition, first, end, fence): LPs that the group has finished in partitions they have left.
+    #: Group → (partition, first, end, fence) of the sealed LPs that the group has finished in the partition.
     passed: dict[str, list[tuple[int, int, int, int]]] = {}
     #: Partitions whose broker has reported what groups have finished.
     reported: list[int] = []
@@ -71,12 +71,12 @@ class RegisteredPartition(msgspec.Struct, frozen=True):
     settings: SubjectSettings = SubjectSettings()
     #: Wall time in microseconds.
     created: Int64 = 0
-    #: The highest route version or epoch that the broker knows there. The meta server issues only higher ones, even
-    #: after its database was lost.
+    #: The highest route version or epoch that the broker knows for the partition. The meta server then assigns only
+    #: higher numbers, even if its database was lost.
     newest: Number = 0
-    #: The route version that the partition knows; the LPs that it takes under that version (None: all); the sealed LPs
-    #: with their fences; the LPs that were opened after the partition was created, as (first, end, sequence, route
-    #: version). A lost route is rebuilt from these.
+    #: The next four fields serve to rebuild a lost route: the route version that the partition knows; the LPs that it
+    #: accepts under this version (None: all); the sealed LPs with their fences; the LPs that were opened after the
+    #: partition was created, as (first, end, sequence, route version).
     route: Number = 0
     lps: list[Run] | None = None
     fences: list[NumberedRun] = []
@@ -109,7 +109,7 @@ class BrokerHeartbeat(OfBroker, kw_only=True):
     """A heartbeat of a broker."""
 
     state: State
-    #: Why the broker takes no messages; empty: it takes them.
+    #: Why the broker accepts no messages; empty if it accepts messages.
     reason: str = ""
 
 
@@ -159,26 +159,27 @@ class BrokerInfo(msgspec.Struct, frozen=True):
     group: str
     broker: str
     address: str
-    #: The state that the operator set, and the effective one: less if the broker reports so, "NRW" if it is lost.
+    #: The state that the operator set, and the effective state. The effective state allows only what the broker reports
+    #: as well, and is "NRW" if the broker is lost.
     wished: State
     state: State
     #: The data epoch: grows by one with every start after a crash.
     epoch: int
     #: The number of its partitions, of all subjects.
     partitions: int
-    #: Why the broker takes no messages, as it reports, for example a full disk. Empty if it takes messages.
+    #: Why the broker accepts no messages, as it reports, for example a full disk. Empty if it accepts messages.
     reason: str = ""
 
 
 class LostPartition(msgspec.Struct, frozen=True):
-    """The loss with one partition of a broker group that was forgotten."""
+    """What is lost with one partition of a broker group that was removed."""
 
     subject: str
     #: As name@group.
     partition: str
-    #: LPs (of 1024) whose messages it took: their unfinished messages are lost.
+    #: The number of LPs (of 1024) whose messages the partition accepted. Their unfinished messages are lost.
     takes: int
-    #: Group → number of LPs that had moved on, and whose older messages here the group had not finished.
+    #: Group → the number of sealed LPs whose messages in the partition the group had not finished.
     groups: dict[str, int]
 
     def __str__(self) -> str:
@@ -217,7 +218,7 @@ class DecideBatch(OfBatch):
 
 
 class VetoBatch(OfBatch):
-    """Cancel an attempt to write a batch; ``producer`` is that of one of its stages."""
+    """Cancel an attempt to write a batch. ``producer`` is the producer of one of the attempt's stages."""
 
     producer: int
 
@@ -247,7 +248,7 @@ class BatchDecision(msgspec.Struct, frozen=True):
     batch: int
     version: int
     stages: Stages
-    #: All brokers have published it.
+    #: True if all brokers have published the batch.
     done: bool
 
 

@@ -16,7 +16,7 @@ class LetterFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequences: list[int] | None = None
     type: str | None = None
     handler: str | None = None
-    #: They became dead letters before this time, in microseconds.
+    #: Select letters that became dead letters before this time, in microseconds.
     before: int | None = None
 
 

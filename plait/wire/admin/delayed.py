@@ -62,7 +62,7 @@ class DelayedPage(msgspec.Struct, frozen=True):
 
 
 class DelayedCount(msgspec.Struct, frozen=True):
-    """The number of waiting messages of a subject, or of those due in the ten minutes from ``bucket`` (µs) on."""
+    """The number of waiting messages of a subject; or only of those due in the ten minutes from ``bucket`` (µs) on."""
 
     subject: str | None
     bucket: int | None

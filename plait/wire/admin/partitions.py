@@ -22,8 +22,8 @@ class DescribeSpans(Request):
 class SpanRow(msgspec.Struct, frozen=True):
     """The sequences [start, end) of a partition, and the data epochs that stored them.
 
-    ``number`` changes when a subject of that name is deleted and created again. For each requested time, ``at`` is the
-    first sequence stored at that time or later, and ``until`` the sequence after the last one stored before it.
+    ``number`` changes when the subject is deleted and created again. For each requested time, ``at`` has the first
+    sequence that was stored at that time or later, and ``until`` has the end of the sequences stored before that time.
     """
 
     name: str
@@ -37,14 +37,14 @@ class SpanRow(msgspec.Struct, frozen=True):
     until: list[int] = []
     #: The broker group.
     group: str = ""
-    #: The partition takes no more messages, so ``end`` does not change.
+    #: True if the partition accepts no more messages, so that ``end`` does not change.
     sealed: bool = False
 
 
 class CutSpans(Request):
     """Cut ranges (name, start, end, size) of partitions into pieces of at most ``size`` bytes; 0: do not cut.
 
-    With ``reach`` the reply has one cut per range: where ``size`` bytes from its start end.
+    With ``reach`` the reply has only one cut per range: the end of its first piece.
     """
 
     ranges: list[tuple[str, Int64, Int64, Int64]]
@@ -83,7 +83,7 @@ class SealPartition(Request):
 
 
 class DropPartition(Request):
-    """Drop a partition that is no longer in its subject's route, as of a version of the route."""
+    """Drop a partition that is no longer in its subject's route since a version of the route."""
 
     subject: str
     name: str
@@ -122,7 +122,7 @@ class DropStages(Request):
 
 
 class ForgetBatches(Request):
-    """Forget the batches of a query up to this one, which are published."""
+    """Forget the published batches of a query, up to and including this batch."""
 
     query: str
     batch: int

@@ -56,13 +56,13 @@ class GroupInfo(msgspec.Struct, frozen=True):
     #: The number of dead letters.
     dead: int = 0
     ordered: bool = False
-    #: Keys held back by a failed message, and those of them that are parked until ``resume`` or ``skip``.
+    #: The number of keys that a failed message holds back, and of those that are parked until ``resume`` or ``skip``.
     holding: int = 0
     parked: int = 0
     #: "key" if the messages of a key go to one member, without order; otherwise None.
     affinity: str | None = None
-    #: ``lag``, ``unacked`` and ``returned`` are estimates (``estimated``), or ``lost`` is (``lost_estimated``): the
-    #: messages of different members of an ordered group are interleaved, and counting each would take too long.
+    #: ``estimated``: ``lag``, ``unacked`` and ``returned`` are estimates. ``lost_estimated``: ``lost`` is an estimate.
+    #: The messages of an ordered group's members are interleaved, and counting each of them would take too long.
     estimated: bool = False
     lost_estimated: bool = False
 
@@ -132,7 +132,7 @@ class OfGroup(Request):
 
 
 class Began(Request):
-    """Get the version of the route that a group began with. No group: the broadcast of a client."""
+    """Get the route version that a group began with. If ``group`` is None, it is the broadcast group of the client."""
 
     partitions: list[str]
     group: str | None
@@ -140,7 +140,7 @@ class Began(Request):
 
 
 class AskRemembered(Request):
-    """Ask whether retired partitions had a group. No group: the broadcast of a client."""
+    """Ask whether retired partitions had a group. If ``group`` is None, it is the broadcast group of the client."""
 
     subject: str
     group: str | None
