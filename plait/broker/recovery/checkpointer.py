@@ -24,10 +24,11 @@ from plait.storage.logs.consume_log import ConsumeLog, partition_of
 from plait.storage.producers import ProducerTable
 from plait.storage.schedule.bucket_writer import BucketWriter
 
-#: Time between checkpoints that are made only so that expired segments can be deleted (``Snapshots.wanted``): ``KEEP``
-#: of them fit well into the minute within which space is freed, and do not load a broker that frees space all the time.
+#: Time between checkpoints that are made only so that expired segments can be deleted (``Snapshots.wanted``).
+#: ``KEEP`` such checkpoints fit well into the minute within which space is freed, and they are rare enough for a broker
+#: that frees space all the time.
 WANTED_SECONDS: Final = 2.0
-#: Consume logs that one turn notifies that their records are in files.
+#: The number of consume logs that one turn notifies that their records are in files.
 SETTLE_LOGS: Final = 500
 
 
@@ -54,7 +55,7 @@ class CheckpointWork:
         self.consume: list[tuple[ConsumeLog, int, bytes]] = []
         #: Set when all shards are copied.
         self.sync: SyncWork | None = None
-        #: The checkpoint is durable.
+        #: True if the checkpoint is durable.
         self.written = False
         #: Why the checkpoint could not be written.
         self.error: OSError | None = None
@@ -166,7 +167,7 @@ class Snapshots:
         self.work: CheckpointWork | None = None
         #: Consume logs whose last records were written to files, and which are not notified yet.
         self._unsettled: deque[tuple[ConsumeLog, int, bytes]] = deque()
-        #: Expired segments of the message log cannot be deleted only because the oldest checkpoint begins in them.
+        #: True if the oldest checkpoint is the only reason why expired segments of the message log cannot be deleted.
         self.wanted = False
 
     @property

@@ -1,7 +1,7 @@
-"""Applies the frames that follow a checkpoint in the first-hand logs to the state that the checkpoint has.
+"""Applies the frames that follow a checkpoint in the first-hand logs to the state of the checkpoint.
 
-The shards of a checkpoint were copied one after another while the logs grew: each partition gets only the frames that
-its shard does not include.
+The shards of a checkpoint were copied one after another while the logs grew. So each partition gets only the frames
+that its shard does not include.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class MessageReplay:
             self._stages.replay(partition, offset, frame)
 
     def _undefined(self, offset: int, frame: FrameView) -> None:
-        """Count rows of a partition whose definition is damaged. A new partition with its number would include them."""
+        """Count rows of a partition whose definition is damaged, so that no new partition gets its number."""
         self._catalog.next_partition = max(self._catalog.next_partition, frame.partition + 1)
         first, size, rows = self._unknown.get(frame.partition, (offset, 0, 0))
         self._unknown[frame.partition] = first, size + frame.size, rows + frame.count
@@ -178,7 +178,7 @@ class ActionReplay:
                     self.unusable.append(Damage("action", offset, frame.size, "damaged", reason))
 
     def retained(self, offset: int, frame: FrameView) -> None:
-        """Add the rows of a frame of the retained log to its group; events remove those that it does not need."""
+        """Add the rows of a frame of the retained log to its group; events remove the rows that it does not need."""
         try:
             group = self._catalog.groups.get(note_of(frame).group)
         except FrameError:
@@ -187,7 +187,8 @@ class ActionReplay:
             return
         if frame.partition == group.partition.id:
             sequences = frame.sequences()
-            # A power failure may have lost rows, and later rows have their sequences: the copies are not of those.
+            # A power failure may have lost rows, and later rows may have their sequences. The copies are of the lost
+            # rows.
             group.retained.add(sequences[sequences < group.partition.stored_until(frame.epoch)], offset)
             group.retained.settled()
             self._turn.touch(group.partition)
@@ -245,7 +246,8 @@ class ActionReplay:
                     group.remove(member)
         else:
             group.used = max(group.used, time)
-            # Rows may have been lost to damage, and later rows have their sequences: the event does not apply to those.
+            # Rows may have been lost to damage, and later rows have their sequences: the event is not about the later
+            # rows.
             limit = group.partition.stored_until(epoch)
             piece = Range(min(start, limit), min(end, limit), attempt)
             group.replay(action, flags, consumer, piece, due, written)

@@ -94,7 +94,7 @@ class SegmentHeaders:
     # --- which partitions there are -------------------------------------------------------------
 
     def add(self, partition: Partition) -> None:
-        """Add a partition, to a chunk from which one was removed if there is one, so that chunks stay full."""
+        """Add a partition. Prefers a chunk from which a partition was removed, so that chunks stay full."""
         chunk = next(reversed(self._open), None)
         if chunk is None:
             chunk = HeaderChunk()
@@ -163,9 +163,9 @@ class SegmentHeaders:
     def define(self, rows: list[PartitionRow]) -> None:
         """Write catalog rows to the message log, in two equal frames that are ``APART`` bytes apart.
 
-        A frame has only the number of its partition: if the only definition were damaged before a checkpoint includes
+        A frame has only the number of its partition. If the only definition were damaged before a checkpoint includes
         it, intact rows could not be read. Both copies precede the first row, because a scan after damage accepts only
-        frames of known partitions. The padded frame between them repeats one row.
+        frames of known partitions. The padded frame between the copies repeats one row.
         """
         # Small segments have less space for the broker's own frames.
         apart = min(APART, self._turn.message_log.margin)

@@ -1,7 +1,7 @@
 """Encodes the broker's derived state as checkpoint shards, and decodes it.
 
 Partitions, with their groups and consumers, are spread over shards by number; producers have separate shards. Only
-changed shards are encoded again (R1). Each shard is copied at a different moment and has the log positions up to which
+changed shards are encoded again (R1). Each shard is copied at another moment, and records the log positions up to which
 it includes the logs.
 """
 

@@ -29,8 +29,8 @@ from plait.storage.producers import ProducerTable
 from plait.storage.schedule.bucket import SHARD_PREFIX
 from plait.storage.schedule.unbucketed import UNBUCKETED_SHARD
 
-#: Why a valid frame is part of a torn tail: an earlier start cut the log before it, and the sync of the cut failed. The
-#: frame is still on the disk, after frames that the log got in a later epoch.
+#: Why a valid frame is part of a torn tail: an earlier start cut the log before this frame, and the sync of the cut
+#: failed. The frame is still on the disk, after frames that were appended in a later epoch.
 CUT_BEFORE: Final = "was cut by an earlier start"
 
 

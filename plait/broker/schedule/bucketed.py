@@ -1,8 +1,8 @@
 """Writes delayed rows to buckets at a checkpoint, and restores the schedule from buckets and logs at a start.
 
-A checkpoint moves waiting rows from the message log to buckets, up to a limit; for rows that it leaves in the log it
-stores which of them wait. Recovery loads both. Rows that follow in the log after the checkpoint are unbucketed, and the
-frames and events after it settle the rows that have left.
+A checkpoint moves waiting rows from the message log to buckets, up to a limit. For the rows that it leaves in the log,
+it stores which of them wait. Recovery loads both kinds of rows. Rows that follow in the log after the checkpoint are
+unbucketed. The frames and events after the checkpoint settle the rows that have left.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class BucketedRows:
         self._schedules.buckets[bucket.key] = bucket
 
     def begin_at(self, offset: int) -> None:
-        """The checkpoint includes the schedule up to ``offset`` of the message log.
+        """Start from a checkpoint that includes the schedule up to ``offset`` of the message log.
 
-        Its schedule partitions were copied later and may include later rows: those count as unbucketed.
+        Its schedule partitions were copied later and may include later rows, which are unbucketed.
         """
         for schedule in self._schedules.by_partition.values():
             partition = schedule.partition
@@ -115,7 +115,8 @@ class BucketedRows:
         """Replay a cancel event of the action log."""
         schedule = self._schedules.by_partition.get(partition)
         if schedule is not None:
-            # Rows may have been lost to damage and their numbers reused since: the event does not apply to those.
+            # Rows may have been lost to damage, and later rows have their numbers: the event is not about the later
+            # rows.
             numbers = np.arange(start, min(end, schedule.partition.stored_until(epoch)))
             self._settle(schedule, numbers, np.full(len(numbers), due))
 
@@ -161,7 +162,7 @@ class BucketedRows:
             for name in unknown:
                 checkpoints.replaced(f"{DIRECTORY}/{name}")
         elif unknown:
-            # No state is left that shows which of their rows still wait.
+            # No remaining state shows which rows of these files still wait.
             move_aside(disk, DIRECTORY, unknown)
             self._schedules.notice(
                 f"no checkpoint is readable: moved {counted(len(unknown), 'file')} of delayed messages "
@@ -218,7 +219,7 @@ class BucketedRows:
         return self._schedules.writer
 
     def end(self, writer: BucketWriter, *, written: bool) -> None:
-        """The checkpoint was written, or failed; a failed one changes nothing."""
+        """Use the buckets of a checkpoint that was written. After a failed checkpoint, change nothing."""
         self._schedules.writer = None
         if written:
             for file, reason, rows in writer.lost:
@@ -260,9 +261,9 @@ class BucketedRows:
         schedules.upcoming.runs_added()
 
     def _start_at_unbucketed(self, schedule: Schedule) -> None:
-        """Buckets hold every row before the first unbucketed one: retention may delete those from the message log.
+        """Let retention delete the rows before the first unbucketed row from the message log: buckets have them all.
 
-        The start in a checkpoint is the one from before it bucketed rows, so it is computed here and not loaded.
+        The start is computed here, because a checkpoint stores the start from before it moved rows to buckets.
         """
         schedule.partition.start = schedule.unbucketed.base
 

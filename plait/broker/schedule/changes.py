@@ -17,7 +17,7 @@ from plait.storage.schedule.bucket import NEVER, keys_at
 
 
 def cancel(broker: Broker, subject: str, number: int, due: int) -> bool:
-    """Cancel a row; False when the row does not wait. Counts once committed."""
+    """Cancel a row; False when the row does not wait. Takes effect with the next commit."""
     with reading():
         found = _find(broker, subject, number, due)
     if found is None:

@@ -29,7 +29,7 @@ from plait.storage.catalog import SCHEDULE
 DELIVER_MAX: Final = 8_192
 #: Time between two turns that deliver, so that rows that are due together are delivered together.
 TURN_SECONDS: Final = 0.004
-#: Time before a delivery is tried again that found no space on the disk.
+#: Time until the next attempt, after a delivery found no space on the disk.
 RETRY_SECONDS: Final = 1.0
 #: The clock of a sender may be ahead of the broker's clock by this.
 AHEAD_SECONDS: Final = 60.0
@@ -71,7 +71,7 @@ class DueDelivery:
         self._due_rows = due_rows
         self._forwards = forwards
         self.take_in = schedules.take_in
-        #: Rows are due: the next commit delivers them.
+        #: True if rows are due: the next commit delivers them.
         self.ready = False
         #: Monotonic times: when the next delivering turn is due, and until when deliveries pause after an error.
         self._turn_at = self._held_until = 0.0

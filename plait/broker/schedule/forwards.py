@@ -1,16 +1,17 @@
 """Forwards due rows to the partition that their LP has moved to (R20, R25).
 
-A row that becomes due after its LP has moved must not enter the partition that scheduled it: consumers do not read
-behind the fence. It is appended to a *forward partition* instead, one for each target partition, in a frame that
-settles its number in the schedule; this is one write, so a crash cannot separate the two. From there the server sends
-the frames, unchanged and in order, to the partition that the route leads to. The header of a frame has the producer of
-the forward partition and numbers its rows, so the other broker stores each frame once, however often it is sent.
+A row that becomes due after its LP has moved must not enter the partition that scheduled it, because consumers do not
+read rows of the LP from the fence on. The row is appended to a *forward partition* instead; there is one for each
+target partition. The same frame settles the row's number in the schedule, so a crash cannot separate the two. The
+server then sends the frames, unchanged and in order, to the partition that the route leads to. The header of a frame
+has the producer of the forward partition and numbers its rows, so the other broker stores each frame once, however
+often it is sent.
 
-If the other broker has certainly not stored a frame and the route has changed, that frame and all later ones are copied
-unchanged back into the schedule. The header of a copy tells which rows of the forward partition it takes back; this is
-again one write. The rows are due at once and follow the newer route. A forward partition from which frames were taken
-back gets no more rows and is deleted, because the other broker would wait for the missing ones. After a crash in
-between, the other broker refuses the later frames because of the gap, and these are taken back too.
+If the route has changed and the other broker is known not to have stored a frame, that frame and all later frames are
+copied unchanged back into the schedule. The header of a copy names the rows of the forward partition that it takes
+back, so this is again one write. The rows are due at once and follow the newer route. A forward partition from which
+frames were taken back gets no more rows and is deleted, because the other broker would wait for the missing frames.
+After a crash in between, the other broker refuses the later frames because of the gap, and they are taken back too.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Forwards:
         self._notes.pop(partition.id, None)
 
     def _close(self, partition: Partition) -> None:
-        """Add no more rows to it: later rows for the same target get another forward partition."""
+        """Add no more rows to a forward partition: later rows for the same target get another one."""
         forward = _forward(partition)
         place = partition.row.name, (forward.name, forward.group)
         if self._by_place.get(place) is partition:
@@ -221,7 +222,7 @@ class Forwards:
         return None
 
     def stored(self, partition: Partition, end: int) -> None:
-        """The other broker has stored the frame that ends at ``end``.
+        """Record that the other broker has stored the frame that ends at ``end``.
 
         A crash may lose this progress for a few frames: they are resent, and the other broker recognizes them.
         """

@@ -34,12 +34,12 @@ class Schedules:
         self._turn = turn
         self._catalog = catalog
         self._checkpoints = checkpoints
-        #: By partition name.
+        #: Partition name → its schedule.
         self.by_subject: dict[str, Schedule] = {}
-        #: By number of the schedule partition; during recovery also deleted ones beside their successors.
+        #: Number of the schedule partition → its schedule. During recovery, deleted schedules are here too.
         self.by_partition: dict[int, Schedule] = {}
         self.buckets: dict[int, Bucket] = {}
-        #: The running checkpoint adds rows to buckets.
+        #: Adds rows to buckets while a checkpoint runs; None: no checkpoint runs.
         self.writer: BucketWriter | None = None
         self.upcoming = Upcoming(self.buckets)
         self.window = self.upcoming.window
@@ -125,7 +125,7 @@ class Schedules:
                 self.upcoming.append(schedule, frame, offset, base)
 
     def route_known(self, subject: str) -> None:
-        """The route of a subject is known: move the due rows that wait for it into the window."""
+        """Move the due rows that wait for the route of a subject into the window, when the route is known."""
         held = self.held(subject)
         for schedule in held:
             schedule.held = False

@@ -27,7 +27,7 @@ LOAD_MAX: Final = 32_768
 STEP_MAX: Final = 1 << 46
 #: Steps of the window in one turn.
 STEPS_MAX: Final = 16
-#: Stale entries of the heap that are tolerated at least.
+#: The heap is not cleaned before it has this many stale entries.
 STALE_MAX: Final = 64
 
 
@@ -39,8 +39,8 @@ class Schedule:
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.unbucketed = UnbucketedRows(partition.next)
-        #: Due rows wait outside the window: the partition does not take them and the route is not known yet, or the
-        #: partition is unknown.
+        #: True if due rows wait outside the window, because the partition is unknown, or because it does not accept
+        #: them and the route is not known yet.
         self.held = False
 
 
@@ -56,7 +56,7 @@ class Upcoming:
         self._clean_at = STALE_MAX
         #: No row outside the window is due before this.
         self._beyond = NEVER
-        #: Microseconds by which the window advances: less where many rows are due.
+        #: Microseconds by which the window advances: fewer where many rows are due.
         self._step = WINDOW_MICROS
 
     @property

@@ -1,10 +1,10 @@
 """Publishes stages: appends their frames again unchanged, stamped as rows of the target partition.
 
 A catalog row before the first copy records that publishing has begun, and one after the last copy deletes the stage.
-All of this is in the message log in order, so after a crash the copies that follow the first catalog row show the
-progress, and the broker continues from there. A stage whose publishing has begun is published completely before a seal
-takes LPs from its partition. A stage that was refused because its keys have moved stays refused, because the driver
-writes its rows to other partitions.
+The message log has all of this in order. So after a crash the copies that follow the first catalog row show the
+progress, and the broker continues from there. Once publishing of a stage has begun, a seal of its partition waits until
+the stage is published completely. A stage that was refused because its keys have moved stays refused, because the
+driver writes its rows to other partitions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger("plait.broker")
 
 #: Bytes that one turn publishes: the loop serves other requests too.
 PUBLISH_SIZE_MAX: Final = 8 * MIB
-#: Turns that may wait for the disk: it syncs one while the next is copied. More would only delay other requests in the
-#: disk's queue.
+#: The most publishing turns that may wait for the disk: the disk syncs one while the next is copied. More turns would
+#: only delay other requests in the disk's queue.
 TURNS_AHEAD: Final = 2
 #: While a seal waits for a partition, publishing of further stages to it is refused for this long. The meta server
 #: repeats the seal sooner than that.
@@ -57,10 +57,10 @@ class StagePublisher:
         self._requests: list[PublishRequest] = []
         #: Ranges of the frames that were copied since the queue was last empty.
         self._copied = CopiedRanges()
-        #: The end of the message log after each turn that is not durable yet. No request waits for their sync, so
-        #: its age does not count for flow control.
+        #: The end of the message log after each publishing turn that is not durable yet. No request waits for the sync
+        #: of these turns, so flow control ignores its age.
         self.unsynced: deque[int] = deque()
-        #: The next commit continues publishing.
+        #: True if the next commit continues publishing.
         self.ready = False
         #: Monotonic time until which publishing pauses after an error.
         self._held_until = 0.0
@@ -124,7 +124,7 @@ class StagePublisher:
         return self.ready
 
     def synced(self) -> None:
-        """More of the message log is durable: continue if publishing waited for that."""
+        """Continue publishing if it waited for more of the message log to be durable."""
         durable = self._turn.message_log.durable
         while self.unsynced and self.unsynced[0] <= durable:
             self.unsynced.popleft()

@@ -2,7 +2,7 @@
 
 A *stage* has the rows that one attempt of a task wrote for one partition. It is a hidden partition in the message log,
 with one producer. The meta server decides once per batch which stages are published (``StagePublisher``). Publishing is
-idempotent: an unknown stage counts as published. So the broker remembers expired stages for a while.
+idempotent: the broker treats an unknown stage as published. So it has to remember expired stages for a while.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Stages:
         return producer in self._all
 
     def of(self, name: str) -> list[Partition]:
-        """No stage is deleted with its target partition: the commit of its batch finds that the target is deleted."""
+        """The stages to delete with their target partition: none. The commit of the batch finds the target deleted."""
         return []
 
     def any_for(self, name: str) -> bool:
@@ -169,13 +169,13 @@ class Stages:
     # --- ends --------------------------------------------------------------------------------------
 
     def drop(self, producers: Iterable[int]) -> int:
-        """Delete stages that are not to be published. Returns how many there were. Counts once committed."""
+        """Delete stages that are not to be published. Returns their number. Takes effect with the next commit."""
         self._turn.commit()
         chosen = [self._all[producer] for producer in dict.fromkeys(producers) if producer in self._all]
         return self._delete([partition for partition in chosen if stage_of(partition).state != PUBLISHING])
 
     def forget(self, query: str, batch: int) -> int:
-        """Delete the other stages of all batches of the query up to this one, which are published."""
+        """Delete the unpublished stages of the query's batches up to this one; these batches are committed."""
         self._turn.commit()
         chosen = self._queries.get(query, {}).values()
         return self._delete([p for p in chosen if stage_of(p).batch <= batch and stage_of(p).state != PUBLISHING])

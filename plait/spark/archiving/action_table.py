@@ -85,7 +85,7 @@ def _names() -> pa.Array:
 
 
 class Names:
-    """The names behind the numbers of events, from the definitions read up to now."""
+    """The names that the numbers of events stand for, from the definitions read up to now."""
 
     def __init__(
         self, partitions: Mapping[int, PartitionRow], group: str, groups: Mapping[int, GroupDefinition] | None = None
@@ -97,10 +97,10 @@ class Names:
         self._reported: dict[tuple[type[Definition], int], Definition] = {}
 
     def learn(self, definitions: list[Definition], *, header: bool = False) -> list[Definition]:
-        """Add definitions and return the new ones. None of a segment ``header`` counts as new: a header repeats
-        definitions that have a frame of their own.
+        """Add definitions and return the new ones. A segment ``header`` has no new ones: it repeats definitions.
 
-        That frame may directly follow the header, since a header has all definitions that exist when it is written.
+        Each definition of a header also has its own frame. That frame may directly follow the header, since a header
+        has all definitions that exist when it is written.
         """
         new = []
         for definition in definitions:

@@ -108,8 +108,8 @@ def settled(source: ArchivedSource, done: Round, facts: Iterable[TaskFacts], gro
 
 
 def _written(planned: Sequence[tuple[int, int]], written: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The written ranges of the planned ones, which may lack frames that do not verify. Start and end are those of the
-    plan: an empty range takes the place of a frame that was left out there."""
+    """The ranges that were written. They lack frames that do not verify, but start and end where the planned ranges do:
+    if the first or the last frame was left out, an empty range takes its place."""
     pieces = list(written)
     if not pieces or pieces[0][0] > planned[0][0]:
         pieces.insert(0, (planned[0][0], planned[0][0]))

@@ -299,8 +299,8 @@ class Archiver:
     def _clean(self) -> None:
         """Remove files of runs that can no longer commit, unless one of the last two manifests names them.
 
-        A reader may still use the manifest before this one. A later manifest adds no file with a number up to this
-        one's: a file that is removed here is in no manifest, now or later.
+        A reader may still use the manifest before this one. No later manifest adds a file with a number up to the
+        number of this manifest. So a file that is removed here is in no manifest, now or later.
         """
         number = self._manifest.number
         if not self._is_newest():

@@ -1,9 +1,9 @@
 """The manifest of an archive: its files, and up to which offsets each data directory is archived.
 
 An archive consists of the Parquet files that ``_plait/manifest-<number>-<writer>.json`` names, once the file
-``_plait/commit-<number>-<writer>`` exists. The manifest with the highest number counts. A manifest is written once and
-never changed. A file that it does not name is not part of the archive: a run that ended early left it. Nothing here
-needs Spark: lookups read the manifest in a process without Java.
+``_plait/commit-<number>-<writer>`` exists. The manifest with the highest number is the valid one. A manifest is written
+once and never changed. A file that it does not name is not part of the archive, but the rest of a run that ended early.
+Nothing here needs Spark, because lookups read the manifest in a process without Java.
 
 Promise: manifests are a chain. If several archivers commit the same number, one succeeds, however slow each of them is;
 the others get ``ArchiveConflict`` and have changed nothing (``plait.spark.archiving.manifest_votes``).
@@ -84,7 +84,7 @@ class ArchivedGap(msgspec.Struct, frozen=True, omit_defaults=True):
     number: int
     start: int
     end: int
-    #: Retention removed these sequences before they were archived: they were past their retention time, not lost.
+    #: True if retention removed these sequences before they were archived: they were past their retention time.
     expired: bool = False
 
 
@@ -133,13 +133,16 @@ class ArchivedSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     order: str = "best_tried"
     #: When it was created, in microseconds since 1970: older rows belong to a deleted partition of the same name.
     created: int = 0
-    #: It was deleted, and its last messages may not have been archived.
+    #: True if the partition was deleted; its last messages may not have been archived.
     deleted: bool = False
-    #: The logical partitions [first, end) that it took from each of these sequences on; none: all.
+    #: (sequence, the logical partitions [first, end) whose rows the partition accepted from that sequence on); none:
+    #: all.
     taken: list[tuple[int, list[tuple[int, int]]]] = []
-    #: The sealed logical partitions [first, end), and the sequence after the last row that the partition took of them.
+    #: The sealed logical partitions [first, end), and their fence: the partition accepted their rows before this
+    #: sequence.
     fences: list[tuple[int, int, int]] = []
-    #: Nothing of it was removed from the log before it was archived: its archived rows begin with sequence 0.
+    #: True if nothing of the partition was removed from the log before it was archived: its archived rows begin with
+    #: sequence 0.
     whole: bool = False
     #: The archived log had reached at least this sequence, whether its rows can be read or not.
     next: int = 0
@@ -169,8 +172,8 @@ class ArchivedSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     lives: dict[str, list[PartitionLife]] = {}
     gaps: list[ArchivedGap] = []
     left_out: list[LeftOut] = []
-    #: Partitions without archived rows since retention removed a part of the log that was not archived: their next gap
-    #: is marked as expired.
+    #: Partitions that got no archived rows since retention removed an unarchived part of the log. Their next gap is
+    #: marked as expired.
     overtaken: list[str] = []
     #: The end of the part of the message log that archived events refer to.
     rests_on: int = 0

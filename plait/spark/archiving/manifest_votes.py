@@ -1,23 +1,26 @@
-"""Which manifest of a number counts: archivers agree on it by the names of files, on any file system.
+"""Decides which manifest of a number is valid: archivers agree on it by the names of files, on any file system.
 
-Several archivers may want to commit the manifest of one number, each at its own speed; any of them may stop for a
-minute or a month between two steps, and continue. A store offers little that all stores have: a file of a new name
-appears at once, and a listing that begins afterwards has it. Renames replace or do not, conditional puts exist or do
-not, clocks differ. So the decision is Disk Paxos (Gafni and Lamport, 2003) with a file's name as the unit of writing:
+Several archivers may want to commit a manifest with the same number, each at its own speed. Any of them may stop for a
+minute or a month between two steps, and then continue. All stores have only this in common: a file with a new name
+appears at once, and every listing that begins later has it. Stores differ in whether a rename replaces a file and
+whether there are conditional puts, and their clocks differ. So the decision is Disk Paxos (Gafni and Lamport, 2003)
+with a file's name as the unit of writing. An archiver does these steps:
 
-1. ``manifest-<number>-<writer>.json``: the archiver writes its manifest. It counts for nothing yet.
-2. ``ballot-<number>-<counter>-<writer>``, an empty file, whose counter is above all that the archiver has seen. It
-   lists the directory. A higher ballot: start again. An ``accept`` file: the manifest that it names may have been
-   chosen, and the archiver continues with the manifest of the highest accept instead of its own.
-3. ``accept-<number>-<counter>-<writer>-<chosen writer>``, empty. It lists the directory again. A higher ballot: start
-   again. None: the manifest is chosen, and every later ballot finds the accept file.
-4. ``commit-<number>-<chosen writer>``, empty: readers see the manifest. Each archiver that finds a chosen manifest may
-   create this file, so an archiver that ends between 3 and 4 blocks no other one.
+1. It writes its manifest, ``manifest-<number>-<writer>.json``, which has no effect yet.
+2. It writes an empty file ``ballot-<number>-<counter>-<writer>``, with a counter above all that it has seen, and lists
+   the directory. If there is a higher ballot, it starts again. If there is an ``accept`` file, the manifest that this
+   file names may have been chosen, so the archiver continues with the manifest of the highest accept, not its own.
+3. It writes an empty file ``accept-<number>-<counter>-<writer>-<chosen writer>``, and lists the directory again. If
+   there is a higher ballot, it starts again. If not, the manifest is chosen, and every later ballot finds the accept
+   file.
+4. It writes an empty file ``commit-<number>-<chosen writer>``, which makes the manifest visible to readers. Each
+   archiver that finds a chosen manifest may create this file, so an archiver that ends after step 3 blocks no other.
 
 No file is ever written twice with different content, and no clock is read. The proof needs every vote on a number to
-stay until the number is history: ``prune`` removes a manifest's predecessor before its votes, and a manifest is never
-written again once it was removed. An archiver that still finds the predecessor of its own manifest after step 3 has
-therefore seen all votes. The votes on number 1, which has no predecessor, are never removed.
+exist as long as an archiver may still vote on that number. So ``prune`` removes the predecessor of a manifest before
+the votes on the manifest, and no archiver writes a removed manifest again. An archiver that still finds the predecessor
+of its own manifest after step 3 has therefore seen all votes. The votes on number 1, which has no predecessor, are
+never removed.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from plait.spark.archiving.archive_files import ArchiveFiles
 
 #: Manifests that stay, the newest included: a reader that has just listed the archive can still read the newest.
 KEEP: Final = 5
-#: Ballots that one commit starts before it gives in to the others: each needs another archiver at the same step.
+#: The most ballots that one commit starts before it fails: each restart needs another archiver at the same step.
 BALLOTS_MAX: Final = 8
 
 _MANIFEST: Final = re.compile(r"manifest-(\d{20})-([0-9a-z]+)\.json")
@@ -39,7 +42,7 @@ _BALLOT: Final = re.compile(r"ballot-(\d{20})-(\d{10})-([0-9a-z]+)")
 _ACCEPT: Final = re.compile(r"accept-(\d{20})-(\d{10})-([0-9a-z]+)-([0-9a-z]+)")
 _COMMIT: Final = re.compile(r"commit-(\d{20})-([0-9a-z]+)")
 
-#: Counter and writer: no two archivers start the same one.
+#: Counter and writer. No two archivers start the same ballot.
 Ballot = tuple[int, str]
 
 
@@ -47,7 +50,7 @@ class Votes:
     """The votes and manifests in one listing of the directory."""
 
     def __init__(self, location: str, names: Iterable[str]) -> None:
-        #: Number → the writer whose manifest counts.
+        #: Number → the writer whose manifest is committed.
         self.committed: dict[int, str] = {}
         #: (number, writer) of all manifests in the listing, chosen or not.
         self.manifests: set[tuple[int, str]] = set()

@@ -30,13 +30,15 @@ class BlockRows:
     send_times: Numbers
     #: Producer id and producer sequence of each row: its message id. None: not known.
     ids: tuple[UInt64s, UInt64s] | None = None
-    #: Rows that were delayed or sent one-way: the time of sending does not determine their order. None: there are none.
+    #: True for rows that were delayed or sent one-way: their order may differ from the order of sending. None: there
+    #: are none.
     unordered: Flags | None = None
-    #: Rows of LPs that the partition did not take at that time (``stored_order.astray``). None: there are none.
+    #: True for rows of LPs that the partition did not accept at that time (``stored_order.astray``). None: there are
+    #: none.
     astray: Flags | None = None
     #: The place of each row in the message log, comparable between partitions of one data directory. None: not known.
     places: Numbers | None = None
-    #: How often the set of LPs that the partition takes had changed when the row was stored. None: it never changed.
+    #: How often the set of LPs that the partition accepts had changed when the row was stored. None: it never changed.
     spans: Numbers | None = None
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from plait.storage.logs.action_log import EVENT, FLAG_DUE, NOT_OF_ROWS, Action
 
 #: ``time`` is when the event happened; ``value`` is its time field as stored, which some actions use for another value.
-#: ``offset`` is that of its frame: events of one frame happened together. ``place`` ascends from event to event.
+#: ``offset`` is the offset of its frame: events of one frame happened together. ``place`` ascends from event to event.
 AUDITED: Final = np.dtype(
     [
         ("action", "u1"),

@@ -39,11 +39,11 @@ class GroupFacts:
     at_most_once: bool = False
     ordered: bool = False
     affinity: bool = False
-    #: Of an ordered group: a failed message holds back its key.
+    #: True if the group is ordered and a failed message holds back its key.
     strict: bool = False
-    #: The log that was read has all events of the group, from its definition on.
+    #: True if the log that was read has all events of the group, from its definition on.
     whole: bool = True
-    #: Where ``whole`` is False: the time from which on the log has its events.
+    #: If ``whole`` is False: the log has the events of the group from this time on.
     begins: int = 0
     forgotten: bool = False
     #: Places of resets. The log between two of them is an *era*.
@@ -59,7 +59,8 @@ class GroupFacts:
     locks: list[tuple[int, int, int, int]] = field(default_factory=list)
     #: The sequence that the scan of this era has reached.
     scan: int = 0
-    #: The last sequence at which the scan took new rows. It does so only when no row below is left to deliver.
+    #: The last sequence from which the group delivered new rows. It delivers new rows only when no row below this
+    #: sequence is left to deliver.
     passed: int = 0
     #: One past the highest sequence that was delivered, acked, nacked or buried.
     reach: int = 0
@@ -68,7 +69,7 @@ class GroupFacts:
 
     @property
     def logs_pulls(self) -> bool:
-        """The log records deliveries, with their consumers: as pulls or, at most once, as acks in their place."""
+        """True if the log records deliveries with their consumers: as pulls or, for at most once, as acks."""
         return (self.at_most_once or not self.broadcast) and not self.ordered
 
     def learn_order(self, order: str) -> None:
@@ -106,7 +107,7 @@ class GroupTable:
             self.groups[definition.id] = _facts(definition, whole=self._whole or not head, begins=self._begins)
 
     def cut(self, begins: int) -> None:
-        """Events are missing here and the log resumes at time ``begins``: the state before it is not known."""
+        """Record that events are missing here and the log resumes at time ``begins``. The earlier state is unknown."""
         self._whole, self._begins = False, begins
         for group in self.groups.values():
             group.whole, group.begins = False, begins
@@ -145,7 +146,7 @@ class GroupTable:
 
     @staticmethod
     def _follow_scan(group: GroupFacts, events: Events) -> None:
-        """A first delivery that begins where the scan is takes new rows: all returned rows were delivered before it."""
+        """Advance the scan: a first delivery that begins where it is has new rows, so all returned rows came before."""
         if not len(events):
             return
         reached = np.maximum.accumulate(np.concatenate([[group.scan], events["end"]]))

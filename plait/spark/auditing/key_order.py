@@ -4,9 +4,9 @@ Within a block, rows are sorted by key and compared. The rows of a key in anothe
 and the latest of its acks there.
 
 The log does not record deliveries of an ordered group, and the owner may ack the rows that it holds in any order. So
-within one partition an ack before that of an earlier message counts as wrong only if the earlier message was acked by a
-later owner or had failed before. Between partitions that a key moved through it always counts: the second partition
-delivers nothing of the key before the first one is done with it.
+within one partition, an ack that precedes the ack of an earlier message is wrong only if a later owner acked the
+earlier message, or if the earlier message had failed before. Between two partitions that a key moved through, such an
+ack is always wrong, because the second partition delivers no row of the key before the first partition is done with it.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _times(rows: BlockRows, order: Numbers, at: Numbers, waited_for: Numbers) ->
 def moved_crossings(
     groups: Numbers, hashes: Numbers, partitions: Numbers, facts: tuple[Numbers, Numbers, Numbers]
 ) -> Numbers:
-    """For each key and partition whose first ack precedes the key's last ack in the partition that the key moved from:
-    the group. ``facts`` are the places in the message log, the earliest and the latest acks."""
+    """The group of each key and partition that breaks the order: the key's first ack there precedes its last ack in the
+    partition that the key moved from. ``facts``: places in the message log, earliest acks, latest acks."""
     places, earliest, latest = facts
     order = np.lexsort((places, hashes, groups))
     groups, hashes, partitions = groups[order], hashes[order], partitions[order]
@@ -109,7 +109,7 @@ def moved_crossings(
 
 
 def crossings(groups: Numbers, hashes: Numbers, firsts: Numbers, times: tuple[Numbers, Numbers]) -> Numbers:
-    """For each key and block whose first ack precedes the key's last ack of an earlier block: the group.
+    """The group of each key and block that breaks the order: the first ack precedes the last ack of an earlier block.
 
     ``firsts`` are the first sequences of the blocks, ``times`` the earliest and latest acks (``KeyTimes``).
     """

@@ -9,7 +9,7 @@ import msgspec
 #: Name of a broken promise in facts and reports → its meaning in one line.
 PROMISES: Final = {
     "missing": "stored messages that are no longer in the message log",
-    "behind_fence": "messages stored behind a fence, where no route leads: ordered groups never receive them",
+    "behind_fence": "messages stored after a fence, where no route leads: ordered groups never receive them",
     "stored_twice": "messages whose id is stored a second time",
     "stored_out_of_order": "messages of a strict subject stored before an earlier one of the same key and producer",
     "lost": "messages that the group passed without delivering them",
@@ -35,7 +35,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """A point in time: how many messages were stored by then, and how many of them were not settled yet."""
+    """A point in time: how many messages were stored by then, and how many of these had no outcome yet."""
 
     #: Microseconds since 1970.
     time: int
@@ -129,7 +129,8 @@ class SubjectAudit(msgspec.Struct, kw_only=True):
     subject: str
     messages: int
     missing: int
-    #: Messages stored behind a fence, with an id that is already stored, before an earlier message of the key.
+    #: The numbers of messages that were stored after a fence, stored with an id that is already stored, and stored
+    #: before an earlier message of their key.
     behind_fence: int
     stored_twice: int
     stored_out_of_order: int

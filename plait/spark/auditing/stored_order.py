@@ -1,9 +1,13 @@
 """Whether a partition's messages were stored as their producers sent them, independent of consumer groups.
 
-Three promises: no message is stored behind a *fence*, where no route leads any more; none is stored twice; and on a
-``strict`` subject the messages of one key and one producer are stored in the order of sending. Within a block, rows are
-sorted and compared with their neighbours. Between blocks, small facts are compared: the producer sequences of a block,
-64 to a fact, and the lowest and the highest producer sequence of each key.
+It checks three promises:
+
+- No row of an LP is stored at or after the *fence* of the LP, where no route leads any more.
+- No message is stored twice.
+- On a ``strict`` subject, the messages of one key and one producer are stored in the order of sending.
+
+Within a block, rows are sorted and compared with their neighbours. Between blocks, small facts are compared: the
+producer sequences of a block, 64 to a fact, and the lowest and the highest producer sequence of each key.
 """
 
 from __future__ import annotations
@@ -47,10 +51,10 @@ def astray(
     taken: Sequence[tuple[int, list[tuple[int, int]]]],
     fences: Sequence[tuple[int, int, int]],
 ) -> Flags | None:
-    """Rows of LPs that the partition did not take when the rows were stored. None: there are none.
+    """True for rows of LPs that the partition did not accept when the rows were stored. None: there are none.
 
-    ``taken``: the LPs that it took from a sequence on. ``fences``: LPs [first, end) that it takes no more from a
-    sequence on.
+    ``taken``: (sequence, the LPs whose rows the partition accepts from that sequence on). ``fences``: (first, end,
+    sequence): the partition accepts no rows of the LPs [first, end) from that sequence on.
     """
     if not taken and not fences:
         return None

@@ -33,7 +33,7 @@ FATE: Final = "fate"
 BROKEN: Final = "broken"
 EXAMPLE: Final = "example"
 COUNT: Final = "count"
-#: Of groups: latencies by bin, rows stored and settled by moment.
+#: Of groups: latencies by bin, and rows by the moment at which they were stored or got their outcome.
 LATENCY: Final = "latency"
 STORED: Final = "stored"
 SETTLED: Final = "settled"

@@ -53,7 +53,7 @@ def touches(rows: BlockRows, events: Events, group: GroupFacts) -> Touches:
         for begin, stop in _batches(low[first:last], high[first:last]):
             which, of = _pairs(low[first + begin : first + stop], high[first + begin : first + stop])
             of += first + begin
-            # A row lost in a power failure had the same sequence: an event of an older epoch is about that row.
+            # An event of an older epoch is about a row with the same sequence that was lost in a power failure.
             mine = rows.epochs[which] <= events["epoch"][of]
             if group.ordered and group.whole:
                 mine &= layout.cursors(which) == events["consumer"][of]

@@ -19,7 +19,7 @@ from plait.spark.auditing.group_facts import GroupFacts
 from plait.spark.auditing.touches import Touches, tenures
 from plait.storage.logs.action_log import FLAG_UNCOUNTED, Action
 
-#: After every place of a log: the place of an event that has not happened.
+#: The place of an event that has not happened. It is after every place of a log.
 NEVER: Final = 1 << 62
 
 
@@ -50,7 +50,7 @@ class GroupVerdict:
     broken: dict[str, Numbers] = field(default_factory=dict)
     #: Further counts, by name.
     counts: dict[str, int] = field(default_factory=dict)
-    #: For each row, the event that first acked it, and the event that settled it. -1: none.
+    #: For each row, the event that first acked it, and the event that gave it its outcome. -1: none.
     first_acks: Numbers = field(default_factory=lambda: np.empty(0, np.int64))
     settled_by: Numbers = field(default_factory=lambda: np.empty(0, np.int64))
     #: For each row, the log offset of its ack in this era (``NEVER``: none), and whether no row has to wait for it.
@@ -186,18 +186,20 @@ def _fates(rows: BlockRows, touched: _TouchColumns, group: GroupFacts, old: Flag
     ends = touched.last(np.isin(action, (Action.BURY, Action.PURGE, Action.REVIVE, Action.PULL)))
     dead = touched.is_any(ends, Action.BURY, Action.PURGE)
     if group.logs_pulls:
-        # A reset moved back before the row and the scan has passed it since: a delivery of it would be in this era.
+        # A reset moved the group back before the row, and the scan has passed the row since. So a delivery of the row
+        # would be in this era.
         passed_by = (sequences >= group.start) & (sequences < group.scan) & ~touched.any(touched.current)
         dead &= ~passed_by | old
     fates[dead] = Fate.DEAD
     if group.logs_pulls:
-        # A reset moved back before the row: the scan will reach it, whether its dead letter was resent or purged.
+        # A reset moved the group back before the row. The scan will reach it, whether its dead letter was resent or
+        # purged.
         fates[touched.is_any(ends, Action.REVIVE, Action.PURGE) & (sequences >= group.scan)] = Fate.PENDING
     return fates
 
 
 def _find_forgotten(fates: npt.NDArray[np.uint8], touched: _TouchColumns, joined_at: Numbers) -> None:
-    """A row that was not done when its cursor joined another, and was not returned since, is never delivered again."""
+    """Find lost rows: they were not done when their cursor joined another one, and were not returned since."""
     last = touched.last(touched.current)
     places = np.full(len(fates), -1, np.int64)
     places[last >= 0] = touched.place[last[last >= 0]]
@@ -228,7 +230,7 @@ def _find_duplicates(
 
 
 def _find_redelivered(verdict: GroupVerdict, touched: _TouchColumns, group: GroupFacts, delivered: Flags) -> None:
-    """Count redeliveries by the event before them. Held by two consumers at once is a broken promise."""
+    """Count redeliveries by the event before them. A row that two consumers hold at once is a broken promise."""
     relevant = delivered | np.isin(touched.action, (Action.NACK, Action.REVIVE, Action.ACK, Action.BURY))
     at = np.flatnonzero(relevant)
     before, now = at[:-1], at[1:]
@@ -264,7 +266,7 @@ def _find_double_acks(verdict: GroupVerdict, touched: _TouchColumns, delivered: 
         return
     eras = _firsts(touched, is_ack)
     first = eras[np.searchsorted(eras, again, "right") - 1]
-    # After a crash the ack may be left of a delivery whose pull event was lost.
+    # After a crash, the log may have the ack of a delivery whose pull event was lost.
     again = again[(touched.client[first] != touched.client[again]) & touched.unbroken[again]]
     got = _pair(touched.rows[delivered], touched.client[delivered])
     stranger = ~np.isin(_pair(touched.rows[again], touched.client[again]), got)
@@ -272,7 +274,7 @@ def _find_double_acks(verdict: GroupVerdict, touched: _TouchColumns, delivered: 
 
 
 def _find_double_acks_of_cursors(verdict: GroupVerdict, touched: _TouchColumns) -> None:
-    """In an ordered group only the owner holds a row: a second ack, with no return or failure before it, is broken."""
+    """Find second acks in an ordered group without a return or failure before them: only the owner holds a row."""
     action = touched.action
     at = np.flatnonzero(np.isin(action, (Action.ACK, Action.NACK, Action.RETURN, Action.REVIVE, Action.BURY)))
     before, now = at[:-1], at[1:]

@@ -148,7 +148,8 @@ class Replay:
             if state.ends is None:
                 # The scan has called ``found`` with all rows before the first batch.
                 state = msgspec.structs.replace(state, ends=dict(ends))
-            # Time lost by reading and stalls is not made up for: a rate is to prevent such bursts.
+            # After a slow read or a stall, the replay does not send faster to catch up: the rate is there to prevent
+            # bursts.
             due = max(due, self._clock.monotonic())
             prepared = sender.prepare(*_outgoing(rows, state.run))
             doubt = InDoubt(rows.num_rows, prepared.digest)

@@ -1,7 +1,8 @@
 """The state file of a replay: what a process needs to resume the replay after a crash.
 
-Before a batch is sent, the file records its producer sequences; before the next one is sent, that it is stored. So
-after a crash at any moment one batch is in doubt, and it is resent with the same producer sequences.
+Before a batch is sent, the file records the producer sequences of the batch. Before the next batch is sent, the file
+records that this one is stored. So after a crash at most one batch is in doubt, and it is resent with the same producer
+sequences.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class StateFile:
         return msgspec.structs.replace(state, servers=sorted({*state.servers, *servers}))
 
     def save(self, state: ReplayState) -> None:
-        """Durable when this returns."""
+        """Write the state; it is durable when this returns."""
         if self._path is None:
             return
         aside = self._path.with_name(f".{self._path.name}.new")

@@ -1,9 +1,9 @@
 """Sorts rows into the order in which they were stored: within each partition by sequence, partitions interleaved by
 store time.
 
-If a broker's clock is set back, the rows of a partition keep their order, since a row counts as no earlier than the
-rows before it. So the messages of a key have the order of its partition, followed by those of the partition that the
-key moved to. The order depends on the rows alone, not on the files that they come from.
+If a broker's clock is set back, the rows of a partition keep their order, since a row is sorted as no earlier than the
+rows before it. So the messages of a key are in the order of its partition, followed by the messages in the partition
+that the key moved to. The order depends on the rows alone, not on the files that they come from.
 
 Few rows are sorted in memory. More are written to a temporary directory in sorted runs and merged from there, so that
 memory stays bounded.

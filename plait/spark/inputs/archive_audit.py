@@ -104,7 +104,7 @@ def _rows(archive: Archive, unit: Unit, source: ArchivedInput) -> tuple[BlockRow
     slots = table.column("logical_partition").combine_chunks()
     keyless = slots.is_null().to_numpy(zero_copy_only=False)
     settings = source.settings[unit.partition]
-    # A message's LP may differ from that of its key: it is that of the hash that the message was sent with.
+    # A message's LP may differ from the LP of its key, because it comes from the hash that the message was sent with.
     lps = slots_of(sequences, hashes, settings.taken)
     lps = np.where(keyless, lps, slots.fill_null(0).to_numpy()).astype(lps.dtype)
     rows = BlockRows(

@@ -99,7 +99,8 @@ class SourceEvents:
         self._table = GroupTable()
         #: (partition, group) → the number of the group that has this name now.
         self._named: dict[tuple[str, str], int] = {}
-        #: An event was read since the start of the log or the last gap. Definitions before it are those of a header.
+        #: True if an event was read since the start of the log or the last gap. Definitions before the first event are
+        #: the definitions of a segment header.
         self._began = False
         #: Rows that wait, as a later file may have rows that precede them in the log.
         self._waiting: pa.Table | None = None

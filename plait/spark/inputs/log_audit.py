@@ -1,6 +1,6 @@
 """A data directory as the input of an audit: planned from frame headers, read in parts. A server may be using it.
 
-Only events of the action log that depend on messages in the log count, as when a server starts on these files.
+The audit uses only events that depend on messages in the log, as a server that starts on these files does.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class _Actions:
 
 
 def _read_actions(path: str, message_end: int, *, fail_on_damage: bool, progress: ProgressListener) -> _Actions:
-    """Read the action log. Events that depend on messages stored since, or lost, do not count."""
+    """Read the action log. Ignore events that depend on messages that were stored since, or are lost."""
     actions = open_actions(path)
     parts = actions.look(part_size=PART_SIZE, fail_on_damage=fail_on_damage, message_end=message_end).parts
     log_start = actions.files[0][0] if actions.files else 0

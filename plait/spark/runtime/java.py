@@ -84,7 +84,7 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[str, Path | str]]:
 
 
 def _probe(program: Path) -> Java | str:
-    """Run a program: the Java behind it, with symbolic links resolved, or the reason why it is rejected."""
+    """Run a program. Returns its Java, with symbolic links resolved, or the reason why the program is rejected."""
     try:
         answer = subprocess.run(
             [program, "-XshowSettings:properties", "-version"],

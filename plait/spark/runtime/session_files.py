@@ -1,9 +1,13 @@
 """The files that a Spark session starts from: a directory in the user's cache for each pair of Java and PySpark.
 
-It has a JAVA_HOME whose ``java`` drops arguments of Spark that this Java does not support (a trimmed JRE would refuse
-to start with them, others would warn at every start); a SPARK_HOME whose Python workers import PySpark from its
-directory instead of from a zip file, which halves their start; a log configuration that keeps warnings off the console;
-and the class-data archives that make Java start faster.
+The directory has:
+
+- a JAVA_HOME whose ``java`` drops arguments of Spark that this Java does not support: a trimmed JRE would refuse to
+  start with them, and other JREs would warn at every start;
+- a SPARK_HOME whose Python workers import PySpark from a directory and not from a zip file, so that they start in half
+  the time;
+- a log configuration that keeps warnings off the console;
+- the class-data archives that make Java start faster.
 
 The directory is built under a temporary name and renamed, so that it is complete if it exists, even if several
 processes build it at the same time. It is never changed or removed while a session may use it, except for the archives,

@@ -1,4 +1,4 @@
-"""A class-data archive for Spark: Java spends much of a session's start on loading classes, and the archive saves it.
+"""Makes a class-data archive for Spark, which saves Java the loading of classes: a large part of a session's start.
 
 A short session in a separate process uses the same features of Spark as Plait, and its Java writes the loaded classes
 to the archive as it exits. At every start Java checks the archive against its own build and Spark's jars, and ignores

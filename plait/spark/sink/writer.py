@@ -39,8 +39,8 @@ _OPTIONS = ("server", "subject", "compression", "checkpointLocation", "path")
 #: The local properties in which Spark gives a task the query and the batch that it works for.
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
-#: Every so many batches of a stream, and with every save, the writer finishes commits that other drivers left
-#: unfinished. It takes at most this many seconds, enough for a few that cannot be finished.
+#: After this many batches of a stream, and with every save, the writer finishes commits that other drivers left
+#: unfinished. It spends at most this many seconds on them, enough for a few that cannot be finished.
 OTHERS_EVERY = 50
 OTHERS_SECONDS = 15.0
 
@@ -164,11 +164,11 @@ class PlaitWriter(_SinkWriter, DataSourceArrowWriter):
         return write_rows(self.options, self.query, 0, iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """All tasks are done: make their rows visible."""
+        """Make the rows of all tasks visible, when all are done."""
         self._commit(self.query, 0, _done(messages))
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """A task failed permanently: drop the rows of all tasks."""
+        """Drop the rows of all tasks, because a task failed permanently."""
         self._abort(self.query, 0, _done(messages))
 
 
@@ -185,12 +185,12 @@ class PlaitStreamWriter(_SinkWriter, DataSourceStreamArrowWriter):
         return write_rows(self.options, query, int(batch), iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """All tasks of a batch are done: make its rows visible, unless the batch was committed before."""
+        """Make the rows of a batch visible when all its tasks are done, unless the batch was committed before."""
         if done := _done(messages):
             self._commit(done[0].query, batchId, done)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """A task of a batch failed permanently: drop the rows of all its tasks."""
+        """Drop the rows of all tasks of a batch, because one of them failed permanently."""
         if done := _done(messages):
             self._abort(done[0].query, batchId, done)
 

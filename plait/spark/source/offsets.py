@@ -44,10 +44,10 @@ class PartitionOffset:
     epoch: int | None = None
     #: The partition's number; None: any number.
     number: int | None = None
-    #: Where a batch that ends here begins, if its starting offset does not say: that offset lacks the partition, or is
-    #: the first of the query, which Spark does not store.
+    #: Where a batch that ends here begins. Set if the starting offset of the batch does not say, because it lacks the
+    #: partition, or is the first offset of the query, which Spark does not store.
     since: int | None = None
-    #: No message follows: the partition is sealed. If it is removed later, nothing of it is lost.
+    #: True if no message follows, because the partition is sealed. If the partition is removed later, nothing is lost.
     sealed: bool = False
 
     @classmethod

@@ -4,9 +4,9 @@ An offset has the next sequence of every partition, with the epoch of the messag
 as JSON with sorted names, since Spark compares offsets as text. In the first batch of a query, and of a partition, the
 starting offset does not say where the partition begins; the ending offset does (``from``).
 
-Promise: reading between two offsets always gives the same messages, or fails and names the lost ones. A sink that Spark
-writes once for each batch therefore has every message once, whichever process was killed in between. The reader acks
-nothing: Spark's checkpoint alone records the progress of a query.
+Promise: reading between two offsets always gives the same messages, or fails and names the lost messages. So a sink
+that Spark writes once for each batch has every message once, even if a process was killed in between. The reader acks
+nothing, because Spark's checkpoint alone records the progress of a query.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._initial: Offset | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the input: its connections and its index of the files are not pickled."""
+        """The state to pickle: without the input, whose connections and index of the files are not pickled."""
         return {**self.__dict__, "_source": None}
 
     def _input(self) -> Input:
@@ -156,7 +156,7 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._latest
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """The query ends with the messages that exist now."""
+        """Make the query end with the messages that exist now."""
         self._target = {(str(span.place), span.number): span.end for span in self._input().spans()}
 
     # --- batches --------------------------------------------------------------------------------

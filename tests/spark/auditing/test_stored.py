@@ -1,4 +1,4 @@
-"""Messages stored behind a fence, twice, or out of sending order; and order across route changes."""
+"""Messages stored after a fence, twice, or out of sending order; and order across route changes."""
 
 from __future__ import annotations
 
