@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from itertools import pairwise, repeat
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from plait.client.arguments import to_datetime
 from plait.client.consume.failure import FAILED, EpochRange, FailureOutcome
-from plait.client.consume.row_runs import RowMask, Run, mask_runs, rows_of, runs_in
+from plait.client.consume.row_runs import NEVER, RowMask, RowSelection, Run, first_indexes, mask_runs, rows_of, runs_in
 from plait.client.send.encoding import decode_headers, decode_tags
 from plait.client.types import ACKNOWLEDGED, Acknowledgement, HeaderValue, Message, MessageId, PartitionName
 from plait.errors import Closed, FrameError
@@ -30,16 +31,13 @@ _BODY, _KEY, _SELECTION = int(Column.BODY), int(Column.KEY), int(Column.SELECTIO
 
 #: The failed rows of a frame by failure outcome.
 FailedRuns = dict[FailureOutcome, list[Run]]
-#: One row, a slice of rows, or a mask over all rows.
-RowSelection = int | slice | RowMask
-_SEVERAL = (slice, np.ndarray)
-
-#: Later than any outcome.
-NEVER = np.iinfo(np.int64).max
 
 
 class DeliveredFrame:
     """One frame, or part of one, that was delivered in reply to a pull."""
+
+    #: An ack of a row is only recorded: ``note`` does nothing else with it.
+    plain_acks: ClassVar = True
 
     __slots__ = (
         "_attempts",
@@ -179,7 +177,10 @@ class DeliveredFrame:
         if not self.acking:
             # Before the row is recorded: this raises if the consumer is closed.
             deliveries.collect_soon(self)
-        self.note(row, failed)
+        if failed is None and self.plain_acks:
+            self.acking.append(row)
+        else:
+            self.note(row, failed)
         return ACKNOWLEDGED
 
     def note(self, row: int | slice, failed: FailureOutcome | None) -> None:
@@ -219,8 +220,8 @@ class DeliveredFrame:
         kinds = {failed: number for number, failed in enumerate(dict.fromkeys(failed for _, _, failed in nacking))}
         if len(kinds) == 1 and not acking:
             return [], {nacking[0][2]: self._close_items([rows for _, rows, _ in nacking])}
-        acked_by = self._first_indexes(acking)
-        nacked_by = np.minimum(self._first_indexes([rows for _, rows, _ in nacking]), len(nacking))
+        acked_by = first_indexes(acking, self.count)
+        nacked_by = np.minimum(first_indexes([rows for _, rows, _ in nacking], self.count), len(nacking))
         # The element after the last one is for rows that were not nacked.
         before = np.array([*(count for count, _, _ in nacking), NEVER])[nacked_by]
         how = np.array([*(kinds[failed] for _, _, failed in nacking), -1])[nacked_by]
@@ -237,19 +238,6 @@ class DeliveredFrame:
         names = list(kinds)
         return acks, {names[how[part[0]]]: runs_in(part) for part in parts}
 
-    def _first_indexes(self, items: Sequence[RowSelection]) -> npt.NDArray[np.int64]:
-        """For each row the index of the first item that contains it; ``NEVER``: none does."""
-        first = np.full(self.count, NEVER)
-        # Reversed: the earlier index overwrites the later one.
-        rows = [(row, number) for number, row in enumerate(items) if not isinstance(row, _SEVERAL)][::-1]
-        if rows:
-            at, numbers = np.array(rows).T
-            first[at] = numbers
-        for number, row in enumerate(items):
-            if isinstance(row, _SEVERAL):
-                first[row] = np.minimum(first[row], number)
-        return first
-
     def _close_items(self, items: Sequence[RowSelection]) -> list[Run]:
         """Close rows; returns the runs of those that were open."""
         if not items:
@@ -264,11 +252,11 @@ class DeliveredFrame:
             self._closed(count)
             return [(0, count)]
         marked = np.zeros(count, bool)
-        rows = [item for item in items if not isinstance(item, _SEVERAL)]
+        rows = [item for item in items if type(item) is int]
         if rows:
             marked[rows] = True
-        for item in items:
-            if isinstance(item, _SEVERAL):
+        if len(rows) < len(items):
+            for item in items:
                 marked[item] = True
         return self.close_rows(marked)
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 RowMask = npt.NDArray[np.bool_]
 #: Rows [first, end) of a frame.
 Run = tuple[int, int]
+#: One row, a slice of rows, or a mask over all rows.
+RowSelection = int | slice | RowMask
+
+#: Greater than any index of ``first_indexes``.
+NEVER = np.iinfo(np.int64).max
 
 
 def runs_in(numbers: npt.NDArray[np.int64]) -> list[Run]:
@@ -43,3 +50,17 @@ def mask_of(rows: npt.NDArray[np.int64], count: int) -> RowMask:
     mask = np.zeros(count, bool)
     mask[rows] = True
     return mask
+
+
+def first_indexes(items: Sequence[RowSelection], count: int) -> npt.NDArray[np.int64]:
+    """For each of ``count`` rows the index of the first item that contains it; ``NEVER``: none does."""
+    first = np.full(count, NEVER)
+    # Reversed: the earlier index overwrites the later one.
+    rows = [(item, number) for number, item in enumerate(items) if isinstance(item, int)][::-1]
+    if rows:
+        at, numbers = np.array(rows).T
+        first[at] = numbers
+    for number, item in enumerate(items):
+        if not isinstance(item, int):
+            first[item] = np.minimum(first[item], number)
+    return first

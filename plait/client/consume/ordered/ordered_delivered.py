@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from plait.client.consume.delivered import DeliveredFrame, Deliveries, RowSelection
+from plait.client.consume.delivered import DeliveredFrame, Deliveries
 from plait.client.consume.failure import FAILED, EpochRange, FailureOutcome
 from plait.client.consume.ordered.lock_rights import LockRights
-from plait.client.consume.row_runs import RowMask, Run, mask_runs
+from plait.client.consume.row_runs import RowMask, RowSelection, Run, mask_runs
 from plait.client.types import PartitionName
 from plait.frame.frame_lps import key_hashes
 from plait.frame.view import FrameView
@@ -41,6 +41,8 @@ NO_KEYS: Final[Hashes] = np.empty(0, np.uint64)
 
 class OrderedDelivered(DeliveredFrame):
     """One frame, or part of one, whose rows have an order. ``tracker`` is the buffer of the consumer."""
+
+    plain_acks: ClassVar = False
 
     __slots__ = (
         "back",
