@@ -63,41 +63,25 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
     schedule: int | None = None
 
 
-class PendingBatch:
+class PendingBatch(msgspec.Struct, eq=False):
     """The shared result of the rows of one frame, and the callers that wait for it. No future unless one is awaited."""
 
-    __slots__ = (
-        "count",
-        "error",
-        "first",
-        "open",
-        "parent",
-        "partition",
-        "pieces",
-        "posted",
-        "producer",
-        "sequence",
-        "settled",
-        "waiters",
-    )
-
-    def __init__(self) -> None:
-        self.producer = 0
-        self.first = 0
-        self.count = 0
-        self.partition: PartitionName | None = None
-        self.sequence: int | None = None
-        self.settled = False
-        #: Some rows were posted: their tickets may never be awaited, so ``flush`` raises the error.
-        self.posted = False
-        self.error: PlaitError | None = None
-        self.waiters: list[asyncio.Future[None]] = []
-        #: If the rows were split: the new batches, and for each row its batch and its row in that batch.
-        self.pieces: tuple[list[PendingBatch], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
-        #: How many of those batches have no result yet.
-        self.open = 0
-        #: The batch that this one was split from.
-        self.parent: PendingBatch | None = None
+    producer: int = 0
+    first: int = 0
+    count: int = 0
+    partition: PartitionName | None = None
+    sequence: int | None = None
+    settled: bool = False
+    #: Some rows were posted: their tickets may never be awaited, so ``flush`` raises the error.
+    posted: bool = False
+    error: PlaitError | None = None
+    waiters: list[asyncio.Future[None]] = []
+    #: If the rows were split: the new batches, and for each row its batch and its row in that batch.
+    pieces: tuple[list[PendingBatch], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+    #: How many of those batches have no result yet.
+    open: int = 0
+    #: The batch that this one was split from.
+    parent: PendingBatch | None = None
 
     def split(self, batches: list[PendingBatch], which: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
         """The rows are split over these batches: this one has a result when all of them have."""
@@ -146,15 +130,11 @@ class PendingBatch:
             await future
 
 
-class ScheduledBatch(PendingBatch):
+class ScheduledBatch(PendingBatch, eq=False):
     """The result of delayed rows: the number that the broker returns is their number in the schedule."""
 
-    __slots__ = ("dues",)
-
-    def __init__(self, dues: Sequence[int] | npt.NDArray[np.int64] | int) -> None:
-        super().__init__()
-        #: Due times in microseconds since 1970: one for each row, or one for all.
-        self.dues = dues
+    #: Due times in microseconds since 1970: one for each row, or one for all.
+    dues: Sequence[int] | npt.NDArray[np.int64] | int = 0
 
     def receipt(self, row: int) -> Receipt:
         """The receipt of a row; raises the error of the send."""

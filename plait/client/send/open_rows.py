@@ -101,7 +101,7 @@ class OpenRows:
         self.plain = True
         if self._delayed:
             self.dues, self.plain = [], False
-            self.batch: PendingBatch = ScheduledBatch(self.dues)
+            self.batch: PendingBatch = ScheduledBatch(dues=self.dues)
         else:
             self.batch = PendingBatch()
 

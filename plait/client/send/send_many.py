@@ -76,7 +76,7 @@ async def send_many(
         hashes = None if texts is None else hash_keys(texts, count)
         pieces = await _room(sender, hashes)
         due = dues if dues is None or isinstance(dues, int) else dues[position : position + count]
-        batch = PendingBatch() if due is None else ScheduledBatch(due)
+        batch = PendingBatch() if due is None else ScheduledBatch(dues=due)
         texts_column = None if texts is None else pa.array(texts, pa.string())
         columns = RowColumns(array, texts_column, hashes, _bytes_column(tagged), _bytes_column(described), due)
         batches.append(batch)

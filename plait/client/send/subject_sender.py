@@ -325,7 +325,7 @@ def split_batch(batch: PendingBatch, pieces: list[Rows | None]) -> list[PendingB
         count += len(rows)
         if isinstance(batch, ScheduledBatch):
             dues = batch.dues if isinstance(batch.dues, int) else np.asarray(batch.dues, np.int64)[rows]
-            part: PendingBatch = ScheduledBatch(dues)
+            part: PendingBatch = ScheduledBatch(dues=dues)
         else:
             part = PendingBatch()
         part.count = len(rows)
