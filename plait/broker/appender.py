@@ -83,7 +83,7 @@ class Appender:
             bound = 256 + sum(s.frame.size + 64 + CONSTANTS_SIZE_MAX * s.frame.count for s in run)
         self._log.place_for(bound)
         base = partition.next
-        # A schedule accepts the same LPs as its partition: behind the fence it only shrinks (R25).
+        # A schedule accepts the same LPs as its partition. After a seal it gets no new rows of the LP (R25).
         main = partition.main or partition
         new: list[Submission] = []
         end = base
@@ -174,7 +174,10 @@ class Appender:
         return offset
 
     def _stale_route(self, partition: Partition, frame: FrameView) -> PlaitError:
-        """R8: the error has the producer's last stored sequence; the sender sends every later row elsewhere."""
+        """The error for keys that the partition does not accept.
+
+        It has the producer's last stored sequence, because the sender sends every later row elsewhere (R8).
+        """
         window = self._producers.window(frame.producer, partition.id)
         return StaleRoute(
             f"partition {partition.row.name!r} does not take these keys; refresh the route",

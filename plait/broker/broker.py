@@ -240,7 +240,7 @@ class Broker:
             turn.refuse_when_stalled()
         count = max(1, min(count, self.limits.pull_count))
         size = min(size, self.limits.pull_bytes)
-        # Suspended pulls already got every row there was for them, so this pull overtakes none of them.
+        # There are no rows for the suspended pulls now, so this pull overtakes none of them.
         delivery = group.take(consumer, count, size)
         if delivery is not None:
             self.waking.deliver(group, delivery, reply)

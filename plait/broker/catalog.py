@@ -73,9 +73,9 @@ class Catalog:
         self.next_partition = 1
         self.next_group = 1
         self.next_consumer = 1
-        #: Only meta servers create partitions; the first use of a name does not.
+        #: True if only meta servers create partitions; False: the first use of a name creates one.
         self.routed = False
-        #: Retention should run now: a subject was deleted or its retention was shortened.
+        #: True if retention should run now, because a subject was deleted or its retention was shortened.
         self.retention_wanted = False
 
     # --- subjects -------------------------------------------------------------------------------
@@ -83,8 +83,8 @@ class Catalog:
     def partition_of(self, subject: str, *, create: bool = True) -> Partition:
         """The partition of a subject, created on first use; ``SubjectNotFound`` where that is not allowed.
 
-        Where meta servers create partitions, a client that names an unknown one gets ``StaleRoute`` and asks a meta
-        server again: the name can be that of any partition of a subject.
+        Where meta servers create partitions, a client that names an unknown partition gets ``StaleRoute`` and asks a
+        meta server again.
         """
         known = self.subjects.get(subject)
         if known is not None:

@@ -16,7 +16,7 @@ SendCallback = Callable[[int | None, PlaitError | None], None]
 
 
 class Commit(msgspec.Struct, eq=False):
-    """What one loop turn wrote, and the callbacks that run when it counts."""
+    """What one loop turn wrote, and the callbacks that run when the commit takes effect."""
 
     #: Time of the write, on the monotonic clock.
     since: float = 0.0
@@ -26,7 +26,7 @@ class Commit(msgspec.Struct, eq=False):
     replies: list[tuple[SendCallback, int | None, PlaitError | None]] = []
     #: (schedule partition, frame, its log offset, number of its first row) of delayed rows.
     delayed: list[tuple[Partition, FrameView, int, int]] = []
-    #: Callbacks of all other requests: called when the commit counts.
+    #: Callbacks of all other requests: called when the commit takes effect.
     answers: list[Callable[[], None]] = []
     #: Callbacks that are called when the commit is durable.
     durable_answers: list[Callable[[], None]] = []
@@ -41,7 +41,7 @@ class SyncWork:
 
     def __init__(self, jobs: list[SyncJob]) -> None:
         self.jobs = jobs
-        #: The logs are synced. Set by the thread that runs ``run``, which may do more work before it reports its end.
+        #: True if the logs are synced. The thread that runs ``run`` sets it, and may do more work before ``run`` ends.
         self.done = False
 
     def run(self) -> None:

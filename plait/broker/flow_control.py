@@ -15,7 +15,7 @@ def floor_of(total: int, config: BrokerConfig) -> int:
 
 
 def low_space(free: int, total: int, config: BrokerConfig, lacking: int = 0) -> str:
-    """Why the disk takes no more messages; empty while it does.
+    """Why the disk accepts no more messages; empty while it accepts them.
 
     ``lacking``: bytes that must be free before the message log can grow.
     """
@@ -36,6 +36,6 @@ def refuse_when_busy(begun: float, oldest: float, now: float, limits: ServerLimi
     busy = now - begun
     if busy > limits.log_busy_seconds:
         raise FlowControl(f"the log has been busy for {busy:.1f} s; nothing was stored, send again later")
-    # Only the time before the sync began counts here: the duration of the sync itself depends on the disk.
+    # Only the time before the sync began matters here: the duration of the sync itself depends on the disk.
     if begun - oldest > limits.queue_head_seconds:
         raise FlowControl("the send queue is too long; nothing was stored, send again later")

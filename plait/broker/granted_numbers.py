@@ -1,7 +1,8 @@
 """Plausibility of the numbers that meta servers assign: route versions and lock epochs.
 
-All come from one counter that only grows, and a higher number always wins. An invented high number would therefore
-block every later decision of the meta servers. A broker accepts a number only if it is near the highest known one.
+All these numbers come from one counter that only grows, and a higher number always wins. An invented high number would
+therefore block every later decision of the meta servers. So a broker accepts a number only if it is near the highest
+known number.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Retention (R21): age and size limits move the start of each partition; a segment no partition needs is deleted.
 
-The first-hand logs stay from the oldest checkpoint on, whatever the limits are, and, if configured, until an archive
-has them: a disk that fills up meanwhile refuses sends. Rows that a group has begun and not finished are copied to the
-retained log before they expire. Rows that a group has not reached yet are recorded as skipped and counted in its
-``lost`` count.
+Whatever the limits are, the first-hand logs stay from the oldest checkpoint on. If configured, they also stay until an
+archive has them; the broker refuses sends if the disk fills up meanwhile. Rows that a group has begun and not finished
+are copied to the retained log before they expire. Rows that a group has not reached yet are recorded as skipped and
+added to the group's ``lost`` count.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Retention:
     def steps(self) -> Generator[None, None, list[int]]:
         """Run a pass in steps of one loop turn each; requests are served between steps.
 
-        Rows that arrive during the pass lie behind the present ends of the logs, and a start never moves back. So a
-        partition never needs an earlier offset than its visit found.
+        Rows that arrive during the pass are appended after the present ends of the logs, and a start never moves back.
+        So a partition never needs an earlier offset than its visit found.
         """
         broker = self._broker
         # A request during the pass may concern a partition that was visited already, so it starts another pass.
@@ -137,12 +137,12 @@ class Retention:
         return removed
 
     def _held_by_schedule(self) -> bool:
-        """The newest checkpoint needs the first segment for unbucketed rows: a newer one would not release it."""
+        """True if the newest checkpoint needs the first segment for unbucketed rows: a newer one would need it too."""
         last, first = self._broker.checkpoints.last, self._broker.message_log.segments[0]
         return last is not None and last.message_offset >= first.end > last.message_needed
 
     def _roll(self) -> None:
-        """Close the active segment, of which nothing is needed: only closed segments can be deleted."""
+        """Close the active segment, which no partition needs, because only closed segments can be deleted."""
         broker, messages = self._broker, self._broker.message_log
         if not messages.segments:
             return
@@ -165,7 +165,7 @@ class Retention:
         return ArchiveMark(message, action, retained_offset=retained)
 
     def _certain(self, needed: int) -> int:
-        """The offset from which the message log is needed, given that only durable copies count.
+        """The offset from which the message log is needed. Copies of rows replace the originals once they are durable.
 
         Begun rows are copied to the retained log. Published stage rows, and the expiry of a stage, are written to the
         message log again.
@@ -176,7 +176,7 @@ class Retention:
             self._waiting = waiting
             offset, retained_end, message_end = waiting
             if retained.durable < retained_end or messages.durable < message_end:
-                # Keep this target until it is durable: the end of a busy log moves on and never would be.
+                # Keep this target until it is durable: the moving end of a busy log would never be durable.
                 break
             self._needed = offset
         return self._needed
@@ -192,7 +192,7 @@ class Retention:
             needed.retained = min(needed.retained, first)
 
     def _release_retained(self, needed: int) -> None:
-        """The retained log is needed from ``needed`` on, once the events that forget its rows are durable.
+        """Record that the retained log is needed from ``needed`` on, once the events that forget its rows are durable.
 
         If the copy of a dead letter were deleted before that event is durable, a crash would bring the dead letter back
         without a body.

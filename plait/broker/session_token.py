@@ -1,7 +1,7 @@
 """Session tokens: secrets that identify ordered consumers (R28).
 
-A client id is a name that a user chooses: it proves nothing, and two processes can have the same one. A consumer gets
-back its locks and rows after a lost connection or a restart of the broker by presenting the token that it created.
+A client id is a name that a user chooses. It proves nothing, and two processes can have the same client id. A consumer
+presents the token that it created to get back its locks and rows after a lost connection or a restart of the broker.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The turn: what the broker changes in one loop turn, written together by one commit.
 
 Requests add rows, events and answers. ``commit`` writes them and calls the answers; with ``flush="sync"`` the answers
-wait for a sync. The turn also refuses requests while the logs cannot take their rows or events: flow control, a full
-disk, a failed write.
+wait for a sync. The turn also refuses requests while the logs cannot accept their rows or events: because of flow
+control, a full disk or a failed write.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Turn:
         self.action_index = 0
         self.read_only = False
         self.failed: StorageFailed | None = None
-        #: Why the disk takes no more messages; empty while it does.
+        #: Why the disk accepts no more messages; empty while it accepts them.
         self.low_space = ""
         #: Called when the turn has its first change.
         self.on_dirty: Callable[[], object] = lambda: None
         self.dirty = False
         #: Frames that the next commit appends.
         self.pending: dict[Partition, list[Submission]] = {}
-        #: The disk is full: buffered events wait for space, and their answers with them.
+        #: True if the disk is full: buffered events wait for space, and so do their answers.
         self.stalled = False
         #: Checkpoint shards that have changed since they were last copied.
         self.dirty_shards: set[int] = set()
@@ -89,7 +89,7 @@ class Turn:
         #: Running syncs, and when each began (monotonic clock).
         self.syncs: dict[SyncWork, float] = {}
         self._actions = ActionBuffer()
-        #: Called when the next commit counts (written, or durable in sync mode).
+        #: Called when the next commit takes effect (when it is written, or durable in sync mode).
         self.answers: list[Callable[[], None]] = []
         self._durable_answers: list[Callable[[], None]] = []
         #: Commits that are not durable yet and must be.
@@ -106,7 +106,7 @@ class Turn:
     # --- changes of this turn -------------------------------------------------------------------
 
     def mark(self) -> None:
-        """There is something to commit."""
+        """True if there is something to commit."""
         if not self.dirty:
             self.dirty = True
             self.on_dirty()
@@ -155,7 +155,7 @@ class Turn:
         return self.message_log.append([part for frame in frames for part in frame.parts], size)
 
     def answer_after_commit(self, reply: Callable[[], None] | None) -> None:
-        """Answer after the commit of this turn counts (written, or durable in sync mode)."""
+        """Answer when the commit of this turn takes effect (when it is written, or durable in sync mode)."""
         if reply is not None:
             self.answers.append(reply)
         self.mark()
@@ -176,7 +176,7 @@ class Turn:
 
     def refuse_when_busy(self) -> None:
         """Raise while a sync takes too long."""
-        # A checkpoint continues after its sync; the logs are free by then, so finished syncs do not count.
+        # A checkpoint continues after its sync. The logs are free by then, so finished syncs are ignored.
         begun = min((begun for work, begun in self.syncs.items() if not work.done), default=None)
         if begun is not None:
             oldest = self.unsynced[0].since if self.unsynced else begun
@@ -218,7 +218,7 @@ class Turn:
         )
 
     def storage_failed(self, error: OSError) -> None:
-        """A write or a sync failed: data in the page cache may never reach the disk, so the server must stop."""
+        """Fail after a failed write or sync: cached data may never reach the disk, so the server must stop."""
         self.failed = StorageFailed(f"writing or syncing a log failed ({error}); the server stops and must recover")
 
     # --- the end of a turn ----------------------------------------------------------------------
@@ -307,7 +307,7 @@ class Turn:
                 self.wake(partition)
 
     def _answer(self, commit: Commit) -> None:
-        """The commit counts: answer its callers."""
+        """Answer the callers of a commit that takes effect."""
         for reply, sequence, error in commit.replies:
             reply(sequence, error)
         for answer in commit.answers:
@@ -340,7 +340,7 @@ class Turn:
         return work
 
     def end_sync(self, work: SyncWork) -> None:
-        """The sync succeeded: answer the requests that waited for it. After a storage failure none is answered."""
+        """Answer the requests that waited for a sync that succeeded. After a storage failure none is answered."""
         self.syncs.pop(work, None)
         if self.failed is not None:
             return

@@ -2,7 +2,7 @@
 
 Closing a consumer, a client or an app detaches it, releases its locks and returns what it holds. A caller may be
 cancelled meanwhile: by ``asyncio.timeout``, a ``TaskGroup``, control-C. The closing runs in a task of its own, and the
-cancellation reaches the caller when that task has ended. If it came earlier, the loop could end before the closing is
+cancellation reaches the caller only when that task has ended; otherwise the loop could end before the closing is
 complete. Every step of a closing has a time-out, so the wait is bounded.
 """
 
@@ -33,7 +33,7 @@ class Closing(Generic[T]):
 
     @property
     def begun(self) -> bool:
-        """The object is closed or closing."""
+        """True if the object is closed or closing."""
         return self._task is not None
 
     async def __call__(self) -> T:

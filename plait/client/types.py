@@ -84,7 +84,7 @@ class PendingBatch(msgspec.Struct, eq=False):
     parent: PendingBatch | None = None
 
     def split(self, batches: list[PendingBatch], which: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
-        """The rows are split over these batches: this one has a result when all of them have."""
+        """Split the rows over these batches: this batch has a result when all of them have one."""
         self.pieces = (batches, which, rows)
         self.open = len(batches)
         for batch in batches:
@@ -158,7 +158,7 @@ class Ticket(msgspec.Struct, gc=False):
 
     @property
     def done(self) -> bool:
-        """The receipt or the error is known."""
+        """True if the receipt or the error is known."""
         return self._batch.settled
 
 
@@ -253,18 +253,18 @@ class Message(msgspec.Struct, gc=False):
         return self._delivered.epoch_of(self._row)
 
     def ack(self) -> Acknowledgement:
-        """The message is done. The ack is sent in a batch; ``await consumer.flush()`` waits for the broker."""
+        """Report that the message is done. Acks are sent in batches; ``await consumer.flush()`` waits for them."""
         return self._delivered.report_row(self._row, None)
 
     def nack(self, delay: Duration | None = None, reason: Why | None = None) -> Acknowledgement:
-        """The message failed: the group gets it again after ``delay`` (0: at once; None: as the retry policy says).
+        """Report a failure: the group gets the message again after ``delay`` (0: at once; None: by the retry policy).
 
         ``reason`` is stored in the dead letter if this was the last attempt.
         """
         return self._delivered.report_row(self._row, failed_of(delay, reason))
 
     def reject(self, reason: Why | None = None) -> Acknowledgement:
-        """No attempt can succeed: the message becomes a dead letter of the group at once."""
+        """Make the message a dead letter of the group at once, because no attempt can succeed."""
         return self._delivered.report_row(self._row, rejected_of(reason))
 
     def __repr__(self) -> str:

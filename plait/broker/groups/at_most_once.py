@@ -67,7 +67,7 @@ class AtMostOnceGroup(SharedGroup):
         return count
 
     def _untaken(self, start: int, end: int, attempt: int) -> None:
-        """[start, end) counted as done on delivery and is returned: its consumer never began to handle it."""
+        """Return [start, end), which was done on delivery, because its consumer never began to handle it."""
         # After a reset to an earlier sequence, ``next`` will reach the rest anyway.
         self.cursor.returned.add(start, min(end, self.cursor.next), attempt)
 
@@ -80,7 +80,7 @@ class AtMostOnceGroup(SharedGroup):
         return super().offline(consumer, now)
 
     def reclaim(self, consumer: AttachedConsumer, holds: EpochRanges, now: int) -> None:
-        """A consumer that reconnects keeps the rows that it received before."""
+        """Let a consumer that reconnects keep the rows that it received before."""
         delivered = self.delivered.get(consumer.id)
         super().reclaim(consumer, holds, now)
         if delivered is not None:

@@ -76,8 +76,8 @@ class Attachments:
         ``affinity``: an ordered group in which a failed row holds back nothing.
         ``token``: the secret of an ordered member. Without it the client cannot continue an earlier session of the same
         client id.
-        ``began``: the version of the route at which the group began. A partition that took its first rows later is read
-        from its first row, whatever ``start`` is.
+        ``began``: the version of the route at which the group began. A partition that accepted its first rows later is
+        read from its first row, whatever ``start`` is.
         """
         broker = self._broker
         broker.turn.refuse_when_stalled()
@@ -133,7 +133,7 @@ class Attachments:
         return consumer
 
     def _displace(self, consumer: AttachedConsumer, now: float) -> AttachedConsumer | None:
-        """A client without the session token attaches under the client id of a known consumer.
+        """Attach a client without the session token under the client id of a known consumer.
 
         Returns the consumer that the client continues, or None when the client needs a new consumer. The known consumer
         may handle the LPs that it has locked until its lease ends (R28): it keeps the locks under another name, and the
@@ -166,7 +166,7 @@ class Attachments:
         return consumer
 
     def detach(self, consumer: AttachedConsumer) -> None:
-        """The consumer leaves: the rows that it holds return to the group at once."""
+        """Detach a consumer that leaves: the rows that it holds return to the group at once."""
         group = consumer.group
         self._end_session(consumer)
         group.offline(consumer, self._broker.clock.now())
@@ -174,12 +174,12 @@ class Attachments:
         self._broker.waking.wake_group(group)
 
     def _forget(self, consumer: AttachedConsumer) -> None:
-        """Remove a consumer that holds nothing: each segment header of the action log lists all consumers."""
+        """Remove a consumer that holds nothing, because each segment header of the action log lists all consumers."""
         consumer.group.remove(consumer)
         self._broker.turn.event(Action.FORGET_CONSUMER, consumer.group, consumer.id, 0, 0, 0)
 
     def disconnected(self, consumer: AttachedConsumer, session: int) -> None:
-        """The connection closed; the consumer has ``consumer_lost_seconds`` to attach again."""
+        """Record that the connection closed; the consumer has ``consumer_lost_seconds`` to attach again."""
         if consumer.session == session:
             self._drop_waiters(consumer.group, consumer)
             consumer.connected = False
@@ -195,7 +195,7 @@ class Attachments:
             waiter.leave()
 
     def lose_silent(self) -> list[tuple[AttachedConsumer, int]]:
-        """Lose consumers without contact; (consumer, count of returned messages) of each. Call it every second."""
+        """Lose consumers without contact. Returns each with its number of returned messages. Call it every second."""
         broker = self._broker
         now = broker.clock.monotonic()
         deadline = now - broker.limits.consumer_lost_seconds
@@ -243,7 +243,7 @@ class Attachments:
         return returned
 
     def forget_idle(self) -> int:
-        """Forget consumers that did not attach again after a restart, and unused broadcast groups; how many."""
+        """Forget consumers that did not attach again after a restart, and unused broadcast groups. Returns how many."""
         return sum(self.forget_idle_steps())
 
     def forget_idle_steps(self) -> Iterator[int]:

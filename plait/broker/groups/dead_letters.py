@@ -1,4 +1,4 @@
-"""Dead letters, and other messages that a group needs after retention removed them: kept in the retained log.
+"""Stores dead letters, and other messages that a group needs after retention removed them, in the retained log.
 
 A dead letter is a message that its group does not deliver again. The group's ``Failures`` has its sequence; the
 retained log has the message and the reason. A resend is one event: the group that failed the message, and no other
@@ -224,7 +224,7 @@ class DeadLetters:
     # --- removing -------------------------------------------------------------------------------
 
     def resend(self, group: Group, letters: list[Letters]) -> int:
-        """Deliver letters again, to their own group; how many."""
+        """Deliver letters again, to their own group. Returns how many."""
         count = 0
         for found in letters:
             for start, end in joined(found.sequences):
@@ -233,7 +233,7 @@ class DeadLetters:
         return count
 
     def purge(self, group: Group, letters: list[Letters]) -> int:
-        """Delete letters; how many."""
+        """Delete letters. Returns how many."""
         count = 0
         for found in letters:
             for start, end in joined(found.sequences):
@@ -245,7 +245,7 @@ class DeadLetters:
         return count
 
     def expire(self, group: Group, before: int) -> int:
-        """Delete letters that died before ``before`` (microseconds); how many."""
+        """Delete letters that died before ``before`` (microseconds). Returns how many."""
         count = 0
         for offset, sequences in group.retained.by_offset(_pairs(group.failures.dead)):
             death = _death(frame_at(self._turn.retained_log, offset))

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from plait.broker.partitions.partition import Delivery, Partition
     from plait.broker.partitions.suspended import Waiter
 
-#: A message becomes a dead letter by losing its consumers only after this many deliveries, even if its policy allows
-#: fewer attempts: a lost consumer had not started most of the rows that it held.
+#: If consumers are lost while they hold a message, it becomes a dead letter only after this many deliveries, even if
+#: its policy allows fewer attempts: a lost consumer had not started most of the rows that it held.
 LOST_ATTEMPTS_MIN = 16
 
 #: Separates client id and number in the name of a consumer whose client id another process took; no client id has it.
@@ -66,9 +66,9 @@ class AttachedConsumer:
         #: none. Only ``Group.redefine_consumer`` changes it.
         self.proof = proof
         self.session = 0
-        #: Attached and not lost.
+        #: True if the consumer is attached and not lost.
         self.online = False
-        #: Its connection is open.
+        #: True if its connection is open.
         self.connected = False
         #: On the monotonic clock: when its last request came.
         self.last_contact = last_contact
@@ -84,9 +84,9 @@ class NackOutcome(NamedTuple):
     #: Seconds until the retry; None: as the group's policy says.
     delay: float | None = None
     reason: Reason = Reason()
-    #: The messages become dead letters at once.
+    #: True if the messages become dead letters at once.
     reject: bool = False
-    #: The delivery counts as an attempt.
+    #: True if the delivery counts as an attempt.
     counted: bool = True
 
 
@@ -189,7 +189,7 @@ class Group:
         self.died_count = 0
         #: Messages that retention or damage removed before they were done.
         self.lost_count = 0
-        #: ``lost_count`` includes estimates.
+        #: True if ``lost_count`` includes estimates.
         self.lost_estimated = False
         #: Wall time of the last attach or pull.
         self.used = definition.created
@@ -256,7 +256,7 @@ class Group:
             start = last
 
     def _old_before(self, piece: Range, now: int) -> int:
-        """Failed rows of the piece below this sequence are too old for a retry."""
+        """The sequence below which failed rows of the piece are too old for a retry."""
         expires = self.retry.expires
         if expires is None:
             return 0
@@ -285,7 +285,7 @@ class Group:
         return partition.whole_frame(self.journal.message_log, sequence) if sequence >= partition.start else None
 
     def mark_begun_below(self, end: int) -> None:
-        """Retention is about to remove rows below ``end`` that are not begun."""
+        """Prepare for retention, which is about to remove rows below ``end`` that are not begun."""
 
     # --- what shared and ordered groups do differently ------------------------------------------
 
@@ -311,7 +311,7 @@ class Group:
         raise NotImplementedError
 
     def ack(self, consumer: AttachedConsumer, ranges: EpochRanges, tags: Sequence[int] = ()) -> int:
-        """Ranges are done; how many sequences this settled. ``tags``: the deliveries of an ordered group."""
+        """Ack ranges. Returns how many sequences were not done before. ``tags``: the deliveries of an ordered group."""
         raise NotImplementedError
 
     def nack(
@@ -322,22 +322,22 @@ class Group:
         failure: NackOutcome = FAILURE,
         tags: Sequence[int] = (),
     ) -> int:
-        """Ranges failed: they wait, hold back keys or become dead letters; how many sequences the consumer held."""
+        """Nack ranges: they wait, hold back keys or become dead letters. Returns how many sequences were held."""
         raise NotImplementedError
 
     def lost(self, consumer: AttachedConsumer, now: int) -> int:
-        """The consumer was lost: each row that it held counts an attempt; how many sequences.
+        """Return the rows of a lost consumer, each with one more attempt. Returns how many sequences.
 
         A message that crashes its consumer must not be redelivered without limit.
         """
         raise NotImplementedError
 
     def offline(self, consumer: AttachedConsumer, now: int) -> int:
-        """The consumer left: return the rows that it held; how many sequences."""
+        """Return the rows of a consumer that left. Returns how many sequences."""
         raise NotImplementedError
 
     def reclaim(self, consumer: AttachedConsumer, holds: EpochRanges, now: int) -> None:
-        """An attaching consumer names the rows that it still holds (R13) and keeps; its other rows are returned."""
+        """Keep the rows that an attaching consumer names, because it still holds them (R13); return its other rows."""
         raise NotImplementedError
 
     def reset(self, sequence: int) -> None:
@@ -345,11 +345,11 @@ class Group:
         raise NotImplementedError
 
     def buried(self, holder: int, start: int, end: int, attempt: int, now: int) -> None:
-        """[start, end), which a consumer (or cursor) held, became dead letters."""
+        """Record that [start, end), which a consumer (or cursor) held, became dead letters."""
         raise NotImplementedError
 
     def revived(self, start: int, end: int) -> int:
-        """Deliver dead letters in [start, end) again; how many sequences."""
+        """Deliver dead letters in [start, end) again. Returns how many sequences."""
         raise NotImplementedError
 
     @property
@@ -362,7 +362,7 @@ class Group:
         raise NotImplementedError
 
     def expire(self, lost: list[Range], start: int) -> None:
-        """Retention removed ``lost``, and every row below ``start`` that was not begun."""
+        """Record that retention removed ``lost``, and every row below ``start`` that was not begun."""
         raise NotImplementedError
 
     @property
@@ -371,7 +371,7 @@ class Group:
         raise NotImplementedError
 
     def return_due(self, now: int) -> bool:
-        """Make waiting rows that are due ready for delivery; whether there are any."""
+        """Make waiting rows that are due ready for delivery. Returns whether there are any."""
         raise NotImplementedError
 
     def begin(self, sequence: int) -> None:
@@ -379,11 +379,11 @@ class Group:
         raise NotImplementedError
 
     def forget(self, consumer: int, time: int) -> None:
-        """A consumer was removed, in replay."""
+        """Apply the removal of a consumer, in replay."""
         raise NotImplementedError
 
     def release_unknown_consumers(self, now: int) -> None:
-        """After replay: return rows and release locks of unknown consumers."""
+        """Return rows and release locks of unknown consumers, after replay."""
         raise NotImplementedError
 
     def replay(self, action: int, flags: int, consumer: int, piece: Range, due: int, time: int) -> None:

@@ -74,7 +74,7 @@ def _create(broker: Broker, partition: Partition, asked: GroupDefinition, start:
             value=broker.limits.groups,
         )
     if asked.began and partition.row.since > asked.began:
-        # The partition took its first rows after the group began.
+        # The partition accepted its first rows after the group began.
         start = "earliest"
     elif start is None:
         start = "latest" if asked.broadcast else "earliest"

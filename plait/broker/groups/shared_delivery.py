@@ -35,7 +35,7 @@ class SharedDelivery:
 
     def __init__(self, group: SharedGroup) -> None:
         self._group = group
-        #: The group is at-most-once: it verifies at the first delivery, as there is no second one.
+        #: True if the group is at-most-once: it verifies rows at the first delivery, as there is no second one.
         self._once = group.definition.delivery == "at_most_once"
 
     def take(self, consumer: AttachedConsumer, count: int, size: int) -> Delivery | None:

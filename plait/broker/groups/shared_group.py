@@ -197,14 +197,14 @@ class SharedGroup(Group):
         self.failures.reset()
 
     def _deliver_dead(self, start: int, end: int) -> None:
-        """A reset moved ``next`` back before dead letters, and ``next`` passes them: they are dead no longer."""
+        """Forget dead letters that ``next`` passes again after a reset to an earlier sequence."""
         self.failures.dead.remove(min(start, self.cursor.next), end)
 
     def _acked(self, consumer: int, start: int, end: int) -> int:
-        """[start, end) is done, whether or not the consumer still holds it; how many sequences this settled."""
+        """Ack [start, end), whether or not the consumer still holds it. Returns how many sequences were not done."""
         failures, count = self.failures, 0
         if failures.dead.length:
-            # A late ack: the row ran out of attempts because its consumer was taken for lost.
+            # A late ack: the row ran out of attempts because the broker considered its consumer lost.
             count = sum(last - first for first, last, _ in failures.dead.remove(start, end))
             self._deliver_dead(start, end)
         if failures.failing.length:
@@ -212,14 +212,14 @@ class SharedGroup(Group):
         return count + self.cursor.settled(start, end, consumer)
 
     def _nacked(self, consumer: int, start: int, end: int, due: int, time: int, *, counted: bool) -> None:
-        """The consumer gives [start, end) back; not ``counted``: handling had not begun, so it was no attempt."""
+        """Take [start, end) back from the consumer. Not ``counted``: handling had not begun, so it was no attempt."""
         for first, last, attempt in self.cursor.let_go(consumer, start, end):
             self.cursor.given_back(first, last, attempt - (not counted), due)
             if counted:
                 self.failures.note(first, last, time)
 
     def _release(self, consumer: int, time: int) -> int:
-        """A consumer is gone: all its ranges are returned; how many sequences."""
+        """Return all ranges of a consumer that is gone. Returns how many sequences."""
         held = self.cursor.held.pop(consumer, None)
         if held is None:
             return 0

@@ -35,7 +35,7 @@ def passed(partition: Partition) -> dict[str, list[Fence]]:
 def began(partition: Partition) -> dict[str, int]:
     """Group → the version of the route at which it began, with broadcasts.
 
-    If there are too many, the newest groups are taken, and broadcasts after all others.
+    If there are too many groups, only the newest are included, and broadcasts only if there is room left.
     """
     groups = sorted(
         (each.definition for each in partition.groups.values()), key=lambda each: (each.broadcast, -each.id)

@@ -55,7 +55,7 @@ class ReadBatch:
     __slots__ = ("count", "damaged", "end", "full", "inflated", "parts", "ranges", "size")
 
     def __init__(self, start: int) -> None:
-        #: The next frame did not fit.
+        #: True if the next frame did not fit.
         self.full = False
         self.parts: list[Buffer] = []
         #: The sequence ranges of the parts; more than one where the log has gaps.
@@ -176,7 +176,7 @@ class Partition:
         self.redefined()
 
     def redefined(self) -> None:
-        """A group or a consumer was added, removed or changed."""
+        """Record that a group or a consumer was added, removed or changed."""
         #: A number that changes with each change and is unique among all partitions.
         self.definitions = next(_numbers)
 

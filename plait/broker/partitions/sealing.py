@@ -1,7 +1,8 @@
 """Opens and seals logical partitions of a partition, as the meta server orders (R5).
 
-Both are catalog rows in the message log, in order with the rows that they accept or refuse, so a crash does not move a
-fence. The broker replies to a seal when it is durable, because the next partition then starts to accept rows.
+Openings and seals are catalog rows in the message log, in order with the rows that the partition accepts. So a crash
+does not move a fence. The broker replies to a seal when it is durable, because the next partition then starts to accept
+rows.
 """
 
 from __future__ import annotations

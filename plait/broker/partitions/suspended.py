@@ -63,7 +63,7 @@ class Deadlines:
         self._number += 1
         heapq.heappush(self._heap, (when, self._number, waiter, call))
         if len(self._heap) > self._clean_at:
-            # Otherwise answered waiters would stay behind one with a late deadline.
+            # Otherwise answered waiters would stay in the heap until their deadlines.
             self._heap = [entry for entry in self._heap if not entry[2].done]
             heapq.heapify(self._heap)
             self._clean_at = 2 * len(self._heap) + DONE_MAX

@@ -18,7 +18,7 @@ from plait.model.retry_policy import Retry
 from plait.wire.admin import subjects
 from plait.wire.admin.subjects import ConsumerInfo, GroupInfo, SubjectDetails, SubjectInfo
 
-#: The fields that are summed over the partitions of a subject. A consumer online at several partitions counts once.
+#: The fields that are summed over the partitions of a subject. A consumer at several partitions is counted once.
 _GROUP_SUMS: Final = [f.name for f in msgspec.structs.fields(GroupInfo) if f.type is int and f.name != "online"]
 
 
@@ -141,8 +141,9 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         A later consumer with the same group name is the first member of a new group.
         """
         places = await self._places(subject)
-        # First the brokers, each of which refuses while it has a consumer of the group. Then the meta server, which has
-        # the group's settings and remembers groups of partitions that have left the route; it may be the only one.
+        # First the brokers: each refuses while it has a consumer of the group. Then the meta server, which has the
+        # group's settings and remembers groups of partitions that have left the route. It may be the only server that
+        # knows the group.
         missing: GroupNotFound | None = None
         try:
             await self._each(places, subjects.DELETE_GROUP, group=group)

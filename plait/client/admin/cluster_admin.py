@@ -28,10 +28,11 @@ class PartitionShare(msgspec.Struct, frozen=True):
 
     #: As name@group.
     partition: str
-    #: LPs whose messages it takes now, and LPs that it is to take.
+    #: LPs whose messages the partition accepts now, and LPs whose messages it is to accept.
     takes: int
     wanted: int
-    #: LPs that have moved on and whose older messages here are not finished by every group. 0 if there is no group.
+    #: LPs that have moved to another partition, but have older messages here that some group has not finished. 0 if
+    #: there is no group.
     draining: int
     #: The state of its broker group; a lost one is "NRW".
     state: State
@@ -77,7 +78,7 @@ class ClusterAdmin(Calls):
     """The operations of ``plait cluster``, and the routes and shares of ``plait subject`` and ``plait group``."""
 
     async def route(self, subject: str) -> RouteInfo:
-        """The route of a subject: which partitions take its messages now, and which are to."""
+        """The route of a subject: which partitions accept its messages now, and which are to accept them."""
         return _route_info(await self._run(cluster.DESCRIBE_ROUTE, subject=subject))
 
     async def expand_subject(self, subject: str, partitions: Partitions) -> RouteInfo:
@@ -105,7 +106,7 @@ class ClusterAdmin(Calls):
     async def forget_broker(self, group: str, *, lost: bool = False) -> list[LostPartition]:
         """Remove a broker group that will not come back from the cluster and from all routes, permanently.
 
-        ``InvalidArgument`` if the group still takes messages, or has messages that a consumer group has not finished.
+        ``InvalidArgument`` if the group still accepts messages, or has messages that a consumer group has not finished.
         With ``lost`` those messages are given up, and the loss is returned.
         """
         return await self._run(cluster.FORGET_BROKER, group=group, lost=lost)

@@ -28,9 +28,9 @@ from plait.wire.admin.subjects import DESCRIBE_GROUP
 
 #: Sequences that one request names: they must fit into the header of a packet.
 SEQUENCES_MAX: Final = 4_000
-#: With a rate, a page has the letters that are due within this time...
+#: With a rate, a page has the letters that the rate allows within this time...
 PACE_SECONDS: Final = 0.05
-#: ...and after a delay at most those of this time besides: a rate is a maximum.
+#: ...and after a delay at most the letters of this time in addition, because a rate is a maximum.
 CATCH_UP_SECONDS: Final = 0.1
 #: Letters per second; more than any server handles.
 RATE_MAX: Final = 1e9
@@ -317,8 +317,8 @@ def rate_of(value: Any) -> float | None:
 class LetterRate:
     """Limits letters to ``rate`` per second. A page that is a little late does not delay the next ones.
 
-    In any period of t seconds at most ``rate * (t + PACE_SECONDS + CATCH_UP_SECONDS)`` letters pass: after a longer
-    delay the missed letters are not made up for.
+    In any period of t seconds at most ``rate * (t + PACE_SECONDS + CATCH_UP_SECONDS)`` letters pass. After a longer
+    delay the rate does not rise to catch up.
     """
 
     def __init__(

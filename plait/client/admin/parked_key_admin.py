@@ -1,7 +1,8 @@
 """Management of parked keys: keys of a strict subject that wait for ``resume`` or ``skip`` of a dead letter.
 
-A key is parked in the partition of its dead letter. If its LP has moved on since, later partitions hold the key as well
-until it is resumed there. The requests here do not go to those: the key's consumer resumes them in order.
+A key is parked in the partition of its dead letter. If its LP has moved to other partitions since, these hold back the
+key as well until it is resumed. The requests here go only to the partition of the dead letter; the key's consumer
+resumes the later partitions in order.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class ParkedAdmin(Calls):
         """All parked keys, each with the partition where it can be resumed."""
         answers = await self._all(await self._places(subject, partition), lambda place: self._pages(place, group))
         found = [_FoundKeys(place, each) for place, parked in answers for each in parked]
-        # A key without a letter is inherited from another partition. It is listed only if that one no longer has it.
+        # A key without a letter is inherited from another partition. List it only if that partition no longer has it.
         first_hand = {each.parked.hash for each in found if each.parked.sequence is not None}
         return [each for each in found if each.parked.sequence is not None or each.parked.hash not in first_hand]
 

@@ -1,9 +1,9 @@
 """``App``: runs functions that handle messages as a service.
 
-A handler that returns acks its message. One that raises nacks it: the message is retried as the group's policy says
-(``RetryLater``: after the handler's delay; ``Suspend``: the handler also gets no other message until then).
-SIGTERM and SIGINT drain the app: it takes no new messages, finishes running handlers within ``drain_seconds``, and
-returns the rest.
+When a handler returns, the app acks its message. When a handler raises, the app nacks the message, which is retried as
+the group's policy says. If it raises ``RetryLater``, the message is retried after the handler's delay; with ``Suspend``
+the handler also gets no other message until then. SIGTERM and SIGINT drain the app: it pulls no new messages, waits for
+running handlers up to ``drain_seconds``, and returns the rest of the messages.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class AppRun:
         #: None: not connected.
         self.client: Client | None = None
         self.stopping = asyncio.Event()
-        #: The draining ends now: running handlers are cancelled.
+        #: True if the draining is to end now: running handlers are cancelled.
         self._hurry = asyncio.Event()
         self._consumers: list[Consumer] = []
 
@@ -73,7 +73,7 @@ class AppRun:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT stop the app; only the main thread of a process gets them."""
+        """Make SIGTERM and SIGINT stop the app; only the main thread of a process gets them."""
         previous: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:

@@ -59,14 +59,14 @@ class Call:
     def __init__(self, arguments: list[Any]) -> None:
         self.arguments = arguments
         self.thread: asyncio.Future[Any] | None = None
-        #: A worker waits for the call.
+        #: True if a worker waits for the call.
         self.awaited = True
         #: The exception that its thread raised.
         self.failure: BaseException | None = None
 
     @property
     def running(self) -> bool:
-        """The call or its thread has not ended."""
+        """True if the call or its thread has not ended."""
         return self.awaited or (self.thread is not None and not self.thread.done())
 
     async def ended(self) -> None:
@@ -91,12 +91,12 @@ class Subscription:
 
     @property
     def unfinished(self) -> bool:
-        """A handler still runs that was given up: it did not end at its timeout or when it was cancelled."""
+        """True if a handler still runs that did not end at its timeout or when it was cancelled."""
         return any(call.running for call in self._calls)
 
     @property
     def _one_at_a_time(self) -> bool:
-        """Messages of one key are handled one after another."""
+        """True if messages of one key are handled one after another."""
         return self.settings.consumer.ordered or self.settings.consumer.affinity is not None
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """Reads a subject without a group. Nothing is acked, and the broker stores no position.
 
-The rows of each partition are returned in its order; those of several partitions as they arrive.
+Rows of one partition are returned in the order of the partition; rows of several partitions are mixed as they arrive.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Commits a batch: the meta server decides it once, then every broker that has stages of it publishes them (R23).
 
 A decision is final. If its driver fails before all stages are published, the next driver publishes them; publishing a
-stage is idempotent. If the route has changed and a partition no longer takes the keys of its stage, the stage is
-written again to the partitions of the new route, and replaces the old one in the decision; so the rows of a key stay in
-order. The new decision leaves out the stages that are already published, so that it does not exceed the limit of its
-size.
+stage is idempotent. If the route has changed and a partition no longer accepts the keys of its stage, the driver writes
+the rows to new stages in the partitions of the new route. The new stages replace the old stage in the decision, so the
+rows of a key stay in order. The new decision leaves out the stages that are already published, so that it does not
+exceed its size limit.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def finish_others(client: Client, query: str = "") -> int:
     """Publish batches that stopped drivers have decided and not published; returns how many.
 
     A batch that fails or takes too long is logged and left to the next driver, so that it does not block others. The
-    queries after ``query`` in the order of names are first: drivers with different names start with different ones.
+    queries whose names follow ``query`` are first, so that drivers of different queries start with different batches.
     """
     count = 0
     tried: set[str] = set()

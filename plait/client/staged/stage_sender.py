@@ -70,7 +70,7 @@ class StageSender:
         self._link: Link | None = None
         #: Frames without a reply, the oldest first.
         self._frames: deque[FrameParts] = deque()
-        #: Counts the resends; replies to frames of an earlier turn are ignored.
+        #: The number of resends so far. Replies to frames that were sent before the last resend are ignored.
         self._turn = 0
         self._error: PlaitError | None = None
         self._news = asyncio.Event()

@@ -46,7 +46,7 @@ class StageWriter:
         self._query = query
         self._batch = batch
         self._route: SubjectRoute | None = None
-        #: The index of the partition that takes all rows without keys.
+        #: The index of the partition that gets all rows without keys.
         self._home = 0
         #: (index of the partition, delayed) → its stage.
         self._senders: dict[tuple[int, bool], StageSender] = {}

@@ -76,11 +76,11 @@ class CursorSet:
         return self.of_lp(key.key % LOGICAL_PARTITIONS)
 
     def is_behind(self, key: Cursor) -> bool:
-        """A key's cursor has not caught up with the cursor of its logical partition."""
+        """True if a key's cursor has not caught up with the cursor of its logical partition."""
         return bool(key.returned or key.waiting) or key.next < self.parent(key).next
 
     def holding(self, owner: int) -> list[Cursor]:
-        """The cursors of which an owner holds rows."""
+        """The cursors with rows that an owner holds."""
         return [each for each in self._all.values() if each.owner == owner and each.held]
 
     # --- splitting and joining ------------------------------------------------------------------

@@ -40,13 +40,13 @@ class FailurePolicy:
 
     @property
     def strict(self) -> bool:
-        """A failed message holds back its key."""
+        """True if a failed message holds back its key."""
         return self._group.partition.row.settings.order == STRICT and not self._group.definition.affinity
 
     def failed(
         self, cursor: Cursor, sequences: Sequences, keys: FrameKeys, attempt: int, now: int, failure: NackOutcome
     ) -> None:
-        """Rows of a cursor failed. The caller has removed them from the held rows."""
+        """Handle failed rows of a cursor. The caller has removed them from the held rows."""
         hashes = np.full(len(sequences), NO_KEY_HASH) if keys.hashes is None else keys.hashes
         # Rows without a key hold back nothing.
         holding = (hashes != NO_KEY_HASH) & self.strict
@@ -68,7 +68,7 @@ class FailurePolicy:
         self._in_flight.return_piece(cursor, piece, due, counted=failure.counted, now=now)
 
     def _hold(self, cursor: Cursor, row: Range, lp: int, key: int, now: int, failure: NackOutcome) -> None:
-        """A row of a strict subject failed: hold back its key, or park the key if the row is out of attempts."""
+        """Hold back the key of a failed row of a strict subject, or park the key if the row is out of attempts."""
         if cursor.key is None:
             if cursor.held_rows is None:
                 # Found once for all keys that fail: each split takes the rows of its key.
@@ -141,12 +141,12 @@ class FailurePolicy:
         return True
 
     def revive(self, cursor: Cursor, start: int, end: int) -> None:
-        """Dead letters of a cursor in [start, end) are delivered again."""
+        """Deliver dead letters of a cursor in [start, end) again."""
         for piece in self._group.failures.revive(start, end, cursor.next)[0]:
             cursor.given_back(*piece)
 
     def revived(self, start: int, end: int) -> int:
-        """Deliver dead letters in [start, end) again, each by its cursor; how many sequences."""
+        """Deliver dead letters in [start, end) again, each by its cursor. Returns how many sequences."""
         pieces = self._group.failures.dead.overlap(start, end)
         for cursor in list(self._cursors):
             for piece in pieces:

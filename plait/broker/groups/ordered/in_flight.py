@@ -105,7 +105,8 @@ class InFlightRows:
             else:
                 apart.append(key)
         for parent, caught_up in joining.items():
-            # After a crash a key may be ahead of its parent. Rows that the key passed are returned to the parent.
+            # After a crash a key may be ahead of its parent. Rows that the key passed become returned rows of the
+            # parent.
             ahead = max(key.next for key in caught_up)
             joins = [key for key in caught_up if key.next == ahead]
             apart += [key for key in caught_up if key.next < ahead]
@@ -130,7 +131,7 @@ class InFlightRows:
         return apart
 
     def return_rows(self, holding: list[Cursor], clipped: list[tuple[int, int, int]]) -> int:
-        """Return the rows of (start, end, tag) ranges, which were not started; how many sequences.
+        """Return the rows of (start, end, tag) ranges, which were not started. Returns how many sequences.
 
         There may be one range for each row.
         """
@@ -154,7 +155,7 @@ class InFlightRows:
         return count
 
     def return_piece(self, cursor: Cursor, piece: Range, due: int, *, counted: bool = True, now: int = 0) -> None:
-        """Rows that the owner no longer holds are delivered again when ``due`` (0: at once).
+        """Deliver rows that the owner no longer holds again when ``due`` (0: at once).
 
         ``now``: when they failed; 0: they did not fail.
         """

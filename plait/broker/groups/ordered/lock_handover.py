@@ -1,7 +1,7 @@
 """Hands over the locks of an ordered group: which consumer owns which logical partitions, and up to which sequence.
 
 ``Locks`` decides. This module records the decisions as events, and splits and joins cursors so that each owner has its
-own ones.
+own cursors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LockHandover:
         self._limit(consumer.id)
 
     def notify(self, owner: int) -> None:
-        """An owner's locks changed: end its suspended pulls, so that it asks for its locks."""
+        """End the suspended pulls of an owner whose locks changed, so that it asks for its locks."""
         for consumer in self._group.consumers.values():
             if consumer.id == owner:
                 consumer.news += 1
@@ -81,7 +81,7 @@ class LockHandover:
         return found
 
     def _split_leaving(self) -> None:
-        """Split off LPs that are to change their owner and find their held rows, so that each LP can go by itself."""
+        """Split off LPs that are to change their owner and find their held rows, so that each LP can move by itself."""
         leaving = self._locks.leaving
         owners = set(np.unique(self._locks.owner[leaving]).tolist())
         for cursor in list(self._cursors):
@@ -165,7 +165,7 @@ class LockHandover:
                 cursor.limit = limit
 
     def reopened(self, lps: LpSet, sequence: int) -> None:
-        """The partition accepts rows of these logical partitions again, from ``sequence`` on.
+        """Record that the partition accepts rows of these logical partitions again, from ``sequence`` on.
 
         Owners that asked before have an older route. They get no rows from ``sequence`` on until they ask again.
         """

@@ -98,13 +98,13 @@ class Locks:
         return bool((self._owner.values == consumer).any())
 
     def confirm(self, consumer: int) -> None:
-        """The consumer made contact after a restart: the rows that it holds are known."""
+        """Record that the consumer made contact after a restart, so that the rows that it holds are known."""
         if consumer in self.unconfirmed:
             self.unconfirmed -= {consumer}
             self._changed()
 
     def keep(self, known: list[int]) -> None:
-        """After a restart: release the locks of all other consumers. These consumers have not made contact yet."""
+        """Release the locks of all but the known consumers, which have not made contact since the restart."""
         owner = self.owner
         owner[~np.isin(owner, known)] = 0
         self._owner = LpNumbers.of(owner)
@@ -112,7 +112,7 @@ class Locks:
         self._changed()
 
     def wants(self, consumer: int, epochs: Epochs) -> bool:
-        """Replace the locks that a consumer wants; whether that changes anything."""
+        """Replace the locks that a consumer wants. Returns whether that changes anything."""
         wanted = LpNumbers.of(epochs)
         known = self._wants.get(consumer)
         if known is not None and known.same(wanted):
@@ -143,12 +143,12 @@ class Locks:
             top[higher], top_by[higher] = epochs[higher], consumer
 
     def forget(self, consumer: int) -> None:
-        """The consumer wants no locks."""
+        """Record that the consumer wants no locks."""
         self.wants(consumer, np.zeros(LOGICAL_PARTITIONS, np.int64))
 
     @property
     def leaving(self) -> LpSet:
-        """The LPs whose owner is to release them: it does not want them, or another consumer has a higher epoch."""
+        """The LPs whose owner is to release them: it does not want them, or another consumer wants a higher epoch."""
         if self._leaving is None:
             owner = self.owner
             owned = owner > 0
@@ -240,7 +240,7 @@ class LockFloors:
     """The lowest epochs under which a broker grants locks, by group (R15)."""
 
     def __init__(self) -> None:
-        #: No lock is granted before the meta server has sent the epochs of earlier grants.
+        #: True once the meta server has sent the epochs of earlier grants. No lock is granted before that.
         self.awaited = False
         self._floors: dict[tuple[str, str], LpNumbers] = {}
 

@@ -1,4 +1,4 @@
-"""Delivers the rows of an ordered group: those of each owner's cursors, returned rows before new ones.
+"""Delivers the rows of an ordered group: each owner gets the rows of its cursors, returned rows before new rows.
 
 Cursors at the same position are read together, and cut out of each frame as one piece.
 """
@@ -32,9 +32,10 @@ from plait.storage.ranges import joined
 #: Each pull tries to join at most ``JOIN_ALWAYS`` cursors of the owner; every ``JOIN_EVERY``-th pull tries more.
 JOIN_ALWAYS = 16
 JOIN_EVERY = 8
-#: Rows of a key that is behind that one pull delivers at most.
+#: The most rows that one pull delivers of a key that has not caught up (``CursorSet.behind``).
 KEY_ROWS_MAX = 100
-#: Rows that one pull examines at most. A pull that found none by then gets an empty delivery, and pulls again.
+#: The most rows that one pull examines. A pull that found none by then gets an empty delivery; the consumer pulls
+#: again.
 LOOK_MAX = 1 << 20
 
 
@@ -64,7 +65,8 @@ class RowTake:
         self.rows = count
         self.size = size
         self.looked = 0
-        #: A piece did not fit, so the pull ends. The next pull starts with it and takes it whatever its size.
+        #: True if a piece did not fit, so that the pull ends. The next pull delivers this piece first, whatever its
+        #: size.
         self.full = False
 
     @property
@@ -73,7 +75,7 @@ class RowTake:
 
     @property
     def more(self) -> bool:
-        """There is room for more rows, and the pull has not examined too many."""
+        """True if there is room for more rows, and the pull has not examined too many."""
         delivery = self.delivery
         fits = not self.full and (not delivery.count or delivery.weight < self.size)
         return fits and delivery.count < self.rows and self.looked < LOOK_MAX
@@ -105,7 +107,7 @@ class Chooser:
         # Keys whose logical partitions are not in ``_lps``.
         alone = [key for key in keys if not self._lps[key % LOGICAL_PARTITIONS]]
         self._keys = np.array(alone, np.uint64)
-        #: Every row belongs to one of the cursors.
+        #: True if every row belongs to one of the cursors.
         self.all = not len(self._without) and bool(self._lps.all())
 
     def __call__(self, keys: FrameKeys) -> npt.NDArray[np.bool_]:
@@ -149,7 +151,7 @@ class OrderedDelivery:
         abreast: list[Cursor] = []
         for cursor in keys:
             if troubled := self._cursors.is_behind(cursor):
-                # Nothing of a key that is behind is delivered before its last delivery is done.
+                # No row of a key that has not caught up is delivered before its last delivery is done.
                 if not cursor.held and not cursor.waiting:
                     self._take_key(cursor, taking)
                 troubled = bool(cursor.held) or self._cursors.is_behind(cursor)

@@ -100,7 +100,7 @@ class OrderedGroup(Group):
         ]
 
     def ack(self, consumer: AttachedConsumer, ranges: EpochRanges, tags: Sequence[int] = ()) -> int:
-        """Rows in a range that were delivered under its tag are done; how many sequences."""
+        """Ack the rows in a range that were delivered under its tag. Returns how many sequences."""
         count = 0
         holding = self.cursors.holding(consumer.id)
         for start, end, tag in self._clipped(ranges, tags):
@@ -114,7 +114,7 @@ class OrderedGroup(Group):
         return count
 
     def _after_settled(self) -> None:
-        """After rows were settled or returned: transfer locks of leaving LPs that have no held rows left."""
+        """Transfer the locks of leaving LPs that have no held rows left, after rows were done or returned."""
         if any(cursor.leaving and (cursor.lps & ~cursor.busy).any() for cursor in self.cursors):
             self.handover.transfer(self.journal.clock.monotonic())
 
@@ -148,7 +148,7 @@ class OrderedGroup(Group):
         failure: NackOutcome = FAILURE,
         tags: Sequence[int] = (),
     ) -> int:
-        """(start, end, epoch) ranges failed: rows wait, hold back keys or become dead letters; how many sequences."""
+        """Nack (start, end, epoch) ranges: rows wait, hold back keys or become dead letters. Returns how many."""
         clipped = self._clipped(ranges, tags)
         holding = self.cursors.holding(consumer.id)
         if not failure.counted and not failure.delay:
@@ -171,7 +171,7 @@ class OrderedGroup(Group):
         return count
 
     def lost(self, consumer: AttachedConsumer, now: int) -> int:
-        """The consumer's lease ended: each row that it held counts an attempt; how many sequences.
+        """Return the rows of a consumer whose lease ended, each with one more attempt. Returns how many sequences.
 
         A row out of attempts becomes a dead letter.
         """
@@ -187,7 +187,7 @@ class OrderedGroup(Group):
         return self.offline(consumer, now)
 
     def offline(self, consumer: AttachedConsumer, now: int) -> int:
-        """The consumer left: release its locks and return the rows that it held; how many sequences."""
+        """Release the locks of a consumer that left, and return the rows that it held. Returns how many sequences."""
         consumer.online = False
         count = 0
         for cursor in self.cursors.holding(consumer.id):
@@ -281,7 +281,7 @@ class OrderedGroup(Group):
         self.cursors.begin(sequence, 1)
 
     def forget(self, consumer: int, time: int) -> None:
-        """A consumer was removed. Earlier events have returned its rows and released its locks."""
+        """Do nothing: earlier events have returned the rows of the removed consumer and released its locks."""
 
     def release_unknown_consumers(self, now: int) -> None:
         """Release locks of unknown consumers, and set the owner of each cursor from the locks."""
