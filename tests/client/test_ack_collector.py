@@ -10,6 +10,7 @@ from plait.client.consume.failure import FailureOutcome
 from plait.client.consume.ordered.lock_rights import LockRights
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
 from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
+from plait.client.net.consumer_session import ConsumerSession
 from plait.client.types import PartitionName
 from plait.clock import ManualClock
 from plait.errors import PlaitError, StaleSession
@@ -79,7 +80,7 @@ async def test_outcomes_in_flight_when_the_session_changes_are_sent_again_for_th
     collector = AckCollector(listener, ClientLimits())  # type: ignore[arg-type]
     collector.open(asyncio.get_running_loop())
     first, second = Wire(), Wire()
-    collector.attached(first, session(1))  # type: ignore[arg-type]
+    collector.attached(ConsumerSession(first, session(1)))  # type: ignore[arg-type]
     delivered = every_other_row(collector)
     collector.deliveries.add(delivered)
     delivered.report_row(0, None)
@@ -91,7 +92,7 @@ async def test_outcomes_in_flight_when_the_session_changes_are_sent_again_for_th
     # Until the broker has stored the outcomes, no other consumer may get the rows.
     assert sorted(collector.unsent) == [(100, 101, EPOCH), (102, 103, EPOCH), (106, 107, EPOCH)]
     delivered.tag = 0
-    collector.attached(second, session(2))  # type: ignore[arg-type]
+    collector.attached(ConsumerSession(second, session(2)))  # type: ignore[arg-type]
     answer.set_exception(StaleSession("given up"))
     nack, answer = await second.next()
     assert (nack.session, nack.ranges, nack.tags) == (2, [(106, 107, EPOCH)], [])

@@ -135,7 +135,7 @@ async def test_a_silent_consumer_drops_rows_that_were_not_handed_out(timed_broke
             await until(lambda: sleeper._buffer.count == 7 and consumer._clients[0].pulls)
             await timed_broker.advance(6, silent={"silent"})
             assert numbers(await fetch_all(consumer, 10)) == list(range(10))
-            await until(lambda: sleeper._clients[0]._session and sleeper._buffer.count == 0)
+            await until(lambda: sleeper._clients[0].session and sleeper._buffer.count == 0)
             started[0].ack()
             await sleeper.flush()
             assert list(await sleeper.fetch(10, wait=0)) == []
@@ -253,10 +253,10 @@ async def test_at_most_once_rows_survive_a_long_absence_of_the_broker(
         async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
             first = await anext(consumer)
             await timed_broker.kill()
-            await until(lambda: not consumer._clients[0].attached)
+            await until(lambda: not consumer._clients[0].session)
             consumer._clients[0]._stale = True
             await timed_broker.start()
-            await until(lambda: consumer._clients[0].attached)
+            await until(lambda: consumer._clients[0].session)
             rest = [await anext(consumer) for _ in range(19)]
     assert numbers([first, *rest]) == list(range(20))
 

@@ -74,8 +74,9 @@ async def test_a_flush_interrupted_by_a_close_raises_closed(timed_broker: Embedd
         consumer = await client.consumer("s", group="g", **kind).__aenter__()
         messages = await fetch_all(consumer, 2)
         # The broker stops answering.
-        link = consumer._clients[0]._link
-        assert link is not None
+        session = consumer._clients[0].session
+        assert session is not None
+        link = session.link
         assert link._transport is not None
         link._transport.pause_reading()
         messages[0].ack()

@@ -456,8 +456,8 @@ async def test_rows_of_an_earlier_pull_do_not_overtake_returned_rows_while_the_b
         first = await consumer.fetch(1)
         # The reply to the ack is held back; the client sends no other outcome until it arrives.
         answered = asyncio.Event()
-        assert partition._link is not None
-        request = partition._link.request
+        assert partition.session is not None
+        request = partition.session.link.request
 
         async def ask(message: m.PacketHead, *more: Any) -> Any:
             answer = await request(message, *more)
@@ -465,7 +465,7 @@ async def test_rows_of_an_earlier_pull_do_not_overtake_returned_rows_while_the_b
                 await answered.wait()
             return answer
 
-        monkeypatch.setattr(partition._link, "request", ask)
+        monkeypatch.setattr(partition.session.link, "request", ask)
         acking = asyncio.create_task(first.ack())
         await until(lambda: partition.collector.under_way and not partition.deliveries.unsent)
         consumer._fetcher.allocated("exclusive", [])  # type: ignore[attr-defined]

@@ -94,7 +94,7 @@ async def test_an_unreachable_broker_does_not_stop_the_others(cluster: Cluster, 
         await cluster.send("g2", 2, first=10)
         held = await fetch_all(consumer, 4)
         await cluster.brokers["g2"].kill()
-        await until(lambda: not all(pulling.attached for pulling in consumer._clients))
+        await until(lambda: not all(pulling.session for pulling in consumer._clients))
         for message in held:
             message.ack()
         await cluster.send("g1", 3, first=2)
@@ -211,7 +211,7 @@ async def test_acks_of_each_partition_are_spooled(cluster: Cluster, tmp_path: Pa
             held = await fetch_all(consumer, 5)
             for broker in cluster.brokers.values():
                 await broker.kill()
-            await until(lambda: not any(pulling.attached for pulling in consumer._clients))
+            await until(lambda: not any(pulling.session for pulling in consumer._clients))
             for message in held:
                 message.ack()
             await until(lambda: len(list(spool.glob("*.outcomes"))) == 2)

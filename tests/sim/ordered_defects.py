@@ -160,7 +160,7 @@ def ignore_the_lease(patch: Patch) -> None:
 
 def handle_rows_of_lost_locks(patch: Patch) -> None:
     """A consumer handles the rows it received even after it lost their lock."""
-    patch.setattr(OrderedPullClient, "_drop_unstarted", lambda self, link, loop: None)
+    patch.setattr(OrderedPullClient, "_drop_unstarted", lambda self, link: None)
     patch.setattr(LockRights, "valid", lambda self: True)
     patch.setattr(OrderedBuffer, "take_back", lambda self, partition=None, lps=None: [])
     patch.setattr(OrderedDelivered, "may_begin", lambda self, rows: True)

@@ -86,7 +86,7 @@ class Handler:
         for client in [each for each in gc.get_objects() if isinstance(each, OrderedPullClient)]:
             rights, pending = client.rights, client.collector.pending
             facts = {
-                "attached": client.attached,
+                "attached": client.session is not None,
                 "retiring": client.retiring,
                 "wants": runs_of(client._wanted),
                 "has": runs_of(rights.open),

@@ -19,11 +19,10 @@ from plait.client.consume.ack_spool import AckSpool
 from plait.client.consume.delivered import DeliveredFrame, Deliveries
 from plait.client.consume.failure import EpochRange, FailureOutcome
 from plait.client.consume.outcomes import PendingOutcomes
+from plait.client.net.consumer_session import ConsumerSession
 from plait.errors import PlaitError, StaleSession, Timeout, Unavailable
 from plait.limits import ClientLimits
 from plait.model.reason import Reason
-from plait.wire import messages as m
-from plait.wire.link import Link
 
 if TYPE_CHECKING:
     from plait.client.consume.pull_client import PullClient
@@ -47,8 +46,7 @@ class AckCollector:
         self.deliveries = Deliveries(self._outcome_reported, self.gather, self.flush, any_thread=any_thread)
         #: The id of the partition whose rows the pending outcomes belong to.
         self.partition = 0
-        self._link: Link | None = None
-        self._session = 0
+        self._session: ConsumerSession | None = None
         self._attached = asyncio.Event()
         self.pending = PendingOutcomes()
         #: The outcomes of the request in flight.
@@ -74,19 +72,18 @@ class AckCollector:
         if self._spool is not None and not self.closed:
             self._schedule()
 
-    def attached(self, link: Link, attached: m.AttachReply) -> None:
+    def attached(self, session: ConsumerSession) -> None:
         """A session with the broker has started, the first one or a later one."""
-        self._link = link
-        self._session = attached.session
+        self._session = session
         self.pending.new_session()
-        self.deliveries.reasons_from, self.deliveries.attempts = attached.reasons_from, attached.attempts
+        self.deliveries.reasons_from, self.deliveries.attempts = session.reply.reasons_from, session.reply.attempts
         self._attached.set()
         if self.pending.acks or self.pending.nacks or self.deliveries.unsent:
             self._schedule()
 
     def detached(self) -> None:
         """The session is lost."""
-        self._link = None
+        self._session = None
         self._attached.clear()
 
     @property
@@ -162,17 +159,19 @@ class AckCollector:
         Returns False if some outcomes are not acks, or if they do not fit into one request.
         """
         self.gather()
-        link, session, pending = self._link, self._session, self.pending
+        session, pending = self._session, self.pending
         if not pending.acks and not pending.nacks:
             return True
-        if link is None or link.closed or (request := pending.only_ack(session)) is None:
+        if session is None or session.link.closed or (request := pending.only_ack(session.number)) is None:
             return False
         self._client.progressed()
         sending = self._in_flight = pending.take()
-        link.call(request, partial(self._acked, sending, session))
+        session.link.call(request, partial(self._acked, sending, session))
         return True
 
-    def _acked(self, sending: PendingOutcomes, session: int, _: Any, __: memoryview, error: PlaitError | None) -> None:
+    def _acked(
+        self, sending: PendingOutcomes, session: ConsumerSession, _: Any, __: memoryview, error: PlaitError | None
+    ) -> None:
         """The answer to an ack of ``_send_acks``."""
         self._in_flight = None
         pending = self.pending
@@ -194,14 +193,14 @@ class AckCollector:
             if not future.done():
                 future.set_result(None)
 
-    def _put_back(self, sending: PendingOutcomes, session: int) -> None:
+    def _put_back(self, sending: PendingOutcomes, session: ConsumerSession) -> None:
         """The broker may not have stored these outcomes: send them again."""
-        if session != self._session:
-            # A new session has started, in which the tags of these ranges are not valid.
+        if session is not self._session:
+            # The session is lost: the tags of these ranges are not valid in the next one.
             sending.new_session()
         self.pending.give_back(sending)
 
-    async def _resend(self, failure: PlaitError, session: int) -> None:
+    async def _resend(self, failure: PlaitError, session: ConsumerSession) -> None:
         if await self._continues_after(failure, session):
             await self._send_all()
 
@@ -212,16 +211,15 @@ class AckCollector:
             self.gather()
             if pending.acks or pending.nacks:
                 self._client.progressed()
-            link = self._link
-            if not (pending.acks or pending.nacks) or link is None or link.closed:
+            session = self._session
+            if not (pending.acks or pending.nacks) or session is None or session.link.closed:
                 # Without a link they are sent after the next attach.
                 if await self._save_and_recheck():
                     continue
                 return
-            sending, session = pending.take(), self._session
-            self._in_flight = sending
+            sending = self._in_flight = pending.take()
             try:
-                await sending.send(link, session, self._warn_of_dead)
+                await sending.send(session.link, session.number, self._warn_of_dead)
                 self._in_flight = None
                 self._client.outcomes_stored()
             except BaseException as error:
@@ -239,10 +237,10 @@ class AckCollector:
             if not await self._continues_after(failure, session):
                 return
 
-    async def _continues_after(self, failure: PlaitError, session: int) -> bool:
+    async def _continues_after(self, failure: PlaitError, session: ConsumerSession) -> bool:
         """Handle a failed request. True: send the pending outcomes again; False: the next attach does."""
         if isinstance(failure, Unavailable | StaleSession):
-            if session == self._session:
+            if self._session is None or self._session is session:
                 self._client.lost(stale=isinstance(failure, StaleSession))
                 return await self._save_and_recheck()
         elif failure.retryable:
@@ -313,7 +311,7 @@ class AckCollector:
         if self._spool is None:
             return False
         await self._save()
-        up = self._link is not None and not self._link.closed
+        up = self._session is not None and not self._session.link.closed
         return bool(self.deliveries.unsent or (up and (self.pending.acks or self.pending.nacks)))
 
     async def close(self, *, flush: bool = True) -> None:

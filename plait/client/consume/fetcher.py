@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from plait import tasks
 from plait.client.blocking.row_handover import RowHandover
@@ -22,7 +22,7 @@ from plait.client.consume.failure import UNBEGUN
 from plait.client.consume.group_start import find_start_version
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
 from plait.client.consume.prefetch import Prefetch
-from plait.client.consume.pull_client import PullClient, attach_some
+from plait.client.consume.pull_client import PullClient
 from plait.client.consume.terms import Terms
 from plait.client.net.router import Router, SubjectRoute
 from plait.client.types import PartitionName
@@ -100,7 +100,7 @@ class Fetcher:
                 self.terms = self.terms._replace(began=version)
                 self._add_clients(route, self.terms)
                 self._retire_others(route)
-                return await attach_some(self.clients, self.limits, deadline)
+                return await _attach_some(self.clients, self.limits, deadline)
             except StaleRoute:
                 # The cached route was old, and a partition has left it. Retry if there is a newer route.
                 if self.router.known(self.subject) is route:
@@ -212,8 +212,8 @@ class Fetcher:
         return self.prefetch.wanted_now(self.demand - self.buffer.count, client)
 
     def has_more(self, client: PullClient) -> None:
-        """``client.attached`` or ``client.more`` has changed."""
-        if client.more and client.attached:
+        """``client.session`` or ``client.more`` has changed."""
+        if client.more and client.session is not None:
             self.more[client] = None
         else:
             self.more.pop(client, None)
@@ -266,7 +266,7 @@ class Fetcher:
 
     def _warn_of_unacked(self) -> None:
         """Warn once if nothing can be pulled because too many messages are unacked."""
-        if self._warned or not any(client.attached for client in self.clients):
+        if self._warned or not any(client.session is not None for client in self.clients):
             return
         if any(
             client.pulls or client.collector.under_way or self.wanted(client, patient=False) for client in self.clients
@@ -347,3 +347,39 @@ async def _first_route(router: Router, subject: str, deadline: float) -> Subject
 def _time_out(future: asyncio.Future[bool]) -> None:
     if not future.done():
         future.set_result(False)
+
+
+async def _attach_some(clients: Collection[PullClient], limits: ClientLimits, deadline: float) -> None:
+    """Attach to all partitions. Succeeds with at least one; the others may attach later."""
+    loop = asyncio.get_running_loop()
+    waiting = [client for client in clients if client.session is None]
+    if len(clients) == len(waiting) == 1:
+        await waiting[0].attach_first(deadline - loop.time())
+        return
+    if len(waiting) < len(clients):
+        # Some were attached by an earlier call, before a partition left the route.
+        deadline = min(deadline, loop.time() + limits.attach_seconds)
+    attaching = {tasks.child(client.attach_first(deadline - loop.time()), "plait-attach") for client in waiting}
+    errors: list[BaseException] = []
+    try:
+        pending = attaching
+        while pending and (loop.time() < deadline or len(errors) + len(pending) == len(clients)):
+            # Once one partition is attached, wait for all others together.
+            some = len(errors) + len(pending) < len(clients)
+            done, pending = await asyncio.wait(
+                pending,
+                timeout=max(deadline - loop.time(), 0),
+                return_when=asyncio.FIRST_EXCEPTION if some else asyncio.FIRST_COMPLETED,
+            )
+            errors += [error for task in done if (error := task.exception()) is not None]
+            for error in errors:
+                if not isinstance(error, Unavailable):
+                    raise error
+            if done and len(errors) + len(pending) < len(clients):
+                deadline = min(deadline, loop.time() + limits.attach_seconds)
+        if len(errors) == len(clients):
+            raise errors[0]
+    finally:
+        for task in attaching:
+            task.cancel()
+        await asyncio.gather(*attaching, return_exceptions=True)

@@ -11,24 +11,24 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from plait import tasks
 from plait.client.consume.ack_collector import AckCollector
 from plait.client.consume.ack_spool import AckSpool
-from plait.client.consume.delivered import DeliveredFrame, Piece
+from plait.client.consume.delivered import DeliveredFrame, Deliveries, Piece
 from plait.client.consume.failure import UNBEGUN, EpochRange
 from plait.client.consume.outcomes import merged, split_nack
 from plait.client.consume.terms import Terms
+from plait.client.net.consumer_session import ConsumerSession
 from plait.client.net.node import Node
 from plait.client.types import PartitionName
 from plait.errors import FrameError, GroupBusy, PlaitError, StaleRoute, StaleSession, Unavailable
 from plait.frame.view import frames_in
-from plait.limits import REQUEST_RANGES_MAX, ClientLimits
-from plait.model.share_mode import ShareMode
+from plait.limits import REQUEST_RANGES_MAX
 from plait.wire import messages as m
 from plait.wire.link import Link
 
@@ -45,16 +45,20 @@ LARGE_PULL = 4
 PULLS_MAX = 3
 
 
+class Pull(NamedTuple):
+    """A pull in flight."""
+
+    session: ConsumerSession
+    #: The number of rows that it requests.
+    rows: int
+    number: int
+
+
 class PullClient:
     """The consumer's connection to one partition."""
 
     def __init__(
-        self,
-        fetcher: Fetcher,
-        node: Node,
-        terms: Terms,
-        partition: PartitionName,
-        spool: AckSpool | None,
+        self, fetcher: Fetcher, node: Node, terms: Terms, partition: PartitionName, spool: AckSpool | None
     ) -> None:
         self._fetcher = fetcher
         self._node = node
@@ -66,9 +70,10 @@ class PullClient:
         self.deliveries = self.collector.deliveries
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._link: Link | None = None
-        self._session = 0
-        self.attached = False
+        #: None: not attached.
+        self.session: ConsumerSession | None = None
+        #: The secret with which an ordered consumer resumes its locks; 0: none.
+        self._token = 0
         #: ``leave`` ends the session at the broker at once; False: it ends when its lease expires.
         self.detaches = True
         self._detached: asyncio.Future[None] | None = None
@@ -111,41 +116,32 @@ class PullClient:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        link = self._link
-        if self.attached and link is not None and not link.closed:
+        session = self.session
+        if session is not None and not session.link.closed:
             try:
                 async with asyncio.timeout(self._limits.request_seconds):
                     with contextlib.suppress(PlaitError):
-                        await self._give_back(link)
+                        await self._give_back(session)
                     if self.detaches:
-                        await link.request(m.DetachRequest(self._session))
+                        await session.link.request(m.DetachRequest(session.number))
             except (PlaitError, TimeoutError):
-                if self.detaches and not link.closed:
+                if self.detaches:
                     # The connection keeps the session alive. A stalled broker reads this request before a later
                     # consumer with the same client id attaches, which would otherwise be refused.
-                    link.call(m.DetachRequest(self._session), _ignore)
-        self.attached = False
+                    session.end()
+        self.session = None
 
-    async def _give_back(self, link: Link) -> None:
+    async def _give_back(self, session: ConsumerSession) -> None:
         """Return prefetched rows that no handler has begun, as if they had not been delivered."""
-        ranges = self._unbegun()
+        ranges = _close_pieces(self._fetcher.take_back(self))
         while ranges or self.pulls:
             # The nack also ends the pulls suspended at the broker, which would return the same rows again. Rows of a
             # pull that was answered just before arrive before the reply to the nack.
-            for nack in split_nack(m.NackRequest(self._session, ranges, *UNBEGUN)):
-                await link.request(nack)
-            ranges = self._unbegun()
+            for nack in split_nack(m.NackRequest(session.number, ranges, *UNBEGUN)):
+                await session.link.request(nack)
+            ranges = _close_pieces(self._fetcher.take_back(self))
             if not ranges:
                 break
-
-    def _unbegun(self) -> list[EpochRange]:
-        """Close the rows that no handler has begun; returns their ranges."""
-        ranges: list[EpochRange] = []
-        for delivered, start, stop in self._fetcher.take_back(self):
-            mask = np.zeros(delivered.count, bool)
-            mask[start:stop] = True
-            ranges += delivered.ranges(delivered.close_rows(mask))
-        return ranges
 
     async def attach_first(self, seconds: float) -> None:
         """Attach within ``seconds``, or raise the reason why it is not possible."""
@@ -166,77 +162,45 @@ class PullClient:
                 if self._loop.time() >= deadline:
                     raise
 
-    def _token(self) -> int:
-        """The session token; 0: the session needs none."""
-        return 0
-
     def _holds(self) -> list[EpochRange]:
         """The rows that the consumer still holds, as at most ``REQUEST_RANGES_MAX`` ranges."""
-        holds = merged([piece for delivered in self.deliveries.open for piece in delivered.open_ranges()])
+        holds = _open_ranges(self.deliveries)
         if len(holds) > REQUEST_RANGES_MAX:
             # Drop the rows that no handler has begun: the broker redelivers them.
             self._drop(self._fetcher.take_back(self))
-            holds = merged([piece for delivered in self.deliveries.open for piece in delivered.open_ranges()])
-        holds += merged(self.collector.unsent)
-        if len(holds) > REQUEST_RANGES_MAX:
-            log.warning(
-                "%s: the messages being handled form %d separate ranges, and an attach request takes %d; "
-                "the other messages may be delivered again",
-                self.partition,
-                len(holds),
-                REQUEST_RANGES_MAX,
-            )
-        return holds[:REQUEST_RANGES_MAX]
+            holds = _open_ranges(self.deliveries)
+        return _limited(holds + merged(self.collector.unsent), self.partition)
 
     async def _attach(self, link: Link) -> None:
-        holds = self._holds()
-        terms = self.terms
-        attached = await _start_session(
-            link,
-            m.AttachRequest(
-                self.partition.name,
-                terms.group,
-                terms.client,
-                terms.start,
-                terms.delivery,
-                holds,
-                self._partition_id,
-                terms.retry,
-                terms.mode.locks,
-                terms.mode is ShareMode.AFFINITY,
-                self._token(),
-                terms.began,
-            ),
-        )
-        if self._partition_id not in (0, attached.partition):
+        request = self.terms.attach_request(self.partition.name, self._partition_id, self._holds(), self._token)
+        session = await ConsumerSession.start(link, request)
+        if self._partition_id not in (0, session.reply.partition):
             # The subject was deleted and created again: drop its old messages and their outcomes.
             self.collector.forget()
             self._fetcher.take_back(self)
-        self._partition_id = self.collector.partition = attached.partition
-        self._session = attached.session
-        self._link = link
-        self.attached = True
+        self._partition_id = self.collector.partition = session.reply.partition
+        self.session = session
         self._fetcher.has_more(self)
         self.pulls = self.asked = 0
-        self.collector.attached(link, attached)
-        self._attached_as(attached, link)
+        self.collector.attached(session)
+        self._attached_as(session.reply)
         self.pull()
 
-    def _attached_as(self, attached: m.AttachReply, link: Link) -> None:
+    def _attached_as(self, attached: m.AttachReply) -> None:
         """A new session has started."""
 
     async def _stay_attached(self, loop: asyncio.AbstractEventLoop) -> None:
         """Attach again whenever the link or the session is lost."""
         while True:
-            if self.attached and self._link is not None and not self._link.closed:
+            if self.session is not None and not self.session.link.closed:
                 self._detached = loop.create_future()
                 await self._detached
             self.lost()
             pause = self._limits.reconnect_first_seconds
-            while not self.attached:
+            while self.session is None:
                 try:
                     link = await self._node.ready()
-                    self._drop_unstarted(link, loop)
+                    self._drop_unstarted(link)
                     await self._attach(link)
                 except PlaitError as error:
                     if isinstance(error, GroupBusy):
@@ -252,15 +216,15 @@ class PullClient:
     def lost(self, *, stale: bool = False) -> None:
         """The link is closed, or the broker has ended the session (``stale``)."""
         self._stale |= stale
-        if self.attached:
-            self.attached = False
+        if self.session is not None:
+            self.session = None
             self._fetcher.has_more(self)
             self._lost_at = self._node.last_contact
             self.collector.detached()
         if self._detached is not None and not self._detached.done():
             self._detached.set_result(None)
 
-    def _drop_unstarted(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
+    def _drop_unstarted(self, link: Link) -> None:
         """Drop the rows that no handler has begun, if the broker may have delivered them to other consumers.
 
         That is so after it ended the session, and after a disconnection long enough for it to do so.
@@ -270,7 +234,7 @@ class PullClient:
             self._stale = False
             return
         lost_seconds = link.welcome.consumer_lost_seconds if link.welcome else 5.0
-        if not self._stale and loop.time() - self._lost_at < lost_seconds:
+        if not self._stale and asyncio.get_running_loop().time() - self._lost_at < lost_seconds:
             return
         self._stale = False
         self._drop(self._fetcher.take_back(self))
@@ -278,17 +242,14 @@ class PullClient:
     def _drop(self, pieces: list[Piece]) -> None:
         """Close rows without reporting an outcome: the broker has taken them back already."""
         self.collector.gather()
-        for delivered, start, stop in pieces:
-            mask = np.zeros(delivered.count, bool)
-            mask[start:stop] = True
-            delivered.close_rows(mask)
+        _close_pieces(pieces)
 
     # --- pulling --------------------------------------------------------------------------------
 
     def pull(self, *, patient: bool = True) -> None:
         """Pull as many rows as there is room for. If that is only a few, ``patient`` waits for more room."""
-        link, fetcher = self._link, self._fetcher
-        if not self.attached or self.retiring or link is None or link.closed:
+        session, fetcher = self.session, self._fetcher
+        if session is None or self.retiring or session.link.closed:
             return
         # While the broker has more rows, it reads the next ones during the transfer of these.
         while self.pulls < (PULLS_MAX if self.more else 1) and (count := fetcher.wanted(self, patient=patient)) > 0:
@@ -299,35 +260,28 @@ class PullClient:
             self.pulls += 1
             self.asked += count
             self._pull_number += 1
-            link.call(
-                m.PullRequest(self._session, count, size, self._limits.pull_wait_seconds),
-                functools.partial(self._pulled, self._session, count, self._pull_number),
+            session.link.call(
+                m.PullRequest(session.number, count, size, self._limits.pull_wait_seconds),
+                functools.partial(self._pulled, Pull(session, count, self._pull_number)),
             )
         if fetcher.prefetch.starved:
             fetcher.relieve_soon()
 
-    def _pulled(
-        self, session: int, count: int, number: int, answer: Any, payload: memoryview, error: PlaitError | None
-    ) -> None:
-        if session != self._session or not self.attached:
+    def _pulled(self, pull: Pull, answer: Any, payload: memoryview, error: PlaitError | None) -> None:
+        if pull.session is not self.session:
             return
         assert self._loop is not None
         self.pulls -= 1
-        self.asked -= count
+        self.asked -= pull.rows
         if error is not None:
-            if isinstance(error, StaleSession | Unavailable):
-                self.lost(stale=isinstance(error, StaleSession))
-            elif error.retryable:
-                self._loop.call_later(self._limits.reconnect_max_seconds, self.pull)
-            else:
-                self.failed(error)
+            self._refused(error, self.pull)
             return
         if self.more != answer.more:
             self.more = answer.more
             self._fetcher.has_more(self)
         if len(payload):
             try:
-                self._take_in(answer, payload, number)
+                self._take_in(answer, payload, pull.number)
                 self._broken = 0
                 if self._fetcher.suspended:
                     self._fetcher.hand_back()
@@ -336,6 +290,16 @@ class PullClient:
         self._fetcher.wake()
         # After the woken callers have run: they take the buffered rows first, which makes room.
         self._loop.call_soon(self.pull)
+
+    def _refused(self, error: PlaitError, again: Callable[[], None]) -> None:
+        """The broker has refused a request of the session; ``again`` repeats it after a temporary error."""
+        assert self._loop is not None
+        if isinstance(error, StaleSession | Unavailable):
+            self.lost(stale=isinstance(error, StaleSession))
+        elif error.retryable:
+            self._loop.call_later(self._limits.reconnect_max_seconds, again)
+        else:
+            self.failed(error)
 
     def _take_in(self, answer: m.PullReply, payload: memoryview, number: int) -> None:
         deliveries = self.deliveries if self._fetcher.tracks else None
@@ -358,8 +322,8 @@ class PullClient:
             self.failed(broken)
             return
         log.warning("rows of %s arrived damaged and are pulled again: %s", self.partition, broken)
-        assert self._link is not None
-        self._link.call(m.DetachRequest(self._session), _ignore)
+        assert self.session is not None
+        self.session.end()
         self.lost()
 
     # --- outcomes -------------------------------------------------------------------------------
@@ -388,68 +352,29 @@ class PullClient:
         self._fetcher.fail(error)
 
 
-async def attach_some(clients: Collection[PullClient], limits: ClientLimits, deadline: float) -> None:
-    """Attach to all partitions. Succeeds with at least one; the others may attach later."""
-    loop = asyncio.get_running_loop()
-    waiting = [client for client in clients if not client.attached]
-    if len(clients) == len(waiting) == 1:
-        await waiting[0].attach_first(deadline - loop.time())
-        return
-    if len(waiting) < len(clients):
-        # Some were attached by an earlier call, before a partition left the route.
-        deadline = min(deadline, loop.time() + limits.attach_seconds)
-    attaching = {tasks.child(client.attach_first(deadline - loop.time()), "plait-attach") for client in waiting}
-    errors: list[BaseException] = []
-    try:
-        pending = attaching
-        while pending and (loop.time() < deadline or len(errors) + len(pending) == len(clients)):
-            # Once one partition is attached, wait for all others together.
-            some = len(errors) + len(pending) < len(clients)
-            done, pending = await asyncio.wait(
-                pending,
-                timeout=max(deadline - loop.time(), 0),
-                return_when=asyncio.FIRST_EXCEPTION if some else asyncio.FIRST_COMPLETED,
-            )
-            errors += [error for task in done if (error := task.exception()) is not None]
-            for error in errors:
-                if not isinstance(error, Unavailable):
-                    raise error
-            if done and len(errors) + len(pending) < len(clients):
-                deadline = min(deadline, loop.time() + limits.attach_seconds)
-        if len(errors) == len(clients):
-            raise errors[0]
-    finally:
-        for task in attaching:
-            task.cancel()
-        await asyncio.gather(*attaching, return_exceptions=True)
+def _open_ranges(deliveries: Deliveries) -> list[EpochRange]:
+    """The rows without an outcome, as joined ranges."""
+    return merged([piece for delivered in deliveries.open for piece in delivered.open_ranges()])
 
 
-async def _start_session(link: Link, attach: m.AttachRequest) -> m.AttachReply:
-    """Start a session. If the caller is cancelled, end the session, as it would block the consumer's next attach."""
-    future: asyncio.Future[m.AttachReply] = asyncio.get_running_loop().create_future()
-
-    def leave(session: int) -> None:
-        if not link.closed:
-            link.call(m.DetachRequest(session), _ignore)
-
-    def answered(answer: Any, _: memoryview, error: PlaitError | None) -> None:
-        if future.done():
-            if error is None:
-                leave(answer.session)
-        elif error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(answer)
-
-    link.call(attach, answered)
-    try:
-        return await future
-    except asyncio.CancelledError:
-        if not future.cancelled() and future.exception() is None:
-            # The reply arrived in the same turn of the loop.
-            leave(future.result().session)
-        raise
+def _limited(holds: list[EpochRange], partition: PartitionName) -> list[EpochRange]:
+    """As many of the ranges as an attach request takes; warns if some are left out."""
+    if len(holds) > REQUEST_RANGES_MAX:
+        log.warning(
+            "%s: the messages being handled form %d separate ranges, and an attach request takes %d; "
+            "the other messages may be delivered again",
+            partition,
+            len(holds),
+            REQUEST_RANGES_MAX,
+        )
+    return holds[:REQUEST_RANGES_MAX]
 
 
-def _ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:
-    """Ignore the reply to a detach: requests are processed in order, so the next one follows it in any case."""
+def _close_pieces(pieces: list[Piece]) -> list[EpochRange]:
+    """Close rows without reporting an outcome; returns the ranges of those that were open."""
+    ranges: list[EpochRange] = []
+    for delivered, start, stop in pieces:
+        mask = np.zeros(delivered.count, bool)
+        mask[start:stop] = True
+        ranges += delivered.ranges(delivered.close_rows(mask))
+    return ranges

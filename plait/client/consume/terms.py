@@ -6,10 +6,12 @@ from types import EllipsisType
 from typing import Any, NamedTuple
 
 from plait.client.arguments import Duration, seconds_of, start_of
+from plait.client.consume.failure import EpochRange
 from plait.errors import InvalidArgument
 from plait.model import names
 from plait.model.retry_policy import Retry
 from plait.model.share_mode import ShareMode
+from plait.wire import messages as m
 
 
 class Terms(NamedTuple):
@@ -29,6 +31,26 @@ class Terms(NamedTuple):
     def tracks(self) -> bool:
         """Rows need outcomes. False for at_most_once: pulled rows count as handled unless ``close`` returns them."""
         return self.delivery != "at_most_once"
+
+    def attach_request(self, name: str, partition: int, holds: list[EpochRange], token: int) -> m.AttachRequest:
+        """The request that attaches the consumer to the partition ``name``, of whose rows it has the ranges ``holds``.
+
+        ``partition`` is the number that the partition had in the session before; 0: there was none.
+        """
+        return m.AttachRequest(
+            name,
+            self.group,
+            self.client,
+            self.start,
+            self.delivery,
+            holds,
+            partition,
+            self.retry,
+            self.mode.locks,
+            self.mode is ShareMode.AFFINITY,
+            token,
+            self.began,
+        )
 
 
 class ConsumerArguments(NamedTuple):

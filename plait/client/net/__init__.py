@@ -1,4 +1,5 @@
-"""Connections and routes: a ``Node`` for each server, a ``Router`` for each client, and the health of broker groups.
+"""Connections and routes: a ``Node`` for each server, a ``Router`` for each client, the sessions of consumers, and the
+health of broker groups.
 
 Used by every other part of the client. May import ``plait.wire``, ``plait.model`` and the types of the client.
 """

@@ -20,12 +20,13 @@ from plait.client.consume.ordered.failed_keys import KeyHolds
 from plait.client.consume.ordered.lock_rights import RENEW_AT, LockRights, LpEpochs, Numbers, RenewedLease, no_lps
 from plait.client.consume.ordered.ordered_delivered import BROKEN, OrderedDelivered
 from plait.client.consume.ordered.wanted_locks import WantedLocks, wants
-from plait.client.consume.pull_client import PullClient
+from plait.client.consume.pull_client import Pull, PullClient
 from plait.client.consume.row_runs import RowMask
 from plait.client.consume.terms import Terms
+from plait.client.net.consumer_session import ConsumerSession
 from plait.client.net.node import Node
 from plait.client.types import PartitionName
-from plait.errors import PlaitError, StaleSession, Unavailable
+from plait.errors import PlaitError
 from plait.frame.view import frames_in
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import LpSet
@@ -53,6 +54,7 @@ class OrderedPullClient(PullClient):
         self._buffer = fetcher.buffer
         self._key_holds = self.collector.pending.holds = KeyHolds(self.deliveries, lambda: self._pull_number)
         self.rights = LockRights(fetcher.clock)
+        self._token = self.rights.token
         #: The wanted locks.
         self._wanted: LpSet = no_lps()
         self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
@@ -118,8 +120,8 @@ class OrderedPullClient(PullClient):
 
     def ask(self) -> None:
         """Ask for the wanted locks, which also renews the lease."""
-        link = self._link
-        if not self.attached or link is None or link.closed or self._fetcher.is_overdue():
+        session = self.session
+        if session is None or session.link.closed or self._fetcher.is_overdue():
             return
         if self._asking:
             self._ask_again = True
@@ -127,19 +129,25 @@ class OrderedPullClient(PullClient):
         self._asking, self._ask_again = True, False
         asked = WantedLocks(self._wanted, self._until)
         request = m.LeaseRequest(
-            self._session,
+            session.number,
             wants(asked.lps, self._epochs, asked.until),
             sorted(self._parked),
             self._to_resume(self._wanted, self._parked),
             self._route,
         )
-        link.call(request, functools.partial(self._leased, self._session, self.rights.now(), asked))
+        session.link.call(request, functools.partial(self._leased, session, self.rights.now(), asked))
 
     def _leased(
-        self, session: int, sent: float, asked: WantedLocks, answer: Any, _: memoryview, error: PlaitError | None
+        self,
+        session: ConsumerSession,
+        sent: float,
+        asked: WantedLocks,
+        answer: Any,
+        _: memoryview,
+        error: PlaitError | None,
     ) -> None:
         # Handled at once: rows of the granted locks may arrive in the next packet.
-        if session != self._session or not self.attached:
+        if session is not self.session:
             return
         self._asking = False
         early, self._early = self._early, []
@@ -148,14 +156,8 @@ class OrderedPullClient(PullClient):
             take()
 
     def _take_leased(self, sent: float, asked: WantedLocks, answer: Any, error: PlaitError | None) -> None:
-        assert self._loop is not None
         if error is not None:
-            if isinstance(error, StaleSession | Unavailable):
-                self.lost(stale=isinstance(error, StaleSession))
-            elif error.retryable:
-                self._loop.call_later(self._limits.reconnect_max_seconds, self.ask)
-            else:
-                self.failed(error)
+            self._refused(error, self.ask)
             return
         rights = self.rights
         before = rights.done, rights.again, rights.parked, rights.inherited
@@ -193,16 +195,13 @@ class OrderedPullClient(PullClient):
     def lease(self) -> RenewedLease | None:
         """The lease to renew; None: none at present."""
         rights = self.rights
-        if not self.attached or not rights.seconds or self._fetcher.is_overdue():
+        if self.session is None or not rights.seconds or self._fetcher.is_overdue():
             return None
         return RenewedLease(tuple(self._node.addresses), rights.session, rights.token, rights.seconds)
 
     # --- sessions -------------------------------------------------------------------------------
 
-    def _token(self) -> int:
-        return self.rights.token
-
-    def _attached_as(self, attached: m.AttachReply, link: Link) -> None:
+    def _attached_as(self, attached: m.AttachReply) -> None:
         for delivered in self.deliveries.open:
             delivered.tag = 0
         self._key_holds.strict = self._buffer.strict = attached.strict
@@ -213,7 +212,7 @@ class OrderedPullClient(PullClient):
         self.ask()
         self._renew_later()
 
-    def _drop_unstarted(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
+    def _drop_unstarted(self, link: Link) -> None:
         """If the lease has expired or the broker ended the session, drop the rows that no handler has begun."""
         if self._stale or not self.rights.valid():
             self._stale = False
@@ -229,10 +228,8 @@ class OrderedPullClient(PullClient):
 
     # --- rows -----------------------------------------------------------------------------------
 
-    def _pulled(
-        self, session: int, count: int, number: int, answer: Any, payload: memoryview, error: PlaitError | None
-    ) -> None:
-        if session != self._session or not self.attached:
+    def _pulled(self, pull: Pull, answer: Any, payload: memoryview, error: PlaitError | None) -> None:
+        if pull.session is not self.session:
             return
         news = error is None and answer.news > self.rights.news
         if news and not self._asking:
@@ -240,10 +237,10 @@ class OrderedPullClient(PullClient):
             self.ask()
         if self._asking and (news or (self._wanted & ~self.rights.open).any()):
             # The rows may belong to locks that the reply in flight grants.
-            self._early.append(lambda: self._pulled(session, count, number, answer, payload, error))
+            self._early.append(lambda: self._pulled(pull, answer, payload, error))
             return
-        super()._pulled(session, count, number, answer, payload, error)
-        self._key_holds.pulled(number)
+        super()._pulled(pull, answer, payload, error)
+        self._key_holds.pulled(pull.number)
 
     def _take_in(self, answer: m.PullReply, payload: memoryview, number: int) -> None:
         for frame, attempts, tag in zip(frames_in(payload), answer.ranges, answer.tags, strict=True):
