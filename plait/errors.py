@@ -131,7 +131,7 @@ class LimitExceeded(PlaitError):
 
 
 class BufferFull(PlaitError):
-    """The send buffer is full, so ``post`` took no message; wait with ``flush`` or use ``send``."""
+    """The send buffer is full, so ``post`` accepted no message; wait with ``flush`` or use ``send``."""
 
     code = "buffer_full"
     facts = ("limit", "value")
