@@ -78,14 +78,14 @@ def service(stores: Stores, clock: ManualClock) -> MetaService:
 
 @pytest.fixture
 def subject(service: MetaService) -> MetaService:
-    """The same, with the subject s."""
+    """A meta server with one broker group, g1, and the subject s."""
     service.create_subject("s")
     return service
 
 
 @pytest.fixture
 def spread(service: MetaService) -> MetaService:
-    """A subject on two of three broker groups."""
+    """A meta server with three broker groups, and a subject on two of them."""
     register(service, "g2", "g3")
     service.create_subject("s", groups=["g1", "g2"])
     converge(service)

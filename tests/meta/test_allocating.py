@@ -1,4 +1,4 @@
-"""Another thread writes allocations while the meta server decides; no interleaving leaves a wrong allocation."""
+"""Another thread writes allocations while the meta server decides. No interleaving results in a wrong allocation."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_a_caller_with_old_stages_cannot_report_a_batch_as_done(service: MetaSer
 
 
 def test_exchanging_stages_is_idempotent(service: MetaService):
-    """None would mean that other stages count, and the caller would drop its own."""
+    """If the result were None, the caller would believe that other stages are in force, and drop its own."""
     commits = service.commits
     old = commits.decide("q", 0, stages(1))
     new = commits.exchange("q", 0, old.version, stages(2))
@@ -194,7 +194,7 @@ def test_all_unfinished_batches_are_listed_page_by_page(service: MetaService, cl
 
 
 def test_a_cancellation_does_not_prolong_an_unfinished_batch(service: MetaService, clock: ManualClock):
-    """Brokers forget that its stages have expired, and would treat them as published."""
+    """Otherwise brokers would forget that the batch's stages have expired, and treat them as published."""
     commits = service.commits
     left = commits.decide("q", 0, stages(1))
     clock.advance(29 * DAY)

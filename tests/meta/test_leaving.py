@@ -1,4 +1,4 @@
-"""Another thread writes leaves while the meta server decides, many leaves at a time."""
+"""Another thread writes the leaves of clients, many at a time, while the meta server decides."""
 
 from __future__ import annotations
 

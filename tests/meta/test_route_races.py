@@ -24,7 +24,7 @@ STEPS_OF = ("retarget", "order", "order", "seal", "seal", "report", "report", "o
 
 
 class Broker:
-    """The broker of one partition; it refuses (None) orders of an older route version than it has received."""
+    """The broker of one partition. It refuses an order (returns None) whose route version is older than its own."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -83,14 +83,14 @@ class World:
         self.publish(retarget(self.route, places(count, groups=1)))
 
     def order(self, pick: int) -> None:
-        """The meta server orders a seal; the order may not arrive."""
+        """Make an order to seal. It may never arrive."""
         work = moves(self.route)
         if work:
             each = work[pick % len(work)]
             self.seal_orders.append((self.route.version, self.route.partitions[each.partition], each.lps))
 
     def seal(self, pick: int, *, keep: bool) -> None:
-        """An order to seal arrives, perhaps late, perhaps again later."""
+        """Let an order to seal arrive, perhaps late. If ``keep``, it can arrive again."""
         if self.seal_orders:
             at = pick % len(self.seal_orders)
             version, place, lps = self.seal_orders[at] if keep else self.seal_orders.pop(at)
@@ -99,7 +99,7 @@ class World:
                 self.reports.append((version, place, fences))
 
     def report(self, pick: int, *, keep: bool) -> None:
-        """The answer arrives, perhaps late, perhaps again later."""
+        """Let the answer of a seal arrive, perhaps late. If ``keep``, it can arrive again."""
         if self.reports:
             at = pick % len(self.reports)
             version, place, fences = self.reports[at] if keep else self.reports.pop(at)
@@ -111,14 +111,14 @@ class World:
             self.open_orders.append((self.route.version, place, lps))
 
     def open(self, pick: int, *, keep: bool) -> None:
-        """An order to open arrives, perhaps late, perhaps again later."""
+        """Let an order to open arrive, perhaps late. If ``keep``, it can arrive again."""
         if self.open_orders:
             at = pick % len(self.open_orders)
             version, place, lps = self.open_orders[at] if keep else self.open_orders.pop(at)
             self.broker(place).take(version, lps)
 
     def send(self) -> None:
-        """Send one row of each LP by the newest route, or by the one before while its partition still takes the LP."""
+        """Send one row of each LP by the newest route, or by the one before if its partition still accepts the LP."""
         for lp in self.sent:
             for route in (self.route, self.older):
                 place = route.partitions[int(current(route)[lp])]
@@ -129,7 +129,7 @@ class World:
                     break
 
     def check_rows(self) -> None:
-        """Along the spans of an LP, its rows are in the order in which they were sent."""
+        """Check that the rows in the spans of an LP, one span after another, are in the order of sending."""
         for lp, rows in self.sent.items():
             left = list(rows)
             for span in spans(self.route, lp):
@@ -139,7 +139,7 @@ class World:
             assert left == []
 
     def converge(self) -> None:
-        """The route reaches its target, and every LP takes rows again."""
+        """Carry out all orders: the route reaches its target, and a partition accepts the rows of every LP."""
         while work := moves(self.route):
             partition, lps = work[0]
             place = self.route.partitions[partition]

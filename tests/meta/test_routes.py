@@ -184,7 +184,7 @@ def test_lps_do_not_move_to_partitions_that_do_not_exist_yet():
 
 
 def test_an_lp_that_may_be_sealed_is_sealed_again_when_it_stays_after_all():
-    """The seal may be durable although its answer was lost; without a new span the LP could take no rows."""
+    """The seal may be durable although its answer was lost. Without a new span no partition would accept the LP."""
     route = retarget(default_route("s", places(1)), places(2))
     (move,) = moves(route)
     home = retarget(route, places(1))
@@ -238,7 +238,7 @@ def test_loose_lps_are_given_away_first(numbers: list[int], loose_lps: set[int])
 
 
 def test_a_fence_stays_valid_when_the_target_changes_before_it_is_reported():
-    """The LPs are not opened again meanwhile: no consumer would find rows behind the fence."""
+    """The LPs are not opened again meanwhile, because no consumer would find rows from the fence on."""
     route = retarget(default_route("s", places(1)), places(2))
     (move,) = moves(route)
     home = retarget(route, places(1))

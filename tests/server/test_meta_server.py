@@ -1,4 +1,4 @@
-"""A meta server behind its socket: requests it refuses, threads that decide and write, and notifications."""
+"""A meta server that listens on a socket: requests that it refuses, its two threads, and notifications."""
 
 from __future__ import annotations
 

@@ -1,8 +1,13 @@
-"""Checks the promises of a broker on the disk that a crash left.
+"""Checks that a broker keeps its promises after a crash.
 
-``check`` starts a broker on that disk and compares it with what the clients of a ``Trace`` observed: nothing
-acknowledged is lost, nothing is invented, changed or stored twice, every producer's order is kept, acked rows stay
-acked, and the rest can be sent again and consumed.
+``check`` starts a broker on the disk that the crash left, and compares it with what the clients of a ``Trace``
+observed:
+
+- no acknowledged row is lost;
+- no row is invented, changed or stored twice;
+- the rows of every producer are in order;
+- acked rows stay acked;
+- all other rows can be sent again and consumed.
 """
 
 from __future__ import annotations
@@ -29,10 +34,12 @@ Stored = dict[str, list[Row]]
 def check(
     disk: SimulatedDisk, trace: Trace, *, drained: int = 0, all_written: bool = True, flipped: bool = False
 ) -> None:
-    """Recover and compare. ``drained`` picks the group that is consumed to its end.
+    """Start a broker on the disk and compare it with the observations of the trace.
 
-    ``all_written``: the crash lost nothing that was acknowledged. Otherwise (a power loss with ``flush="async"``) only
-    synced rows must be stored, and the others must be consistent. ``flipped``: a frame of the catalog is damaged.
+    - ``drained``: a number that chooses the group that is consumed to its end, and which further checks run.
+    - ``all_written``: the crash must not have lost acknowledged rows. If False (a power loss with ``flush="async"``),
+      only synced rows must be stored, and other stored rows must be consistent.
+    - ``flipped``: a frame of the catalog is damaged.
     """
     observed = trace.look()
     node = Node(disk, ManualClock(trace.clock.now()), trace.config)
@@ -64,10 +71,10 @@ def check(
 def served(
     disk: SimulatedDisk, trace: Trace, number: int, *, crash: Callable[[SimulatedDisk], SimulatedDisk]
 ) -> Iterator[SimulatedDisk]:
-    """Start on a disk, serve senders and a consumer, then crash. Yields the disk after the crash.
+    """Start a broker on a disk, serve senders and a consumer, then crash. Yields the disk after the crash.
 
-    Everything that this start acknowledges is durable: the senders' frames, and acks in one group. Until the block
-    ends, the observations of the trace include them.
+    Everything that this broker acknowledges is durable: the senders' frames, and acks in one group. Until the block
+    ends, the observations of the trace include these frames and acks.
     """
     observed = trace.look()
     node = Node(disk, ManualClock(trace.clock.now()), trace.config)
@@ -88,7 +95,7 @@ def served(
 
 
 def _ack_some(observed: Observed, node: Node, number: int) -> tuple[GroupObserved, set[int]]:
-    """A new consumer of one group acks a few rows."""
+    """Let a new consumer of one group ack a few rows. Returns the observations of the group, and the acked rows."""
     groups = [
         (subject, name)
         for subject, name in sorted(observed.groups)
@@ -110,7 +117,7 @@ def everything(node: Node) -> Stored:
 
 
 def check_rows(observed: Observed, stored: Stored) -> None:
-    """Nothing is invented, changed or stored twice, and every producer's order is kept."""
+    """Check that no row is invented, changed or stored twice, and that every producer's rows are in order."""
     assert not any(frame.acknowledged for frame in observed.forged), "different rows count as a resend of stored ones"
     for subject, rows in stored.items():
         last: dict[int, int] = {}
@@ -123,7 +130,7 @@ def check_rows(observed: Observed, stored: Stored) -> None:
 
 
 def check_certain(observed: Observed, certain: Iterable[Sent], stored: Stored) -> None:
-    """Every row is at the sequence of its receipt, unless retention removed it."""
+    """Check that every row is at the sequence of its receipt, unless retention removed it."""
     places = {(row.producer, row.number): (subject, row.sequence) for subject, rows in stored.items() for row in rows}
     for frame in certain:
         sequence = frame.sequence
@@ -138,7 +145,7 @@ def check_certain(observed: Observed, certain: Iterable[Sent], stored: Stored) -
 
 
 def check_beginnings(observed: Observed, stored: Stored) -> None:
-    """The stored rows of a producer in a subject are a prefix of those it sent."""
+    """Check that a producer's stored rows of a subject are the first ones of the rows that it sent, without a gap."""
     present = {(row.producer, row.number) for rows in stored.values() for row in rows}
     missing: set[tuple[str, int]] = set()
     for frame in observed.frames:
@@ -152,7 +159,7 @@ def check_beginnings(observed: Observed, stored: Stored) -> None:
 
 
 def check_groups(observed: Observed, node: Node, *, all_written: bool) -> dict[tuple[str, str], Group]:
-    """Positions are consistent, and acknowledged acks count; returns the groups that exist."""
+    """Check that positions are consistent and that rows with a confirmed ack are done. Returns the existing groups."""
     groups: dict[tuple[str, str], Group] = {}
     for key, group_seen in observed.groups.items():
         subject, name = key
@@ -181,7 +188,7 @@ def check_groups(observed: Observed, node: Node, *, all_written: bool) -> dict[t
 
 
 def send_again(observed: Observed, node: Node) -> None:
-    """Senders without an answer send again: everything is stored once, in order."""
+    """Resend all frames without an answer, and check that every row is then stored once, in order."""
     again = [node.submit(Sent(frame.subject, frame.data, frame.bodies)) for frame in observed.unacknowledged]
     node.turn()
     stored = {subject: node.stored(subject) for subject in {frame.subject for frame in again}}
@@ -190,7 +197,7 @@ def send_again(observed: Observed, node: Node) -> None:
 
 
 def check_next_start(node: Node, trace: Trace) -> None:
-    """The next start finds the same rows: nothing that recovery removed reappears."""
+    """Check that the next start finds the same rows, so that nothing that recovery removed reappears."""
     node.turn()
     later = Node(node.disk.copy(), ManualClock(trace.clock.now()), trace.config)
     assert later.report.damages == [], "the next start reports damage again"
@@ -198,9 +205,9 @@ def check_next_start(node: Node, trace: Trace) -> None:
 
 
 def check_files(node: Node) -> None:
-    """Files that no partition uses are removed once no checkpoint needs them."""
+    """Check that files that no partition uses are removed once no checkpoint needs them."""
     for number in range(KEEP + 2):
-        # Without anything to write no checkpoint is made.
+        # Attach a consumer, because a checkpoint is made only if there is something to write.
         node.attach("orders", "files", f"c{number}")
         node.checkpoint()
     used = {partition.consume_log.path for partition in node.broker.partitions.values()}
@@ -211,7 +218,7 @@ def check_files(node: Node) -> None:
 def drain(
     observed: Observed, key: tuple[str, str], node: Node, group: Group, recovered_end: int, *, all_written: bool
 ) -> None:
-    """Every row that is not done is delivered once, and nothing else. Rows from ``recovered_end`` on are new."""
+    """Check that the group gets each unfinished row once, and no other row. Rows from ``recovered_end`` on are new."""
     group_seen = observed.groups[key]
     node.clock.advance(node.broker.limits.consumer_lost_seconds + 1)
     node.membership.lose_silent()
@@ -225,7 +232,7 @@ def drain(
     dead = {sequence for found in letters for sequence in found.sequences.tolist()}
     assert dead <= group_seen.rejected, f"{key}: dead letters that no consumer rejected"
     assert node.broker.dead_letters.resend(group, letters) == len(dead)
-    # Past every retry delay.
+    # Wait longer than every retry delay.
     node.later(800.0)
     while (pulled := node.pull(consumer, BATCH, BATCH)).ranges:
         for row in pulled.rows:

@@ -1,4 +1,4 @@
-"""Defects that the design's rules prevent: patch one in, and a test must fail."""
+"""Defects that the rules of the design (R1 and so on) prevent. When one is patched in, a test must fail."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def forget_producers_with_the_process(patch: Patch) -> None:
 
 
 def take_unknown_producers_for_new(patch: Patch) -> None:
-    """R9: an unknown producer counts as new."""
+    """R9: an unknown producer is treated as a new one."""
     judge = ProducerTable.judge
 
     def naive(self: ProducerTable, *frame: int) -> FrameVerdict:
@@ -182,7 +182,7 @@ def believe_any_epoch(patch: Patch) -> None:
 
 
 def hand_out_at_once(patch: Patch) -> None:
-    """R12: at-most-once rows leave before their event is durable."""
+    """R12: at-most-once rows are sent to the consumer before their event is durable."""
     patch.setattr(WaiterWaking, "deliver", lambda self, group, delivery, reply: reply(delivery))
 
 
@@ -227,22 +227,22 @@ def remember_who_left(patch: Patch) -> None:
 
 
 def cut_at_the_first_bad_frame(patch: Patch) -> None:
-    """R18: everything after a bad frame is cut."""
+    """R18: recovery removes everything after a damaged frame."""
     patch.setattr(LogScan, "_never_durable", lambda self, *region: True)
 
 
 def keep_nothing_aside(patch: Patch) -> None:
-    """R18: cut bytes are not saved."""
+    """R18: bytes that recovery removes are not saved in quarantine."""
     patch.setattr(recovery, "keep_aside", lambda disk, log, damage: None)
 
 
 def leave_the_torn_tail(patch: Patch) -> None:
-    """R18: a torn tail is not cut."""
+    """R18: recovery does not remove a torn tail."""
     patch.setattr(Log, "zero_from", lambda self, offset: None)
 
 
 def believe_frames_behind_missing_ones(patch: Patch) -> None:
-    """R18: the remains of a turn that a power loss interrupted count as damage."""
+    """R18: the remains of a turn that a power loss interrupted are reported as damage."""
     patch.setattr(LogScan, "_never_durable", lambda self, *region: False)
 
 
@@ -289,7 +289,7 @@ def leave_segment_names_unsynced(patch: Patch) -> None:
 
 
 def trust_the_page_cache(patch: Patch) -> None:
-    """R24: a start believes a sync of bytes it read back, although a failed sync left their pages clean."""
+    """R24: a start trusts a sync of bytes that it read, although after a failed sync this sync does not write them."""
     patch.setattr(Segment, "write_again", lambda self, start: self.file.sync())
 
 
@@ -343,7 +343,7 @@ def forget_bucketed_rows(patch: Patch) -> None:
 
 
 def delete_letters_before_it_is_known(patch: Patch) -> None:
-    """R21: copies of expired dead letters are removed before the expiry is durable; a crash restores the letters."""
+    """R21: copies of expired dead letters are removed before the expiry is durable. A crash restores the letters."""
     patch.setattr(Retention, "_release_retained", Retention._retained_certain)
 
 

@@ -1,10 +1,10 @@
 """Crashes a running broker at every disk operation and inside every write.
 
-The trace runs once. At each crash point its disk is copied, the copy crashes, and a broker recovers from it and is
-checked; then the trace continues on the original disk.
+The trace runs once. At each crash point the explorer copies the disk, crashes the copy, starts a broker on it and
+checks the broker. Then the trace continues on the original disk.
 
-At some points a bit flips in a frame of the catalog. At some points the process ends because syncs failed: the next
-process starts on the same page cache, serves senders and consumers, and then the power fails.
+At some points a bit flips in a frame of the catalog. At some points syncs fail and the process ends. The next process
+then starts with the same page cache, serves senders and consumers, and loses power.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Survive = Callable[[SimulatedDisk, random.Random], SimulatedDisk]
 
 
 def kill(disk: SimulatedDisk, rng: random.Random) -> SimulatedDisk:
-    """The process dies; the page cache survives."""
+    """The disk after the process died. The page cache survives."""
     return disk.copy()
 
 
 def power_loss(disk: SimulatedDisk, rng: random.Random) -> SimulatedDisk:
-    """The machine stops; any subset of the unsynced changes survives."""
+    """The disk after a power loss. A random part of the unsynced changes survives."""
     return disk.after_crash(rng)
 
 
 def either(disk: SimulatedDisk, rng: random.Random) -> SimulatedDisk:
-    """Mostly a power loss, sometimes a kill."""
+    """The disk after a power loss or, in one of four cases, after the process died."""
     return kill(disk, rng) if rng.random() < 0.25 else power_loss(disk, rng)
 
 
@@ -106,11 +106,11 @@ class Explorer:
         self._first = first
         self._disk = ExploredDisk(bytes_of or self._some_bytes)
         self.trace = Trace(seed, flush, self._disk, operations=operations)
-        #: Crash points passed, and those at which it crashed.
+        #: The number of crash points so far, and the number of points at which a copy crashed.
         self.points = 0
         self.crashes = 0
         self.double_crashes = 0
-        #: Points at which syncs failed and the next start used the same page cache.
+        #: The number of points at which syncs failed and the next start used the same page cache.
         self.failed_syncs = 0
 
     def run(self) -> None:
@@ -149,7 +149,7 @@ class Explorer:
             raise
 
     def _fail_syncs(self, disk: SimulatedDisk, number: int) -> None:
-        """Syncs of logs fail and the process ends; the next one serves on the same machine, which then loses power."""
+        """Let syncs of logs fail and the process end. The next process serves on the same page cache and loses power."""
         self.failed_syncs += 1
         rng = self._rng
         for log in rng.sample(LOGS, rng.randint(1, 3)):
@@ -175,7 +175,7 @@ class Explorer:
     def _flip_catalog_bit(self, disk: SimulatedDisk) -> bool:
         """Flip one bit of a frame that defines partitions, most often after the newest checkpoint.
 
-        Not of the last frame: it looks like one whose write the crash interrupted, so recovery cuts it.
+        The last frame is not flipped, because recovery would remove it as a frame that the crash interrupted.
         """
         log = Log(disk.copy(), MESSAGE_DIRECTORY, 8192)
         scanned = list(LogScan(log, log.start))[:-1]

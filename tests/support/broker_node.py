@@ -1,7 +1,7 @@
-"""A broker driven by a test: the shipped classes on a simulated disk and clock, every step explicit.
+"""A broker that a test controls step by step: Plait's own classes with a simulated disk and clock.
 
-Nothing happens in the background. ``turn`` does what a server does at the end of a loop turn: commit, and sync if a
-request waits for it. ``restart``, ``killed`` and ``power_lost`` end a node and return the next one.
+Nothing happens in the background. ``turn`` does what a server does at the end of a loop turn: it commits, and syncs if
+a request waits for the sync. ``restart``, ``killed`` and ``power_lost`` end a node and return the next one.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Sent:
 
 
 class Producer:
-    """Numbers rows as a client does: over all subjects, each frame naming its predecessor in its subject."""
+    """Numbers rows over all subjects, as a client does. Each frame names the frame before it in its subject."""
 
     def __init__(self, number: int) -> None:
         self.id = number
@@ -185,7 +185,7 @@ class Node:
         self.broker = Broker(self.disk, self.clock, self.config)
         self.report = self.broker.start()
         self.membership = Attachments(self.broker)
-        # One step for each partition: there are few.
+        # Each step of retention processes one partition.
         self.retention = Retention(self.broker, step_cost=1)
         self._own = Producer(1)
 
@@ -248,7 +248,7 @@ class Node:
         return pulled
 
     def ack(self, consumer: AttachedConsumer, *ranges: tuple[int, ...]) -> list[bool]:
-        """Ack (start, end) or (start, end, epoch) ranges; the list has an item once the ack is acknowledged."""
+        """Ack (start, end) or (start, end, epoch) ranges. The returned list gets an item when the ack is confirmed."""
         answered: list[bool] = []
         self.broker.ack(consumer, self._with_epochs(consumer, ranges), lambda: answered.append(True))
         self.turn()

@@ -49,27 +49,27 @@ class GroupObserved:
 
     start: int
     delivery: str
-    #: The group is certain to survive.
+    #: True if the group must exist after every crash.
     durable: bool = False
     ack_asked: set[int] = field(default_factory=set)
     ack_acknowledged: set[int] = field(default_factory=set)
-    #: Rows that may be dead letters.
+    #: Sequences of rows that a consumer rejected: they may be dead letters.
     rejected: set[int] = field(default_factory=set)
-    #: Dead letters that may have expired.
+    #: Sequences of dead letters that may have expired.
     forgotten: set[int] = field(default_factory=set)
-    #: Rows that were delivered.
+    #: Sequences of rows that a consumer received.
     handed: set[int] = field(default_factory=set)
-    #: Rows below this may count as delivered.
+    #: The broker may have recorded a delivery of any row below this sequence.
     taken_until: int = 0
 
     @property
     def done(self) -> set[int]:
-        """Rows that must not be delivered any more."""
+        """Sequences of rows that must not be delivered again."""
         return self.handed if self.delivery == "at_most_once" else self.ack_acknowledged
 
     @property
     def doubtful(self) -> set[int]:
-        """Rows that may count as done."""
+        """Sequences of rows that the broker may treat as done: an ack or a delivery may or may not have been stored."""
         return set(range(self.taken_until)) if self.delivery == "at_most_once" else self.ack_asked
 
 
@@ -84,11 +84,11 @@ class Observed:
     #: Frames with the producer sequences of acknowledged rows, but other contents.
     forged: list[Sent] = field(default_factory=list)
     groups: dict[tuple[str, str], GroupObserved] = field(default_factory=dict)
-    #: Retention may have removed rows below these.
+    #: Subject → sequence: retention may have removed rows below it.
     expired: dict[str, int] = field(default_factory=dict)
-    #: Created and deleted subjects: whether each must exist; None while that is undecided.
+    #: Temporary subject → True if it must exist, False if it must not, None while it is created or deleted.
     subjects: dict[str, bool | None] = field(default_factory=dict)
-    #: The epoch in which the broker serves, 0 while it stops or starts.
+    #: The data epoch of the running broker; 0 while the broker stops or starts.
     epoch: int = 0
 
     #: Frames that were acknowledged before a successful sync began.
@@ -119,11 +119,11 @@ class Trace:
         #: Sends to subjects that are deleted later.
         self._passing = Producer(104)
         self._consumers: list[AttachedConsumer] = []
-        #: (consumer, ranges) of rows in flight.
+        #: The rows in flight, as (consumer, ranges).
         self._held: list[tuple[AttachedConsumer, list[tuple[int, int, int]]]] = []
         self._clients = 0
         self.performed: dict[str, int] = {}
-        #: Segments of the message log that retention deleted.
+        #: The number of segments of the message log that retention deleted.
         self.removed = 0
 
     def run(self) -> None:
@@ -203,7 +203,7 @@ class Trace:
         self.node.checkpoint()
 
     def _slow_checkpoint(self) -> None:
-        """Changes during the copying of a checkpoint are in some of its shards; changes during its writing in none."""
+        """Make a checkpoint, with operations while its shards are copied and while its files are written."""
         work = self.node.broker.begin_checkpoint()
         while work.copy_some(1):
             self._send_one()
@@ -259,7 +259,7 @@ class Trace:
         self._submit(self._rng.choice(self._producers), self._subject(), self._rng.randint(2, 8))
 
     def _send_burst(self) -> None:
-        """Several producers send several frames each in one turn: some are joined, some cannot be."""
+        """Several producers send several frames each in one turn. The broker joins some of these frames."""
         for _ in range(self._rng.randint(2, 6)):
             timed = {"send_time": self.clock.now()} if self._rng.random() < 0.4 else {}
             self._submit(self._rng.choice(self._producers), self._subject(), self._rng.randint(1, 3), **timed)
@@ -363,7 +363,7 @@ class Trace:
             self.node.membership.detach(consumer)
 
     def _lose(self) -> None:
-        """One consumer is silent for too long; the others send heartbeats."""
+        """Lose a consumer: it is silent for too long, while the others send heartbeats."""
         if not self._consumers:
             return
         silent = self._rng.choice(self._consumers)
@@ -377,7 +377,7 @@ class Trace:
                 self._consumers.remove(lost)
 
     def _reattach(self) -> None:
-        """A connection breaks; the client reconnects and reports the rows it holds."""
+        """Break a connection. The client reconnects and reports the rows that it holds."""
         if not self._held:
             return
         consumer = self._rng.choice(self._held)[0]
@@ -411,7 +411,7 @@ class Trace:
             self.node.broker.delete_subject(subject)
 
     def _meanwhile(self) -> None:
-        """An operation between two steps of a pass; drawn separately, so that the rest of a run does not change."""
+        """Run an operation between two steps of retention. It uses another random source, ``_settings``."""
         choice = self._settings.random()
         if choice < 0.2:
             self._rng, other = self._settings, self._rng
@@ -425,7 +425,7 @@ class Trace:
             self._make_subject()
 
     def _grow_old(self) -> None:
-        """Reject messages: they are dead letters in all kept checkpoints before they expire."""
+        """Reject messages, so that all kept checkpoints have them as dead letters before they expire."""
         for _ in range(3):
             self._pull()
             self._nack(rejected=True)
@@ -445,7 +445,7 @@ class Trace:
             if subject in self.node.broker.subjects:
                 self.node.broker.catalog.update_subject(subject, kept)
         partitions = self.node.broker.partitions.values()
-        # Recorded before it happens: the crash may come during the operation.
+        # Record it before the operation, because the crash may come during the operation.
         self.observed.expired = {partition.row.subject: partition.visible for partition in partitions}
         for group in self.observed.groups.values():
             group.forgotten |= group.rejected

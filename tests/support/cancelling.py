@@ -1,11 +1,10 @@
-"""Cancellation of a call at any of its steps.
+"""Cancels a call at each of its steps.
 
-A step is one suspension of the call's task, or of a task that the call started, directly or not. So there are steps
-while the caller waits for several tasks at once, too. The steps of a call are the same in every run if the events it
-waits for arrive in the same order.
+A step is one suspension of the call's task, or of a task that the call started, directly or indirectly. The steps of a
+call are the same in every run if the events that it waits for arrive in the same order.
 
-``async for at in every_step()`` repeats a scenario, which cancels its call by ``at.cancel(call)``, at one step after
-another, until the call ends before its step.
+``async for at in every_step()`` repeats a scenario. The scenario calls ``at.cancel(call)``, which cancels the call at
+the first step, then in the next repetition at the second step, and so on, until the call ends before its step.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-#: More steps than any call has; a call with more never ends.
+#: No call has more steps than this. The test fails if a call has more, because it never ends.
 STEPS_MAX = 500
 
 #: Names of tasks that belong to clients, consumers and apps.
@@ -56,7 +55,7 @@ class Steps:
 
 
 class _Counted(Coroutine[Any, Any, T]):
-    """A coroutine whose suspensions count."""
+    """A coroutine whose suspensions are counted."""
 
     def __init__(self, inner: Coroutine[Any, Any, T] | Generator[Any, Any, T], steps: Steps) -> None:
         self._inner = inner
@@ -83,9 +82,9 @@ class Outcome(Generic[T]):
     """The outcome of a call that was to be cancelled."""
 
     def __init__(self, steps: int, *, reached: bool, result: T | None, error: BaseException | None) -> None:
-        #: Suspensions in total.
+        #: The number of suspensions.
         self.steps = steps
-        #: The call had the step at which it was cancelled.
+        #: True if the call reached the step at which it was to be cancelled.
         self.reached = reached
         self.result = result
         self.error = error
@@ -134,7 +133,7 @@ async def cancel_at(step: int, call: Coroutine[Any, Any, T], *, everything: bool
         result = await asyncio.shield(task)
     except BaseException as raised:
         if not task.done():
-            # This task was cancelled, not the call.
+            # The caller's own task was cancelled, not the call.
             raise
         error = raised
     finally:

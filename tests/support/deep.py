@@ -1,8 +1,8 @@
 """The state of long runs that can be interrupted: which tests and cycles have passed, for which seed and sources.
 
-A run ends by itself before half an hour is over; the next one continues there. The state is one JSON file. It is
-discarded when the seed or a source file changes, because earlier results then prove nothing, and when everything has
-passed.
+A run ends by itself within half an hour, and the next run continues where it ended. The state is one JSON file. It is
+discarded when everything has passed. It is also discarded when the seed or a source file changes, because earlier
+results then prove nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-#: A run begins no cycle after this; a cycle takes a minute or two.
+#: A run begins no cycle after this time. A cycle takes a minute or two.
 RUN_SECONDS_MAX = 27 * 60.0
 
 
@@ -55,22 +55,22 @@ class DeepState:
 
     @property
     def time_is_up(self) -> bool:
-        """Whether this run begins no more cycles."""
+        """True if this run begins no more cycles, because its time is over."""
         return self._clock() > self._deadline
 
     def finish(self, test: str) -> None:
-        """The test passed and need not run again."""
+        """Record that the test passed and need not run again."""
         self.passed.add(test)
         self.cycles.pop(test, None)
         self._save()
 
     def advance(self, test: str, done: int) -> None:
-        """The first `done` cycles of the test have passed."""
+        """Record that the first `done` cycles of the test have passed."""
         self.cycles[test] = done
         self._save()
 
     def forget(self, tests: Iterable[str]) -> None:
-        """All these tests have passed: discard their state, so that the next run starts from the beginning."""
+        """Discard the state of these tests, which have all passed, so that the next run starts from the beginning."""
         for test in tests:
             self.passed.discard(test)
             self.cycles.pop(test, None)
@@ -100,7 +100,7 @@ class Cycles:
         self._state = state
 
     def __call__(self, count: int) -> Iterator[int]:
-        """The numbers of the remaining cycles; each has passed when the next is requested."""
+        """The numbers of the remaining cycles. A cycle counts as passed when the next number is requested."""
         first = self._state.cycles.get(self._test, 0) if self._state else 0
         for number in range(min(first, count), count):
             if self._state and self._state.time_is_up:

@@ -1,4 +1,4 @@
-"""A load on a real server that is killed again and again, and a check that the server kept its promises.
+"""Kills a real server under load again and again, and checks that the server keeps its promises.
 
 One ``Load`` runs many cycles of *send and consume, SIGKILL, restart, drain*. It records what it sent, what was
 acknowledged, what each group received and which acks the broker confirmed, and compares that with what is stored:
@@ -6,8 +6,8 @@ acknowledged, what each group received and which acks the broker confirmed, and 
 - every acknowledged message is stored at the sequence of its receipt, exactly once, unchanged, in order of sending;
 - nothing else is stored;
 - a send that ran during the kill is stored once, and its caller never notices the kill;
-- every group gets every message, and none again whose ack was confirmed before the kill;
-- an at-most-once group gets none twice.
+- every group gets every message, but never again a message whose ack was confirmed before the kill;
+- an at-most-once group gets no message twice.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from plait.errors import FlowControl
 from tests.support.process import ServerProcess
 
 SUBJECTS = ("orders", "payments")
-#: A group of two consumers, a group of one, and an at-most-once group.
+#: The names of a group of two consumers, of a group of one consumer, and of an at-most-once group.
 SHARED, ALONE, ONCE = "shared", "alone", "once"
-#: Longer than any wait, also on a machine under load.
+#: A longer wait fails the test. It allows for a machine under load.
 PATIENCE_SECONDS = 180.0
 
 _SIZES = (0, 10, 20, 100, 100, 100, 1000, 10_000)
@@ -68,10 +68,10 @@ class Load:
         self._producing: list[asyncio.Task[None]] = []
         self._consuming: list[asyncio.Task[None]] = []
         self._clients: list[plait.Client] = []
-        #: Restarts so far: an ack with a lower number was confirmed before the last kill.
+        #: The number of restarts so far. An ack with a lower number was confirmed before the last kill.
         self.restarts = 0
         self.sent: dict[str, set[str]] = {subject: set() for subject in SUBJECTS}
-        #: Messages sent together with at least one that was refused.
+        #: Subject → the names of messages in sends of which at least one message was refused.
         self.refused: dict[str, set[str]] = {subject: set() for subject in SUBJECTS}
         self.acknowledged: dict[str, dict[str, Receipt]] = {subject: {} for subject in SUBJECTS}
         self.delivered: dict[tuple[str, str], Counter[str]] = {}
@@ -197,7 +197,7 @@ class Load:
         self, subject: str, name: str, send: Callable[[str, list[Sent]], Awaitable[list[Receipt]]]
     ) -> None:
         while self._sending:
-            # A method may send fewer of them: unused names do no harm.
+            # The method may send fewer messages than this; unused names do no harm.
             batch = []
             for _ in range(self._rng.randrange(1, 60)):
                 self._number += 1
@@ -206,7 +206,7 @@ class Load:
             try:
                 receipts = await send(subject, batch)
             except FlowControl:
-                # The disk was busy for a second: the broker refused some of them, and the caller got the error.
+                # The disk was busy for a second, so the broker refused some messages and the caller got an error.
                 self.refused[subject].update(message.name for message in batch)
                 continue
             for message, receipt in zip(batch, receipts, strict=False):

@@ -1,9 +1,9 @@
 """Checks that no process, listening port, network namespace or mount of a test run outlives it.
 
-A process is ours if it descends from the run or has the run's token in its environment, which also finds
-daemons that were orphaned on purpose. Namespaces and mounts are ours if they appeared during the run, unless
-their name has the process id of another run that is still alive: `run_name` makes such names, so that two
-runs on one machine do not blame each other.
+A process belongs to the run if it descends from the run or has the run's token in its environment; the token also
+finds daemons that were orphaned on purpose. A namespace or mount belongs to the run if it appeared during the run,
+unless its name has the process id of another live run. `run_name` makes such names, so that two runs on one machine
+do not report each other's namespaces and mounts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 import psutil
 
 TOKEN_VARIABLE = "PLAIT_TEST_RUN"
-#: The interpreter's own children: they end with it and cannot be ended before.
+#: Processes that the interpreter starts for itself. They end with it and cannot be ended before.
 _OF_THE_INTERPRETER = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-#: The first `ip netns add` of a machine mounts this and leaves it for the next ones.
+#: The first `ip netns add` on a machine mounts this directory, and it stays mounted.
 _OF_IPROUTE = "/run/netns"
 _RUN_NAME = re.compile(r"plait-(\d+)-")
 
 
 def run_name(suffix: str) -> str:
-    """A name for a namespace or a mount point that says which run made it."""
+    """A name for a namespace or a mount point that has the process id of the run."""
     return f"plait-{os.getpid()}-{suffix}"
 
 
@@ -56,7 +56,7 @@ class Traces:
 
 
 def observe(token: str) -> Traces:
-    """The traces of the run with that token (its processes wherever they are now in the tree)."""
+    """The traces of the run with this token. Its processes are found wherever they are in the process tree."""
     processes = _processes(token)
     return Traces(
         processes={process: _describe(process) for process in processes},
@@ -67,7 +67,7 @@ def observe(token: str) -> Traces:
 
 
 def end_processes(before: Traces, after: Traces) -> None:
-    """End what leaked, so that one failed run does not burden the next."""
+    """End leaked processes, so that they do not disturb the next run."""
     leaked = [process for process in after.processes if process not in before.processes]
     for process in leaked:
         try:
@@ -78,7 +78,7 @@ def end_processes(before: Traces, after: Traces) -> None:
 
 
 def settle(token: str, before: Traces, seconds: float) -> Traces:
-    """Observe after giving processes that are already ending the time to do so."""
+    """Observe the run after processes that are ending have had time to end."""
     ending = [process for process in _processes(token) if process not in before.processes]
     if ending:
         psutil.wait_procs(ending, timeout=seconds)

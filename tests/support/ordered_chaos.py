@@ -1,10 +1,15 @@
-"""Faults in a cluster of real processes, and a check that ordered delivery kept its promises.
+"""Injects faults into a cluster of real processes, and checks that ordered delivery keeps its promises.
 
-Two meta servers with a private PostgreSQL, three brokers, ordered consumers and producers, each a process. Producers,
-consumers, brokers and meta servers are killed, consumers are stopped beyond their lease, join and leave, the database
-goes down, and the number of partitions changes again and again. At the end all faults end, the cluster drains, and the
-histories that all processes have written are checked. The faults follow from a seed; the timing of real processes does
-not.
+The cluster has two meta servers with a private PostgreSQL, three brokers, ordered consumers and producers. Each of them
+is a process. The faults, which follow from a seed:
+
+- producers, consumers, brokers and meta servers are killed;
+- consumers are stopped for longer than their lease, join and leave;
+- the database goes down;
+- the number of partitions changes again and again.
+
+At the end all faults end, the cluster drains, and the histories that the processes have written are checked. The timing
+of the processes does not follow from the seed.
 """
 
 from __future__ import annotations
@@ -48,11 +53,11 @@ RATE = 150.0
 
 LEASE_SECONDS = 2.0
 LEASE = ("--lease", f"{LEASE_SECONDS:g}s")
-#: The numbers of partitions, in a cycle.
+#: The number of partitions changes to each of these in turn, again and again.
 EXPANSIONS = (4, 7, 3)
 #: How long the effects of a fault outlast it.
 AFTERMATH_SECONDS = 3 * LEASE_SECONDS
-#: Longer than any wait, also on a machine under load.
+#: The test fails if a step makes no progress for this long. It allows for a machine under load.
 DRAIN_SECONDS = 60.0
 LOOK_SECONDS = 0.05
 #: Time for consumers to log what they wait for.
@@ -68,7 +73,7 @@ class Fault(NamedTuple):
     which: int
 
 
-#: For each quarter of a minute: how often the fault occurs, and how long it lasts (from, to).
+#: Kind of fault → how often it occurs in 15 seconds, and its shortest and longest duration.
 FAULTS: dict[Kind, tuple[int, float, float]] = {
     "kill producer": (1, 0.0, 1.0),
     "kill consumer": (2, 0.0, LEASE_SECONDS),
@@ -84,7 +89,7 @@ ROUND_SECONDS = 15.0
 
 
 def script(seed: int, seconds: float) -> list[Fault]:
-    """Faults of every kind within ``seconds``; the seed decides their order and times."""
+    """Faults of every kind within ``seconds``. The seed determines their order and times."""
     draw = random.Random(seed)
     rounds = max(round(seconds / ROUND_SECONDS), 1)
     return sorted(
@@ -147,7 +152,7 @@ class Chaos:
 
     @staticmethod
     def _port(programs: list[Program], name: str) -> str:
-        """The port that the program had before; 0 at the first start: a free one."""
+        """The port of the program's previous start; 0 (any free port) at the first start."""
         output = next(program.output for program in programs if program.name == name)
         return output[0].rpartition(":")[2] if output else "0"
 
@@ -163,7 +168,7 @@ class Chaos:
     # --- the run --------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run everything; raises when a promise was broken. The error names the directory with the logs."""
+        """Run the cluster and the faults. Raises if a promise is broken; the error names the directory of the logs."""
         postgres = await asyncio.to_thread(Postgres)
         try:
             async with self.sink:
@@ -174,7 +179,7 @@ class Chaos:
         finally:
             for program in self._programs:
                 program.kill()
-            # Not in a thread: an interrupt must not prevent the kills.
+            # Do not do this in a thread, so that an interrupt does not prevent it.
             postgres.remove()
 
     async def _run(self, postgres: Postgres) -> None:
@@ -273,7 +278,7 @@ class Chaos:
     # --- the end --------------------------------------------------------------------------------
 
     async def _drain(self) -> None:
-        """Wait until the sink has everything that was certainly sent."""
+        """Wait until the sink has every message whose send succeeded."""
         sends = History.read(path for path in self._histories if path.name.startswith("producer")).sends
         sent = {_value(str(send.value)) for send in sends if send.outcome == "ok"}
         assert sent, "nothing was sent"
@@ -282,7 +287,7 @@ class Chaos:
             for consumer in self._consumers:
                 assert consumer.code is None, f"{consumer.name} ended with {consumer.code}:\n{consumer.log[-4000:]}"
             if len(left) < before:
-                # Progress extends the deadline: a busy machine is slow.
+                # Extend the deadline after progress, because a busy machine is slow.
                 deadline, before = time.monotonic() + DRAIN_SECONDS, len(left)
             if time.monotonic() > deadline:
                 for consumer in self._consumers:

@@ -1,4 +1,4 @@
-"""Fixed defects of ordered groups: patch one into the shipped classes, and the model must find it."""
+"""Defects that ordered groups had and that are fixed. When one is patched in again, the model must find it."""
 
 from __future__ import annotations
 

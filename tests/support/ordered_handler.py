@@ -23,12 +23,13 @@ from tests.support.ordered_sender import LIMITS, SUBJECT
 from tests.support.sink import SinkClient
 
 GROUP = "billing"
-#: So many attempts that no key is parked.
+#: The policy allows so many attempts that no key is parked.
 RETRY = plait.Retry(attempts=1_000, first=0.05, longest=0.3)
 TASKS = 3
 FAILURES = 0.02
 WORK_SECONDS = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.003, 0.01, 0.1)
-#: The interval between two looks at the clock, and the gap that counts as a stall, after which the lease may be lost.
+#: How often the process looks at the clock, and the gap between two looks that counts as a stall. After a stall the
+#: lease may be lost.
 LOOK_SECONDS = 0.1
 STALL_SECONDS = 0.5
 PAUSE_SECONDS = 0.3
@@ -234,7 +235,7 @@ class Handler:
         handling = self._history.handle(
             self._name, message.key, value, message.attempt, epoch, lp, place, begun.time, group=GROUP
         )
-        # Now and then long enough to be stopped or killed meanwhile.
+        # Some messages take so long that the process may be stopped or killed meanwhile.
         await asyncio.sleep(self._random.choice(WORK_SECONDS))
         if self._random.random() < FAILURES:
             handling.failed(time.monotonic())

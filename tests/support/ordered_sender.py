@@ -19,7 +19,7 @@ from plait.testing.history import History, RecordedSend
 SUBJECT = "orders"
 KEYS = 60
 PAUSE_SECONDS = 0.3
-#: How long to wait for a receipt; a send without one has an unknown outcome.
+#: ``send_seconds`` is the longest wait for a receipt. A send without a receipt has an unknown outcome.
 LIMITS = plait.ClientLimits(reconnect_max_seconds=0.5, route_seconds=2.0, request_seconds=3.0, send_seconds=60.0)
 
 

@@ -1,7 +1,7 @@
 """The pytest side of `require`, `leaks` and `deep`; tests/conftest.py loads it.
 
-Fixtures: ``seed`` (the number a randomised test starts from; PLAIT_SEED repeats a run) and ``cycles`` (the
-numbered cycles of a long test, resumable). Options: ``--suite`` (which deep tests).
+Fixtures: ``seed`` is the seed of a random test; the environment variable PLAIT_SEED repeats a run. ``cycles`` numbers
+the cycles of a long test, which can be resumed. Option: ``--suite`` selects deep tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support import leaks
 from tests.support.deep import Cycles, DeepState, derive, fingerprint
 from tests.support.require import everything_required
 
-#: Ordinary runs are the same every time; deep runs draw a new seed each.
+#: The seed of ordinary runs, which are the same every time. Each deep run chooses a new seed.
 ORDINARY_SEED = 1
 
 _STATE = pytest.StashKey[DeepState]()
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    # No deadlines: a slow machine must not fail a test. Without a seed, examples are the same in every run.
+    # There are no deadlines, so that a slow machine does not fail a test. Without a seed, examples are always the same.
     settings.register_profile(
         "plait",
         deadline=None,
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--hypothesis-seed", None) is None and "PLAIT_SEED" in os.environ:
         config.option.hypothesis_seed = os.environ["PLAIT_SEED"]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # So it is where a shell runs them in the background, and what tests start would inherit it.
+        # A shell that runs the tests in the background ignores SIGINT. Programs that tests start would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--suite") is not None:
         named = os.environ.get("PLAIT_SEED")
@@ -146,7 +146,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         leaks.end_processes(stash[_BEFORE], after)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if hasattr(session.config, "workeroutput"):
-        # A worker of several: the controller reports.
+        # This is a worker of pytest-xdist, so the controller reports the leaks.
         session.config.workeroutput["leaked"] = stash[_LEAKED]
     elif stash.get(_LEAKED_BY_WORKERS, []):
         stash[_LEAKED] += stash[_LEAKED_BY_WORKERS]
@@ -175,8 +175,9 @@ def _run_seed(config: pytest.Config) -> int:
 def _arranged(items: list[pytest.Item]) -> list[pytest.Item]:
     """Sort long tests first, so that no worker ends long after the others.
 
-    Each worker gets an equal part of the list, and one that is done takes from the ends of others' parts. Tests that
-    use the session's Spark begin the last part, so that one worker runs all of them: each would start its own.
+    Each worker gets an equal part of the list. A worker that is done takes tests from the ends of the other parts.
+    Tests that use the session's Spark are at the beginning of the last part, so that one worker runs all of them.
+    Otherwise each worker would start its own Spark.
     """
     spark = [item for item in items if "spark" in getattr(item, "fixturenames", ())]
     others = sorted((item for item in items if "spark" not in getattr(item, "fixturenames", ())), key=_is_short)

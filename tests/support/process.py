@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-#: The longest wait for a start; a loaded machine may take long to start an interpreter.
+#: The longest wait for a start. A machine under load may take long to start an interpreter.
 READY_SECONDS = 180.0
 
 #: The program for ``settings``: fields of ``BrokerConfig``, as JSON in the last argument.

@@ -1,7 +1,7 @@
 """Requirements of tests on the machine: root, namespaces, a package, a server.
 
-Where one is missing the test is skipped with the reason. With ``PLAIT_REQUIRE=all`` in the environment (continuous
-integration) the test fails instead, so that no test is skipped unnoticed.
+If a requirement is missing, the test is skipped with the reason. With ``PLAIT_REQUIRE=all`` in the environment, as in
+continuous integration, the test fails instead, so that no test is skipped unnoticed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import pytest
 
 
 def everything_required() -> bool:
-    """Whether a skip counts as a failure."""
+    """True if a skipped test counts as a failure."""
     return os.environ.get("PLAIT_REQUIRE", "") == "all"
 
 
 def unavailable(reason: str) -> NoReturn:
-    """End the running test: skipped with the reason, or failed where everything is required."""
+    """End the running test: skip it with the reason, or fail it if everything is required."""
     if everything_required():
         pytest.fail(f"PLAIT_REQUIRE=all, but {reason}", pytrace=False)
     pytest.skip(reason)

@@ -9,7 +9,7 @@ from pathlib import Path
 def scratch_environ(directory: Path) -> dict[str, str]:
     """An environment in which Python, Java and Spark have their temporary files below a test's directory.
 
-    A killed process removes nothing, and would fill the machine's temporary directory with blocks and native libraries.
+    A killed process does not remove its temporary files, and would fill the machine's temporary directory.
     """
     scratch = directory / "scratch"
     scratch.mkdir(exist_ok=True)

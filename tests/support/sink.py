@@ -1,4 +1,4 @@
-"""A sink that checks epochs: handlers write to it, and it refuses late ones.
+"""A sink that handlers write to. It refuses a handler whose epoch is too low.
 
 It runs in the test's own process, which is not killed, and timestamps every request, so that the histories of many
 processes have one clock. A handler asks before it begins, and again when it writes; both requests carry the epoch of
@@ -32,10 +32,10 @@ class Sink:
         self._last: dict[tuple[str, str], int] = {}
         #: The written values, as (producer, number).
         self.written: set[tuple[str, int]] = set()
-        #: Requests refused for a lower epoch; messages that were written again.
+        #: The number of requests that were refused for a lower epoch, and of messages that were written again.
         self.refused = 0
         self.repeated = 0
-        #: How often a logical partition got another owner.
+        #: The number of times that a logical partition got another owner.
         self.handovers = 0
         self.violations: list[str] = []
         self._server: asyncio.Server | None = None
@@ -71,7 +71,7 @@ class Sink:
             writer.close()
 
     def begin(self, consumer: str, lp: int, epoch: int) -> bool:
-        """Whether no higher epoch of the logical partition was seen."""
+        """Return False if the sink has seen a higher epoch of the logical partition."""
         highest, owner = self._epochs.get(lp, (0, consumer))
         if epoch < highest:
             self.refused += 1

@@ -1,4 +1,4 @@
-"""A streaming query from one subject to another, whose driver and whose broker are killed at any moment.
+"""Runs a streaming query from one subject to another, and kills its driver and its broker at random moments.
 
 At the end every message must be stored once, and each key in the order of sending.
 """
@@ -20,7 +20,7 @@ from tests.support.process import ServerProcess
 from tests.support.scratch import scratch_environ
 
 SOURCE, TARGET = "in", "out"
-#: A driver that takes longer for its part of the run hangs.
+#: The test fails if a driver takes longer than this for its part of the run.
 LIFE_SECONDS = 240.0
 KEYS = 10
 
@@ -71,7 +71,7 @@ class SinkChaos:
         self.lives = 0
 
     def run(self) -> None:
-        """Run the query with its kills; raises when a message is missing, stored twice, or out of order."""
+        """Run the query with its kills. Raises if a message is missing, stored twice, or out of order."""
         with ServerProcess(self._directory / "data", flush="sync") as server:
             server.start()
             with plait.sync.connect(server.address) as client:
@@ -111,7 +111,7 @@ class SinkChaos:
             server.start()
 
     def _wait(self, client: plait.sync.Client, mark: int) -> bool:
-        """Wait until ``mark`` messages are visible; False: the driver ended before."""
+        """Wait until ``mark`` messages are visible. Returns False if the driver ends before."""
         deadline = time.monotonic() + LIFE_SECONDS
         seen = 0
         with client.reader(TARGET, start="earliest") as reader:

@@ -26,7 +26,7 @@ _LOOPBACK = "127.0.0.1"
 
 @contextmanager
 def spark_cluster(directory: Path) -> Iterator[str]:
-    """The master's address, once both workers have registered; all of it ends with the block."""
+    """Yields the master's address when both workers have registered. The cluster ends with the block."""
     port, page = _free_port(), _free_port()
     master = f"spark://{_LOOPBACK}:{port}"
     with ExitStack() as stack:

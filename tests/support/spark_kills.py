@@ -1,9 +1,8 @@
-"""A streaming query whose broker, driver and workers are killed while it runs, and a check that each message is written
-once.
+"""Kills the broker, the driver and the workers of a streaming query, and checks that each message is written once.
 
-The harness sends more whenever a batch is done, so the query always has work, and kills during a batch. In the end a
-query of the test's own session continues from the same checkpoint until nothing is left, and the files are compared
-with the receipts.
+The test sends more messages whenever a batch is done, so that the query always has work, and kills processes during a
+batch. At the end a query in the test's own Spark session continues from the same checkpoint until nothing is left. Then
+the test compares the files with the receipts.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 #: The longest wait for a batch on a machine under load, including the start of Java.
 PATIENCE_SECONDS = 90.0
-#: The longest time from the end of a batch to a kill: while the next one is planned, read or written.
+#: The longest time from the end of a batch to a kill. Spark plans, reads or writes the next batch at that time.
 MOMENT_SECONDS = 0.4
 BLOCK = 100
 

@@ -15,7 +15,7 @@ RANDOMS = st.integers(0, 2**32 - 1).map(random.Random)
 
 
 def durable(disk: SimulatedDisk, path: str, data: bytes = b"") -> SimulatedFile:
-    """A file whose name and contents certainly survive a crash."""
+    """A new file whose name and contents are durable."""
     file = disk.open(path, create=True)
     file.write([data], 0)
     file.sync()

@@ -79,7 +79,7 @@ def test_a_file_renamed_twice_has_one_of_its_three_names():
     assert outcomes(disk, lambda after: tuple(after.list(""))) == {("a",), ("b",), ("c",)}
 
 
-def test_a_certain_removal_makes_the_rename_before_it_certain():
+def test_a_durable_removal_makes_the_rename_before_it_durable():
     disk = SimulatedDisk()
     disk.make_directory("d")
     disk.make_directory("e")
@@ -90,7 +90,7 @@ def test_a_certain_removal_makes_the_rename_before_it_certain():
     assert outcomes(disk, lambda after: (*after.list("d"), *after.list("e"))) == {()}
 
 
-def test_a_directory_is_durable_when_made_and_makes_no_other_name_certain():
+def test_a_directory_is_durable_when_made_and_makes_no_other_name_durable():
     disk = SimulatedDisk()
     disk.open("a", create=True)
     disk.make_directory("d/e")
@@ -98,7 +98,7 @@ def test_a_directory_is_durable_when_made_and_makes_no_other_name_certain():
     assert outcomes(disk, lambda after: after.exists("d/e")) == {True}
 
 
-def test_a_directory_in_the_place_of_a_removed_file_makes_the_removal_certain():
+def test_a_directory_with_the_name_of_a_removed_file_makes_the_removal_durable():
     disk = SimulatedDisk()
     durable(disk, "a", b"x")
     disk.rename("a", "b")
@@ -145,7 +145,7 @@ def test_no_file_has_two_names_and_synced_names_survive(actions: list[tuple[Any,
         found = contents(disk.after_crash(rng))
         assert len(set(found.values())) == len(found)
         for path in {*found, *history[-1]}:
-            # A rename from the other directory is certain when both are synced.
+            # A rename from the other directory is durable when both directories are synced.
             since = min(synced.values()) if crossed else synced[path[0]]
             assert found.get(path) in [state.get(path) for state in history[since:]]
     for directory in "de":

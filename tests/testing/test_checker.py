@@ -99,7 +99,7 @@ def test_a_message_with_another_key_is_invented(history: History):
     assert kinds(history) == ["invented"]
 
 
-def test_a_message_whose_send_certainly_failed_is_invented(history: History):
+def test_a_message_whose_send_failed_is_invented(history: History):
     history.send("k", 1, 0.0).failed("refused")
     handled(history, 1, 1.0)
     assert kinds(history) == ["invented"]
@@ -374,7 +374,7 @@ def test_a_power_loss_after_the_confirmed_ack_is_an_excuse():
 
 
 def test_a_fault_before_the_confirmed_ack_is_an_excuse():
-    """Delivered to another consumer meanwhile, which begins with it after the late ack."""
+    """The message was delivered to another consumer, which begins with it after the late ack of the first one."""
     history = twice("ok")
     history.broken("cut off", 1.2, consumer="c")
     assert check(history) == []
