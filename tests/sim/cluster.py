@@ -1,7 +1,7 @@
 """A broker, producers and shared consumers in a simulation, with faults from a seed and a recorded history.
 
-It runs the shipped classes: ``Server``, ``Client``, ``Consumer`` and ``App``. ``Cluster.run`` plays the faults, ends
-them, waits until everything that was sent is handled, and checks the history.
+The processes run Plait's own classes: ``Server``, ``Client``, ``Consumer`` and ``App``. ``Cluster.run`` plays the
+faults, ends them, waits until every sent message is handled, and checks the history.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ CONFIG = BrokerConfig(
     disk_used_max=1.0,
     disk_free_min=1 * MIB,
 )
-#: How often a client's call is cancelled, at a random step.
+#: The probability that a client's call is cancelled, at a random step.
 CANCELLED = 0.05
-#: Losing a consumer counts an attempt for its messages: allow so many that no message becomes a dead letter.
+#: The loss of a consumer counts as an attempt of its messages. So many attempts are allowed that no message becomes a
+#: dead letter.
 RETRY = plait.Retry(attempts=10_000, first=0.2, longest=2.0)
 WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 2, "cut": 2, "cut_one_way": 1, "jump": 1}
 #: How long the effects of a fault outlast it: a lost consumer, reconnects.
@@ -57,7 +58,7 @@ async def serve(process: Process, config: BrokerConfig = CONFIG) -> None:
 
 
 class Cluster:
-    """``run`` runs one seed. ``script``: these faults instead of the seed's; ``lose``: perhaps lose a consumer, too."""
+    """``run`` runs one seed. ``script`` replaces the faults of the seed. ``lose``: the run may also lose a consumer."""
 
     def __init__(
         self,
@@ -78,9 +79,9 @@ class Cluster:
         self.sending = True
         self._lose = lose
         self._number = 0
-        #: Sends without an outcome yet → their process, and which of its lives.
+        #: Value of a send without an outcome → (process, life): the process that sends, and the number of its start.
         self._sending: dict[Value, tuple[Process, int]] = {}
-        #: Stored and not yet handled.
+        #: The messages that are stored and not yet handled.
         self.waiting: set[int] = set()
         self.done: set[int] = set()
         self.broker = sim.process("broker", self._serve)
@@ -88,7 +89,7 @@ class Cluster:
         self.consumers = [sim.process(f"consumer-{n}", self._consume) for n in range(consumers)]
         self.consumers.append(sim.process("app", self._run_app))
         self.once = sim.process("once", self._consume_once)
-        #: How often the at-most-once group received each message.
+        #: Message → how often the at-most-once group received it.
         self.got_once: Counter[int] = Counter()
         if script is None:
             others = [process.name for process in (*self.producers, *self.consumers, self.once)]
@@ -99,7 +100,7 @@ class Cluster:
                 disks=["broker"],
                 # With "async" a power loss may lose acknowledged messages.
                 weights=WEIGHTS if flush == "async" else WEIGHTS | {"power_loss": 2},
-                # Retries wait on the broker's wall clock: setting it back further makes them wait longer.
+                # Retries use the broker's wall clock. Setting it back by more would delay them for too long.
                 jump_seconds=20.0,
             ).script(seconds)
         self.script = script
@@ -121,13 +122,13 @@ class Cluster:
             except SimulationFailed as failure:
                 failure.add_note(f"not handled: {sorted(self.waiting)[:20]}")
                 raise
-            # A consumer that still holds a message handles it now, which would show as a duplicate.
+            # A consumer that still holds a message handles it now. The check then reports it as a duplicate.
             sim.run_for(20.0)
             found = check(self.history, ordered=False, groups=[GROUP])
             assert found == [], "\n".join(map(str, found))
             assert [number for number, count in self.got_once.items() if count > 1] == []
             if not self.script:
-                # Only a consumer that dies loses rows that it pulled ahead.
+                # Rows that a consumer pulled ahead are lost only if the consumer dies.
                 assert sorted(self.done - self.got_once.keys()) == [], "not delivered at most once, without a fault"
         return found
 
@@ -135,7 +136,7 @@ class Cluster:
         return not self.waiting and not any(process.lives == life for process, life in self._sending.values())
 
     def _lose_permanently(self, consumer: Process) -> None:
-        """Kill a consumer that never restarts: the others receive its messages."""
+        """Kill a consumer permanently. The others receive its messages."""
         consumer.main = None
         consumer.kill()
         self.history.broken("gone", self.simulation.now, consumer=consumer.name)
@@ -321,7 +322,7 @@ class Cluster:
                     async for message in consumer:
                         self.got_once[_number_of(message)] += 1
                         if draw.random() < 0.03:
-                            # After a clean close the next consumer receives what this one pulled ahead.
+                            # After a clean close the next consumer receives the rows that this one pulled ahead.
                             break
             except PlaitError:
                 await self.simulation.sleep(1.0)

@@ -1,4 +1,4 @@
-"""Defects of shared and at-most-once groups, to be put back into the shipped classes."""
+"""Defects that shared and at-most-once groups had. Tests patch them into Plait's classes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Delayed messages of the simulated producers; some of them are cancelled.
 
-A delayed message has a unique key, or none, because due times decide its order. It may become due at any moment of a
-change of the route.
+A delayed message has no key or a key that no other message has, because delayed messages are ordered by due time. It
+may become due at any moment of a change of the route.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import plait
 from plait.errors import PlaitError
 from plait.testing.sim import Fault
 
-#: Share of a run's messages that are delayed, drawn per run.
+#: The share of messages that are delayed. Each run chooses one of these.
 SHARES = (0.0, 0.3, 0.6)
 #: Share of delayed messages that are cancelled.
 CANCELLED = 0.15
@@ -27,7 +27,7 @@ class DelayedSends:
     """Which messages of a run are delayed, and by how much."""
 
     def __init__(self, seed: int, *, share: float | None = None) -> None:
-        """``share``: this share of the messages, instead of the seed's."""
+        """``share`` replaces the share of delayed messages that the seed chooses."""
         self._draw = random.Random(f"{seed} delayed")
         self.share = self._draw.choice(SHARES) if share is None else share
 
@@ -53,7 +53,7 @@ class DelayedSends:
 
     @staticmethod
     async def cancelled(client: plait.Client, receipt: plait.Receipt, draw: random.Random) -> bool | None:
-        """Cancel some of the messages: whether this one was cancelled; None: unknown."""
+        """Perhaps cancel the message. Returns whether it was cancelled; None: unknown."""
         if draw.random() >= CANCELLED:
             return False
         try:

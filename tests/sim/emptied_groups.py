@@ -1,8 +1,8 @@
 """Emptying and switching off a broker group of the simulated cluster, as the documentation says (R26).
 
 After a run has drained, the operator routes every subject to the other broker groups, waits until the emptied group
-takes no rows and has nothing to drain, and ends its broker. All consumers restart, so none of them has cached state;
-everything sent from then on must be handled without the broker.
+accepts no rows and has nothing to drain, and ends its broker. All consumers restart, so that none of them has cached
+state. Every message that is sent afterwards must be handled without the broker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: Share of the runs that end with an emptied broker group.
 SHARE = 0.12
-#: The broker group that is emptied, and those that take its messages.
+#: The broker group that is emptied, and the broker groups that accept its messages instead.
 EMPTIED, OTHERS = "g3", ("g1", "g2")
 #: How long producers send without it.
 SEND_SECONDS = 2.0
@@ -49,7 +49,7 @@ def switch_off(cluster: OrderedCluster, subjects: list[str], addresses: list[str
 async def empty(
     sim: Simulation, client: plait.Client, subjects: Iterable[str], emptied: str, others: Sequence[str]
 ) -> None:
-    """Route the subjects to other broker groups, and wait until the emptied one takes no rows and has drained."""
+    """Route the subjects to other broker groups, and wait until the emptied one accepts no rows and has drained."""
     async with client:
         for subject in subjects:
             places = [f"{subject}@{group}" for group in others]

@@ -1,8 +1,8 @@
-"""Changes of the partition count in the simulated cluster, drawn from a seed, and *round trips* of a route.
+"""Random changes of the partition count in the simulated cluster, and *round trips* of a route.
 
-A round trip adds partitions and soon removes them, so that the route of a logical partition leads elsewhere and back.
-Consumers that are delayed meanwhile use the old route: their old lock requests still wait at the partition to which the
-route returned.
+A round trip adds partitions and soon removes them, so that a logical partition moves to another partition and back. A
+consumer that is delayed meanwhile still uses the old route, and its old lock requests still wait at the partition to
+which the logical partition returned.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def round_trips(
 ) -> tuple[list[Change], list[Fault]]:
     """Round trips of a subject within ``seconds``, and the faults that delay consumers meanwhile.
 
-    ``others``: all other changes; a round trip ends with the number of partitions that they set.
+    ``others`` are all other changes. A round trip ends with the number of partitions that they set.
     """
     found: list[Change] = []
     faults: list[Fault] = []
@@ -59,7 +59,7 @@ def round_trips(
         found += [Change(at, subject, count + draw.choice([1, 2, 3])), Change(back, subject, count)]
         for consumer in draw.sample(consumers, min(HELD_UP, len(consumers))):
             begin = at - draw.uniform(0.0, 0.3)
-            # Mostly shorter than a lease: the consumer still owns what it receives afterwards.
+            # Most delays are shorter than a lease, so the consumer still owns the LPs of the rows it then receives.
             lasts = min(back + draw.uniform(0.3, 1.5), seconds) - begin
             match draw.choices(("pause", "cut", "kill"), (5, 2, 2))[0]:
                 case "pause":

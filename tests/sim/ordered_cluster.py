@@ -1,8 +1,8 @@
 """Two meta servers, three brokers, ordered consumers and producers in a simulation, with faults from a seed.
 
-It runs the shipped classes: ``MetaServer``, ``Server``, ``Client``, ``Consumer`` and ``App``. Members join and
-leave, the number of partitions changes, machines and the network fail. ``OrderedCluster.run`` then ends all faults,
-resumes parked keys, waits until everything that was sent is handled, and checks the histories.
+The processes run Plait's own classes: ``MetaServer``, ``Server``, ``Client``, ``Consumer`` and ``App``. Members join
+and leave, the number of partitions changes, machines and the network fail. ``OrderedCluster.run`` then ends all faults,
+resumes parked keys, waits until every sent message is handled, and checks the histories.
 """
 
 from __future__ import annotations
@@ -50,20 +50,21 @@ ROUND_TRIPS = 0.25
 #: How long the effects of a fault outlast it: locks change owners, clients reconnect.
 AFTERMATH_SECONDS = 8.0
 DRAIN_SECONDS = 120.0
-#: A run that handles nothing for this long is stuck: leases, retries and reconnects together take less.
+#: A run that handles nothing for this long is stuck, because leases, retries and reconnects together take less.
 QUIET_SECONDS = 30.0
 LOOK_SECONDS = 0.5
-#: Extra time after the end: a consumer that was delayed handles at once what it believes to own.
+#: Extra time after the end. A delayed consumer with a defect would now handle messages that it no longer owns.
 SHOW_SECONDS = 0.5
 
 
 class OrderedCluster:
-    """``run`` runs one seed. ``script``, ``changes``, ``outages``: these faults, changes of the partition count and
-    outages of the database instead of the seed's.
+    """``run`` runs one seed.
 
-    ``slow``: handling a message takes about this long, and producers send faster, so that every consumer has a backlog.
-    ``affinity``: the group distributes by affinity, and order is not checked. ``early``: fail at the first violation
-    instead of at the end.
+    - ``script``, ``changes``, ``outages``: replace the seed's faults, changes of the partition count and outages of the
+      database.
+    - ``slow``: handling a message takes about this long. Producers send faster, so that every consumer has a backlog.
+    - ``affinity``: the groups have affinity, and order is not checked.
+    - ``early``: fail at the first violation instead of at the end.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class OrderedCluster:
         self.histories = {STRICT: History(), LOOSE: History()}
         self.metas = MetaServers(sim)
         self.brokers = [sim.process(name, self._serve) for name in BROKERS]
-        #: The server of each broker's current life.
+        #: Broker → its server since its last start.
         self.servers: dict[str, Server] = {}
         # A run with a given script has no other faults.
         self._delayed = DelayedSends(seed, share=None if script is None else 0.0)
@@ -189,7 +190,7 @@ class OrderedCluster:
             except SimulationFailed as failure:
                 failure.add_note(self._left())
                 raise
-            # A consumer that still holds a message handles it now, which would show as a violation.
+            # A consumer that still holds a message handles it now. The check then reports a violation.
             end = sim.now + LEASE_SECONDS + 1.0
             sim.run_for(SHOW_SECONDS)
             while sim.now < end and self._open():
@@ -212,7 +213,7 @@ class OrderedCluster:
         play(sim, self.script, self._fault)
 
     def _has_the_lock(self, process: Process, message: plait.Message, lock: int) -> None:
-        """A consumer that begins with a message owns its lock, according to the broker."""
+        """Check that a consumer that begins with a message owns its lock, according to the broker."""
         server = self.servers[message.partition.group]
         partition = server.broker.subjects.get(message.partition.name)
         if partition is None:
@@ -253,7 +254,7 @@ class OrderedCluster:
         self.simulation.call_later(LOOK_SECONDS, self._look)
 
     def _open(self) -> bool:
-        """Whether a broker knows rows that are held, returned or waiting, or a handler still runs."""
+        """True if a broker has rows that are held, returned or waiting for a retry, or if a handler still runs."""
         groups = [
             group
             for server in self.servers.values()

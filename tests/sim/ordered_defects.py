@@ -1,4 +1,4 @@
-"""Defects of ordered delivery, each patched into the shipped classes: the simulated cluster must find them."""
+"""Defects of ordered delivery. Tests patch them into Plait's classes, and the simulated cluster must find them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Defect = Callable[[Patch], None]
 
 
 def take_rows_behind_the_fence(patch: Patch) -> None:
-    """R5: a sealed logical partition still takes rows from producers with an old route."""
+    """R5: a partition still accepts rows of a sealed logical partition from producers with an old route."""
     patch.setattr(Partition, "takes", lambda self, frame: True)
 
 
 def deliver_behind_the_fence(patch: Patch) -> None:
-    """R25: a delayed row enters the partition where it waited, even if that no longer takes its key."""
+    """R25: a delayed row enters the partition where it waited, even if that partition no longer accepts its key."""
     patch.setattr(Forwards, "split", lambda self, target, hashes, numbers: [(target, np.arange(len(numbers)))])
 
 
@@ -52,7 +52,7 @@ def ask_brokers_that_hold_nothing(patch: Patch) -> None:
 
 
 def report_drained_too_early(patch: Patch) -> None:
-    """R4: a span counts as drained too early."""
+    """R4: the broker reports a span as drained too early."""
 
     def naive(self: LockHandover, wants: list[tuple[int, int, int, int]]) -> Any:
         return lp_set([(first, end) for first, end, _, until in wants if until])
@@ -231,7 +231,7 @@ def forget_held_rows_at_a_checkpoint(patch: Patch) -> None:
 
 
 def settle_rows_of_other_tags(patch: Patch) -> None:
-    """An ack settles every row its consumer holds between two rows, including those of other deliveries."""
+    """An ack of a range acks every row in it that the consumer holds, including rows of other deliveries."""
     ack = OrderedGroup.ack
 
     def naive(self: OrderedGroup, consumer: AttachedConsumer, ranges: list[Any], tags: Sequence[int] = ()) -> int:

@@ -1,8 +1,9 @@
 """Ordered consumers of the simulated cluster: they join, leave, fail now and then, and record a history.
 
-There are three kinds. One iterates, with two tasks; one fetches batches; one is an ``App``. The last two may be paused
-between receiving a message and beginning with it, where a lease does not help. They do what the documentation tells
-users to do: they check that no consumer has handled the key under a higher epoch.
+There are three kinds of consumers: one iterates with two tasks, one fetches batches, and one is an ``App``. A consumer
+that fetches and an ``App`` may be paused after they receive a message and before they begin with it, so that the lease
+ends unnoticed. So they do what the documentation recommends: they check that no consumer has handled the key under a
+higher epoch.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ class Members:
         #: False for a group by affinity, whose order is not checked.
         self._ordered = not affinity
         self._affinity: Literal["key"] | None = "key" if affinity else None
-        #: All faults have ended: members stay, and handlers succeed.
+        #: True when all faults have ended. Then members stay, and handlers succeed.
         self.settled = False
         #: The highest epoch seen, by (subject, key) for keys under their own lock, and by (partition, lock) for rows
         #: without keys.
         self._epochs: dict[tuple[str, str | int], int] = {}
-        #: Keys of the best-tried subject with messages in another partition, because theirs could not be reached: those
-        #: are under other locks, and their order is not promised.
+        #: Keys of the best-tried subject that have messages in another partition, because their own partition could not
+        #: be reached. These messages are under other locks, and their order is not promised.
         self.moved: set[str] = set()
 
     def settle(self) -> None:
@@ -68,7 +69,7 @@ class Members:
         self.settled = True
 
     def killed(self, name: str) -> None:
-        """A consumer's process was killed: its handlings end."""
+        """End the handlings of a consumer whose process was killed."""
         for history in self.histories.values():
             history.gone(name, self.simulation.now)
 

@@ -35,16 +35,16 @@ class Senders:
         self.sending = True
         self._bursts = (4, 8) if many else (1, 1, 2, 6)
         self._number = 0
-        #: Sends without an outcome yet → their process, and which of its lives.
+        #: Number of a send without an outcome → (process, life): the process that sends, and the number of its start.
         self._under_way: dict[int, tuple[Process, int]] = {}
-        #: Stored and not yet handled.
+        #: The messages that are stored and not yet handled.
         self.waiting: set[int] = set()
         self.done: set[int] = set()
         #: When a message was handled last.
         self.progress = 0.0
 
     def handled(self, handling: Handling) -> None:
-        """A message was handled with success."""
+        """Record that a message was handled with success."""
         number = int(handling.value)
         self.progress = self.simulation.now
         self.done.add(number)

@@ -1,10 +1,10 @@
 """Spark drivers that write batches into a simulated cluster: two meta servers, three brokers, faults from a seed.
 
-It runs the code of Spark's sink: stages, commits and aborts over shipped clients and servers. A driver notes committed
-batches in memory that outlives it, as Spark does in its checkpoint. A driver that dies before that writes the batch
-again, with other rows. Machines and the network fail, with power loss in any flush mode, and the number of partitions
-changes. The wall clocks of meta servers differ, and jump by weeks or to 1970. At the end each batch must be stored
-once, as one attempt wrote it, and each key in order.
+The drivers run the code of Plait's Spark sink: stages, commits and aborts, with Plait's clients and servers. A driver
+notes committed batches in memory that outlives it, as Spark does in its checkpoint. If a driver dies before it notes a
+batch, the next driver writes the batch again, with other rows. Machines and the network fail, with power loss in any
+flush mode, and the number of partitions changes. The wall clocks of meta servers differ, and jump by weeks or to 1970.
+At the end each batch must be stored once, with the rows of a single attempt, and the rows of each key in order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plait.testing.sim import Fault, Faults, Process
 from tests.sim.meta_servers import ADDRESSES, LEASE_SECONDS, Outage
 from tests.sim.ordered_cluster import CLIENT_LIMITS, STRICT, WEIGHTS, Change, OrderedCluster
 
-#: Tasks of a batch, and how many times each writes its keys.
+#: The number of tasks of a batch, and the number of rows that a task writes for each of its keys.
 TASKS, TIMES = 2, 3
 KEYS = 3
 #: Running batches end within this time once all faults have ended.
@@ -48,8 +48,11 @@ class Row(NamedTuple):
 
 
 class SinkCluster(OrderedCluster):
-    """``run`` runs one seed. ``pause_seconds``: the average pause between two batches of a driver. ``forgetful``: the
-    share of batches that a driver does not note as committed."""
+    """``run`` runs one seed.
+
+    ``pause_seconds`` is the average pause between two batches of a driver. ``forgetful`` is the share of batches that a
+    driver does not note as committed.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A defect of the sink's exactly-once writes, to be patched into the shipped classes."""
+"""A defect of the sink's exactly-once writes. Tests patch it into Plait's classes."""
 
 from __future__ import annotations
 

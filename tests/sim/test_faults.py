@@ -1,4 +1,4 @@
-"""Fault scripts: drawn from a seed, played on virtual time; no fault outlasts its script."""
+"""Scripts of random faults: they follow from a seed, and every fault ends before its script ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server whose disk fills up: the cause is named, and a deletion or a shorter retention frees space soon."""
+"""When the disk of a server is full, errors name the cause, and a deletion or a shorter retention frees space soon."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Shipped meta servers, brokers, ordered consumers and producers under faults of every kind, members that join and
-leave, and changes of the partition count: each key of a strict subject is handled in order, each logical partition has
-one owner per epoch, nothing is lost or invented. ``OrderedCluster(seed)`` repeats a failure.
+"""Ordered delivery in a simulated cluster with faults of every kind.
+
+Members join and leave, and the number of partitions changes. The tests check that each key of a strict subject is
+handled in order, that each logical partition has one owner per epoch, and that no message is lost or invented.
+``OrderedCluster(seed)`` repeats a failure.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from tests.sim.meta_servers import Outage
 from tests.sim.ordered_changes import Change
 from tests.sim.ordered_cluster import STRICT, OrderedCluster
 
-#: Seeds that one test runs: two in total, and one with affinity. ``test_world.py`` runs a hundred worlds, and
-#: ``make test-deep SUITE=sim`` 2,000 seeds of this cluster.
+#: The number of seeds that one test runs. ``test_world.py`` runs a hundred worlds, and ``make test-deep SUITE=sim``
+#: runs 2,000 seeds of this cluster.
 SEEDS = 1
 
 

@@ -1,5 +1,7 @@
-"""The simulated cluster finds planted defects: each is patched into the shipped classes, and the checker or the wait
-for the end finds it within a few seeds, which pass without it.
+"""The simulated cluster finds defects that a test patches into Plait's classes.
+
+A few seeds pass without the defect. With the defect at least one of them fails: the checker finds a violation, or the
+run does not end.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ from tests.sim.ordered_changes import Change, round_trips
 from tests.sim.ordered_cluster import BROKERS, STRICT, OrderedCluster
 from tests.sim.ordered_defects import Defect
 
-#: Long enough for everything to be handled where nothing is wrong.
+#: A run without a defect always handles a message within this time.
 QUIET_SECONDS = 10.0
 HELD_UP = ("consumer-0", "consumer-3")
 #: Two consumers are cut off from the meta servers, so that others are allocated their shares...
 CUT_FROM_METAS = [Fault("cut", 1.0, 6.5, consumer, meta) for consumer in HELD_UP for meta in METAS]
 #: ...and one of them also from the brokers.
 CUT_OFF = [*CUT_FROM_METAS, *(Fault("cut", 2.0, 5.0, HELD_UP[0], broker) for broker in BROKERS)]
-#: Both are cut off from all servers while the brokers restart, so the brokers cannot know which rows they hold.
+#: Both consumers are cut off from all servers while the brokers restart, so the brokers cannot know which rows the
+#: consumers hold.
 RESTARTED = [
     *CUT_FROM_METAS,
     *(Fault("cut", 3.8, 4.0, consumer, broker) for consumer in HELD_UP for broker in BROKERS),
@@ -31,7 +34,7 @@ RESTARTED = [
 ]
 #: Brokers made a checkpoint while many rows were in flight; then all holders die.
 ALL_KILLED = [Fault("kill", 4.6, 0.1, name) for name in (*BROKERS, *(f"consumer-{n}" for n in range(8)))]
-#: One consumer after another: its rows go to the others.
+#: One consumer after another is killed. The others get its rows.
 KILLED = [Fault("kill", 2.0 + 0.6 * n, 0.3, f"consumer-{n}") for n in range(8)]
 
 
@@ -53,12 +56,12 @@ def round_trip(seed: int) -> OrderedCluster:
     return OrderedCluster(seed, slow=0.1, script=script, changes=changes, quiet_seconds=QUIET_SECONDS, early=True)
 
 
-#: Errors of a defect that does not fit the shipped classes any more.
+#: Errors of a defect whose patch does not fit Plait's classes any more.
 BROKEN_CODE = (TypeError, AttributeError, NameError)
 
-#: More seeds, for a defect that its listed seeds no longer show: any change of the code may change what a seed shows.
+#: More seeds, in case the listed seeds no longer find a defect. Any change of the code may change what a seed does.
 MORE = range(300, 320)
-#: Which cluster and seeds show each defect. A seed that shows it comes first, which keeps the test short.
+#: The clusters and seeds that find defects. A seed that finds the defect comes first, so that the test is short.
 COMMON = (common, (208, 202, 205, 209))
 ONE_BY_ONE = (busy(KILLED, 0.25), (1, 3))
 LONG_HANDLING = (busy(CUT_OFF, 1.5), (3,))
@@ -123,7 +126,7 @@ def test_a_defect_is_found(defect: Defect, monkeypatch: pytest.MonkeyPatch):
         make(found).run()
 
 
-#: All of these pass without a defect.
+#: The clusters and seeds of all defects. All of them pass without a defect.
 FINE = dict.fromkeys((make, seed) for make, seeds in SHOWN_BY.values() for seed in seeds)
 
 

@@ -1,4 +1,4 @@
-"""The simulated cluster finds defects that are patched into shipped code."""
+"""The simulated cluster finds defects that a test patches into Plait's code."""
 
 from __future__ import annotations
 

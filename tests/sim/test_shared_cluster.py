@@ -1,5 +1,7 @@
-"""A shipped broker, producers and shared consumers under faults of every kind: nothing is lost, invented or stored
-twice, and nothing is delivered twice without a fault. ``Cluster(seed)`` repeats a failure.
+"""A broker, producers and shared consumers in a simulation with faults of every kind.
+
+No message is lost, invented or stored twice, and none is delivered twice without a fault. ``Cluster(seed)`` repeats a
+failure.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Shipped drivers of Spark's sink, brokers and meta servers under faults of every kind: each batch is stored once,
-complete, as one attempt wrote it, and each key in order. ``SinkCluster(seed)`` repeats a failure.
+"""Drivers of Plait's Spark sink, brokers and meta servers in a simulation with faults of every kind.
+
+Each batch is stored once and completely, with the rows of a single attempt, and the rows of each key are in order.
+``SinkCluster(seed)`` repeats a failure.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from tests.sim.ordered_cluster import STRICT, Change
 from tests.sim.sink_cluster import SinkCluster
 from tests.sim.sink_defects import forget_decisions_by_the_wall_clock
 
-#: Seeds of which at least one shows a planted defect.
+#: At least one of this many seeds finds a defect.
 SEEDS = 10
 
 

@@ -1,4 +1,4 @@
-"""Defects that the shipped classes once had, to be patched into a simulated world one at a time.
+"""Defects that Plait's classes once had. Tests patch them into a simulated world, one at a time.
 
 Each patches one method, so that ``tests/plants`` can check that the generator finds the defect.
 """
@@ -26,7 +26,7 @@ Defect = Callable[[Patch], None]
 
 
 def deliver_behind_the_fence(patch: Patch) -> None:
-    """Delayed rows enter the partition that they were sent to, even if it no longer takes their keys."""
+    """Delayed rows enter the partition that they were sent to, even if it no longer accepts their keys."""
     patch.setattr(Forwards, "split", lambda self, target, hashes, numbers: [(target, np.arange(len(numbers)))])
 
 
@@ -77,7 +77,7 @@ def return_a_message_while_its_thread_runs(patch: Patch) -> None:
 
 
 def overtake_sends_that_wait_for_room(patch: Patch) -> None:
-    """A send takes free room of the buffer before sends that have waited longer."""
+    """A send gets free space of the buffer before sends that have waited longer."""
 
     async def naive(self: Producer) -> None:
         while self.buffered >= self.limits.buffer_bytes:

@@ -149,7 +149,7 @@ class Explorer:
             raise
 
     def _fail_syncs(self, disk: SimulatedDisk, number: int) -> None:
-        """Let syncs of logs fail and the process end. The next process serves on the same page cache and loses power."""
+        """Let syncs of logs fail and the process end. The next one serves on the same page cache and loses power."""
         self.failed_syncs += 1
         rng = self._rng
         for log in rng.sample(LOGS, rng.randint(1, 3)):

@@ -9,12 +9,12 @@ from plait.testing.history import Handling, History, RecordedSend
 from plait.testing.sim import Process
 from tests.sim.world.plan import GroupPlan, Plan
 
-#: Keys of delayed messages begin with this: their order is that of their due times, not that of their sends.
+#: Keys of delayed messages begin with this letter. These messages are ordered by due time, not by their sends.
 DELAYED = "d"
 
 
 class Sent(NamedTuple):
-    """A message that is certainly stored."""
+    """A message whose send succeeded."""
 
     record: RecordedSend
     subject: str
@@ -30,13 +30,13 @@ class Ledger:
         #: For each subject: its sends, the groups' handlings, and the faults that excuse duplicates.
         self.histories = {subject.name: History() for subject in plan.subjects}
         self.sent: dict[int, Sent] = {}
-        #: Sends without an outcome yet → their process, and which of its lives.
+        #: Number of a send without an outcome → (process, life): the process that sends, and the number of its start.
         self.running: dict[int, tuple[Process, int]] = {}
-        #: Certainly cancelled: must never be handled.
+        #: Messages that were cancelled and must never be handled.
         self.cancelled: set[int] = set()
         #: Messages whose cancellation has an unknown outcome: they may be handled or not.
         self.perhaps_cancelled: set[int] = set()
-        #: Handled with success, by (group, member of a broadcast).
+        #: (subject, group, member of a broadcast) → the messages that were handled with success.
         self.done: dict[tuple[str, str, str], set[int]] = defaultdict(set)
         #: When a group, or a member of a broadcast, attached first: it must handle everything that is sent later.
         self.since: dict[tuple[str, str, str], float] = {}
@@ -57,7 +57,7 @@ class Ledger:
         return self._number
 
     def stored(self, record: RecordedSend, subject: str, due: float | None) -> None:
-        """A send succeeded."""
+        """Record that a send succeeded."""
         self.sent[int(record.value)] = Sent(record, subject, due)
 
     # --- handling -------------------------------------------------------------------------------
@@ -68,11 +68,11 @@ class Ledger:
         return group.subject, group.name, consumer if group.mode == "broadcast" else ""
 
     def attached(self, group: GroupPlan, consumer: str, now: float) -> None:
-        """A member was attached."""
+        """Record that a member was attached."""
         self.since.setdefault(self.holder(group, consumer), now)
 
     def handled(self, group: GroupPlan, handling: Handling, now: float) -> None:
-        """A message was handled with success."""
+        """Record that a message was handled with success."""
         self.progress = now
         self.done[self.holder(group, handling.consumer)].add(int(handling.value))
 

@@ -87,7 +87,7 @@ class Machines:
             self.simulation.call_later(0.0, self._ended, process)
 
     def _ended(self, process: Process) -> None:
-        """Storage failed: the broker ends and restarts on the same page cache; later the power may fail."""
+        """Restart a broker whose storage failed, on the same page cache. Later the power may fail."""
         process.kill()
         self.simulation.call_later(RESTART_SECONDS, _start, process)
         fault = self._sync_fails.pop(process.name, None)
@@ -101,7 +101,7 @@ class Machines:
     # --- archives -------------------------------------------------------------------------------
 
     def _archive(self, name: str) -> None:
-        """A slow archiver: each run moves the archive mark of a log by one segment, if that is durable."""
+        """Run a slow archiver: each run moves the archive mark of a log by one segment, if the segment is durable."""
         self.simulation.call_later(ARCHIVE_SECONDS, self._archive, name)
         process = self.brokers[name]
         if not process.alive or name not in self.servers:
@@ -156,7 +156,7 @@ class Machines:
         process.disk.capacity = max(process.disk.capacity, 256 * MIB)
 
     def _damage_checkpoint(self, process: Process) -> None:
-        """Damage the newest checkpoint while the broker is down: it starts from the one before."""
+        """Damage the newest checkpoint while the broker is down, so that it starts from the checkpoint before."""
         process.kill()
         disk = process.disk
         manifests = [name for name in disk.list("checkpoints") if name.startswith("manifest-") and "." not in name]

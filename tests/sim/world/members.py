@@ -66,7 +66,7 @@ class Members:
         self.ledger = ledger
         self._addresses = addresses
         self._limits = limits
-        #: All faults have ended: members stay, handlers succeed, no call is cancelled.
+        #: True when all faults have ended. Then members stay, handlers succeed, and no call is cancelled.
         self.settled = False
         self._epochs: dict[tuple[str, str, str | int], int] = {}
         #: Keys of best-tried subjects with messages in another partition, where they are under another lock.
@@ -84,7 +84,7 @@ class Members:
             calls.probability = 0.0
 
     def killed(self, process: str) -> None:
-        """A client was killed: its handlings end."""
+        """End the handlings of a client that was killed."""
         for history in self.ledger.histories.values():
             for name in names_of(process):
                 history.gone(name, self.simulation.now)
@@ -191,7 +191,7 @@ class Members:
 
     def _start(self, group: GroupPlan) -> str:
         if group.start == "time":
-            # A time is on the client's clock: a broker with another clock takes it for another moment.
+            # A start time is on the client's clock. For a broker whose clock differs, it is another moment.
             agree = self.plan.skew == 0 and not any(fault.kind == "jump" for fault in self.plan.script)
             return "-1s" if agree else "latest"
         return group.start

@@ -1,8 +1,11 @@
-"""``Plan``: the parts of one simulated world and everything that happens to it, drawn from a seed as plain data.
+"""``Plan`` has the parts of one simulated world and everything that happens in it, as plain data made from a seed.
 
-Everything is drawn together, so that features meet: subjects of either order and of 1 to 64 partitions, groups of every
-kind, delays, small segments, retention, changes of routes while groups are stopped, subjects that are deleted, and
-machines, networks, disks, clocks and databases that fail. The budget of faults is drawn too: some worlds are calm.
+A plan combines all features at random, so that they interact:
+
+- subjects, strict or best tried, with 1 to 64 partitions, some of which are deleted;
+- groups of every kind, delays, small segments and retention;
+- changes of routes while groups are stopped;
+- faults of machines, networks, disks, clocks and databases. Some plans have no faults.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class GroupPlan(NamedTuple):
     clients: tuple[str, ...]
     #: Attempts before a message is a dead letter.
     attempts: int
-    #: All members are away between these two times; None: they join and leave at random.
+    #: There are no members between these two times. None: members join and leave at random.
     away: tuple[float, float] | None = None
 
     @property
@@ -99,25 +102,25 @@ class Plan(NamedTuple):
     skew: float = 0.0
     #: How likely a call of a client is cancelled while it runs.
     cancels: float = 0.0
-    #: Some messages are delayed. A delay depends on the clocks of producer and broker, which then differ little.
+    #: True if some messages are delayed. Delays depend on the clocks of producers and brokers, which then are close.
     delays: bool = False
     #: The probability that a client's member is an app.
     apps: float = 0.3
     #: How likely a handler or a decoder fails.
     failures: float = 0.05
-    #: Clients have the same id in every life.
+    #: True if a client has the same client id after each start.
     fixed_ids: bool = True
     #: Rows that a consumer pulls ahead.
     prefetch: int = 50
-    #: Sending to or consuming a subject creates it, also after its deletion.
+    #: True if sending to a subject or consuming it creates the subject, even after its deletion.
     auto_create: bool = True
     #: How much a producer buffers before its sends wait.
     buffer_bytes: int = 64 * MIB
-    #: Retention waits for an archiver, which moves its archive mark now and then.
+    #: True if retention waits for an archiver, which moves its archive mark now and then.
     archived: bool = False
     #: The broker group that is emptied and switched off in the end; None: all stay.
     emptied: str | None = None
-    #: The broker group that is switched off is also removed from the routes.
+    #: True if the broker group that is switched off is also removed from the routes.
     forgotten: bool = True
 
     @property
@@ -248,7 +251,7 @@ def _faults(draw: random.Random, plan: Plan) -> list[Fault]:
         weights=weights,
         every_seconds=draw.choice((0.7, 1.5, 3.0, 6.0)),
         long_seconds=2.5 * LEASE_SECONDS,
-        # Retries and delays wait on the broker's wall clock: setting it back further makes them wait longer.
+        # Retries and delays use the broker's wall clock. Setting it back by more would delay them for too long.
         jump_seconds=20.0,
     ).script(plan.seconds)
 

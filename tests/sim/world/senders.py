@@ -21,7 +21,7 @@ DELAYED_KEYS: list[str | None] = [*(f"{DELAYED}{n}" for n in range(8)), None]
 PADDING = (0, 0, 0, 100, 2000, 9000)
 #: A few bodies of this size exceed a small buffer.
 LARGE = (0, 1500, 2500)
-#: Refusals after which the message is certainly not stored.
+#: Errors after which the message is not stored and never will be.
 REFUSED = (FlowControl, DiskFull, SubjectNotFound)
 
 

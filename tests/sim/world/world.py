@@ -25,16 +25,16 @@ ALLOWED_LOGS = ("*storage*", "*disk*", "*sync*", "Members.*", "*checkpoint*")
 #: How long the effects of a fault outlast it: locks change owners, clients reconnect.
 AFTERMATH_SECONDS = 8.0
 DRAIN_SECONDS = 120.0
-#: A run that handles nothing for this long is stuck: leases, retries and reconnects together take less.
+#: A run that handles nothing for this long is stuck, because leases, retries and reconnects together take less.
 QUIET_SECONDS = 30.0
-#: Extra time after the end: a consumer that was delayed handles what it believes to own.
+#: Extra time after the end. A delayed consumer with a defect would now handle messages that it no longer owns.
 SHOW_SECONDS = 0.5
 #: How long producers send after a broker group was switched off.
 SEND_SECONDS = 1.5
 
 
 class World:
-    """``run`` runs one seed. ``plan``: this plan instead of the seed's; ``seconds``: how long the seed's plan lasts."""
+    """``run`` runs one seed. ``plan`` replaces the plan of the seed. ``seconds`` is how long the seed's plan lasts."""
 
     def __init__(
         self, seed: int, *, seconds: float = 6.0, plan: Plan | None = None, quiet_seconds: float = QUIET_SECONDS
