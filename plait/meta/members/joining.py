@@ -31,7 +31,7 @@ class Joining:
         )
 
     def join(self, client: str, wanted: dict[GroupKey, GroupSettings]) -> dict[GroupKey, PlaitError]:
-        """Write the joins and leaves. Returns refused memberships and the reasons."""
+        """Write the client's joins and leaves. Returns the refused memberships with their reasons."""
         mirror = self._core.mirror
         known = mirror.memberships.get(client, set())
         refused: dict[GroupKey, PlaitError] = {}

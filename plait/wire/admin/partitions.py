@@ -44,7 +44,7 @@ class SpanRow(msgspec.Struct, frozen=True):
 class CutSpans(Request):
     """Cut ranges (name, start, end, size) of partitions into pieces of at most ``size`` bytes; 0: do not cut.
 
-    With ``reach`` the reply has only one cut per range: the end of its first piece.
+    With ``reach`` the reply has only one cut per range: the end of about ``size`` bytes from its start.
     """
 
     ranges: list[tuple[str, Int64, Int64, Int64]]
@@ -83,7 +83,7 @@ class SealPartition(Request):
 
 
 class DropPartition(Request):
-    """Drop a partition that is no longer in its subject's route since a version of the route."""
+    """Drop a partition that is no longer in its subject's route, as of the route version in the request."""
 
     subject: str
     name: str
