@@ -30,7 +30,8 @@ from plait.limits import GIB, MIB
 from plait.model.settings import SubjectSettings
 from plait.storage.catalog import PartitionRow, catalog_frame
 from plait.storage.disk import RealDisk
-from plait.storage.logs.action_log import Action, ActionBuffer, GroupDefinition
+from plait.storage.logs.action_events import Acked, Moved, Pulled
+from plait.storage.logs.action_log import ActionBuffer, GroupDefinition
 from plait.storage.logs.log import Log
 
 SUBJECT = "order.book"
@@ -71,7 +72,7 @@ class LogWriter:
         buffer.define(GroupDefinition(ORDERED, 1, "mail", 0, False, "at_least_once", START, ordered=True))
         for owner in range(1, OWNERS):
             first, end = owner * 1024 // OWNERS, (owner + 1) * 1024 // OWNERS
-            buffer.event(Action.MOVE, ORDERED, 1, first, end, 0, 1, owner + 1, 1)
+            buffer.event(Moved(1, first, end, to=owner + 1), ORDERED, 1)
         self._act(buffer, START)
 
     @staticmethod
@@ -98,11 +99,11 @@ class LogWriter:
         self.messages.append(frame.parts, frame.size)
         buffer = ActionBuffer()
         end, half = start + FRAME_COUNT, start + FRAME_COUNT // 2
-        buffer.event(Action.PULL, SHARED, 1, start, end, 1, 1, now + 300)
-        buffer.event(Action.ACK, SHARED, 1, start, half, 0, 1, now + 600)
-        buffer.event(Action.ACK, SHARED, 1, half, end, 0, 1, now + 900)
+        buffer.event(Pulled(1, 1, start, end), SHARED, 1)
+        buffer.event(Acked(0, 1, start, half), SHARED, 1)
+        buffer.event(Acked(0, 1, half, end), SHARED, 1)
         for owner in range(OWNERS):
-            buffer.event(Action.ACK, ORDERED, owner + 1, start, end, 0, 1, now + 900)
+            buffer.event(Acked(0, owner + 1, start, end), ORDERED, 1)
         self._act(buffer, now + 1_000)
 
     def _act(self, buffer: ActionBuffer, now: int) -> None:

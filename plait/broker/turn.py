@@ -24,8 +24,9 @@ from plait.errors import DiskFull, FlowControl, PlaitError, ReadOnly, StorageFai
 from plait.frame.builder import FrameParts
 from plait.limits import MIB
 from plait.storage.disk import Disk
+from plait.storage.logs.action_events import Cancelled, Event
 from plait.storage.logs.action_log import DIRECTORY as ACTION_DIRECTORY
-from plait.storage.logs.action_log import FLAG_DUE, Action, ActionBuffer, Definition
+from plait.storage.logs.action_log import ActionBuffer, Definition
 from plait.storage.logs.log import Log
 from plait.storage.logs.retained_log import DIRECTORY as RETAINED_DIRECTORY
 from plait.storage.producers import ProducerTable
@@ -115,27 +116,16 @@ class Turn:
         """Mark the checkpoint shard of the partition as dirty."""
         self.dirty_shards.add(partition.shard)
 
-    def event(
-        self,
-        action: Action,
-        group: Group,
-        consumer: int,
-        start: int,
-        end: int,
-        attempt: int,
-        due: int = 0,
-        flags: int = 0,
-    ) -> None:
-        """Record a consumption event in the action log."""
-        time, flags = (due, flags | FLAG_DUE) if due else (self.clock.now(), flags)
-        self._actions.event(action, group.id, consumer, start, end, attempt, self.epoch, time, flags)
+    def event(self, group: Group, event: Event) -> None:
+        """Record an event of a group in the action log."""
+        self._actions.event(event, group.id, self.epoch)
         self.dirty_shards.add(group.partition.shard)
         if not self.dirty:
             self.mark()
 
-    def record(self, action: Action, partition: Partition, start: int, end: int, due: int) -> None:
-        """Record an event about delayed rows in the action log."""
-        self._actions.event(action, 0, partition.id, start, end, 0, self.epoch, due, FLAG_DUE)
+    def cancel(self, partition: Partition, number: int, due: int) -> None:
+        """Record in the action log that a delayed row is cancelled."""
+        self._actions.event(Cancelled(partition.id, number, number + 1, due), 0, self.epoch)
         self.touch(partition)
         self.mark()
 

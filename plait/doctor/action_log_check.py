@@ -10,6 +10,7 @@ from plait.doctor.log_walk import Walk
 from plait.errors import FrameError
 from plait.frame.view import FrameView
 from plait.model.names import counted
+from plait.storage.logs.action_events import KINDS
 from plait.storage.logs.action_log import DEFINITIONS, EVENTS, presumed_retained, read_definitions, read_events
 
 
@@ -45,7 +46,9 @@ def _problem(frame: FrameView) -> str:
         if frame.partition == DEFINITIONS:
             read_definitions(frame)
         elif frame.partition == EVENTS:
-            read_events(frame)
+            unknown = set(read_events(frame)["action"].tolist()) - KINDS.keys()
+            if unknown:
+                return f"unknown actions {sorted(unknown)}"
         else:
             return f"unknown frame kind {frame.partition}"
     except (FrameError, ValueError, msgspec.MsgspecError) as error:

@@ -12,7 +12,7 @@ from plait.errors import InvalidArgument, LimitExceeded
 from plait.limits import NUMBER_MAX, NUMBER_STEP_MAX, ServerLimits
 from plait.model.logical_partitions import NO_KEY_HASH
 from plait.model.settings import SubjectSettings
-from plait.storage.logs.action_log import Action
+from plait.storage.logs.action_events import Event, Held, Moved, Nacked, Parked
 from tests.broker.ordered_node import GROUP, NEWEST, SUBJECT, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
 from tests.support.progress import within_cpu_seconds
@@ -122,15 +122,21 @@ def test_an_error_while_new_rows_are_offered_affects_only_its_group(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("action", "applies"), [(Action.MOVE, True), (Action.HOLD, False), (Action.NACK, True), (Action.PARK, True)]
+    ("event", "applies"),
+    [
+        (Moved(1, 2**63, 2**63 + 1, to=-5), True),
+        (Held(1, 2**63, to=2**63 + 1, key_hash=2**64 - 5), False),
+        (Nacked(1, False, 1, 2**63, 2**63 + 1, due=-5), True),
+        (Parked(1, 2**63, 2**63 + 1), True),
+    ],
 )
-def test_an_event_that_cannot_be_applied_is_reported_and_prevents_no_start(action: Action, applies: bool, caplog: Any):
+def test_an_event_that_cannot_be_applied_is_reported_and_prevents_no_start(event: Event, applies: bool, caplog: Any):
     node = node_with()
     keyed(node, Producer(5), [("a", b"1")])
     owner = Owner(node, "c1")
     owner.lease(ALL)
     group = owner.group
-    node.broker.turn.event(action, group, 1, 2**63, 2**63 + 1, 1, -5)
+    node.broker.turn.event(group, event)
     node.turn()
     with caplog.at_level(logging.CRITICAL):
         node = owner.node = node.killed()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plait.errors import DataDirError, FrameError, StorageFailed
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import FORMAT_VERSION
-from plait.storage.logs.action_log import Action
+from plait.storage.logs.action_events import Pulled
 from plait.storage.ranges import Ranges
 from plait.testing.simulated_disk import SimulatedDisk
 from tests.support.broker_node import Node, Producer
@@ -171,7 +171,7 @@ def test_rows_held_by_unknown_consumers_are_redelivered():
     for number in range(5):
         node.send("orders", b"%d" % number)
     consumer = node.attach("orders", "g")
-    node.broker.turn.event(Action.PULL, consumer.group, 4711, 0, 5, 1)
+    node.broker.turn.event(consumer.group, Pulled(1, 4711, 0, 5))
     consumer.group.cursor.pulled(4711, 0, 5, 1)
     node.turn()
     again = node.killed()

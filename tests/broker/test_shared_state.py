@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from plait.storage.cursor import CursorState
-from plait.storage.logs.action_log import Action
+from plait.storage.logs.action_events import Action
 from plait.storage.ranges import Range, Ranges
 from tests.support.bare_group import BareGroup
 

@@ -17,7 +17,8 @@ from plait.frame.view import FrameView
 from plait.spark.archiving.action_table import ACTION_SCHEMA, Names, action_batches
 from plait.storage.catalog import PartitionRow
 from plait.storage.disk import RealDisk
-from plait.storage.logs.action_log import EVENT, Action, ActionBuffer, ConsumerDefinition, GroupDefinition
+from plait.storage.logs.action_events import EVENT, Acked, Cancelled, Locked, Skipped
+from plait.storage.logs.action_log import ActionBuffer, ConsumerDefinition, GroupDefinition
 from plait.storage.reading.action_reader import open_actions, read_actions
 from plait.storage.reading.log_reader import open_log
 from plait.storage.reading.log_walk import LogWalk
@@ -101,7 +102,7 @@ def test_parts_read_one_by_one_give_every_row_once(tmp_path: Path, part_size: in
 
 def test_definitions_at_the_start_of_the_first_segment_are_rows():
     buffer = ActionBuffer()
-    buffer.event(Action.ACK, 1, 2, 5, 6, 1, 3, 10)
+    buffer.event(Acked(1, 2, 5, 6), 1, 3)
     event = frames_of(buffer, 1000)
     definition = build_frame(
         [msgspec.msgpack.encode(GroupDefinition(1, 7, "billing", 0, False, "at_least_once", 0))],
@@ -122,12 +123,14 @@ def test_an_ordered_groups_events_name_cursors_where_others_name_consumers():
     buffer = ActionBuffer()
     buffer.define(GroupDefinition(1, 7, "billing", 0, False, "at_least_once", 0, ordered=True))
     buffer.define(ConsumerDefinition(2, 1, "worker"))
-    buffer.event(Action.LOCK, 1, 2, 0, 1024, 0, 3, 99, 1)
-    buffer.event(Action.ACK, 1, 2, 5, 6, 0, 3, 10)
+    buffer.event(Locked(2, 0, 1024, lock_epoch=99), 1, 3)
+    buffer.event(Acked(0, 2, 5, 6), 1, 3)
+    buffer.event(Skipped(estimated=True, cursor=2, start=6, end=9, lost=3), 1, 3)
     rows = pa.Table.from_batches(action_batches(frames_of(buffer), Names(NAMES, "g1"))).to_pylist()
-    lock, ack = rows[2:]
+    lock, ack, skip = rows[2:]
     assert (lock["action"], lock["consumer"], lock["value"], lock["due"]) == ("lock", "worker", 99, None)
     assert (ack["action"], ack["consumer"], ack["number"], ack["value"]) == ("ack", None, 2, None)
+    assert (skip["consumer"], skip["number"], skip["value"], skip["flags"], skip["due"]) == (None, 2, 3, 1, None)
     assert lock["time"].microsecond == 50
 
 
@@ -135,8 +138,8 @@ def test_the_cancellation_of_a_delayed_message_belongs_to_its_schedule_partition
     buffer = ActionBuffer()
     buffer.define(GroupDefinition(1, 7, "billing", 0, False, "at_least_once", 0))
     buffer.define(ConsumerDefinition(8, 1, "worker"))
-    buffer.event(Action.ACK, 1, 8, 5, 6, 1, 3, 10)
-    buffer.event(Action.CANCEL, 0, 8, 4, 5, 0, 3, 70, 1)
+    buffer.event(Acked(1, 8, 5, 6), 1, 3)
+    buffer.event(Cancelled(8, 4, 5, due=70), 0, 3)
     ack, cancel = pa.Table.from_batches(action_batches(frames_of(buffer), Names(NAMES, "g1"))).to_pylist()[2:]
     assert (ack["partition"], ack["consumer"]) == ("orders@g1", "worker")
     assert (cancel["subject"], cancel["partition"]) == ("orders", "orders#delayed@g1")
@@ -144,8 +147,11 @@ def test_the_cancellation_of_a_delayed_message_belongs_to_its_schedule_partition
 
 
 def test_numbers_without_names_and_unknown_actions_become_rows_too():
+    class Unknown(Acked):
+        action = 200  # type: ignore[assignment]
+
     buffer = ActionBuffer()
-    buffer.event(200, 5, 6, 0, 1, 0, 3, 10)  # type: ignore[arg-type]
+    buffer.event(Unknown(0, 6, 0, 1), 5, 3)
     (row,) = pa.Table.from_batches(action_batches(frames_of(buffer), Names({}, "g1"))).to_pylist()
     assert (row["action"], row["subject"], row["consumer_group"], row["number"]) == ("action_200", None, None, 6)
 
@@ -153,7 +159,7 @@ def test_numbers_without_names_and_unknown_actions_become_rows_too():
 def test_many_events_become_batches_of_limited_size():
     buffer = ActionBuffer()
     for number in range(150_000):
-        buffer.event(Action.ACK, 1, 1, number, number + 1, 1, 3, 10)
+        buffer.event(Acked(1, 1, number, number + 1), 1, 3)
     batches = list(action_batches(frames_of(buffer), Names({}, "g1")))
     assert [batch.num_rows for batch in batches] == [100_000, 50_000]
     assert pa.Table.from_batches(batches).column("start").to_pylist() == list(range(150_000))

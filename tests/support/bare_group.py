@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
+
 from plait.broker.groups.shared_group import SharedGroup
 from plait.limits import ServerLimits
-from plait.storage.logs.action_log import FLAG_UNCOUNTED, Action, GroupDefinition
-from plait.storage.ranges import Range
+from plait.storage.logs.action_events import EVENT, Action, unpack_event
+from plait.storage.logs.action_log import GroupDefinition
 
 
 class BareGroup:
@@ -28,7 +30,7 @@ class BareGroup:
     def event(
         self,
         action: Action,
-        consumer: int = 0,
+        holder: int = 0,
         start: int = 0,
         end: int = 0,
         attempt: int = 0,
@@ -37,5 +39,6 @@ class BareGroup:
         *,
         counted: bool = True,
     ) -> None:
-        flags = 0 if counted else FLAG_UNCOUNTED
-        self.group.replay(action, flags, consumer, Range(start, end, attempt), due, time)
+        row = np.array((1, 1, action, attempt, not counted, holder, start, end, due), EVENT)
+        *_, event = unpack_event(row.tobytes())
+        self.group.replay(event, time)

@@ -205,7 +205,7 @@ def answer_acks_at_once(patch: Patch) -> None:
 
 def forget_events(patch: Patch) -> None:
     """Events in the action log after the checkpoint are not replayed."""
-    patch.setattr(recover.ActionReplay, "_event", lambda self, event, frame: None)
+    patch.setattr(recover.ActionReplay, "_event", lambda self, group, epoch, event, frame: None)
 
 
 def seal_after_the_checkpoint(patch: Patch) -> None:

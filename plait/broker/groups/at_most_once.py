@@ -14,7 +14,8 @@ from plait.broker.groups.group import FAILURE, AttachedConsumer, EpochRanges, Jo
 from plait.broker.groups.shared_group import SharedGroup
 from plait.broker.partitions.partition import Partition
 from plait.limits import HANDED_RANGES_MAX, ServerLimits
-from plait.storage.logs.action_log import FLAG_UNCOUNTED, Action, GroupDefinition
+from plait.storage.logs.action_events import Acked, Event, Nacked
+from plait.storage.logs.action_log import GroupDefinition
 from plait.storage.ranges import Range, Ranges
 
 
@@ -31,7 +32,7 @@ class AtMostOnceGroup(SharedGroup):
         self.delivered: dict[int, Ranges] = {}
 
     def record(self, consumer: AttachedConsumer, start: int, end: int, attempt: int) -> None:
-        self.journal.event(Action.ACK, self, consumer.id, start, end, attempt)
+        self.journal.event(self, Acked(attempt, consumer.id, start, end))
         self._acked(consumer.id, start, end)
         delivered = self.delivered.get(consumer.id)
         if delivered is None:
@@ -60,7 +61,7 @@ class AtMostOnceGroup(SharedGroup):
         count = 0
         for first, last, epoch in ranges:
             for start, end, attempt in delivered.overlap(*self.partition.clip_to_epoch(first, last, epoch)):
-                self.journal.event(Action.NACK, self, consumer.id, start, end, attempt, 0, FLAG_UNCOUNTED)
+                self.journal.event(self, Nacked(attempt, True, consumer.id, start, end, due=0))
                 delivered.remove(start, end)
                 self._untaken(start, end, attempt - 1)
                 count += end - start
@@ -90,8 +91,8 @@ class AtMostOnceGroup(SharedGroup):
         """Returned rows were never started, so retention copies none of them to the retained log."""
         return []
 
-    def replay(self, action: int, flags: int, consumer: int, piece: Range, due: int, time: int) -> None:
-        if action == Action.NACK:
-            self._untaken(piece.start, piece.end, piece.attempt - 1)
+    def replay(self, event: Event, time: int) -> None:
+        if isinstance(event, Nacked):
+            self._untaken(event.start, event.end, event.attempt - 1)
         else:
-            super().replay(action, flags, consumer, piece, due, time)
+            super().replay(event, time)

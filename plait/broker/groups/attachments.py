@@ -19,7 +19,8 @@ from plait.broker.session_token import proof_of, proves
 from plait.errors import GroupBusy, GroupNotFound, LimitExceeded, StaleSession
 from plait.model import names
 from plait.model.retry_policy import Retry
-from plait.storage.logs.action_log import Action, ConsumerDefinition, GroupDefinition
+from plait.storage.logs.action_events import ForgotConsumer, ForgotGroup
+from plait.storage.logs.action_log import ConsumerDefinition, GroupDefinition
 
 log = logging.getLogger("plait.broker")
 
@@ -176,7 +177,7 @@ class Attachments:
     def _forget(self, consumer: AttachedConsumer) -> None:
         """Remove a consumer that holds nothing, because each segment header of the action log lists all consumers."""
         consumer.group.remove(consumer)
-        self._broker.turn.event(Action.FORGET_CONSUMER, consumer.group, consumer.id, 0, 0, 0)
+        self._broker.turn.event(consumer.group, ForgotConsumer(consumer.id))
 
     def disconnected(self, consumer: AttachedConsumer, session: int) -> None:
         """Record that the connection closed; the consumer has ``consumer_lost_seconds`` to attach again."""
@@ -326,5 +327,5 @@ class Attachments:
             self._broker.sessions.pop(consumer.session, None)
             self._online.discard(consumer)
             self._leased.discard(consumer)
-        self._broker.turn.event(Action.FORGET_GROUP, group, 0, 0, 0, 0)
+        self._broker.turn.event(group, ForgotGroup())
         self._broker.catalog.remove_group(group)

@@ -21,7 +21,7 @@ from plait.broker.turn import Turn
 from plait.errors import FrameError
 from plait.frame.view import FrameView
 from plait.model.reason import Reason
-from plait.storage.logs.action_log import Action
+from plait.storage.logs.action_events import Buried, Purged
 from plait.storage.logs.retained_log import HISTORY_MAX, DeathRecord, Note, frame_at, note_of, retained_frames, rows_of
 from plait.storage.ranges import Range, joined
 
@@ -94,7 +94,7 @@ class DeadLetters:
                     if stored is not RetainOutcome.YES:
                         rest.append(Range(start, end, attempt))
                         continue
-                    self._turn.event(Action.BURY, group, consumer, start, end, attempt)
+                    self._turn.event(group, Buried(attempt, holder=consumer, start=start, end=end))
                     group.buried(consumer, start, end, attempt, now)
                     group.died_count += end - start
         return rest
@@ -237,7 +237,7 @@ class DeadLetters:
         count = 0
         for found in letters:
             for start, end in joined(found.sequences):
-                self._turn.event(Action.PURGE, group, 0, start, end, 0)
+                self._turn.event(group, Purged(start, end))
                 count += group.failures.purge(start, end)
         group.retained.settled()
         if len(group.retained) >= self._turn.limits.retained_messages:

@@ -20,7 +20,8 @@ from plait.model.reason import Reason
 from plait.model.retry_policy import Retry, due_time
 from plait.storage.cursor import CursorState
 from plait.storage.failures import Failures
-from plait.storage.logs.action_log import Action, GroupDefinition
+from plait.storage.logs.action_events import Event
+from plait.storage.logs.action_log import GroupDefinition
 from plait.storage.logs.log import Log
 from plait.storage.logs.retained_log import RetainedRows
 from plait.storage.ranges import Range
@@ -106,17 +107,7 @@ class Journal(Protocol):
     @property
     def retained_log(self) -> Log: ...
 
-    def event(
-        self,
-        action: Action,
-        group: Group,
-        consumer: int,
-        start: int,
-        end: int,
-        attempt: int,
-        due: int = 0,
-        flags: int = 0,
-    ) -> None: ...
+    def event(self, group: Group, event: Event) -> None: ...
 
     @property
     def bury(self) -> Bury: ...
@@ -386,6 +377,6 @@ class Group:
         """Return rows and release locks of unknown consumers, after replay."""
         raise NotImplementedError
 
-    def replay(self, action: int, flags: int, consumer: int, piece: Range, due: int, time: int) -> None:
-        """Apply an event of the action log."""
+    def replay(self, event: Event, time: int) -> None:
+        """Apply an event of the action log, which was recorded at ``time``."""
         raise NotImplementedError

@@ -19,11 +19,21 @@ from plait.broker.partitions.suspended import Waiter
 from plait.limits import ServerLimits
 from plait.model.reason import Reason
 from plait.storage.cursor import ALL, Cursor, CursorState
-from plait.storage.logs.action_log import FLAG_UNCOUNTED, Action, GroupDefinition
+from plait.storage.logs.action_events import (
+    Acked,
+    Buried,
+    Event,
+    Nacked,
+    Pulled,
+    Purged,
+    Revived,
+    RowEvent,
+    Skipped,
+    WasReset,
+    WentOffline,
+)
+from plait.storage.logs.action_log import GroupDefinition
 from plait.storage.ranges import Range
-
-#: Looked up once: Python 3.11 calls a function for each access to an enum member.
-_PULL, _ACK = Action.PULL, Action.ACK
 
 
 class SharedGroup(Group):
@@ -65,13 +75,13 @@ class SharedGroup(Group):
     def record(self, consumer: AttachedConsumer, start: int, end: int, attempt: int) -> None:
         """Record that the consumer holds the rows."""
         if not self.definition.broadcast:
-            self.journal.event(_PULL, self, consumer.id, start, end, attempt)
+            self.journal.event(self, Pulled(attempt, consumer.id, start, end))
         if self.failures.dead.length:
             self._deliver_dead(start, end)
         self.cursor.pulled(consumer.id, start, end, attempt)
 
     def skip(self, start: int, end: int) -> None:
-        self.journal.event(Action.SKIP, self, 0, start, end, 0)
+        self.journal.event(self, Skipped(estimated=False, cursor=0, start=start, end=end, lost=0))
         self._skipped(start, end)
 
     def serve(self, send: Callable[[Waiter, Delivery], None]) -> None:
@@ -89,7 +99,7 @@ class SharedGroup(Group):
             pulled_until = cursor.next if scattered or epoch == journal.epoch else self.partition.visible
             start, end = self.partition.clip_to_epoch(first, min(last, pulled_until), epoch)
             if start < end:
-                journal.event(_ACK, self, consumer.id, start, end, 0)
+                journal.event(self, Acked(0, consumer.id, start, end))
                 if self.retained.offsets:
                     self.retained.settled()
                 count += self._acked(consumer.id, start, end)
@@ -121,10 +131,10 @@ class SharedGroup(Group):
 
     def _wait(self, consumer: AttachedConsumer, piece: Range, now: int, failure: NackOutcome) -> None:
         due = self.retry_time(piece, failure, now)
+        start, end, attempt = piece
         if self.logs_pulls:
-            flags = 0 if failure.counted else FLAG_UNCOUNTED
-            self.journal.event(Action.NACK, self, consumer.id, *piece, due, flags)
-        self._nacked(consumer.id, piece.start, piece.end, due, now, counted=failure.counted)
+            self.journal.event(self, Nacked(attempt, not failure.counted, consumer.id, start, end, due))
+        self._nacked(consumer.id, start, end, due, now, counted=failure.counted)
 
     def lost(self, consumer: AttachedConsumer, now: int) -> int:
         held = self.cursor.held.get(consumer.id, ())
@@ -139,7 +149,7 @@ class SharedGroup(Group):
     def offline(self, consumer: AttachedConsumer, now: int) -> int:
         consumer.online = False
         if consumer.id in self.cursor.held and self.logs_pulls:
-            self.journal.event(Action.OFFLINE, self, consumer.id, 0, 0, 0)
+            self.journal.event(self, WentOffline(consumer.id))
         return self._release(consumer.id, now)
 
     def reclaim(self, consumer: AttachedConsumer, holds: EpochRanges, now: int) -> None:
@@ -160,12 +170,12 @@ class SharedGroup(Group):
             self.record(consumer, start, end, 1)
 
     def reset(self, sequence: int) -> None:
-        self.journal.event(Action.RESET, self, 0, sequence, sequence, 0)
+        self.journal.event(self, WasReset(0, sequence))
         self.begin(sequence)
         self.retained.settled()
 
     def revived(self, start: int, end: int) -> int:
-        self.journal.event(Action.REVIVE, self, 0, start, end, 0)
+        self.journal.event(self, Revived(0, start, end))
         return self._revive(start, end)
 
     def expire(self, lost: list[Range], start: int) -> None:
@@ -252,26 +262,29 @@ class SharedGroup(Group):
         for consumer in self.cursor.held.keys() - {consumer.id for consumer in self.consumers.values()}:
             self._release(consumer, now)
 
-    def replay(self, action: int, flags: int, consumer: int, piece: Range, due: int, time: int) -> None:
-        start, end, attempt = piece
-        if action == Action.OFFLINE:
-            self._release(consumer, time)
-        elif action == Action.RESET:
-            self.begin(start)
-        elif start >= end:
-            return
-        elif action == Action.PULL:
-            self._deliver_dead(start, end)
-            self.cursor.pulled(consumer, start, end, attempt)
-        elif action == Action.ACK:
-            self._acked(consumer, start, end)
-        elif action == Action.NACK:
-            self._nacked(consumer, start, end, due, time, counted=not flags & FLAG_UNCOUNTED)
-        elif action == Action.SKIP:
-            self._skipped(start, end)
-        elif action == Action.BURY:
-            self.buried(consumer, start, end, attempt, time)
-        elif action == Action.REVIVE:
-            self._revive(start, end)
-        elif action == Action.PURGE:
-            self.failures.purge(start, end)
+    def replay(self, event: Event, time: int) -> None:
+        if isinstance(event, WentOffline):
+            self._release(event.consumer, time)
+        elif isinstance(event, WasReset):
+            self.begin(event.sequence)
+        elif isinstance(event, RowEvent) and event.start < event.end:
+            self._replay_rows(event, time)
+
+    def _replay_rows(self, event: RowEvent, time: int) -> None:
+        start, end = event.start, event.end
+        match event:
+            case Pulled():
+                self._deliver_dead(start, end)
+                self.cursor.pulled(event.consumer, start, end, event.attempt)
+            case Acked():
+                self._acked(event.holder, start, end)
+            case Nacked():
+                self._nacked(event.holder, start, end, event.due, time, counted=not event.uncounted)
+            case Skipped():
+                self._skipped(start, end)
+            case Buried():
+                self.buried(event.holder, start, end, event.attempt, time)
+            case Revived():
+                self._revive(start, end)
+            case Purged():
+                self.failures.purge(start, end)

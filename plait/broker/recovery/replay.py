@@ -7,7 +7,7 @@ that its shard does not include.
 from __future__ import annotations
 
 import logging
-from typing import Any, Final
+from typing import Final
 
 from plait.broker.appender import replay_producers
 from plait.broker.catalog import Catalog
@@ -24,21 +24,27 @@ from plait.frame.columns import Column
 from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 from plait.storage.catalog import CATALOG, FORWARD, SCHEDULE, STAGE, PartitionRow, read_rows
+from plait.storage.logs.action_events import (
+    Cancelled,
+    Event,
+    ForgotConsumer,
+    ForgotGroup,
+    RowEvent,
+    WasReset,
+    WentOffline,
+    unpack_event,
+)
 from plait.storage.logs.action_log import (
     DEFINITIONS,
     EVENTS,
-    FLAG_DUE,
-    NOT_OF_ROWS,
-    Action,
     ConsumerDefinition,
     GroupDefinition,
+    event_rows,
     read_definitions,
-    read_events,
 )
 from plait.storage.logs.recovery import Damage
 from plait.storage.logs.retained_log import note_of
 from plait.storage.producers import ProducerTable
-from plait.storage.ranges import Range
 
 log = logging.getLogger("plait.broker")
 
@@ -169,11 +175,11 @@ class ActionReplay:
             for definition in read_definitions(frame):
                 self._definition(definition, frame)
         elif frame.partition == EVENTS:
-            for event in read_events(frame).tolist():
+            for row in event_rows(frame):
                 try:
-                    self._event(event, frame)
+                    self._event(*unpack_event(row), frame)
                 except Exception as error:
-                    reason = f"event {event} cannot be applied: {error!r}"
+                    reason = f"event {row.hex()} cannot be applied: {error!r}"
                     log.exception("%s", reason)
                     self.unusable.append(Damage("action", offset, frame.size, "damaged", reason))
 
@@ -220,14 +226,12 @@ class ActionReplay:
             if _defined(owner, consumer):
                 turn.touch(owner.partition)
 
-    def _event(self, event: tuple[Any, ...], frame: FrameView) -> None:
-        action, flags, attempt, group_id, consumer, epoch, start, end, time = event
-        time, due = (0, time) if flags & FLAG_DUE else (time, 0)
+    def _event(self, group_id: int, epoch: int, event: Event, frame: FrameView) -> None:
         written = frame.store_time
-        if action == Action.CANCEL:
+        if isinstance(event, Cancelled):
             if frame.base >= self._schedule_index:
                 self.events += 1
-                self._bucketed.replay_cancel(consumer, start, end, due, epoch)
+                self._bucketed.replay_cancel(event.partition, event.start, event.end, event.due, epoch)
             return
         group = self._catalog.groups.get(group_id)
         # A checkpoint on a full disk includes the effect of events that were written later.
@@ -235,22 +239,24 @@ class ActionReplay:
             return
         self.events += 1
         self._turn.touch(group.partition)
-        if action in NOT_OF_ROWS:
-            group.replay(action, flags, consumer, Range(start, end, attempt), due, written)
-        elif action == Action.FORGET_GROUP:
+        if isinstance(event, ForgotGroup):
             self._catalog.remove_group(group)
-        elif action == Action.FORGET_CONSUMER:
-            group.forget(consumer, written)
+            return
+        if isinstance(event, ForgotConsumer):
+            group.forget(event.consumer, written)
             for member in list(group.consumers.values()):
-                if member.id == consumer:
+                if member.id == event.consumer:
                     group.remove(member)
-        else:
-            group.used = max(group.used, time)
-            # Rows may have been lost to damage, and later rows have their sequences: the event is not about the later
-            # rows.
-            limit = group.partition.stored_until(epoch)
-            piece = Range(min(start, limit), min(end, limit), attempt)
-            group.replay(action, flags, consumer, piece, due, written)
+            return
+        if isinstance(event, (RowEvent, WasReset, WentOffline)):
+            group.used = max(group.used, written)
+        # Rows may have been lost to damage, and later rows have their sequences: the event is not about the later rows.
+        limit = group.partition.stored_until(epoch)
+        if isinstance(event, RowEvent):
+            event.start, event.end = min(event.start, limit), min(event.end, limit)
+        elif isinstance(event, WasReset):
+            event.sequence = min(event.sequence, limit)
+        group.replay(event, written)
 
 
 def _defined(group: Group, consumer: AttachedConsumer) -> bool:

@@ -12,7 +12,6 @@ from plait.broker.turn import write_messages
 from plait.errors import LimitExceeded
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
-from plait.storage.logs.action_log import Action
 from plait.storage.schedule.bucket import NEVER, keys_at
 
 
@@ -23,7 +22,7 @@ def cancel(broker: Broker, subject: str, number: int, due: int) -> bool:
     if found is None:
         return False
     schedule, place = found
-    broker.turn.record(Action.CANCEL, schedule.partition, number, number + 1, due)
+    broker.turn.cancel(schedule.partition, number, due)
     _settle(broker, schedule, number, due, place)
     return True
 

@@ -19,13 +19,10 @@ import pyarrow.compute as pc
 from plait.errors import FrameError
 from plait.frame.view import FrameView
 from plait.storage.catalog import PartitionRow
+from plait.storage.logs.action_events import EVENT, Action, actions_with
 from plait.storage.logs.action_log import (
     DEFINITIONS,
-    EVENT,
     EVENTS,
-    FLAG_DUE,
-    NOT_OF_ROWS,
-    Action,
     ConsumerDefinition,
     Definition,
     GroupDefinition,
@@ -55,13 +52,13 @@ ACTION_SCHEMA: Final = pa.schema(
         pa.field("number", pa.int64(), nullable=False),
         pa.field("attempt", pa.int32(), nullable=False),
         pa.field("epoch", pa.int64(), nullable=False),
-        # Sequences [start, end). For the actions in ``NOT_OF_ROWS``, docs/formats.md says what they hold.
+        # Sequences [start, end). docs/formats.md says what they are for an action that is not about rows.
         pa.field("start", pa.int64(), nullable=False),
         pa.field("end", pa.int64(), nullable=False),
         pa.field("flags", pa.int32(), nullable=False),
         # When the rows are redelivered, or would have been due.
         pa.field("due", _TIME),
-        # The same field of the event where it is not a time: the epoch of a lock, a cursor's number, the hash of a key.
+        # The same field where it is not a time: lost rows, the epoch of a lock, a cursor, the hash of a key.
         pa.field("value", pa.int64()),
         # The offset of the frame in the action log, and the row's index in the frame.
         pa.field("log_offset", pa.int64(), nullable=False),
@@ -73,9 +70,10 @@ ACTION_SCHEMA: Final = pa.schema(
 
 #: Action number → name. An action of a later version is named after its number.
 _KNOWN: Final = {int(action): action.name.lower() for action in Action}
-_NOT_OF_ROWS: Final = np.isin(np.arange(256), list(NOT_OF_ROWS))
+_HAS_DUE: Final = np.isin(np.arange(256), actions_with("due"))
+_HAS_VALUE: Final = np.isin(np.arange(256), actions_with("lost", "lock_epoch", "to", "key_hash"))
 #: In an ordered group these actions name a consumer; all others name a cursor.
-_OF_CONSUMERS: Final = np.isin(np.arange(256), [Action.LOCK, Action.OFFLINE, Action.FORGET_CONSUMER])
+_OF_CONSUMERS: Final = np.isin(np.arange(256), actions_with("consumer"))
 
 
 @cache
@@ -175,24 +173,23 @@ def _batch(frames: list[tuple[int, FrameView, npt.NDArray[Any]]], names: Names) 
     starts = np.cumsum(counts) - counts
     written = np.repeat([frame.store_time for _, frame, _ in frames], counts)
     action = events["action"]
-    is_due = (events["flags"] & FLAG_DUE) != 0
-    is_value = is_due & (_NOT_OF_ROWS[action] | (action == Action.SKIP))
+    value = events["value"]
     subject, partition, group, consumer = _names_of(events, names)
     columns = {
-        "time": pa.array(np.where(is_due, written, events["time"]), pa.int64()).cast(_TIME),
+        "time": pa.array(written, pa.int64()).cast(_TIME),
         "action": _names().take(pa.array(action)),
         "subject": subject,
         "partition": partition,
         "consumer_group": group,
         "consumer": consumer,
-        "number": pa.array(events["consumer"].astype(np.int64)),
+        "number": pa.array(events["holder"].astype(np.int64)),
         "attempt": pa.array(events["attempt"].astype(np.int32)),
         "epoch": pa.array(events["epoch"].astype(np.int64)),
         "start": pa.array(events["start"].astype(np.int64)),
         "end": pa.array(events["end"].astype(np.int64)),
-        "flags": pa.array(events["flags"].astype(np.int32)),
-        "due": pa.array(events["time"], pa.int64(), mask=~(is_due & ~is_value)).cast(_TIME),
-        "value": pa.array(events["time"], pa.int64(), mask=~is_value),
+        "flags": pa.array(events["flag"].astype(np.int32)),
+        "due": pa.array(value, pa.int64(), mask=~_HAS_DUE[action] | (value == 0)).cast(_TIME),
+        "value": pa.array(value, pa.int64(), mask=~_HAS_VALUE[action]),
         "log_offset": pa.array(np.repeat([offset for offset, _, _ in frames], counts), pa.int64()),
         "log_row": pa.array((np.arange(len(events)) - np.repeat(starts, counts)).astype(np.int32)),
         "detail": pa.nulls(len(events), _TEXT),
@@ -208,7 +205,7 @@ def _names_of(events: npt.NDArray[Any], names: Names) -> tuple[pa.Array, pa.Arra
     columns = [pa.array([facts[index] for facts in found], _TEXT) for index in range(3)]
     rows = pa.array(by_group)
     subject, partition, group = (column.take(rows) for column in columns)
-    consumer_ids, by_consumer = np.unique(events["consumer"], return_inverse=True)
+    consumer_ids, by_consumer = np.unique(events["holder"], return_inverse=True)
     clients = [names.consumers.get(int(number)) for number in consumer_ids]
     known = pa.array([None if client is None else client.client for client in clients], _TEXT)
     is_cursor = is_ordered & ~_OF_CONSUMERS[events["action"]]

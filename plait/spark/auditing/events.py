@@ -8,17 +8,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from plait.storage.logs.action_log import EVENT, FLAG_DUE, NOT_OF_ROWS, Action
+from plait.storage.logs.action_events import EVENT, OF_ROWS
 
-#: ``time`` is when the event happened; ``value`` is its time field as stored, which some actions use for another value.
+#: The fields of ``EVENT``. ``time`` is when the event happened.
 #: ``offset`` is the offset of its frame: events of one frame happened together. ``place`` ascends from event to event.
 AUDITED: Final = np.dtype(
     [
         ("action", "u1"),
-        ("flags", "u1"),
+        ("flag", "?"),
         ("attempt", "<u2"),
         ("group", "<u4"),
-        ("consumer", "<u4"),
+        ("holder", "<u4"),
         ("epoch", "<u4"),
         ("start", "<i8"),
         ("end", "<i8"),
@@ -30,17 +30,7 @@ AUDITED: Final = np.dtype(
 )
 Events = npt.NDArray[Any]
 
-#: Actions on rows [start, end).
-OF_ROWS: Final = np.isin(
-    np.arange(256),
-    [
-        action
-        for action in Action
-        if action not in NOT_OF_ROWS
-        and action not in (Action.OFFLINE, Action.RESET, Action.FORGET_CONSUMER, Action.FORGET_GROUP, Action.CANCEL)
-    ],
-)
-_SAME: Final = ("action", "flags", "attempt", "group", "consumer", "epoch", "start", "end")
+_IS_OF_ROWS: Final = np.isin(np.arange(256), list(OF_ROWS))
 NONE: Final[Events] = np.empty(0, AUDITED)
 
 
@@ -53,11 +43,9 @@ def audited(frames: Iterable[tuple[int, int, npt.NDArray[Any]]]) -> Events:
     raw = np.frombuffer(b"".join([events.tobytes() for _, _, events in members]), EVENT)
     counts = np.array([len(events) for _, _, events in members])
     found = np.empty(len(raw), AUDITED)
-    for name in _SAME:
+    for name in EVENT.names or ():
         found[name] = raw[name]
-    found["value"] = raw["time"]
-    written = np.repeat(np.array([time for _, time, _ in members], np.int64), counts)
-    found["time"] = np.where(raw["flags"] & FLAG_DUE, written, raw["time"])
+    found["time"] = np.repeat(np.array([time for _, time, _ in members], np.int64), counts)
     found["offset"] = np.repeat(np.array([offset for offset, _, _ in members], np.int64), counts)
     # A frame has more bytes than events, so that no two events have the same place.
     found["place"] = found["offset"] + np.arange(len(raw)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -66,7 +54,7 @@ def audited(frames: Iterable[tuple[int, int, npt.NDArray[Any]]]) -> Events:
 
 def of_rows(events: Events) -> Events:
     """The events about rows."""
-    chosen: Events = events[OF_ROWS[events["action"]] & (events["start"] < events["end"])]
+    chosen: Events = events[_IS_OF_ROWS[events["action"]] & (events["start"] < events["end"])]
     return chosen
 
 

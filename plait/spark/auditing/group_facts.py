@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 
 from plait.spark.auditing.events import Events, merged
-from plait.storage.logs.action_log import Action, ConsumerDefinition, Definition, GroupDefinition
+from plait.storage.logs.action_events import Action
+from plait.storage.logs.action_log import ConsumerDefinition, Definition, GroupDefinition
 
 #: Actions that change which cursor of an ordered group a row belongs to.
 _CHANGES_CURSORS: Final = np.isin(np.arange(256), [Action.MOVE, Action.HOLD, Action.JOIN, Action.RESET])
@@ -125,9 +126,9 @@ class GroupTable:
             client = group.clients.get(event[4], -event[4])
             group.gone.setdefault(client, []).append(event[11])
         if group.ordered:
-            fields = ["place", "action", "consumer", "start", "end", "value", "epoch"]
+            fields = ["place", "action", "holder", "start", "end", "value", "epoch"]
             group.changes += events[_CHANGES_CURSORS[action]][fields].tolist()
-            group.locks += events[action == Action.LOCK][["place", "consumer", "start", "end"]].tolist()
+            group.locks += events[action == Action.LOCK][["place", "holder", "start", "end"]].tolist()
         group.forgotten |= bool((action == Action.FORGET_GROUP).any())
         made = events[_NAMES_ROWS[action]]
         if len(made):

@@ -17,7 +17,7 @@ from plait.model.logical_partitions import Hashes, Lps
 from plait.spark.auditing.block_rows import BlockRows, Numbers
 from plait.spark.auditing.events import Events
 from plait.spark.auditing.group_facts import Change, GroupFacts
-from plait.storage.logs.action_log import Action
+from plait.storage.logs.action_events import Action
 
 #: The most pairs of a row and an event in one batch. Bounds the memory for ranges of any length.
 PAIRS_MAX: Final = 1 << 21
@@ -56,7 +56,7 @@ def touches(rows: BlockRows, events: Events, group: GroupFacts) -> Touches:
             # An event of an older epoch is about a row with the same sequence that was lost in a power failure.
             mine = rows.epochs[which] <= events["epoch"][of]
             if group.ordered and group.whole:
-                mine &= layout.cursors(which) == events["consumer"][of]
+                mine &= layout.cursors(which) == events["holder"][of]
             found.append((which[mine], of[mine]))
     for change in group.changes[applied:] if group.ordered and group.whole else ():
         layout.apply(change)

@@ -17,7 +17,7 @@ from plait.spark.auditing.block_rows import BlockRows, Flags, Numbers
 from plait.spark.auditing.events import Events
 from plait.spark.auditing.group_facts import GroupFacts
 from plait.spark.auditing.touches import Touches, tenures
-from plait.storage.logs.action_log import FLAG_UNCOUNTED, Action
+from plait.storage.logs.action_events import Action
 
 #: The place of an event that has not happened. It is after every place of a log.
 NEVER: Final = 1 << 62
@@ -74,12 +74,12 @@ class _TouchColumns:
         #: No power failure lost events since the row was stored.
         self.unbroken: Flags = touching["epoch"] == rows.epochs[found.rows]
         self.place: Numbers = touching["place"]
-        self.counted: Flags = (touching["flags"] & FLAG_UNCOUNTED) == 0
+        self.counted: Flags = ~touching["flag"]
         resets = np.array(group.resets, np.int64)
         self.era: Numbers = np.searchsorted(resets, self.place)
         self.current: Flags = self.era == len(resets)
-        consumers = touching["consumer"]
-        self.client = _clients(consumers, group) if group.logs_pulls else consumers.astype(np.int64)
+        holders = touching["holder"]
+        self.client = _clients(holders, group) if group.logs_pulls else holders.astype(np.int64)
         self._count = len(rows)
 
     def any(self, mask: Flags) -> Flags:

@@ -21,7 +21,8 @@ from plait.spark.auditing.events import AUDITED, NONE, Events, of_rows, spans_of
 from plait.spark.auditing.group_facts import GroupFacts, GroupTable
 from plait.spark.auditing.verdicts import NEVER
 from plait.spark.inputs.parquet_files import read_columns
-from plait.storage.logs.action_log import Action, ConsumerDefinition, GroupDefinition
+from plait.storage.logs.action_events import Action
+from plait.storage.logs.action_log import ConsumerDefinition, GroupDefinition
 
 _EVENT_COLUMNS: Final = ["attempt", "epoch", "start", "end", "flags", "number", "log_offset", "log_row"]
 _NUMBERS: Final = {action.name.lower(): int(action) for action in Action}
@@ -57,9 +58,10 @@ def events_of(table: pa.Table) -> Events:
     numbers = np.array([_NUMBERS.get(name, 0) for name in names.dictionary.to_pylist()], np.uint8)
     if len(table):
         events["action"] = numbers[names.indices.to_numpy()]
-    for name in ("attempt", "epoch", "start", "end", "flags"):
+    for name in ("attempt", "epoch", "start", "end"):
         events[name] = table.column(name).to_numpy()
-    events["consumer"] = table.column("number").to_numpy()
+    events["flag"] = table.column("flags").to_numpy() != 0
+    events["holder"] = table.column("number").to_numpy()
     events["time"] = table.column("time").cast(pa.int64()).to_numpy()
     events["value"] = table.column("value").fill_null(0).to_numpy()
     events["offset"] = table.column("log_offset").to_numpy()

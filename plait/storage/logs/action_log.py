@@ -3,92 +3,30 @@
 A first-hand log, in the same frames as messages. One frame has the events of one loop turn. The frame depends on the
 message log up to the offset in the ``durable`` field of its stamp (R3), and on the retained log up to the offset in its
 ``producer`` field. Replay stops at the first frame that depends on more than was recovered. The ``partition`` field is
-the kind of the frame: events are fixed 40-byte records, definitions are msgpack.
+the kind of the frame: events are 40-byte records (``action_events``), definitions are msgpack.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
-from struct import Struct
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import astuple
 
 from plait.frame.builder import FrameParts, build_bodies
 from plait.frame.columns import Column
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.model.retry_policy import Retry
+from plait.storage.logs.action_events import EVENT, EVENT_SIZE, Event
 from plait.storage.logs.header_rows import HeaderRows, header_rows
 
 DIRECTORY = "action"
 #: Frame kinds, in the stamp's partition field.
 EVENTS = 1
 DEFINITIONS = 2
-
-
-class Action(IntEnum):
-    """The kind of an event."""
-
-    PULL = 1
-    ACK = 2
-    NACK = 3
-    OFFLINE = 4
-    RESET = 5
-    #: Rows were lost to retention or damage before the group was done with them. For an ordered group the time field is
-    #: the number of rows (``FLAG_DUE``).
-    SKIP = 6
-    FORGET_CONSUMER = 7
-    FORGET_GROUP = 8
-    #: Delivered rows are out of attempts and become dead letters.
-    BURY = 9
-    #: Dead letters are resent, or purged.
-    REVIVE = 10
-    PURGE = 11
-    #: For group 0: delayed rows of the schedule partition ``consumer`` are cancelled.
-    CANCEL = 12
-    #: For an ordered group: the consumer (0: none) owns the logical partitions [start, end), under a lock epoch.
-    LOCK = 13
-    #: Logical partitions move to another cursor, which is new or has the same position.
-    MOVE = 14
-    #: A key gets its own cursor, or loses it.
-    HOLD = 15
-    JOIN = 16
-    #: A key is parked, or resumes.
-    PARK = 17
-    RESUME = 18
-    #: Rows below the cursor's next sequence that are not done.
-    RETURN = 19
-
-
-#: Actions whose ``start`` and ``end`` are not a range of sequences.
-NOT_OF_ROWS = frozenset((Action.LOCK, Action.MOVE, Action.HOLD, Action.JOIN, Action.PARK, Action.RESUME))
-
-#: The time field is the due time of the rows, not the time of the event.
-FLAG_DUE = 1
-#: The consumer returned the rows before it handled them: the delivery does not count as an attempt.
-FLAG_UNCOUNTED = 2
-#: The number of lost rows, which is in the time field, is an estimate.
-FLAG_ESTIMATED = 4
-
-EVENT = np.dtype(
-    [
-        ("action", "u1"),
-        ("flags", "u1"),
-        ("attempt", "<u2"),
-        ("group", "<u4"),
-        ("consumer", "<u4"),
-        ("epoch", "<u4"),
-        ("start", "<u8"),
-        ("end", "<u8"),
-        ("time", "<i8"),
-    ]
-)
-EVENT_SIZE = EVENT.itemsize
-_EVENT = Struct("<BBHIIIQQq")
-assert EVENT_SIZE == _EVENT.size == 40
 #: The most rows of one frame: keeps it far below the size limit of a frame, whatever the number of events in a turn.
 EVENTS_MAX = 100_000
 DEFINITIONS_MAX = 5_000
@@ -150,19 +88,8 @@ class ActionBuffer:
             size += frame.size
         return size
 
-    def event(
-        self,
-        action: Action,
-        group: int,
-        consumer: int,
-        start: int,
-        end: int,
-        attempt: int,
-        epoch: int,
-        time: int,
-        flags: int = 0,
-    ) -> None:
-        self._events.append(_EVENT.pack(action, flags, min(attempt, 0xFFFF), group, consumer, epoch, start, end, time))
+    def event(self, event: Event, group: int, epoch: int) -> None:
+        self._events.append(event.layout.pack(group, epoch, event.action, *astuple(event)))
         self.count += 1
 
     def define(self, definition: Definition) -> None:
@@ -211,6 +138,12 @@ def read_events(frame: FrameView) -> npt.NDArray[Any]:
     """The events of a frame as one array."""
     _, data = frame.variable(Column.BODY)
     return np.frombuffer(data, EVENT)
+
+
+def event_rows(frame: FrameView) -> list[bytes]:
+    """The events of a frame, each for ``unpack_event``."""
+    rows: list[bytes] = frame.binary(Column.BODY).to_pylist()
+    return rows
 
 
 def read_definitions(frame: FrameView) -> list[Definition]:

@@ -14,7 +14,8 @@ from plait.frame.builder import build_frame
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.storage.disk import RealDisk
-from plait.storage.logs.action_log import EVENTS, Action, read_events
+from plait.storage.logs.action_events import Action
+from plait.storage.logs.action_log import EVENTS, read_events
 from plait.storage.logs.log import Log
 from plait.storage.logs.recovery import LogScan
 from plait.storage.reading.log_reader import LogReader

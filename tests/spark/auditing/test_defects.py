@@ -9,7 +9,7 @@ import pytest
 
 from plait.errors import DamageError
 from plait.spark.auditing.report import AuditReport
-from plait.storage.logs.action_log import Action
+from plait.storage.logs.action_events import Action
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import archive_here
 from tests.spark.auditing.conftest import Audit, one_group
@@ -102,7 +102,7 @@ def test_a_double_ack(kind: str, tmp_path: Path, audited: Audit, request: pytest
     def change(events: Events) -> Events:
         again = events[is_ack(events, 7)]
         if kind == "good":
-            again["consumer"] += 100
+            again["holder"] += 100
         return np.concatenate([events, again])
 
     with_actions(data, tmp_path / "bad", change)
@@ -125,7 +125,7 @@ def test_an_ack_of_a_message_that_was_never_stored(good: Path, tmp_path: Path, a
 def test_a_message_that_two_consumers_hold(good: Path, tmp_path: Path, audited: Audit):
     def change(events: Events) -> Events:
         pulls = events[(events["action"] == Action.PULL) & (events["start"] == 5)]
-        pulls["consumer"] += 100
+        pulls["holder"] += 100
         return np.concatenate([events, pulls])
 
     with_actions(good, tmp_path / "bad", change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,8 @@ from plait.spark.auditing.group_facts import GroupFacts, GroupTable
 from plait.spark.auditing.key_order import out_of_order
 from plait.spark.auditing.touches import touches
 from plait.spark.auditing.verdicts import Fate, GroupVerdict, judge
-from plait.storage.logs.action_log import (
-    EVENT,
-    FLAG_UNCOUNTED,
-    Action,
-    ConsumerDefinition,
-    GroupDefinition,
-)
+from plait.storage.logs.action_events import EVENT, Action
+from plait.storage.logs.action_log import ConsumerDefinition, GroupDefinition
 from plait.storage.ranges import Ranges
 from tests.support.bare_group import BareGroup
 
@@ -50,16 +46,16 @@ class Script:
     def add(
         self,
         action: Action,
-        consumer: int = 0,
+        holder: int = 0,
         start: int = 0,
         end: int = 0,
         attempt: int = 0,
         epoch: int = 1,
-        flags: int = 0,
-        value: int | None = None,
+        value: int = 0,
+        *,
+        uncounted: bool = False,
     ) -> None:
-        time = 1000 + len(self.events) if value is None else value
-        self.events.append((action, flags, attempt, 7, consumer, epoch, start, end, time))
+        self.events.append((7, epoch, action, attempt, uncounted, holder, start, end, value))
 
     def array(self) -> Events:
         rows = [np.array([event], EVENT) for event in self.events]
@@ -133,7 +129,7 @@ class Driven:
             due = self._draw(st.sampled_from([0, 5_000]))
             consumer, start, end, attempt = piece
             uncounted = self._draw(st.booleans())
-            self.script.add(Action.NACK, consumer, start, end, attempt, flags=FLAG_UNCOUNTED * uncounted)
+            self.script.add(Action.NACK, consumer, start, end, attempt, uncounted=uncounted)
             self.group.event(Action.NACK, consumer, start, end, due=due, counted=not uncounted)
 
     def bury(self) -> None:
@@ -179,7 +175,8 @@ class Driven:
     def expected(self) -> list[Fate]:
         """The fate of each row by the group."""
         fates = []
-        start = max([e[6] for e in self.script.events if e[0] == Action.RESET][-1:], default=0)
+        events = self.script.array()
+        start = max(events["start"][events["action"] == Action.RESET].tolist()[-1:], default=0)
         for row in range(END):
 
             def there(ranges: Any, row: int = row) -> bool:
@@ -223,10 +220,11 @@ def test_removing_all_events_of_rows_before_the_scan_is_found(data: st.DataObjec
     for _ in range(8):
         driven.pull()
         driven.ack()
-    pulls = [event for event in driven.script.events if event[0] == Action.PULL and event[2] == 1]
-    victim = data.draw(st.sampled_from(pulls[:-2]))
-    gone = range(victim[6], victim[7])
-    driven.script.events = [e for e in driven.script.events if not (e[6] < gone.stop and e[7] > gone.start)]
+    events = driven.script.array()
+    pulls = events[(events["action"] == Action.PULL) & (events["attempt"] == 1)]
+    gone = range(*data.draw(st.sampled_from(pulls[:-2][["start", "end"]].tolist())))
+    kept = (events["start"] >= gone.stop) | (events["end"] <= gone.start)
+    driven.script.events = list(compress(driven.script.events, kept))
     assert broken(driven.script.judge()) == {"lost": list(gone)}
 
 
@@ -317,7 +315,7 @@ def test_at_most_once_is_broken_by_a_second_delivery():
 def test_rows_returned_at_most_once_may_be_delivered_again_and_are_not_done_until_then():
     script = Script(delivery="at_most_once")
     script.add(Action.ACK, 1, 0, 10, 1)
-    script.add(Action.NACK, 1, 5, 10, 1, flags=FLAG_UNCOUNTED)
+    script.add(Action.NACK, 1, 5, 10, 1, uncounted=True)
     verdict = script.judge()
     assert (verdict.fates[:5] == Fate.ACKED).all()
     assert (verdict.fates[5:10] == Fate.RETURNED).all()
@@ -402,8 +400,8 @@ def test_a_held_key_has_its_own_cursor_until_it_joins():
     script = Script(ordered=True)
     script.add(Action.HOLD, 1, key % 1024, 2, value=key - 2**64)
     script.add(Action.ACK, 1, 0, 3)
-    script.add(Action.JOIN, 1, 2, 3, value=0)
-    script.add(Action.RETURN, 1, 1, 2, value=0)
+    script.add(Action.JOIN, 1, 2, 3)
+    script.add(Action.RETURN, 1, 1, 2)
     script.add(Action.ACK, 1, 3, 6)
     verdict, _ = ordered(script, [1, key, 1, key, 1, key])
     assert verdict.fates.tolist() == [1, 5, 1, 1, 1, 1]
@@ -414,8 +412,8 @@ def test_unfinished_rows_of_a_joined_cursor_that_are_not_returned_are_lost():
     script.add(Action.MOVE, 1, 0, 2, value=2)
     script.add(Action.ACK, 1, 0, 4)
     script.add(Action.ACK, 2, 0, 2)
-    script.add(Action.JOIN, 1, 2, 4, value=0)
-    script.add(Action.RETURN, 1, 3, 4, value=0)
+    script.add(Action.JOIN, 1, 2, 4)
+    script.add(Action.RETURN, 1, 3, 4)
     assert broken(ordered(script, [1, 2, 1, 1, 2])[0]) == {"lost": [2]}
 
 

@@ -14,7 +14,7 @@ import plait
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, SubjectNotFound
 from plait.spark.auditing.report import AuditReport
-from plait.storage.logs.action_log import Action
+from plait.storage.logs.action_events import Action
 from plait.testing import EmbeddedBroker
 from plait.testing.embedded_broker import TEST_CONFIG
 from tests.spark.auditing.conftest import Audit, one_group

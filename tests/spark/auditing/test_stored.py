@@ -22,7 +22,7 @@ from plait.spark.inputs import log_audit as live
 from plait.spark.inputs.coverage import cover
 from plait.spark.runtime.job_runner import NoProgress
 from plait.storage.catalog import PartitionRow
-from plait.storage.logs.action_log import Action
+from plait.storage.logs.action_events import Action
 from plait.storage.reading.log_reader import open_log
 from plait.storage.reading.log_walk import LogWalk
 from plait.testing import EmbeddedBroker
@@ -173,10 +173,10 @@ async def test_order_is_judged_across_route_changes(tmp_path: Path, audit: Audit
         acks = events["action"] == Action.ACK
         mine = [acks & (events["group"] == group) & (events["start"] == at) for group, at in (one, other)]
         for chosen, (group, at) in zip(mine, (other, one), strict=True):
-            cursors = np.unique(events["consumer"][acks & (events["group"] == group)])
+            cursors = np.unique(events["holder"][acks & (events["group"] == group)])
             events["group"][chosen], events["start"][chosen], events["end"][chosen] = group, at, at + 1
             if chosen.any() and len(cursors):
-                events["consumer"][chosen] = cursors[0]
+                events["holder"][chosen] = cursors[0]
         return events
 
     with_actions(tmp_path / "good", tmp_path / "bad", change)

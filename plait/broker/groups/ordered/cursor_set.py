@@ -16,7 +16,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import LpSet, runs_of, single_lp
 from plait.storage.cursor import ALL, Cursor
 from plait.storage.due_ranges import DueRanges
-from plait.storage.logs.action_log import Action
+from plait.storage.logs.action_events import Event, Held, Joined, Moved, Returned
 
 
 class CursorSet:
@@ -85,8 +85,8 @@ class CursorSet:
 
     # --- splitting and joining ------------------------------------------------------------------
 
-    def _record(self, action: Action, cursor: int, start: int, end: int, value: int = 0, attempt: int = 0) -> None:
-        self._group.journal.event(action, self._group, cursor, start, end, attempt, value)
+    def _record(self, event: Event) -> None:
+        self._group.journal.event(self._group, event)
 
     def take_out(self, lps: LpSet) -> list[Cursor]:
         """Cursors of exactly these logical partitions, split off where needed, and the cursors of their keys."""
@@ -109,14 +109,14 @@ class CursorSet:
         part = cursor.split(self._number(), lps)
         self._add(part)
         for first, end in runs_of(lps):
-            self._record(Action.MOVE, cursor.id, first, end, part.id)
+            self._record(Moved(cursor.id, first, end, to=part.id))
         return part
 
     def hold(self, cursor: Cursor, lp: int, key: int) -> Cursor:
         """Split off a cursor for a key."""
         part = cursor.split(self._number(), single_lp(lp), key)
         self._add(part)
-        self._record(Action.HOLD, cursor.id, lp, part.id, _signed(key))
+        self._record(Held(cursor.id, lp, to=part.id, key_hash=key))
         return part
 
     def join(self, cursor: Cursor, others: list[Cursor]) -> None:
@@ -124,12 +124,12 @@ class CursorSet:
         self._join(cursor, others)
         # Deliveries and passed ranges without rows are not recorded, so the join records the full position.
         for other in others:
-            self._record(Action.JOIN, cursor.id, other.id, cursor.next)
+            self._record(Joined(cursor.id, other.id, cursor.next))
         for piece in [*cursor.returned, *cursor.all_held()]:
-            self._record(Action.RETURN, cursor.id, piece.start, piece.end, 0, piece.attempt)
+            self._record(Returned(piece.attempt, cursor.id, piece.start, piece.end, due=0))
         for due, pieces in cursor.waiting:
             for piece in pieces:
-                self._record(Action.RETURN, cursor.id, piece.start, piece.end, due, piece.attempt)
+                self._record(Returned(piece.attempt, cursor.id, piece.start, piece.end, due))
 
     def join_alike(self, cursors: Iterable[Cursor]) -> None:
         """Join the cursors that are at the same position."""
@@ -174,31 +174,31 @@ class CursorSet:
 
     # --- replay, checkpoints --------------------------------------------------------------------
 
-    def replay(self, action: int, number: int, start: int, end: int, value: int) -> None:
+    def replay(self, event: Moved | Held | Joined) -> None:
         """Apply an event that a split or a join recorded."""
-        cursor = self._all.get(number)
+        cursor = self._all.get(event.cursor)
         if cursor is None:
             return
-        if action == Action.MOVE:
+        if isinstance(event, Moved):
             lps = np.zeros(LOGICAL_PARTITIONS, bool)
-            lps[start:end] = True
+            lps[event.start : event.end] = True
             lps &= cursor.lps
-            known = self._all.get(value)
+            known = self._all.get(event.to)
+            part = cursor.split(event.to, lps)
             if known is None:
-                self._add(cursor.split(value, lps))
+                self._add(part)
             else:
                 # Another run of the same split.
-                part = cursor.split(value, lps)
                 known.lps = known.lps | part.lps
                 known.leave_out(part.without)
                 self._add(known)
-        elif action == Action.HOLD:
-            self._add(cursor.split(end, single_lp(start), value % 2**64))
-        elif action == Action.JOIN:
-            other = self._all.get(start)
+        elif isinstance(event, Held):
+            self._add(cursor.split(event.to, single_lp(event.lp), event.key_hash))
+        else:
+            other = self._all.get(event.other)
             if other is not None:
                 self._join(cursor, [other])
-            cursor.next = end
+            cursor.next = event.next
             # RETURN events that follow a JOIN restore the cursor's returned and waiting rows. The rows here are
             # outdated, because rows that became due were not recorded.
             cursor.returned.clear()
@@ -209,8 +209,3 @@ class CursorSet:
         self._all, self.by_key = {}, {}
         for cursor in cursors:
             self._add(cursor)
-
-
-def _signed(key: int) -> int:
-    """An unsigned 64-bit number as the signed number that an event stores."""
-    return key - 2**64 if key >= 2**63 else key

@@ -21,7 +21,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH
 from plait.storage.cursor import Cursor
 from plait.storage.due_ranges import DueRanges
-from plait.storage.logs.action_log import Action
+from plait.storage.logs.action_events import Parked, Resumed, Revived
 from plait.storage.ranges import Range, count_of, joined
 
 STRICT = "strict"
@@ -121,7 +121,7 @@ class FailurePolicy:
 
     def _park(self, cursor: Cursor, letter: int) -> None:
         cursor.parked, cursor.letter = True, letter
-        self._group.journal.event(Action.PARK, self._group, cursor.id, max(letter, 0), letter + 1, 0)
+        self._group.journal.event(self._group, Parked(cursor.id, max(letter, 0), letter + 1))
 
     def parked(self) -> list[Cursor]:
         """The cursors of parked keys."""
@@ -133,10 +133,10 @@ class FailurePolicy:
         if cursor is None or not cursor.parked:
             return False
         cursor.parked = False
-        self._group.journal.event(Action.RESUME, self._group, cursor.id, 0, 0, 0)
+        self._group.journal.event(self._group, Resumed(cursor.id))
         # Only this letter is revived, and only if it was not purged: letters that were skipped before stay dead.
         if not skip and self._group.failures.dead.overlap(cursor.letter, cursor.letter + 1):
-            self._group.journal.event(Action.REVIVE, self._group, cursor.id, cursor.letter, cursor.letter + 1, 0)
+            self._group.journal.event(self._group, Revived(cursor.id, cursor.letter, cursor.letter + 1))
             self.revive(cursor, cursor.letter, cursor.letter + 1)
         return True
 
@@ -152,6 +152,6 @@ class FailurePolicy:
             for piece in pieces:
                 for sequences, _ in self._reader.rows(cursor, piece.start, piece.end):
                     for first, last in joined(sequences):
-                        self._group.journal.event(Action.REVIVE, self._group, cursor.id, first, last, 0)
+                        self._group.journal.event(self._group, Revived(cursor.id, first, last))
                         self.revive(cursor, first, last)
         return count_of(pieces)

@@ -16,7 +16,7 @@ from plait.broker.groups.ordered.row_counts import RowCounter, lost_ranges
 from plait.broker.groups.ordered.row_reader import RowReader, RowTable, Sequences, spans_of
 from plait.storage.cursor import Cursor
 from plait.storage.held_rows import HeldRowArrays, HeldRows
-from plait.storage.logs.action_log import FLAG_ESTIMATED, FLAG_UNCOUNTED, Action
+from plait.storage.logs.action_events import Nacked, Skipped
 from plait.storage.ranges import Range, Ranges, joined
 
 #: A key rejoins a cursor that has at most this many ranges in flight, returned or waiting: the join records all of
@@ -67,8 +67,7 @@ class InFlightRows:
         group = self._group
         rows = counter.count(cursor, lost_ranges(cursor, first, last))
         self.count_lost(rows, estimated=not counter.exact)
-        flags = 0 if counter.exact else FLAG_ESTIMATED
-        group.journal.event(Action.SKIP, group, cursor.id, first, last, 0, due=rows, flags=flags)
+        group.journal.event(group, Skipped(not counter.exact, cursor.id, first, last, lost=rows))
         cursor.skipped(first, last)
 
     def count_lost(self, rows: int, *, estimated: bool) -> None:
@@ -159,11 +158,11 @@ class InFlightRows:
 
         ``now``: when they failed; 0: they did not fail.
         """
-        flags = 0 if counted else FLAG_UNCOUNTED
-        self._group.journal.event(Action.NACK, self._group, cursor.id, *piece, due, flags)
-        cursor.given_back(piece.start, piece.end, piece.attempt - (not counted), due)
+        start, end, attempt = piece
+        self._group.journal.event(self._group, Nacked(attempt, not counted, cursor.id, start, end, due))
+        cursor.given_back(start, end, attempt - (not counted), due)
         if counted and now:
-            self._group.failures.note(piece.start, piece.end, now)
+            self._group.failures.note(start, end, now)
 
     def trim(self, holding: list[Cursor]) -> None:
         """Trim the held ranges of cursors, where needed."""

@@ -15,7 +15,7 @@ from plait.broker.groups.ordered.locks import NONE, Locks, Want, epochs_of
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import LpSet, lp_set, runs_of
 from plait.model.lp_numbers import ZEROS, LpNumbers
-from plait.storage.logs.action_log import Action
+from plait.storage.logs.action_events import Locked
 
 
 class LockHandover:
@@ -120,7 +120,7 @@ class LockHandover:
         lps = lp_set(runs)
         owners = np.unique(self._locks.owner[lps]).tolist()
         for first, end in runs:
-            self._group.journal.event(Action.LOCK, self._group, 0, first, end, 0)
+            self._group.journal.event(self._group, Locked(0, first, end, lock_epoch=0))
         self._locks.give_up(runs)
         for cursor in self._cursors.take_out(lps):
             cursor.owner, cursor.leaving, cursor.limit = 0, False, 0
@@ -132,7 +132,7 @@ class LockHandover:
         for owner in {owner for _, _, owner, _ in runs}:
             mine = [(first, end, epoch) for first, end, each, epoch in runs if each == owner]
             for first, end, epoch in mine:
-                self._group.journal.event(Action.LOCK, self._group, owner, first, end, 0, epoch)
+                self._group.journal.event(self._group, Locked(owner, first, end, epoch))
             for cursor in self._cursors.take_out(lp_set([(first, end) for first, end, _ in mine])):
                 cursor.owner, cursor.leaving = owner, False
                 self._in_flight.compact_returned(cursor)

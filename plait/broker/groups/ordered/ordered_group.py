@@ -38,7 +38,25 @@ from plait.limits import ServerLimits
 from plait.model.logical_partitions import LpSet, runs_of
 from plait.model.reason import Reason
 from plait.storage.cursor import Cursor, CursorState
-from plait.storage.logs.action_log import FLAG_ESTIMATED, FLAG_UNCOUNTED, Action, GroupDefinition
+from plait.storage.logs.action_events import (
+    Acked,
+    Buried,
+    Event,
+    Held,
+    Joined,
+    Locked,
+    Moved,
+    Nacked,
+    Parked,
+    Purged,
+    Resumed,
+    Returned,
+    Revived,
+    RowEvent,
+    Skipped,
+    WasReset,
+)
+from plait.storage.logs.action_log import GroupDefinition
 from plait.storage.ranges import Range, Ranges, joined
 
 
@@ -106,7 +124,7 @@ class OrderedGroup(Group):
         for start, end, tag in self._clipped(ranges, tags):
             for cursor in holding:
                 for piece in cursor.let_go(tag, start, end):
-                    self.journal.event(Action.ACK, self, cursor.id, piece.start, piece.end, 0)
+                    self.journal.event(self, Acked(0, cursor.id, piece.start, piece.end))
                     count += piece.end - piece.start
         if self.retained.offsets:
             self.retained.settled()
@@ -225,7 +243,7 @@ class OrderedGroup(Group):
         """Set the group's position to ``sequence`` and release all locks."""
         self.handover.release(runs_of(self.locks.owner > 0))
         number = self.cursors.begin(sequence)
-        self.journal.event(Action.RESET, self, number, sequence, sequence, 0)
+        self.journal.event(self, WasReset(number, sequence))
         self.failures.reset()
         self.retained.settled()
 
@@ -291,45 +309,47 @@ class OrderedGroup(Group):
             for cursor in self.cursors.take_out(owners == owner):
                 cursor.owner = owner
 
-    def replay(self, action: int, flags: int, consumer: int, piece: Range, due: int, time: int) -> None:
-        """``consumer`` is a cursor number, except for LOCK."""
-        start, end, attempt = piece
-        if action == Action.LOCK:
-            self.locks.set(start, end, consumer, due)
+    def replay(self, event: Event, time: int) -> None:
+        match event:
+            case Locked():
+                self.locks.set(event.start, event.end, event.consumer, event.lock_epoch)
+            case Moved() | Held() | Joined():
+                self.cursors.replay(event)
+            case WasReset():
+                self.cursors.begin(event.sequence, event.cursor)
+                self.failures.reset()
+            case Purged():
+                self.failures.purge(event.start, event.end)
+            case Parked() | Resumed():
+                if (cursor := self.cursors.get(event.cursor)) is not None:
+                    cursor.parked = isinstance(event, Parked)
+                    cursor.letter = event.start if isinstance(event, Parked) and event.start < event.end else -1
+            case Acked() | Nacked() | Buried():
+                self._replay_rows(event, event.holder, time)
+            case Skipped() | Revived() | Returned():
+                self._replay_rows(event, event.cursor, time)
+
+    def _replay_rows(self, event: RowEvent, number: int, time: int) -> None:
+        """Apply an event about rows of the cursor with this number."""
+        cursor, start, end = self.cursors.get(number), event.start, event.end
+        if cursor is None or start >= end:
             return
-        if action in (Action.MOVE, Action.HOLD, Action.JOIN):
-            self.cursors.replay(action, consumer, start, end, due)
-            return
-        if action == Action.RESET:
-            self.cursors.begin(start, consumer)
-            self.failures.reset()
-            return
-        cursor = self.cursors.get(consumer)
-        if action == Action.PURGE:
-            self.failures.purge(start, end)
-        elif cursor is None:
-            return
-        elif action in (Action.PARK, Action.RESUME):
-            cursor.parked = action == Action.PARK
-            cursor.letter = start if cursor.parked and start < end else -1
-        elif start >= end:
-            return
-        elif action == Action.ACK:
-            cursor.settled(start, end)
-        elif action == Action.RETURN:
-            cursor.given_back(start, end, attempt, due)
-        elif action == Action.NACK:
-            uncounted = bool(flags & FLAG_UNCOUNTED)
-            cursor.given_back(start, end, attempt - uncounted, due)
-            if not uncounted:
-                self.failures.note(start, end, time)
-        elif action == Action.SKIP:
-            self.in_flight.count_lost(due, estimated=bool(flags & FLAG_ESTIMATED))
-            cursor.skipped(start, end)
-        elif action == Action.BURY:
-            self.buried(consumer, start, end, attempt, time)
-        elif action == Action.REVIVE:
-            self.policy.revive(cursor, start, end)
+        match event:
+            case Acked():
+                cursor.settled(start, end)
+            case Returned():
+                cursor.given_back(start, end, event.attempt, event.due)
+            case Nacked():
+                cursor.given_back(start, end, event.attempt - event.uncounted, event.due)
+                if not event.uncounted:
+                    self.failures.note(start, end, time)
+            case Skipped():
+                self.in_flight.count_lost(event.lost, estimated=event.estimated)
+                cursor.skipped(start, end)
+            case Buried():
+                self.buried(number, start, end, event.attempt, time)
+            case Revived():
+                self.policy.revive(cursor, start, end)
 
 
 def new_group(definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal) -> Group:
