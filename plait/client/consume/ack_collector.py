@@ -2,8 +2,8 @@
 
 One request is in flight at a time. Outcomes reported in one turn of the event loop, and those reported while a request
 is in flight, are sent together as ranges, so that acking each message by itself is cheap. Outcomes that cannot be sent
-because the connection is lost are sent after the next attach. The first outcome of a message counts: an ack after a
-nack, or a nack after an ack, has no effect.
+because the connection is lost are sent after the next attach. Only the first outcome of a message takes effect: an ack
+after a nack, or a nack after an ack, is ignored.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AckCollector:
             self._schedule()
 
     def attached(self, session: ConsumerSession) -> None:
-        """A session with the broker has started, the first one or a later one."""
+        """Start to send over a new session with the broker, the first one or a later one."""
         self._session = session
         self.pending.new_session()
         self.deliveries.reasons_from, self.deliveries.attempts = session.reply.reasons_from, session.reply.attempts
@@ -82,7 +82,7 @@ class AckCollector:
             self._schedule()
 
     def detached(self) -> None:
-        """The session is lost."""
+        """Stop sending until the next session, because the session is lost."""
         self._session = None
         self._attached.clear()
 
@@ -94,18 +94,18 @@ class AckCollector:
 
     @property
     def closed(self) -> bool:
-        """The collector takes no more outcomes."""
+        """True if the collector accepts no more outcomes."""
         return self.deliveries.closed
 
     @property
     def under_way(self) -> bool:
-        """There are outcomes that the broker does not have yet."""
+        """True if there are outcomes that the broker does not have yet."""
         reported = self.deliveries.unsent or self.deliveries.inbox or self.pending.acks or self.pending.nacks
         return bool(reported) or self._in_flight is not None or (self._task is not None and not self._task.done())
 
     @property
     def quiet(self) -> bool:
-        """``flush`` would return at once: nothing is pending, and there is no error to raise."""
+        """True if ``flush`` would return at once: nothing is pending, and there is no error to raise."""
         return self._error is None and not self.under_way
 
     # --- collecting -----------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class AckCollector:
             self.pending.collect(unsent)
 
     def _outcome_reported(self, delivered: DeliveredFrame) -> None:
-        """Rows of the frame were acked or nacked: send their outcomes at the end of this turn of the loop."""
+        """Send the outcomes of the frame's rows, which were acked or nacked, at the end of this turn of the loop."""
         self._schedule(linger=delivered.open_count > 1 and not self._client.alone)
 
     def _schedule(self, *, linger: bool = False) -> None:

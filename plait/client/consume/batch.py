@@ -142,7 +142,7 @@ class Batch(Sequence[Message]):
         await flush_all(report(self._pieces, rejected_of(reason), soon=False))
 
     def _may_begin(self) -> bool:
-        """The consumer still holds the right to handle every message of the batch."""
+        """True if the consumer still has the right to handle every message of the batch."""
         return all(delivered.may_begin(slice(start, stop)) for delivered, start, stop in self._pieces)
 
     def _report(self, failed: FailureOutcome | None) -> None:
@@ -223,7 +223,7 @@ def report(pieces: list[Piece], failed: FailureOutcome | None, *, soon: bool = T
     partitions = partitions_of(pieces)
     for deliveries in partitions:
         if deliveries.inbox:
-            # Outcomes that other threads reported earlier count first.
+            # Outcomes that other threads reported earlier take effect first.
             deliveries.absorb()
     for delivered, start, stop in pieces:
         if delivered.deliveries is not None:

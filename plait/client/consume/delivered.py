@@ -161,7 +161,7 @@ class DeliveredFrame:
         return self.epoch
 
     def may_begin(self, rows: int | slice) -> bool:
-        """The consumer still holds the right to handle these rows."""
+        """True if the consumer still has the right to handle these rows."""
         return True
 
     # --- outcomes -------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class DeliveredFrame:
                 self.nacking.append((len(self.acking), slice(left, right), failed if late[left - start] else plain))
 
     def collect(self) -> tuple[list[Run], FailedRuns]:
-        """Close the rows that have an outcome; returns the acked rows and the failed rows. The first outcome counts."""
+        """Close the rows that have an outcome; returns the acked and the failed rows, by the first outcome of each."""
         acking, self.acking = self.acking, []
         nacking, self.nacking = self.nacking, []
         if not nacking:
@@ -312,7 +312,7 @@ class Deliveries:
         #: Collect the outcomes of all frames now; wait until the broker has every outcome reported so far.
         self.gather = gather
         self.flush = flush
-        #: Messages are acked and nacked from any thread.
+        #: True if messages are acked and nacked from any thread.
         self.any_thread = any_thread
         #: Frames with open rows, oldest first.
         self.open: dict[DeliveredFrame, None] = {}
@@ -320,7 +320,7 @@ class Deliveries:
         self.held = self.bytes = self._received = 0
         #: Frames with outcomes that are not collected yet.
         self.unsent: dict[DeliveredFrame, None] = {}
-        #: The outcomes are about to be collected.
+        #: True if the outcomes are about to be collected.
         self.scheduled = False
         #: The first attempt whose failure reason the broker needs.
         self.reasons_from = 1
@@ -353,7 +353,7 @@ class Deliveries:
         self.held = self.bytes = 0
 
     def check_open(self) -> asyncio.AbstractEventLoop:
-        """Raise ``Closed`` if no more outcomes are taken."""
+        """Raise ``Closed`` if no more outcomes are accepted."""
         if self.closed or self.loop is None:
             raise Closed("the consumer is closed; messages that were not acked by then were returned to the group")
         return self.loop

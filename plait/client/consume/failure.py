@@ -18,9 +18,9 @@ class FailureOutcome(NamedTuple):
     #: Seconds until redelivery; None: as the group's retry policy says.
     delay: float | None = None
     reason: Reason | None = None
-    #: The rows become dead letters at once.
+    #: True if the rows become dead letters at once.
     reject: bool = False
-    #: The delivery counts as an attempt: a handler had begun.
+    #: True if the delivery counts as an attempt, because a handler had begun.
     counted: bool = True
 
 

@@ -63,9 +63,9 @@ class Fetcher:
         self.prefetch: Prefetch[PullClient] = Prefetch(limits)
         #: The longest wait for more rows when some are available and the brokers have more; None: no limit.
         self.gather_seconds: float | None = None
-        #: The consumer is open and applies newer routes.
+        #: True if the consumer is open and applies newer routes.
         self.following = False
-        #: Some partition is no longer in the route.
+        #: True if some partition is no longer in the route.
         self.retiring = False
         #: Tasks that leave partitions which are no longer in the route.
         self.leaving: set[asyncio.Task[None]] = set()
@@ -75,12 +75,12 @@ class Fetcher:
         self.demand = 0
         #: Callers that wait for rows: the result is True when something changed, False at their timeout.
         self._waiting: list[asyncio.Future[bool]] = []
-        #: ``_relieve`` is scheduled for the end of this turn of the loop.
+        #: True if ``_relieve`` is scheduled for the end of this turn of the loop.
         self._relieving = False
         self._warned = False
-        #: Pulling is paused by ``suspend``.
+        #: True while ``suspend`` pauses pulling.
         self.suspended = False
-        #: Nothing is pulled and handed out any more.
+        #: True if nothing is pulled and handed out any more.
         self.stopping = False
         #: Why the consumer cannot continue.
         self.error: PlaitError | None = None
@@ -118,7 +118,7 @@ class Fetcher:
         return subject == self.subject
 
     def _routed(self, route: SubjectRoute) -> None:
-        """The router has a newer route."""
+        """Apply a newer route of the router."""
         if route.subject == self.subject and self.following:
             self.follow(route)
 
@@ -157,7 +157,7 @@ class Fetcher:
         self.leave_retired()
 
     def leave_retired(self) -> None:
-        """Leave the retired partitions of which the user holds no row."""
+        """Leave the retired partitions that have no row which the user holds."""
         for client in [c for c in self.clients if c.retiring and not c.deliveries.open]:
             self.clients.remove(client)
             self.prefetch.remove(client)
@@ -172,7 +172,7 @@ class Fetcher:
         await client.leave()
 
     def named(self, client: PullClient) -> bool:
-        """The newest known route names the client's partition."""
+        """True if the newest known route names the client's partition."""
         route = self.router.known(self.subject)
         return route is None or client.partition in route.partitions
 
@@ -219,7 +219,7 @@ class Fetcher:
             self.more.pop(client, None)
 
     def pull_on_demand(self) -> None:
-        """The user requests more rows than are buffered. Only this pulls for at_most_once; other consumers prefetch."""
+        """Pull rows that the user waits for. Consumers with at_most_once pull only here; other consumers prefetch."""
         if self.stopping or self.suspended:
             return
         if not self.tracks:
@@ -247,7 +247,7 @@ class Fetcher:
 
     def _pull_all(self) -> None:
         if len(self.clients) > 1:
-            # A different partition pulls first each time, so that all get their turn.
+            # Another partition pulls first each time, so that all get their turn.
             self.clients.rotate()
         for client in self.clients:
             client.pull()

@@ -37,9 +37,9 @@ async def find_start_version(
     """The route version that the group began with; the version of ``route`` for a new group.
 
     Waits until the deadline for a server that does not answer, as it may be the only one that knows the group. Once one
-    server knows the group, the others have ``attach_seconds``. A group that no server knows by the deadline counts as
-    new. Raises ``StaleRoute`` if no server knows the group and ``route`` is not the newest: a partition that knows the
-    group may be missing from it. The router has the newest route by then.
+    server knows the group, the others have ``attach_seconds``. A group that no server knows by the deadline is a new
+    group. Raises ``StaleRoute`` if no server knows the group and ``route`` is not the newest route, because ``route``
+    may lack a partition that knows the group. The router has the newest route by then.
     """
     if terms.start == EARLIEST or (terms.start is None and terms.group is not None):
         # Every message belongs to the group.

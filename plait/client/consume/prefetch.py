@@ -20,7 +20,7 @@ from plait.limits import PREFETCH_SHARE_MIN, PREFETCH_SHARES_MAX, ClientLimits
 class Puller(Protocol):
     """A partition, and its use of the limits."""
 
-    #: The last pull left rows at the broker.
+    #: True if the last pull left rows at the broker.
     more: bool
     #: Rows that the pulls in flight request.
     asked: int
@@ -36,11 +36,12 @@ class Prefetch(Generic[P]):
 
     def __init__(self, limits: ClientLimits, *, spans: bool = True) -> None:
         self._limits = limits
-        #: Bound ``span``, so that one row without an outcome does not let the consumer pull without limit past it.
+        #: True if ``span`` is limited, so that the consumer does not pull without limit past one row without an
+        #: outcome.
         self._spans = spans
         #: Rows to prefetch, over all partitions.
         self.ahead = limits.prefetch_count
-        #: Large fetches have raised ``ahead`` above the configured limit.
+        #: True if large fetches have raised ``ahead`` above the configured limit.
         self.large = False
         #: Each partition's rows beyond its own share, and its bytes, as last reported.
         self._used: dict[P, tuple[int, int]] = {}
@@ -103,7 +104,7 @@ class Prefetch(Generic[P]):
         self._bytes = sum(size for _, size in self._used.values())
 
     def wanted(self, puller: P, *, patient: bool = True) -> int:
-        """The number of rows that the next pull of a partition requests, which count as used at once; 0: do not pull.
+        """The number of rows that the next pull of a partition requests; they are in use at once. 0: do not pull.
 
         ``patient``: 0 rather than a few rows.
         """

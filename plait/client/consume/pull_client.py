@@ -80,14 +80,14 @@ class PullClient:
         self._stale = False
         self._lost_at = 0.0
         self._partition_id = 0
-        #: The route no longer names the partition.
+        #: True if the route no longer names the partition.
         self.retiring = False
         #: Pulls in flight, and the rows they request.
         self.pulls = 0
         self.asked = 0
         #: The number of the last pull.
         self._pull_number = 0
-        #: The last pull left rows at the broker.
+        #: True if the last pull left rows at the broker.
         self.more = False
         #: Consecutive damaged replies.
         self._broken = 0
@@ -214,7 +214,7 @@ class PullClient:
                     pause = min(2 * pause, self._limits.reconnect_max_seconds)
 
     def lost(self, *, stale: bool = False) -> None:
-        """The link is closed, or the broker has ended the session (``stale``)."""
+        """Drop the session: the link is closed, or the broker has ended the session (``stale``)."""
         self._stale |= stale
         if self.session is not None:
             self.session = None
@@ -330,11 +330,11 @@ class PullClient:
 
     @property
     def alone(self) -> bool:
-        """The consumer has no other partition."""
+        """True if the consumer has no other partition."""
         return len(self._fetcher.clients) == 1
 
     def progressed(self) -> None:
-        """Rows got an outcome: there may be room to pull more."""
+        """Pull more rows if there is room, after rows got an outcome."""
         fetcher = self._fetcher
         if fetcher.retiring:
             fetcher.leave_retired()

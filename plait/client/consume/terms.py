@@ -29,7 +29,7 @@ class Terms(NamedTuple):
 
     @property
     def tracks(self) -> bool:
-        """Rows need outcomes. False for at_most_once: pulled rows count as handled unless ``close`` returns them."""
+        """True if rows need outcomes. False for at_most_once: pulled rows are done unless ``close`` returns them."""
         return self.delivery != "at_most_once"
 
     def attach_request(self, name: str, partition: int, holds: list[EpochRange], token: int) -> m.AttachRequest:

@@ -1,4 +1,4 @@
-"""Ordered consumers and consumers with affinity: the locks, leases and buffers behind them.
+"""Ordered consumers and consumers with affinity: their locks, leases and buffers.
 
 The meta server allocates LPs to members (``member_heartbeats.py``), brokers grant the locks (``ordered_pull.py``,
 ``lock_rights.py``, ``wanted_locks.py``), a thread renews the leases (``lease_renewer.py``), and the buffer hands out

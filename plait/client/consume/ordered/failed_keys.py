@@ -1,7 +1,7 @@
 """Keys with a row that is to be redelivered: in a strict group a failed row, in any group a returned one.
 
-Later rows of such a key must not be handled before that row. In a strict group a failed row takes the later rows of its
-key with it: whatever their outcome was, they are returned and redelivered after it.
+Later rows of such a key must not be handled before that row. In a strict group, a failure also returns the later rows
+of the key, whatever their outcome was. The broker redelivers them after the failed row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FailedKeys:
         self.known_at: int | None = None
 
     def in_order(self, number: int) -> bool:
-        """The reply to this pull is in order: the pull was sent after the broker had stored the failures."""
+        """True if the reply to this pull is in order, because it was sent after the broker had stored the failures."""
         return self.known_at is not None and number > self.known_at
 
     def behind(self, frame: OrderedDelivered) -> RowMask | None:
@@ -59,7 +59,7 @@ class KeyHolds:
     def __init__(self, deliveries: Deliveries, last_pull: Callable[[], int]) -> None:
         self._deliveries = deliveries
         self._last_pull = last_pull
-        #: A failed row holds back its key.
+        #: True if a failed row holds back its key.
         self.strict = False
         #: Failures that the broker may not have stored yet: later rows of their keys that arrive must not be handled.
         self._failing: list[FailedKeys] = []
@@ -108,7 +108,7 @@ class KeyHolds:
         return [failing for failing in self._failing if failing.known_at is None]
 
     def stored(self, failures: list[FailedKeys]) -> None:
-        """The broker has stored these failures."""
+        """Record that the broker has stored these failures."""
         for failing in failures:
             failing.known_at = self._last_pull()
 
@@ -124,7 +124,7 @@ class KeyHolds:
         return held
 
     def pulled(self, number: int) -> None:
-        """The reply to a pull is taken in: later replies are in order for the failures that it was in order for."""
+        """Forget the failures for which the reply to this pull is in order: all later replies are in order too."""
         if self._failing:
             self._failing = [failing for failing in self._failing if not failing.in_order(number)]
 

@@ -95,12 +95,12 @@ class LockRights:
         self.news = 0
 
     def attached(self, attached: m.AttachReply) -> None:
-        """A new session has started. The locks of the session before stay usable until their lease expires."""
+        """Start a new session. The locks of the session before stay usable until their lease expires."""
         self.session, self.seconds = attached.session, attached.lease_seconds
         self.news = 0
 
     def valid(self) -> bool:
-        """The lease has not expired."""
+        """True if the lease has not expired."""
         return self._clock.monotonic() < self._until
 
     def now(self) -> float:
@@ -108,7 +108,7 @@ class LockRights:
         return self._clock.monotonic()
 
     def renewed(self, session: int, sent: float) -> None:
-        """The lease was renewed: it runs from ``sent``, the time of the request."""
+        """Record that the lease was renewed. It runs from ``sent``, the time of the request."""
         if session == self.session:
             self._until = max(self._until, sent + self.seconds)
 
@@ -121,7 +121,7 @@ class LockRights:
         self.renewed(self.session, sent)
         self.news = answer.news
         owned, epochs = grants_of(answer.owned)
-        # LPs that were given up since the request stay given up.
+        # LPs that the consumer gave up after the request stay given up.
         owned &= wanted
         lost: LpSet = self.open & ~owned
         self.open = owned

@@ -39,16 +39,16 @@ class GroupMember(Protocol):
         """The name of the member's group."""
 
     def overdue(self) -> bool:
-        """The user has held a message for too long, so other members must take over this member's share."""
+        """True if the user has held a message for too long: other members must take over this member's share."""
 
     def is_overdue(self) -> bool:
         """Like ``overdue``, without side effects; may be called from any thread."""
 
     def allocated(self, strategy: str, grants: list[m.LpGrant]) -> None:
-        """The meta server has allocated these LPs to the member."""
+        """Use the LPs that the meta server has allocated to the member."""
 
     def fail(self, error: PlaitError) -> None:
-        """The meta server has refused the member permanently."""
+        """Fail the member, which the meta server has refused permanently."""
 
 
 class MemberHeartbeats:

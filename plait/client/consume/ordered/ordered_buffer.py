@@ -32,7 +32,7 @@ class OrderedBuffer:
 
     def __init__(self, freed: Callable[[], None]) -> None:
         self._freed = freed
-        #: A failed row holds back its key.
+        #: True if a failed row holds back its key.
         self.strict = False
         #: Frames with waiting rows, in the order of their arrival.
         self._frames: dict[OrderedDelivered, None] = {}
@@ -68,7 +68,7 @@ class OrderedBuffer:
         """The number of rows that can be handed out now."""
         held = self.held
         if held.frames:
-            # Reported outcomes count although they are not sent to the broker yet.
+            # Use reported outcomes too, although they are not sent to the broker yet.
             held.gather()
         if not len(held.keys()):
             for rights in {delivered.rights for delivered in self._frames}:
@@ -161,7 +161,7 @@ class OrderedBuffer:
         return bool(self._ready)
 
     def _may_go(self, message: Message) -> bool:
-        """The row waits and its lease is valid. If it has expired, the partition's rows wait for the next scan."""
+        """True if the row waits and its lease is valid. After an expired lease, the rows wait for the next scan."""
         delivered = _frame_of(message)
         rights = delivered.rights
         if rights in self._stalled:
@@ -178,7 +178,7 @@ class OrderedBuffer:
         return message
 
     def _took(self, delivered: OrderedDelivered, count: int) -> None:
-        """``count`` rows of the frame no longer wait."""
+        """Record that ``count`` rows of the frame no longer wait."""
         self.count -= count
         delivered.waiting -= count
         if not delivered.waiting:
@@ -210,7 +210,7 @@ class OrderedBuffer:
     # --- outcomes -------------------------------------------------------------------------------
 
     def acked(self, delivered: OrderedDelivered, row: int) -> None:
-        """The row is acked: the next row of its key can be handed out."""
+        """Free the key of an acked row, so that the next row of the key can be handed out."""
         state = delivered.states[row]
         if state == ALONE:
             delivered.states[row] = DONE
@@ -220,7 +220,7 @@ class OrderedBuffer:
             self.held.batched = None
 
     def _release(self, key: int | None) -> None:
-        """A row that was handed out as a single message is closed."""
+        """Record that a row that was handed out as a single message is closed."""
         if key is not None and self.held.release(key) and self._unblock(key):
             self._freed()
 
@@ -237,7 +237,7 @@ class OrderedBuffer:
         return False
 
     def collected(self, delivered: OrderedDelivered) -> None:
-        """The outcomes of the frame were collected: free the keys of its closed rows."""
+        """Free the keys of the frame's closed rows, after its outcomes were collected."""
         done, states = delivered.rows_done, delivered.states
         if done is None:
             return

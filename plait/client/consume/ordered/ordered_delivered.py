@@ -115,7 +115,7 @@ class OrderedDelivered(DeliveredFrame):
         return int(self.lock_epochs[row])
 
     def may_begin(self, rows: int | slice) -> bool:
-        """The consumer still has the locks under which the rows were handed out."""
+        """True if the consumer still has the locks under which the rows were handed out."""
         lps, rights = self.lps[rows], self.rights
         return rights.valid() and bool(np.all(rights.open[lps] & (rights.epochs[lps] == self.lock_epochs[rows])))
 
@@ -150,12 +150,12 @@ class OrderedDelivered(DeliveredFrame):
         return mask
 
     def given_back(self, ranges: list[EpochRange]) -> None:
-        """The broker has stored that these rows are returned: later ranges with this tag do not affect them."""
+        """Record that the broker knows that these rows are returned: later ranges with this tag do not affect them."""
         mask = self.mask_in(ranges)
         self.back = mask if self.back is None else self.back | mask
 
     def widened(self, ranges: list[EpochRange]) -> list[EpochRange]:
-        """The ranges extended over returned rows, which they do not affect: so the rest of a frame takes few ranges."""
+        """The ranges, extended over returned rows, which they do not affect: fewer ranges describe the frame."""
         if self.back is None:
             return ranges
         mask = self.mask_in(ranges)
@@ -175,7 +175,7 @@ class HandedOutRows:
         self.batched: Hashes | None = None
 
     def add(self, delivered: OrderedDelivered, rows: int | npt.NDArray[np.int64], how: int) -> None:
-        """The rows are handed out, ``ALONE`` or ``BATCHED``."""
+        """Record that the rows are handed out, ``ALONE`` or ``BATCHED``."""
         rights = delivered.rights
         delivered.states[rows] = how
         delivered.lock_epochs[rows] = rights.epochs[delivered.lps[rows]]
@@ -185,13 +185,13 @@ class HandedOutRows:
             self.batched = None
 
     def add_alone(self, delivered: OrderedDelivered, row: int, key: int | None) -> None:
-        """The row is handed out as a single message."""
+        """Record that the row is handed out as a single message."""
         if key is not None:
             self._alone[key] = self._alone.get(key, 0) + 1
         self.add(delivered, row, ALONE)
 
     def release(self, key: int) -> bool:
-        """A single message of the key is closed; returns True if it was the last one."""
+        """Record that a single message of the key is closed; returns True if it was the last one."""
         left = self._alone.get(key, 0) - 1
         if left > 0:
             self._alone[key] = left
@@ -209,7 +209,7 @@ class HandedOutRows:
         return np.concatenate([batched, np.fromiter(self._alone, np.uint64, len(self._alone))])
 
     def has_key(self, key: int) -> bool:
-        """The user holds a row of the key."""
+        """True if the user holds a row of the key."""
         if key in self._alone:
             return True
         batched = self._batched_keys() if self.batched is None else self.batched

@@ -129,7 +129,7 @@ class OrderedFetcher(Fetcher):
     # --- share and locks ------------------------------------------------------------------------
 
     def allocated(self, strategy: str, grants: list[m.LpGrant]) -> None:
-        """The meta server has allocated these LPs to this member."""
+        """Ask for the locks of the LPs that the meta server has allocated to this member."""
         if strategy != EXCLUSIVE:
             asked = names.sharing(True, self.affinity)
             self.fail(
@@ -173,7 +173,7 @@ class OrderedFetcher(Fetcher):
     # --- how long messages take -----------------------------------------------------------------
 
     def is_overdue(self) -> bool:
-        """The user has held a message for longer than ``handling``. May be called from any thread."""
+        """True if the user has held a message for longer than ``handling``. May be called from any thread."""
         oldest = self.buffer.held.oldest()
         return oldest is not None and self.clock.monotonic() - oldest > self._handling
 
@@ -210,7 +210,7 @@ class OrderedFetcher(Fetcher):
 
 
 def _may_go(delivered: DeliveredFrame) -> bool:
-    """The lease of the frame's locks is valid."""
+    """True if the lease of the frame's locks is valid."""
     return isinstance(delivered, OrderedDelivered) and delivered.rights.valid()
 
 

@@ -62,7 +62,7 @@ class OrderedPullClient(PullClient):
         self._until: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
         #: The route version that the wanted locks are derived from.
         self._route = 0
-        #: Wanted LPs that the route has moved on: the consumer follows once they are drained here.
+        #: Wanted LPs that the route has moved to another partition: the consumer follows once they are drained here.
         self.gated: LpSet = no_lps()
         #: Keys that an earlier partition parks.
         self._parked: set[int] = set()
@@ -110,7 +110,7 @@ class OrderedPullClient(PullClient):
 
     def _give_up(self, masks: Mapping[DeliveredFrame, RowMask]) -> None:
         if masks and not self.collector.closed:
-            # Outcomes that other threads reported earlier count first.
+            # Outcomes that other threads reported earlier take effect first.
             self.deliveries.absorb()
             for delivered, mask in masks.items():
                 self.deliveries.collect_soon(delivered)
@@ -250,7 +250,7 @@ class OrderedPullClient(PullClient):
             self.deliveries.add(delivered)
             ours = np.flatnonzero(self.rights.open)
             if len(ours):
-                # Rows without a key have no order: they count to any LP whose lock the consumer has.
+                # Rows without a key have no order: any lock of the consumer gives the right to handle them.
                 delivered.lps[slice(None) if delivered.keyed is None else ~delivered.keyed] = ours[0]
             back = ~self.rights.open[delivered.lps] | self._key_holds.held_back(delivered, number)
             returned = bool(back.any())

@@ -83,7 +83,7 @@ def _to_resume_first(report: LockReport, before: set[int]) -> LpSet:
 
 
 def _comes_back(spans: Sequence[RouteSpan], at: int) -> bool:
-    """A later span is at a partition that already had a span up to ``at``."""
+    """True if a later span is at a partition that already had a span up to ``at``."""
     known = {span.partition for span in spans[: at + 1] if span.fence}
     return any(span.partition in known for span in spans[at + 1 :])
 
