@@ -29,6 +29,12 @@ def look_for(plant: Plant, seeds: range | tuple[int, ...]) -> None:
     assert wrong is None, f"seed {seed} fails without {plant.name}, too: {wrong}"
 
 
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
+def test_what_a_planted_defect_patches_exists(plant: Plant, monkeypatch: pytest.MonkeyPatch):
+    """Most defects are planted only in the deep tests; a renamed method must be noticed before."""
+    plant.defect(monkeypatch)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plant", QUICK, ids=lambda plant: plant.name)
 def test_a_generator_finds_a_planted_defect(plant: Plant):

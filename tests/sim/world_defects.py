@@ -16,7 +16,7 @@ from plait.broker.retention import Retention
 from plait.broker.schedule.forwards import Forwards
 from plait.client.app.subscription import Subscription
 from plait.client.closing import Closing
-from plait.client.consume import consumer as client_consumer
+from plait.client.consume import fetcher
 from plait.client.send.producer import Producer
 from plait.errors import CodecError
 from plait.storage.archive_mark import ArchiveMark
@@ -56,7 +56,7 @@ def start_a_known_group_again_on_new_partitions(patch: Patch) -> None:
     async def naive(router: Any, route: Any, terms: Any, limits: Any, deadline: float) -> int:
         return int(route.version)
 
-    patch.setattr(client_consumer, "find_start_version", naive)
+    patch.setattr(fetcher, "find_start_version", naive)
 
 
 def end_the_app_with_a_body_that_does_not_decode(patch: Patch) -> None:
