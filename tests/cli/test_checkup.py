@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import plait
@@ -14,10 +15,12 @@ from plait.broker import Broker, BrokerConfig
 from plait.clock import SystemClock
 from plait.doctor import CheckReport, Finding, examine
 from plait.errors import DataDirError
-from plait.frame.builder import build_frame
+from plait.frame.builder import build_bodies, build_frame
+from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.server import Server
 from plait.storage.disk import RealDisk, RealFile
+from plait.storage.logs.action_log import EVENTS, read_events
 from tests.cli import data_directory
 from tests.cli.data_directory import BATCH, COUNT, SEGMENT_SIZE, fingerprint, flip, frames, make_newer
 
@@ -142,6 +145,22 @@ def test_a_flipped_bit_in_the_action_log_loses_no_message(data: Path):
     assert (found.part, found.offset) == ("action log", position)
     assert "none is lost" in found.harm
     assert report.missing_messages == 0
+
+
+def test_an_event_with_an_unknown_action_is_reported(data: Path):
+    file = segments(data, "action")[0]
+    position, frame = next((p, f) for p, f in frames(file) if f.partition == EVENTS)
+    events = read_events(frame).copy()
+    events["action"][0] = 200
+    stamp = pack_stamp(EVENTS, frame.base, frame.store_time, frame.durable, frame.epoch)
+    rows = [row.tobytes() for row in np.split(events, len(events))]
+    changed = build_bodies(rows, producer=frame.producer, first=frame.first, stamp=stamp).tobytes()
+    assert len(changed) == frame.size
+    with file.open("r+b") as target:
+        target.seek(position)
+        target.write(changed)
+    (found,) = damages(check(data))
+    assert (found.part, found.offset, found.what) == ("action log", position, "unknown actions [200]")
 
 
 @pytest.mark.parametrize("newest", [True, False])
