@@ -267,12 +267,12 @@ class Client:
         if producer.buffered >= producer.buffer_bytes or producer.closed is not None or not self._opened:
             self._check_open()
             producer.refuse_when_full()
-        due = None
-        if delay is not None or deliver_at is not None:
-            due = due_of(delay, deliver_at, producer.next_now())
         senders = self._senders
-        known = senders.plain if due is None else senders.delayed
-        sender = known.get(subject) or senders.sender(subject, delayed=due is not None)
+        if delay is None and deliver_at is None:
+            sender = senders.plain.get(subject) or senders.sender(subject)
+            return (sender.rows or sender.choose(key)).post(body, key, tags, headers)
+        due = due_of(delay, deliver_at, producer.next_now())
+        sender = senders.delayed.get(subject) or senders.sender(subject, delayed=True)
         return (sender.rows or sender.choose(key)).post(body, key, tags, headers, due)
 
     async def send_many(

@@ -137,7 +137,8 @@ class OpenRows:
         producer = self._producer
         producer.buffered += size
         batch = self.batch
-        batch.posted = True
+        if not batch.posted:
+            batch.posted = True
         if self.size >= self._frame_bytes or row >= self._frame_count - 1:
             self.seal()
         elif row == 0 and self._linger is None:
