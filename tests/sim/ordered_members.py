@@ -200,7 +200,9 @@ class Members:
             if self._ordered and (message.subject == STRICT or lock == lp):
                 self._fence((message.subject, key), message.epoch, fenced=fenced)
             elif lock != lp:
+                # The message is not under the lock of its key's LP.
                 self.moved.add(key)
+                lp = None
         if not fenced:
             self._on_begin(process, message, lock)
         return self.histories[message.subject].handle(
