@@ -20,7 +20,8 @@ from examples.demo.ledger import Ledger
 from examples.demo.orders import HANDLED, STEPS, Event, events
 from examples.demo.processes import DemoFailed
 
-SECONDS = 100.0
+#: Longer than the demo takes while other tests use the processors; a part that hangs ends the demo sooner.
+SECONDS = 280.0
 HAS_SPARK = find_spec("pyspark") is not None
 
 
@@ -39,7 +40,7 @@ def test_a_small_demo_loses_no_message_and_leaves_no_files(tmp_path: Path):
     with demo(tmp_path, *size, spark=HAS_SPARK) as process:
         out, err = process.communicate(timeout=SECONDS)
     assert (process.returncode, err) == (0, ""), out
-    assert re.search(r"killed billing-0 \(SIGKILL\) with [1-9][\d,]* messages in flight", out)
+    assert re.search(r"killed billing-\d \(SIGKILL\) with [1-9][\d,]* messages in flight", out)
     assert re.search(
         r"failed 3 times became a dead letter \(ValueError: amount 'five' is not a number \(.*invoice\)\)", out
     )

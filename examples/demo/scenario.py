@@ -84,6 +84,8 @@ class Demo:
         self._consumers: dict[str, list[Child]] = {group: [] for group in CONSUMERS}
         self._readers: list[asyncio.Task[None]] = []
         self._last_progress = time.monotonic()
+        #: The consumer that is killed.
+        self._victim: Child | None = None
         self._returned = 0
         self._ordered: OrderedResult | None = None
         self._spark: dict[str, Any] | None = None
@@ -108,7 +110,7 @@ class Demo:
         )
         screen.event(f"node ready at {node.address}")
         async with plait.connect(node.address) as client:
-            await self._start(node.address)
+            await self._start(client, node.address)
             await self._kill_one(client, node.address)
             await self._retry(node.address)
             await self._die(node.address)
@@ -129,10 +131,15 @@ class Demo:
 
     # --- the parts ------------------------------------------------------------------------------
 
-    async def _start(self, address: str) -> None:
+    async def _start(self, client: plait.Client, address: str) -> None:
         for group, count in CONSUMERS.items():
             for number in range(count):
                 await self._consumer(address, group, number)
+        # Messages that wait for late consumers would be handled before one of them can be killed.
+        while {group.group: group.online for group in await client.admin.groups()} != CONSUMERS:
+            self._check("the consumers to join")
+            await asyncio.sleep(POLL_SECONDS)
+        self._last_progress = time.monotonic()
         for number in self._sent:
             seconds = f"{self._plan.seconds:g}"
             arguments = (address, SUBJECT, str(number), str(self._plan.orders), seconds)
@@ -175,15 +182,19 @@ class Demo:
         self._screen.count(name, done, self._plan.total)
 
     async def _kill_one(self, client: plait.Client, address: str) -> None:
-        """Send SIGKILL to a consumer that holds messages."""
-        victim = self._consumers[SHARED][0]
+        """Send SIGKILL to a consumer that holds messages: the first that has handled its part."""
         ledger = self._ledgers[SHARED]
         share = KILL_SHARE * self._plan.total / CONSUMERS[SHARED]
-        await self._until(lambda: ledger.of(victim.name) >= share, f"{victim.name} to handle its first messages")
+
+        def early() -> list[Child]:
+            return [child for child in self._consumers[SHARED] if ledger.of(child.name) >= share]
+
+        await self._until(lambda: bool(early()), f"a consumer of {SHARED!r} to handle its first messages")
+        self._victim = victim = early()[0]
         victim.send_signal(signal.SIGSTOP)
         held = 0
         while held == 0:
-            self._check_patience(f"{victim.name} to hold messages")
+            self._check(f"{victim.name} to hold messages")
             group = await client.admin.group(SUBJECT, SHARED)
             held = next((consumer.held for consumer in group.consumers if consumer.client == victim.name), 0)
             await asyncio.sleep(POLL_SECONDS)
@@ -218,10 +229,9 @@ class Demo:
         )
 
     async def _stop_consumers(self) -> None:
-        victim = self._consumers[SHARED][0]
         for child in (child for children in self._consumers.values() for child in children):
             code = await child.end()
-            if code != 0 and child is not victim:
+            if code != 0 and child is not self._victim:
                 raise DemoFailed(f"{child.name} ended with code {code}: {child.stderr_tail()}")
         await asyncio.gather(*self._readers)
 
@@ -282,17 +292,17 @@ class Demo:
 
     async def _until(self, done: Callable[[], bool], what: str) -> None:
         while not done():
-            for task in self._readers:
-                if task.done():
-                    # Raise the error of a part that failed: it explains the missing progress.
-                    task.result()
-            for child in (child for children in self._consumers.values() for child in children[-1:]):
-                if not child.running:
-                    raise DemoFailed(f"{child.name} ended too early: {child.stderr_tail()}")
-            self._check_patience(what)
+            self._check(what)
             await asyncio.sleep(POLL_SECONDS)
 
-    def _check_patience(self, what: str) -> None:
+    def _check(self, what: str) -> None:
+        """Raise the error of a part that failed, or ``DemoFailed`` if nothing moves while waiting for ``what``."""
+        for task in self._readers:
+            if task.done():
+                task.result()
+        for child in (child for children in self._consumers.values() for child in children):
+            if not child.running and child is not self._victim:
+                raise DemoFailed(f"{child.name} ended too early: {child.stderr_tail()}")
         if time.monotonic() - self._last_progress > PATIENCE_SECONDS:
             counts = ", ".join(f"{name} {ledger.distinct:,}" for name, ledger in self._ledgers.items())
             raise DemoFailed(
