@@ -25,8 +25,7 @@ from plait.spark.auditing.report import (
     PartitionAudit,
     SubjectAudit,
 )
-from plait.spark.inputs.audit_input import AuditedPartition, AuditInput
-from plait.spark.inputs.death_causes import Cause
+from plait.spark.inputs.audit_input import AuditedPartition, AuditInput, Cause
 
 #: Points of the plot of lag over time.
 MOMENTS: Final = 240

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 from plait.errors import InvalidArgument
 from plait.spark.auditing.block import Block
 from plait.spark.auditing.group_facts import GroupFacts
-from plait.spark.inputs.death_causes import Cause
+from plait.storage.reading.log_chunks import WantedRows
 
 
 @dataclass(frozen=True)
@@ -30,31 +31,36 @@ class AuditedPartition:
     strict: bool = False
 
 
-class AuditInput(Protocol):
+class Cause(NamedTuple):
+    """The reason that dead letters of a group share."""
+
+    group: int
+    #: The exception's type and the handler that raised it.
+    type: str
+    handler: str
+
+
+@dataclass(frozen=True)
+class AuditInput(ABC):
     """Planned work. Each task gets all of it and reads its own part."""
 
-    @property
-    def place(self) -> str:
-        """The path, for messages to the user."""
+    #: The path, for messages to the user.
+    place: str
+    wanted: WantedRows
+    partitions: dict[int, AuditedPartition]
+    groups: dict[int, GroupFacts]
+    time_min: int
+    time_max: int
 
-    @property
-    def partitions(self) -> Mapping[int, AuditedPartition]: ...
-
-    @property
-    def groups(self) -> Mapping[int, GroupFacts]: ...
-
-    @property
-    def time_min(self) -> int: ...
-
-    @property
-    def time_max(self) -> int: ...
-
+    @abstractmethod
     def __len__(self) -> int:
         """The number of parts."""
 
+    @abstractmethod
     def blocks(self, number: int) -> Iterator[Block]:
         """The rows of a part, by partition."""
 
+    @abstractmethod
     def deaths(self) -> Counter[Cause]:
         """Dead letters by cause, where the reason is still stored."""
 

@@ -5,13 +5,16 @@ The audit uses only events that depend on messages in the log, as a server that 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
+from plait.errors import FrameError
 from plait.frame.columns import Column
 from plait.frame.frame_lps import key_hashes
 from plait.frame.header import FLAG_UNSEQUENCED
@@ -20,20 +23,21 @@ from plait.limits import MIB
 from plait.model.logical_partitions import NO_KEY_HASH, Hashes
 from plait.spark.auditing.block import Block
 from plait.spark.auditing.block_rows import BlockRows, Flags, Numbers, slots_of
-from plait.spark.auditing.events import NONE, Events, audited, of_rows, spans_of
+from plait.spark.auditing.events import NONE, Events, audited, merged, of_rows, spans_of, without
 from plait.spark.auditing.group_facts import STRICT, GroupFacts, GroupTable
 from plait.spark.auditing.stored_order import astray
-from plait.spark.inputs.audit_input import AuditedPartition, requested_groups
-from plait.spark.inputs.coverage import cover
-from plait.spark.inputs.death_causes import Cause, deaths
+from plait.spark.inputs.audit_input import AuditedPartition, AuditInput, Cause, requested_groups
 from plait.spark.runtime.job_runner import ProgressListener
 from plait.storage.catalog import PartitionRow
 from plait.storage.disk import RealDisk
 from plait.storage.logs.action_log import DEFINITIONS, EVENTS, read_definitions, read_events
+from plait.storage.logs.recovery import LogScan
+from plait.storage.logs.retained_log import DIRECTORY as RETAINED_DIRECTORY
+from plait.storage.logs.retained_log import is_header, note_of
 from plait.storage.reading.action_reader import ActionPart, open_actions, read_actions
 from plait.storage.reading.log_chunks import LogChunk, WantedRows, logical_ends, plan, read_chunk
-from plait.storage.reading.log_reader import open_log
-from plait.storage.reading.log_walk import LogWalk
+from plait.storage.reading.log_reader import LogReader, open_log
+from plait.storage.reading.log_walk import FrameHeader, LogPiece, LogWalk, survey
 
 #: Bytes of the message log that one task reads: about a million short messages.
 BLOCK_SIZE: Final = 32 * MIB
@@ -46,23 +50,18 @@ PARTS_MAX: Final = 32
 
 #: Group → the range [low, high) of the sequences that a part of the action log names.
 Spans = dict[int, tuple[int, int]]
+Ranges = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class LiveInput:
-    """The planned audit of a data directory, as an ``AuditInput``."""
+class LiveInput(AuditInput):
+    """The planned audit of a data directory."""
 
-    place: str
-    wanted: WantedRows
     fail_on_damage: bool
-    partitions: dict[int, AuditedPartition]
     rows: dict[int, PartitionRow]
-    groups: dict[int, GroupFacts]
     chunks: list[LogChunk]
     parts: list[ActionPart]
     spans: list[Spans]
-    time_min: int
-    time_max: int
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -78,78 +77,52 @@ class LiveInput:
             frames.setdefault(frame.partition, []).append(frame)
             places.setdefault(frame.partition, []).append(place)
             starts[frame.partition] = partition.start
-        parts = _Parts(self, disk)
-        groups: dict[int, list[int]] = {}
-        for group in self.groups.values():
-            groups.setdefault(group.partition, []).append(group.id)
+
+        # The partitions of a chunk mostly need the same parts of the action log.
+        @lru_cache(PARTS_MAX)
+        def events_of_part(part: int) -> Events:
+            return of_rows(read_part(disk, self.place, self.parts[part])[0])
+
         for partition_id, views in frames.items():
             table = FrameRows(views, self.rows[partition_id], starts[partition_id], places[partition_id])
-            yield Block(
-                partition_id,
-                table.rows,
-                table.key_of,
-                _LiveEvents(parts, self.spans, groups.get(partition_id, []), table.rows).events_of,
-            )
+            events_of = self._events_of(partition_id, table.rows, events_of_part)
+            yield Block(partition_id, table.rows, table.key_of, events_of)
+
+    def _events_of(
+        self, partition: int, rows: BlockRows, events_of_part: Callable[[int], Events]
+    ) -> Callable[[GroupFacts], Events]:
+        """The lookup of a group's events about some rows, in log order. Each part is read once for all groups."""
+        low, high = (int(rows.sequences[0]), int(rows.sequences[-1]) + 1) if len(rows) else (0, 0)
+        groups = [group.id for group in self.groups.values() if group.partition == partition]
+        found: dict[int, list[Events]] = {}
+        for part, spans in enumerate(self.spans):
+            named = [number for number in groups if number in spans]
+            here = [number for number in named if spans[number][0] < high and spans[number][1] > low]
+            if here:
+                events = events_of_part(part)
+                events = events[(events["start"] < high) & (events["end"] > low)]
+                for number in here:
+                    found.setdefault(number, []).append(events[events["group"] == number])
+        return lambda group: np.concatenate(found[group.id]) if group.id in found else NONE
 
     def deaths(self) -> Counter[Cause]:
-        """From the retained log."""
-        return deaths(self.place, since=self.wanted.time_min, until=self.wanted.time_max)
-
-
-class _Parts:
-    """A cache of parts of the action log. The partitions of a chunk mostly need the same parts."""
-
-    def __init__(self, source: LiveInput, disk: RealDisk) -> None:
-        self._source = source
-        self._disk = disk
-        self._known: dict[int, Events] = {}
-
-    def events(self, number: int) -> Events:
-        """The events of a part about rows."""
-        known = self._known.pop(number, None)
-        if known is None:
-            known = of_rows(read_part(self._disk, self._source.place, self._source.parts[number])[0])
-            if len(self._known) >= PARTS_MAX:
-                del self._known[next(iter(self._known))]
-        # Re-inserted at the end: the least recently used part is evicted first.
-        self._known[number] = known
-        return known
-
-
-class _LiveEvents:
-    """The events about some rows. Each part of the action log is read once for all groups."""
-
-    def __init__(self, parts: _Parts, spans: list[Spans], groups: list[int], rows: BlockRows) -> None:
-        self._parts = parts
-        self._spans = spans
-        self._groups = groups
-        self._low = int(rows.sequences[0]) if len(rows) else 0
-        self._high = int(rows.sequences[-1]) + 1 if len(rows) else 0
-        self._known: dict[int, list[Events]] | None = None
-
-    def events_of(self, group: GroupFacts) -> Events:
-        """The events of a group, in log order."""
-        if self._known is None:
-            self._known = self._read()
-        found = self._known.get(group.id)
-        return np.concatenate(found) if found else NONE
-
-    def _read(self) -> dict[int, list[Events]]:
-        found: dict[int, list[Events]] = {}
-        for part, spans in enumerate(self._spans):
-            here = [number for number in self._groups if number in spans and self._meets(*spans[number])]
-            if not here:
+        """From the retained log. Removed letters are not counted."""
+        log = LogReader(RealDisk(self.place, read_only=True), RETAINED_DIRECTORY, self.place).mapped()
+        found: Counter[Cause] = Counter()
+        start = log.segments[0].base if log.segments else 0
+        for _, frame in LogScan(log, start, start, stamps_durable=False):
+            # A retained frame has the store time of the frame that its rows are from.
+            if is_header(frame) or not self.wanted.time_min <= frame.store_time <= self.wanted.time_max:
                 continue
-            events = self._parts.events(part)
-            events = events[(events["start"] < self._high) & (events["end"] > self._low)]
-            for number in here:
-                mine = events[events["group"] == number]
-                if len(mine):
-                    found.setdefault(number, []).append(mine)
+            try:
+                note = note_of(frame)
+            except FrameError:
+                # Unreadable notes are reported by ``plait doctor``.
+                continue
+            if note.death is not None:
+                reason = note.death.reason
+                found[Cause(note.group, reason.type, reason.handler)] += len(frame.sequences())
         return found
-
-    def _meets(self, low: int, high: int) -> bool:
-        return low < self._high and high > self._low
 
 
 class FrameRows:
@@ -224,18 +197,62 @@ def _unordered(frames: list[FrameView], chosen: Numbers) -> Flags | None:
     return np.concatenate(found)[chosen]
 
 
-@dataclass(frozen=True)
-class _Actions:
-    """The whole action log: its groups, its parts with the sequences that each names, and its first and last times."""
+@dataclass
+class Coverage:
+    """The sequences and store times in the frame headers of a partition. A gap between the sequences is lost rows."""
 
-    groups: dict[int, GroupFacts]
-    parts: list[ActionPart]
-    spans: list[Spans]
-    times: list[int]
+    #: Ranges [start, end) of the sequences in the log, ascending.
+    ranges: Ranges = field(default_factory=list)
+    #: The ranges of the requested frames.
+    wanted: Ranges = field(default_factory=list)
+    #: The first and the last store time of each piece of the log.
+    times: list[int] = field(default_factory=list)
 
 
-def _read_actions(path: str, message_end: int, *, fail_on_damage: bool, progress: ProgressListener) -> _Actions:
-    """Read the action log. Ignore events that depend on messages that were stored since, or are lost."""
+def cover(walk: LogWalk, wanted: WantedRows) -> tuple[dict[int, Coverage], int]:
+    """Run a walk to its end: partition → its coverage, and the log offset after the last frame."""
+
+    def look(piece: LogPiece, frames: list[FrameHeader]) -> tuple[int, dict[int, Coverage]]:
+        columns = np.array(frames, np.int64).reshape(-1, 7)
+        found = {}
+        for number in np.unique(columns[:, 3]).tolist():
+            part = columns[columns[:, 3] == number]
+            times = part[:, 5]
+            chosen = (times >= wanted.time_min) & (times <= wanted.time_max)
+            found[number] = Coverage(_joined(part), _joined(part[chosen]), [int(times.min()), int(times.max())])
+        return piece.end, found
+
+    total: defaultdict[int, Coverage] = defaultdict(Coverage)
+    log_end = 0
+    for end, found in survey(walk, wanted.covers, look):
+        log_end = max(log_end, end)
+        for number, each in found.items():
+            known = total[number]
+            known.ranges += each.ranges
+            known.wanted += each.wanted
+            known.times += each.times
+    for known in total.values():
+        known.ranges, known.wanted = merged(known.ranges), merged(known.wanted)
+    return dict(total), log_end
+
+
+def _joined(part: npt.NDArray[np.int64]) -> Ranges:
+    """Ranges [start, end) of consecutive frames."""
+    if not len(part):
+        return []
+    base, ends = part[:, 4], part[:, 4] + part[:, 2]
+    apart = np.flatnonzero(base[1:] != ends[:-1])
+    starts, stops = base[np.concatenate([[0], apart + 1])], ends[np.concatenate([apart, [len(base) - 1]])]
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def _read_actions(
+    path: str, message_end: int, *, fail_on_damage: bool, progress: ProgressListener
+) -> tuple[dict[int, GroupFacts], list[ActionPart], list[Spans], list[int]]:
+    """Read the action log: its groups, its parts with the sequences that each names, and its first and last times.
+
+    Events that depend on messages that were stored since, or are lost, are ignored.
+    """
     actions = open_actions(path)
     parts = actions.look(part_size=PART_SIZE, fail_on_damage=fail_on_damage, message_end=message_end).parts
     log_start = actions.files[0][0] if actions.files else 0
@@ -252,7 +269,7 @@ def _read_actions(path: str, message_end: int, *, fail_on_damage: bool, progress
     if log_start and times:
         for group in table.groups.values():
             group.begins = times[0]
-    return _Actions(table.groups, parts, spans, times)
+    return table.groups, parts, spans, times
 
 
 def open_live(
@@ -268,37 +285,39 @@ def open_live(
     reader = open_log(path)
     progress.step("looking at the message log", 1, "parts")
     walk = LogWalk(reader, fail_on_damage=fail_on_damage)
-    coverage = cover(walk, wanted)
-    actions = _read_actions(path, coverage.log_end, fail_on_damage=fail_on_damage, progress=progress)
+    coverage, log_end = cover(walk, wanted)
+    log_groups, parts, spans, times = _read_actions(path, log_end, fail_on_damage=fail_on_damage, progress=progress)
     planned = plan(reader, wanted, chunk_size=BLOCK_SIZE, chunks_min=TASKS_MIN, fail_on_damage=fail_on_damage)
     rows = {row.id: row for row in walk.partitions.values() if not row.deleted and wanted.covers(row)}
-    known = requested_groups(actions.groups, rows, groups, path)
+    known = requested_groups(log_groups, rows, groups, path)
     starts = {number: each.start for chunk in planned.chunks for number, each in chunk.partitions.items()}
     nexts = logical_ends(reader.checkpoint)
     from_zero = not reader.files or reader.files[0][0] == 0
     partitions = {}
     for number, row in rows.items():
+        found = coverage.get(number, Coverage())
+        times += found.times
+        first, last = (found.ranges[0][0], found.ranges[-1][1]) if found.ranges else (0, 0)
         # Retention may have removed segments since the checkpoint.
-        start = max(starts.get(number, 0), 0 if from_zero else coverage.first(number))
-        end = max(coverage.end(number), nexts.get(number, 0))
-        if not from_zero and number not in coverage.ranges:
+        start = max(starts.get(number, 0), 0 if from_zero else first)
+        end = max(last, nexts.get(number, 0))
+        if not from_zero and not found.ranges:
             # Every row has expired: the checkpoint has the partition's next sequence.
             start = max(start, end)
         partitions[number] = AuditedPartition(
             row.subject,
             f"{row.name}@{broker_group}",
-            first=max(start, coverage.first(number)),
+            first=max(start, first),
             end=end,
-            missing=coverage.missing(number, start, end),
-            readable=0 if fail_on_damage else coverage.count(number, start),
+            missing=without([(start, end)], found.ranges),
+            readable=0 if fail_on_damage else sum(max(high - max(low, start), 0) for low, high in found.wanted),
             strict=row.settings.order == STRICT,
         )
     for group in known.values():
         group.learn_order(rows[group.partition].settings.order)
-        if not from_zero and group.partition not in coverage.ranges:
+        if not from_zero and group.partition not in coverage:
             # The checkpoint may be older than some rows that have expired.
             group.reach = min(group.reach, partitions[group.partition].end)
-    times = [*actions.times, *(time for number in rows for time in coverage.times.get(number, ()))]
     return LiveInput(
         place=path,
         wanted=wanted,
@@ -307,8 +326,8 @@ def open_live(
         rows=rows,
         groups=known,
         chunks=planned.chunks,
-        parts=actions.parts,
-        spans=actions.spans,
+        parts=parts,
+        spans=spans,
         time_min=max(min(times, default=0), wanted.time_min),
         time_max=max(times, default=0),
     )

@@ -25,15 +25,13 @@ from pyspark.sql.types import StructField, StructType
 from plait.client.read.surveyor import Surveyor
 from plait.errors import InvalidArgument
 from plait.spark.inputs.archive_input import ArchiveInput, check_archive, is_archive
-from plait.spark.inputs.input import input_of
 from plait.spark.inputs.log_input import LogInput
 from plait.spark.runtime.worker import prepare_worker
 from plait.spark.source.filters import narrow
-from plait.spark.source.range_planning import batch_ranges
+from plait.spark.source.range_planning import batch_ranges, input_of, read_task
 from plait.spark.source.read_options import ReadOptions
 from plait.spark.source.spark_columns import COLUMNS
 from plait.spark.source.stream_reader import PlaitStreamReader
-from plait.spark.source.task_reading import read_task
 from plait.storage.reading.log_reader import open_log
 
 

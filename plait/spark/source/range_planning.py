@@ -1,15 +1,24 @@
-"""Plans the ranges of sequences that a query reads from its bounds, and reports lost messages."""
+"""Plans the ranges of sequences that a query reads from its input between its bounds, and runs one of its tasks.
+
+The driver calls the input, a stream calls it for every batch. A task then reads its part without the driver.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
+import pyarrow as pa
 
 from plait.client.read.surveyor import PartitionSpan, SpanRange
 from plait.client.types import PartitionName
+from plait.errors import FrameError
 from plait.frame.header import TIME_MAX
-from plait.spark.inputs.input import Input
+from plait.spark.inputs.archive_input import ArchiveInput, is_archive
+from plait.spark.inputs.broker_input import BrokerInput, BrokerTask
+from plait.spark.inputs.log_input import LogInput, LogTask
+from plait.spark.inputs.parquet_files import ArchiveReadTask
+from plait.spark.runtime.worker import prepare_worker
 from plait.spark.source.offsets import (
     EARLIEST,
     LATEST,
@@ -22,7 +31,35 @@ from plait.spark.source.offsets import (
     report,
 )
 from plait.spark.source.read_options import ReadOptions
+from plait.spark.source.row_picker import Picker
+from plait.spark.source.spark_columns import record_batches
 from plait.storage.reading.log_chunks import WantedRows
+
+#: What Spark jobs read: a data directory, brokers or an archive.
+Input = LogInput | BrokerInput | ArchiveInput
+
+
+def input_of(options: ReadOptions, wanted: WantedRows) -> Input:
+    """The input that the options name."""
+    if options.server:
+        return BrokerInput(options, wanted)
+    return ArchiveInput(options, wanted) if is_archive(options.path) else LogInput(options, wanted)
+
+
+def read_task(
+    task: LogTask | BrokerTask | ArchiveReadTask | None, options: ReadOptions, wanted: WantedRows, schema: pa.Schema
+) -> Iterator[pa.RecordBatch]:
+    """The rows of a task as batches with the columns of the schema; nothing if ``task`` is None."""
+    if task is None:
+        return
+    prepare_worker()
+    if isinstance(task, ArchiveReadTask):
+        yield from task.batches(options, wanted, schema)
+        return
+    try:
+        yield from record_batches(task.frames(options, wanted), schema, task.group, Picker.of(wanted))
+    except FrameError as error:
+        raise task.damage(options, str(error)) from error
 
 
 def batch_ranges(

@@ -29,7 +29,6 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from plait.client.read.surveyor import PartitionSpan, SpanRange
-from plait.spark.inputs.input import Input, input_of
 from plait.spark.runtime.worker import prepare_worker
 from plait.spark.source.offsets import (
     EARLIEST,
@@ -41,9 +40,8 @@ from plait.spark.source.offsets import (
     lives_of,
     report,
 )
-from plait.spark.source.range_planning import limited, stream_ranges
+from plait.spark.source.range_planning import Input, input_of, limited, read_task, stream_ranges
 from plait.spark.source.read_options import ReadOptions
-from plait.spark.source.task_reading import read_task
 
 #: The next message of each partition, by the partition's name.
 Offset = dict[str, OffsetJson]

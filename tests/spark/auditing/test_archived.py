@@ -19,7 +19,7 @@ from plait.model.reason import Reason
 from plait.spark.archiving.manifest import Archive
 from plait.spark.auditing.report import AuditReport
 from plait.spark.auditing.report_page import page
-from plait.spark.inputs import work_units as units
+from plait.spark.inputs import archive_audit as units
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import Filler, archive_here
 from tests.spark.auditing.conftest import Audit, one_group

@@ -11,7 +11,7 @@ from plait.spark.archiving.archive_tasks import CompactTask
 from plait.spark.archiving.file_writer import FileWriter
 from plait.spark.archiving.manifest import Archive, ArchivedFile
 from plait.spark.auditing.job import open_input
-from plait.spark.inputs import work_units as units
+from plait.spark.inputs import archive_audit as units
 from plait.spark.inputs.archive_audit import ArchivedInput
 from plait.spark.runtime.job_runner import NoProgress
 from plait.testing import EmbeddedBroker

@@ -10,22 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.spark.auditing.block_rows import BlockRows
-from plait.spark.auditing.events import merged
+from plait.spark.auditing.events import merged, without
 from plait.spark.auditing.key_order import crossings, out_of_order
 from plait.spark.auditing.tally import latency_bins, percentile
 from plait.spark.auditing.verdicts import NEVER, GroupVerdict
-from plait.spark.inputs.coverage import Coverage
 
 
 @pytest.mark.parametrize(
     ("start", "missing"), [(0, [(0, 2), (5, 8)]), (2, [(5, 8)]), (3, [(5, 8)]), (6, [(6, 8)]), (8, []), (20, [])]
 )
 def test_missing_ranges_are_the_gaps_between_the_stored_ones(start: int, missing: list[tuple[int, int]]):
-    coverage = Coverage(ranges={1: [(2, 5), (8, 10)]})
-    assert coverage.missing(1, start) == missing
-    assert coverage.missing(2, 0) == []
-    assert coverage.missing(1, 8, 12) == [(10, 12)]
-    assert coverage.missing(2, 1, 3) == [(1, 3)]
+    assert without([(start, 10)], [(2, 5), (8, 10)]) == missing
+    assert without([(start, 30)], [(2, 5), (8, 10)]) == [*missing, (max(start, 10), 30)]
 
 
 def test_adjacent_ranges_are_joined():

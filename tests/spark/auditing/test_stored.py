@@ -19,7 +19,7 @@ from plait.spark.archiving.archiver import wanted_of
 from plait.spark.auditing.job import open_input
 from plait.spark.auditing.stored_order import astray
 from plait.spark.inputs import log_audit as live
-from plait.spark.inputs.coverage import cover
+from plait.spark.inputs.log_audit import cover
 from plait.spark.runtime.job_runner import NoProgress
 from plait.storage.catalog import PartitionRow
 from plait.storage.logs.action_events import Action
