@@ -107,8 +107,8 @@ class LogWriter:
         self._act(buffer, now + 1_000)
 
     def _act(self, buffer: ActionBuffer, now: int) -> None:
-        self._index += buffer.build_frames(self._index, (0, 0), 1, now)
-        for frame in buffer.drain():
+        self._index = buffer.build_frames(self._index, (0, 0), 1, now)
+        for frame in buffer.frames:
             self.actions.append(frame.parts, frame.size)
 
 

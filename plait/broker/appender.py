@@ -81,7 +81,8 @@ class Appender:
         if len(run) > 1:
             # A joined frame has one header and a run table; a constant column is expanded to one value per row.
             bound = 256 + sum(s.frame.size + 64 + CONSTANTS_SIZE_MAX * s.frame.count for s in run)
-        self._log.place_for(bound)
+        if self._log.end + bound > self._log.room_end:
+            self._log.place_for(bound)
         base = partition.next
         # A schedule accepts the same LPs as its partition. After a seal it gets no new rows of the LP (R25).
         main = partition.main or partition

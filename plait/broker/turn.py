@@ -26,7 +26,7 @@ from plait.limits import MIB
 from plait.storage.disk import Disk
 from plait.storage.logs.action_events import Cancelled, Event
 from plait.storage.logs.action_log import DIRECTORY as ACTION_DIRECTORY
-from plait.storage.logs.action_log import ActionBuffer, Definition
+from plait.storage.logs.action_log import FIRST_FRAMES_BOUND, ActionBuffer, Definition
 from plait.storage.logs.log import Log
 from plait.storage.logs.retained_log import DIRECTORY as RETAINED_DIRECTORY
 from plait.storage.producers import ProducerTable
@@ -235,7 +235,7 @@ class Turn:
                 # Before the events are written: the deliveries of this turn add events.
                 self._make_visible(commit)
             self.dirty = False
-            if self._actions.count or self.action_log.pending:
+            if self._actions.size or self.action_log.pending:
                 self._write_actions(now)
             if self.stages.ready or self.pending:
                 # Publishing continues with the next commit. Requests for it during this one had no effect.
@@ -272,9 +272,11 @@ class Turn:
 
     def _write_actions(self, now: int) -> None:
         actions, log, self.stalled = self._actions, self.action_log, False
-        if actions.count:
+        if actions.size:
+            bound = actions.size + FIRST_FRAMES_BOUND
             try:
-                log.place_for(actions.size_bound)
+                if log.end + bound > log.room_end:
+                    log.place_for(bound)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EMFILE, errno.ENFILE):
                     raise
@@ -282,9 +284,10 @@ class Turn:
                 self.stalled = True
             else:
                 ends = self.message_log.end, self.retained_log.end
-                self.action_index += actions.build_frames(self.action_index, ends, self.epoch, now)
-                for frame in actions.drain():
+                self.action_index = actions.build_frames(self.action_index, ends, self.epoch, now)
+                for frame in actions.frames:
                     log.append(frame.parts, frame.size)
+                actions.frames, actions.size = [], 0
         if log.pending:
             log.write()
 
@@ -311,7 +314,7 @@ class Turn:
         if self.stalled:
             # The state includes these events; the log gets them later. Sealing numbers them before this position.
             ends = self.message_log.end, self.retained_log.end
-            self.action_index += self._actions.build_frames(self.action_index, ends, self.epoch, self.clock.now())
+            self.action_index = self._actions.build_frames(self.action_index, ends, self.epoch, self.clock.now())
         return LogPositions(self.message_log.written, self.retained_log.written, self.action_index)
 
     # --- durability -----------------------------------------------------------------------------

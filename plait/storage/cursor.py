@@ -152,9 +152,10 @@ class Cursor:
         if self.held_rows is not None:
             for piece in pieces:
                 self.held_rows.let_go(holder, piece.start, piece.end)
-        if not held:
+        if not held.length:
             del self.held[holder]
-        self._tidy()
+        if self.held_rows is not None:
+            self._tidy()
         return pieces
 
     def _tidy(self) -> None:
@@ -196,7 +197,9 @@ class Cursor:
             pieces += held.remove(start, end)
             if not held.length:
                 del self.held[holder]  # type: ignore[arg-type]
-        count = count_of(pieces)
+        count = 0
+        for piece in pieces:
+            count += piece.end - piece.start
         if self.waiting.length and new + count < end - start:
             count += count_of(self.waiting.remove(start, end))
         return count

@@ -44,7 +44,7 @@ def rows_of(path: Path, part_size: int = 1 << 20) -> list[dict[str, Any]]:
 def frames_of(buffer: ActionBuffer, offset: int = 0, time: int = 50) -> list[tuple[int, FrameView]]:
     frames = []
     buffer.build_frames(0, (0, 0), 3, time)
-    for parts in buffer.drain():
+    for parts in buffer.frames:
         view = FrameView(parts.tobytes()).verify()
         frames.append((offset, view))
         offset += view.size

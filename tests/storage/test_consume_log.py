@@ -152,10 +152,3 @@ def test_records_after_those_of_the_checkpoint_are_overwritten():
     third = ConsumeLog(disk, 7)
     assert third.load(0, 3, 21)
     assert third.record(2) == Record(20, 999, 5, 64, 1)
-
-
-def test_a_removed_log_has_no_file():
-    disk, log = three_records()
-    assert disk.list(DIRECTORY) == ["00000007.0"]
-    log.remove()
-    assert disk.list(DIRECTORY) == []

@@ -251,15 +251,14 @@ class Partition:
         trusted = log.end if again else log.resumed_at
         end = min(end, self.visible)
         expected = max(start, self.start)
-        index, records = consume_log.find(expected), len(consume_log)
-        if index >= records:
+        index, record = consume_log.locate(expected)
+        if record is None:
             batch.end = max(start, end)
         run_start = run_end = -1
         parts = batch.parts
-        while index < records and expected < end and batch.count < count:
+        while record is not None and expected < end and batch.count < count:
             if batch.count and batch.size + batch.inflated >= size:
                 break
-            record = consume_log.record(index)
             offset = record.offset
             frame = self.frame(log, record, offset >= trusted) if record.base <= expected else None
             if frame is None:
@@ -280,7 +279,6 @@ class Partition:
             if batch.size + batch.inflated + piece_size + inflated > size and (batch.count or not some):
                 batch.full = True
                 break
-            index = index + 1 if offset == record.offset else consume_log.find(frame_end)
             batch.add(first, last, piece_size, inflated)
             if sliced is not None:
                 parts.extend(sliced.parts)
@@ -293,6 +291,13 @@ class Partition:
                 run_start, run_end = offset, offset + frame_size
                 parts.append(frame.buffer)
             expected = last
+            if expected >= end:
+                break
+            if offset == record.offset:
+                index += 1
+                record = consume_log.record(index) if index < len(consume_log) else None
+            else:
+                index, record = consume_log.locate(frame_end)
         return batch
 
     def walk(
@@ -303,16 +308,13 @@ class Partition:
         end = min(end, self.visible)
         expected = max(start, self.start)
         trusted = log.end if again else log.resumed_at
-        index = self.consume_log.find(expected)
         while expected < end:
-            if index >= len(self.consume_log):
-                yield expected, end, None
-                return
-            record = self.consume_log.record(index)
-            offset = record.offset
-            frame = self.frame(log, record, offset >= trusted) if record.base <= expected else None
+            index, record = self.consume_log.locate(expected)
+            frame = None
+            if record is not None and record.base <= expected:
+                frame = self.frame(log, record, record.offset >= trusted)
             if frame is None:
-                offset, frame = frame_search.search(self, log, expected, index)
+                _, frame = frame_search.search(self, log, expected, index)
                 if frame is None:
                     yield expected, end, None
                     return
@@ -324,25 +326,18 @@ class Partition:
             last = min(frame.end, end)
             yield expected, last, frame
             expected = last
-            index = index + 1 if offset == record.offset else self.consume_log.find(expected)
 
     def whole_frame(self, log: Log, sequence: int) -> FrameView | None:
         """The frame of a sequence, not verified, if it is not expired and all of it is visible; None otherwise."""
-        index = self.consume_log.find(sequence)
-        if index >= len(self.consume_log):
-            return None
-        record = self.consume_log.record(index)
-        if not record.base <= sequence < record.base + record.count <= self.visible or record.offset < log.start:
+        _, record = self.consume_log.locate(sequence)
+        if record is None or not record.base <= sequence < record.end <= self.visible or record.offset < log.start:
             return None
         return self.frame(log, record, trusted=True)
 
     def frame_from(self, log: Log, sequence: int) -> FrameView | None:
         """The frame that starts at this sequence, visible or not; None: there is none, or it is not written."""
-        index = self.consume_log.find(sequence)
-        if index >= len(self.consume_log):
-            return None
-        record = self.consume_log.record(index)
-        if record.base != sequence or not log.start <= record.offset < log.written:
+        _, record = self.consume_log.locate(sequence)
+        if record is None or record.base != sequence or not log.start <= record.offset < log.written:
             return None
         return self.frame(log, record, trusted=True)
 
@@ -376,11 +371,10 @@ class Partition:
         if self.start >= self.next:
             return None
         if self._head is None or self._head[0] != self.start:
-            log = self.consume_log
-            index = log.find(self.start)
-            if index >= len(log):
+            _, record = self.consume_log.locate(self.start)
+            if record is None:
                 return None
-            self._head = (self.start, log.record(index))
+            self._head = (self.start, record)
         return self._head[1]
 
     def stored_until(self, epoch: int) -> int:

@@ -68,13 +68,9 @@ class Event(msgspec.Struct, gc=False):
 
 
 class DeliveryEvent(Event):
-    """An event that has the number of deliveries of its rows."""
+    """An event that has the number of deliveries of its rows; the log has at most ``ATTEMPT_MAX``."""
 
     attempt: int
-
-    def __post_init__(self) -> None:
-        if self.attempt > ATTEMPT_MAX:
-            self.attempt = ATTEMPT_MAX
 
 
 class Pulled(DeliveryEvent):

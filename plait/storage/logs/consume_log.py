@@ -10,8 +10,9 @@ Promise: finding a record costs a binary search, whatever the backlog.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import OrderedDict
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,9 @@ from plait.storage.logs.log import Log
 
 #: base sequence, message-log offset, store time, frame size, row count.
 RECORD = np.dtype([("base", "<u8"), ("offset", "<u8"), ("time", "<i8"), ("size", "<u4"), ("count", "<u4")])
+RECORD_SIZE = RECORD.itemsize
+#: The same fields, for one record.
+_PACKED = Struct("<QQqII")
 DIRECTORY = "consume"
 
 Records = npt.NDArray[Any]
@@ -79,26 +83,11 @@ class OpenMaps:
             oldest, _ = self._logs.popitem(last=False)
             oldest.unmap()
 
-    def closed(self, log: ConsumeLog) -> None:
-        self._logs.pop(log, None)
-
 
 class ConsumeLog:
     """Records in order of their base sequence. Gaps are sequences that were lost to damage."""
 
-    __slots__ = (
-        "_bases",
-        "_counts",
-        "_disk",
-        "_file_records",
-        "_maps",
-        "_offsets",
-        "_partition",
-        "_sizes",
-        "_times",
-        "flushed",
-        "generation",
-    )
+    __slots__ = ("_bases", "_disk", "_file_records", "_maps", "_partition", "_tail", "flushed", "generation")
 
     def __init__(self, disk: Disk, partition: int, maps: OpenMaps | None = None) -> None:
         self._disk = disk
@@ -109,14 +98,9 @@ class ConsumeLog:
         self._file_records: Records | None = None
         #: The number of records in the file.
         self.flushed = 0
-        self._clear_tail()
-
-    def _clear_tail(self) -> None:
+        #: The records that are not in the file: all fields as in the file, and the base sequences.
+        self._tail = bytearray()
         self._bases = array("Q")
-        self._offsets = array("Q")
-        self._times = array("q")
-        self._sizes = array("I")
-        self._counts = array("I")
 
     @property
     def path(self) -> str:
@@ -129,41 +113,38 @@ class ConsumeLog:
     def append(self, base: int, offset: int, time: int, size: int, count: int) -> None:
         """Record that the frame at ``offset`` has ``count`` rows from sequence ``base``."""
         self._bases.append(base)
-        self._offsets.append(offset)
-        self._times.append(time)
-        self._sizes.append(size)
-        self._counts.append(count)
+        self._tail += _PACKED.pack(base, offset, time, size, count)
 
     # --- finding --------------------------------------------------------------------------------
 
     def record(self, index: int) -> Record:
-        """The record at an index."""
-        tail = index - self.flushed
-        if tail >= 0:
-            return Record(
-                self._bases[tail],
-                self._offsets[tail],
-                self._times[tail],
-                self._sizes[tail],
-                self._counts[tail],
-            )
+        """The record at an index; IndexError if there is none."""
+        if index >= self.flushed:
+            return Record._make(_PACKED.unpack_from(self._tail, (index - self.flushed) * RECORD_SIZE))
         return Record(*self._stored()[index].item())
+
+    def locate(self, sequence: int) -> tuple[int, Record | None]:
+        """The record that contains a sequence, or the first one after it, with its index; (len(), None): none."""
+        bases = self._bases
+        if bases and sequence >= bases[0]:
+            at = bisect_right(bases, sequence) - 1
+            record = Record._make(_PACKED.unpack_from(self._tail, at * RECORD_SIZE))
+            index = self.flushed + at
+        elif self.flushed:
+            # A Python int would make numpy convert the whole column first.
+            index = max(int(np.searchsorted(self._stored()["base"], np.uint64(sequence), "right")) - 1, 0)
+            record = self.record(index)
+        elif bases:
+            return 0, self.record(0)
+        else:
+            return 0, None
+        if sequence < record.base + record.count:
+            return index, record
+        return index + 1, self.record(index + 1) if index + 1 < self.flushed + len(bases) else None
 
     def find(self, sequence: int) -> int:
         """The index of the record that contains a sequence, or of the first one after it; len() if there is none."""
-        if self._bases and sequence >= self._bases[0]:
-            index = bisect_right(self._bases, sequence) - 1
-            if sequence >= self._bases[index] + self._counts[index]:
-                index += 1
-            return self.flushed + index
-        if self.flushed == 0:
-            return 0
-        stored = self._stored()
-        # A Python int would make numpy convert the whole column first.
-        index = int(np.searchsorted(stored["base"], np.uint64(sequence), "right")) - 1
-        if index < 0:
-            return 0
-        return index + 1 if sequence >= Record(*stored[index].item()).end else index
+        return self.locate(sequence)[0]
 
     def find_offset(self, offset: int) -> int:
         """The index of the first record at or after a message-log offset; len() if there is none."""
@@ -171,44 +152,37 @@ class ConsumeLog:
             at = int(np.searchsorted(self._stored()["offset"], np.uint64(offset), "left"))
             if at < self.flushed:
                 return at
-        return self.flushed + bisect_left(self._offsets, offset)
+        return self.flushed + int(np.searchsorted(self._tail_records()["offset"], np.uint64(offset), "left"))
 
     def find_time(self, time: int) -> int:
         """The index of the first record stored at or after ``time``; len() if there is none."""
-        if self.flushed:
-            times = self._stored()["time"]
+        before = 0
+        for records in (self._stored(), self._tail_records()):
             # Store times can step back with the wall clock, so search their running maximum.
-            at = int(np.searchsorted(np.maximum.accumulate(times), np.int64(time), "left"))
-            if at < self.flushed:
-                return at
-        for tail, stored_at in enumerate(self._times):
-            if stored_at >= time:
-                return self.flushed + tail
+            at = int(np.searchsorted(np.maximum.accumulate(records["time"]), np.int64(time), "left"))
+            if at < len(records):
+                return before + at
+            before = self.flushed
         return len(self)
 
     def slice(self, start: int, stop: int) -> Records:
         """Records [start, stop) as one array."""
-        stop = min(stop, len(self))
-        if start >= self.flushed:
-            return self._tail_records(start - self.flushed, stop - self.flushed)
         if stop <= self.flushed:
             return self._stored()[start:stop]
-        return np.concatenate([self._stored()[start:], self._tail_records(0, stop - self.flushed)])
+        tail = self._tail_records()[max(start - self.flushed, 0) : stop - self.flushed]
+        return tail if start >= self.flushed else np.concatenate([self._stored()[start:], tail])
 
-    def _tail_records(self, start: int, stop: int) -> Records:
-        records = np.empty(max(stop - start, 0), RECORD)
-        records["base"] = self._bases[start:stop]
-        records["offset"] = self._offsets[start:stop]
-        records["time"] = self._times[start:stop]
-        records["size"] = self._sizes[start:stop]
-        records["count"] = self._counts[start:stop]
-        return records
+    def _tail_records(self) -> Records:
+        # A copy, because a bytearray with a view of it cannot grow.
+        return np.frombuffer(bytes(self._tail), RECORD)
 
     def _stored(self) -> Records:
         if self._file_records is None or len(self._file_records) != self.flushed:
+            if not self.flushed:
+                return np.empty(0, RECORD)
             file = self._disk.open(self.path)
             try:
-                view = file.view()[: self.flushed * RECORD.itemsize]
+                view = file.view()[: self.flushed * RECORD_SIZE]
                 self._file_records = np.frombuffer(view, RECORD)
             finally:
                 file.close()
@@ -224,41 +198,35 @@ class ConsumeLog:
     def unmap(self) -> None:
         """Drop the map; the next read that needs it makes it again."""
         self._file_records = None
-        if self._maps is not None:
-            self._maps.closed(self)
 
     # --- checkpoint and recovery ----------------------------------------------------------------
 
     def flush(self) -> tuple[int, bytes]:
         """(records already in the file, bytes of the rest): the arguments of ``write_records`` and ``flushed_to``."""
-        return self.flushed, self._tail_records(0, len(self._bases)).tobytes()
+        return self.flushed, bytes(self._tail)
 
     def write_records(self, at: int, data: bytes) -> None:
         """Cut the file to ``at`` records and append ``data``, durably. May block; changes no other state."""
         file = self._disk.open(self.path, create=True)
         try:
-            if file.size != at * RECORD.itemsize:
-                file.truncate(at * RECORD.itemsize)
+            if file.size != at * RECORD_SIZE:
+                file.truncate(at * RECORD_SIZE)
             if data:
-                file.write([data], at * RECORD.itemsize)
+                file.write([data], at * RECORD_SIZE)
             file.sync()
         finally:
             file.close()
 
     def flushed_to(self, at: int, data: bytes) -> None:
         """Record that ``write_records`` succeeded: the first records of the tail are in the file now."""
-        moved = len(data) // RECORD.itemsize
+        moved = len(data) // RECORD_SIZE
         self.flushed = at + moved
         self._file_records = None
-        for column in (self._bases, self._offsets, self._times, self._sizes, self._counts):
-            del column[:moved]
+        del self._tail[: len(data)], self._bases[:moved]
 
     def load(self, generation: int, flushed: int, end_sequence: int) -> bool:
         """Use the first ``flushed`` records of the file that a checkpoint names. False: the log must be rebuilt."""
-        self._clear_tail()
-        self._file_records = None
-        self.generation = generation
-        self.flushed = 0
+        self._set(generation, np.empty(0, RECORD))
         if flushed == 0:
             return True
         if not self._disk.exists(self.path):
@@ -266,7 +234,7 @@ class ConsumeLog:
         file = self._disk.open(self.path)
         size = file.size
         file.close()
-        if size < flushed * RECORD.itemsize:
+        if size < flushed * RECORD_SIZE:
             return False
         self.flushed = flushed
         if self.record(flushed - 1).end != end_sequence:
@@ -276,17 +244,10 @@ class ConsumeLog:
 
     def replace(self, records: Records) -> None:
         """Replace all records; the next checkpoint writes them to a new file."""
-        self._file_records = None
-        self.generation += 1
-        self.flushed = 0
-        self._clear_tail()
-        self._bases.frombytes(records["base"].tobytes())
-        self._offsets.frombytes(records["offset"].tobytes())
-        self._times.frombytes(records["time"].tobytes())
-        self._sizes.frombytes(records["size"].tobytes())
-        self._counts.frombytes(records["count"].tobytes())
+        self._set(self.generation + 1, records)
 
-    def remove(self) -> None:
-        """Delete the file."""
-        self.unmap()
-        self._disk.remove(self.path)
+    def _set(self, generation: int, records: Records) -> None:
+        self._file_records = None
+        self.generation, self.flushed = generation, 0
+        self._tail = bytearray(records.tobytes())
+        self._bases = array("Q", records["base"].tobytes())

@@ -67,6 +67,10 @@ class Log:
         self.leave_free = 0
         self.segments: list[Segment] = []
         self._bases: list[int] = []
+        #: Frames that end at or before this offset need no ``place_for``: the space is reserved.
+        self.room_end = 0
+        #: The end of the reserved space of the active segment: ``room_end`` and ``margin``.
+        self._reserved_end = 0
         #: The buffers of frames that are appended and not written.
         self.pending: list[Buffer] = []
         self._pending_at = 0
@@ -171,6 +175,7 @@ class Log:
         self._disk.sync_directory(self.directory)
         self.end = self.written = self.durable = self._pending_at = self.resumed_at = end
         self.start = self._bases[0] if self._bases else end
+        self._set_room(0)
         self.note_durable()
 
     def note_durable(self) -> None:
@@ -187,25 +192,27 @@ class Log:
             write_mark(self._disk, self.directory, mark, sync=sync)
             self.mark = mark
 
-    def place_for(self, size: int, *, own: bool = False) -> int:
-        """The offset of the next frame of ``size`` bytes. Makes the next segment or reserves space if necessary.
+    def place_for(self, size: int, *, own: bool = False) -> None:
+        """Reserve space for frames of ``size`` bytes in one segment, which is a new one if necessary.
 
         ``own``: the frame is the broker's and may use the space that frames of producers leave (``margin``), because
         the deletion that frees space on a full disk has to be written first.
         """
         end = self.end + size if own else self.end + size + self.margin
-        if self.segments:
-            active = self.segments[-1]
-            if active.base <= self.end and end <= active.end:
-                if end > active.allocated:
-                    self._files.reserve(active, end, 0 if own else self.leave_free)
-                return self.end
-        self._roll(end - self.end, 0 if own else self.leave_free)
-        return self.end
+        leave_free = 0 if own else self.leave_free
+        if not self.segments or end > self.segments[-1].end:
+            self._roll(end - self.end, leave_free)
+        elif end > self.segments[-1].allocated:
+            self._files.reserve(self.segments[-1], end, leave_free)
+        self._set_room(self.segments[-1].allocated)
+
+    def _set_room(self, reserved_end: int) -> None:
+        self._reserved_end, self.room_end = reserved_end, reserved_end - self.margin
 
     def roll(self) -> None:
         """Start the next segment, so that the active one can be removed."""
         self._roll(self.margin, 0)
+        self._set_room(self.segments[-1].allocated)
 
     def _roll(self, size: int, leave_free: int) -> None:
         if self._closed:
@@ -240,9 +247,9 @@ class Log:
 
     def append(self, parts: Sequence[Buffer], size: int) -> int:
         """Append the buffers of a frame. Returns its offset. Nothing reaches the disk before ``write``."""
+        if self.end + size > self._reserved_end:
+            self.place_for(size, own=True)
         offset = self.end
-        if not self.segments or self.segments[-1].base > offset or offset + size > self.segments[-1].allocated:
-            offset = self.place_for(size, own=True)
         self.pending.extend(parts)
         self.end = offset + size
         return offset
@@ -345,3 +352,4 @@ class Log:
         self._files.close()
         self.segments = []
         self._bases = []
+        self._set_room(0)
