@@ -18,7 +18,7 @@ from plait.broker.groups.group import Group
 from plait.broker.partitions.partition import Partition
 from plait.errors import DiskFull, FlowControl
 from plait.limits import MIB
-from plait.storage.archive_mark import ArchiveMark, read_archived
+from plait.storage.marks import ArchiveMark, read_archived
 from plait.storage.ranges import Range
 
 log = logging.getLogger("plait.broker")

@@ -185,7 +185,7 @@ class Turn:
     def check_space(self) -> None:
         """Compare the disk space with the watermarks. The result holds until the next call."""
         free, total = self.disk.space()
-        self.low_space = flow.low_space(free, total, self.config, self.message_log.lacking)
+        self.low_space = flow.low_space(free, total, self.config, self.message_log.files.lacking)
         self.message_log.leave_free = flow.floor_of(total, self.config)
         if self.stalled:
             self.mark()

@@ -18,16 +18,14 @@ from plait.doctor.meta_database_check import FILES as META
 from plait.doctor.meta_database_check import SHARED, MetaCheck
 from plait.doctor.retained_log_check import RetainedCheck
 from plait.errors import DataDirError
-from plait.storage.archive_mark import PATH as ARCHIVED
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import FORMAT_VERSION
-from plait.storage.directory_id import PATH as IDENTITY
 from plait.storage.disk import GROUPS, LOCK, RealDisk
-from plait.storage.durable_mark import mark_path
 from plait.storage.logs.action_log import DIRECTORY as ACTION
 from plait.storage.logs.consume_log import DIRECTORY as CONSUME
 from plait.storage.logs.recovery import QUARANTINE
 from plait.storage.logs.retained_log import DIRECTORY as RETAINED
+from plait.storage.marks import ARCHIVED, IDENTITY, mark_path
 from plait.storage.schedule.bucket import DIRECTORY as SCHEDULE
 
 MESSAGE = "message"

@@ -11,10 +11,10 @@ from plait.doctor.readable_segments import readable_runs
 from plait.errors import FrameError
 from plait.frame.view import FrameView
 from plait.storage.disk import RealDisk
-from plait.storage.durable_mark import read_mark
 from plait.storage.logs.log import Log
 from plait.storage.logs.recovery import MISSING, Damage, LogScan, Plausible
 from plait.storage.logs.segment import segment_name, used_size
+from plait.storage.marks import read_mark
 
 #: Called with the bytes read and the total.
 OnProgress = Callable[[int, int], None]

@@ -20,7 +20,7 @@ from plait.meta.route_rebuild import missing
 from plait.model.names import counted
 from plait.model.route import PartitionId, Route
 from plait.storage.catalog import PartitionRow
-from plait.storage.directory_id import PATH as IDENTITY
+from plait.storage.marks import IDENTITY
 from plait.wire.admin.cluster import RegisteredPartition
 
 PART = "meta database"

@@ -15,6 +15,7 @@ from crc32c import crc32c
 
 from plait.errors import DataDirError
 from plait.storage.disk import Disk
+from plait.storage.marks import replace_file, write_file
 
 DIRECTORY = "checkpoints"
 KEEP = 5
@@ -151,29 +152,18 @@ class Checkpoints:
             shards.pop(shard, None)
         for shard, data in changed.items():
             name = f"shard-{shard}-{manifest.number:012d}"
-            self._write_file(name, data)
+            write_file(self.disk, f"{DIRECTORY}/{name}", data)
             shards[shard] = ShardFile(name, len(data), crc32c(data))
         manifest = msgspec.structs.replace(manifest, shards=shards)
         body = msgspec.msgpack.encode(manifest)
-        target = f"manifest-{manifest.number:012d}"
-        self._write_file(f"{target}.new", _MAGIC + crc32c(body).to_bytes(4, "little") + body)
         # The names of the shard files must be durable before the manifest that refers to them exists.
         self.disk.sync_directory(DIRECTORY)
-        self.disk.rename(f"{DIRECTORY}/{target}.new", f"{DIRECTORY}/{target}")
-        self.disk.sync_directory(DIRECTORY)
+        target = f"{DIRECTORY}/manifest-{manifest.number:012d}"
+        replace_file(self.disk, target, _MAGIC + crc32c(body).to_bytes(4, "little") + body)
         self.last = manifest
         self._kept.append(manifest)
         self._prune()
         return manifest
-
-    def _write_file(self, name: str, data: bytes) -> None:
-        file = self.disk.open(f"{DIRECTORY}/{name}", create=True)
-        try:
-            file.truncate(0)
-            file.write([data], 0)
-            file.sync()
-        finally:
-            file.close()
 
     def _prune(self) -> None:
         self._kept = self._kept[-KEEP:]

@@ -149,12 +149,11 @@ class Cursor:
         if held is None:
             return []
         pieces = held.remove(start, end)
-        if self.held_rows is not None:
-            for piece in pieces:
-                self.held_rows.let_go(holder, piece.start, piece.end)
         if not held.length:
             del self.held[holder]
         if self.held_rows is not None:
+            for piece in pieces:
+                self.held_rows.let_go(holder, piece.start, piece.end)
             self._tidy()
         return pieces
 
@@ -182,9 +181,8 @@ class Cursor:
     def settled(self, start: int, end: int, holder: int | None = None) -> int:
         """Remove [start, end), which is done, dead or delivered, from all ranges, and move ``next`` past it.
 
-        Rows that ``next`` jumps over were not delivered, or their delivery was not recorded, so they become returned
-        rows. A late ack cancels a waiting retry (R11). Returns how many of the sequences the holder held, or were
-        returned or waiting.
+        Rows that ``next`` jumps over become returned rows: their delivery was not recorded. A late ack cancels a
+        waiting retry (R11). Returns how many of the sequences the holder held, or were returned or waiting.
         """
         new = max(end - max(start, self.next), 0)
         if new:

@@ -13,9 +13,9 @@ import pytest
 
 from plait.broker.recovery import start_up as recover
 from plait.storage.checkpoint import Checkpoints
-from plait.storage.durable_mark import DurableMark
 from plait.storage.logs.log import Log
 from plait.storage.logs.segment import used_size
+from plait.storage.marks import DurableMark
 from plait.testing.simulated_disk import SimulatedDisk
 from tests.support.broker_node import Node
 from tests.support.broker_trace import Trace

@@ -11,9 +11,9 @@ from plait.broker import retention as retention_module
 from plait.broker.views import group_view, subject_view
 from plait.model.retry_policy import Retry
 from plait.model.settings import SubjectSettings
-from plait.storage.archive_mark import ArchiveMark, write_archived
 from plait.storage.checkpoint import KEEP
 from plait.storage.logs.consume_log import DIRECTORY as CONSUME
+from plait.storage.marks import ArchiveMark, write_archived
 from tests.broker.schedule_node import SECOND, delay, delivered, later
 from tests.support.broker_node import Node, Producer
 

@@ -10,8 +10,8 @@ import pytest
 from plait.broker.retention import STEP_COST, Retention
 from plait.errors import StorageFailed
 from plait.model.settings import SubjectSettings
-from plait.storage.archive_mark import ArchiveMark, write_archived
 from plait.storage.checkpoint import KEEP
+from plait.storage.marks import ArchiveMark, write_archived
 from tests.support.broker_node import Node, Producer, retention_steps
 
 SUBJECTS = [f"subject-{number}" for number in range(6)]

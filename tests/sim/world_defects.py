@@ -19,7 +19,7 @@ from plait.client.closing import Closing
 from plait.client.consume import fetcher
 from plait.client.send.producer import Producer
 from plait.errors import CodecError
-from plait.storage.archive_mark import ArchiveMark
+from plait.storage.marks import ArchiveMark
 
 Patch = pytest.MonkeyPatch
 Defect = Callable[[Patch], None]

@@ -33,7 +33,7 @@ from plait.spark.archiving.archiver import Archiver
 from plait.spark.archiving.compaction import compaction_tasks
 from plait.spark.archiving.file_writer import FileWriter
 from plait.spark.archiving.manifest import Archive, ArchivedFile, ArchiveManifest
-from plait.storage.archive_mark import ArchiveMark
+from plait.storage.marks import ArchiveMark
 from tests.spark.archives import run_here
 
 #: Operations of the store during which archivers are started; this gives some ten to forty commits.

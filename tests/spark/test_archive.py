@@ -28,8 +28,8 @@ from plait.spark.archiving.archiver import Archiver
 from plait.spark.archiving.array_views import moved
 from plait.spark.archiving.file_writer import MESSAGE_SCHEMA, read_batches, read_file
 from plait.spark.archiving.manifest import Archive, ArchiveManifest
-from plait.storage.archive_mark import read_archived
 from plait.storage.disk import RealDisk
+from plait.storage.marks import read_archived
 from tests.spark.archives import (
     Filler,
     archive_here,

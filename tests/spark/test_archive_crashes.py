@@ -13,8 +13,8 @@ import pytest
 
 from plait.model.reason import Reason
 from plait.spark.archiving.manifest import Archive
-from plait.storage.archive_mark import read_archived
 from plait.storage.disk import RealDisk
+from plait.storage.marks import read_archived
 from tests.spark.archives import (
     Filler,
     archived_deaths,

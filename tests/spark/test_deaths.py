@@ -21,10 +21,10 @@ from plait.spark.archiving.action_table import Names
 from plait.spark.archiving.death_table import DEATH_SCHEMA, death_table
 from plait.spark.archiving.file_writer import read_file
 from plait.spark.archiving.manifest import Archive, ArchivedSource
-from plait.storage.archive_mark import read_archived
 from plait.storage.catalog import PartitionRow
 from plait.storage.disk import RealDisk
 from plait.storage.logs.retained_log import DeathRecord, Note, retained_frames
+from plait.storage.marks import read_archived
 from plait.storage.reading.action_reader import open_retained
 from plait.storage.reading.log_chunks import WantedRows
 from tests.spark.archives import (

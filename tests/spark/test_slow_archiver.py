@@ -13,8 +13,8 @@ from plait.errors import ArchiveConflict
 from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.manifest import Archive
 from plait.spark.archiving.manifest_votes import KEEP
-from plait.storage.archive_mark import read_archived
 from plait.storage.disk import RealDisk
+from plait.storage.marks import read_archived
 from tests.spark.archives import Filler, archive_here, archived_rows, files_below, log_rows, run_here
 
 

@@ -293,11 +293,8 @@ class Partition:
             expected = last
             if expected >= end:
                 break
-            if offset == record.offset:
-                index += 1
-                record = consume_log.record(index) if index < len(consume_log) else None
-            else:
-                index, record = consume_log.locate(frame_end)
+            index = index + 1 if offset == record.offset else consume_log.find(frame_end)
+            record = consume_log.record(index) if index < len(consume_log) else None
         return batch
 
     def walk(

@@ -17,7 +17,7 @@ from plait.server.cluster.registrar import Registrar
 from plait.server.connection import Connection
 from plait.server.meta.meta_host import MetaHost
 from plait.server.meta.meta_requests import MetaHandlers
-from plait.storage.directory_id import identity
+from plait.storage.marks import identity
 from plait.wire import messages as m
 from plait.wire.admin.operation import Operation
 from plait.wire.admin.subjects import CREATE_SUBJECT, DELETE_SUBJECT

@@ -38,9 +38,8 @@ from plait.spark.archiving.manifest import (
     source_id,
 )
 from plait.spark.runtime.job_runner import ProgressListener, run_job
-from plait.storage.archive_mark import ArchiveMark, write_archived
-from plait.storage.directory_id import identity
 from plait.storage.disk import RealDisk
+from plait.storage.marks import ArchiveMark, identity, write_archived
 from plait.storage.reading.log_chunks import WantedRows
 from plait.storage.reading.log_reader import LEAVE_OUT, MESSAGE_DIRECTORY
 

@@ -49,8 +49,8 @@ from plait.spark.history.selection import HistorySelection, When
 from plait.spark.history.storage_order import Ordering
 from plait.spark.inputs.parquet_files import FileGone, OpenFiles
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINT_DIRECTORY
-from plait.storage.directory_id import known_identity
 from plait.storage.disk import RealDisk
+from plait.storage.marks import known_identity
 from plait.storage.reading.log_reader import MESSAGE_DIRECTORY
 
 log = logging.getLogger("plait.spark")

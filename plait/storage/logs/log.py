@@ -19,8 +19,8 @@ from plait.errors import DamageError
 from plait.frame.builder import FrameParts
 from plait.limits import FRAME_SIZE_MAX, KIB
 from plait.storage.disk import Buffer, Disk
-from plait.storage.durable_mark import DurableMark, read_mark, write_mark
 from plait.storage.logs.segment import SUFFIX, ZEROS, Segment, SegmentFiles
+from plait.storage.marks import DurableMark, read_mark, write_mark
 
 #: The smallest segment that can hold any frame.
 SEGMENT_SIZE_MIN = FRAME_SIZE_MAX
@@ -62,7 +62,7 @@ class Log:
         self.segment_size = segment_size
         #: Reserved space in the active segment that only the broker's own frames may use (``MARGIN``).
         self.margin = min(MARGIN, segment_size // 64)
-        self._files = SegmentFiles(disk, directory, segment_size)
+        self.files = SegmentFiles(disk, directory, segment_size)
         #: Free space on the disk that frames of producers must leave for checkpoints and other logs.
         self.leave_free = 0
         self.segments: list[Segment] = []
@@ -108,16 +108,6 @@ class Log:
         self._bases.append(segment.base)
         self.start = self._bases[0]
 
-    @property
-    def lacking(self) -> int:
-        """After a reservation was refused because of ``leave_free``: the free space that it needs. Otherwise 0."""
-        return self._files.lacking
-
-    @property
-    def size(self) -> int:
-        """The bytes from ``start`` to ``end``."""
-        return self.end - self.start
-
     def segment_at(self, offset: int) -> Segment:
         """The segment that contains an offset; ``DamageError`` if there is none."""
         segment = self._find(offset)
@@ -162,7 +152,7 @@ class Log:
             self._bases.pop()
             segment = self.segments.pop()
             segment.close()
-            self._disk.remove(self._files.path(segment.base))
+            self._disk.remove(self.files.path(segment.base))
         for path in self._never_allocated:
             self._disk.remove(path)
         self._never_allocated = []
@@ -203,8 +193,8 @@ class Log:
         if not self.segments or end > self.segments[-1].end:
             self._roll(end - self.end, leave_free)
         elif end > self.segments[-1].allocated:
-            self._files.reserve(self.segments[-1], end, leave_free)
-        self._set_room(self.segments[-1].allocated)
+            self.files.reserve(self.segments[-1], end, leave_free)
+            self._set_room(self.segments[-1].allocated)
 
     def _set_room(self, reserved_end: int) -> None:
         self._reserved_end, self.room_end = reserved_end, reserved_end - self.margin
@@ -212,7 +202,6 @@ class Log:
     def roll(self) -> None:
         """Start the next segment, so that the active one can be removed."""
         self._roll(self.margin, 0)
-        self._set_room(self.segments[-1].allocated)
 
     def _roll(self, size: int, leave_free: int) -> None:
         if self._closed:
@@ -225,14 +214,15 @@ class Log:
         self._header_size = sum(frame.size for frame in header)
         # At least half of a segment is left for data, or the log would consist of headers.
         size = self._header_size + max(size, self._header_size)
-        file = self._files.take(base, self.segment_size, size)
-        segment = self._files.open(base, file, size, leave_free)
+        file = self.files.take(base, self.segment_size, size)
+        segment = self.files.open(base, file, size, leave_free)
         self._add(segment)
         self.end = self.written = self._pending_at = base
         for frame in header:
             self.pending.extend(frame.parts)
             self.end += frame.size
         segment.header_end = self.end
+        self._set_room(segment.allocated)
 
     @property
     def half_full(self) -> bool:
@@ -243,7 +233,7 @@ class Log:
         """Make the next segment in advance, once the active one is more than half full. May block."""
         if self.half_full:
             # The next header is about as large as the last one.
-            self._files.prepare(self.segments[-1].end, max(self.segment_size, 3 * self._header_size))
+            self.files.prepare(self.segments[-1].end, max(self.segment_size, 3 * self._header_size))
 
     def append(self, parts: Sequence[Buffer], size: int) -> int:
         """Append the buffers of a frame. Returns its offset. Nothing reaches the disk before ``write``."""
@@ -330,7 +320,7 @@ class Log:
             self._bases.pop(0)
             self.start = self._bases[0]
             self.segments.pop(0).close()
-            self._disk.remove(self._files.path(base))
+            self._disk.remove(self.files.path(base))
         self._disk.sync_directory(self.directory)
         self._write_mark(mark, sync=True)
         return removed
@@ -349,7 +339,7 @@ class Log:
         self._closed = True
         for segment in self.segments:
             segment.close()
-        self._files.close()
+        self.files.close()
         self.segments = []
         self._bases = []
         self._set_room(0)

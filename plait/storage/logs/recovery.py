@@ -24,6 +24,7 @@ from plait.frame.view import FrameView
 from plait.storage.disk import Disk
 from plait.storage.logs.log import Log
 from plait.storage.logs.segment import SECTOR_SIZE, claimed_size, used_size
+from plait.storage.marks import replace_file
 
 QUARANTINE = "quarantine"
 #: The reason of damage in a part of a log that no file covers.
@@ -321,15 +322,7 @@ def keep_aside(disk: Disk, log: Log, damage: Damage) -> None:
         # The same offset was damaged before, with other bytes.
         path, number = f"{name}.{number}", number + 1
     disk.make_directory(QUARANTINE)
-    file = disk.open(f"{QUARANTINE}/new", create=True)
-    try:
-        file.truncate(0)
-        file.write([data], 0)
-        file.sync()
-    finally:
-        file.close()
-    disk.rename(f"{QUARANTINE}/new", path)
-    disk.sync_directory(QUARANTINE)
+    replace_file(disk, path, data, draft=f"{QUARANTINE}/new")
 
 
 def move_aside(disk: Disk, directory: str, names: Sequence[str]) -> None:

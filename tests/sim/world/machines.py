@@ -10,7 +10,7 @@ from plait.broker import BrokerConfig
 from plait.errors import DiskFull, StorageFailed
 from plait.limits import KIB, MIB
 from plait.server import Server
-from plait.storage.archive_mark import ArchiveMark, read_archived, write_archived
+from plait.storage.marks import ArchiveMark, read_archived, write_archived
 from plait.testing.sim import Process, Simulation
 from plait.testing.simulated_disk import SimulatedCrash
 from tests.sim.meta_servers import ADDRESSES, LIMITS, MetaServers
