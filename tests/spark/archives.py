@@ -19,7 +19,7 @@ from plait.model.retry_policy import Retry
 from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.archive_tasks import Job, TaskFacts
 from plait.spark.archiving.archiver import ArchiveReport
-from plait.spark.archiving.file_writer import read_file
+from plait.spark.archiving.file_writer import MESSAGE_SCHEMA, read_batches
 from plait.spark.archiving.manifest import Archive, ArchiveManifest
 from plait.spark.source.spark_columns import STORED_COLUMNS, record_batches
 from plait.storage.disk import RealDisk
@@ -81,6 +81,12 @@ def three_days(root: Path) -> Path:
     filler.rounds(2, ("rare",))
     filler.stop()
     return root
+
+
+def read_file(archive: Archive, relative: str) -> pa.Table:
+    """All rows of an archived file."""
+    batches = list(read_batches(archive, relative))
+    return pa.Table.from_batches(batches, batches[0].schema if batches else MESSAGE_SCHEMA)
 
 
 def damage(path: Path, after: int = 2000) -> int:

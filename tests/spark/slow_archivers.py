@@ -296,7 +296,7 @@ class _Text:
         self.start, self.end = start, end
 
     def run(self, writer: FileWriter) -> TaskFacts:
-        path = writer._path("messages/subject=orders/date=2026-01-01")
+        path = f"messages/subject=orders/date=2026-01-01/{writer.name('parquet')}"
         writer.archive.write(path, b"%d-%d" % (self.start, self.end))
         file = ArchivedFile(
             path=path,
@@ -306,7 +306,7 @@ class _Text:
             count=self.end - self.start,
             size=1,
             raw_size=1,
-            checksum=0,
+            crc=0,
             source=writer._source,
             start=self.start,
             end=self.end,

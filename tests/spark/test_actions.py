@@ -14,7 +14,7 @@ from plait.errors import FrameError
 from plait.frame.builder import build_frame
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
-from plait.spark.archiving.action_table import ACTION_SCHEMA, Names, action_batches
+from plait.spark.archiving.event_tables import ACTION_SCHEMA, Names, action_batches
 from plait.storage.catalog import PartitionRow
 from plait.storage.disk import RealDisk
 from plait.storage.logs.action_events import EVENT, Acked, Cancelled, Locked, Skipped

@@ -26,7 +26,7 @@ from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving import intake
 from plait.spark.archiving.archiver import Archiver
 from plait.spark.archiving.array_views import moved
-from plait.spark.archiving.file_writer import MESSAGE_SCHEMA, read_batches, read_file
+from plait.spark.archiving.file_writer import MESSAGE_SCHEMA, read_batches
 from plait.spark.archiving.manifest import Archive, ArchiveManifest
 from plait.storage.disk import RealDisk
 from plait.storage.marks import read_archived
@@ -38,6 +38,7 @@ from tests.spark.archives import (
     damage,
     files_below,
     log_rows,
+    read_file,
     run_here,
     three_days,
 )
@@ -310,7 +311,7 @@ def test_a_file_that_does_not_read_back_is_not_committed(
 
 
 def test_rows_that_a_sort_loses_are_detected(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("plait.spark.archiving.row_order.moved", lambda rows, order: moved(rows, order).slice(1))
+    monkeypatch.setattr("plait.spark.archiving.array_views.moved", lambda rows, order: moved(rows, order).slice(1))
     with pytest.raises(ArchiveError, match="sorted rows differ from the rows that were read"):
         archive_here(data, tmp_path / "archive", now=True)
 
@@ -486,7 +487,7 @@ def test_reading_back_finds_damaged_and_missing_files(data: Path, to: Path, tmp_
     assert archive_here(None, to, verify=True).verified == len(Archive.at(to).open().files)
     others = [file for file in files if file.subject == files[0].subject and file.date != files[0].date]
     shutil.copy(to / others[0].path, to / files[0].path)
-    with pytest.raises(ArchiveError, match=r"is damaged: \d+ rows with checksum .* the manifest says"):
+    with pytest.raises(ArchiveError, match=r"is damaged: it has checksum [0-9a-f]{8}, the manifest says"):
         archive_here(None, to, verify=True)
     (to / files[0].path).unlink()
     with pytest.raises(ArchiveError, match="cannot be read"):

@@ -14,9 +14,17 @@ from hypothesis import strategies as st
 
 from plait.errors import ArchiveError
 from plait.spark.archiving import archiver as archiving
-from plait.spark.archiving.array_views import is_moved, joined, moved, raw_size, viewed_batch
+from plait.spark.archiving.array_views import (
+    arranged,
+    is_moved,
+    joined,
+    log_order,
+    lookup_order,
+    moved,
+    raw_size,
+    viewed_batch,
+)
 from plait.spark.archiving.file_writer import MESSAGE_SCHEMA
-from plait.spark.archiving.row_order import arranged, log_order, lookup_order
 from plait.spark.source.spark_columns import one_batch
 from plait.storage.disk import RealDisk
 from plait.storage.reading.log_chunks import WantedRows, plan, read_chunk
@@ -101,14 +109,14 @@ def test_rows_are_sorted_by_key_and_unchanged():
 def test_every_change_of_a_row_by_sorting_is_detected(
     spoil: Callable[[pa.RecordBatch], pa.RecordBatch], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("plait.spark.archiving.row_order.moved", lambda rows, order: spoil(moved(rows, order)))
+    monkeypatch.setattr("plait.spark.archiving.array_views.moved", lambda rows, order: spoil(moved(rows, order)))
     with pytest.raises(ArchiveError, match=r"sorted rows differ from the rows that were read; nothing was committed"):
         arranged(ROWS, lookup_order(ROWS))
 
 
 def test_equal_values_in_other_memory_are_accepted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "plait.spark.archiving.row_order.moved",
+        "plait.spark.archiving.array_views.moved",
         lambda rows, order: changed("body", [LONG + b"2", b"", LONG + b"0", b"short"])(moved(rows, order)),
     )
     assert arranged(ROWS, lookup_order(ROWS)).column("sequence").to_pylist() == [2, 3, 0, 1]

@@ -17,7 +17,7 @@ def file(start: int, raw_size: int, **fields: Any) -> ArchivedFile:
     """A file with the rows of 100 bytes of log."""
     given = {"kind": "messages", "subject": "orders", "date": "2024-05-01", "source": "g1-1", **fields}
     path = "/".join([*map(str, given.values()), str(start)])
-    rest = {"count": 1, "size": 1, "checksum": 0, "time_min": 0, "time_max": 0}
+    rest = {"count": 1, "size": 1, "crc": 0, "time_min": 0, "time_max": 0}
     return ArchivedFile(path=path, start=start, end=start + 100, raw_size=raw_size, **given, **rest)
 
 

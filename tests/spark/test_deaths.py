@@ -17,9 +17,7 @@ from plait.frame.slicing import keep_mask
 from plait.frame.view import FrameView
 from plait.model.reason import Reason
 from plait.spark.archiving import intake
-from plait.spark.archiving.action_table import Names
-from plait.spark.archiving.death_table import DEATH_SCHEMA, death_table
-from plait.spark.archiving.file_writer import read_file
+from plait.spark.archiving.event_tables import DEATH_SCHEMA, Names, death_table
 from plait.spark.archiving.manifest import Archive, ArchivedSource
 from plait.storage.catalog import PartitionRow
 from plait.storage.disk import RealDisk
@@ -37,6 +35,7 @@ from tests.spark.archives import (
     death_rows,
     files_below,
     log_deaths,
+    read_file,
 )
 from tests.support.broker_node import Node
 
@@ -234,7 +233,7 @@ def test_files_of_deaths_are_merged_and_read_back(data: Path, to: Path):
     assert (merged.start, merged.end) == (0, before[-1].end)
     assert archived_deaths(to) == log_deaths(data)
     shutil.copy(to / before[0].path, to / merged.path)
-    with pytest.raises(ArchiveError, match=r"deaths/.* is damaged: 9 rows"):
+    with pytest.raises(ArchiveError, match=r"deaths/.* is damaged: it has checksum"):
         archive_here(None, to, verify=True)
     (to / merged.path).unlink()
     with pytest.raises(ArchiveError, match=r"deaths/.* cannot be read"):

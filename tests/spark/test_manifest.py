@@ -17,9 +17,8 @@ from plait.spark.archiving.manifest import (
     ArchivedSource,
     ArchiveManifest,
     PartitionLife,
-    day_directory,
+    directory_of,
     source_id,
-    subject_directory,
 )
 from plait.spark.archiving.manifest_votes import KEEP
 
@@ -33,7 +32,7 @@ def file_of(subject: str, day: int = 1, kind: str = "messages") -> ArchivedFile:
             "date": f"2025-01-0{day}",
             "count": 3,
             "size": 100,
-            "checksum": 7,
+            "crc": 7,
             "source": "g1-1",
             "start": 0,
             "end": 10,
@@ -181,12 +180,12 @@ def test_files_are_found_by_kind_subject_and_time():
 
 
 def test_paths_are_those_of_hive_and_spark():
-    assert subject_directory("order.book", "2025-01-31") == "messages/subject=order.book/date=2025-01-31"
+    assert directory_of("messages", "2025-01-31", "order.book") == "messages/subject=order.book/date=2025-01-31"
     odd = "a/b=c%#:é"
-    path = subject_directory(odd, "2025-01-31")
+    path = directory_of("messages", "2025-01-31", odd)
     assert path.count("/") == 2
     assert unquote(path.split("/")[1]) == f"subject={odd}"
-    assert day_directory("actions", "2025-01-31") == "actions/date=2025-01-31"
+    assert directory_of("actions", "2025-01-31") == "actions/date=2025-01-31"
     assert source_id("g1", "abcd") == "g1-abcd"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -18,20 +18,20 @@ from crc32c import crc32c
 from plait.errors import ArchiveError, FrameError, PlaitError
 from plait.frame.view import FrameView
 from plait.limits import MIB
-from plait.spark.archiving.action_table import ACTION_SCHEMA, Names, action_batches
 from plait.spark.archiving.archive_files import first_line
-from plait.spark.archiving.array_views import joined
-from plait.spark.archiving.death_table import death_table
+from plait.spark.archiving.array_views import arranged, joined, log_order
+from plait.spark.archiving.event_tables import ACTION_SCHEMA, Names, action_batches, death_table
 from plait.spark.archiving.file_writer import (
+    COPY_SIZE,
     DAY_MICROS,
     MESSAGE_SCHEMA,
     FileWriter,
     check_file,
     day_of,
-    read_file,
+    file_crc,
+    read_batches,
 )
-from plait.spark.archiving.manifest import ACTIONS, Archive, ArchivedFile, DayKind, RawSegment
-from plait.spark.archiving.row_order import arranged, log_order
+from plait.spark.archiving.manifest import ACTIONS, MESSAGES, Archive, ArchivedFile, FileKind, RawSegment
 from plait.spark.runtime.worker import prepare_worker
 from plait.spark.source.spark_columns import one_batch
 from plait.storage.catalog import PartitionRow
@@ -46,8 +46,6 @@ from plait.storage.reading.log_reader import MappedLog, MappedSegment, damage_er
 HELD_SIZE_MAX: Final = 256 * MIB
 #: Rows that a task collects before it writes files. A short message takes ten times its size as sorted columns.
 HELD_COUNT_MAX: Final = 1_500_000
-#: A segment is copied in pieces of this size.
-COPY_SIZE: Final = 8 * MIB
 
 
 class TaskFacts(msgspec.Struct):
@@ -61,17 +59,6 @@ class TaskFacts(msgspec.Struct):
     raw: list[RawSegment] = []
     #: (code, message) of the error that ended the task.
     error: tuple[str, str] | None = None
-
-
-class ArchiveTask(Protocol):
-    """A piece of work that can be pickled to another process."""
-
-    @property
-    def weight(self) -> int:
-        """Size in bytes, for progress."""
-        ...
-
-    def run(self, writer: FileWriter) -> TaskFacts: ...
 
 
 # --- messages -----------------------------------------------------------------------------------
@@ -111,8 +98,9 @@ class Collector:
                 ranges[name] = (min(view.base for view in views), max(view.base + view.count - 1 for view in views))
                 self.facts.counts[name] = self.facts.counts.get(name, 0) + batch.num_rows
                 batches.append(batch)
-            date = day_of(day * DAY_MICROS)
-            self.facts.files.append(self._writer.messages(subject, date, joined(batches), self._offsets, ranges))
+            rows, date = joined(batches), day_of(day)
+            file = self._writer.write(MESSAGES, date, rows, self._offsets, subject=subject, partitions=ranges)
+            self.facts.files.append(file)
         self._frames, self._held, self._count = {}, 0, 0
 
 
@@ -164,7 +152,7 @@ class MessageTask:
 class EventTask:
     """Archives one part of an action log, or the deaths in one part of a retained log: one file for each day."""
 
-    kind: DayKind
+    kind: FileKind
     data: str
     group: str
     part: ActionPart
@@ -189,7 +177,7 @@ class EventTask:
         days = table.column("time").cast(pa.int64()).to_numpy() // DAY_MICROS
         for day in np.unique(days).tolist():
             rows = joined(table.filter(pa.array(days == day)).to_batches())
-            facts.files.append(writer.of_day(self.kind, day_of(day * DAY_MICROS), rows, (part.start, part.end)))
+            facts.files.append(writer.write(self.kind, day_of(day), rows, (part.start, part.end)))
         return facts
 
     def _table(self) -> pa.Table:
@@ -228,16 +216,16 @@ class RawTask:
         view = map_segment(disk, self.data, self.segment)
         if self.fail_on_damage:
             self._check_frames(view)
-        archive.make_directory(self.target.rpartition("/")[0])
-        aside = writer.aside(self.target)
+        directory, _, name = self.target.rpartition("/")
+        archive.make_directory(directory)
+        aside = f"{directory}/{writer.name(name)}"
         crc = 0
         with archive.files.open_output_stream(archive.path(aside)) as stream:
             for start in range(0, len(view), COPY_SIZE):
                 piece = view[start : start + COPY_SIZE]
                 crc = crc32c(piece, crc)
                 stream.write(piece)
-        copied = raw_crc(archive, aside)
-        if copied != crc:
+        if file_crc(archive, aside) != crc:
             raise ArchiveError(f"{archive.location}/{self.target} does not read back as it was written; run again")
         archive.make_durable(aside)
         archive.files.move(archive.path(aside), archive.path(self.target))
@@ -254,16 +242,23 @@ class RawTask:
             raise damage_error(self.data, self.segment, damage.offset - self.start, damage.size, damage.reason)
 
 
-def raw_crc(archive: Archive, relative: str) -> int:
-    """The CRC-32C of a file, read back from the archive."""
-    crc = 0
-    with archive.files.open_input_stream(archive.path(relative)) as stream:
-        while piece := stream.read(COPY_SIZE):
-            crc = crc32c(piece, crc)
-    return crc
-
-
 # --- archived files -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VerifyTask:
+    """Compares some files with the manifest."""
+
+    files: tuple[ArchivedFile | RawSegment, ...]
+
+    @property
+    def weight(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def run(self, writer: FileWriter) -> TaskFacts:
+        for file in self.files:
+            check_file(writer.archive, file)
+        return TaskFacts()
 
 
 @dataclass(frozen=True)
@@ -277,47 +272,24 @@ class CompactTask:
         return sum(file.size for file in self.files)
 
     def run(self, writer: FileWriter) -> TaskFacts:
-        archive, first = writer.archive, self.files[0]
-        offsets = (min(file.start for file in self.files), max(file.end for file in self.files))
+        first = self.files[0]
         batches: list[pa.RecordBatch] = []
-        for file in self.files:
-            check_file(archive, file)
-            batches += read_file(archive, file.path).to_batches()
-        rows = joined(batches)
-        if first.kind != "messages":
-            return TaskFacts(files=[writer.of_day(first.kind, first.date, rows, offsets)])
         partitions: dict[str, tuple[int, int]] = {}
         for file in self.files:
+            check_file(writer.archive, file)
+            batches += read_batches(writer.archive, file.path)
             for name, (low, high) in file.partitions.items():
                 known = partitions.get(name, (low, high))
                 partitions[name] = (min(low, known[0]), max(high, known[1]))
-        rows = arranged(rows, log_order(rows))
-        return TaskFacts(files=[writer.messages(first.subject, first.date, rows, offsets, partitions)])
+        rows = joined(batches)
+        if first.kind == MESSAGES:
+            rows = arranged(rows, log_order(rows))
+        offsets = (min(file.start for file in self.files), max(file.end for file in self.files))
+        merged = writer.write(first.kind, first.date, rows, offsets, subject=first.subject, partitions=partitions)
+        return TaskFacts(files=[merged])
 
 
-@dataclass(frozen=True)
-class VerifyTask:
-    """Reads some files back and compares them with the manifest."""
-
-    files: tuple[ArchivedFile, ...] = ()
-    raw: tuple[RawSegment, ...] = ()
-
-    @property
-    def weight(self) -> int:
-        return sum(file.size for file in self.files) + sum(segment.size for segment in self.raw)
-
-    def run(self, writer: FileWriter) -> TaskFacts:
-        archive = writer.archive
-        for file in self.files:
-            check_file(archive, file)
-        for segment in self.raw:
-            try:
-                crc = raw_crc(archive, segment.path)
-            except OSError as error:
-                raise ArchiveError(f"{archive.location}/{segment.path} cannot be read: {first_line(error)}") from error
-            if crc != segment.crc:
-                raise ArchiveError(f"{archive.location}/{segment.path} is damaged: restore the file from a copy")
-        return TaskFacts(files=list(self.files), raw=list(self.raw))
+ArchiveTask = MessageTask | EventTask | RawTask | CompactTask | VerifyTask
 
 
 # --- running tasks ------------------------------------------------------------------------------

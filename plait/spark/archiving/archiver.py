@@ -35,6 +35,7 @@ from plait.spark.archiving.manifest import (
     ArchivedFile,
     ArchivedSource,
     ArchiveManifest,
+    RawSegment,
     source_id,
 )
 from plait.spark.runtime.job_runner import ProgressListener, run_job
@@ -189,14 +190,13 @@ class Archiver:
 
     def verify(self) -> None:
         """Read every file and compare it with the manifest; ``ArchiveError`` names the first file that differs."""
-        files = sorted(self._archive.open().files, key=lambda file: file.size, reverse=True)
-        raw = [segment for source in self._manifest.sources.values() for segment in source.raw]
-        tasks: list[ArchiveTask] = [VerifyTask(raw=(segment,)) for segment in raw]
+        files: list[ArchivedFile | RawSegment] = [*self._archive.open().files]
+        files += [segment for source in self._manifest.sources.values() for segment in source.raw]
         # Each task gets large and small files, so that tasks take about the same time.
+        files.sort(key=lambda file: file.size, reverse=True)
         count = max(-(-len(files) // VERIFY_FILES_MAX), min(len(files), 2 * (os.cpu_count() or 1)))
-        tasks += [VerifyTask(tuple(files[index::count])) for index in range(count)]
-        self._run("", tasks, "reading the archive back")
-        self.report.verified = len(files) + len(raw)
+        self._run("", [VerifyTask(tuple(files[index::count])) for index in range(count)], "reading the archive back")
+        self.report.verified = len(files)
 
     def end(self) -> ArchiveReport:
         """Remove files that no manifest names, and return the report."""

@@ -1,7 +1,8 @@
-"""Text and binary columns as Arrow views: 16 bytes per row point to its value, so sorting rows copies no value.
+"""Sorts rows into the orders of archived files, without losing, duplicating or changing a row.
 
-The body of an archived message stays in the mapped segment file until Parquet encodes it. Views and plain columns give
-the same Parquet file.
+Text and binary columns are Arrow views: 16 bytes per row point to its value, so that sorting copies no value. The body
+of an archived message stays in the mapped segment file until Parquet encodes it. Views and plain columns give the same
+Parquet file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
+
+from plait.errors import ArchiveError
+
+Order = npt.NDArray[np.int64]
 
 #: Plain type → view type.
 _VIEWS: Final = {pa.string(): pa.string_view(), pa.binary(): pa.binary_view()}
@@ -55,13 +61,13 @@ def raw_size(batch: pa.RecordBatch) -> int:
     return size
 
 
-def moved(batch: pa.RecordBatch, order: npt.NDArray[np.int64]) -> pa.RecordBatch:
+def moved(batch: pa.RecordBatch, order: Order) -> pa.RecordBatch:
     """Rows in another order."""
     columns = [_moved(array, order) for array in batch.columns]
     return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
-def is_moved(batch: pa.RecordBatch, order: npt.NDArray[np.int64], result: pa.RecordBatch) -> bool:
+def is_moved(batch: pa.RecordBatch, order: Order, result: pa.RecordBatch) -> bool:
     """Whether ``result`` has each row of ``batch`` once, in ``order``: sorted back, it equals ``batch``."""
     if len(order) != batch.num_rows or result.num_rows != batch.num_rows:
         return False
@@ -73,7 +79,7 @@ def is_moved(batch: pa.RecordBatch, order: npt.NDArray[np.int64], result: pa.Rec
     return all(_is_same(_moved(mine, places), was) for mine, was in zip(result.columns, batch.columns, strict=True))
 
 
-def _moved(array: pa.Array, order: npt.NDArray[np.int64]) -> pa.Array:
+def _moved(array: pa.Array, order: Order) -> pa.Array:
     if array.null_count == len(array):
         return array
     if array.type not in _VIEWS.values():
@@ -108,3 +114,49 @@ def _records(array: pa.Array) -> npt.NDArray[Any]:
 
 def _valid(array: pa.Array) -> npt.NDArray[np.bool_]:
     return array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else np.ones(len(array), bool)
+
+
+# --- the row orders of archived files -----------------------------------------------------------
+
+
+def arranged(rows: pa.RecordBatch, order: Order) -> pa.RecordBatch:
+    """Rows in another order. The result is sorted back and compared: ``ArchiveError`` where it differs."""
+    if np.array_equal(order, np.arange(rows.num_rows)):
+        return rows
+    result = moved(rows, order)
+    if not is_moved(rows, order, result):
+        raise ArchiveError(
+            "sorted rows differ from the rows that were read; nothing was committed. Check the memory of this machine, "
+            "then run again"
+        )
+    return result
+
+
+def lookup_order(rows: pa.RecordBatch) -> Order:
+    """Indices that sort rows in log order by key (rows without a key last), partition and sequence."""
+    keys = rows.column("key")
+    partitions = rows.column("partition").dictionary_encode()
+    ranks = _ranks(partitions)
+    if keys.null_count < len(keys):
+        ranks = _ranks(keys.dictionary_encode()) * len(partitions.dictionary) + ranks
+    # Stable: rows of one key and one partition stay in log order.
+    return np.argsort(ranks, kind="stable")
+
+
+def _ranks(encoded: pa.DictionaryArray) -> Order:
+    """The rank of each row's value among the sorted distinct values; nulls rank last."""
+    # Arrow cannot sort views.
+    order = pc.array_sort_indices(encoded.dictionary.cast(pa.string())).to_numpy()
+    ranks = np.empty(len(order) + 1, np.int64)
+    ranks[order] = np.arange(len(order))
+    ranks[-1] = len(order)
+    codes = encoded.indices.fill_null(len(order)) if encoded.indices.null_count else encoded.indices
+    found: Order = ranks[codes.to_numpy()]
+    return found
+
+
+def log_order(rows: pa.RecordBatch) -> Order:
+    """Indices that sort rows into log order, for each partition by epoch and sequence."""
+    sequence, epoch = (rows.column(column).to_numpy() for column in ("sequence", "epoch"))
+    # The sequences of a subject that was deleted and created again restart at 0: its later rows come later.
+    return np.lexsort([rows.column("store_time").cast(pa.int64()).to_numpy(), sequence, epoch])

@@ -7,25 +7,22 @@ manifest names it. Nothing here needs Spark.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date, timedelta
 from typing import Final
 
-import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from crc32c import crc32c
 
 from plait import chance
 from plait.errors import ArchiveError
 from plait.limits import MIB
 from plait.spark.archiving.archive_files import first_line
-from plait.spark.archiving.array_views import raw_size, viewed_batch
-from plait.spark.archiving.digest import Digest
-from plait.spark.archiving.manifest import Archive, ArchivedFile, DayKind, FileKind, day_directory, subject_directory
-from plait.spark.archiving.row_order import arranged, lookup_order
+from plait.spark.archiving.array_views import arranged, lookup_order, raw_size, viewed_batch
+from plait.spark.archiving.manifest import MESSAGES, Archive, ArchivedFile, FileKind, RawSegment, directory_of
 from plait.spark.source.spark_columns import STORED_COLUMNS
 
 #: Level 3 takes a third longer than level 1 and saves a few percent of the size (docs/archive.md has figures).
@@ -36,6 +33,8 @@ COMPRESSION_LEVEL: Final = 1
 ROW_GROUP_COUNT: Final = 8_192
 ROW_GROUP_SIZE: Final = 2 * MIB
 DAY_MICROS: Final = 86_400_000_000
+#: Files are copied and read back in pieces of this size.
+COPY_SIZE: Final = 8 * MIB
 
 #: Without the subject, which is in the path of the file.
 MESSAGE_SCHEMA: Final = pa.schema(
@@ -50,9 +49,9 @@ _DICTIONARIES: Final = {
 }
 
 
-def day_of(micros: int) -> str:
-    """The UTC date of a time, as in paths."""
-    return (_EPOCH_DAY + timedelta(days=micros // DAY_MICROS)).isoformat()
+def day_of(days: int) -> str:
+    """The date of a number of days since 1970, as in paths."""
+    return (_EPOCH_DAY + timedelta(days=days)).isoformat()
 
 
 def row_group_count(count: int, size: int) -> int:
@@ -70,71 +69,42 @@ class FileWriter:
         self._prefix = f"{number:020d}-{chance.token(8)}"
         self._made = 0
 
-    def messages(
+    def name(self, suffix: str) -> str:
+        """A name that no other file of the archive has."""
+        self._made += 1
+        return f"{self._prefix}-{self._made:05d}.{suffix}"
+
+    def write(
         self,
-        subject: str,
+        kind: FileKind,
         day: str,
         rows: pa.RecordBatch,
         offsets: tuple[int, int],
-        partitions: dict[str, tuple[int, int]],
+        *,
+        subject: str = "",
+        partitions: dict[str, tuple[int, int]] | None = None,
     ) -> ArchivedFile:
-        """Write a file of messages. ``rows`` has the rows of each partition in log order, ``partitions`` the first and
-        last sequence of each partition."""
-        rows = arranged(rows, lookup_order(rows))
-        keys = rows.column("key")
-        # Keys are sorted; rows without a key come last.
-        key_min, key_max = (keys[index].as_py() for index in (0, max(len(keys) - keys.null_count - 1, 0)))
-        file = self._file("messages", day, subject_directory(subject, day), rows, offsets)
-        return msgspec.structs.replace(file, subject=subject, partitions=partitions, key_min=key_min, key_max=key_max)
-
-    def of_day(self, kind: DayKind, day: str, rows: pa.RecordBatch, offsets: tuple[int, int]) -> ArchivedFile:
-        """Write a file of events or deaths, in log order."""
-        return self._file(kind, day, day_directory(kind, day), rows, offsets)
-
-    def _file(
-        self, kind: FileKind, day: str, directory: str, rows: pa.RecordBatch, offsets: tuple[int, int]
-    ) -> ArchivedFile:
-        path = self._path(directory)
+        """Write a file. ``rows`` are events or deaths in log order, or messages of a subject with those of each
+        partition in log order; ``partitions`` has the first and last sequence of each partition."""
+        key_min = key_max = None
+        if kind == MESSAGES:
+            rows = arranged(rows, lookup_order(rows))
+            keys = rows.column("key")
+            # Keys are sorted; rows without a key come last.
+            key_min, key_max = (keys[index].as_py() for index in (0, max(len(keys) - keys.null_count - 1, 0)))
+        directory = directory_of(kind, day, subject)
+        relative = f"{directory}/{self.name('parquet')}"
+        path = self.archive.path(relative)
         size_before = raw_size(rows)
-        size = self._write(path, rows, size_before, _DICTIONARIES[kind])
-        times = pc.min_max(rows.column("store_time" if kind == "messages" else "time").cast(pa.int64()))
-        return ArchivedFile(
-            path=path,
-            kind=kind,
-            date=day,
-            count=rows.num_rows,
-            size=size,
-            raw_size=size_before,
-            checksum=self._compare(path, rows),
-            source=self._source,
-            start=offsets[0],
-            end=offsets[1],
-            time_min=times["min"].as_py(),
-            time_max=times["max"].as_py(),
-        )
-
-    def aside(self, relative: str) -> str:
-        """The name of a file while it is being written."""
-        directory, _, name = relative.rpartition("/")
-        self._made += 1
-        return f"{directory}/{self._prefix}-{self._made:05d}.{name}"
-
-    def _path(self, directory: str) -> str:
-        self._made += 1
-        return f"{directory}/{self._prefix}-{self._made:05d}.parquet"
-
-    def _write(self, relative: str, rows: pa.RecordBatch, raw_size: int, dictionaries: list[str]) -> int:
-        archive = self.archive
-        path = archive.path(relative)
-        archive.make_directory(os.path.dirname(relative))
+        self.archive.make_directory(directory)
         pq.write_table(
             pa.Table.from_batches([rows]),
             path,
-            filesystem=archive.files,
-            row_group_size=row_group_count(rows.num_rows, raw_size),
+            filesystem=self.archive.files,
+            row_group_size=row_group_count(rows.num_rows, size_before),
             compression=COMPRESSION,
             compression_level=COMPRESSION_LEVEL,
-            use_dictionary=dictionaries,
+            use_dictionary=_DICTIONARIES[kind],
             write_statistics=True,
             write_page_index=True,
             # A reader of a few rows reads a few pages, and verifies these alone.
@@ -142,26 +112,42 @@ class FileWriter:
             # The file does not record that text columns were views.
             store_schema=False,
         )
-        size: int = archive.files.get_file_info(path).size
-        return size
+        times = pc.min_max(rows.column("store_time" if kind == MESSAGES else "time").cast(pa.int64()))
+        return ArchivedFile(
+            path=relative,
+            kind=kind,
+            subject=subject,
+            date=day,
+            count=rows.num_rows,
+            size=self.archive.files.get_file_info(path).size,
+            raw_size=size_before,
+            crc=self._read_back(relative, rows),
+            source=self._source,
+            start=offsets[0],
+            end=offsets[1],
+            partitions=partitions or {},
+            key_min=key_min,
+            key_max=key_max,
+            time_min=times["min"].as_py(),
+            time_max=times["max"].as_py(),
+        )
 
-    def _compare(self, path: str, rows: pa.RecordBatch) -> int:
-        """Read a file back and compare it with its rows while another thread makes it durable; return its checksum."""
+    def _read_back(self, path: str, rows: pa.RecordBatch) -> int:
+        """Compare a file with its rows while another thread makes it durable; return its checksum."""
+        count, is_same = 0, True
         with ThreadPoolExecutor(1) as thread:
             durable = thread.submit(self.archive.make_durable, path)
-            digest = Digest()
-            is_same = True
+            crc = file_crc(self.archive, path)
             for batch in read_batches(self.archive, path):
-                is_same = is_same and viewed_batch(batch).equals(rows.slice(digest.count, batch.num_rows))
-                digest.feed(batch)
+                is_same = is_same and viewed_batch(batch).equals(rows.slice(count, batch.num_rows))
+                count += batch.num_rows
             durable.result()
-        count, checksum = digest.value
         if not is_same or count != rows.num_rows:
             raise ArchiveError(
                 f"{self.archive.location}/{path} does not read back as it was written; nothing was committed. Check "
                 "the memory and disks of this machine, then run again"
             )
-        return checksum
+        return crc
 
 
 def read_batches(archive: Archive, relative: str) -> Iterator[pa.RecordBatch]:
@@ -177,20 +163,23 @@ def read_batches(archive: Archive, relative: str) -> Iterator[pa.RecordBatch]:
         raise ArchiveError(f"{archive.location}/{relative} cannot be read: {first_line(error)}") from error
 
 
-def read_file(archive: Archive, relative: str) -> pa.Table:
-    """All rows of a file."""
-    batches = list(read_batches(archive, relative))
-    return pa.Table.from_batches(batches, batches[0].schema if batches else MESSAGE_SCHEMA)
+def file_crc(archive: Archive, relative: str) -> int:
+    """The CRC-32C of a file. Raises ``ArchiveError`` with the reason where it cannot be read."""
+    crc = 0
+    try:
+        with archive.files.open_input_stream(archive.path(relative)) as stream:
+            while piece := stream.read(COPY_SIZE):
+                crc = crc32c(piece, crc)
+    except OSError as error:
+        raise ArchiveError(f"{archive.location}/{relative} cannot be read: {first_line(error)}") from error
+    return crc
 
 
-def check_file(archive: Archive, file: ArchivedFile) -> None:
-    """Read a file and compare it with its entry in the manifest; ``ArchiveError`` where they differ."""
-    digest = Digest()
-    for batch in read_batches(archive, file.path):
-        digest.feed(batch)
-    count, found = digest.value
-    if (count, found) != (file.count, file.checksum):
+def check_file(archive: Archive, file: ArchivedFile | RawSegment) -> None:
+    """Compare a file with its entry in the manifest; ``ArchiveError`` where they differ."""
+    found = file_crc(archive, file.path)
+    if found != file.crc:
         raise ArchiveError(
-            f"{archive.location}/{file.path} is damaged: {count} rows with checksum {found:08x}, the manifest says "
-            f"{file.count} with {file.checksum:08x}. Restore the file from a copy"
+            f"{archive.location}/{file.path} is damaged: it has checksum {found:08x}, the manifest says "
+            f"{file.crc:08x}. Restore the file from a copy"
         )

@@ -27,9 +27,7 @@ MESSAGES: Final = "messages"
 ACTIONS: Final = "actions"
 DEATHS: Final = "deaths"
 RAW: Final = "raw"
-#: The kinds of files that are partitioned by day alone.
-DayKind = Literal["actions", "deaths"]
-FileKind = Literal["messages"] | DayKind
+FileKind = Literal["messages", "actions", "deaths"]
 #: Attempts to read the newest manifest: other archivers may remove it between the listing and the read.
 LOOKS_MAX: Final = 10
 #: Characters that a partition value in a path keeps unescaped, as in Hive and Spark.
@@ -50,8 +48,8 @@ class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     #: Size of the file, and of its rows before compression.
     size: int
     raw_size: int = 0
-    #: Checksum of the rows in file order (``plait.spark.archiving.digest``).
-    checksum: int
+    #: CRC-32C of the file.
+    crc: int
     source: str
     start: int
     end: int
@@ -341,11 +339,6 @@ def source_id(group: str, identity: str) -> str:
     return f"{group}-{identity}"
 
 
-def subject_directory(subject: str, date: str) -> str:
-    """The directory of the messages of a subject and a day, escaped as in Hive and Spark."""
-    return f"{MESSAGES}/subject={quote(subject, safe=_PLAIN)}/date={date}"
-
-
-def day_directory(kind: str, date: str) -> str:
-    """The directory of the events or deaths of a day."""
-    return f"{kind}/date={date}"
+def directory_of(kind: FileKind, date: str, subject: str = "") -> str:
+    """The directory of the messages of a subject and a day, or of the events or deaths of a day."""
+    return f"{kind}/subject={quote(subject, safe=_PLAIN)}/date={date}" if kind == MESSAGES else f"{kind}/date={date}"
