@@ -144,7 +144,7 @@ def test_invalid_offsets_are_reported_as_for_logs(growing: Growing):
             "startingOffsets names unknown partitions orders@g2; the partitions of the subject are orders@g1",
         ),
         ('{"orders": 0}', "give the name of a partition, as in"),
-        ('{"orders@g1": -1}', "is not a whole number of 0 or more"),
+        ('{"orders@g1": -1}', "invalid offset -1 of 'orders@g1'"),
         ("soon", "invalid startingOffsets 'soon'"),
     ]:
         with pytest.raises(InvalidArgument, match=message):

@@ -31,7 +31,7 @@ from plait.storage.logs.consume_log import RECORD, Records
 from plait.storage.reading.log_chunks import CHUNK_SIZE, WantedRows, check_names
 
 #: Options that apply to logs only.
-_NOT_HERE: Final = ("group", "failOnDamage")
+_LOG_ONLY: Final = ("group", "failOnDamage")
 
 
 def is_archive(path: str) -> bool:
@@ -41,7 +41,7 @@ def is_archive(path: str) -> bool:
 
 def check_archive(options: ReadOptions) -> None:
     """Check that the archive exists and that no option is given that archives do not support."""
-    for name in _NOT_HERE:
+    for name in _LOG_ONLY:
         if name in options.given:
             raise InvalidArgument(f"option {name!r} does not apply to an archive ({options.path!r}); remove it")
     archive = Archive.at(options.path)
@@ -110,8 +110,7 @@ class ArchiveInput:
         """From the newest manifest, one span for each life."""
         manifest = self._newest()
         if self._lives is None:
-            path = self._options.path
-            self._lives = _by_partition(path, lives_of(manifest, self._wanted, path))
+            self._lives = self._by_partition(lives_of(manifest, self._wanted, self._options.path))
         store_times = _StoreTimes(self._archive)
         found = []
         for archived in self._lives.values():
@@ -123,6 +122,18 @@ class ArchiveInput:
                 PartitionSpan(name, archived.subject, life.number, life.start, life.end, life.epochs, at, until, group)
             )
         return found
+
+    def _by_partition(self, lives: Mapping[tuple[str, str, int], ArchivedLife]) -> dict[tuple[str, int], ArchivedLife]:
+        """Raises ``ArchiveError`` for partitions of one name in two data directories."""
+        sources: dict[str, str] = {}
+        for source, partition, _ in lives:
+            if sources.setdefault(partition, source) != source:
+                raise ArchiveError(
+                    f"{partition} is the name of partitions of two data directories in the archive "
+                    f"{self._options.path} ({sources[partition]} and {source}), each with its own sequences: read the "
+                    "archive without offsets, and archive each directory to its own archive or with its own --group"
+                )
+        return {(partition, number): life for (_, partition, number), life in lives.items()}
 
     def _life(self, each: SpanRange) -> ArchivedLife:
         assert self._lives is not None
@@ -202,19 +213,6 @@ def lives_of(manifest: ArchiveManifest, wanted: WantedRows, path: str) -> dict[t
     return found
 
 
-def _by_partition(path: str, lives: Mapping[tuple[str, str, int], ArchivedLife]) -> dict[tuple[str, int], ArchivedLife]:
-    """(partition, number) → life. Raises ``ArchiveError`` for partitions of one name in two data directories."""
-    sources: dict[str, str] = {}
-    for source, partition, _ in lives:
-        if sources.setdefault(partition, source) != source:
-            raise ArchiveError(
-                f"{partition} is the name of partitions of two data directories in the archive {path} "
-                f"({sources[partition]} and {source}), each with its own sequences: read the archive without "
-                "offsets, and archive each directory to its own archive or with its own --group"
-            )
-    return {(partition, number): life for (_, partition, number), life in lives.items()}
-
-
 class _StoreTimes:
     """Finds sequences by store time from the manifest; a file is opened, once, only if the time lies within it."""
 
@@ -254,29 +252,15 @@ class _StoreTimes:
         return self._known[file.path, time]
 
 
-def _is_in(only: frozenset[str] | None, name: str) -> bool:
-    return only is None or name in only
-
-
 def _may_hold(file: ArchivedFile, wanted: WantedRows) -> bool:
-    keys = wanted.keys
-    return (
-        wanted.names(file.subject)
-        and _is_in(wanted.subjects_only, file.subject)
-        and file.time_min <= wanted.time_max
-        and file.time_max >= wanted.time_min
-        and _has_sequences(file.partitions, wanted)
-        and (keys is None or _between(keys, file.key_min, file.key_max))
-    )
-
-
-def _has_sequences(partitions: Mapping[str, tuple[int, int]], wanted: WantedRows) -> bool:
+    named = wanted.names(file.subject) and (wanted.subjects_only is None or file.subject in wanted.subjects_only)
+    if not named or file.time_min > wanted.time_max or file.time_max < wanted.time_min:
+        return False
+    only, keys, low, high = wanted.partitions_only, wanted.keys, file.key_min, file.key_max
+    if keys is not None and (low is None or high is None or not any(low <= key <= high for key in keys)):
+        return False
     return any(
         first <= wanted.sequence_max and last >= wanted.sequence_min
-        for partition, (first, last) in partitions.items()
-        if _is_in(wanted.partitions_only, partition.rpartition("@")[0])
+        for partition, (first, last) in file.partitions.items()
+        if only is None or partition.rpartition("@")[0] in only
     )
-
-
-def _between(keys: frozenset[str], first: str | None, last: str | None) -> bool:
-    return first is not None and last is not None and any(first <= key <= last for key in keys)

@@ -75,7 +75,10 @@ class OpenFile:
     """An open file and the statistics of its row groups. Its readers share its file position: they hold ``lock``."""
 
     def __init__(self, archive: Archive, file: ArchivedFile, *, verify: bool) -> None:
-        self.parquet = pq.ParquetFile(_opened(archive, file.path), page_checksum_verification=verify)
+        path = archive.path(file.path)
+        local = isinstance(archive.files, fs.LocalFileSystem)
+        source = pa.memory_map(path) if local else archive.files.open_input_file(path)
+        self.parquet = pq.ParquetFile(source, page_checksum_verification=verify)
         metadata = self.parquet.metadata
         if metadata.num_rows != file.count:
             raise pa.ArrowInvalid(f"it has {metadata.num_rows} rows, the manifest says {file.count}")
@@ -87,18 +90,15 @@ class OpenFile:
 
     def groups(self, limits: Limits) -> list[int]:
         """The row groups that may have a value within the limits, for each of the columns."""
-        found = list(range(self.parquet.metadata.num_row_groups))
+        metadata = self.parquet.metadata
+        found = list(range(metadata.num_row_groups))
         for column, (low, high) in limits.items():
-            bounds = self._bounds_of(column)
+            if column not in self._bounds:
+                groups = map(metadata.row_group, range(metadata.num_row_groups))
+                self._bounds[column] = [_bounds(group, self._columns[column]) for group in groups]
+            bounds = self._bounds[column]
             found = [group for group in found if _overlaps(bounds[group], low, high)]
         return found
-
-    def _bounds_of(self, column: str) -> list[tuple[Any, ...] | None]:
-        if column not in self._bounds:
-            metadata = self.parquet.metadata
-            groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-            self._bounds[column] = [_bounds(group, self._columns[column]) for group in groups]
-        return self._bounds[column]
 
 
 def _bounds(group: Any, column: int) -> tuple[Any, ...] | None:
@@ -113,12 +113,6 @@ def _bounds(group: Any, column: int) -> tuple[Any, ...] | None:
 
 def _overlaps(bounds: tuple[Any, ...] | None, low: Any, high: Any) -> bool:
     return bounds is None or (bounds != () and bool(bounds[0] <= high and low <= bounds[1]))
-
-
-def _opened(archive: Archive, path: str) -> Any:
-    if isinstance(archive.files, fs.LocalFileSystem):
-        return pa.memory_map(archive.path(path))
-    return archive.files.open_input_file(archive.path(path))
 
 
 class OpenFiles:
@@ -209,17 +203,17 @@ def _current(archive: Archive, part: FilePart) -> FilePart:
             and file.path != gone.path
             and file.start <= gone.start
             and gone.end <= file.end
-            and all(_contains(file.partitions.get(name), ends) for name, ends in gone.partitions.items())
+            and gone.partitions.keys() <= file.partitions.keys()
+            and all(
+                file.partitions[name][0] <= first and last <= file.partitions[name][1]
+                for name, (first, last) in gone.partitions.items()
+            )
         ):
             return part.within(file)
     raise ArchiveError(
         f"{archive.location}/{gone.path} is gone, and no other file has its {gone.count} messages. Restore the file "
         "from a copy"
     )
-
-
-def _contains(outer: tuple[int, int] | None, inner: tuple[int, int]) -> bool:
-    return outer is not None and outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 def limits_of(wanted: WantedRows, bounds: Bounds | None = None) -> Limits:

@@ -53,12 +53,12 @@ class PlaitDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         """A reader of these columns; a schema from the user may have fewer than the source."""
         _check_schema(schema)
-        return PlaitReader(ReadOptions.parse(self.options).check_batch(), schema)
+        return PlaitReader(ReadOptions.parse(self.options).check_use(stream=False), schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """A reader of these columns for ``readStream``."""
         _check_schema(schema)
-        return PlaitStreamReader(ReadOptions.parse(self.options).check_stream(), schema)
+        return PlaitStreamReader(ReadOptions.parse(self.options).check_use(stream=True), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         """A writer of these columns to a server. Spark passes the parameters by name."""

@@ -6,10 +6,10 @@ A bound may pass more rows than the filter: Spark applies the filter again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pyspark.sql.datasource import (
     EqualNullSafe,
@@ -24,6 +24,8 @@ from pyspark.sql.datasource import (
 
 from plait.frame.header import SEQUENCE_MAX
 from plait.storage.reading.log_chunks import WantedRows
+
+T = TypeVar("T")
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 #: The printed form of a message id.
@@ -43,75 +45,54 @@ def narrow(wanted: WantedRows, condition: Filter, group: str | None) -> WantedRo
         return _narrow_range(wanted, condition)
     else:
         return wanted
-    column = condition.attribute
+    column, texts = condition.attribute, frozenset(value for value in values if isinstance(value, str))
     if column == ("subject",):
-        return replace(wanted, subjects_only=_both(wanted.subjects_only, values))
+        return replace(wanted, subjects_only=_both(wanted.subjects_only, texts))
     if column == ("partition",):
-        partitions = [value.rpartition("@") for value in values if isinstance(value, str)]
-        own = [name for name, _, broker_group in partitions if group is None or broker_group == group]
-        return replace(wanted, partitions_only=_both(wanted.partitions_only, own))
+        named = (text.rpartition("@") for text in texts)
+        partitions = frozenset(name for name, _, broker_group in named if group in (None, broker_group))
+        return replace(wanted, partitions_only=_both(wanted.partitions_only, partitions))
     if column == ("key",):
         # Rows without a key match a null-safe comparison with null, and the index by key hash does not find them.
         null_safe = isinstance(condition, EqualNullSafe) and None in values
-        return wanted if null_safe else replace(wanted, keys=_both(wanted.keys, values))
+        return wanted if null_safe else replace(wanted, keys=_both(wanted.keys, texts))
     if column == ("message_id",):
-        ids = frozenset(found for value in values if (found := _message_id(value)) is not None)
-        return replace(wanted, message_ids=ids if wanted.message_ids is None else ids & wanted.message_ids)
+        matches = (match for text in texts if (match := _MESSAGE_ID.fullmatch(text)) and int(match[2]) < SEQUENCE_MAX)
+        ids = frozenset((int(match[1], 16), int(match[2])) for match in matches)
+        return replace(wanted, message_ids=_both(wanted.message_ids, ids))
     bounds = _bounds(column, values)
     return wanted if bounds is None else _within(wanted, column, min(bounds), max(bounds))
-
-
-def _message_id(value: Any) -> tuple[int, int] | None:
-    """(producer, number) of a printed id; None: no message has that id."""
-    match = _MESSAGE_ID.fullmatch(value) if isinstance(value, str) else None
-    if match is None or int(match[2]) >= SEQUENCE_MAX:
-        return None
-    return int(match[1], 16), int(match[2])
 
 
 def _narrow_range(
     wanted: WantedRows, condition: GreaterThan | GreaterThanOrEqual | LessThan | LessThanOrEqual
 ) -> WantedRows:
-    column = condition.attribute
-    bounds = _bounds(column, [condition.value])
+    bounds = _bounds(condition.attribute, [condition.value])
     if bounds is None:
         return wanted
     if isinstance(condition, GreaterThan | GreaterThanOrEqual):
-        return _within(wanted, column, bounds[0] + isinstance(condition, GreaterThan), None)
-    return _within(wanted, column, None, bounds[0] - isinstance(condition, LessThan))
+        return _within(wanted, condition.attribute, low=bounds[0] + isinstance(condition, GreaterThan))
+    return _within(wanted, condition.attribute, high=bounds[0] - isinstance(condition, LessThan))
 
 
 def _bounds(column: tuple[str, ...], values: Iterable[Any]) -> list[int] | None:
     """The values as numbers of frame headers; None where a value is not such a number."""
-    read = _NUMBERS.get(column)
-    numbers = [read(value) for value in values] if read is not None else []
-    whole = [number for number in numbers if number is not None]
-    return whole if whole and len(whole) == len(numbers) else None
+    numbers = []
+    for value in values:
+        if column == ("sequence",) and isinstance(value, int) and not isinstance(value, bool):
+            numbers.append(value)
+        elif column == ("store_time",) and isinstance(value, datetime) and value.tzinfo is not None:
+            numbers.append((value - _EPOCH) // timedelta(microseconds=1))
+        else:
+            return None
+    return numbers or None
 
 
-def _sequence(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _within(wanted: WantedRows, column: tuple[str, ...], low: int = 0, high: int = SEQUENCE_MAX) -> WantedRows:
+    if column == ("sequence",):
+        return replace(wanted, sequence_min=max(low, wanted.sequence_min), sequence_max=min(high, wanted.sequence_max))
+    return replace(wanted, time_min=max(low, wanted.time_min), time_max=min(high, wanted.time_max))
 
 
-def _micros(value: Any) -> int | None:
-    if not isinstance(value, datetime) or value.tzinfo is None:
-        return None
-    return (value - _EPOCH) // timedelta(microseconds=1)
-
-
-_NUMBERS: dict[tuple[str, ...], Callable[[Any], int | None]] = {("sequence",): _sequence, ("store_time",): _micros}
-
-
-def _within(wanted: WantedRows, column: tuple[str, ...], low: int | None, high: int | None) -> WantedRows:
-    bound = "sequence" if column == ("sequence",) else "time"
-    bounds = {}
-    if low is not None:
-        bounds[f"{bound}_min"] = max(low, getattr(wanted, f"{bound}_min"))
-    if high is not None:
-        bounds[f"{bound}_max"] = min(high, getattr(wanted, f"{bound}_max"))
-    return replace(wanted, **bounds)
-
-
-def _both(before: frozenset[str] | None, values: Iterable[Any]) -> frozenset[str]:
-    texts = frozenset(value for value in values if isinstance(value, str))
-    return texts if before is None else texts & before
+def _both(before: frozenset[T] | None, values: frozenset[T]) -> frozenset[T]:
+    return values if before is None else values & before

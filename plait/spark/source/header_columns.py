@@ -7,7 +7,7 @@ the headers do not decode; their text is their bytes as hexadecimal digits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import pyarrow as pa
@@ -21,16 +21,16 @@ MAP: Final = pa.map_(pa.string(), pa.string())
 Headers = dict[str, str | bool | int | float] | dict[str, bytes]
 
 _LETTERS: Final = {str: "s", bool: "b", int: "i", float: "f", bytes: "x"}
+_PARSERS: Final[dict[str, Callable[[str], Any]]] = {"s": str, "i": int, "f": float, "b": lambda text: text == "true"}
 
 
 def decoded(encoded: pa.Array) -> list[Headers | None]:
     """The headers of each row; None: the row has none."""
-    return [None if row is None else _decoded(row) for row in encoded.to_pylist()]
-
-
-def _decoded(encoded: bytes) -> Headers:
-    headers = read_headers(encoded)
-    return {UNREADABLE: encoded} if headers is None else headers
+    rows: list[Headers | None] = []
+    for row in encoded.to_pylist():
+        headers = None if row is None else read_headers(row)
+        rows.append({UNREADABLE: row} if headers is None and row is not None else headers)
+    return rows
 
 
 def header_maps(encoded: pa.Array) -> pa.Array:
@@ -55,12 +55,8 @@ def letters_of(rows: Sequence[Headers | None] | None, count: int) -> pa.Array:
     """The type letters of headers, one string per row; ``rows`` is None where no row has headers."""
     if rows is None:
         return pa.nulls(count, pa.string())
-    return pa.array([None if row is None else _letters(row) for row in rows], pa.string())
-
-
-def _letters(headers: Headers) -> str | None:
-    letters = "".join(_LETTERS[type(value)] for value in headers.values())
-    return letters if letters.strip("s") else None
+    letters = [None if row is None else "".join(_LETTERS[type(value)] for value in row.values()) for row in rows]
+    return pa.array([each if each and each.strip("s") else None for each in letters], pa.string())
 
 
 def encoded_of(maps: pa.ChunkedArray, types: pa.ChunkedArray) -> pa.Array:
@@ -74,15 +70,5 @@ def encoded_of(maps: pa.ChunkedArray, types: pa.ChunkedArray) -> pa.Array:
 def _encoded(texts: Iterable[tuple[str, str]], letters: str) -> bytes:
     if letters == "x":
         return bytes.fromhex("".join(text for _, text in texts))
-    return encode_headers({name: _value(text, kind) for (name, text), kind in zip(texts, letters, strict=True)})
-
-
-def _value(text: str, letter: str) -> Any:
-    match letter:
-        case "i":
-            return int(text)
-        case "f":
-            return float(text)
-        case "b":
-            return text == "true"
-    return text
+    values = zip(texts, letters, strict=True)
+    return encode_headers({name: _PARSERS[letter](text) for (name, text), letter in values})

@@ -14,7 +14,9 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import msgspec
 
 from plait.client.arguments import start_of
 from plait.client.read.surveyor import PartitionSpan
@@ -30,56 +32,49 @@ LATEST: Final = "latest"
 TIME: Final = "time"
 EACH: Final = "each"
 
-#: An offset of one partition as Spark stores it; the names are sorted.
-OffsetJson = dict[str, int]
-_FIELDS: Final = frozenset(("epoch", "from", "id", "sealed", "sequence"))
+_Number = Annotated[int, msgspec.Meta(ge=0, le=SEQUENCE_MAX)]
 
 
-@dataclass(frozen=True)
-class PartitionOffset:
+class PartitionOffset(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    rename={"number": "id", "since": "from"},
+):
     """A position between two messages of a partition: reading starts with ``sequence``, or ends before it."""
 
-    sequence: int
+    sequence: _Number
     #: The epoch of the message before it; None: any epoch, 0: there is no message before it.
-    epoch: int | None = None
+    epoch: _Number | None = None
     #: The partition's number; None: any number.
-    number: int | None = None
+    number: _Number | None = None
     #: Where a batch that ends here begins. Set if the starting offset of the batch does not say, because it lacks the
     #: partition, or is the first offset of the query, which Spark does not store.
-    since: int | None = None
-    #: True if no message follows, because the partition is sealed. If the partition is removed later, nothing is lost.
-    sealed: bool = False
+    since: _Number | None = None
+    #: 1 if no message follows, because the partition is sealed. If the partition is removed later, nothing is lost.
+    sealed: _Number = 0
 
     @classmethod
     def of(cls, span: PartitionSpan, sequence: int) -> PartitionOffset:
         """The position of a sequence in a span."""
         return cls(sequence, span.epoch_at(sequence - 1) if sequence > span.start else 0, span.number)
 
-    def to_json(self) -> OffsetJson:
+    def to_json(self) -> dict[str, int]:
         """The fields that are set, sorted by name."""
-        found = {
-            "epoch": self.epoch,
-            "from": self.since,
-            "id": self.number,
-            "sealed": 1 if self.sealed else None,
-            "sequence": self.sequence,
-        }
-        return {name: value for name, value in found.items() if value is not None}
+        fields: dict[str, int] = msgspec.to_builtins(self, order="sorted")
+        return fields
 
     @classmethod
     def from_json(cls, partition: str, given: Any) -> PartitionOffset:
         """Parse a sequence, or an object with a sequence and perhaps its epoch and the partition's number."""
-        fields = {"sequence": given} if isinstance(given, int) else given
-        if not isinstance(fields, dict) or "sequence" not in fields or fields.keys() - _FIELDS:
+        try:
+            return msgspec.convert({"sequence": given} if isinstance(given, int) else given, cls)
+        except msgspec.ValidationError as error:
             raise InvalidArgument(
-                f"invalid offset {given!r} of {partition!r}; use a sequence or "
+                f"invalid offset {given!r} of {partition!r} ({error}); use a sequence or "
                 '{"sequence": 5, "epoch": 2}, or "earliest" or "latest"'
-            )
-        for name, value in fields.items():
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= SEQUENCE_MAX:
-                raise InvalidArgument(f"{name} {value!r} of {partition!r} is not a whole number of 0 or more")
-        sealed = bool(fields.get("sealed"))
-        return cls(fields["sequence"], fields.get("epoch"), fields.get("id"), fields.get("from"), sealed)
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -109,17 +104,17 @@ class Bound:
     def check_names(self, option: str, spans: Iterable[PartitionSpan], wanted: WantedRows) -> None:
         """Check that every named partition exists, except partitions that a filter excludes: those were not listed."""
         known = sorted({str(span.place) for span in spans})
-        unknown = sorted(name for name in self.each.keys() - set(known) if _is_wanted(name, wanted))
+        unwanted = []
+        for partition in self.each:
+            name = partition.rpartition("@")[0]
+            if not wanted.keeps(name.partition("#")[0], name):
+                unwanted.append(partition)
+        unknown = sorted(self.each.keys() - {*known, *unwanted})
         if unknown:
             raise InvalidArgument(
                 f"{option} names unknown partitions {', '.join(unknown)}; the partitions of the subject are "
                 f"{', '.join(known) or 'none'}"
             )
-
-
-def _is_wanted(partition: str, wanted: WantedRows) -> bool:
-    name = partition.rpartition("@")[0]
-    return wanted.keeps(name.partition("#")[0], name)
 
 
 def parse_bound(option: str, text: str, now: int) -> Bound:
@@ -128,7 +123,17 @@ def parse_bound(option: str, text: str, now: int) -> Bound:
     if given.lower() in (EARLIEST, LATEST):
         return Bound(given.lower())
     if given.startswith("{"):
-        return Bound(EACH, each=_parse_each(option, given))
+        try:
+            decoded = json.loads(given)
+        except ValueError as error:
+            raise InvalidArgument(f"{option} {given!r} is not JSON: {error}") from None
+        each: dict[str, PartitionOffset | str] = {}
+        for partition, value in decoded.items():
+            if "@" not in partition:
+                hint = "give the name of a partition, as in 'order.book@g1'"
+                raise InvalidArgument(f"{option} names {partition!r}; {hint}")
+            each[partition] = value if value in (EARLIEST, LATEST) else PartitionOffset.from_json(partition, value)
+        return Bound(EACH, each=each)
     try:
         start = start_of(given, now)
     except InvalidArgument:
@@ -139,19 +144,6 @@ def parse_bound(option: str, text: str, now: int) -> Bound:
             'such as {"order.book@g1": 5}'
         )
     return Bound(TIME, time=start[1])
-
-
-def _parse_each(option: str, given: str) -> dict[str, PartitionOffset | str]:
-    try:
-        decoded = json.loads(given)
-    except ValueError as error:
-        raise InvalidArgument(f"{option} {given!r} is not JSON: {error}") from None
-    found: dict[str, PartitionOffset | str] = {}
-    for partition, value in decoded.items():
-        if "@" not in partition:
-            raise InvalidArgument(f"{option} names {partition!r}; give the name of a partition, as in 'order.book@g1'")
-        found[partition] = value if value in (EARLIEST, LATEST) else PartitionOffset.from_json(partition, value)
-    return found
 
 
 def lives_of(spans: Iterable[PartitionSpan]) -> dict[str, list[PartitionSpan]]:
@@ -178,34 +170,24 @@ def check_start(span: PartitionSpan, start: PartitionOffset) -> tuple[int, str |
             span.start,
             f"{partition} was deleted and created again: its old messages from sequence {start.sequence} on are gone",
         )
-    rewritten = _rewritten(span, start)
-    if rewritten is not None:
-        return rewritten
+    before = start.sequence - 1
+    if start.epoch and before >= span.start:
+        again = _first_after(span, start.epoch)
+        if before >= span.end:
+            return again, (
+                f"{partition} ends at {span.end}: sequences {span.end} to {before} of epoch {start.epoch} are lost"
+            )
+        if (epoch := span.epoch_at(before)) not in (0, start.epoch):
+            return again, (
+                f"{partition} has other messages from sequence {again} on: those up to {before} were read in epoch "
+                f"{start.epoch} and are lost, and epoch {epoch} has given their sequences to others"
+            )
     if start.sequence < span.start:
         last = min(span.start, span.end) - 1
         return span.start, f"{partition} starts at {span.start}: sequences {start.sequence} to {last} are expired"
     if start.sequence > span.end:
         return span.end, f"{partition} ends at {span.end}: sequences {span.end} to {start.sequence - 1} are lost"
     return start.sequence, None
-
-
-def _rewritten(span: PartitionSpan, start: PartitionOffset) -> tuple[int, str] | None:
-    """Where reading resumes, and a description, if messages that were read are lost and others have their sequences."""
-    before = start.sequence - 1
-    if not start.epoch or before < span.start:
-        return None
-    again = _first_after(span, start.epoch)
-    if before >= span.end:
-        return again, (
-            f"{span.place} ends at {span.end}: sequences {span.end} to {before} of epoch {start.epoch} are lost"
-        )
-    epoch = span.epoch_at(before)
-    if epoch in (0, start.epoch):
-        return None
-    return again, (
-        f"{span.place} has other messages from sequence {again} on: those up to {before} were read in epoch "
-        f"{start.epoch} and are lost, and epoch {epoch} has given their sequences to others"
-    )
 
 
 def _first_after(span: PartitionSpan, epoch: int) -> int:

@@ -31,8 +31,7 @@ from plait.spark.source.offsets import (
     report,
 )
 from plait.spark.source.read_options import ReadOptions
-from plait.spark.source.row_picker import Picker
-from plait.spark.source.spark_columns import record_batches
+from plait.spark.source.spark_columns import Picker, record_batches
 from plait.storage.reading.log_chunks import WantedRows
 
 #: What Spark jobs read: a data directory, brokers or an archive.

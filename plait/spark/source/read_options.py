@@ -31,10 +31,10 @@ _OPTIONS: Final = (
     "maxMessagesPerTrigger",
     "maxBytesPerTrigger",
 )
-_STREAM_ONLY: Final = ("maxMessagesPerTrigger", "maxBytesPerTrigger")
-_BATCH_ONLY: Final = ("endingOffsets",)
-_PATH_ONLY: Final = ("group",)
-_SERVER_ONLY: Final = ("bytesPerSecond",)
+_BATCH_ONLY: Final = {"endingOffsets": "is for read; to end a stream use trigger(availableNow=True)"}
+_STREAM_ONLY: Final = dict.fromkeys(
+    ("maxMessagesPerTrigger", "maxBytesPerTrigger"), "is for readStream; a batch ends at 'endingOffsets'"
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class ReadOptions:
             if name.lower() not in known:
                 raise InvalidArgument(f"unknown option {name!r}; the options are {', '.join(_OPTIONS)}")
         options = {known[name.lower()]: value for name, value in given.items()}
-        path, server = _path(options.get("path", "").strip()), _addresses(options.get("server", ""))
+        path = _path(options.get("path", "").strip())
+        server = tuple(part.strip() for part in options.get("server", "").split(",") if part.strip())
         if path and server:
             raise InvalidArgument(
                 f"options 'path' ({path}) and 'server' ({', '.join(server)}) exclude each other; give one of them"
@@ -78,15 +79,16 @@ class ReadOptions:
                 "option 'path' is missing: the data directory, as in .option(\"path\", \"data\"); or 'server', "
                 'as in .option("server", "plait://127.0.0.1:7450")'
             )
-        for name in _PATH_ONLY if server else _SERVER_ONLY:
-            if name in options:
-                raise InvalidArgument(
-                    f"option {name!r} does not apply to {'server' if server else 'path'!r}; remove it"
-                )
+        place, misplaced = ("server", "group") if server else ("path", "bytesPerSecond")
+        if misplaced in options:
+            raise InvalidArgument(f"option {misplaced!r} does not apply to {place!r}; remove it")
+        subjects = options.get("subject", "").strip()
+        if not subjects:
+            raise InvalidArgument("option 'subject' is missing: a name, several with commas between, or a prefix and *")
         return cls(
             path=path,
             server=server,
-            wanted=WantedRows.of_subjects(name.strip() for name in _subjects(options).split(",")),
+            wanted=WantedRows.of_subjects(name.strip() for name in subjects.split(",")),
             columns=_columns(options.get("columns")),
             group=names.check("group", options.get("group", DEFAULT_GROUP)),
             start=parse_bound("startingOffsets", options.get("startingOffsets", EARLIEST), now),
@@ -100,18 +102,11 @@ class ReadOptions:
             given=frozenset(options),
         )
 
-    def check_batch(self) -> ReadOptions:
-        """Raise ``InvalidArgument`` if an option is for streams only."""
-        for name in _STREAM_ONLY:
+    def check_use(self, *, stream: bool) -> ReadOptions:
+        """Raise ``InvalidArgument`` if an option is for streams only, or for batches only."""
+        for name, reason in (_BATCH_ONLY if stream else _STREAM_ONLY).items():
             if name in self.given:
-                raise InvalidArgument(f"option {name!r} is for readStream; a batch ends at 'endingOffsets'")
-        return self
-
-    def check_stream(self) -> ReadOptions:
-        """Raise ``InvalidArgument`` if an option is for batches only."""
-        for name in _BATCH_ONLY:
-            if name in self.given:
-                raise InvalidArgument(f"option {name!r} is for read; to end a stream use trigger(availableNow=True)")
+                raise InvalidArgument(f"option {name!r} {reason}")
         return self
 
     @property
@@ -124,13 +119,6 @@ class ReadOptions:
         return self.partitions_min or os.cpu_count() or 1
 
 
-def _subjects(options: Mapping[str, str]) -> str:
-    value = options.get("subject", "").strip()
-    if not value:
-        raise InvalidArgument("option 'subject' is missing: a name, several with commas between, or a prefix and *")
-    return value
-
-
 def _path(given: str) -> str:
     """A ``file:///data`` or ``file:/data`` URI, as Hadoop writes it, as a local path; other text unchanged."""
     if not given.startswith("file:/"):
@@ -139,10 +127,6 @@ def _path(given: str) -> str:
     if host not in ("", "localhost"):
         raise InvalidArgument(f"path {given!r} names a host; a local path is file:///data, or /data")
     return f"/{unquote(rest)}"
-
-
-def _addresses(given: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in given.split(",") if part.strip())
 
 
 def _columns(given: str | None) -> tuple[str, ...]:

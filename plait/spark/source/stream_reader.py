@@ -12,7 +12,6 @@ nothing, because Spark's checkpoint alone records the progress of a query.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -33,7 +32,6 @@ from plait.spark.runtime.worker import prepare_worker
 from plait.spark.source.offsets import (
     EARLIEST,
     TIME,
-    OffsetJson,
     PartitionOffset,
     check_start,
     life_at,
@@ -44,7 +42,7 @@ from plait.spark.source.range_planning import Input, input_of, limited, read_tas
 from plait.spark.source.read_options import ReadOptions
 
 #: The next message of each partition, by the partition's name.
-Offset = dict[str, OffsetJson]
+Offset = dict[str, dict[str, int]]
 
 
 class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -118,14 +116,14 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ranges = [msgspec.structs.replace(each, end=ends[each.place]) for each in ranges]
         for each in ranges:
             name = str(each.place)
-            sealed = spans[name].sealed and each.end == spans[name].end
+            sealed = int(spans[name].sealed and each.end == spans[name].end)
             known = positions.get(name)
             # Move past lost messages even if nothing follows them yet, so that they are reported once.
             old = known is None or known.sealed != sealed or check_start(spans[name], known)[1] is not None
             if each.end > each.start or old:
-                position = replace(PartitionOffset.of(spans[name], each.end), sealed=sealed)
+                position = msgspec.structs.replace(PartitionOffset.of(spans[name], each.end), sealed=sealed)
                 if each.end > each.start and (known is None or start == self._initial):
-                    position = replace(position, since=each.start)
+                    position = msgspec.structs.replace(position, since=each.start)
                 positions[name] = position
         return _offset(positions)
 
