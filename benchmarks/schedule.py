@@ -25,7 +25,7 @@ from plait.frame.view import frames_in
 from plait.limits import MIB
 from plait.wire import codec
 from plait.wire import messages as m
-from plait.wire.packets import HEADER, HEADER_SIZE, pack
+from plait.wire.link import HEADER, HEADER_SIZE, pack
 
 SUBJECT = "later"
 BODY_SIZE = 100

@@ -23,8 +23,7 @@ import pyarrow as pa
 import plait.spark
 from benchmarks.result import Result
 from plait.client.send.open_rows import hash_keys
-from plait.frame.builder import FrameParts, build_frame
-from plait.frame.header import pack_stamp
+from plait.frame.builder import FrameParts, build_frame, pack_stamp
 from plait.frame.view import wrap_binary
 from plait.limits import GIB, MIB
 from plait.model.settings import SubjectSettings

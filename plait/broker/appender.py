@@ -13,10 +13,10 @@ import msgspec
 from plait.broker.commit import Commit, SendCallback
 from plait.broker.partitions.partition import Partition
 from plait.errors import FlowControl, OutOfSequence, PlaitError, ProducerConflict, StaleRoute, UnknownProducer
-from plait.frame.builder import Buffer
+from plait.frame.builder import Buffer, pack_stamp
 from plait.frame.coalesce import can_coalesce, coalesce
 from plait.frame.columns import FIXED_WIDTHS, Column
-from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED, HEADER_SIZE, STAMP_OFFSET, pack_stamp
+from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED, HEADER_SIZE, STAMP_OFFSET
 from plait.frame.view import FrameView
 from plait.storage.catalog import FORWARD, SCHEDULE, STAGE
 from plait.storage.logs.log import Log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Generator, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
@@ -11,18 +10,15 @@ import msgspec
 
 from plait.client.arguments import Duration, to_datetime
 from plait.client.consume.failure import failed_of, rejected_of
-from plait.errors import PlaitError
 from plait.frame.columns import Column
 from plait.model.reason import Reason
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from plait.client.consume.delivered import DeliveredFrame
+    from plait.client.send.resend_window import PendingBatch
 else:
-    # Its module imports this one. ``help`` and frameworks evaluate type hints, so the name must exist.
-    DeliveredFrame = Any
+    # Their modules import this one. ``help`` and frameworks evaluate type hints, so the names must exist.
+    DeliveredFrame = PendingBatch = Any
 
 HeaderValue = str | int | float | bool
 #: Why a message failed: what users may pass as a reason.
@@ -61,88 +57,6 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
     sequence: int | None
     deliver_at: datetime | None = None
     schedule: int | None = None
-
-
-class PendingBatch(msgspec.Struct, eq=False):
-    """The shared result of the rows of one frame, and the callers that wait for it. No future unless one is awaited."""
-
-    producer: int = 0
-    first: int = 0
-    count: int = 0
-    partition: PartitionName | None = None
-    sequence: int | None = None
-    settled: bool = False
-    #: Some rows were posted: their tickets may never be awaited, so ``flush`` raises the error.
-    posted: bool = False
-    error: PlaitError | None = None
-    waiters: list[asyncio.Future[None]] = []
-    #: If the rows were split: the new batches, and for each row its batch and its row in that batch.
-    pieces: tuple[list[PendingBatch], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
-    #: How many of those batches have no result yet.
-    open: int = 0
-    #: The batch that this one was split from.
-    parent: PendingBatch | None = None
-
-    def split(self, batches: list[PendingBatch], which: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
-        """Split the rows over these batches: this batch has a result when all of them have one."""
-        self.pieces = (batches, which, rows)
-        self.open = len(batches)
-        for batch in batches:
-            batch.parent, batch.posted = self, self.posted
-
-    def receipt(self, row: int) -> Receipt:
-        """The receipt of a row; raises the error of the send."""
-        if self.pieces is not None:
-            batches, which, rows = self.pieces
-            return batches[int(which[row])].receipt(int(rows[row]))
-        if self.error is not None:
-            raise self.error
-        assert self.partition is not None
-        sequence = None if self.sequence is None else self.sequence + row
-        # Skips the Python constructor of the NamedTuple: every awaited send makes one.
-        message_id = tuple.__new__(MessageId, (self.producer, self.first + row))
-        return Receipt(message_id, self.partition, sequence)
-
-    def settle(self, sequence: int | None, error: PlaitError | None) -> None:
-        """Set the result of all rows and wake the waiting callers."""
-        self.sequence = sequence
-        self.error = error
-        # Last, because another thread may read it.
-        self.settled = True
-        waiters, self.waiters = self.waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        if self.parent is not None:
-            self.parent._piece_settled()
-
-    def _piece_settled(self) -> None:
-        self.open -= 1
-        if not self.open:
-            assert self.pieces is not None
-            self.settle(None, next((batch.error for batch in self.pieces[0] if batch.error is not None), None))
-
-    async def wait(self) -> None:
-        """Wait for the result of the rows. Cancelling one waiter does not affect the others."""
-        if not self.settled:
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.waiters.append(future)
-            await future
-
-
-class ScheduledBatch(PendingBatch, eq=False):
-    """The result of delayed rows: the number that the broker returns is their number in the schedule."""
-
-    #: Due times in microseconds since 1970: one for each row, or one for all.
-    dues: Sequence[int] | npt.NDArray[np.int64] | int = 0
-
-    def receipt(self, row: int) -> Receipt:
-        """The receipt of a row; raises the error of the send."""
-        stored = super().receipt(row)
-        if self.pieces is not None:
-            return stored
-        due = self.dues if isinstance(self.dues, int) else int(self.dues[row])
-        return Receipt(stored.message_id, stored.partition, None, to_datetime(due), stored.sequence)
 
 
 class Ticket(msgspec.Struct, gc=False):

@@ -29,8 +29,8 @@ from plait.frame.header import (
     CLIENT,
     HEADER_SIZE,
     MAGIC,
-    NO_STAMP,
     SEQUENCE_MAX,
+    STAMP,
     STAMP_OFFSET,
     TIME_MAX,
     U32,
@@ -50,10 +50,21 @@ COMPRESS_FROM: Final = 512
 #: Up to this many rows, a join is faster than an Arrow array.
 SMALL_COUNT: Final = 64
 
+
+def pack_stamp(partition: int, base: int, store_time: int, durable: int, epoch: int) -> bytes:
+    """The broker's part of the header, including its checksum."""
+    stamp = STAMP.pack(partition, base, store_time, durable, epoch)
+    return stamp + U32.pack(crc32c(stamp))
+
+
+NO_STAMP: Final = pack_stamp(0, 0, 0, 0, 0)
 _PADDING: Final = [b"\0" * n for n in range(8)]
-#: Two directory entries, a send time, and the offsets of one row.
+#: The columns of one row, up to the offsets of its first variable column: a send time and a body...
 _ONE_ROW: Final = Struct("<IIqii")
 _ONE_ROW_BITS: Final = 1 << Column.SEND_TIME | 1 << Column.BODY
+#: ...and with a key hash and a key.
+_ONE_KEYED: Final = Struct("<IIIIQqii")
+_ONE_KEYED_BITS: Final = _ONE_ROW_BITS | 1 << Column.KEY_HASH | 1 << Column.KEY
 _ONE_ROW_TIME: Final = 8 | Codec.CONST << ENTRY_SIZE_BITS
 #: The largest body for ``build_one``: larger ones gain nothing from it.
 ONE_ROW_SIZE_MAX: Final = 64 * KIB
@@ -254,12 +265,26 @@ def _variable(column: Column, offsets: Buffer, data: Buffer, codec: Codec | None
     return column, Codec.RAW, [offsets, data]
 
 
-def build_one(body: bytes, *, producer: int, first: int, previous: int, send_time: int, flags: int = 0) -> FrameParts:
+def build_one(
+    body: bytes,
+    key: bytes | None = None,
+    key_hash: int = 0,
+    *,
+    producer: int,
+    first: int,
+    previous: int,
+    send_time: int,
+    flags: int = 0,
+) -> FrameParts:
     """The frame that ``build_frame`` makes of one short body, built faster: a message sent alone waits for it."""
-    size = len(body)
-    padding = -size & 7
-    rest = _ONE_ROW.pack(_ONE_ROW_TIME, size + 8, send_time, 0, size) + body + _PADDING[padding]
-    return FrameParts(_ONE_ROW_BITS, [b"", rest], HEADER_SIZE + len(rest), 1, producer, first, previous, flags)
+    size, bits = len(body), _ONE_ROW_BITS
+    if key is None:
+        rest = _ONE_ROW.pack(_ONE_ROW_TIME, size + 8, send_time, 0, size) + body + _PADDING[-size & 7]
+    else:
+        length, bits = len(key), _ONE_KEYED_BITS
+        columns = _ONE_KEYED.pack(8, _ONE_ROW_TIME, length + 8, size + 8, key_hash, send_time, 0, length)
+        rest = b"".join((columns, key, _PADDING[-length & 7], _OFFSETS[1].pack(0, size), body, _PADDING[-size & 7]))
+    return FrameParts(bits, [b"", rest], HEADER_SIZE + len(rest), 1, producer, first, previous, flags)
 
 
 def build_bodies(rows: list[bytes], *, producer: int, first: int, stamp: bytes) -> FrameParts:

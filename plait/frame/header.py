@@ -32,8 +32,6 @@ import struct
 import sys
 from typing import Final
 
-from crc32c import crc32c
-
 if sys.byteorder != "little":
     # Columns are used in place, so the machine must have the byte order of the format.
     raise ImportError("plait needs a little-endian machine: frames are little-endian and are read in place")
@@ -115,12 +113,3 @@ class FrameHeader:
 def pad(size: int) -> int:
     """The number of zero bytes that pad ``size`` to the alignment."""
     return -size & 7
-
-
-def pack_stamp(partition: int, base: int, store_time: int, durable: int, epoch: int) -> bytes:
-    """The broker's part of the header, including its checksum."""
-    stamp = STAMP.pack(partition, base, store_time, durable, epoch)
-    return stamp + U32.pack(crc32c(stamp))
-
-
-NO_STAMP: Final = pack_stamp(0, 0, 0, 0, 0)

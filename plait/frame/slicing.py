@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.errors import FrameError
-from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
+from plait.frame.builder import Buffer, Encoded, FrameParts, assemble, pack_stamp
 from plait.frame.columns import COMPRESSIBLE, FIXED_TYPES, FIXED_WIDTHS, VARIABLE, Codec, Column, label
-from plait.frame.header import U32, pack_stamp
+from plait.frame.header import U32
 from plait.frame.run_tables import runs_of_rows, select_rows, slice_runs
 from plait.frame.view import FrameView
 
@@ -82,7 +82,7 @@ def keep_mask(frame: FrameView, mask: npt.NDArray[np.bool_], note: bytes) -> Fra
 
 def read_note(frame: FrameView) -> bytes:
     """The note that ``keep_mask`` stored."""
-    return bytes(frame.stored(Column.NOTE).data)
+    return bytes(frame.stored(Column.NOTE))
 
 
 def _spans(frame: FrameView, mask: npt.NDArray[np.bool_]) -> tuple[list[_Span], npt.NDArray[np.int64]]:
@@ -110,7 +110,8 @@ def _selected(
         runs = frame.runs() if note is None else runs_of_rows(frame.runs(), originals)
         columns.append((Column.RUNS, _RAW, [runs.tobytes()]))
     columns.append((Column.SELECTION, _RAW, [_selection(count, originals)]))
-    for number, (codec, data) in frame.columns():
+    for number, (codec, begin, end) in frame.places.items():
+        data = frame.buffer[begin:end]
         if number in VARIABLE:
             if codec == _RAW or (note is not None and number in COMPRESSIBLE):
                 gathered = _gather_variable(frame, number, spans, rows)

@@ -7,7 +7,8 @@ place, not decoded.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from struct import Struct
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from plait.frame.columns import (
     LAYOUTS,
     MANDATORY_BITS,
     ORIGINAL_SIZE_MAX,
+    ROW_SIZES_MAX,
     TEXTS,
     TIMES,
     VARIABLE,
@@ -70,28 +72,28 @@ _REFUSED_FLAGS = FLAGS_MANDATORY & ~FLAGS_KNOWN
 _RAW = int(Codec.RAW)
 _CONST = int(Codec.CONST)
 _PACKED = (int(Codec.ZSTD), int(Codec.LZ4))
-_NO_PLACE = (_RAW, 0, 0)
+#: Up to this many rows, plain integers are faster than arrays.
+SMALL_COUNT = 16
+_OFFSETS = [Struct(f"<{count + 1}i") for count in range(SMALL_COUNT + 1)]
 #: Constants, because Python 3.11 runs a function for each access to an enum member.
 _RUNS = int(Column.RUNS)
 _BODY = int(Column.BODY)
 _KEY = int(Column.KEY)
 _KEY_HASH = int(Column.KEY_HASH)
 _SELECTION = int(Column.SELECTION)
-_HEADERS = int(Column.HEADERS)
-assert {_BODY, _HEADERS} == COMPRESSIBLE
-
-
-class Stored(NamedTuple):
-    """A column as stored in the frame."""
-
-    codec: int
-    data: memoryview
 
 
 class FrameView(FrameHeader):
     """One frame in a buffer. Keeps the buffer alive and copies nothing."""
 
-    __slots__ = ("_inflated", "_selection", "buffer", "places")
+    __slots__ = ("_inflated", "_selection", "buffer", "compressed", "inflated_size", "places")
+
+    #: (codec, start, end) of each column by number, ascending.
+    places: dict[int, tuple[int, int, int]]
+    #: True if a column is compressed; slices contain such a column whole.
+    compressed: bool
+    #: The bytes of memory that the inflated columns take, in addition to ``size``.
+    inflated_size: int
 
     def __init__(self, buffer: memoryview | bytes | bytearray, offset: int = 0) -> None:
         room = len(buffer) - offset
@@ -142,15 +144,17 @@ class FrameView(FrameHeader):
         numbers, directory, start = LAYOUTS.get(bits) or layout_of(bits)
         if start > size:
             raise FrameError(f"frame of {size} bytes has no room for {len(numbers)} columns")
-        places: dict[int, tuple[int, int, int]] = {}
+        places, codecs = {}, 0
         for number, entry in zip(numbers, directory.unpack_from(buffer, offset + HEADER_SIZE), strict=True):
             end = start + (entry & ENTRY_SIZE_MASK)
             places[number] = (entry >> ENTRY_SIZE_BITS, start, end)
             start = end + 7 & -8
+            codecs |= entry
         if start != size:
             raise FrameError(f"frame columns end at {start}, the frame at {size}")
-        #: (codec, start, end) of each column by number, ascending.
         self.places = places
+        self.compressed = codecs >> ENTRY_SIZE_BITS > _CONST
+        self.inflated_size = self._declared_size() if self.compressed else 0
 
     # --- checks ---------------------------------------------------------------------------------
 
@@ -199,18 +203,18 @@ class FrameView(FrameHeader):
             raise FrameError("frame has keys and no key hashes")
         for number, (codec, start, end) in places.items():
             if number in VARIABLE:
-                if codec == _RAW and self.count <= check.SMALL_COUNT:
-                    check.small_rows(self.buffer[start:end], self.count, number)
+                if codec == _RAW and self.count <= SMALL_COUNT:
+                    self._small_offsets(self.buffer[start:end], number)
+                    if number in TEXTS and not bytes(self.buffer[start + 4 * self.count + 4 : end]).isascii():
+                        check.text(*self.variable(number), number)
                 else:
                     offsets, data = self.variable(number)
-                    check.row_sizes(offsets, data, number)
+                    check.row_sizes(offsets, len(data), number)
                     if number in TEXTS:
                         check.text(offsets, data, number)
                     self._inflated = None
             elif number in TIMES:
-                if codec == _CONST and end - start == 8:
-                    check.time(int.from_bytes(self.buffer[start:end], "little", signed=True), number)
-                else:
+                if codec != _CONST or end - start != 8 or int.from_bytes(self.buffer[start:end], "little") > TIME_MAX:
                     check.times(self.values(number), number)
             elif number == _KEY_HASH and codec == _RAW and end - start == 8 * self.count:
                 # Any 64 bits are a hash.
@@ -224,22 +228,11 @@ class FrameView(FrameHeader):
     def has(self, column: int) -> bool:
         return column in self.places
 
-    @property
-    def compressed(self) -> bool:
-        """True if a column is compressed; slices contain such a column whole."""
-        return any(codec in _PACKED for codec, _, _ in self.places.values())
-
-    @property
-    def inflated_size(self) -> int:
-        """The bytes of memory that the inflated columns take, in addition to ``size``.
-
-        The columns declare their sizes, and a column that inflates to another size is refused.
-        """
-        body, headers = self.places.get(_BODY, _NO_PLACE), self.places.get(_HEADERS, _NO_PLACE)
-        if body[0] < _PACKED[0] and headers[0] < _PACKED[0]:
-            return 0
+    def _declared_size(self) -> int:
+        """The sizes that compressed columns declare; a column that inflates to another size is refused."""
         size = 0
-        for codec, start, end in (body, headers):
+        for column in COMPRESSIBLE & self.places.keys():
+            codec, start, end = self.places[column]
             if codec in _PACKED and end - start >= U32.size:
                 size += U32.unpack_from(self.buffer, start)[0]
         return size
@@ -250,23 +243,17 @@ class FrameView(FrameHeader):
             raise FrameError(f"frame has no {label(column)} column")
         return place
 
-    def stored(self, column: int) -> Stored:
+    def stored(self, column: int) -> memoryview:
         """The stored bytes of a column; ``FrameError`` if the frame does not have it."""
-        codec, start, end = self._place(column)
-        return Stored(codec, self.buffer[start:end])
-
-    def columns(self) -> list[tuple[int, Stored]]:
-        """All columns as stored, including unknown ones."""
-        buffer = self.buffer
-        return [(number, Stored(codec, buffer[start:end])) for number, (codec, start, end) in self.places.items()]
+        _, start, end = self._place(column)
+        return self.buffer[start:end]
 
     def selection(self) -> RowSelection | None:
         """The rows of the original frame that this frame contains; None: it is an original."""
         if _SELECTION not in self.places:
             return None
         if self._selection is None:
-            codec, data = self.stored(_SELECTION)
-            self._selection = read_selection(codec, data, self.count)
+            self._selection = read_selection(self.places[_SELECTION][0], self.stored(_SELECTION), self.count)
         return self._selection
 
     def runs(self) -> Runs:
@@ -274,13 +261,26 @@ class FrameView(FrameHeader):
         rows = self._original_count()
         if _RUNS not in self.places:
             return np.array([(self.producer, self.first, rows, 0, self.previous)], RUN)
-        codec, data = self.stored(_RUNS)
-        return read_runs(codec, data, rows)
+        return read_runs(self.places[_RUNS][0], self.stored(_RUNS), rows)
 
     def _original_count(self) -> int:
         """The number of rows of the original frame, or of this frame if it is an original."""
         selection = self.selection()
         return selection.count if selection else self.count
+
+    def _small_offsets(self, stored: memoryview, column: int) -> tuple[int, ...]:
+        """The offsets of a raw variable column with at most ``SMALL_COUNT`` rows, checked."""
+        layout = _OFFSETS[self.count]
+        size = len(stored) - layout.size
+        if size < 0:
+            raise FrameError(f"{label(column)} column has no room for {self.count} offsets")
+        offsets: tuple[int, ...] = layout.unpack_from(stored)
+        first = offsets[0]
+        if first < 0 or offsets[-1] - first != size or (self.count > 1 and list(offsets) != sorted(offsets)):
+            raise FrameError(f"{label(column)} column has offsets that do not fit its {size} bytes")
+        if size > ROW_SIZES_MAX[column]:
+            check.row_sizes(np.array(offsets), size, column)
+        return offsets
 
     def _raw(self, column: int) -> tuple[memoryview, int]:
         """The raw bytes of a column and its number of rows. A compressed column has all rows of the original frame."""
@@ -338,6 +338,10 @@ class FrameView(FrameHeader):
         values = self.values(column)
         return values if len(values) == self.count else np.broadcast_to(values, (self.count,))
 
+    def key_hashes(self) -> UInt64s | None:
+        """The key hash of each row, or None if no row of the frame has a key."""
+        return self.fixed(_KEY_HASH) if _KEY_HASH in self.places else None
+
     def binary(self, column: int) -> pa.BinaryArray:
         """A variable column as an Arrow array that shares the memory of the frame."""
         offsets, data = self.variable(column)
@@ -346,9 +350,9 @@ class FrameView(FrameHeader):
     def rows(self, column: int, start: int, stop: int) -> list[bytes]:
         """Rows [start, stop) of a variable column."""
         codec, begin, end = self._place(column)
-        if codec == _RAW and self.count <= check.SMALL_COUNT:
+        if codec == _RAW and self.count <= SMALL_COUNT:
             stored = self.buffer[begin:end]
-            offsets = check.small_offsets(stored, self.count, column)
+            offsets = self._small_offsets(stored, column)
             shift = 4 * (self.count + 1) - offsets[0]
             return [bytes(stored[offsets[i] + shift : offsets[i + 1] + shift]) for i in range(start, stop)]
         rows: list[bytes] = self.binary(column).slice(start, stop - start).to_pylist()
@@ -356,7 +360,7 @@ class FrameView(FrameHeader):
 
     def sequences(self) -> npt.NDArray[np.int64]:
         """The sequence of each row."""
-        selection = self.selection()
+        selection = self.selection() if _SELECTION in self.places else None
         if selection is None:
             return np.arange(self.base, self.base + self.count)
         sequences: npt.NDArray[np.int64] = selection.rows + self.base
@@ -365,7 +369,7 @@ class FrameView(FrameHeader):
     @property
     def end(self) -> int:
         """The sequence after the last row of the frame, or of its original."""
-        return self.base + self._original_count()
+        return self.base + (self._original_count() if _SELECTION in self.places else self.count)
 
     def message_ids(self) -> tuple[UInt64s, UInt64s]:
         """(producer id, producer sequence) of each row."""

@@ -43,9 +43,11 @@ def lps_of_sequences(sequences: npt.NDArray[np.int64]) -> Lps:
     return (mixed >> _TOP).astype(np.uint16)
 
 
-def lps_of_hashes(hashes: Hashes) -> Lps:
-    """The LPs of keys, given their hashes."""
-    lps: Lps = (hashes & _MASK).astype(np.uint16)
+def keyed_lps(hashes: Hashes | None) -> Lps:
+    """The LPs of the rows that have a key; rows without one are left out."""
+    if hashes is None:
+        return np.empty(0, np.uint16)
+    lps: Lps = (hashes[hashes != NO_KEY_HASH] & _MASK).astype(np.uint16)
     return lps
 
 
@@ -53,7 +55,7 @@ def lps_of(sequences: npt.NDArray[np.int64], hashes: Hashes | None) -> Lps:
     """The LP of each row. ``hashes`` is None when no row has a key."""
     if hashes is None:
         return lps_of_sequences(sequences)
-    lps = lps_of_hashes(hashes)
+    lps: Lps = (hashes & _MASK).astype(np.uint16)
     keyless = hashes == NO_KEY_HASH
     if keyless.any():
         lps[keyless] = lps_of_sequences(sequences[keyless])

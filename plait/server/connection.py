@@ -20,7 +20,7 @@ from plait.server.sessions import ConnectionSessions, SessionHolders
 from plait.version import VERSION
 from plait.wire import codec
 from plait.wire import messages as m
-from plait.wire.packets import SHARED_SIZE, Buffer, Packet, Receiver, pack, write
+from plait.wire.link import SHARED_SIZE, Buffer, Packet, Receiver, pack, write
 
 log = logging.getLogger("plait.server")
 
@@ -100,7 +100,7 @@ class Connections(dict["Connection", None]):
             connection.give_up_outgoing()
 
 
-class Connection(Receiver, asyncio.BufferedProtocol):
+class Connection(Receiver):
     """One client connection, from its start until its socket is closed."""
 
     def __init__(self, pool: Connections) -> None:

@@ -22,7 +22,7 @@ from plait.server.operations.table import run
 from plait.server.sessions import ENDED
 from plait.wire import messages as m
 from plait.wire.admin.operation import answer
-from plait.wire.packets import Packet
+from plait.wire.link import Packet
 
 Handler = Callable[[Connection, int, Any, memoryview], None]
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from plait.frame.builder import FrameParts, assemble, body_column
+from plait.frame.builder import FrameParts, assemble, body_column, pack_stamp
 from plait.frame.columns import Codec, Column
-from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.model.settings import SubjectSettings
 from plait.storage.logs.header_rows import HeaderRows, header_rows

@@ -1,7 +1,13 @@
-"""A client connection to a server: sends requests and matches the answers to them.
+"""Packets, and a client's connection to a server.
 
-``Link`` is the client's end of a socket. It never reconnects. When the connection is lost, every request without an
-answer fails with ``Unavailable``, and the owner of the link decides what to do.
+A packet is a 16-byte header, a message as a msgpack head padded to 8 bytes, and a payload of frames. ``Receiver``
+splits received bytes into packets, or fails with a ``ProtocolError``, however the bytes were split into reads. It
+provides the buffer for the next bytes: all connections of a loop share one buffer for small packets, and a large packet
+gets its own buffer, so that its payload is not copied.
+
+``Link`` is the client's end of a socket: it sends requests and matches the answers to them. It never reconnects. When
+the connection is lost, every request without an answer fails with ``Unavailable``, and the owner of the link decides
+what to do.
 """
 
 from __future__ import annotations
@@ -9,17 +15,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import struct
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, Unavailable, VersionMismatch
-from plait.limits import PACKET_SIZE_MAX
-from plait.wire import codec
+from plait.limits import KIB, MIB, PACKET_SIZE_MAX
 from plait.wire import messages as m
-from plait.wire.packets import SHARED_SIZE, Buffer, Receiver, memory, pack, write
+from plait.wire.codec import ANSWERS, DECODERS, OPEN_HEAD_SIZE_MAX, UNDECODABLE, decode, encode, error_of, undecodable
 
 DEFAULT_PORT = 7450
 SCHEME = "plait://"
+
+#: Size of the packet, kind, a reserved field, correlation, size of the head.
+HEADER = struct.Struct("<IHHII")
+HEADER_SIZE = HEADER.size
+#: Size of the receive buffer that the connections of a loop share.
+SHARED_SIZE = 256 * 1024
+#: The first size of a large packet's own buffer. A frame of ``send_many`` fits; for a larger packet the buffer doubles
+#: each time it is full.
+GROWTH_FIRST = 2 * MIB
+
+#: A payload up to this size is copied into one buffer with its head, which costs less than passing several buffers.
+JOIN_SIZE_MAX = 4 * KIB
+
+Buffer = bytes | bytearray | memoryview
 
 #: Called once with the answer and its payload, or with the error.
 OnAnswer = Callable[[Any, memoryview, PlaitError | None], None]
@@ -27,6 +49,125 @@ OnAnswer = Callable[[Any, memoryview, PlaitError | None], None]
 _EMPTY = memoryview(b"")
 _FAILURE = m.ErrorReply.KIND
 _NO_CALL: tuple[OnAnswer | None, int] = (None, 0)
+
+
+class Packet(NamedTuple):
+    """One request, reply or notice."""
+
+    message: m.PacketHead
+    correlation: int
+    payload: memoryview
+    #: Bytes of the whole packet.
+    size: int
+
+
+def pack(kind: int, correlation: int, head: bytes, payload_size: int = 0) -> bytes:
+    """The header and head of a packet; the caller writes the buffers of the payload after it."""
+    padding = -len(head) & 7
+    size = HEADER_SIZE + len(head) + padding + payload_size
+    if size > PACKET_SIZE_MAX:
+        raise ProtocolError(f"a packet of {size} bytes is over the limit of {PACKET_SIZE_MAX}")
+    return HEADER.pack(size, kind, 0, correlation, len(head)) + head + b"\0" * padding
+
+
+def write(transport: asyncio.WriteTransport, head: bytes, payload: Sequence[Buffer], size: int) -> None:
+    """Write the result of ``pack``, and a payload of ``size`` bytes."""
+    if size <= JOIN_SIZE_MAX:
+        transport.write(b"".join((head, *payload)))
+    else:
+        transport.writelines([head, *payload])
+
+
+class Receiver(asyncio.BufferedProtocol):
+    """The reading side of a connection; the base of ``Link`` and ``Connection``. After a ``failure`` it is unusable."""
+
+    def __init__(self, shared: memoryview, growth_first: int | None = None) -> None:
+        self._shared = shared
+        self._growth_first = growth_first or GROWTH_FIRST
+        self._rest = b""
+        self._own: memoryview | None = None
+        self._filled = 0
+        self._size = 0
+        #: The number of bytes received of a packet that is not complete yet.
+        self.partial_size = 0
+        #: The error, once the receiver got bytes that are not a packet; None before.
+        self.failure: ProtocolError | None = None
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """The buffer for the next bytes (``asyncio.BufferedProtocol``)."""
+        if self._own is None:
+            return self._shared
+        if self._filled == len(self._own):
+            grown = memory(min(self._size, 2 * len(self._own)))
+            grown[: self._filled] = self._own
+            self._own = grown
+        return self._own[self._filled :]
+
+    def received(self, count: int) -> list[Packet]:
+        """The packets that are complete now that ``count`` bytes arrived in the buffer. Each packet owns its memory.
+
+        Sets ``failure`` if the bytes after these packets are not a packet.
+        """
+        packets: list[Packet] = []
+        data: memoryview = self._shared[:count]
+        own = self._own
+        if own is not None:
+            self._filled += count
+            self.partial_size = self._filled
+            if self._filled < self._size:
+                return packets
+            data, self._own = own, None
+        elif self._rest:
+            data = memoryview(self._rest + data)
+        position, end = 0, len(data)
+        while end - position >= HEADER_SIZE:
+            size, kind, _, correlation, head_size = HEADER.unpack_from(data, position)
+            if not HEADER_SIZE <= size <= PACKET_SIZE_MAX:
+                self.failure = ProtocolError(f"packet size {size} is outside {HEADER_SIZE} to {PACKET_SIZE_MAX}")
+                return packets
+            stop = position + size
+            if stop > end:
+                self._rest = b""
+                self._begin_own(data[position:], size)
+                return packets
+            start = HEADER_SIZE + head_size + (-head_size & 7)
+            if start > size:
+                self.failure = ProtocolError(f"packet head of {head_size} bytes passes the packet's end")
+                return packets
+            whole = data if own is not None else memoryview(bytes(data[position:stop]))
+            head = whole[HEADER_SIZE : HEADER_SIZE + head_size]
+            try:
+                # A small head of a known kind needs no Python call.
+                decoder = DECODERS.get(kind) if head_size <= OPEN_HEAD_SIZE_MAX else None
+                message = decode(kind, head) if decoder is None else decoder(head)
+            except (ProtocolError, *UNDECODABLE) as error:
+                self.failure = error if isinstance(error, ProtocolError) else undecodable(kind, error)
+                return packets
+            # Bypass the Python-level constructor of the NamedTuple: this runs for every packet.
+            packets.append(tuple.__new__(Packet, (message, correlation, whole[start:], size)))
+            position = stop
+        self._rest = bytes(data[position:])
+        self.partial_size = len(self._rest)
+        return packets
+
+    def end_packet(self) -> None:
+        """Free the memory of an incomplete packet. The caller closes the connection, because the rest may yet come."""
+        self._own, self._rest = None, b""
+        self.partial_size = 0
+
+    def _begin_own(self, data: memoryview, size: int) -> None:
+        self._size = size
+        self._filled = self.partial_size = len(data)
+        # Do not allocate the declared size at once, so that a peer cannot use up memory by only declaring a size.
+        room = min(size, max(self._growth_first, 2 * len(data)))
+        self._own = memory(room)
+        self._own[: len(data)] = data
+
+
+def memory(size: int) -> memoryview:
+    """Uninitialised memory, because filling a large buffer with zeros costs as much as receiving into it."""
+    empty: Any = np.empty(size, np.uint8)
+    return memoryview(empty).cast("B")
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -47,7 +188,7 @@ def _is_host(host: str) -> bool:
         return False
 
 
-class Link(Receiver, asyncio.BufferedProtocol):
+class Link(Receiver):
     """One connection, open or lost."""
 
     def __init__(self) -> None:
@@ -91,7 +232,7 @@ class Link(Receiver, asyncio.BufferedProtocol):
                     )
                 self._calls.pop(correlation, None)
                 if isinstance(message, m.ErrorReply):
-                    error = codec.error_of(message)
+                    error = error_of(message)
                     if correlation == 0:
                         self.error = error
                         self.abort()
@@ -137,7 +278,7 @@ class Link(Receiver, asyncio.BufferedProtocol):
             on_answer(None, _EMPTY, self.error or Unavailable("not connected"))
             return
         number = self._next
-        head = pack(message.KIND, number, codec.encode(message), size)
+        head = pack(message.KIND, number, encode(message), size)
         if payload:
             if self._heads:
                 # Write the earlier packets first, to preserve the order.
@@ -149,7 +290,7 @@ class Link(Receiver, asyncio.BufferedProtocol):
             self._heads.append(head)
         # Register the call only now: a message that could not be packed must not leave a call that gets no answer.
         self._next = number + 1 if number < 0xFFFF_FFFF else 1
-        self._calls[number] = (on_answer, codec.ANSWERS[message.KIND])
+        self._calls[number] = (on_answer, ANSWERS[message.KIND])
 
     def _write_heads(self) -> None:
         """Write the collected packets with one system call, which costs more than the rest of a request."""
@@ -161,7 +302,7 @@ class Link(Receiver, asyncio.BufferedProtocol):
         """Send a packet that has no answer."""
         if not self.closed and self._transport is not None:
             self._write_heads()
-            write(self._transport, pack(message.KIND, 0, codec.encode(message), size), payload, size)
+            write(self._transport, pack(message.KIND, 0, encode(message), size), payload, size)
 
     async def request(self, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0) -> Any:
         """Send a request and wait for its answer; raises the error that the server answers with."""
@@ -200,15 +341,6 @@ class Link(Receiver, asyncio.BufferedProtocol):
             self._transport.abort()
 
 
-def _agreed(answer: m.Welcome) -> m.Welcome:
-    if answer.version != m.PROTOCOL_VERSION:
-        raise VersionMismatch(
-            f"the server chose protocol {answer.version}, this client has {m.PROTOCOL_VERSION}; "
-            "use the same version of Plait"
-        )
-    return answer
-
-
 def _is_refused(error: OSError) -> bool:
     """Whether every address of the host refused the connection. asyncio joins their errors into one text."""
     refused = str(error).count(f"[Errno {errno.ECONNREFUSED}]")
@@ -223,7 +355,12 @@ async def dial(address: str, client: str, seconds: float) -> Link:
     try:
         async with asyncio.timeout(seconds):
             _, link = await loop.create_connection(Link, host, port)
-            link.welcome = _agreed(await link.request(m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, client)))
+            link.welcome = await link.request(m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, client))
+            if link.welcome.version != m.PROTOCOL_VERSION:
+                raise VersionMismatch(
+                    f"the server chose protocol {link.welcome.version}, this client has {m.PROTOCOL_VERSION}; "
+                    "use the same version of Plait"
+                )
     except TimeoutError:
         if link is not None:
             link.abort()

@@ -17,7 +17,6 @@ from plait.broker.groups.ordered.lease_grants import LeaseGrant
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.client.send.open_rows import hash_keys
 from plait.frame.columns import Column
-from plait.frame.frame_lps import key_hashes
 from plait.frame.view import frames_in
 from plait.model.logical_partitions import lp_set, lps_of, runs_of
 from plait.model.settings import SubjectSettings
@@ -120,7 +119,7 @@ class Owner:
             frames = frames_in(b"".join(delivery.parts))
             for frame, (first, last, attempt), tag in zip(frames, delivery.ranges, delivery.tags, strict=True):
                 sequences = frame.sequences()
-                hashes = key_hashes(frame)
+                hashes = frame.key_hashes()
                 lps = lps_of(sequences, hashes).tolist()
                 numbers = sequences.tolist()
                 assert (numbers[0], numbers[-1] + 1) == (first, last)

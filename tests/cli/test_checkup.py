@@ -15,8 +15,7 @@ from plait.broker import Broker, BrokerConfig
 from plait.clock import SystemClock
 from plait.doctor import CheckReport, Finding, examine
 from plait.errors import DataDirError
-from plait.frame.builder import build_bodies, build_frame
-from plait.frame.header import pack_stamp
+from plait.frame.builder import build_bodies, build_frame, pack_stamp
 from plait.frame.view import FrameView
 from plait.server import Server
 from plait.storage.disk import RealDisk, RealFile

@@ -18,7 +18,7 @@ from plait.errors import LimitExceeded, PlaitError
 from plait.limits import FILES_PER_SEGMENT, FILES_RESERVE, MIB, ServerLimits
 from plait.wire import codec
 from plait.wire import messages as m
-from plait.wire.packets import HEADER, HEADER_SIZE
+from plait.wire.link import HEADER, HEADER_SIZE
 from tests.cli.commands import plait as command
 from tests.cli.commands import serve
 

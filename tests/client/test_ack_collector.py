@@ -15,7 +15,7 @@ from plait.client.types import PartitionName
 from plait.clock import ManualClock
 from plait.errors import PlaitError, StaleSession
 from plait.frame import FrameView, build_frame
-from plait.frame.header import pack_stamp
+from plait.frame.builder import pack_stamp
 from plait.frame.slicing import slice_mask
 from plait.limits import ClientLimits
 from plait.wire import messages as m

@@ -14,7 +14,7 @@ from plait.client.consume.delivered import DeliveredFrame, Deliveries
 from plait.client.consume.failure import FailureOutcome, failed_of, reason_of, rejected_of
 from plait.client.types import PartitionName
 from plait.frame import FrameView, build_frame
-from plait.frame.header import pack_stamp
+from plait.frame.builder import pack_stamp
 from plait.frame.slicing import slice_mask
 
 COUNT = 12

@@ -13,9 +13,9 @@ from crc32c import crc32c
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from plait.frame.builder import FrameParts, assemble, build_frame
+from plait.frame.builder import FrameParts, assemble, build_frame, pack_stamp
 from plait.frame.columns import TAG_SEPARATOR, Codec, Column
-from plait.frame.header import HEADER_SIZE, SEQUENCE_MAX, STAMP_CRC_OFFSET, STAMP_OFFSET, TIME_MAX, pack_stamp
+from plait.frame.header import HEADER_SIZE, SEQUENCE_MAX, STAMP_CRC_OFFSET, STAMP_OFFSET, TIME_MAX
 from plait.frame.view import FrameView
 
 NOW = 1_700_000_000_000_000
@@ -114,7 +114,7 @@ def _times(times: int | list[int] | None) -> int | npt.NDArray[np.int64] | None:
 def with_column(frame: FrameParts, number: int, codec: int, data: bytes) -> FrameParts:
     """The frame with a column added, or replaced."""
     view = FrameView(frame.tobytes())
-    columns = [(n, stored.codec, [bytes(stored.data)]) for n, stored in view.columns() if n != number]
+    columns = [(n, codec, [bytes(view.stored(n))]) for n, (codec, _, _) in view.places.items() if n != number]
     columns.append((number, codec, [data]))
     return assemble(
         sorted(columns),  # type: ignore[arg-type]

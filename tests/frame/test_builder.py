@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from plait.errors import InvalidArgument, TooLarge
 from plait.frame import FrameView, build_frame
@@ -159,7 +160,8 @@ def test_a_time_that_is_not_a_date_is_refused(time: int):
 def test_one_time_for_all_rows_is_stored_once():
     one = FrameView(build_frame([b"a"] * 3, producer=1, first=1, deliver_at=7).tobytes()).validate()
     each = FrameView(build_frame([b"a"] * 3, producer=1, first=1, deliver_at=np.array([7, 8, 9])).tobytes()).validate()
-    assert one.stored(Column.DELIVER_AT) == (Codec.CONST, (7).to_bytes(8, "little"))
+    assert one.places[Column.DELIVER_AT][0] == Codec.CONST
+    assert one.stored(Column.DELIVER_AT) == (7).to_bytes(8, "little")
     assert one.fixed(Column.DELIVER_AT).tolist() == [7, 7, 7]
     assert each.fixed(Column.DELIVER_AT).tolist() == [7, 8, 9]
 
@@ -207,6 +209,7 @@ def test_the_concatenated_parts_are_the_frame():
 
 @given(
     body=st.binary(max_size=200),
+    key=st.none() | st.text(max_size=20),
     producer=st.integers(0, 2**64 - 1),
     first=st.integers(1, 2**40),
     previous=st.integers(0, 2**40),
@@ -214,10 +217,16 @@ def test_the_concatenated_parts_are_the_frame():
     flags=st.sampled_from([0, 1]),
 )
 def test_build_one_makes_the_same_frame_as_build_frame(
-    body: bytes, producer: int, first: int, previous: int, send_time: int, flags: int
+    body: bytes, key: str | None, producer: int, first: int, previous: int, send_time: int, flags: int
 ):
     said = {"producer": producer, "first": first, "previous": previous, "send_time": send_time, "flags": flags}
-    assert build_one(body, **said).tobytes() == build_frame([body], **said).tobytes()
+    if key is None:
+        one, frame = build_one(body, **said), build_frame([body], **said)
+    else:
+        key_hash = xxh3_64_intdigest(key.encode())
+        one = build_one(body, key.encode(), key_hash, **said)
+        frame = build_frame([body], keys=[key], key_hashes=np.array([key_hash], np.uint64), **said)
+    assert one.tobytes() == frame.tobytes()
 
 
 def test_build_one_refuses_numbers_that_do_not_fit_the_header():

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from plait.errors import InvalidArgument
 from plait.frame import FrameView, build_frame, can_coalesce, coalesce, slice_mask, slice_rows
+from plait.frame.builder import pack_stamp
 from plait.frame.coalesce import COALESCE_SIZE_MAX
 from plait.frame.columns import Column
-from plait.frame.header import FLAG_UNSEQUENCED, SEQUENCE_MAX, pack_stamp
+from plait.frame.header import FLAG_UNSEQUENCED, SEQUENCE_MAX
 from tests.frame.samples import NOW, Draft, Row, alike, full_draft, relaxed, rows_of, with_column
 
 BASE = 500
@@ -76,7 +77,7 @@ def test_a_mask_of_joined_frames_selects_their_rows(data: st.DataObject, frames:
 def test_frames_built_from_array_slices_are_joined():
     array = pa.array([b"skipped", b"one", b"", b"three"])[1:]
     frames = [FrameView(build_frame(array, producer=p, first=1).tobytes()) for p in (1, 2)]
-    assert frames[0].stored(Column.BODY).data[:4] != b"\0\0\0\0"
+    assert frames[0].stored(Column.BODY)[:4] != b"\0\0\0\0"
     both = FrameView(coalesce(frames).tobytes()).validate()
     assert both.binary(Column.BODY).to_pylist() == [b"one", b"", b"three"] * 2
 

@@ -67,7 +67,7 @@ _STEPS = (
     FrameView.verify,
     rows_of,
     _read_batch,
-    lambda frame: (frame.runs(), frame.selection(), frame.end, frame.columns(), frame.compressed),
+    lambda frame: (frame.runs(), frame.selection(), frame.end, frame.compressed),
 )
 
 

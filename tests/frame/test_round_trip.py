@@ -58,7 +58,7 @@ def test_only_bodies_and_headers_are_compressed(compression: str, codec: Codec):
             compression=compression,
         ).tobytes()
     )
-    assert {number for number, stored in frame.columns() if stored.codec == codec} == {Column.BODY, Column.HEADERS}
+    assert {number for number, place in frame.places.items() if place[0] == codec} == {Column.BODY, Column.HEADERS}
 
 
 def test_columns_that_do_not_get_shorter_stay_raw():

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from plait.frame import FrameView, coalesce, slice_mask, slice_rows
-from plait.frame.header import FLAG_UNSEQUENCED, pack_stamp
+from plait.frame.builder import pack_stamp
+from plait.frame.header import FLAG_UNSEQUENCED
 from tests.frame.samples import NOW, Draft, full_draft, rows_of, with_column
 
 DIRECTORY = Path(__file__).parent / "frames"

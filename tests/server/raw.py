@@ -12,7 +12,7 @@ from plait.frame.builder import build_frame
 from plait.server.listener import Listener
 from plait.wire import codec
 from plait.wire import messages as m
-from plait.wire.packets import HEADER, HEADER_SIZE, pack
+from plait.wire.link import HEADER, HEADER_SIZE, pack
 
 #: A wait of this length fails the test.
 PATIENCE_SECONDS = 20.0

@@ -34,7 +34,7 @@ from plait.server import Server
 from plait.storage.disk import RealDisk
 from plait.wire import codec
 from plait.wire import messages as m
-from plait.wire.packets import HEADER, HEADER_SIZE, pack
+from plait.wire.link import HEADER, HEADER_SIZE, pack
 from tests.frame.samples import Draft, arrow_bytes, resign, with_column
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
@@ -169,7 +169,7 @@ def bomb(declared: int) -> bytes:
     """A frame with 64 MiB of zeros compressed to a few KiB, and a wrong declared size."""
     honest = build_frame([bytes(16 * MIB - 8)] * 4, producer=1, first=1, previous=0, compression="zstd").tobytes()
     view = plait.frame.FrameView(honest)
-    packed = bytes(view.stored(Column.BODY).data[4:])
+    packed = bytes(view.stored(Column.BODY)[4:])
     return with_column(
         Draft([b"x"] * 4).build(), Column.BODY, Codec.ZSTD, struct.pack("<I", declared) + packed
     ).tobytes()

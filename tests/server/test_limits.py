@@ -24,7 +24,7 @@ from plait.storage.disk import RealDisk
 from plait.testing.simulated_disk import Operation, SimulatedDisk
 from plait.wire import codec
 from plait.wire import messages as m
-from plait.wire.packets import HEADER, pack
+from plait.wire.link import HEADER, pack
 from tests.server.conftest import Serve
 from tests.server.raw import PATIENCE_SECONDS, Raw, until
 from tests.support.require import require

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pytest
 
 from plait.errors import FrameError
-from plait.frame.builder import build_frame
-from plait.frame.header import pack_stamp
+from plait.frame.builder import build_frame, pack_stamp
 from plait.frame.view import FrameView
 from plait.spark.archiving.event_tables import ACTION_SCHEMA, Names, action_batches
 from plait.storage.catalog import PartitionRow

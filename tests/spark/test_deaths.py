@@ -11,8 +11,7 @@ import pytest
 
 from plait.broker.groups.dead_letters import Choice
 from plait.errors import ArchiveError, DamageError, FrameError
-from plait.frame.builder import build_frame
-from plait.frame.header import pack_stamp
+from plait.frame.builder import build_frame, pack_stamp
 from plait.frame.slicing import keep_mask
 from plait.frame.view import FrameView
 from plait.model.reason import Reason

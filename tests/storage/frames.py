@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from plait.frame.builder import FrameParts, build_frame
+from plait.frame.builder import FrameParts, build_frame, pack_stamp
 from plait.frame.columns import Column
-from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.storage.logs.log import Log
 from plait.storage.logs.recovery import LogScan, settle

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import FrameError
-from plait.frame.builder import FrameParts
-from plait.frame.header import pack_stamp
+from plait.frame.builder import FrameParts, pack_stamp
 from plait.frame.view import FrameView
 from plait.limits import FRAME_SIZE_MAX
 from plait.storage.logs.action_events import ATTEMPT_MAX, EVENT, KINDS, Acked, Action, Event, Pulled, unpack_event

@@ -11,8 +11,7 @@ import pytest
 from plait.errors import DiskFull, InvalidArgument, PlaitError, ProtocolError, Unavailable, VersionMismatch
 from plait.wire import codec
 from plait.wire import messages as m
-from plait.wire.link import Link, dial, parse_address
-from plait.wire.packets import HEADER, HEADER_SIZE, pack
+from plait.wire.link import HEADER, HEADER_SIZE, Link, dial, pack, parse_address
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 WELCOME = m.Welcome(1, "0.1.0", "g1", 1, 5.0, 64)

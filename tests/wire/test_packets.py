@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from plait.errors import ProtocolError
 from plait.limits import PACKET_SIZE_MAX
-from plait.wire import codec, packets
+from plait.wire import codec, link
 from plait.wire import messages as m
-from plait.wire.packets import GROWTH_FIRST, HEADER, HEADER_SIZE, SHARED_SIZE, Receiver, pack
+from plait.wire.link import GROWTH_FIRST, HEADER, HEADER_SIZE, SHARED_SIZE, Receiver, pack
 from tests.wire.test_messages import messages
 
 #: Message, correlation and payload of a packet.
@@ -28,7 +28,7 @@ class Seen(NamedTuple):
     error: str | None
 
 
-def feed(receiver: Receiver, data: bytes, cuts: Iterator[int]) -> Iterator[packets.Packet]:
+def feed(receiver: Receiver, data: bytes, cuts: Iterator[int]) -> Iterator[link.Packet]:
     """Feed bytes as a socket does: at most the size of the buffer and of the next cut at a time."""
     position = 0
     while position < len(data):
@@ -48,7 +48,7 @@ def endless(cuts: list[int]) -> Iterator[int]:
 
 def see(data: bytes, cuts: list[int], shared_size: int = SHARED_SIZE) -> Seen:
     shared = memoryview(bytearray(shared_size))
-    found: list[packets.Packet] = []
+    found: list[link.Packet] = []
     error = None
     try:
         found.extend(feed(Receiver(shared), data, endless(cuts)))
@@ -75,7 +75,7 @@ def stream(contents: list[Content]) -> bytes:
 def test_packets_do_not_depend_on_how_the_stream_is_cut(
     contents: list[Content], cuts: list[int], shared_size: int, growth: int
 ):
-    with patch.object(packets, "GROWTH_FIRST", growth):
+    with patch.object(link, "GROWTH_FIRST", growth):
         assert see(stream(contents), cuts, shared_size) == Seen(contents, None)
 
 

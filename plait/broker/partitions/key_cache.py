@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.frame.columns import Column
-from plait.frame.frame_lps import key_hashes
 from plait.frame.view import FrameView
 from plait.model.logical_partitions import Hashes, Lps
 
@@ -82,7 +81,7 @@ class KeyCache:
         known = self.known(frame.base) if whole else None
         if known is not None:
             return known
-        hashes = key_hashes(frame)
+        hashes = frame.key_hashes()
         # A copy: the cache must not keep a segment's mapping open.
         keys = FrameKeys(self._lps_of(frame.sequences(), hashes), None if hashes is None else hashes.copy())
         if whole:

@@ -14,12 +14,11 @@ from plait.broker.partitions import frame_search
 from plait.broker.partitions.key_cache import KeyCache, KnownRows
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
-from plait.frame.frame_lps import keyed_lps
 from plait.frame.header import TIME_MAX
 from plait.frame.slicing import slice_rows
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.logical_partitions import NO_KEY_HASH, Hashes, Lps, LpSet, lp_set, lps_of
+from plait.model.logical_partitions import NO_KEY_HASH, Hashes, Lps, LpSet, keyed_lps, lp_set, lps_of
 from plait.storage.catalog import PartitionRow
 from plait.storage.logs.consume_log import ConsumeLog, Record
 from plait.storage.logs.log import Log
@@ -217,7 +216,7 @@ class Partition:
         accepts = self.accepts
         if accepts is None:
             return True
-        lps = keyed_lps(frame)
+        lps = keyed_lps(frame.key_hashes())
         return bool(accepts[lps].all() if len(lps) else accepts.any())
 
     def appended(self, base: int, offset: int, time: int, size: int, count: int, epoch: int) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from plait.frame.builder import FrameParts
-from plait.frame.header import pack_stamp
+from plait.frame.builder import FrameParts, pack_stamp
 from plait.limits import KIB
 from plait.storage.catalog import CATALOG, PartitionRow, catalog_frame, encode_catalog
 from plait.storage.logs.action_log import (

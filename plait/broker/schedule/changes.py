@@ -10,7 +10,7 @@ from plait.broker.schedule.due_rows import BucketedOffset, reading
 from plait.broker.schedule.upcoming import Schedule
 from plait.broker.turn import write_messages
 from plait.errors import LimitExceeded
-from plait.frame.header import pack_stamp
+from plait.frame.builder import pack_stamp
 from plait.frame.view import FrameView
 from plait.storage.schedule.bucket import NEVER, keys_at
 

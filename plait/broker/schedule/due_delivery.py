@@ -17,9 +17,9 @@ from plait.broker.schedule.schedules import Schedules
 from plait.broker.schedule.upcoming import Schedule
 from plait.broker.turn import Turn, write_messages
 from plait.errors import DiskFull, FlowControl, FrameError, InvalidArgument, ReadOnly, StorageFailed
+from plait.frame.builder import pack_stamp
 from plait.frame.columns import Column
 from plait.frame.gather import Gathered
-from plait.frame.header import pack_stamp
 from plait.frame.places import Int64s
 from plait.frame.view import FrameView
 from plait.model.retry_policy import WAIT_SECONDS_MAX

@@ -31,11 +31,10 @@ from plait.broker.schedule.schedules import Schedules
 from plait.broker.turn import Turn, write_messages
 from plait.errors import DamageError, FrameError
 from plait.frame.columns import Column
-from plait.frame.frame_lps import keyed_lps
 from plait.frame.header import FLAG_FORWARDED
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS, MIB
-from plait.model.logical_partitions import NO_KEY_HASH
+from plait.model.logical_partitions import NO_KEY_HASH, keyed_lps
 from plait.storage.catalog import FORWARD, Forward, PartitionRow
 from plait.storage.logs.consume_log import stored_frame
 
@@ -158,7 +157,7 @@ class Forwards:
         if route is None or place not in route.places:
             return False
         here = route.table == route.places.index(place)
-        lps = keyed_lps(frame)
+        lps = keyed_lps(frame.key_hashes())
         return bool(here[lps].all() if len(lps) else here.any())
 
     def split(

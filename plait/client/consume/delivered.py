@@ -23,8 +23,7 @@ from plait.client.types import ACKNOWLEDGED, Acknowledgement, HeaderValue, Messa
 from plait.errors import Closed, FrameError
 from plait.frame.arrow import keys as key_column
 from plait.frame.columns import Column
-from plait.frame.validation import SMALL_COUNT
-from plait.frame.view import FrameView
+from plait.frame.view import SMALL_COUNT, FrameView
 
 #: Looked up once: Python 3.11 runs a function for each access to an enum member.
 _BODY, _KEY, _SELECTION = int(Column.BODY), int(Column.KEY), int(Column.SELECTION)

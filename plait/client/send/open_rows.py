@@ -13,8 +13,8 @@ from xxhash import xxh3_64_intdigest
 
 from plait.client.send.encoding import encode_body, encode_headers, encode_key, encode_tags
 from plait.client.send.producer import Producer
-from plait.client.send.resend_window import ResendWindow, SentFrame
-from plait.client.types import PendingBatch, ScheduledBatch, Ticket
+from plait.client.send.resend_window import PendingBatch, ResendWindow, SentFrame
+from plait.client.types import Ticket
 from plait.errors import PlaitError
 from plait.frame.builder import ONE_ROW_SIZE_MAX, SMALL_COUNT, FrameParts, build_frame, build_one
 
@@ -96,14 +96,10 @@ class OpenRows:
         self.headers: list[bytes] | None = None
         self.size = 0
         #: The due time of each row; None: the rows are not delayed.
-        self.dues: list[int] | None = None
+        self.dues: list[int] | None = [] if self._delayed else None
         #: True while no row has tags, headers or a due time.
-        self.plain = True
-        if self._delayed:
-            self.dues, self.plain = [], False
-            self.batch: PendingBatch = ScheduledBatch(dues=self.dues)
-        else:
-            self.batch = PendingBatch()
+        self.plain = not self._delayed
+        self.batch = PendingBatch(dues=self.dues)
 
     def post(
         self,
@@ -277,9 +273,17 @@ class OpenRows:
         batch = self.batch
         batch.producer, batch.first, batch.count = producer, first, count
         send_time, compression = self._producer.now(), self._producer.compression
-        if count == 1 and keys is None and self.plain and not compression and self.size < ONE_ROW_SIZE_MAX:
+        if count == 1 and self.plain and not compression and self.size < ONE_ROW_SIZE_MAX:
+            key = None if keys is None else keys[0].encode()
             return build_one(
-                bodies[0], producer=producer, first=first, previous=previous, send_time=send_time, flags=flags
+                bodies[0],
+                key,
+                0 if key is None else xxh3_64_intdigest(key),
+                producer=producer,
+                first=first,
+                previous=previous,
+                send_time=send_time,
+                flags=flags,
             )
         return build_frame(
             bodies,

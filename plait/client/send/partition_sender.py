@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from plait.client.net.node import Node
 from plait.client.send.open_rows import OpenRows
 from plait.client.send.partition_link import PartitionLink
-from plait.client.send.resend_window import NEW, NOT_STORED, ON_LOST, UNDER_WAY, ResendWindow, SentFrame
+from plait.client.send.resend_window import NEW, NOT_STORED, ON_LOST, ON_SEND, UNDER_WAY, ResendWindow, SentFrame
 from plait.client.types import PartitionName
 from plait.errors import (
     DiskFull,
@@ -142,7 +142,8 @@ class PartitionSender:
             if window.under_way >= limit:
                 return
             if frame.state < UNDER_WAY and (not self.draining or frame.doubt):
-                window.sent(frame)
+                frame.state = ON_SEND[frame.state]
+                window.under_way += 1
                 frame.sent_at = self.producer.loop.time()
                 link.call(
                     m.SendRequest(number),
@@ -233,7 +234,7 @@ class PartitionSender:
             return
         window = self.window
         if error is None:
-            window.stored(frame)
+            window.stored(frame, self.target.name, answer.sequence)
             self._pause = 0.0
             sender = self.subject_sender
             sender.lookup.backoff = 0.0
@@ -241,8 +242,6 @@ class PartitionSender:
             if sender.partitioner is not None:
                 now = self.producer.loop.time()
                 self.producer.health.answered(self.target.group, now - frame.sent_at, now)
-            frame.batch.partition = self.target.name
-            window.settle(frame, answer.sequence, None)
         elif isinstance(error, Unavailable):
             # The link is lost; the frame is resent over the next one.
             window.answered(frame, ON_LOST)

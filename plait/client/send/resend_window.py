@@ -18,13 +18,16 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from plait.client.arguments import to_datetime
 from plait.client.send.producer import Producer
-from plait.client.types import PendingBatch
+from plait.client.types import MessageId, PartitionName, Receipt
 from plait.errors import OutOfSequence, PlaitError, ProducerConflict, UnknownProducer
 from plait.frame.builder import FrameParts
 
@@ -47,6 +50,83 @@ ON_SEND: Final = {NEW: UNDER_WAY, REFUSED: UNDER_WAY, DOUBT: RESENT}
 ON_LOST: Final = {NEW: NEW, REFUSED: REFUSED, DOUBT: DOUBT, UNDER_WAY: DOUBT, RESENT: DOUBT}
 ON_REFUSED: Final = {UNDER_WAY: REFUSED, RESENT: DOUBT}
 NOT_STORED: Final = {NEW: NEW, REFUSED: REFUSED, DOUBT: REFUSED, UNDER_WAY: UNDER_WAY, RESENT: UNDER_WAY}
+
+
+class PendingBatch(msgspec.Struct, eq=False):
+    """The shared result of the rows of one frame, and the callers that wait for it. No future unless one is awaited."""
+
+    producer: int = 0
+    first: int = 0
+    count: int = 0
+    partition: PartitionName | None = None
+    #: Of the first row; of delayed rows, its number in the schedule.
+    sequence: int | None = None
+    settled: bool = False
+    #: Some rows were posted: their tickets may never be awaited, so ``flush`` raises the error.
+    posted: bool = False
+    error: PlaitError | None = None
+    waiters: list[asyncio.Future[None]] = []
+    #: Due times in microseconds since 1970, one for each row or one for all; None: the rows are not delayed.
+    dues: Sequence[int] | npt.NDArray[np.int64] | int | None = None
+    #: If the rows were split: the new batches, and for each row its batch and its row in that batch.
+    pieces: tuple[list[PendingBatch], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+    #: How many of those batches have no result yet.
+    open: int = 0
+    #: The batch that this one was split from.
+    parent: PendingBatch | None = None
+
+    def split(self, pieces: Sequence[npt.NDArray[np.int64]]) -> list[PendingBatch]:
+        """A new batch for each piece, given as row numbers; this batch has a result when all of them have one."""
+        which = np.empty(sum(map(len, pieces)), np.int64)
+        numbers = np.empty_like(which)
+        batches: list[PendingBatch] = []
+        for index, rows in enumerate(pieces):
+            each = self.dues is not None and not isinstance(self.dues, int)
+            dues = np.asarray(self.dues, np.int64)[rows] if each else self.dues
+            batches.append(PendingBatch(count=len(rows), posted=self.posted, dues=dues, parent=self))
+            which[rows], numbers[rows] = index, np.arange(len(rows))
+        self.pieces, self.open = (batches, which, numbers), len(batches)
+        return batches
+
+    def receipt(self, row: int) -> Receipt:
+        """The receipt of a row; raises the error of the send."""
+        if self.pieces is not None:
+            batches, which, rows = self.pieces
+            return batches[int(which[row])].receipt(int(rows[row]))
+        if self.error is not None:
+            raise self.error
+        assert self.partition is not None
+        number = None if self.sequence is None else self.sequence + row
+        # Skips the Python constructor of the NamedTuple: every awaited send makes one.
+        message_id = tuple.__new__(MessageId, (self.producer, self.first + row))
+        if self.dues is None:
+            return Receipt(message_id, self.partition, number)
+        due = self.dues if isinstance(self.dues, int) else int(self.dues[row])
+        return Receipt(message_id, self.partition, None, to_datetime(due), number)
+
+    def settle(self, sequence: int | None, error: PlaitError | None) -> None:
+        """Set the result of all rows and wake the waiting callers."""
+        self.sequence = sequence
+        self.error = error
+        # Last, because another thread may read it.
+        self.settled = True
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        parent = self.parent
+        if parent is not None:
+            parent.open -= 1
+            if not parent.open:
+                assert parent.pieces is not None
+                parent.settle(None, next((piece.error for piece in parent.pieces[0] if piece.error is not None), None))
+
+    async def wait(self) -> None:
+        """Wait for the result of the rows. Cancelling one waiter does not affect the others."""
+        if not self.settled:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.waiters.append(future)
+            await future
 
 
 class SentFrame(msgspec.Struct, eq=False):
@@ -197,18 +277,13 @@ class ResendWindow:
 
     # --- sends and replies ----------------------------------------------------------------------
 
-    def sent(self, frame: SentFrame) -> None:
-        """Record that the frame is under way."""
-        frame.state = ON_SEND[frame.state]
-        self.under_way += 1
-
     def answered(self, frame: SentFrame, states: Mapping[SendState, SendState] = ON_REFUSED) -> None:
         """Record that the frame is no longer under way, and is not known to be stored."""
         frame.state = states[frame.state]
         self.under_way -= 1
 
-    def stored(self, frame: SentFrame) -> None:
-        """Remove the frame, which the broker has stored."""
+    def stored(self, frame: SentFrame, partition: PartitionName | None, sequence: int | None) -> None:
+        """Remove the frame, which the broker has stored from ``sequence`` on."""
         self.under_way -= 1
         if self.frames and self.frames[0] is frame:
             self.frames.popleft()
@@ -216,6 +291,8 @@ class ResendWindow:
             self.remove(frame)
         parts = frame.parts
         self._confirmed = (parts.producer, parts.first + parts.count - 1)
+        frame.batch.partition = partition
+        self.settle(frame, sequence, None)
 
     def lost(self) -> None:
         """Record that the link is lost, with the replies to all frames that were under way."""

@@ -21,8 +21,8 @@ from xxhash import xxh3_64_intdigest
 from plait.client.client import Client
 from plait.client.send.open_rows import hash_keys
 from plait.client.send.partitioner import Pieces
+from plait.client.send.resend_window import PendingBatch
 from plait.client.send.row_columns import RowColumns
-from plait.client.types import PendingBatch
 from plait.model.logical_partitions import NO_KEY_HASH
 
 

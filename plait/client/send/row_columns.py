@@ -12,7 +12,6 @@ import pyarrow as pa
 from plait.client.send.due_time import Dues
 from plait.frame.builder import FrameParts, build_frame
 from plait.frame.columns import Column
-from plait.frame.frame_lps import key_hashes
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH, Hashes
@@ -50,7 +49,7 @@ class RowColumns(NamedTuple):
         return cls(
             frame.binary(Column.BODY),
             array(Column.KEY),
-            key_hashes(frame),
+            frame.key_hashes(),
             array(Column.TAGS),
             array(Column.HEADERS),
             times(Column.DELIVER_AT),

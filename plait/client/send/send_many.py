@@ -13,10 +13,11 @@ from plait.client.send.due_time import Dues
 from plait.client.send.encoding import encode_body, encode_headers, encode_key, encode_tags
 from plait.client.send.open_rows import hash_keys
 from plait.client.send.partitioner import Pieces
+from plait.client.send.resend_window import PendingBatch
 from plait.client.send.row_columns import RowColumns
 from plait.client.send.senders import Senders
 from plait.client.send.subject_sender import SubjectSender
-from plait.client.types import PendingBatch, Receipts, ScheduledBatch
+from plait.client.types import Receipts
 from plait.errors import InvalidArgument, TooLarge
 from plait.limits import BODY_SIZE_MAX
 from plait.model.logical_partitions import Hashes
@@ -76,7 +77,7 @@ async def send_many(
         hashes = None if texts is None else hash_keys(texts, count)
         pieces = await _room(sender, hashes)
         due = dues if dues is None or isinstance(dues, int) else dues[position : position + count]
-        batch = PendingBatch() if due is None else ScheduledBatch(dues=due)
+        batch = PendingBatch(dues=due)
         texts_column = None if texts is None else pa.array(texts, pa.string())
         columns = RowColumns(array, texts_column, hashes, _bytes_column(tagged), _bytes_column(described), due)
         batches.append(batch)

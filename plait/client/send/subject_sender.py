@@ -25,9 +25,9 @@ from plait.client.send.open_rows import OpenRows, hash_keys
 from plait.client.send.partition_sender import PartitionSender
 from plait.client.send.partitioner import Partitioner, Pieces
 from plait.client.send.producer import Producer
-from plait.client.send.resend_window import SentFrame
-from plait.client.send.row_columns import RowColumns, Rows, restamp
-from plait.client.types import PartitionName, PendingBatch, Receipt, ScheduledBatch
+from plait.client.send.resend_window import PendingBatch, SentFrame
+from plait.client.send.row_columns import RowColumns, restamp
+from plait.client.types import PartitionName, Receipt
 from plait.errors import PlaitError, Timeout
 from plait.frame.view import FrameView
 from plait.model.logical_partitions import Hashes
@@ -108,7 +108,7 @@ class SubjectSender:
         """Send a frame for each piece of the rows; ``now`` is their send time, and ``batch`` gets the result."""
         producer = self.producer
         batch.count = len(columns.bodies)
-        batches = [batch] if len(pieces) == 1 else split_batch(batch, [rows for _, rows in pieces])
+        batches = [batch] if len(pieces) == 1 else batch.split([rows for _, rows in pieces if rows is not None])
         for (sender, rows), part in zip(pieces, batches, strict=True):
             # Rows that were added before these are sent first.
             sender.seal()
@@ -227,7 +227,7 @@ class SubjectSender:
         if len(pieces) == 1:
             pieces[0][0].take_over(frame)
             return
-        batches = split_batch(frame.batch, [rows for _, rows in pieces])
+        batches = frame.batch.split([rows for _, rows in pieces if rows is not None])
         left = frame.size
         for (sender, rows), batch in zip(pieces, batches, strict=True):
             parts = columns.take(rows).build(self.producer.id, 1, compression=self.producer.compression)
@@ -314,27 +314,3 @@ class SubjectSender:
         for sender in self.senders():
             sender.abandon(error)
         self._next = None
-
-
-def split_batch(batch: PendingBatch, pieces: list[Rows | None]) -> list[PendingBatch]:
-    """A new batch for each piece of a batch's rows; ``batch`` has a result when all of them have."""
-    batches: list[PendingBatch] = []
-    count = 0
-    for rows in pieces:
-        assert rows is not None
-        count += len(rows)
-        if isinstance(batch, ScheduledBatch):
-            dues = batch.dues if isinstance(batch.dues, int) else np.asarray(batch.dues, np.int64)[rows]
-            part: PendingBatch = ScheduledBatch(dues=dues)
-        else:
-            part = PendingBatch()
-        part.count = len(rows)
-        batches.append(part)
-    which = np.zeros(count, np.int64)
-    places = np.zeros(count, np.int64)
-    for number, rows in enumerate(pieces):
-        assert rows is not None
-        which[rows] = number
-        places[rows] = np.arange(len(rows))
-    batch.split(batches, which, places)
-    return batches

@@ -8,8 +8,7 @@ from typing import Any
 
 from plait.errors import Timeout
 from plait.wire import messages as m
-from plait.wire.link import Link, dial
-from plait.wire.packets import Buffer
+from plait.wire.link import Buffer, Link, dial
 
 
 class Links:

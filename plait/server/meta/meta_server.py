@@ -14,7 +14,7 @@ from plait.server.listener import Listener
 from plait.server.meta.meta_host import MetaHost
 from plait.server.meta.meta_requests import MetaHandlers
 from plait.wire import messages as m
-from plait.wire.packets import Packet
+from plait.wire.link import Packet
 
 TICK_SECONDS = 1.0
 

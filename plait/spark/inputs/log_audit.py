@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from plait.errors import FrameError
 from plait.frame.columns import Column
-from plait.frame.frame_lps import key_hashes
 from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 from plait.limits import MIB
@@ -137,7 +136,7 @@ class FrameRows:
         sequences = np.concatenate([frame.sequences() for frame in frames])
         hashes: Hashes | None = None
         if any(frame.has(Column.KEY_HASH) for frame in frames):
-            found = [key_hashes(frame) for frame in frames]
+            found = [frame.key_hashes() for frame in frames]
             hashes = np.concatenate(
                 [np.full(frame.count, NO_KEY_HASH) if h is None else h for frame, h in zip(frames, found, strict=True)]
             )

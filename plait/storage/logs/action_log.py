@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import astuple
 
-from plait.frame.builder import FrameParts, build_bodies
+from plait.frame.builder import FrameParts, build_bodies, pack_stamp
 from plait.frame.columns import Column
-from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.model.retry_policy import Retry
 from plait.storage.logs.action_events import ATTEMPT_MAX, EVENT, EVENT_SIZE, DeliveryEvent, Event

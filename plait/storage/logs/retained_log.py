@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.errors import DamageError, FrameError, TooLarge
-from plait.frame.builder import FrameParts, build_frame
-from plait.frame.header import pack_stamp
+from plait.frame.builder import FrameParts, build_frame, pack_stamp
 from plait.frame.slicing import keep_mask, read_note
 from plait.frame.view import FrameView
 from plait.model.reason import Reason

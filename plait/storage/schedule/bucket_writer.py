@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from plait.errors import FrameError
-from plait.frame.builder import Buffer
+from plait.frame.builder import Buffer, pack_stamp
 from plait.frame.gather import Gathered
-from plait.frame.header import pack_stamp, pad
+from plait.frame.header import pad
 from plait.frame.places import Int64s, row_sets
 from plait.frame.run_tables import UInt64s
 from plait.frame.view import FrameView

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plait.frame.builder import build_frame
-from plait.frame.header import pack_stamp
+from plait.frame.builder import build_frame, pack_stamp
 from plait.frame.view import FrameView
 from plait.storage.disk import RealDisk
 from plait.storage.logs.action_events import Action

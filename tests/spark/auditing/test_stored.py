@@ -10,9 +10,8 @@ import pytest
 
 import plait
 from plait.client.send.open_rows import hash_keys
-from plait.frame.builder import build_frame
+from plait.frame.builder import build_frame, pack_stamp
 from plait.frame.columns import Column
-from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.model.logical_partitions import lp_of_key
 from plait.spark.archiving.archiver import wanted_of

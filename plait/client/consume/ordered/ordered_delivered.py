@@ -15,7 +15,6 @@ from plait.client.consume.failure import FAILED, EpochRange, FailureOutcome
 from plait.client.consume.ordered.lock_rights import LockRights
 from plait.client.consume.row_runs import RowMask, RowSelection, Run, mask_runs
 from plait.client.types import PartitionName
-from plait.frame.frame_lps import key_hashes
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH, Hashes, lps_of
@@ -69,7 +68,7 @@ class OrderedDelivered(DeliveredFrame):
     ) -> None:
         super().__init__(frame, subject, partition, deliveries, attempts)
         self.sequences = frame.sequences()
-        hashes = key_hashes(frame)
+        hashes = frame.key_hashes()
         self.lps = lps_of(self.sequences, hashes)
         #: Identifies the key of each row, where ``keyed`` is set; None: no row has a key.
         self.keys: Hashes | None = None
