@@ -29,7 +29,7 @@ from benchmarks.result import Result
 from plait.broker import BrokerConfig
 from plait.broker.groups.group import AttachedConsumer
 from plait.broker.partitions.partition import Delivery, Partition
-from plait.cli.serving.interpreter_pauses import keep_pauses_short
+from plait.cli.serving.foreground import keep_pauses_short
 from plait.frame.builder import build_one
 from plait.frame.view import FrameView
 from plait.limits import KIB, MIB, ServerLimits

@@ -31,9 +31,9 @@ app = App(
     # run() handles interrupts of all commands.
     suppress_keyboard_interrupt=False,
 )
-app.command("plait.cli.serving.serve:serve", name="serve", help="Run a node on a data directory.")
+app.command("plait.cli.serving.broker_process:serve", name="serve", help="Run a node on a data directory.")
 app.command("plait.cli.serving.meta:meta", name="meta", help="Run a meta server of a cluster.")
-app.command("plait.cli.serving.broker:broker", name="broker", help="Run a broker of a cluster.")
+app.command("plait.cli.serving.broker_process:broker", name="broker", help="Run a broker of a cluster.")
 app.command("plait.cli.commands.send:send", name="send", help="Send one message, or each line of standard input.")
 app.command("plait.cli.commands.tail:tail", name="tail", help="Print messages as they arrive.")
 app.command(

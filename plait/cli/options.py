@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 from cyclopts import Parameter
 
+from plait.cli.event_loop import with_client
 from plait.errors import InvalidArgument
 from plait.limits import GIB, KIB, LEASE_SECONDS_MAX, LEASE_SECONDS_MIN, MIB
+
+if TYPE_CHECKING:
+    from plait.client.client import Client
+
+T = TypeVar("T")
 
 Server = Annotated[str, Parameter(env_var="PLAIT_SERVER", help="The node to talk to: plait://host:port.")]
 Output = Annotated[Literal["table", "json"], Parameter(name=("--output", "-o"), help="A table, or JSON for programs.")]
@@ -23,6 +31,22 @@ Lease = Annotated[
 ]
 
 DEFAULT_SERVER = "plait://127.0.0.1:7450"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class NodeOptions:
+    """The options of a command that talks to a node and prints a table or JSON."""
+
+    server: Server = DEFAULT_SERVER
+    output: Output = "table"
+
+    def run(self, work: Callable[[Client], Awaitable[T]]) -> T:
+        """Run ``work`` with a client of the node. Raises ``Unavailable`` at once if no server listens there."""
+        return with_client(self.server, work)
+
+
+NODE: Final = NodeOptions()
 
 _UNITS = {
     "": 1,

@@ -67,12 +67,12 @@ def print_table(
     print_lines(table)
 
 
-def print_result(output: str, fields: Any, facts: Iterable[tuple[str, str]]) -> None:
-    """Print the result of a command: the ``facts``, or with ``output`` "json" the ``fields``."""
+def print_result(output: str, fields: Any, facts: Iterable[tuple[str, str]] | None = None) -> None:
+    """Print the result of a command: the ``fields`` with ``output`` "json", else the ``facts`` or the fields."""
     if output == "json":
         print_json(fields)
     else:
-        print_facts(facts)
+        print_facts([(name, str(value)) for name, value in fields.items()] if facts is None else facts)
 
 
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:

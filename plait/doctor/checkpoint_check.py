@@ -1,4 +1,4 @@
-"""Checks every checkpoint, and finds the newest one that is whole."""
+"""Checks every checkpoint, finds the newest one that is whole, and checks its buckets of delayed messages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import msgspec
 
 from plait.broker.recovery.shards import SHARD_PREFIX as PARTITIONS_PREFIX
 from plait.broker.recovery.shards import PartitionState, decode_partitions
-from plait.doctor.findings import CheckpointFacts, CheckReport, Finding
+from plait.doctor.findings import CheckpointFacts, CheckReport
+from plait.doctor.log_checks import RESTORE
 from plait.model.names import counted
 from plait.storage.checkpoint import DIRECTORY, CheckpointManifest, Checkpoints
 from plait.storage.disk import RealDisk
-from plait.storage.schedule.bucket import SHARD_PREFIX
+from plait.storage.schedule.bucket import SHARD_PREFIX, Bucket, decode_bucket
 
 PART = "checkpoint"
 
@@ -42,16 +43,8 @@ def examine_checkpoints(disk: RealDisk, report: CheckReport) -> Newest | None:
             needed.update(where.file for where in manifest.shards.values())
         report.checkpoints.append(_facts(path, manifest, whole=not problem))
         if problem:
-            report.add(
-                Finding(
-                    severity="damaged",
-                    part=PART,
-                    file=path,
-                    what=problem,
-                    harm=_harm(newest is not None, len(names)),
-                    advice="check the disk; the next start uses another checkpoint, or the logs",
-                )
-            )
+            advice = "check the disk; the next start uses another checkpoint, or the logs"
+            report.add("damaged", PART, path, problem, _harm(newest is not None, len(names)), advice)
         elif newest is None:
             newest = read
     if not report.in_use:
@@ -124,13 +117,28 @@ def _note_leftovers(disk: RealDisk, needed: set[str], report: CheckReport) -> No
     left = [name for name in disk.list(DIRECTORY) if name not in known]
     # Shards of a damaged checkpoint would look like leftovers too.
     if left and all(facts.whole for facts in report.checkpoints):
-        report.add(
-            Finding(
-                severity="note",
-                part=PART,
-                file=f"{DIRECTORY}/{left[0]}",
-                what=f"{counted(len(left), 'file')} of no checkpoint: the server stopped while it wrote one",
-                harm="none",
-                advice="nothing: the next checkpoint removes them",
-            )
-        )
+        what = f"{counted(len(left), 'file')} of no checkpoint: the server stopped while it wrote one"
+        report.add("note", PART, f"{DIRECTORY}/{left[0]}", what, "none", "nothing: the next checkpoint removes them")
+
+
+def examine_buckets(disk: RealDisk, shards: list[bytes], report: CheckReport) -> None:
+    """Read every run with waiting rows, of all buckets."""
+    for data in shards:
+        state = decode_bucket(data)
+        if report.in_use and not disk.exists(state.path):
+            # The server finished and removed it since the checkpoint.
+            continue
+
+        def add_damage(file: str, reason: str, rows: int) -> None:
+            report.missing_messages += rows
+            harm = f"{rows} delayed messages cannot be delivered"
+            report.add("damaged", "schedule", file, reason, harm, RESTORE + "them")
+
+        bucket = Bucket.load(disk, add_damage, data)
+        try:
+            for run in range(len(bucket.runs)):
+                bucket.open_run(run)
+        except OSError as error:
+            add_damage(state.path, f"cannot be read: {error.strerror}", bucket.waiting)
+        else:
+            report.scheduled += bucket.waiting

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from plait.broker.recovery.shards import PartitionState
-from plait.doctor.findings import CheckReport, Finding
+from plait.doctor.findings import CheckReport
 from plait.frame.view import FrameView
 from plait.storage.disk import RealDisk
 from plait.storage.logs.consume_log import DIRECTORY, RECORD, ConsumeLog, Record
@@ -145,17 +145,9 @@ class ConsumeCheck:
         problem = cursor.problem
         more = f" ({problem.count} such places)" if problem.count > 1 else ""
         self._report.consume_logs_damaged += 1
-        self._report.add(
-            Finding(
-                severity="damaged",
-                part=PART,
-                file=cursor.path,
-                what=problem.first + more,
-                harm="no message is lost, but reads of this subject may fail or skip until it is rebuilt",
-                advice=f"stop the server, delete {cursor.path}, start it again: "
-                f"{DIRECTORY}/ is rebuilt from the message log",
-            )
-        )
+        harm = "no message is lost, but reads of this subject may fail or skip until it is rebuilt"
+        advice = f"stop the server, delete {cursor.path}, start it again: {DIRECTORY}/ is rebuilt from the message log"
+        self._report.add("damaged", PART, cursor.path, problem.first + more, harm, advice)
 
 
 def _explained(record: Record, damages: list[Damage]) -> bool:

@@ -7,16 +7,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from plait.doctor.action_log_check import ActionCheck
-from plait.doctor.bucket_check import examine_buckets
-from plait.doctor.checkpoint_check import examine_checkpoints
+from plait.doctor.checkpoint_check import examine_buckets, examine_checkpoints
 from plait.doctor.consume_log_check import ConsumeCheck
-from plait.doctor.findings import CheckReport, Finding, LogFacts
+from plait.doctor.findings import CheckReport, LogFacts
+from plait.doctor.log_checks import ActionCheck, RetainedCheck
 from plait.doctor.log_walk import Walk
 from plait.doctor.message_log_check import MessageCheck
 from plait.doctor.meta_database_check import FILES as META
 from plait.doctor.meta_database_check import SHARED, MetaCheck
-from plait.doctor.retained_log_check import RetainedCheck
 from plait.errors import DataDirError
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import FORMAT_VERSION
@@ -90,8 +88,12 @@ def _examine(path: Path, on_step: OnStep) -> CheckReport:
     MetaCheck(path, message_check.catalog, report).run()
     examine_buckets(disk, newest.buckets if newest else [], report)
     report.quarantine = [f"{QUARANTINE}/{name}" for name in disk.list(QUARANTINE)]
-    _note_strangers(set(entries) - OURS, report)
-    _note_groups(disk, report)
+    for name in sorted(set(entries) - OURS):
+        report.add("note", "data directory", name, "is not a file of Plait", "none", "nothing: Plait ignores it")
+    for name in disk.list(GROUPS):
+        what = "the data directory of another broker group of this node, which was not checked"
+        advice = f"check it separately: plait doctor {disk.root / GROUPS / name}"
+        report.add("note", "data directory", f"{GROUPS}/{name}", what, "none", advice)
     for each in (messages, retained, actions):
         each.close()
     return report
@@ -115,31 +117,3 @@ def in_use(path: Path) -> bool:
         finally:
             os.close(fd)
     return False
-
-
-def _note_groups(disk: RealDisk, report: CheckReport) -> None:
-    for name in disk.list(GROUPS):
-        report.add(
-            Finding(
-                severity="note",
-                part="data directory",
-                file=f"{GROUPS}/{name}",
-                what="the data directory of another broker group of this node, which was not checked",
-                harm="none",
-                advice=f"check it separately: plait doctor {disk.root / GROUPS / name}",
-            )
-        )
-
-
-def _note_strangers(names: set[str], report: CheckReport) -> None:
-    for name in sorted(names):
-        report.add(
-            Finding(
-                severity="note",
-                part="data directory",
-                file=name,
-                what="is not a file of Plait",
-                harm="none",
-                advice="nothing: Plait ignores it",
-            )
-        )

@@ -73,8 +73,23 @@ class CheckReport(msgspec.Struct, kw_only=True):
     quarantine: list[str] = []
     findings: list[Finding] = []
 
-    def add(self, finding: Finding) -> None:
+    def add(
+        self,
+        severity: Severity,
+        part: str,
+        file: str,
+        what: str,
+        harm: str,
+        advice: str,
+        *,
+        offset: int | None = None,
+        size: int | None = None,
+    ) -> None:
         """Add a finding. Damage makes the directory unhealthy."""
-        self.findings.append(finding)
-        if finding.severity == "damaged":
+        self.findings.append(
+            Finding(
+                severity=severity, part=part, file=file, offset=offset, size=size, what=what, harm=harm, advice=advice
+            )
+        )
+        if severity == "damaged":
             self.healthy = False

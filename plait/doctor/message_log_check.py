@@ -8,15 +8,14 @@ import msgspec
 
 from plait.broker.recovery.shards import PartitionState
 from plait.doctor.consume_log_check import ConsumeCheck
-from plait.doctor.findings import CheckReport, Finding
+from plait.doctor.findings import CheckReport
+from plait.doctor.log_checks import RESTORE, LogCheck
 from plait.doctor.log_walk import Walk
 from plait.errors import FrameError
 from plait.frame.view import FrameView
 from plait.model.names import counted
 from plait.storage.catalog import CATALOG, read_rows
-from plait.storage.logs.recovery import Damage
 
-PART = "message log"
 #: Subjects that one finding names. More are only counted.
 NAMED_MAX = 3
 
@@ -31,16 +30,17 @@ class SequenceGap(NamedTuple):
     before: int
 
 
-class MessageCheck:
+class MessageCheck(LogCheck):
     """One walk over the message log."""
+
+    part = "message log"
 
     def __init__(
         self, walk: Walk, partitions: dict[int, PartitionState], consume: ConsumeCheck, report: CheckReport
     ) -> None:
-        self._walk = walk
+        super().__init__(walk, report)
         self._states = partitions
         self._consume = consume
-        self._report = report
         self._subjects = {entry.row.id: entry.row.subject for entry in partitions.values()}
         #: The newest catalog row of each partition, from the checkpoint or the log.
         self.catalog = {entry.row.id: entry.row for entry in partitions.values()}
@@ -67,16 +67,7 @@ class MessageCheck:
         self._report.subjects = len(set(self._subjects.values()))
         self._gaps = [gap for gap in self._gaps if gap.partition not in self._deleted]
         self._report.missing_messages = sum(gap.end - gap.start for gap in self._gaps)
-        reported: set[SequenceGap] = set()
-        for damage in self._walk.damages:
-            lost = [gap for gap in self._gaps if gap.after < damage.offset + damage.size and damage.offset < gap.before]
-            reported.update(lost)
-            self._add_damage(damage, lost)
-        for gap in self._gaps:
-            if gap not in reported:
-                self._add_gap(gap)
-        if self._unknown_frames:
-            self._add_unknown_frames()
+        self._add_findings()
 
     # --- frames ---------------------------------------------------------------------------------
 
@@ -92,19 +83,9 @@ class MessageCheck:
         try:
             rows = read_rows(frame)
         except (FrameError, msgspec.MsgspecError) as error:
-            file, position = self._walk.place(offset)
-            self._report.add(
-                Finding(
-                    severity="damaged",
-                    part=PART,
-                    file=file,
-                    offset=position,
-                    size=frame.size,
-                    what=f"a catalog frame does not decode: {error}",
-                    harm="the subjects it defines are not known",
-                    advice="use the version of Plait that wrote it, or restore this file from a copy",
-                )
-            )
+            what, harm = f"a catalog frame does not decode: {error}", "the subjects it defines are not known"
+            advice = "use the version of Plait that wrote it, or restore this file from a copy"
+            self._add("damaged", offset, frame.size, what, advice, harm)
             return
         for row in rows:
             self.catalog[row.id] = row
@@ -145,61 +126,29 @@ class MessageCheck:
 
     # --- findings -------------------------------------------------------------------------------
 
-    def _add_damage(self, damage: Damage, lost: list[SequenceGap]) -> None:
-        file, position = self._walk.place(damage.offset)
-        if damage.kind == "torn":
-            self._report.add(
-                Finding(
-                    severity="note",
-                    part=PART,
-                    file=file,
-                    offset=position,
-                    size=damage.size,
-                    what=f"a torn tail: {damage.reason}",
-                    harm="none: it was not durable when the server stopped",
-                    advice="nothing: the next start saves a copy in quarantine/ and removes it",
-                )
-            )
-            return
-        self._report.add(
-            Finding(
-                severity="damaged",
-                part=PART,
-                file=file,
-                offset=position,
-                size=damage.size,
-                what=damage.reason,
-                harm=self._harm(lost),
-                advice="restore this file from a copy while the server is stopped; "
-                "without a copy the server skips these bytes",
-            )
-        )
-
-    def _add_gap(self, gap: SequenceGap) -> None:
-        file, position = self._walk.place(gap.before) if gap.before < self._walk.end else self._walk.place(gap.after)
-        self._report.add(
-            Finding(
-                severity="damaged",
-                part=PART,
-                file=file,
-                offset=position,
-                what="sequences are missing between intact frames",
-                harm=self._harm([gap]),
-                advice="look for log files that were removed or restored from different times",
-            )
-        )
-
-    def _add_unknown_frames(self) -> None:
-        self._report.add(
-            Finding(
-                severity="damaged",
-                part=PART,
-                file=f"{self._walk.directory}/",
-                what=f"{counted(self._unknown_frames, 'frame')} of partitions that neither log nor checkpoint define",
-                harm="their messages cannot be read",
-                advice="look for log files that were removed or restored from different times",
-            )
-        )
+    def _add_findings(self) -> None:
+        reported: set[SequenceGap] = set()
+        for damage in self._walk.damages:
+            if damage.kind == "torn":
+                harm = "none: it was not durable when the server stopped"
+                advice = "nothing: the next start saves a copy in quarantine/ and removes it"
+                self._add("note", damage.offset, damage.size, f"a torn tail: {damage.reason}", advice, harm)
+                continue
+            lost = [gap for gap in self._gaps if gap.after < damage.offset + damage.size and damage.offset < gap.before]
+            reported.update(lost)
+            advice = RESTORE + "these bytes"
+            self._add("damaged", damage.offset, damage.size, damage.reason, advice, self._harm(lost))
+        other_times = "look for log files that were removed or restored from different times"
+        for gap in self._gaps:
+            if gap not in reported:
+                offset = gap.before if gap.before < self._walk.end else gap.after
+                what = "sequences are missing between intact frames"
+                self._add("damaged", offset, None, what, other_times, self._harm([gap]))
+        if self._unknown_frames:
+            frames = counted(self._unknown_frames, "frame")
+            what = f"{frames} of partitions that neither log nor checkpoint define"
+            harm = "their messages cannot be read"
+            self._report.add("damaged", self.part, f"{self._walk.directory}/", what, harm, other_times)
 
     def _harm(self, lost: list[SequenceGap]) -> str:
         if not lost:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from plait.broker.config import BrokerConfig
-from plait.doctor.findings import CheckReport, Finding
+from plait.doctor.findings import CheckReport, Severity
 from plait.meta.database.connection import DATABASE
 from plait.meta.database.migrate import VERSION_TABLE, VERSIONS
 from plait.meta.database.schema import PREFIX
@@ -137,17 +137,8 @@ class MetaCheck:
     def _broken(self, what: str) -> None:
         self._add("damaged", what, "the server does not start, or does not know where messages are", _RESTORE)
 
-    def _add(self, severity: str, what: str, harm: str, advice: str) -> None:
-        self._report.add(
-            Finding(
-                severity="damaged" if severity == "damaged" else "note",
-                part=PART,
-                file=DATABASE,
-                what=what,
-                harm=harm,
-                advice=advice,
-            )
-        )
+    def _add(self, severity: Severity, what: str, harm: str, advice: str) -> None:
+        self._report.add(severity, PART, DATABASE, what, harm, advice)
 
 
 def _named(names: list[str]) -> str:

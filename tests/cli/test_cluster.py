@@ -138,34 +138,11 @@ def test_a_subject_is_created_on_the_given_broker_groups(there: Here, subject: s
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "expected"),
-    [
-        (("create", "{}", "--partitions", "0"), 2, "0 partitions are not possible; a subject has 1 to 1024"),
-        (("create", "{}", "--partitions", "1025"), 2, "1025 partitions"),
-        (("create", "{}", "--group", "g7"), 2, "there is no broker group 'g7'"),
-        (("create", "bad name"), 2, "subject name 'bad name' is not allowed"),
-        (("route", "{}"), 4, "does not exist"),
-        (("expand", "{}", "--partitions", "3"), 4, "does not exist"),
-    ],
-)
-def test_an_invalid_subject_command_prints_one_line(
-    there: Here, subject: str, arguments: tuple[str, ...], code: int, expected: str
-):
-    exit_code, err = refused(there("subject", *(each.format(subject) for each in arguments)))
-    assert exit_code == code
-    assert expected in err
-
-
-@pytest.mark.parametrize(
     ("partitions", "expected"),
     [
-        ("0", "a subject has 1 to 1024"),
         ("-1", "a subject has 1 to 1024"),
-        ("2000", "a subject has 1 to 1024"),
         ("two", "partition 'two' is invalid; write name@group"),
-        ("{0}@g7", "there is no broker group 'g7'"),
         ("{0}@g1,{0}@g1", "is named twice"),
-        ("a b@g1", "partition name 'a b' is not allowed"),
     ],
 )
 def test_invalid_partitions_of_an_expansion_print_one_line(there: Here, subject: str, partitions: str, expected: str):
@@ -287,18 +264,6 @@ def test_sigterm_stops_every_process_cleanly(tmp_path: Path):
         assert " epoch=1 " in part.ready
 
 
-def test_the_first_use_creates_a_subject_unless_auto_create_is_off(tmp_path: Path):
-    with (
-        meta(f"sqlite:///{tmp_path}/meta.db", "--no-auto-create") as server,
-        broker("g1", server.address, tmp_path / "g1"),
-    ):
-        code, err = refused(command("send", "orders", "x", "--server", server.address))
-        assert code == 4
-        assert "plait subject create orders" in err
-        assert command("subject", "create", "orders", "--server", server.address).returncode == 0
-        assert command("send", "orders", "x", "--server", server.address).returncode == 0
-
-
 def failing(*arguments: str) -> tuple[int, str]:
     return refused(command(*arguments))
 
@@ -336,6 +301,7 @@ def test_a_port_in_use_prints_one_line(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for arguments in (
+            ("serve", "--data", str(tmp_path / "data")),
             ("meta", "--database", f"sqlite:///{tmp_path}/meta.db"),
             ("broker", "--group", "g1", "--meta", "plait://127.0.0.1:1", "--data", str(tmp_path / "data")),
         ):
@@ -343,19 +309,3 @@ def test_a_port_in_use_prints_one_line(tmp_path: Path):
             assert code == 2
             assert f"port {port} of 127.0.0.1 is in use by another process" in err
     assert not (tmp_path / "data").exists()
-
-
-def test_a_second_broker_with_the_same_group_name_is_refused_while_the_first_is_alive(tmp_path: Path):
-    with meta(f"sqlite:///{tmp_path}/meta.db") as server, broker("g1", server.address, tmp_path / "1") as first:
-        second = command("broker", "--group", "g1", "--meta", server.address, "--data", str(tmp_path / "2"))
-        assert second.returncode == 2
-        last = second.stderr.decode().splitlines()[-1]
-        assert last.startswith("error: broker group 'g1' already has broker")
-        assert f"at {first.address}; use another group name" in last
-        assert first.stop(signal.SIGKILL)[0] == -signal.SIGKILL
-        # The same broker may register again at once; another may after the first has stopped.
-        with broker("g1", server.address, tmp_path / "1") as again:
-            assert command("send", "s", "x", "--server", server.address).returncode == 0
-            assert again.stop()[0] == 0
-        with broker("g1", server.address, tmp_path / "2"):
-            pass

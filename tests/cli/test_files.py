@@ -1,4 +1,4 @@
-"""The limit of open files: connections leave files for the logs, and further connections are refused."""
+"""The process of a server: its limit of open files, and its short pauses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import contextlib
 import os
 import re
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 import plait
-from plait.cli.serving.open_files import fit_limits, segment_count
+from plait.cli.serving.broker_process import fit_limits, segment_count
 from plait.errors import LimitExceeded, PlaitError
 from plait.limits import FILES_PER_SEGMENT, FILES_RESERVE, MIB, ServerLimits
 from plait.wire import codec
@@ -98,3 +100,18 @@ def test_existing_segments_are_counted(tmp_path: Path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert segment_count(tmp_path) == 3
+
+
+CODE = """
+import gc, sys
+from plait.cli.serving.foreground import SWITCH_SECONDS, THRESHOLDS, keep_pauses_short
+keep_pauses_short()
+assert abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6
+assert gc.get_threshold() == THRESHOLDS
+assert gc.get_freeze_count() > 1000
+assert gc.isenabled()
+"""
+
+
+def test_threads_switch_sooner_and_existing_objects_are_excluded_from_collection():
+    subprocess.run([sys.executable, "-c", CODE], check=True, timeout=60)

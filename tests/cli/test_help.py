@@ -5,90 +5,47 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
-from plait.cli.entry import run
+from plait.cli.entry import app, run
 from plait.cli.options import duration_of, size_of
-from plait.cli.output import format_duration, format_size, printable
+from plait.cli.output import format_duration, format_size, print_facts, print_table, printable
 from plait.errors import InvalidArgument
 from plait.version import VERSION
-from tests.cli.commands import plait
-
-COMMANDS = {
-    "serve": [
-        "--data",
-        "--port",
-        "--flush",
-        "--segment-size",
-        "--retention",
-        "--dead-retention",
-        "--archive-before-delete",
-    ],
-    "meta": ["--database", "PLAIT_DATABASE", "--port", "--host", "--no-auto-create", "--log-level"],
-    "broker": ["--group", "--meta", "--data", "--port", "--http", "--flush", "--segment-size", "--dead-retention"],
-    "send": [
-        "SUBJECT",
-        "BODY",
-        "--key",
-        "--tag",
-        "--header",
-        "--file",
-        "--lines",
-        "--delay",
-        "--deliver-at",
-        "--server",
-    ],
-    "tail": ["SUBJECT", "--start", "--count", "--group", "--wait", "PLAIT_SERVER", "raw"],
-    "subject": ["list", "describe", "create", "expand", "route", "delete"],
-    "subject create": ["--retention", "--retention-size", "--partitions", "--order", "strict", "--group"],
-    "subject expand": ["--partitions", "--wait", "--timeout", "--output"],
-    "subject route": ["SUBJECT", "--server", "--output"],
-    "subject set": ["SUBJECT", "--retention", "--retention-size", "--output"],
-    "subject delete": ["--yes"],
-    "group": ["list", "describe", "reset", "set", "delete", "parked", "resume", "skip"],
-    "group set": ["SUBJECT", "GROUP", "--attempts", "--first", "--steps", "--expires", "--output"],
-    "group delete": ["SUBJECT", "GROUP", "--yes"],
-    "group parked": ["SUBJECT", "GROUP", "--partition", "--output"],
-    "group resume": ["SUBJECT", "GROUP", "KEY", "--hash", "--all", "--output"],
-    "group skip": ["SUBJECT", "GROUP", "KEY", "--hash", "--all", "--output"],
-    "group reset": ["--to", "earliest"],
-    "dlq": ["list", "show", "reasons", "resend", "purge"],
-    "dlq list": ["SUBJECT", "GROUP", "--limit", "--type", "--handler", "--before", "--output"],
-    "dlq resend": ["SEQUENCES", "--type", "--handler", "--before", "--rate", "--dry-run", "--all"],
-    "dlq purge": ["--yes", "--all"],
-    "schedule": ["list", "count", "cancel", "move"],
-    "schedule list": ["--start", "--end", "--limit", "--output"],
-    "schedule move": ["--delay", "--to"],
-    "cluster": ["brokers", "state"],
-    "cluster brokers": ["--server", "--output"],
-    "cluster state": ["GROUP", "RW", "NRW", "--output"],
-    "spark": ["archive"],
-    "spark archive": ["--data", "--to", "--now", "--raw", "--follow", "--every", "--compact", "--verify", "--master"],
-    "bench": ["--count", "--size", "--keys", "--batch", "--embedded"],
-    "doctor": ["DATA", "--output"],
-}
 
 
-def test_help_names_every_command():
-    result = plait("--help")
-    assert (result.returncode, result.stderr) == (0, b"")
-    missing = [name for name in COMMANDS if " " not in name and name not in result.stdout.decode()]
-    assert missing == []
+def commands(app: App, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command."""
+    for name in app:
+        if not name.startswith("-"):
+            yield (*words, name)
+            yield from commands(app[name], (*words, name))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_every_command_names_its_arguments(command: str, capsys: pytest.CaptureFixture[str]):
-    assert run([*command.split(), "--help"]) == 0
+def test_the_command_line_page_has_every_command_and_option(capsys: pytest.CaptureFixture[str]):
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    found = list(commands(app))
+    assert {("serve",), ("subject", "expand"), ("group", "parked"), ("spark", "archive")} < set(found)
+    for words in found:
+        assert run([*words, "--help"]) == 0
     text = capsys.readouterr().out
-    assert [word for word in COMMANDS[command] if word not in text] == []
+    options = set(re.findall(r"--[a-z][a-z-]+", text))
+    assert {"--flush", "--yes", "--embedded", "--type", "--server", "--hash", "--archive-before-delete"} <= options
+    assert ["PLAIT_SERVER" in text, "PLAIT_DATABASE" in text] == [True, True]
+    # Every command has these.
+    general = {"--help", "--version", "--output"}
+    assert sorted(option for option in options - general if option not in page) == []
+    assert [words for words in found if words[-1] not in page] == []
 
 
 def test_the_top_level_help_imports_no_command():
     program = (
         "import sys\nfrom plait.cli.entry import run\nrun(['--help'])\n"
-        "heavy = {'uvloop', 'plait.server.broker_server', 'plait.broker.broker', 'plait.cli.serving.serve',"
+        "heavy = {'uvloop', 'plait.server.broker_server', 'plait.broker.broker', 'plait.cli.serving.broker_process',"
         "'plait.cli.commands.send',"
         "'numpy', 'pyarrow', 'plait.client.client', 'rich.markdown'}\n"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)\n"
@@ -166,13 +123,11 @@ def test_values_are_formatted():
     assert printable("grün\x07\u202e") == "grün\\x07\\u202e"
 
 
-def test_the_command_line_page_has_every_option(capsys: pytest.CaptureFixture[str]):
-    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
-    commands = [*COMMANDS, "subject list", "subject describe", "group list", "group describe"]
-    for command in commands:
-        assert run([*command.split(), "--help"]) == 0
-    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
-    assert {"--flush", "--yes", "--embedded"} <= options
-    # Every command has these.
-    general = {"--help", "--version", "--output"}
-    assert sorted(option for option in options - general if option not in page) == []
+def test_control_characters_are_shown_as_escapes(capsys: pytest.CaptureFixture[str]):
+    print_table(["address"], [["plait://\x1b]0;owned\x07host\r\n:1"]])
+    print_facts([("broker", "\x1b[2Jgone")])
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "plait://\\x1b]0;owned\\x07host\\r\\n:1" in shown
+    assert "\\x1b[2Jgone" in shown

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from plait.cli.event_loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Server
+from plait.cli.options import NODE, NodeOptions
 from plait.cli.output import print_facts, print_json, print_result, print_rows
 
 if TYPE_CHECKING:
@@ -16,11 +15,12 @@ if TYPE_CHECKING:
 
 app = App(name="cluster", help="List the brokers of a cluster and set their states.")
 
+Group = Annotated[str, Parameter(help="The broker group.")]
+
 
 @app.command
-def brokers(*, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
+def brokers(*, node: NodeOptions = NODE) -> None:
     """List all brokers. State NRW: the broker is lost, or set to take no reads and no writes."""
-    found = with_client(server, lambda client: client.admin.brokers())
     columns: dict[str, Callable[[BrokerInfo], str]] = {
         "group": lambda b: b.group,
         "address": lambda b: b.address,
@@ -30,23 +30,23 @@ def brokers(*, server: Server = DEFAULT_SERVER, output: Output = "table") -> Non
         "partitions": lambda b: f"{b.partitions:,}",
         "reason": lambda b: b.reason,
     }
-    print_rows(found, columns, output, right=("epoch", "partitions"))
+    found = node.run(lambda client: client.admin.brokers())
+    print_rows(found, columns, node.output, right=("epoch", "partitions"))
 
 
 @app.command
 def forget(
-    group: Annotated[str, Parameter(help="The broker group.")],
+    group: Group,
     /,
     *,
     lost: Annotated[
         bool, Parameter(negative="", help="Also if unconsumed messages are lost with it; they are listed.")
     ] = False,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    node: NodeOptions = NODE,
 ) -> None:
     """Remove a broker group that is permanently offline; its subjects move to the other groups."""
-    found = with_client(server, lambda client: client.admin.forget_broker(group, lost=lost))
-    if output == "json":
+    found = node.run(lambda client: client.admin.forget_broker(group, lost=lost))
+    if node.output == "json":
         print_json(found)
         return
     print_facts([("forgotten", group), ("lost", "nothing that was not consumed" if not found else "")])
@@ -62,16 +62,15 @@ def forget(
 
 @app.command
 def state(
-    group: Annotated[str, Parameter(help="The broker group.")],
+    group: Group,
     wished: Annotated[
         Literal["RW", "R", "W", "NRW"],
         Parameter(help="Below RW, new partitions are placed elsewhere; with R or NRW also messages, where possible."),
     ],
     /,
     *,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    node: NodeOptions = NODE,
 ) -> None:
     """Set the wished state of a broker group; clients see it when they next refresh their routes."""
-    with_client(server, lambda client: client.admin.set_broker_state(group, wished))
-    print_result(output, {"group": group, "wished": wished}, [("group", group), ("wished", wished)])
+    node.run(lambda client: client.admin.set_broker_state(group, wished))
+    print_result(node.output, {"group": group, "wished": wished})

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 from cyclopts import App, Parameter
 
-from plait.cli.event_loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server, Yes
+from plait.cli.options import NODE, NodeOptions, Partition, Yes
 from plait.cli.output import (
     format_size,
     format_time,
@@ -36,15 +35,54 @@ app = App(name="dlq", help="List, show, resend and purge dead letters.")
 
 Subject = Annotated[str, Parameter(help="The subject.")]
 Group = Annotated[str, Parameter(help="The group whose messages died.")]
-Type = Annotated[str | None, Parameter(name="--type", help="Only letters with this type of error.")]
-Handler = Annotated[str | None, Parameter(help="Only letters of this handler.")]
-Before = Annotated[
-    str | None,
-    Parameter(allow_leading_hyphen=True, help="Only letters that died before -5m, or a time such as 2025-01-31T12:00."),
-]
-DryRun = Annotated[bool, Parameter(help="Only count them.", show_default=False)]
-All = Annotated[bool, Parameter(name="--all", help="Every letter of the group.", show_default=False)]
-Rate = Annotated[float | None, Parameter(help="At most this many per second.")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class LetterOptions:
+    """The options that select dead letters of a group."""
+
+    error_type: Annotated[str | None, Parameter(name="--type", help="Only letters with this type of error.")] = None
+    handler: Annotated[str | None, Parameter(help="Only letters of this handler.")] = None
+    before: Annotated[
+        str | None,
+        Parameter(
+            allow_leading_hyphen=True, help="Only letters that died before -5m, or a time such as 2025-01-31T12:00."
+        ),
+    ] = None
+    partition: Partition = None
+
+    def selected(self) -> dict[str, Any]:
+        """The selection, as keyword arguments of the client. It has no partition."""
+        from plait.client.arguments import moment_of, to_datetime
+
+        found: dict[str, Any] = {"type": self.error_type, "handler": self.handler}
+        if self.before is not None:
+            now = time.time_ns() // 1000
+            moment = moment_of(self.before, "--before", now)
+            assert moment is not None
+            if moment > now:
+                # A time in the future would select every letter, although the user asked for a part of them.
+                raise InvalidArgument(
+                    f"--before {self.before} is in the future; write -7d for seven days ago, or a time in the past"
+                )
+            found["before"] = to_datetime(moment)
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class LetterWorkOptions(LetterOptions):
+    """The options of ``resend`` and ``purge``."""
+
+    rate: Annotated[float | None, Parameter(help="At most this many per second.")] = None
+    every: Annotated[bool, Parameter(name="--all", help="Every letter of the group.", show_default=False)] = False
+    dry_run: Annotated[bool, Parameter(help="Only count them.", show_default=False)] = False
+
+
+LETTERS: Final = LetterOptions()
+WORK: Final = LetterWorkOptions()
+Sequences = Annotated[int, Parameter(help="Only these letters.")]
 
 #: The default of ``--limit``.
 LIMIT = 100
@@ -57,32 +95,33 @@ def list_letters(
     /,
     *,
     limit: Annotated[int | None, Parameter(help=f"List at most this many letters; default {LIMIT}.")] = None,
-    error_type: Type = None,
-    handler: Handler = None,
-    before: Before = None,
-    partition: Partition = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    letters: LetterOptions = LETTERS,
+    node: NodeOptions = NODE,
 ) -> None:
     """List the groups that have dead letters, or a group's letters."""
     if subject is None or group is None:
         given = {
             "--limit": limit,
-            "--type": error_type,
-            "--handler": handler,
-            "--before": before,
-            "--partition": partition,
+            "--type": letters.error_type,
+            "--handler": letters.handler,
+            "--before": letters.before,
+            "--partition": letters.partition,
         }
         for option, value in given.items():
             if value is not None:
                 raise InvalidArgument(f"{option} selects letters of one group; name the group too")
-        _list_queues(subject, server, output)
+        queues = node.run(lambda client: client.admin.dead_queues(subject))
+        of_groups: dict[str, Callable[[DeadQueue], str]] = {
+            "subject": lambda queue: queue.subject,
+            "group": lambda queue: queue.group,
+            "dead letters": lambda queue: f"{queue.count:,}",
+        }
+        print_rows(queues, of_groups, node.output, right=("dead letters",))
         return
-    select = _select((), error_type, handler, before)
+    select = letters.selected()
     limit = LIMIT if limit is None else limit
-    letters = with_client(
-        server,
-        lambda client: client.admin.dead_letters(subject, group, partition=partition, limit=limit, **select),
+    found = node.run(
+        lambda client: client.admin.dead_letters(subject, group, partition=letters.partition, limit=limit, **select)
     )
     columns: dict[str, Callable[[DeadLetter], str]] = {
         "sequence": lambda letter: str(letter.sequence),
@@ -96,19 +135,9 @@ def list_letters(
         "message id": lambda letter: str(letter.message_id),
         "partition": lambda letter: str(letter.partition),
     }
-    print_rows(letters, columns, output, right=("sequence", "attempts", "size"), fields=fields_of)
-    if output != "json" and len(letters) == limit:
+    print_rows(found, columns, node.output, right=("sequence", "attempts", "size"), fields=fields_of)
+    if node.output != "json" and len(found) == limit:
         sys.stderr.write(f"the first {limit}; --limit shows more\n")
-
-
-def _list_queues(subject: str | None, server: str, output: str) -> None:
-    queues = with_client(server, lambda client: client.admin.dead_queues(subject))
-    columns: dict[str, Callable[[DeadQueue], str]] = {
-        "subject": lambda queue: queue.subject,
-        "group": lambda queue: queue.group,
-        "dead letters": lambda queue: f"{queue.count:,}",
-    }
-    print_rows(queues, columns, output, right=("dead letters",))
 
 
 @app.command
@@ -119,14 +148,13 @@ def show(
     /,
     *,
     partition: Partition = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    node: NodeOptions = NODE,
 ) -> None:
     """Show everything about one dead letter."""
-    letter = with_client(server, lambda client: client.admin.dead_letter(subject, group, sequence, partition=partition))
+    letter = node.run(lambda client: client.admin.dead_letter(subject, group, sequence, partition=partition))
     headers = "  ".join(f"{name}={value}" for name, value in letter.headers.items())
     print_result(
-        output,
+        node.output,
         fields_of(letter),
         [
             ("subject", letter.subject),
@@ -154,17 +182,9 @@ def show(
 
 
 @app.command
-def reasons(
-    subject: Subject,
-    group: Group,
-    /,
-    *,
-    partition: Partition = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
-) -> None:
+def reasons(subject: Subject, group: Group, /, *, partition: Partition = None, node: NodeOptions = NODE) -> None:
     """Count a group's dead letters by reason."""
-    found = with_client(server, lambda client: client.admin.dead_reasons(subject, group, partition=partition))
+    found = node.run(lambda client: client.admin.dead_reasons(subject, group, partition=partition))
     columns: dict[str, Callable[[DeadReason], str]] = {
         "dead letters": lambda reason: f"{reason.count:,}",
         "type": lambda reason: reason.type or "-",
@@ -173,7 +193,7 @@ def reasons(
         "last": lambda reason: format_time(reason.last_time),
         "for example": lambda reason: shortened(reason.text),
     }
-    print_rows(found, columns, output, right=("dead letters",))
+    print_rows(found, columns, node.output, right=("dead letters",))
 
 
 @app.command
@@ -181,21 +201,12 @@ def resend(
     subject: Subject,
     group: Group,
     /,
-    *sequences: Annotated[int, Parameter(help="Only these letters.")],
-    error_type: Type = None,
-    handler: Handler = None,
-    before: Before = None,
-    rate: Rate = None,
-    every: All = False,
-    dry_run: DryRun = False,
-    partition: Partition = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    *sequences: Sequences,
+    letters: LetterWorkOptions = WORK,
+    node: NodeOptions = NODE,
 ) -> None:
     """Deliver dead letters again, to their group only."""
-    select = _selected("resend", every, _select(sequences, error_type, handler, before))
-    work = DeadLetterRun("resend", subject, group, select, rate, partition, dry_run, output)
-    with_client(server, work.run)
+    _work("resend", subject, group, _selection("resend", sequences, letters), letters, node)
 
 
 @app.command
@@ -203,116 +214,81 @@ def purge(
     subject: Subject,
     group: Group,
     /,
-    *sequences: Annotated[int, Parameter(help="Only these letters.")],
-    error_type: Type = None,
-    handler: Handler = None,
-    before: Before = None,
-    rate: Rate = None,
-    every: All = False,
-    dry_run: DryRun = False,
+    *sequences: Sequences,
+    letters: LetterWorkOptions = WORK,
     yes: Yes = False,
-    partition: Partition = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    node: NodeOptions = NODE,
 ) -> None:
     """Delete dead letters permanently."""
-    select = _selected("purge", every, _select(sequences, error_type, handler, before))
-    if not yes and not dry_run:
+    select = _selection("purge", sequences, letters)
+    if not yes and not letters.dry_run:
         if not sys.stdin.isatty():
             raise InvalidArgument(
                 f"purging dead letters of {group!r} cannot be undone; confirm with --yes, or count with --dry-run"
             )
-        what = "all" if every else "the selected"
+        what = "all" if letters.every else "the selected"
         sys.stderr.write(f"permanently purge {what} dead letters of {group!r}? Type the group's name to confirm: ")
         sys.stderr.flush()
         if sys.stdin.readline().strip() != group:
             raise InvalidArgument(f"nothing was purged: the name typed is not {group!r}")
-    work = DeadLetterRun("purge", subject, group, select, rate, partition, dry_run, output)
-    with_client(server, work.run)
+    _work("purge", subject, group, select, letters, node)
 
 
-class DeadLetterRun(msgspec.Struct):
-    """One run of resend or purge."""
-
-    what: Literal["resend", "purge"]
-    subject: str
-    group: str
-    select: dict[str, Any]
-    rate: float | None
-    partition: str | None
-    dry_run: bool
-    output: str
-    #: How many letters are done at least.
-    count: int = 0
-
-    async def run(self, client: Client) -> None:
-        """Resend or purge, show the progress and print the result."""
-        done = "resent" if self.what == "resend" else "purged"
-        work = client.admin.resend_dead if self.what == "resend" else client.admin.purge_dead
-        queues = await client.admin.dead_queues(self.subject)
-        total = next((queue.count for queue in queues if queue.group == self.group), 0)
-        try:
-            with ProgressSteps() as steps:
-                steps.step(
-                    f"{self.what} dead letters of {self.group}", None if self.select or self.partition else total
-                )
-
-                def progress(count: int) -> None:
-                    self.count = count
-                    steps.update(count)
-
-                count = await work(
-                    self.subject,
-                    self.group,
-                    partition=self.partition,
-                    rate=self.rate,
-                    dry_run=self.dry_run,
-                    progress=progress,
-                    **self.select,
-                )
-        except (PlaitError, asyncio.CancelledError):
-            # Ctrl-C cancels. The result of the last request is not known.
-            if self.count and not self.dry_run:
-                sys.stderr.write(f"at least {counted(self.count, 'dead letter')} {done}; run again for the rest\n")
-            raise
-        shown = (f"would be {done}" if self.dry_run else done, f"{count:,}")
-        fields = {"subject": self.subject, "group": self.group, "dry_run": self.dry_run, done: count}
-        print_result(self.output, fields, [("subject", self.subject), ("group", self.group), shown])
-
-
-def _select(
-    sequences: tuple[int, ...], error_type: str | None, handler: str | None, before: str | None
-) -> dict[str, Any]:
-    """The selection, as keyword arguments of the client."""
-    from plait.client.arguments import moment_of, to_datetime
-
-    select: dict[str, Any] = {}
-    if sequences:
-        select["sequences"] = sequences
-    if error_type is not None:
-        select["type"] = error_type
-    if handler is not None:
-        select["handler"] = handler
-    if before is not None:
-        now = time.time_ns() // 1000
-        moment = moment_of(before, "--before", now)
-        assert moment is not None
-        if moment > now:
-            # A time in the future would select every letter, although the user asked for a part of them.
-            raise InvalidArgument(
-                f"--before {before} is in the future; write -7d for seven days ago, or a time in the past"
-            )
-        select["before"] = to_datetime(moment)
-    return select
-
-
-def _selected(what: str, every: bool, select: dict[str, Any]) -> dict[str, Any]:
-    """Check the selection: all letters must be selected explicitly."""
-    if every and select:
+def _selection(what: str, sequences: tuple[int, ...], letters: LetterWorkOptions) -> dict[str, Any]:
+    """The selection. All letters must be selected explicitly."""
+    select = letters.selected() | ({"sequences": sequences} if sequences else {})
+    if letters.every and select:
         raise InvalidArgument("use --all or select letters, not both")
-    if not every and not select:
+    if not letters.every and not select:
         raise InvalidArgument(f"select the letters to {what}: by sequence, --type, --handler, --before, or --all")
     return select
+
+
+def _work(
+    what: Literal["resend", "purge"],
+    subject: str,
+    group: str,
+    select: dict[str, Any],
+    letters: LetterWorkOptions,
+    node: NodeOptions,
+) -> None:
+    """Resend or purge, show the progress and print the result."""
+    done = "resent" if what == "resend" else "purged"
+    #: How many letters are done at least.
+    least = 0
+
+    async def run(client: Client) -> int:
+        work = client.admin.resend_dead if what == "resend" else client.admin.purge_dead
+        queues = await client.admin.dead_queues(subject)
+        total = next((queue.count for queue in queues if queue.group == group), 0)
+        with ProgressSteps() as steps:
+            steps.step(f"{what} dead letters of {group}", None if select or letters.partition else total)
+
+            def progress(count: int) -> None:
+                nonlocal least
+                least = count
+                steps.update(count)
+
+            return await work(
+                subject,
+                group,
+                partition=letters.partition,
+                rate=letters.rate,
+                dry_run=letters.dry_run,
+                progress=progress,
+                **select,
+            )
+
+    try:
+        count = node.run(run)
+    except (PlaitError, KeyboardInterrupt):
+        # The result of the last request is not known.
+        if least and not letters.dry_run:
+            sys.stderr.write(f"at least {counted(least, 'dead letter')} {done}; run again for the rest\n")
+        raise
+    facts = [("subject", subject), ("group", group)]
+    facts.append((f"would be {done}" if letters.dry_run else done, f"{count:,}"))
+    print_result(node.output, {"subject": subject, "group": group, "dry_run": letters.dry_run, done: count}, facts)
 
 
 def fields_of(letter: DeadLetter) -> dict[str, Any]:

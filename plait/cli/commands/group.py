@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 from msgspec import to_builtins
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from plait.cli.event_loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server, Yes, confirm, duration_of, whole_of
-from plait.cli.output import print_facts, print_json, print_result, print_rows, print_table
-from plait.errors import InvalidArgument
+from plait.cli.options import DEFAULT_SERVER, NODE, NodeOptions, Partition, Server, Yes, confirm, duration_of, whole_of
+from plait.cli.output import (
+    format_time,
+    print_facts,
+    print_json,
+    print_result,
+    print_rows,
+    print_table,
+    reason_fields,
+    shortened,
+)
+from plait.errors import InvalidArgument, KeyNotParked
 from plait.limits import LOGICAL_PARTITIONS
+from plait.model.names import counted
 
 if TYPE_CHECKING:
     from plait.client.admin.cluster_admin import AllocationInfo
+    from plait.client.admin.parked_key_admin import ParkedKey
     from plait.client.client import Client
     from plait.wire.admin.subjects import GroupInfo
 
 app = App(name="group", help="List, describe, change, reset and delete consumer groups; their parked keys.")
-app.command("plait.cli.commands.parked:parked", name="parked", help="List the parked keys.")
-app.command("plait.cli.commands.parked:resume", name="resume", help="Resume parked keys and retry the failed messages.")
-app.command("plait.cli.commands.parked:skip", name="skip", help="Resume parked keys after the failed messages.")
 
 Subject = Annotated[str, Parameter(help="The subject the group consumes.")]
 Group = Annotated[str, Parameter(help="The group's name.")]
+Key = Annotated[str | None, Parameter(allow_leading_hyphen=True, help="The order key.")]
+Hash = Annotated[
+    str | None, Parameter(name="--hash", help="The key's hash, as 'plait group parked' shows it, instead of the key.")
+]
+All = Annotated[bool, Parameter(name="--all", help="Every parked key of the group.", show_default=False)]
 
 
 @app.command(name="list")
@@ -36,32 +49,23 @@ def list_groups(
     /,
     *,
     partition: Partition = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    node: NodeOptions = NODE,
 ) -> None:
     """List the groups of a subject, or of all."""
-    groups = with_client(server, lambda client: client.admin.groups(subject, partition=partition))
-    print_groups(groups, output)
+    groups = node.run(lambda client: client.admin.groups(subject, partition=partition))
+    print_groups(groups, node.output)
 
 
 @app.command
-def describe(
-    subject: Subject,
-    group: Group,
-    /,
-    *,
-    partition: Partition = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
-) -> None:
+def describe(subject: Subject, group: Group, /, *, partition: Partition = None, node: NodeOptions = NODE) -> None:
     """Describe a group and its consumers, over all partitions or in one."""
 
     async def work(client: Client) -> tuple[GroupInfo, AllocationInfo | None]:
         info = await client.admin.group(subject, group, partition=partition)
         return info, await client.admin.allocation(subject, group) if info.ordered or info.affinity else None
 
-    found, allocation = with_client(server, work)
-    if output == "json":
+    found, allocation = node.run(work)
+    if node.output == "json":
         print_json({**to_builtins(found), "allocation": allocation} if allocation is not None else found)
         return
     print_facts(
@@ -82,7 +86,14 @@ def describe(
                 "lost",
                 f"{_about(found.lost_estimated)}{found.lost:,} removed by retention or damage before they were done",
             ),
-            *_facts_of_keys(found),
+            *(
+                [
+                    ("holding", f"{found.holding:,} keys are held back by a failed message"),
+                    ("parked", f"{found.parked:,} of them are parked (plait group parked)"),
+                ]
+                if found.ordered
+                else []
+            ),
         ]
     )
     if allocation is not None:
@@ -97,33 +108,18 @@ def _about(estimated: bool) -> str:
     return "about " if estimated else ""
 
 
-def _facts_of_keys(group: GroupInfo) -> list[tuple[str, str]]:
-    if not group.ordered:
-        return []
-    return [
-        ("holding", f"{group.holding:,} keys are held back by a failed message"),
-        ("parked", f"{group.parked:,} of them are parked (plait group parked)"),
-    ]
-
-
 def _print_shares(group: GroupInfo, allocation: AllocationInfo) -> None:
     """Print the share of each member, and the locks and rows that it has."""
     consumers = {consumer.client: consumer for consumer in group.consumers}
     shares = {member.client: member.count for member in allocation.members}
-    rows = []
-    for client in sorted(consumers.keys() | shares.keys()):
-        known = consumers.get(client)
-        rows.append(
-            (
-                client,
-                "yes" if known is not None and known.online else "no",
-                f"{shares.get(client, 0)} of {LOGICAL_PARTITIONS}",
-                "0" if known is None else str(known.locks),
-                "0" if known is None else f"{known.held:,}",
-            )
-        )
-    columns = ("consumer", "online", "share", "locks", "unacked")
-    print_table(columns, rows, right=columns[2:])
+    columns: dict[str, Callable[[str], str]] = {
+        "consumer": str,
+        "online": lambda name: "yes" if name in consumers and consumers[name].online else "no",
+        "share": lambda name: f"{shares.get(name, 0)} of {LOGICAL_PARTITIONS}",
+        "locks": lambda name: str(consumers[name].locks) if name in consumers else "0",
+        "unacked": lambda name: f"{consumers[name].held:,}" if name in consumers else "0",
+    }
+    print_rows(sorted(consumers.keys() | shares.keys()), columns, right=("share", "locks", "unacked"))
 
 
 @app.command
@@ -140,13 +136,11 @@ def reset(
         ),
     ],
     partition: Partition = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    node: NodeOptions = NODE,
 ) -> None:
     """Move the position of a group that has no live consumers."""
-    sequence = with_client(server, lambda client: client.admin.reset_group(subject, group, to, partition=partition))
-    fields = {"subject": subject, "group": group, "next": sequence}
-    print_result(output, fields, [("subject", subject), ("group", group), ("next", str(sequence))])
+    sequence = node.run(lambda client: client.admin.reset_group(subject, group, to, partition=partition))
+    print_result(node.output, {"subject": subject, "group": group, "next": sequence})
 
 
 @app.command(name="set")
@@ -165,8 +159,7 @@ def set_(
     expires: Annotated[
         str | None, Parameter(help="A message that fails this long after it was sent is dead, as in 1d.")
     ] = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    node: NodeOptions = NODE,
 ) -> None:
     """Change the retry policy of a group without live consumers; omitted values stay unchanged."""
     changed: dict[str, Any] = {}
@@ -186,9 +179,9 @@ def set_(
         before = await client.admin.group(subject, group)
         return await client.admin.set_group(subject, group, retry=replace(before.retry, **changed))
 
-    found = with_client(server, work)
+    found = node.run(work)
     facts = [("subject", subject), ("group", group), ("retry", f"failed messages wait {found.retry}")]
-    print_result(output, found, facts)
+    print_result(node.output, found, facts)
 
 
 @app.command
@@ -223,3 +216,99 @@ def print_groups(groups: Sequence[GroupInfo], output: str = "table") -> None:
         "online": lambda g: str(g.online),
     }
     print_rows(groups, columns, output, right=tuple(columns)[3:])
+
+
+# --- parked keys ----------------------------------------------------------------------------------
+
+
+@app.command
+def parked(subject: Subject, group: Group, /, *, partition: Partition = None, node: NodeOptions = NODE) -> None:
+    """List the parked keys, oldest first."""
+    columns: dict[str, Callable[[ParkedKey], str]] = {
+        "key": lambda key: "-" if key.key is None else key.key,
+        "since": lambda key: "-" if key.since is None else format_time(key.since),
+        "attempts": lambda key: str(key.attempts),
+        "reason": lambda key: shortened(str(key.reason)),
+        "letter": lambda key: "-" if key.sequence is None else str(key.sequence),
+        "partition": lambda key: str(key.partition),
+        "lp": lambda key: str(key.lp),
+        "hash": lambda key: f"{key.hash:016x}",
+    }
+
+    def fields(key: ParkedKey) -> dict[str, Any]:
+        # The hash is text, as ``--hash`` takes it: many JSON readers have no 64-bit integers.
+        shown = {name: columns[name](key) for name in ("hash", "partition")}
+        return asdict(key) | shown | {"reason": reason_fields(key.reason)}
+
+    keys = node.run(lambda client: client.admin.parked(subject, group, partition=partition))
+    print_rows(keys, columns, node.output, right=("attempts", "letter", "lp"), fields=fields)
+
+
+@app.command
+def resume(
+    subject: Subject,
+    group: Group,
+    key: Key = None,
+    /,
+    *,
+    by_hash: Hash = None,
+    everything: All = False,
+    node: NodeOptions = NODE,
+) -> None:
+    """Resume parked keys with the failed messages, which are retried."""
+    _unpark("resume", subject, group, _which(key, by_hash, everything=everything), node)
+
+
+@app.command
+def skip(
+    subject: Subject,
+    group: Group,
+    key: Key = None,
+    /,
+    *,
+    by_hash: Hash = None,
+    everything: All = False,
+    node: NodeOptions = NODE,
+) -> None:
+    """Resume parked keys after the failed messages, which stay dead letters."""
+    _unpark("skip", subject, group, _which(key, by_hash, everything=everything), node)
+
+
+def _which(key: str | None, by_hash: str | None, *, everything: bool) -> str | int | None:
+    """A key, the hash of one, or None for all parked keys."""
+    if (key is not None) + (by_hash is not None) + everything != 1:
+        raise InvalidArgument("name one key, or its --hash, or use --all")
+    if by_hash is None:
+        return key
+    try:
+        return int(by_hash, 16)
+    except ValueError:
+        raise InvalidArgument(f"--hash {by_hash!r} is not hexadecimal; copy it from 'plait group parked'") from None
+
+
+def _unpark(
+    what: Literal["resume", "skip"], subject: str, group: str, which: str | int | None, node: NodeOptions
+) -> None:
+    """Run ``resume`` or ``skip``, and print the number of keys."""
+
+    async def work(client: Client) -> int:
+        admin = client.admin
+        if which is None:
+            return await (admin.skip_all if what == "skip" else admin.resume_all)(subject, group)
+        key: Any = which
+        if isinstance(which, int):
+            found = [each for each in await admin.parked(subject, group) if each.hash == which]
+            if not found:
+                raise KeyNotParked(
+                    f"no key with hash {which:016x} is parked in group {group!r} on {subject!r}",
+                    subject=subject,
+                    group=group,
+                )
+            key = found[0]
+        await (admin.skip_key if what == "skip" else admin.resume_key)(subject, group, key)
+        return 1
+
+    count = node.run(work)
+    done = "skipped" if what == "skip" else "resumed"
+    facts = [("subject", subject), ("group", group), (done, counted(count, "key"))]
+    print_result(node.output, {"subject": subject, "group": group, done: count}, facts)

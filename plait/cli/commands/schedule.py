@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from cyclopts import App, Parameter
 
-from plait.cli.event_loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server, delay_of, time_of
+from plait.cli.options import NODE, NodeOptions, Partition, delay_of, time_of
 from plait.cli.output import format_size, format_time_exactly, print_json, print_result, print_rows
 from plait.errors import InvalidArgument, NotScheduled
 
@@ -40,13 +39,11 @@ def list_scheduled(
     end: End = None,
     limit: Annotated[int, Parameter(help="List at most this many.")] = 100,
     partition: Partition = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    node: NodeOptions = NODE,
 ) -> None:
     """List a subject's delayed messages, the next due first."""
-    found = with_client(
-        server,
-        lambda client: client.admin.scheduled(subject, partition=partition, start=start, end=end, limit=limit),
+    found = node.run(
+        lambda client: client.admin.scheduled(subject, partition=partition, start=start, end=end, limit=limit)
     )
     columns: dict[str, Callable[[ScheduledMessage], str]] = {
         "number": lambda message: str(message.number),
@@ -56,8 +53,8 @@ def list_scheduled(
         "message id": lambda message: str(message.message_id),
         "partition": lambda message: str(message.partition),
     }
-    print_rows(found, columns, output, right=("number", "size"), fields=_fields)
-    if output != "json" and len(found) == limit:
+    print_rows(found, columns, node.output, right=("number", "size"), fields=_fields)
+    if node.output != "json" and len(found) == limit:
         sys.stderr.write(f"the first {limit}; --limit shows more\n")
 
 
@@ -69,30 +66,22 @@ def count(
     start: Start = None,
     end: End = None,
     by: Annotated[Literal["subject", "time"], Parameter(help="Count per subject or per time.")] = "subject",
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    node: NodeOptions = NODE,
 ) -> None:
     """Count the delayed messages."""
-    counts = with_client(server, lambda client: client.admin.schedule_counts(subject, start=start, end=end, by=by))
+    counts = node.run(lambda client: client.admin.schedule_counts(subject, start=start, end=end, by=by))
     columns: dict[str, Callable[[ScheduleCount], str]] = {
         "subject" if by == "subject" else "deliver from": lambda c: (
             c.subject or "-" if by == "subject" or c.time is None else format_time_exactly(c.time)
         ),
         "messages": lambda c: f"{c.count:,}",
     }
-    print_rows(counts, columns, output, right=("messages",))
+    print_rows(counts, columns, node.output, right=("messages",))
 
 
 @app.command
 def cancel(
-    subject: Subject,
-    number: Number,
-    deliver_at: At,
-    /,
-    *,
-    partition: Partition = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    subject: Subject, number: Number, deliver_at: At, /, *, partition: Partition = None, node: NodeOptions = NODE
 ) -> None:
     """Cancel a delayed message: it is never delivered."""
     at = time_of(deliver_at)
@@ -105,8 +94,8 @@ def cancel(
                 number=number,
             )
 
-    with_client(server, work)
-    if output == "json":
+    node.run(work)
+    if node.output == "json":
         print_json({"subject": subject, "number": number, "deliver_at": at, "cancelled": True})
     else:
         sys.stderr.write(f"cancelled number {number} of {subject}\n")
@@ -122,8 +111,7 @@ def move(
     delay: Annotated[str | None, Parameter(help="This long from now: 10s, 5m, level3.")] = None,
     to: Annotated[str | None, Parameter(help="At this time, such as 2025-01-31T12:00.")] = None,
     partition: Partition = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    node: NodeOptions = NODE,
 ) -> None:
     """Deliver a message at another time."""
     from plait.client.arguments import to_datetime
@@ -134,10 +122,10 @@ def move(
     at = time_of(deliver_at)
     now = -(-time.time_ns() // 1000)
     due = to_datetime(due_of(None if delay is None else delay_of(delay), None if to is None else time_of(to), now))
-    new = with_client(server, lambda client: client.admin.reschedule(subject, number, at, to=due, partition=partition))
+    new = node.run(lambda client: client.admin.reschedule(subject, number, at, to=due, partition=partition))
     fields = {"subject": subject, "number": new, "deliver_at": due}
     facts = [("subject", subject), ("number", str(new)), ("deliver at", format_time_exactly(due))]
-    print_result(output, fields, facts)
+    print_result(node.output, fields, facts)
 
 
 def _fields(message: ScheduledMessage) -> dict[str, Any]:

@@ -6,12 +6,12 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
 
 from plait.cli.event_loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Server, Yes, confirm, duration_of, size_of
+from plait.cli.options import DEFAULT_SERVER, NODE, NodeOptions, Server, Yes, confirm, duration_of, size_of
 from plait.cli.output import (
     format_duration,
     format_micros,
@@ -50,23 +50,23 @@ _COUNTS: Final[dict[str, Callable[[SubjectInfo], str]]] = {
 
 
 @app.command(name="list")
-def list_subjects(*, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
+def list_subjects(*, node: NodeOptions = NODE) -> None:
     """List all subjects, one line per partition."""
-    subjects = with_client(server, lambda client: client.admin.subjects())
+    subjects = node.run(lambda client: client.admin.subjects())
     columns = {
         "subject": lambda s: s.subject,
         **_COUNTS,
         "kept for": lambda s: format_duration(s.retention_seconds),
         "created": lambda s: format_micros(s.created),
     }
-    print_rows(subjects, columns, output, right=tuple(_COUNTS)[1:])
+    print_rows(subjects, columns, node.output, right=tuple(_COUNTS)[1:])
 
 
 @app.command
-def describe(subject: Name, /, *, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
+def describe(subject: Name, /, *, node: NodeOptions = NODE) -> None:
     """Describe a subject, its partitions and its groups."""
-    details = with_client(server, lambda client: client.admin.subject(subject))
-    if output == "json":
+    details = node.run(lambda client: client.admin.subject(subject))
+    if node.output == "json":
         print_json(details)
         return
     _print_subject(details.subject)
@@ -100,19 +100,17 @@ def create(
     group: Annotated[
         list[str] | None, Parameter(help="A broker group for the partitions; may be repeated. Default: any.")
     ] = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    node: NodeOptions = NODE,
 ) -> None:
     """Create a subject; it is an error if it exists."""
     size = None if retention_size is None else size_of(retention_size)
     seconds = None if retention is None else duration_of(retention)
-    created = with_client(
-        server,
+    created = node.run(
         lambda client: client.admin.create_subject(
             subject, retention=seconds, retention_bytes=size, order=order, partitions=partitions, groups=group
         ),
     )
-    _print_subject(created, output)
+    _print_subject(created, node.output)
 
 
 @app.command(name="set")
@@ -126,22 +124,18 @@ def set_(
     retention_size: Annotated[
         str | None, Parameter(help="How much of the newest messages is kept at least, as in 10GiB, or default.")
     ] = None,
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    node: NodeOptions = NODE,
 ) -> None:
     """Change the retention of a subject; omitted values stay unchanged."""
     if retention is None and retention_size is None:
         raise InvalidArgument(f"nothing to change in {subject!r}; use --retention or --retention-size")
-    seconds: float | Literal["default"] | None = None
-    size: int | Literal["default"] | None = None
+    changes: dict[str, Any] = {}
     if retention is not None:
-        seconds = "default" if retention == "default" else duration_of(retention)
+        changes["retention"] = "default" if retention == "default" else duration_of(retention)
     if retention_size is not None:
-        size = "default" if retention_size == "default" else size_of(retention_size)
-    changed = with_client(
-        server, lambda client: client.admin.set_subject(subject, retention=seconds, retention_bytes=size)
-    )
-    _print_subject(changed, output)
+        changes["retention_bytes"] = "default" if retention_size == "default" else size_of(retention_size)
+    changed = node.run(lambda client: client.admin.set_subject(subject, **changes))
+    _print_subject(changed, node.output)
 
 
 @app.command
@@ -157,8 +151,7 @@ def expand(
     ],
     wait: Annotated[bool, Parameter(help="Wait until every logical partition has moved.", show_default=False)] = False,
     timeout: Annotated[str, Parameter(help="How long --wait waits.")] = "60s",
-    server: Server = DEFAULT_SERVER,
-    output: Output = "table",
+    node: NodeOptions = NODE,
 ) -> None:
     """Change the partitions of a subject; its messages and the order of its keys are kept."""
     wanted = int(partitions) if partitions.lstrip("-").isdecimal() else [name.strip() for name in partitions.split(",")]
@@ -168,7 +161,7 @@ def expand(
         route = await client.admin.expand_subject(subject, wanted)
         return await _reached(client, route, seconds) if wait else route
 
-    _print_route(with_client(server, work), output)
+    _print_route(node.run(work), node.output)
 
 
 async def _reached(client: Client, route: RouteInfo, seconds: float) -> RouteInfo:
@@ -192,9 +185,9 @@ async def _reached(client: Client, route: RouteInfo, seconds: float) -> RouteInf
 
 
 @app.command
-def route(subject: Name, /, *, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
+def route(subject: Name, /, *, node: NodeOptions = NODE) -> None:
     """Show the partitions that take a subject's messages, and those that have older ones."""
-    _print_route(with_client(server, lambda client: client.admin.route(subject)), output)
+    _print_route(node.run(lambda client: client.admin.route(subject)), node.output)
 
 
 def _print_route(route: RouteInfo, output: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -47,52 +47,42 @@ def tail(
     """Print messages as they arrive, until Ctrl-C."""
     if count is not None and count < 1:
         raise InvalidArgument(f"--count must be 1 or more, not {count}")
-    seconds = None if wait is None else duration_of(wait)
+    quiet = FETCH_SECONDS if wait is None else duration_of(wait)
     show = {"table": _show_columns, "json": _show_json, "raw": _show_raw}[output]
+    left = count
 
-    printing = TailRun(show, count, seconds)
-    with_client(server, lambda client: printing.read(client, subject, start, group))
+    def wanted() -> int:
+        return FETCH_COUNT if left is None else min(FETCH_COUNT, left)
 
+    def show_all(messages: Sequence[Message]) -> bool:
+        """Print messages. Returns False if there are none for the time of ``--wait``."""
+        nonlocal left
+        for message in messages:
+            show(message)
+        # Output must be visible before the ack, and a reader of the pipe wants it at once.
+        sys.stdout.flush()
+        if left is not None:
+            left -= len(messages)
+        return bool(messages) or wait is None
 
-class TailRun:
-    """One run of the command."""
-
-    def __init__(self, show: Callable[[Message], None], count: int | None, seconds: float | None) -> None:
-        self._show = show
-        self._left = count
-        self._seconds = seconds
-
-    async def read(self, client: Client, subject: str, start: str | None, group: str | None) -> None:
-        """Print until the count is reached or no message arrived for the time of ``--wait``."""
-        quiet = FETCH_SECONDS if self._seconds is None else self._seconds
+    async def read(client: Client) -> None:
         if group is None:
             async with client.reader(subject, start=start or "latest") as reader:
-                while self._left != 0:
-                    if not self._print(await reader.fetch(self._wanted(), quiet)) and self._seconds is not None:
-                        return
+                while left != 0 and show_all(await reader.fetch(wanted(), quiet)):
+                    pass
             return
         # Prefetching more than is printed would withhold messages from other members.
-        member = client.consumer(subject, group, start=start, prefetch=self._wanted())
+        member = client.consumer(subject, group, start=start, prefetch=wanted())
         # A consumer would create the subject: a misspelt name must not. Wrong arguments are refused before this.
         await client.admin.subject(subject)
         async with member as consumer:
-            while self._left != 0:
-                batch = await consumer.fetch(self._wanted(), quiet)
-                if not self._print(batch) and self._seconds is not None:
+            while left != 0:
+                batch = await consumer.fetch(wanted(), quiet)
+                if not show_all(batch):
                     return
                 await batch.ack()
 
-    def _wanted(self) -> int:
-        return FETCH_COUNT if self._left is None else min(FETCH_COUNT, self._left)
-
-    def _print(self, messages: Sequence[Message]) -> int:
-        for message in messages:
-            self._show(message)
-        # Output must be visible before the ack, and a reader of the pipe wants it at once.
-        sys.stdout.flush()
-        if self._left is not None:
-            self._left -= len(messages)
-        return len(messages)
+    with_client(server, read)
 
 
 def _show_columns(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""The common parts of servers in the foreground: signals, ports, the ready line and the log.
+"""The common parts of servers in the foreground: signals, ports, open files, pauses, the ready line and the log.
 
 Standard output gets exactly one line, which starts with ``ready``, once clients are served. Everything else goes to
 standard error.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -24,6 +26,13 @@ from plait.version import VERSION
 #: One Ctrl-C may arrive twice, from the terminal and from a parent. A signal counts as a second one after this time.
 IMPATIENCE_SECONDS = 1.0
 EXIT_ABANDONED = 130
+#: A computing thread lets another one run after this time. With the default of 5 ms, an event loop would wait that long
+#: after each of its system calls while another thread is busy.
+SWITCH_SECONDS = 0.0002
+#: New objects before a collection of the youngest generation, collections of it before one of the second generation,
+#: and of that before one of the oldest. The second generation then has some 20,000 objects. With 200,000 of them, a
+#: broker of 100,000 subjects paused for 137 ms.
+THRESHOLDS = (5_000, 4, 500)
 
 Port = Annotated[int, Parameter(help="The port; 0 takes a free one, which the ready line shows.")]
 Host = Annotated[str, Parameter(help="The address to listen on. There is no authentication: the default is loopback.")]
@@ -93,3 +102,23 @@ def print_ready(address: str, facts: str, more: str = "") -> None:
     """Print the ready line: address, ``facts``, the fields common to all servers, ``more``."""
     with contextlib.suppress(BrokenPipeError):
         print(f"ready {address} {facts} pid={os.getpid()} version={VERSION}{more}", flush=True)
+
+
+def raise_limit() -> int:
+    """Raise the soft limit of open files to the hard limit, and return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # Some systems refuse the hard limit that they report; then the soft limit stays.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def keep_pauses_short() -> None:
+    """Shorten waits of one thread for another, and garbage collection. Call it when a server is ready: objects that
+    exist by now are excluded from garbage collection.
+    """
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*THRESHOLDS)

@@ -24,12 +24,12 @@ from plait.cli.serving.foreground import (
     check_free,
     check_port,
     is_about_port,
+    keep_pauses_short,
     print_ready,
+    raise_limit,
     start_logging,
     stop_on_signals,
 )
-from plait.cli.serving.interpreter_pauses import keep_pauses_short
-from plait.cli.serving.open_files import raise_limit
 from plait.errors import DataDirError
 from plait.limits import MetaLimits
 from plait.meta.database.connection import parse

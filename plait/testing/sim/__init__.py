@@ -4,9 +4,9 @@
 """
 
 from plait.testing.sim.faults import Fault, FaultKind, Faults, play
+from plait.testing.sim.machine import SimClock
 from plait.testing.sim.network import Network
 from plait.testing.sim.process import Main, Process
-from plait.testing.sim.sim_clock import SimClock
 from plait.testing.sim.sim_loop import SimLoop
 from plait.testing.sim.simulation import Simulation
 from plait.testing.sim.timeline import SimulationFailed

@@ -1,18 +1,102 @@
-"""``Machine`` is the part of a simulated process that survives a kill: its disk, its clocks and its random source."""
+"""``Machine`` is the part of a simulated process that survives a kill: its disk, its clocks and its random source.
+
+``SimThread`` runs a function of the process that may block for virtual time, as a ``def`` handler does.
+"""
 
 from __future__ import annotations
 
 import random
+import threading
 import traceback
+from collections.abc import Callable
 from typing import Any
 
-from plait.testing.sim.sim_clock import SimClock
-from plait.testing.sim.threads import SimThread
 from plait.testing.sim.timeline import Timeline
-from plait.testing.simulated_disk import SimulatedDisk
+from plait.testing.simulated_disk import SimulatedCrash, SimulatedDisk
 
 #: Range of the delay before work in a thread begins, and before its result arrives.
 THREAD_SECONDS = (0.00002, 0.0005)
+
+
+#: Wall time at the beginning of every simulation, in microseconds since the Unix epoch.
+WALL_START = 1_700_000_000_000_000
+
+
+class SimClock:
+    """The clocks of one machine, made from virtual time; satisfies ``plait.clock.Clock``.
+
+    Each machine's ``monotonic`` has its own start and runs a little fast or slow. So code that compares the clocks of
+    two machines fails, as it would in reality. ``now`` is wall time, which ``jump`` changes.
+    """
+
+    def __init__(self, time: Timeline, *, booted: float = 1000.0, drift: float = 0.0) -> None:
+        self._time = time
+        self._booted = booted
+        self._rate = 1.0 + drift
+        self._jumped = 0
+
+    def now(self) -> int:
+        return WALL_START + self._jumped + int(self._time.now * self._rate * 1_000_000)
+
+    def monotonic(self) -> float:
+        return self._booted + self._time.now * self._rate
+
+    def jump(self, seconds: float) -> None:
+        """Set the wall clock forward or back, as an administrator does; ``monotonic`` does not change."""
+        self._jumped += round(seconds * 1_000_000)
+
+    def virtual(self, monotonic: float) -> float:
+        """The virtual time at which ``monotonic()`` has this value."""
+        return (monotonic - self._booted) / self._rate
+
+
+class SimThread:
+    """Runs ``function``. The simulation calls ``resume``, and the function calls ``block``.
+
+    The function has its own thread, but never runs in parallel with the simulation. While the function runs, the
+    simulation waits, and while the simulation runs, the function waits. So a run with the same seed repeats exactly.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._killed = False
+        self._thread = threading.Thread(target=self._run, name="plait-simulated", daemon=True)
+        self.result: Any = None
+        self.error: BaseException | None = None
+        #: The virtual seconds for which the function blocks; None: it has ended.
+        self.blocked: float | None = 0.0
+
+    def resume(self) -> None:
+        """Run the function until it blocks or ends."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._go.release()
+        self._back.acquire()
+
+    def kill(self) -> None:
+        """End the function where it blocks, because its process is dead."""
+        if self.blocked is not None and self._thread.ident is not None:
+            self._killed = True
+            self.resume()
+            self._thread.join()
+
+    def block(self, seconds: float) -> None:
+        """Block for ``seconds`` of virtual time. Only the function itself calls this, in its thread."""
+        self.blocked = seconds
+        self._back.release()
+        self._go.acquire()
+        if self._killed:
+            raise SimulatedCrash("the process of this thread was killed")
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            self.result = self._function()
+        except BaseException as error:  # noqa: BLE001 - the loop gives it to the future
+            self.error = error
+        self.blocked = None
+        self._back.release()
 
 
 class Machine:

@@ -20,9 +20,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from plait import chance
-from plait.testing.sim.machine import Machine
+from plait.testing.sim.machine import Machine, SimThread
 from plait.testing.sim.network import Network
-from plait.testing.sim.threads import SimThread
 from plait.testing.simulated_disk import SimulatedCrash
 
 T = TypeVar("T")

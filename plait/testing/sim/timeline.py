@@ -10,19 +10,52 @@ import os
 import random
 import sys
 from asyncio import events
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
-
-from plait.testing.sim.trace import Trace
+from zlib import crc32
 
 #: A run that takes longer than this, in virtual time, fails because it is stuck.
 RUN_SECONDS = 3600.0
 #: A run with more steps fails too.
 STEPS_MAX = 5_000_000
+#: The number of events that are kept as text, to be printed after a failure.
+TRACE_SIZE = 400
 
 
 class SimulationFailed(AssertionError):
     """A simulated process failed, or a wait took too long."""
+
+
+class Trace:
+    """The digest of all events, and the text of the last ones.
+
+    Two runs with equal digests had the same events and sent the same bytes.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[float, str, str]] = deque(maxlen=TRACE_SIZE)
+        self._digest = 0
+        self.count = 0
+
+    @property
+    def digest(self) -> str:
+        """The digest of every event so far."""
+        return f"{self.count}-{self._digest:08x}"
+
+    def add(self, time: float, process: str, text: str) -> None:
+        """Add an event that is printed after a failure."""
+        self._events.append((time, process, text))
+        self.mix(f"{time!r} {process} {text}".encode())
+
+    def mix(self, data: bytes) -> None:
+        """Add bytes to the digest only."""
+        self._digest = crc32(data, self._digest)
+        self.count += 1
+
+    def lines(self) -> list[str]:
+        """The last events, oldest first."""
+        return [f"{time:12.6f}  {process:<12} {text}" for time, process, text in self._events]
 
 
 class _Event(Protocol):
