@@ -20,7 +20,7 @@ from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED, HEADER_SIZE, ST
 from plait.frame.view import FrameView
 from plait.storage.catalog import FORWARD, SCHEDULE, STAGE
 from plait.storage.logs.log import Log
-from plait.storage.producers import FrameVerdict, ProducerTable, StoredRun
+from plait.storage.producers import SHARDS, FrameVerdict, ProducerTable, StoredRun
 
 #: The largest joined frame: slicing rows from a larger one costs readers too much.
 JOINED_SIZE_MAX = 256 * 1024
@@ -235,6 +235,6 @@ def replay_producers(partition: Partition, producers: ProducerTable, offset: int
         runs = frame.runs().tolist()
     base = frame.base
     for producer, first, rows, crc, previous in runs:
-        if offset >= producers.loaded_until(producer):
+        if offset >= producers.loaded_until[producer % SHARDS]:
             producers.stored(producer, partition.id, first, rows, previous, base, frame.store_time, crc)
         base += rows

@@ -26,7 +26,6 @@ from plait.broker.groups.group import FAILURE, AttachedConsumer, NackOutcome
 from plait.broker.groups.ordered.lease_grants import LeaseGrants
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.groups.waking import Retries, WaiterWaking
-from plait.broker.partitions.dropped import Dropped
 from plait.broker.partitions.partition import Delivery, Partition
 from plait.broker.partitions.suspended import Deadlines, Waiter
 from plait.broker.recovery.checkpointer import CheckpointWork, Snapshots
@@ -69,7 +68,8 @@ class Broker:
         self.turn = turn = Turn(disk, clock, self.config, self.producers)
         self.disk, self.clock = disk, clock
         self.message_log, self.retained_log, self.action_log = self.logs = turn.logs
-        self.dropped = Dropped()
+        #: Recently dropped partitions: name → (route version of the drop, until when it is remembered).
+        self.dropped: dict[str, tuple[int, float]] = {}
         self.numbers = GrantedNumbers()
         self.deadlines = Deadlines()
         self.retries = Retries()

@@ -12,7 +12,7 @@ import msgspec
 
 from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.ordered.lease_grants import LeaseGrants
-from plait.broker.partitions.key_cache import KnownRows
+from plait.broker.partitions.frame_search import KnownRows
 from plait.broker.partitions.partition import SHARDS, Partition
 from plait.broker.recovery.segment_headers import SegmentHeaders
 from plait.broker.turn import Turn

@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from plait.broker.recovery.shards import SHARD_PREFIX as PARTITIONS_PREFIX
-from plait.broker.recovery.shards import PartitionState, decode_partitions
+from plait.broker.recovery.shards import PartitionShard, PartitionState
 from plait.doctor.findings import CheckpointFacts, CheckReport
 from plait.doctor.log_checks import RESTORE
 from plait.model.names import counted
 from plait.storage.checkpoint import DIRECTORY, CheckpointManifest, Checkpoints
 from plait.storage.disk import RealDisk
-from plait.storage.schedule.bucket import SHARD_PREFIX, Bucket, decode_bucket
+from plait.storage.schedule.bucket import SHARD_PREFIX, Bucket
 
 PART = "checkpoint"
 
@@ -65,7 +65,7 @@ def _read(disk: RealDisk, name: str) -> tuple[Newest | None, str]:
     for name, data in loaded.shards.items():
         if name.startswith(PARTITIONS_PREFIX):
             try:
-                shard = decode_partitions(data)
+                shard = msgspec.msgpack.decode(data, type=PartitionShard)
             except msgspec.MsgspecError as error:
                 return found, f"shard {name} does not decode: {error}"
             for entry in shard.partitions:
@@ -124,10 +124,6 @@ def _note_leftovers(disk: RealDisk, needed: set[str], report: CheckReport) -> No
 def examine_buckets(disk: RealDisk, shards: list[bytes], report: CheckReport) -> None:
     """Read every run with waiting rows, of all buckets."""
     for data in shards:
-        state = decode_bucket(data)
-        if report.in_use and not disk.exists(state.path):
-            # The server finished and removed it since the checkpoint.
-            continue
 
         def add_damage(file: str, reason: str, rows: int) -> None:
             report.missing_messages += rows
@@ -135,10 +131,13 @@ def examine_buckets(disk: RealDisk, shards: list[bytes], report: CheckReport) ->
             report.add("damaged", "schedule", file, reason, harm, RESTORE + "them")
 
         bucket = Bucket.load(disk, add_damage, data)
+        if report.in_use and not disk.exists(bucket.path):
+            # The server finished and removed it since the checkpoint.
+            continue
         try:
             for run in range(len(bucket.runs)):
                 bucket.open_run(run)
         except OSError as error:
-            add_damage(state.path, f"cannot be read: {error.strerror}", bucket.waiting)
+            add_damage(bucket.path, f"cannot be read: {error.strerror}", bucket.waiting)
         else:
             report.scheduled += bucket.waiting

@@ -12,7 +12,7 @@ from plait.frame.builder import FrameParts, assemble, body_column, pack_stamp
 from plait.frame.columns import Codec, Column
 from plait.frame.view import FrameView
 from plait.model.settings import SubjectSettings
-from plait.storage.logs.header_rows import HeaderRows, header_rows
+from plait.storage.logs.segment import HeaderRows, header_rows
 
 #: The partition id of catalog frames.
 CATALOG = 0

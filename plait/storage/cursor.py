@@ -23,9 +23,8 @@ import numpy.typing as npt
 
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import Hashes, Lps, LpSet, lp_set, runs_of
-from plait.storage.due_ranges import Due, DueRanges
 from plait.storage.held_rows import HeldRows
-from plait.storage.ranges import Range, Ranges, count_of
+from plait.storage.ranges import Due, DueRanges, Range, Ranges, count_of
 
 #: All LPs. Cursors that have all of them share this array.
 ALL: LpSet = np.ones(LOGICAL_PARTITIONS, bool)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -19,11 +19,6 @@ from plait.limits import PRODUCER_PROVEN_SECONDS, PRODUCER_WINDOWS_MAX
 #: Producers are divided into shards by their id, and a checkpoint writes the shards that changed. Unchanged shards of
 #: earlier checkpoints stay in use, so the number of shards is part of the format.
 SHARDS: Final = 64
-
-
-def shard_of(producer: int) -> int:
-    """The shard that a producer is in."""
-    return producer % SHARDS
 
 
 class FrameVerdict(Enum):
@@ -119,24 +114,20 @@ class ProducerTable:
         self._window_frames = window_frames
         self._keep_micros = int(keep_seconds * 1_000_000)
         self._windows: OrderedDict[int, dict[int, ProducerWindow]] = OrderedDict()
-        self._window_count = 0
+        #: The number of windows of all producers.
+        self.window_count = 0
         self._seen: dict[int, int] = {}
         #: Unproven producers → the time of their first run, ordered by last use.
         self._new: OrderedDict[int, int] = OrderedDict()
         #: The producers of each shard, so that encoding a shard does not visit all producers.
-        self._shards: list[set[int]] = [set() for _ in range(SHARDS)]
+        self.shards: list[set[int]] = [set() for _ in range(SHARDS)]
         #: For each shard the message-log offset up to which the checkpoint has applied frames.
-        self._loaded_until = [0] * SHARDS
+        self.loaded_until = [0] * SHARDS
         #: Shards changed since the last checkpoint.
         self.dirty: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._windows)
-
-    @property
-    def window_count(self) -> int:
-        """The number of windows of all producers."""
-        return self._window_count
 
     def window(self, producer: int, partition: int) -> ProducerWindow | None:
         partitions = self._windows.get(producer)
@@ -185,7 +176,7 @@ class ProducerTable:
         window = partitions.get(partition)
         if window is None:
             window = partitions[partition] = ProducerWindow()
-            self._window_count += 1
+            self.window_count += 1
         last = first + count - 1
         if first <= window.last:
             self._fill(window, previous, last)
@@ -201,7 +192,7 @@ class ProducerTable:
 
     def _add(self, producer: int) -> dict[int, ProducerWindow]:
         partitions = self._windows[producer] = {}
-        self._shards[shard_of(producer)].add(producer)
+        self.shards[producer % SHARDS].add(producer)
         return partitions
 
     @staticmethod
@@ -220,14 +211,14 @@ class ProducerTable:
         gone = []
         while self._windows:
             producer = next(iter(self._windows))
-            too_many = len(self._windows) > self._producers_max or self._window_count > self._windows_max
+            too_many = len(self._windows) > self._producers_max or self.window_count > self._windows_max
             if too_many:
                 producer = next(iter(self._new), producer)
             elif now - self._seen[producer] < self._keep_micros:
                 break
             self._new.pop(producer, None)
-            self._window_count -= len(self._windows.pop(producer))
-            self._shards[shard_of(producer)].discard(producer)
+            self.window_count -= len(self._windows.pop(producer))
+            self.shards[producer % SHARDS].discard(producer)
             del self._seen[producer]
             self.dirty.add(producer % SHARDS)
             gone.append(producer)
@@ -237,7 +228,7 @@ class ProducerTable:
         """Drop the windows of a deleted partition."""
         for producer, partitions in self._windows.items():
             if partitions.pop(partition, None) is not None:
-                self._window_count -= 1
+                self.window_count -= 1
                 self.dirty.add(producer % SHARDS)
 
     # --- checkpoint -----------------------------------------------------------------------------
@@ -264,15 +255,7 @@ class ProducerTable:
             before = len(windows)
             for partition, last, runs, holes in partitions:
                 windows[partition] = ProducerWindow.load(last, runs, holes)
-            self._window_count += len(windows) - before
-
-    def load_until(self, shard: int, offset: int) -> None:
-        """Record that the loaded state of a shard includes the frames before ``offset`` of the message log."""
-        self._loaded_until[shard] = offset
-
-    def loaded_until(self, producer: int) -> int:
-        """The loaded entry of the producer includes the frames before this offset."""
-        return self._loaded_until[shard_of(producer)]
+            self.window_count += len(windows) - before
 
     def order(self) -> None:
         """Restore the order of last use after loading."""
@@ -280,11 +263,3 @@ class ProducerTable:
 
     def ids(self) -> Iterable[int]:
         return self._windows.keys()
-
-    def count_in_shard(self, index: int) -> int:
-        """The number of producers in a shard."""
-        return len(self._shards[index])
-
-    def in_shard(self, index: int) -> Iterator[int]:
-        """The ids of the producers in a shard, in no particular order."""
-        return iter(self._shards[index])

@@ -1,10 +1,11 @@
-"""Sets of sequence ranges, each with its number of attempts.
+"""Sets of sequence ranges, each with its number of attempts; ranges that wait for a due time; failed rows.
 
 The cost of every operation depends on the number of ranges, never on the number of sequences in them.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -215,3 +216,167 @@ def count_of(pieces: list[Range]) -> int:
     for start, end, _ in pieces:
         count += end - start
     return count
+
+
+#: A due time (microseconds) and the ranges that are due then.
+Due = tuple[int, list[Range]]
+
+
+class DueRanges:
+    """Disjoint ranges, each with its due time."""
+
+    __slots__ = ("_at", "_known", "_moments", "_released", "length")
+
+    def __init__(self, entries: Iterable[Due] = ()) -> None:
+        self._at: dict[int, Ranges] = {}
+        #: Heap of future due times. A due time stays in the heap until it has passed, even if all its ranges were
+        #: removed.
+        self._moments: list[int] = []
+        #: The due times in the heap. Not a set: an empty set takes 216 bytes, and most groups have nothing waiting.
+        self._known: dict[int, None] = {}
+        #: Due times that have passed, the earliest first.
+        self._released: list[int] = []
+        #: The number of ranges.
+        self.length = 0
+        for due, ranges in entries:
+            for start, end, attempt in ranges:
+                self.add(start, end, attempt, due)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Due]:
+        return ((due, list(ranges)) for due, ranges in sorted(self._at.items()))
+
+    @property
+    def count(self) -> int:
+        """The number of sequences."""
+        return sum(ranges.count for ranges in self._at.values())
+
+    @property
+    def first(self) -> int:
+        """The lowest sequence. There must be one."""
+        return min(ranges.first for ranges in self._at.values())
+
+    @property
+    def next_due(self) -> int | None:
+        """The earliest future due time; None when there is none."""
+        while self._moments and self._moments[0] not in self._at:
+            self._known.pop(heapq.heappop(self._moments), None)
+        return self._moments[0] if self._moments else None
+
+    def add(self, start: int, end: int, attempt: int, due: int) -> None:
+        """Add [start, end), which must not be present."""
+        ranges = self._at.get(due)
+        if ranges is None:
+            ranges = self._at[due] = Ranges()
+            if due not in self._known:
+                self._known[due] = None
+                heapq.heappush(self._moments, due)
+        before = len(ranges)
+        ranges.add(start, end, attempt)
+        self.length += len(ranges) - before
+
+    def remove(self, start: int, end: int) -> list[Range]:
+        """Remove [start, end). Returns the ranges that were present."""
+        removed: list[Range] = []
+        for due, ranges in list(self._at.items()):
+            before = len(ranges)
+            if found := ranges.remove(start, end):
+                removed += found
+                self.length += len(ranges) - before
+                if not ranges:
+                    del self._at[due]
+        return removed
+
+    def overlap(self, start: int, end: int) -> list[Range]:
+        """The parts of [start, end) that are present."""
+        return [piece for ranges in self._at.values() for piece in ranges.overlap(start, end)]
+
+    def release(self, now: int) -> None:
+        """Release all due times up to ``now``."""
+        while self._moments and self._moments[0] <= now:
+            due = heapq.heappop(self._moments)
+            self._known.pop(due, None)
+            self._released.append(due)
+
+    def pop_released(self) -> Ranges | None:
+        """Remove and return the ranges of the earliest released due time; None when nothing is released."""
+        while self._released:
+            ranges = self._at.pop(self._released.pop(0), None)
+            if ranges is not None:
+                self.length -= len(ranges)
+                return ranges
+        return None
+
+    def clear(self) -> None:
+        self._at.clear()
+        self._moments.clear()
+        self._known.clear()
+        self._released.clear()
+        self.length = 0
+
+
+class Failures:
+    """Failed rows of one group in one partition. Every row of a range has failed, in ordered groups too."""
+
+    __slots__ = ("dead", "failing", "resent")
+
+    def __init__(self) -> None:
+        #: Dead letters: not delivered again unless an operator resends them.
+        self.dead = Ranges()
+        #: Failed rows. The attempt of a range is the time of its first failure, in seconds since 1970.
+        self.failing = Ranges()
+        #: Dead letters that were resent, with the attempts they had: later attempts count from there.
+        self.resent = Ranges()
+
+    def note(self, start: int, end: int, time: int) -> None:
+        """Record ``time`` as the first failure of [start, end), except where one is recorded."""
+        for first, last, _ in self.failing.overlap(start, end):
+            if start < first:
+                self.failing.add(start, first, time // 1_000_000)
+            start = last
+        self.failing.add(start, end, time // 1_000_000)
+
+    def forget(self, start: int, end: int) -> None:
+        """Forget [start, end), which is done or skipped."""
+        self.failing.remove(start, end)
+        self.resent.remove(start, end)
+
+    def bury(self, start: int, end: int, attempt: int, time: int) -> None:
+        """Record that [start, end) became dead letters."""
+        self.note(start, end, time)
+        self.resent.remove(start, end)
+        self.dead.add(start, end, attempt)
+
+    def revive(self, start: int, end: int, passed: int) -> tuple[list[Range], int]:
+        """Record that the dead letters in [start, end) are resent; their attempts start from 0 again.
+
+        Returns the ranges to deliver again, and the number of dead letters. The ranges end at ``passed``, because after
+        a reset to an earlier sequence the cursor delivers the later rows anyway.
+        """
+        letters = self.dead.remove(start, end)
+        again = [Range(first, min(last, passed), attempt) for first, last, attempt in letters if first < passed]
+        for piece in again:
+            self.resent.add(*piece)
+        return again, count_of(letters)
+
+    def purge(self, start: int, end: int) -> int:
+        """Remove the dead letters in [start, end), which are purged. Returns the number of sequences."""
+        letters = self.dead.remove(start, end)
+        for first, last, _ in letters:
+            self.failing.remove(first, last)
+        return count_of(letters)
+
+    def reset(self) -> None:
+        """Forget all failures except dead letters, because the group continues from another sequence."""
+        self.resent.clear()
+        self.failing = Ranges(piece for start, end, _ in self.dead for piece in self.failing.overlap(start, end))
+
+    def dump(self) -> tuple[bytes, bytes, bytes]:
+        """The state for a checkpoint."""
+        return self.dead.pack(), self.failing.pack(), self.resent.pack()
+
+    def load(self, state: tuple[bytes, bytes, bytes]) -> None:
+        """Restore the state of a checkpoint."""
+        self.dead, self.failing, self.resent = map(Ranges.unpack, state)

@@ -21,12 +21,12 @@ from plait.broker.recovery import replay
 from plait.broker.recovery import shards as state
 from plait.broker.recovery import start_up as recover
 from plait.broker.recovery.checkpointer import CheckpointWork
-from plait.broker.schedule import changes
+from plait.broker.schedule import delayed_requests
 from plait.broker.schedule.bucketed import BucketedRows
-from plait.broker.schedule.schedule_views import list_scheduled
+from plait.broker.schedule.delayed_requests import list_scheduled
 from plait.errors import PlaitError
 from plait.storage.checkpoint import DIRECTORY
-from plait.storage.producers import ProducerTable
+from plait.storage.producers import SHARDS, ProducerTable
 from tests.broker.ordered_node import NEWEST, keyed
 from tests.broker.schedule_node import delayed_frame, run_due, submit
 from tests.broker.stage_node import Task, ask, complete
@@ -64,7 +64,7 @@ class Model:
         waiting = waiting_rows(self.node, subject)
         if waiting:
             number, due = self.draw.choice(waiting)
-            assert changes.cancel(self.node.broker, subject, number, due)
+            assert delayed_requests.cancel(self.node.broker, subject, number, due)
             self.node.turn()
 
     def time(self) -> None:
@@ -224,7 +224,13 @@ def load_in_any_order(patch: pytest.MonkeyPatch) -> None:
 
 def store_producers_again(patch: pytest.MonkeyPatch) -> None:
     """Recovery replays frames to producers that include them."""
-    patch.setattr(ProducerTable, "load_until", lambda self, shard, offset: None)
+    order = ProducerTable.order
+
+    def naive(self: ProducerTable) -> None:
+        order(self)
+        self.loaded_until = [0] * SHARDS
+
+    patch.setattr(ProducerTable, "order", naive)
 
 
 def keep_rows_of_the_deleted(patch: pytest.MonkeyPatch) -> None:

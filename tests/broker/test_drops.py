@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.broker.partitions import sealing
-from plait.broker.partitions.dropped import LATE_SECONDS
+from plait.broker.partitions.sealing import LATE_SECONDS
 from plait.errors import StaleRoute
 from plait.model.settings import SubjectSettings
 from tests.broker.ordered_node import SUBJECT, Owner, keyed

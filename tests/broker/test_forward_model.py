@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from plait.broker.partitions import sealing
-from plait.broker.schedule import changes
+from plait.broker.schedule import delayed_requests
 from plait.broker.schedule import forwards as forwards_module
 from plait.broker.schedule.forwards import ForwardRoute, Forwards
 from plait.errors import DiskFull, FlowControl, PlaitError, StaleRoute
@@ -90,7 +90,7 @@ class Model:
             return
         place, number, due, body = self.scheduled.pop(self.draw.randrange(len(self.scheduled)))
         name, group = PLACES[place]
-        if changes.cancel(self.nodes[group].broker, name, number, due):
+        if delayed_requests.cancel(self.nodes[group].broker, name, number, due):
             self.cancelled.add(body)
         self.nodes[group].turn()
 

@@ -6,8 +6,8 @@ import pytest
 
 from plait.broker.groups.dead_letters import Choice
 from plait.broker.partitions import sealing
-from plait.broker.partitions.finished import gone_below
 from plait.broker.partitions.partition import Partition
+from plait.broker.partitions.sealing import gone_below
 from plait.model.logical_partitions import lp_of_key, lp_set
 from plait.model.retry_policy import Retry
 from plait.model.settings import SubjectSettings

@@ -9,7 +9,7 @@ from plait.broker.groups.waking import STALE_MAX
 from plait.errors import GroupBusy, GroupMismatch
 from plait.limits import ServerLimits
 from plait.model.retry_policy import Retry
-from plait.storage.due_ranges import DueRanges
+from plait.storage.ranges import DueRanges
 from tests.support.broker_node import Node
 
 FIVE = Retry.constant(5, attempts=None)

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from plait.broker.schedule import changes, upcoming
+from plait.broker.schedule import delayed_requests, upcoming
 from plait.broker.schedule.due_delivery import TURN_SECONDS
 from plait.broker.schedule.due_rows import DELIVER_SIZE_MAX
 from plait.broker.schedule.upcoming import WINDOW_MICROS
@@ -173,7 +173,7 @@ def test_impossible_due_times_and_wrong_partitions_are_refused(node: Node, produ
 
 def test_an_unknown_subject_has_no_schedule(node: Node) -> None:
     with pytest.raises(SubjectNotFound):
-        changes.cancel(node.broker, "unknown", 0, 5)
+        delayed_requests.cancel(node.broker, "unknown", 0, 5)
 
 
 # --- cancel and reschedule ------------------------------------------------------------------------
@@ -186,24 +186,24 @@ def test_a_cancelled_message_is_never_delivered(node: Node, producer: Producer, 
     first = delay(node, producer, due, b"a", b"b", b"c")
     if bucketed:
         node.checkpoint()
-    assert changes.cancel(node.broker, "orders", first + 1, due)
+    assert delayed_requests.cancel(node.broker, "orders", first + 1, due)
     node.turn()
     assert schedules(node).count == 2
-    assert not changes.cancel(node.broker, "orders", first + 1, due)
-    assert not changes.cancel(node.broker, "orders", first, due + 1)
-    assert not changes.cancel(node.broker, "orders", first + 3, due)
+    assert not delayed_requests.cancel(node.broker, "orders", first + 1, due)
+    assert not delayed_requests.cancel(node.broker, "orders", first, due + 1)
+    assert not delayed_requests.cancel(node.broker, "orders", first + 3, due)
     node = node.killed()
     assert schedules(node).count == 2
     later(node, seconds + 1)
     assert delivered(node) == [b"a", b"c"]
-    assert not changes.cancel(node.broker, "orders", first, due)
+    assert not delayed_requests.cancel(node.broker, "orders", first, due)
 
 
 def test_a_message_that_is_due_and_not_delivered_yet_can_be_cancelled(node: Node, producer: Producer) -> None:
     due = node.clock.now() + SECOND
     number = delay(node, producer, due, b"a")
     node.clock.advance(5)
-    assert changes.cancel(node.broker, "orders", number, due)
+    assert delayed_requests.cancel(node.broker, "orders", number, due)
     run_due(node)
     assert delivered(node) == []
 
@@ -216,13 +216,13 @@ def test_a_rescheduled_message_is_delivered_once_at_its_new_time(
     number = delay(node, producer, now + SECOND, b"a", b"b")
     if bucketed:
         node.checkpoint()
-    moved = changes.reschedule(node.broker, "orders", number, now + SECOND, now + 3600 * SECOND)
+    moved = delayed_requests.reschedule(node.broker, "orders", number, now + SECOND, now + 3600 * SECOND)
     assert moved == number + 2
-    again = changes.reschedule(node.broker, "orders", moved, now + 3600 * SECOND, now + 2 * SECOND)
+    again = delayed_requests.reschedule(node.broker, "orders", moved, now + 3600 * SECOND, now + 2 * SECOND)
     assert again == number + 3
     node.turn()
     assert schedules(node).count == 2
-    assert changes.reschedule(node.broker, "orders", number, now + SECOND, now) is None
+    assert delayed_requests.reschedule(node.broker, "orders", number, now + SECOND, now) is None
     for _ in range(2):
         node = node.killed()
         assert schedules(node).count == 2
@@ -234,7 +234,7 @@ def test_a_rescheduled_message_is_delivered_once_at_its_new_time(
     later(node, 5000)
     assert delivered(node) == [b"b", b"a"]
     with pytest.raises(InvalidArgument):
-        changes.reschedule(node.broker, "orders", again, 0, now + int(3 * WAIT_SECONDS_MAX) * SECOND)
+        delayed_requests.reschedule(node.broker, "orders", again, 0, now + int(3 * WAIT_SECONDS_MAX) * SECOND)
 
 
 def test_the_number_of_remembered_cancelled_messages_is_limited(producer: Producer) -> None:
@@ -243,12 +243,12 @@ def test_the_number_of_remembered_cancelled_messages_is_limited(producer: Produc
     delay(node, producer, due, *[b"%d" % i for i in range(6)])
     for number in range(2):
         # Unbucketed rows do not count.
-        assert changes.cancel(node.broker, "orders", number, due)
+        assert delayed_requests.cancel(node.broker, "orders", number, due)
     node.checkpoint()
     for number in range(2, 5):
-        assert changes.cancel(node.broker, "orders", number, due)
+        assert delayed_requests.cancel(node.broker, "orders", number, due)
     with pytest.raises(LimitExceeded):
-        changes.cancel(node.broker, "orders", 5, due)
+        delayed_requests.cancel(node.broker, "orders", 5, due)
     node.turn()
     later(node, 3600)
     assert delivered(node) == [b"5"]
@@ -334,7 +334,7 @@ def test_nothing_is_delivered_below_the_watermark(producer: Producer) -> None:
     later(node, 5)
     assert delivered(node) == []
     with pytest.raises(DiskFull):
-        changes.reschedule(node.broker, "orders", 0, node.clock.now() - 4 * SECOND, node.clock.now())
+        delayed_requests.reschedule(node.broker, "orders", 0, node.clock.now() - 4 * SECOND, node.clock.now())
     node.disk.capacity = capacity
     node.broker.turn.check_space()
     later(node, 5)
@@ -431,7 +431,7 @@ def test_a_clock_that_was_ahead_for_a_while_has_no_lasting_effect(
     run_due(node)
     delay(node, producer, [now + (3600 + row) * SECOND for row in range(100)], *[b"%d" % row for row in range(100)])
     delay(node, producer, node.clock.now() + 1, b"soon")
-    assert changes.cancel(node.broker, "orders", 3, now + 3601 * SECOND)
+    assert delayed_requests.cancel(node.broker, "orders", 3, now + 3601 * SECOND)
     if bucketed:
         node.checkpoint()
     assert len(schedules(node).window) <= 1

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from plait.broker.recovery import checkpointer as snapshot
-from plait.broker.schedule import changes, upcoming
-from plait.broker.schedule.schedule_views import count_scheduled, list_scheduled
+from plait.broker.schedule import delayed_requests, upcoming
+from plait.broker.schedule.delayed_requests import count_scheduled, list_scheduled
 from plait.errors import DiskFull
 from plait.storage.checkpoint import KEEP
 from plait.storage.schedule.bucket import DIRECTORY, LEVELS, bucket_keys, keys_at
@@ -125,7 +125,7 @@ def test_a_checkpoint_may_leave_rows_in_the_log(producer: Producer, monkeypatch:
     due = node.clock.now() + 60 * SECOND
     for start in range(0, 20, 5):
         delay(node, producer, [due + i for i in range(start, start + 5)], *numbered(start, start + 5))
-    assert changes.cancel(node.broker, "orders", 12, due + 12)
+    assert delayed_requests.cancel(node.broker, "orders", 12, due + 12)
     node.checkpoint()
     assert schedules(node).buckets != {}
     assert schedules(node).by_subject["orders"].unbucketed.waiting == 14
@@ -145,7 +145,7 @@ def test_a_start_from_an_older_checkpoint_delivers_every_row_once(producer: Prod
         node.checkpoint()
         later(node, 1)
         if step == 3:
-            assert changes.cancel(node.broker, "orders", 2, now + 21 * SECOND)
+            assert delayed_requests.cancel(node.broker, "orders", 2, now + 21 * SECOND)
     node.turn()
     assert delivered(node) == numbered(0, 6)
     for name in sorted(name for name in node.disk.list("checkpoints") if name.startswith("manifest-"))[-back:]:
@@ -194,7 +194,7 @@ def test_a_crash_at_any_moment_of_a_checkpoint_loses_and_repeats_nothing(produce
         node.checkpoint()
         later(node, 1)
         delay(node, sender, [now + 2 * SECOND + 1, now + 9 * DAY * SECOND + 1], b"c", b"far2")
-        assert changes.cancel(node.broker, "orders", 2, now + 9 * DAY * SECOND)
+        assert delayed_requests.cancel(node.broker, "orders", 2, now + 9 * DAY * SECOND)
         node.turn()
         if crash_at is not None:
             node.disk.crash_at(crash_at)
@@ -501,7 +501,7 @@ def test_counting_does_not_read_bodies(producer: Producer) -> None:
     path, due = in_wide_runs(node, producer)
     flip_body(node, path, 3)
     node = node.killed()
-    assert changes.cancel(node.broker, "orders", 0, due)
+    assert delayed_requests.cancel(node.broker, "orders", 0, due)
     by_time = count_scheduled(node.broker, None, 0, 1 << 62, "time")
     assert [(view.bucket, view.count) for view in by_time] == [(due, 4), (due + HOUR, 5), (due + 2 * HOUR, 5)]
     by_time = count_scheduled(node.broker, "orders", due + 1, due + HOUR + 2, "time")
@@ -543,7 +543,7 @@ def test_damaged_due_times_are_not_used(producer: Producer, what: str) -> None:
     elif what == "count":
         assert sum(view.count for view in count_scheduled(node.broker, None, 0, 1 << 62, "time")) == 12
     else:
-        assert not changes.cancel(node.broker, "orders", 9, due + 3)
+        assert not delayed_requests.cancel(node.broker, "orders", 9, due + 3)
     assert schedules(node).lost_count == 3
 
 

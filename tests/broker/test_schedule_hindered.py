@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from plait.broker.schedule import changes
-from plait.broker.schedule.schedule_views import count_scheduled, list_scheduled
+from plait.broker.schedule import delayed_requests
+from plait.broker.schedule.delayed_requests import count_scheduled, list_scheduled
 from plait.errors import FlowControl, StorageFailed
 from plait.storage.schedule.bucket import DIRECTORY
 from tests.broker.schedule_node import SECOND, delay, delivered, later, run_due, schedules
@@ -60,7 +60,7 @@ def test_rows_delivered_while_they_were_bucketed_are_not_delivered_again(produce
     delay(node, producer, [now + SECOND, now + HOUR, now + 2 * HOUR], b"a", b"b", b"c")
     work = node.broker.begin_checkpoint().copy_all()
     later(node, 1)
-    assert changes.cancel(node.broker, "orders", 1, now + HOUR)
+    assert delayed_requests.cancel(node.broker, "orders", 1, now + HOUR)
     node.turn()
     work.run()
     with too_many_files(node.disk):
@@ -113,8 +113,8 @@ def test_requests_are_refused_and_change_nothing(producer: Producer) -> None:
     before = node.broker.message_log.end
     with too_many_files(node.disk):
         for request in (
-            lambda: changes.cancel(node.broker, "orders", 0, due),
-            lambda: changes.reschedule(node.broker, "orders", 0, due, due + SECOND),
+            lambda: delayed_requests.cancel(node.broker, "orders", 0, due),
+            lambda: delayed_requests.reschedule(node.broker, "orders", 0, due, due + SECOND),
             lambda: list_scheduled(node.broker, "orders", 0, 1 << 62, None, 10),
             lambda: count_scheduled(node.broker, None, due + SECOND, 1 << 62, "time"),
             lambda: count_scheduled(node.broker, None, due + SECOND, due + HOUR, "subject"),
@@ -124,7 +124,7 @@ def test_requests_are_refused_and_change_nothing(producer: Producer) -> None:
     node.turn()
     assert node.broker.message_log.end == before
     assert schedules(node).count == 2
-    assert changes.cancel(node.broker, "orders", 0, due)
+    assert delayed_requests.cancel(node.broker, "orders", 0, due)
     later(node, 6 * 86_400)
     assert delivered(node) == [b"b"]
 
@@ -134,7 +134,7 @@ def test_a_start_that_cannot_open_buckets_fails_and_the_next_one_finds_all_rows(
     due = node.clock.now() + HOUR
     delay(node, producer, [due, due], b"a", b"b")
     node.checkpoint()
-    assert changes.cancel(node.broker, "orders", 0, due)
+    assert delayed_requests.cancel(node.broker, "orders", 0, due)
     node.turn()
     disk = node.disk.copy()
     with too_many_files(disk), pytest.raises(StorageFailed, match="Too many open files"):

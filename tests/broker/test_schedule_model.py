@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from plait.broker.recovery import checkpointer as snapshot
-from plait.broker.schedule import changes, upcoming
+from plait.broker.schedule import delayed_requests, upcoming
 from plait.broker.schedule import due_delivery as schedule
-from plait.broker.schedule.schedule_views import count_scheduled, list_scheduled
+from plait.broker.schedule.delayed_requests import count_scheduled, list_scheduled
 from plait.frame.columns import Column
 from plait.storage.checkpoint import KEEP
 from plait.storage.schedule.bucket import GRID, NEVER
@@ -108,11 +108,11 @@ class Scheduling(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject, right: bool) -> None:
         subject, number = data.draw(st.sampled_from(sorted(self.waiting)))
         due = self.waiting[subject, number].due
-        assert not changes.cancel(self.node.broker, subject, number, due + 1)
+        assert not delayed_requests.cancel(self.node.broker, subject, number, due + 1)
         if right:
-            assert changes.cancel(self.node.broker, subject, number, due)
+            assert delayed_requests.cancel(self.node.broker, subject, number, due)
             self.gone.add(self.waiting.pop((subject, number)).id)
-            assert not changes.cancel(self.node.broker, subject, number, due)
+            assert not delayed_requests.cancel(self.node.broker, subject, number, due)
         self.node.turn()
 
     @precondition(lambda self: self.waiting)
@@ -121,7 +121,7 @@ class Scheduling(RuleBasedStateMachine):
         subject, number = data.draw(st.sampled_from(sorted(self.waiting)))
         row = self.waiting.pop((subject, number))
         to = self.node.clock.now() + int(seconds * SECOND)
-        moved = changes.reschedule(self.node.broker, subject, number, row.due, to)
+        moved = delayed_requests.reschedule(self.node.broker, subject, number, row.due, to)
         assert moved is not None
         row.due = to
         self.waiting[subject, moved] = row

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from plait.broker.staging import stage_publisher as staging
-from plait.broker.staging.copied_ranges import CopiedRanges
+from plait.broker.staging.stage_publisher import CopiedRanges
 from tests.broker.stage_node import Task, ask, complete, publish, settle
 from tests.support.broker_node import Node, Producer
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import plait
-from plait.broker.partitions.finished import gone_below
+from plait.broker.partitions.sealing import gone_below
 from plait.errors import InvalidArgument
 from plait.testing import EmbeddedBroker
 from tests.client.support import EAGER, PATIENCE_SECONDS, config_of, fetch_all, until

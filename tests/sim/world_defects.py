@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plait.broker.partitions import finished as passed
+from plait.broker.partitions import sealing as passed
 from plait.broker.retention import Retention
 from plait.broker.schedule.forwards import Forwards
 from plait.client.app.subscription import Subscription

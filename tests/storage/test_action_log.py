@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from plait.errors import FrameError
 from plait.frame.builder import FrameParts, pack_stamp
+from plait.frame.columns import Column
 from plait.frame.view import FrameView
 from plait.limits import FRAME_SIZE_MAX
 from plait.storage.logs.action_events import ATTEMPT_MAX, EVENT, KINDS, Acked, Action, Event, Pulled, unpack_event
@@ -25,7 +26,6 @@ from plait.storage.logs.action_log import (
     ConsumerDefinition,
     GroupDefinition,
     encode_definitions,
-    event_rows,
     read_definitions,
     read_events,
 )
@@ -74,7 +74,7 @@ def test_events_read_back_unchanged(written: list[tuple[Event, int, int]]):
         buffer.event(event, group, epoch)
     (frame,) = drain(buffer)
     assert (frame.partition, frame.base, frame.durable, frame.epoch, frame.store_time) == (EVENTS, 40, 12345, 6, 99)
-    assert [unpack_event(row) for row in event_rows(frame)] == [
+    assert [unpack_event(row) for row in frame.binary(Column.BODY).to_pylist()] == [
         (group, epoch, event) for event, group, epoch in written
     ]
     for row, (event, group, epoch) in zip(read_events(frame), written, strict=True):

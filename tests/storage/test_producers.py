@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.storage.producers import SHARDS, FrameVerdict, ProducerTable, StoredRun, shard_of
+from plait.storage.producers import SHARDS, FrameVerdict, ProducerTable, StoredRun
 
 P, PARTITION = 0xABC, 4
 DAY = 86_400_000_000
@@ -217,7 +217,7 @@ def test_a_deleted_partition_is_forgotten():
     known.dirty.clear()
     known.forget_partition(PARTITION)
     assert known.window(P, PARTITION) is None
-    assert known.dirty == {shard_of(P)}
+    assert known.dirty == {P % SHARDS}
 
 
 # --- checkpoint ---------------------------------------------------------------------------------
@@ -232,12 +232,12 @@ def saved(known: ProducerTable, *producers: int) -> Any:
 def test_changes_are_marked_for_the_next_checkpoint():
     known = table(keep_seconds=1)
     store(known, 1, 1, 0)
-    assert known.dirty == {shard_of(P)}
+    assert known.dirty == {P % SHARDS}
     known.dirty.clear()
     judge(known, 2, 1, 1)
     assert known.dirty == set()
     known.forget(DAY)
-    assert known.dirty == {shard_of(P)}
+    assert known.dirty == {P % SHARDS}
 
 
 def test_every_known_producer_is_in_one_shard():
@@ -249,11 +249,11 @@ def test_every_known_producer_is_in_one_shard():
     again.load(saved(known, *ids))
     again.order()
     for one in (known, again):
-        members = [set(one.in_shard(index)) for index in range(SHARDS)]
+        members = [set(one.shards[index]) for index in range(SHARDS)]
         assert members[5] == {5, 69, 133, 2**63 + 5}
         assert sorted(producer for shard in members for producer in shard) == sorted(ids)
         one.forget(8 * DAY)
-        assert not any(list(one.in_shard(index)) for index in range(SHARDS))
+        assert not any(one.shards[index] for index in range(SHARDS))
 
 
 def test_new_producers_do_not_displace_proven_ones():

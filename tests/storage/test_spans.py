@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from plait.storage.logs import record_spans as spans
+from plait.storage.logs import consume_log as spans
 from plait.storage.logs.consume_log import RECORD, Records
 
 

@@ -159,7 +159,7 @@ def forget_runs(patch: Patch) -> None:
 
 def forget_producers_with_the_process(patch: Patch) -> None:
     """R9: checkpoints do not include producer state."""
-    patch.setattr(snapshot.state, "encode_producers", lambda table, shard, message: b"\x93\x00\x00\x90")
+    patch.setattr(ProducerTable, "dump", lambda self, producers: [])
 
 
 def take_unknown_producers_for_new(patch: Patch) -> None:

@@ -19,12 +19,11 @@ from plait.limits import ServerLimits
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry, due_time
 from plait.storage.cursor import CursorState
-from plait.storage.failures import Failures
 from plait.storage.logs.action_events import Event
 from plait.storage.logs.action_log import GroupDefinition
 from plait.storage.logs.log import Log
 from plait.storage.logs.retained_log import RetainedRows
-from plait.storage.ranges import Range
+from plait.storage.ranges import Failures, Range
 
 if TYPE_CHECKING:
     from plait.broker.groups.ordered.locks import LockFloors

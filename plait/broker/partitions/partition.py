@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.broker.partitions import frame_search
-from plait.broker.partitions.key_cache import KeyCache, KnownRows
+from plait.broker.partitions.frame_search import KeyCache, KnownRows
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
 from plait.frame.header import TIME_MAX

@@ -107,15 +107,19 @@ class CheckpointWork:
                 at, data = log.flush()
                 self.consume.append((log, at, data))
             states.append(state.dump_partition(partition, log.generation, len(log)))
-        self.shards[state.partition_shard(shard)] = state.encode_partitions(shard, position, states)
+        self.shards[f"{state.SHARD_PREFIX}{shard:03d}"] = msgspec.msgpack.encode(
+            state.PartitionShard(shard, position, states)
+        )
         return len(states)
 
     def _copy_producers(self, shard: int, position: LogPositions) -> int:
         """Copy a shard of producers. Returns their number."""
         self._table.dirty.discard(shard)
         self.copied_producers.add(shard)
-        self.shards[state.producer_shard(shard)] = state.encode_producers(self._table, shard, position.message)
-        return self._table.count_in_shard(shard)
+        producers = self._table.shards[shard]
+        entries = self._table.dump(producers)
+        self.shards[f"producers-{shard:02d}"] = msgspec.msgpack.encode((shard, position.message, entries))
+        return len(producers)
 
     # --- writing --------------------------------------------------------------------------------
 

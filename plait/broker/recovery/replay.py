@@ -14,7 +14,6 @@ from plait.broker.catalog import Catalog
 from plait.broker.groups.group import AFTER_CLIENT, AttachedConsumer, Group
 from plait.broker.groups.ordered.ordered_group import new_group
 from plait.broker.partitions.partition import BEGINNING, SHARDS
-from plait.broker.recovery.shards import shard_of
 from plait.broker.schedule.bucketed import BucketedRows
 from plait.broker.schedule.forwards import Forwards
 from plait.broker.staging.stages import Stages
@@ -39,7 +38,6 @@ from plait.storage.logs.action_log import (
     EVENTS,
     ConsumerDefinition,
     GroupDefinition,
-    event_rows,
     read_definitions,
 )
 from plait.storage.logs.recovery import Damage
@@ -86,7 +84,7 @@ class MessageReplay:
 
     def _in_checkpoint(self, partition: int, offset: int) -> bool:
         """Whether the checkpoint includes the effect of the frame at ``offset`` on the partition, even its deletion."""
-        return offset < self.positions[shard_of(partition)].message
+        return offset < self.positions[partition % SHARDS].message
 
     def plausible(self, offset: int, frame: FrameView) -> bool:
         """Whether a frame found after damage can be a frame of the log."""
@@ -175,7 +173,7 @@ class ActionReplay:
             for definition in read_definitions(frame):
                 self._definition(definition, frame)
         elif frame.partition == EVENTS:
-            for row in event_rows(frame):
+            for row in frame.binary(Column.BODY).to_pylist():
                 try:
                     self._event(*unpack_event(row), frame)
                 except Exception as error:

@@ -23,8 +23,8 @@ from plait.storage.logs.action_log import (
     Definition,
     encode_definitions,
 )
-from plait.storage.logs.header_rows import HeaderRows
 from plait.storage.logs.retained_log import header_frame
+from plait.storage.logs.segment import HeaderRows
 
 if TYPE_CHECKING:
     from plait.broker.partitions.partition import Partition

@@ -14,13 +14,12 @@ import msgspec
 
 from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.ordered.ordered_group import OrderedGroup, new_group
-from plait.broker.partitions.partition import SHARDS, LogPositions, Partition
+from plait.broker.partitions.partition import LogPositions, Partition
 from plait.broker.turn import Turn
 from plait.storage.catalog import PartitionRow
 from plait.storage.cursor import CursorState
 from plait.storage.logs.action_log import GroupDefinition
 from plait.storage.logs.retained_log import RetainedRows
-from plait.storage.producers import ProducerTable
 
 #: One turn of the loop copies one shard: with 100,000 partitions a shard has 400 of them. The number is part of the
 #: format, because a checkpoint keeps the unchanged shards of earlier ones.
@@ -85,26 +84,6 @@ class ProducerShard(msgspec.Struct, array_like=True):
     producers: list[ProducerState]
 
 
-_encoder = msgspec.msgpack.Encoder()
-_partitions = msgspec.msgpack.Decoder(PartitionShard)
-_producers = msgspec.msgpack.Decoder(ProducerShard)
-
-
-def shard_of(partition: int) -> int:
-    """The shard that a partition is in."""
-    return partition % SHARDS
-
-
-def partition_shard(shard: int) -> str:
-    """The name of a shard of partitions."""
-    return f"{SHARD_PREFIX}{shard:03d}"
-
-
-def producer_shard(shard: int) -> str:
-    """The name of a shard of the producer table."""
-    return f"producers-{shard:02d}"
-
-
 def dump_partition(partition: Partition, generation: int, flushed: int) -> PartitionState:
     """The state of a partition and its groups, with the consume log as it is after the flush."""
     return PartitionState(
@@ -151,20 +130,3 @@ def load_groups(state: PartitionState, partition: Partition, turn: Turn, last_co
             for lock in entry.locks:
                 group.locks.set(*lock)
         yield group
-
-
-def encode_partitions(shard: int, position: LogPositions, states: list[PartitionState]) -> bytes:
-    return _encoder.encode(PartitionShard(shard, position, states))
-
-
-def decode_partitions(data: bytes) -> PartitionShard:
-    return _partitions.decode(data)
-
-
-def encode_producers(table: ProducerTable, shard: int, message: int) -> bytes:
-    """Encode one shard of the table; the cost depends on this shard alone."""
-    return _encoder.encode((shard, message, table.dump(table.in_shard(shard))))
-
-
-def decode_producers(data: bytes) -> ProducerShard:
-    return _producers.decode(data)

@@ -143,13 +143,13 @@ class Recovery:
         partitions: list[state.PartitionShard] = []
         for name, data in shards.items():
             if name.startswith(state.SHARD_PREFIX):
-                partitions.append(state.decode_partitions(data))
+                partitions.append(msgspec.msgpack.decode(data, type=state.PartitionShard))
             elif name.startswith(SHARD_PREFIX):
                 self._bucketed.load(data)
             elif name != UNBUCKETED_SHARD:
-                shard = state.decode_producers(data)
+                shard = msgspec.msgpack.decode(data, type=state.ProducerShard)
                 self._producers.load(shard.producers)
-                self._producers.load_until(shard.number, shard.message)
+                self._producers.loaded_until[shard.number] = shard.message
         self._producers.order()
         self._load_partitions(partitions)
         return manifest

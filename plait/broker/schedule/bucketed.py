@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,8 +28,8 @@ from plait.storage.checkpoint import Checkpoints
 from plait.storage.logs.consume_log import stored_frame
 from plait.storage.logs.recovery import QUARANTINE, move_aside
 from plait.storage.schedule.bucket import DIRECTORY, NEVER, Bucket
-from plait.storage.schedule.bucket_writer import BucketCopy, BucketWriter, UnbucketedCopy, segment_places
-from plait.storage.schedule.unbucketed import UnbucketedFrame, UnbucketedRows, decode_unbucketed
+from plait.storage.schedule.bucket_writer import BucketCopy, BucketWriter, UnbucketedCopy
+from plait.storage.schedule.unbucketed import UnbucketedFrame, UnbucketedRows
 
 #: Rows that one checkpoint writes to buckets: a few seconds of work, and a bound on its memory.
 BUCKET_ROWS_MAX: Final = 2_000_000
@@ -77,7 +78,7 @@ class BucketedRows:
     def load_unbucketed(self, data: bytes, end: int) -> None:
         """Load the rows before ``end`` that a checkpoint left in the message log, from their frames there."""
         log = self._turn.message_log
-        for saved in decode_unbucketed(data):
+        for saved in msgspec.msgpack.decode(data, type=list[UnbucketedFrame]):
             schedule = self._schedules.by_partition.get(saved.partition)
             if schedule is None:
                 continue
@@ -204,12 +205,11 @@ class BucketedRows:
             if end < unbucketed.end:
                 unbucketed_left.append(unbucketed.state_from(schedule.partition.id, end))
                 offsets += unbucketed.offsets_from(end)[:1].tolist()
-        segments = segment_places(turn.message_log.directory, [each.base for each in turn.message_log.segments])
         self._schedules.writer = BucketWriter(
             turn.disk,
             copies_of_rows,
             copies,
-            segments,
+            [(each.base, turn.message_log.files.path(each.base)) for each in turn.message_log.segments],
             unbucketed_left,
             unbucketed_offset=min(offsets, default=None),
             now=turn.clock.now(),

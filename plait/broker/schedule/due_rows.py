@@ -11,9 +11,8 @@ import numpy as np
 
 from plait.broker.appender import JOINED_SIZE_MAX
 from plait.broker.partitions.partition import Partition
-from plait.broker.schedule.due_window import IN_LOG, SoonRows, soon_rows
 from plait.broker.schedule.schedules import Schedules
-from plait.broker.schedule.upcoming import Schedule
+from plait.broker.schedule.upcoming import IN_LOG, Schedule, SoonRows, soon_rows
 from plait.errors import DamageError, FlowControl, FrameError
 from plait.frame.builder import FrameParts
 from plait.frame.columns import Column

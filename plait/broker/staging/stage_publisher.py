@@ -18,7 +18,6 @@ from plait.broker.catalog import Catalog
 from plait.broker.commit import Commit
 from plait.broker.partitions.partition import Partition
 from plait.broker.schedule.schedules import Schedules
-from plait.broker.staging.copied_ranges import CopiedRanges
 from plait.broker.staging.stages import MOVED, PUBLISHING, Reply, Stages, stage_of
 from plait.broker.turn import Turn, write_messages
 from plait.errors import DamageError, DiskFull, FlowControl, PlaitError, ReadOnly, StaleRoute, StorageFailed
@@ -235,3 +234,44 @@ class StagePublisher:
             # This reads only key hashes; ``_publish`` verifies the frames.
             or all(target.takes(frame) for frame, _ in self._stages.frames(partition, 0, trusted=True))
         )
+
+
+class CopiedRanges:
+    """Disjoint ranges of offsets that grow. Adding one takes constant time.
+
+    The operating system frees only large pieces of memory. So ``take`` returns the whole merged range that a frame
+    extends, not only the frame.
+    """
+
+    __slots__ = ("_ends", "_grown", "_starts")
+
+    def __init__(self) -> None:
+        #: The start of each range → its end, and the end → the start.
+        self._ends: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        #: The starts of the ranges that are new or have grown since the last ``take``, oldest first.
+        self._grown: dict[int, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(self, start: int, end: int) -> None:
+        """Add [start, end). It must not overlap with an earlier range."""
+        start = self._starts.pop(start, start)
+        if end in self._ends:
+            self._grown.pop(end, None)
+            end = self._ends.pop(end)
+        self._ends[start] = end
+        self._starts[end] = start
+        self._grown[start] = None
+
+    def take(self) -> list[tuple[int, int]]:
+        """The ranges that are new or have grown since the last call."""
+        grown, self._grown = self._grown, {}
+        return [(start, self._ends[start]) for start in grown]
+
+    def clear(self) -> None:
+        """Forget all ranges."""
+        self._ends.clear()
+        self._starts.clear()
+        self._grown.clear()

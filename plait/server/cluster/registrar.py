@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from plait import tasks
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
-from plait.broker.partitions.finished import began, gone_below, passed
 from plait.broker.partitions.partition import Partition
+from plait.broker.partitions.sealing import began, gone_below, passed
 from plait.errors import InvalidArgument, PlaitError
 from plait.limits import NUMBER_MAX
 from plait.server.broker_host import BrokerHost

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from plait.broker.schedule import changes
-from plait.broker.schedule.schedule_views import count_scheduled, list_scheduled
+from plait.broker.schedule import delayed_requests
+from plait.broker.schedule.delayed_requests import count_scheduled, list_scheduled
 from plait.errors import InvalidArgument
 from plait.frame.header import SEQUENCE_MAX, TIME_MAX
 from plait.limits import SCHEDULE_PAGE_MAX
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 def cancel(server: Server, request: CancelDelayed) -> bool:
     _check(number=request.number, deliver_at=request.deliver_at)
-    return changes.cancel(server.broker, request.subject, request.number, request.deliver_at)
+    return delayed_requests.cancel(server.broker, request.subject, request.number, request.deliver_at)
 
 
 def reschedule(server: Server, request: Reschedule) -> int | None:
     _check(number=request.number, deliver_at=request.deliver_at, to=request.to)
-    return changes.reschedule(server.broker, request.subject, request.number, request.deliver_at, request.to)
+    return delayed_requests.reschedule(server.broker, request.subject, request.number, request.deliver_at, request.to)
 
 
 def list_(server: Server, request: ListDelayed) -> DelayedPage:

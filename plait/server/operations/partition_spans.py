@@ -12,7 +12,7 @@ import numpy as np
 from plait.broker.partitions.partition import Partition
 from plait.errors import InvalidArgument
 from plait.model import names
-from plait.storage.logs import record_spans as spans
+from plait.storage.logs import consume_log as spans
 from plait.storage.logs.consume_log import Records
 from plait.wire.admin.partitions import CutSpans, DescribeSpans, SpanCuts, SpanRow
 

@@ -26,7 +26,7 @@ from plait.spark.inputs.parquet_files import ArchiveReadTask, FilePart, read_col
 from plait.spark.source.offsets import report
 from plait.spark.source.read_options import ReadOptions
 from plait.storage.disk import RealDisk
-from plait.storage.logs import record_spans as arithmetic
+from plait.storage.logs import consume_log as arithmetic
 from plait.storage.logs.consume_log import RECORD, Records
 from plait.storage.reading.log_chunks import CHUNK_SIZE, WantedRows, check_names
 

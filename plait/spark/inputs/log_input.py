@@ -14,7 +14,7 @@ from plait.frame.view import FrameView
 from plait.spark.source.offsets import check_epoch
 from plait.spark.source.read_options import ReadOptions
 from plait.storage.disk import RealDisk
-from plait.storage.logs import record_spans as arithmetic
+from plait.storage.logs import consume_log as arithmetic
 from plait.storage.logs.consume_log import Records
 from plait.storage.reading.log_chunks import ChunkPartition, ChunkPlan, LogChunk, WantedRows, plan, read_chunk
 from plait.storage.reading.log_index import LogIndex

@@ -22,7 +22,7 @@ from plait.frame.columns import Column
 from plait.frame.view import FrameView
 from plait.model.retry_policy import Retry
 from plait.storage.logs.action_events import ATTEMPT_MAX, EVENT, EVENT_SIZE, DeliveryEvent, Event
-from plait.storage.logs.header_rows import HeaderRows, header_rows
+from plait.storage.logs.segment import HeaderRows, header_rows
 
 DIRECTORY = "action"
 #: Frame kinds, in the stamp's partition field.
@@ -141,12 +141,6 @@ def read_events(frame: FrameView) -> npt.NDArray[Any]:
     """The events of a frame as one array."""
     _, data = frame.variable(Column.BODY)
     return np.frombuffer(data, EVENT)
-
-
-def event_rows(frame: FrameView) -> list[bytes]:
-    """The events of a frame, each for ``unpack_event``."""
-    rows: list[bytes] = frame.binary(Column.BODY).to_pylist()
-    return rows
 
 
 def read_definitions(frame: FrameView) -> list[Definition]:

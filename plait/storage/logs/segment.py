@@ -1,11 +1,13 @@
-"""Segments: the files of a log, named by the offset of their first byte, and the space that they reserve."""
+"""Segments: the files of a log, named by the offset of their first byte, the space that they reserve, and the rows of
+their headers."""
 
 from __future__ import annotations
 
 import errno
 import threading
-from typing import Final
+from typing import Final, NamedTuple
 
+from plait.frame.builder import Encoded, FrameParts, assemble, body_column
 from plait.frame.header import HEADER_SIZE, PREFIX, SIZE_OFFSET
 from plait.limits import MIB
 from plait.storage.disk import Disk, File
@@ -206,3 +208,32 @@ def used_size(view: memoryview, start: int) -> int:
             return min(used + (-used & 7), len(view) - start)
         end = begin
     return 0
+
+
+#: Header rows are compressed, because the headers of many subjects are read and held in memory in full. They consist of
+#: similar names and numbers, so they shrink to an eighth.
+COMPRESSION: Final = "lz4"
+
+
+class HeaderRows(NamedTuple):
+    """The rows of one frame that is not numbered and stamped yet."""
+
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
+    column: Encoded
+
+    @property
+    def size(self) -> int:
+        """The size in memory, in bytes."""
+        return sum(map(len, self.column[2]))
+
+    def frame(self, first: int, previous_end: int, stamp: bytes) -> FrameParts:
+        """The frame for a segment whose predecessor ended at ``previous_end``."""
+        return assemble(
+            [self.column], count=self.count, producer=0, first=first, previous=previous_end, flags=0, stamp=stamp
+        )
+
+
+def header_rows(rows: list[bytes], rows_max: int) -> list[HeaderRows]:
+    """The rows, divided into frames of at most ``rows_max`` rows."""
+    pages = (rows[start : start + rows_max] for start in range(0, len(rows), rows_max))
+    return [HeaderRows(len(page), body_column(page, COMPRESSION)) for page in pages]

@@ -105,14 +105,7 @@ class BucketState(msgspec.Struct, array_like=True):
     settled: bytes
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(BucketState)
 SHARD_PREFIX: Final = "schedule-"
-
-
-def decode_bucket(data: bytes) -> BucketState:
-    """The state of a bucket in a checkpoint shard."""
-    return _decoder.decode(data)
 
 
 def shard_of(key: int) -> str:
@@ -122,7 +115,8 @@ def shard_of(key: int) -> str:
 
 def encode_bucket(key: int, path: str, runs: Runs, cursors: Int64s, settled: UInt64s) -> bytes:
     """A bucket as a checkpoint shard."""
-    return _encoder.encode(BucketState(key, path, runs.tobytes(), cursors.astype("<u4").tobytes(), settled.tobytes()))
+    state = BucketState(key, path, runs.tobytes(), cursors.astype("<u4").tobytes(), settled.tobytes())
+    return msgspec.msgpack.encode(state)
 
 
 class Bucket:
@@ -173,7 +167,7 @@ class Bucket:
     @classmethod
     def load(cls, disk: Disk, report: Report, data: bytes) -> Bucket:
         """Restore a bucket from a checkpoint shard."""
-        state = decode_bucket(data)
+        state = msgspec.msgpack.decode(data, type=BucketState)
         bucket = cls(disk, report, state.key, state.path)
         bucket.add(np.frombuffer(state.runs, RUN), np.frombuffer(state.cursors, "<u4").astype(np.int64))
         bucket._settled = np.frombuffer(state.settled, "<u8")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from plait.errors import FrameError
@@ -24,7 +25,6 @@ from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.storage.checkpoint import CheckpointManifest
 from plait.storage.disk import Disk, File
-from plait.storage.logs.segment import segment_name
 from plait.storage.schedule.bucket import (
     DIRECTORY,
     MAPPED_MAX,
@@ -37,7 +37,7 @@ from plait.storage.schedule.bucket import (
     encode_bucket,
     shard_of,
 )
-from plait.storage.schedule.unbucketed import UNBUCKETED_SHARD, Frames, UnbucketedFrame, encode_unbucketed
+from plait.storage.schedule.unbucketed import UNBUCKETED_SHARD, Frames, UnbucketedFrame
 
 #: Bytes of the message log, with compressed columns inflated, whose rows are sorted together.
 PIECE_SIZE: Final = 16 * MIB
@@ -73,13 +73,6 @@ class BucketCopy(NamedTuple):
         return int(self.runs["offset"][-1]) + int(self.runs["size"][-1]) if len(self.runs) else 0
 
 
-class SegmentPlace(NamedTuple):
-    """A segment file of the message log."""
-
-    base: int
-    path: str
-
-
 class _BucketFile:
     """The file of a bucket, while runs are added."""
 
@@ -88,9 +81,9 @@ class _BucketFile:
         self.runs: list[Runs] = []
         #: The schedule numbers of the rows of each run.
         self.numbers: list[UInt64s] = []
-        self._file: File = disk.open(path, create=True)
+        self.file: File = disk.open(path, create=True)
         # A failed checkpoint may have left bytes after ``end``, and perhaps a manifest that names them.
-        self._end = max(end, self._file.size)
+        self._end = max(end, self.file.size)
         self._end += pad(self._end)
         self._parts: list[Buffer] = []
         self._written = self._end
@@ -104,14 +97,8 @@ class _BucketFile:
 
     def write(self) -> None:
         if self._parts:
-            self._file.write(self._parts, self._written)
+            self.file.write(self._parts, self._written)
             self._written, self._parts = self._end, []
-
-    def sync(self) -> None:
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class BucketWriter:
@@ -122,7 +109,7 @@ class BucketWriter:
         disk: Disk,
         row_copies: Sequence[UnbucketedCopy],
         buckets: dict[int, BucketCopy],
-        segments: Sequence[SegmentPlace],
+        segments: Sequence[tuple[int, str]],
         left_in_log: Sequence[UnbucketedFrame],
         *,
         unbucketed_offset: int | None,
@@ -133,11 +120,12 @@ class BucketWriter:
         self._disk = disk
         self.row_copies = row_copies
         self._buckets = buckets
+        #: (log offset of the first byte, file) of each segment of the message log.
         self._segments = segments
         self._left_in_log = left_in_log
         #: The message-log offset of the first row in ``left_in_log``; None: there is none.
         self.unbucketed_offset = unbucketed_offset
-        self._bases = np.array([segment.base for segment in segments], np.int64)
+        self._bases = np.array([base for base, _ in segments], np.int64)
         self._now = now
         self._epoch = epoch
         self._checkpoint = checkpoint
@@ -158,12 +146,12 @@ class BucketWriter:
             for copy in self.row_copies:
                 self._move(copy)
             for writer in self._writers.values():
-                writer.sync()
+                writer.file.sync()
             if self._writers:
                 self._disk.sync_directory(DIRECTORY)
         finally:
             for writer in self._writers.values():
-                writer.close()
+                writer.file.close()
             self._mapped = None
         self.added = {key: (writer.path, np.concatenate(writer.runs)) for key, writer in self._writers.items()}
         self.numbers = {key: writer.numbers for key, writer in self._writers.items()}
@@ -195,7 +183,7 @@ class BucketWriter:
     def _shards(self) -> dict[str, bytes]:
         shards: dict[str, bytes] = {}
         if self._left_in_log:
-            shards[UNBUCKETED_SHARD] = encode_unbucketed(self._left_in_log)
+            shards[UNBUCKETED_SHARD] = msgspec.msgpack.encode(self._left_in_log)
         for key, copy in self._buckets.items():
             if copy.dirty or key in self.added:
                 runs, cursors = copy.runs, copy.cursors
@@ -217,7 +205,7 @@ class BucketWriter:
         for segment, wanted in self._pieces(copy):
             frames = copy.frames[wanted]
             places = frames["place"].copy()
-            places["at"] -= self._segments[segment].base
+            places["at"] -= int(self._bases[segment])
             first, last = int(frames["base"][0]), int(frames["base"][-1]) + int(places["count"][-1])
             due = copy.due[first - copy.base : last - copy.base]
             numbers = np.flatnonzero(due != NEVER) + first
@@ -249,7 +237,7 @@ class BucketWriter:
                 continue
             at, length = int(places["at"][frame]), int(copy.frames["size"][frame])
             try:
-                view = FrameView(self._view(segment)[at - self._segments[segment].base :][:length])
+                view = FrameView(self._view(segment)[at - int(self._bases[segment]) :][:length])
                 if not copy.frames["whole"][frame]:
                     view.verify()
                     self._bytes_read += length
@@ -271,7 +259,7 @@ class BucketWriter:
         if self._mapped is None or self._mapped[0] != segment or self._bytes_read > MAPPED_MAX:
             self._mapped = None
             self._bytes_read = 0
-            file = self._disk.open(self._segments[segment].path)
+            file = self._disk.open(self._segments[segment][1])
             try:
                 self._mapped = (segment, file.view())
             finally:
@@ -302,8 +290,3 @@ class BucketWriter:
             path = copy.path if copy is not None else bucket_path(key, self._epoch, self._checkpoint)
             writer = self._writers[key] = _BucketFile(self._disk, path, copy.end if copy is not None else 0)
         return writer
-
-
-def segment_places(directory: str, bases: Sequence[int]) -> list[SegmentPlace]:
-    """The files of a log's segments."""
-    return [SegmentPlace(base, f"{directory}/{segment_name(base)}") for base in bases]

@@ -6,7 +6,6 @@ consecutive, so they index an array of due times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -34,18 +33,8 @@ class UnbucketedFrame(msgspec.Struct, array_like=True):
     waiting: bytes
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[UnbucketedFrame])
 #: The checkpoint shard of the unbucketed rows. The name is part of the checkpoint format.
 UNBUCKETED_SHARD: Final = "unbucketed"
-
-
-def encode_unbucketed(frames: Sequence[UnbucketedFrame]) -> bytes:
-    return _encoder.encode(frames)
-
-
-def decode_unbucketed(data: bytes) -> list[UnbucketedFrame]:
-    return _decoder.decode(data)
 
 
 class Grown:

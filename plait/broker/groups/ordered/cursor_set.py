@@ -15,8 +15,8 @@ from plait.broker.groups.group import Group
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import LpSet, runs_of, single_lp
 from plait.storage.cursor import ALL, Cursor
-from plait.storage.due_ranges import DueRanges
 from plait.storage.logs.action_events import Event, Held, Joined, Moved, Returned
+from plait.storage.ranges import DueRanges
 
 
 class CursorSet:

@@ -15,14 +15,13 @@ from plait.broker.groups.group import FAILURE, Group, NackOutcome
 from plait.broker.groups.ordered.cursor_set import CursorSet
 from plait.broker.groups.ordered.in_flight import InFlightRows
 from plait.broker.groups.ordered.row_reader import RowReader, Sequences
-from plait.broker.partitions.key_cache import FrameKeys
+from plait.broker.partitions.frame_search import FrameKeys
 from plait.errors import LimitExceeded
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH
 from plait.storage.cursor import Cursor
-from plait.storage.due_ranges import DueRanges
 from plait.storage.logs.action_events import Parked, Resumed, Revived
-from plait.storage.ranges import Range, count_of, joined
+from plait.storage.ranges import DueRanges, Range, count_of, joined
 
 STRICT = "strict"
 

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.broker.groups.group import Group
-from plait.broker.partitions.frame_search import keys_in
-from plait.broker.partitions.key_cache import FrameKeys
+from plait.broker.partitions.frame_search import FrameKeys, keys_in
 from plait.frame.view import FrameView
 from plait.model.logical_partitions import NO_KEY_HASH
 from plait.storage.cursor import Cursor
