@@ -132,8 +132,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from plait.client.admin.admin import Admin
-    from plait.client.admin.cluster_admin import (
+    from plait.client.admin.admin import (
+        Admin,
         AllocationInfo,
         MemberShare,
         PartitionShare,
@@ -149,7 +149,7 @@ if TYPE_CHECKING:
     from plait.client.consume.batch import ArrowBatch, Batch
     from plait.client.consume.consumer import Consumer
     from plait.client.read.reader import Reader
-    from plait.client.send.due_time import DelayLevel
+    from plait.client.send.encoding import DelayLevel
     from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
     from plait.wire.admin.cluster import BrokerInfo, LostPartition
     from plait.wire.admin.dead_letters import DeadQueue
@@ -157,14 +157,13 @@ if TYPE_CHECKING:
 else:
     # NumPy and Arrow take most of the time of an import: what needs them is loaded when it is first asked for.
     _LATER = {
-        "plait.client.admin.admin": "Admin",
         "plait.client.app.app": "App",
         "plait.client.consume.batch": "ArrowBatch Batch",
         "plait.client.client": "Client connect",
-        "plait.client.admin.cluster_admin": "AllocationInfo MemberShare PartitionShare RouteInfo",
+        "plait.client.admin.admin": "Admin AllocationInfo MemberShare PartitionShare RouteInfo",
         "plait.client.consume.consumer": "Consumer",
         "plait.client.admin.dead_letter_admin": "DeadHistory DeadLetter DeadReason",
-        "plait.client.send.due_time": "DelayLevel",
+        "plait.client.send.encoding": "DelayLevel",
         "plait.client.app.outcomes": "Reject RetryLater Suspend",
         "plait.client.app.outgoing": "Outgoing",
         "plait.client.admin.parked_key_admin": "ParkedKey",

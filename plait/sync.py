@@ -9,14 +9,14 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-from plait.client.blocking.blocking_admin import SyncAdmin as Admin
+from plait.client.blocking.blocking_client import SyncAdmin as Admin
 from plait.client.blocking.blocking_client import SyncClient as Client
+from plait.client.blocking.blocking_client import SyncTicket as Ticket
 from plait.client.blocking.blocking_consumer import SyncArrowBatch as ArrowBatch
 from plait.client.blocking.blocking_consumer import SyncBatch as Batch
 from plait.client.blocking.blocking_consumer import SyncConsumer as Consumer
-from plait.client.blocking.blocking_reader import SyncReader as Reader
+from plait.client.blocking.blocking_consumer import SyncReader as Reader
 from plait.client.client import DEFAULT_ADDRESS
-from plait.client.send.post_inbox import SyncTicket as Ticket
 from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts
 from plait.limits import ClientLimits
 

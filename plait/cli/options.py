@@ -107,7 +107,7 @@ def lease_of(text: str) -> float:
 
 def delay_of(text: str) -> Any:
     """A delay: a duration, or one of RocketMQ's levels, as in ``level3``."""
-    from plait.client.send.due_time import DelayLevel
+    from plait.client.send.encoding import DelayLevel
 
     match = _LEVEL.fullmatch(text.strip())
     if match is None:

@@ -28,10 +28,10 @@ from plait.client.consume.terms import ConsumerArguments
 from plait.client.net.node import Node
 from plait.client.net.router import Router
 from plait.client.read.reader import Reader
-from plait.client.send.due_time import Delay, Delays, DeliverAts, due_of, dues_of
+from plait.client.send.encoding import Delay, Delays, DeliverAts, due_of, dues_of
 from plait.client.send.producer import Producer
 from plait.client.send.send_many import Headers, Tags, send_many
-from plait.client.send.senders import Senders
+from plait.client.send.subject_sender import Senders
 from plait.client.types import Receipt, Receipts, Ticket
 from plait.clock import Clock, virtual_clock
 from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from plait.frame import validation as check
-from plait.frame.columns import TAG_SEPARATOR, Column
+from plait.frame.columns import TAG_SEPARATOR, Column, check_text, check_times
 from plait.frame.view import FrameView
 
 _TEXT: Final = pa.string()
@@ -94,7 +93,7 @@ def keys(frame: FrameView) -> pa.Array:
     if not frame.has(Column.KEY):
         return nulls(_TEXT, frame.count)
     offsets, data = frame.variable(Column.KEY)
-    check.text(offsets, data, Column.KEY)
+    check_text(offsets, data, Column.KEY)
     return _wrap_nullable(_TEXT, offsets, data)
 
 
@@ -103,7 +102,7 @@ def tags(frame: FrameView) -> pa.Array:
     if not frame.has(Column.TAGS):
         return nulls(_TEXTS, frame.count)
     offsets, data = frame.variable(Column.TAGS)
-    check.text(offsets, data, Column.TAGS)
+    check_text(offsets, data, Column.TAGS)
     # Imported here: it would take a quarter of the time of importing plait.
     import pyarrow.compute as pc
 
@@ -123,7 +122,7 @@ def send_times(frame: FrameView) -> pa.Array:
     if not frame.has(Column.SEND_TIME):
         return nulls(_TIME, frame.count)
     values = frame.values(Column.SEND_TIME)
-    check.times(values, Column.SEND_TIME)
+    check_times(values, Column.SEND_TIME)
     return _wrap(_TIME, values if len(values) == frame.count else np.full(frame.count, values[0]))
 
 

@@ -1,4 +1,4 @@
-"""The columns of a frame and their layout.
+"""The columns of a frame, their layout, and the checks that every row of a column can be read by any consumer.
 
 Columns are stored in the order of their numbers, each padded to 8 bytes. A fixed column is ``count`` little-endian
 values. A variable column is ``count + 1`` int32 offsets, then the data, whose first byte has the offset ``offsets[0]``:
@@ -12,8 +12,11 @@ from struct import Struct
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
-from plait.frame.header import HEADER_SIZE, pad
+from plait.errors import FrameError
+from plait.frame.header import HEADER_SIZE, TIME_MAX, pad
 from plait.limits import (
     BODY_SIZE_MAX,
     FRAME_COUNT_MAX,
@@ -124,3 +127,30 @@ def layout_of(bits: int) -> Layout:
     if len(LAYOUTS) < 256:
         LAYOUTS[bits] = layout
     return layout
+
+
+_STRING: Final = pa.string()
+
+
+def check_row_sizes(offsets: npt.NDArray[np.integer[Any]], size: int, column: int) -> None:
+    """Check that no row of a column with ``size`` bytes of data is longer than the column allows."""
+    limit = ROW_SIZES_MAX[column]
+    if size > limit and int(np.diff(offsets).max()) > limit:
+        raise FrameError(f"{label(column)} column has a row longer than {limit} bytes")
+
+
+def check_text(offsets: npt.NDArray[np.int32], data: memoryview, column: int) -> None:
+    """Check that every row is UTF-8."""
+    if bytes(data).isascii():
+        return
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    try:
+        pa.Array.from_buffers(_STRING, len(offsets) - 1, buffers, 0).validate(full=True)
+    except pa.ArrowInvalid:
+        raise FrameError(f"{label(column)} column has a row that is not UTF-8") from None
+
+
+def check_times(values: npt.NDArray[Any], column: int) -> None:
+    """Check that every time is a date."""
+    if not 0 <= int(values.min()) <= int(values.max()) <= TIME_MAX:
+        raise FrameError(f"{label(column)} column has a time that is not a date")

@@ -16,7 +16,6 @@ import pyarrow as pa
 from crc32c import crc32c
 
 from plait.errors import FrameError
-from plait.frame import validation as check
 from plait.frame.columns import (
     COMPRESSIBLE,
     ENTRY_SIZE_BITS,
@@ -32,6 +31,9 @@ from plait.frame.columns import (
     VARIABLE,
     Codec,
     Column,
+    check_row_sizes,
+    check_text,
+    check_times,
     label,
     layout_of,
 )
@@ -206,16 +208,16 @@ class FrameView(FrameHeader):
                 if codec == _RAW and self.count <= SMALL_COUNT:
                     self._small_offsets(self.buffer[start:end], number)
                     if number in TEXTS and not bytes(self.buffer[start + 4 * self.count + 4 : end]).isascii():
-                        check.text(*self.variable(number), number)
+                        check_text(*self.variable(number), number)
                 else:
                     offsets, data = self.variable(number)
-                    check.row_sizes(offsets, len(data), number)
+                    check_row_sizes(offsets, len(data), number)
                     if number in TEXTS:
-                        check.text(offsets, data, number)
+                        check_text(offsets, data, number)
                     self._inflated = None
             elif number in TIMES:
                 if codec != _CONST or end - start != 8 or int.from_bytes(self.buffer[start:end], "little") > TIME_MAX:
-                    check.times(self.values(number), number)
+                    check_times(self.values(number), number)
             elif number == _KEY_HASH and codec == _RAW and end - start == 8 * self.count:
                 # Any 64 bits are a hash.
                 continue
@@ -279,7 +281,7 @@ class FrameView(FrameHeader):
         if first < 0 or offsets[-1] - first != size or (self.count > 1 and list(offsets) != sorted(offsets)):
             raise FrameError(f"{label(column)} column has offsets that do not fit its {size} bytes")
         if size > ROW_SIZES_MAX[column]:
-            check.row_sizes(np.array(offsets), size, column)
+            check_row_sizes(np.array(offsets), size, column)
         return offsets
 
     def _raw(self, column: int) -> tuple[memoryview, int]:

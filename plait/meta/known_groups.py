@@ -16,7 +16,7 @@ import msgspec
 from plait.limits import REMEMBERED_GROUPS_MAX
 from plait.meta.database.schema import PartitionAssignment
 from plait.model import names
-from plait.model.lp_runs import NumberedRun
+from plait.model.logical_partitions import NumberedRun
 from plait.model.route import Route
 
 log = logging.getLogger("plait.meta")

@@ -21,7 +21,7 @@ from plait.meta.database.schema import PartitionAssignment
 from plait.meta.known_groups import ReportedProgress, forgetting, progress_of
 from plait.meta.subjects import Subjects, new_places
 from plait.model import route as routes
-from plait.model.lp_runs import Numbers, spread
+from plait.model.logical_partitions import Numbers, spread
 from plait.model.route import PartitionId, Route
 from plait.wire.admin.cluster import LostPartition, PartitionProgress
 from plait.wire.admin.subjects import Remembered

@@ -18,7 +18,7 @@ from plait.meta.known_groups import progress_of
 from plait.meta.subjects import Subjects, check_count, check_groups, new_places
 from plait.meta.views import Drop, Make, Move, RouteView
 from plait.model import route as routes
-from plait.model.lp_runs import NumberedRun
+from plait.model.logical_partitions import NumberedRun
 from plait.model.route import PartitionId, Route
 from plait.model.settings import SubjectSettings
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.logical_partitions import runs_with
-from plait.model.lp_runs import Numbers
+from plait.model.logical_partitions import Numbers, runs_with
 from plait.model.route import PartitionId, Route, Span, SpanHistory, joined
 from plait.wire.admin.cluster import RegisteredPartition
 

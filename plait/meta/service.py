@@ -30,7 +30,7 @@ from plait.meta.retiring import Retiring
 from plait.meta.route_changes import RouteChanges
 from plait.meta.subjects import Subjects
 from plait.meta.views import HeartbeatView, Registered, RoutedSubjectView, RouteView
-from plait.model.lp_runs import NumberedRun
+from plait.model.logical_partitions import NumberedRun
 from plait.model.route import PartitionId, Route
 from plait.model.settings import SubjectSettings
 from plait.wire.admin.cluster import (

@@ -9,7 +9,7 @@ import msgspec
 from plait.errors import PlaitError
 from plait.meta.database.mirror import GroupKey
 from plait.meta.members.shares import Share, split
-from plait.model.lp_runs import NumberedRun, Run
+from plait.model.logical_partitions import NumberedRun, Run
 from plait.model.route import PartitionId, Route
 from plait.model.settings import SubjectSettings
 from plait.wire.admin.cluster import State

@@ -1,4 +1,4 @@
-"""Logical partitions (LPs): the 1024 slots that order keys hash to.
+"""Logical partitions (LPs): the 1024 slots that order keys hash to; sets of them, a number for each, and equal shares.
 
 The hash is part of the format and never changes: xxh3_64 of the key's UTF-8 text (an integer as its decimal text),
 modulo 1024. A row without a key still needs an LP, because every row has an owner: its LP is computed from its
@@ -8,15 +8,41 @@ sequence. Rows with neighbouring sequences share that LP, so that they are deliv
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.lp_runs import NumberedRun, Numbers, Run
+
+#: LPs [first, end).
+Run = tuple[int, int]
+#: LPs [first, end) and the number that they share: a partition's index, a fence or an epoch.
+NumberedRun = tuple[int, int, int]
+#: A number for each LP.
+Numbers = NDArray[np.int64]
+
+
+def spread(runs: Sequence[NumberedRun], missing: int = -1) -> Numbers:
+    """The number of each LP; ``missing`` for an LP that is in no run."""
+    numbers = np.full(LOGICAL_PARTITIONS, missing, dtype=np.int64)
+    for first, end, number in runs:
+        numbers[first:end] = number
+    return numbers
+
+
+def edges(*columns: NDArray[np.generic]) -> Numbers:
+    """The first LP of each run in which every column is constant, then the end of the last run."""
+    changes = np.zeros(LOGICAL_PARTITIONS + 1, dtype=np.bool_)
+    changes[[0, -1]] = True
+    for column in columns:
+        changes[1:-1] |= column[1:] != column[:-1]
+    return changes.nonzero()[0]
+
 
 Hashes = npt.NDArray[np.uint64]
 Lps = npt.NDArray[np.uint16]
@@ -108,3 +134,93 @@ def runs_alike(chosen: LpSet, *values: Numbers) -> list[Run]:
     starts = [first, *(cuts.nonzero()[0] + first + 1).tolist()]
     ends = [*starts[1:], end]
     return [run for run, inside in zip(zip(starts, ends, strict=True), chosen[starts].tolist(), strict=True) if inside]
+
+
+class LpNumbers:
+    """1024 numbers, immutable."""
+
+    __slots__ = ("_lengths", "values")
+
+    def __init__(self, values: Numbers, lengths: npt.NDArray[np.uint16]) -> None:
+        #: The number of each run.
+        self.values = values
+        self._lengths = lengths
+
+    @classmethod
+    def of(cls, numbers: Numbers) -> LpNumbers:
+        """Compress an array with the number of each logical partition."""
+        edges = (numbers[1:] != numbers[:-1]).nonzero()[0]
+        if len(edges):
+            lengths = np.empty(len(edges) + 1, np.uint16)
+            lengths[:-1], lengths[-1] = edges, LOGICAL_PARTITIONS - 1
+            values = numbers[lengths]
+            lengths[1:] -= lengths[:-1]
+            lengths[0] += 1
+            return cls(values, lengths)
+        return cls(numbers[:1].copy(), _WHOLE) if numbers[0] else ZEROS
+
+    def array(self) -> Numbers:
+        """The number of each logical partition, as a new array that the caller may change."""
+        return np.repeat(self.values, self._lengths)
+
+    def any(self) -> bool:
+        """True if at least one number is not zero."""
+        return bool(self.values.any())
+
+    def same(self, other: LpNumbers) -> bool:
+        """True if all 1024 numbers are equal to those of ``other``."""
+        equal = self.values.tobytes() == other.values.tobytes()
+        return equal and self._lengths.tobytes() == other._lengths.tobytes()
+
+
+_WHOLE = np.full(1, LOGICAL_PARTITIONS, np.uint16)
+#: The number 0 for every logical partition.
+ZEROS = LpNumbers(np.zeros(1, np.int64), _WHOLE)
+
+
+def shares(count: int) -> list[Run]:
+    """``count`` runs of LPs (1 to 1024 runs) that differ in length by at most one, in order, without gap or overlap."""
+    if not 1 <= count <= LOGICAL_PARTITIONS:
+        raise ValueError(f"{count} shares of {LOGICAL_PARTITIONS} LPs; use 1 to {LOGICAL_PARTITIONS}")
+    edges = [index * LOGICAL_PARTITIONS // count for index in range(count + 1)]
+    return list(pairwise(edges))
+
+
+def balance(
+    owners: Numbers, count: int, *, loose: NDArray[np.bool_] | None = None, wished: Numbers | None = None
+) -> Numbers:
+    """The new owner of each LP, from 0 to ``count`` - 1. The owners' shares differ by at most one LP.
+
+    ``owners`` has the present owner of each LP, or -1 if it has none. As few LPs as possible move: an owner gives away
+    only the LPs that exceed its share, and the owners with the most LPs get the larger shares. An owner first gives
+    away LPs that are ``loose``. An LP that moves gets its ``wished`` owner while that owner's share has room. The
+    result depends only on the arguments. If there are more owners than LPs, some owners get none.
+    """
+    counts = np.bincount(owners[owners >= 0], minlength=count)
+    small, larger = divmod(LOGICAL_PARTITIONS, count)
+    quota = np.full(count, small, dtype=np.int64)
+    quota[np.argsort(-counts, kind="stable")[:larger]] += 1
+    balanced = _within(owners, quota, loose)
+    if wished is not None:
+        balanced = _fill(balanced, wished, quota)
+    left = quota - np.bincount(balanced[balanced >= 0], minlength=count)
+    balanced[balanced < 0] = np.repeat(np.arange(count), left)
+    return balanced
+
+
+def _within(owners: Numbers, quota: Numbers, loose: NDArray[np.bool_] | None = None) -> Numbers:
+    """``owners`` limited to each owner's quota: loose LPs lose their owner first, then the last LPs."""
+    ranked = np.argsort(owners, kind="stable") if loose is None else np.lexsort((loose, owners))
+    of = owners[ranked]
+    # The rank of each LP among the LPs of its owner.
+    rank = np.arange(LOGICAL_PARTITIONS) - np.searchsorted(of, of)
+    kept = ranked[(of >= 0) & (rank < quota[of])]
+    within = np.full(LOGICAL_PARTITIONS, -1, dtype=np.int64)
+    within[kept] = owners[kept]
+    return within
+
+
+def _fill(balanced: Numbers, wished: Numbers, quota: Numbers) -> Numbers:
+    """Give each LP without an owner to its wished owner, while that owner's quota has room."""
+    room = quota - np.bincount(balanced[balanced >= 0], minlength=len(quota))
+    return np.where(balanced < 0, _within(np.where(balanced < 0, wished, -1), room), balanced)

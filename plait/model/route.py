@@ -27,9 +27,19 @@ from numpy.typing import NDArray
 
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.balance import balance, shares
-from plait.model.logical_partitions import LpSet, lp_set, runs_of, runs_with
-from plait.model.lp_runs import NumberedRun, Numbers, Run, edges, spread
+from plait.model.logical_partitions import (
+    LpSet,
+    NumberedRun,
+    Numbers,
+    Run,
+    balance,
+    edges,
+    lp_set,
+    runs_of,
+    runs_with,
+    shares,
+    spread,
+)
 
 
 class PartitionId(msgspec.Struct, frozen=True, array_like=True, order=True):

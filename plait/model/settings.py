@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Literal
 
 import msgspec
@@ -9,6 +10,24 @@ import msgspec
 from plait.errors import InvalidArgument
 from plait.limits import AGE_SECONDS_MAX, RETENTION_BYTES_MAX
 from plait.model import names
+
+
+class ShareMode(StrEnum):
+    """The share mode of a consumer and its group."""
+
+    #: Any consumer gets any message.
+    SHARED = "shared"
+    #: The owner of an LP gets its messages, in order per key.
+    ORDERED = "ordered"
+    #: The owner of an LP gets its messages; a failed message does not hold back later ones.
+    AFFINITY = "affinity"
+    #: Every consumer gets all messages.
+    BROADCAST = "broadcast"
+
+    @property
+    def locks(self) -> bool:
+        """True if each LP has at most one owner at a time."""
+        return self in (ShareMode.ORDERED, ShareMode.AFFINITY)
 
 
 class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):

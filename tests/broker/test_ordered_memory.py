@@ -13,7 +13,7 @@ import pytest
 import plait
 from plait.broker.groups.group import AttachedConsumer
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.lp_numbers import ZEROS, LpNumbers
+from plait.model.logical_partitions import ZEROS, LpNumbers
 from tests.broker.ordered_node import NEWEST, SUBJECT, make_subject
 from tests.support.broker_node import Node
 

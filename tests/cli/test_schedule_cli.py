@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from plait.cli.options import delay_of, time_of
-from plait.client.send.due_time import DelayLevel
+from plait.client.send.encoding import DelayLevel
 from plait.errors import InvalidArgument
 from tests.cli.commands import Serving, plait
 from tests.cli.conftest import Here

@@ -10,7 +10,7 @@ from plait.client.consume.failure import FailureOutcome
 from plait.client.consume.ordered.lock_rights import LockRights
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
 from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
-from plait.client.net.consumer_session import ConsumerSession
+from plait.client.net.node import ConsumerSession
 from plait.client.types import PartitionName
 from plait.clock import ManualClock
 from plait.errors import PlaitError, StaleSession

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import plait
-from plait.client.admin.cluster_admin import _route_info
+from plait.client.admin.admin import _route_info
 from plait.limits import LOGICAL_PARTITIONS, PARKED_PAGE_MAX
 from plait.meta.database.connection import file_url
 from plait.server.meta.meta_server import MetaServer

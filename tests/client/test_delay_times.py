@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import plait
 from plait.client.arguments import micros_of, moment_of, start_of, to_datetime
-from plait.client.send.due_time import due_of, dues_of
+from plait.client.send.encoding import due_of, dues_of
 from plait.limits import DELAY_SECONDS_MAX, DELAY_SECONDS_MIN
 from plait.model.retry_policy import WAIT_SECONDS_MAX
 

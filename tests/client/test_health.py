@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.client.net.group_health import FAILURE_SECONDS, SLOW, GroupHealth
+from plait.client.send.producer import FAILURE_SECONDS, SLOW, GroupHealth
 
 FIRST_LIMIT, FIRST_PAUSE = SLOW[0]
 

@@ -12,8 +12,7 @@ import pytest
 
 import plait
 from plait.client.send.row_columns import RowColumns
-from plait.client.staged.stage_sender import ask
-from plait.client.staged.stage_writer import StageWriter
+from plait.client.staged.stage_writer import StageWriter, ask
 from plait.errors import Expired, InvalidArgument, InvalidName, OutOfSequence, Timeout
 from plait.limits import STAGES_PAGE_MAX
 from plait.testing import EmbeddedBroker

@@ -18,8 +18,7 @@ from plait.client.send.open_rows import hash_keys
 from plait.client.send.row_columns import RowColumns
 from plait.client.staged import batch_commit as committing
 from plait.client.staged.batch_commit import abort, carry_out, commit, finish_others
-from plait.client.staged.stage_sender import ask
-from plait.client.staged.stage_writer import Staged, StageWriter
+from plait.client.staged.stage_writer import Staged, StageWriter, ask
 from plait.errors import InvalidArgument, MetaUnavailable, StaleSession
 from plait.model.logical_partitions import lp_of_key
 from plait.server.meta.meta_requests import UNDONE_MAX

@@ -10,7 +10,7 @@ from plait.meta.database.store import Store
 from plait.meta.members.shares import Share
 from plait.meta.service import MetaService
 from plait.meta.views import HeartbeatView
-from plait.model.lp_runs import NumberedRun
+from plait.model.logical_partitions import NumberedRun
 from plait.model.route import PartitionId
 from plait.wire.admin.cluster import PartitionProgress
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.members.allocation import Allocation, allocate, decode
-from plait.model.lp_runs import NumberedRun
+from plait.model.logical_partitions import NumberedRun
 
 MEMBERS = st.lists(st.sampled_from([f"c{number}" for number in range(40)]), unique=True, max_size=40)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from plait.model.lp_runs import Run
+from plait.model.logical_partitions import Run
 from plait.model.route import (
     PartitionId,
     Route,

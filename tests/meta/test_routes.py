@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.balance import balance, shares
-from plait.model.logical_partitions import lp_set
+from plait.model.logical_partitions import balance, lp_set, shares
 from plait.model.route import (
     PartitionId,
     Route,

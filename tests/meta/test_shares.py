@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.members.allocation import Allocation, allocate, unallocated
 from plait.meta.members.shares import Share, Shares, join, shared, split
-from plait.model.lp_runs import NumberedRun
+from plait.model.logical_partitions import NumberedRun
 from plait.wire import codec
 from plait.wire import messages as m
 

@@ -19,7 +19,7 @@ from plait.meta.database.connection import file_url
 from plait.meta.members.allocator import AllocationWrite
 from plait.meta.members.leaving import Leave, LeaveQueue
 from plait.meta.service import MetaService
-from plait.model.lp_runs import NumberedRun
+from plait.model.logical_partitions import NumberedRun
 from plait.server.meta import meta_host
 from plait.server.meta.meta_server import MetaServer
 from plait.testing import EmbeddedBroker

@@ -25,8 +25,7 @@ from plait.client.send.partition_sender import PartitionSender
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.members import allocation
 from plait.meta.members import allocator as allocating
-from plait.model.logical_partitions import lp_set
-from plait.model.lp_numbers import LpNumbers
+from plait.model.logical_partitions import LpNumbers, lp_set
 from plait.storage.cursor import Cursor, CursorState
 from plait.storage.ranges import Ranges
 

@@ -27,7 +27,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.model.names import counted
 
 if TYPE_CHECKING:
-    from plait.client.admin.cluster_admin import AllocationInfo
+    from plait.client.admin.admin import AllocationInfo
     from plait.client.admin.parked_key_admin import ParkedKey
     from plait.client.client import Client
     from plait.wire.admin.subjects import GroupInfo

@@ -115,7 +115,7 @@ def move(
 ) -> None:
     """Deliver a message at another time."""
     from plait.client.arguments import to_datetime
-    from plait.client.send.due_time import due_of
+    from plait.client.send.encoding import due_of
 
     if (delay is None) == (to is None):
         raise InvalidArgument("use --delay or --to for the new time: exactly one of them")

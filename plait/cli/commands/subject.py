@@ -26,7 +26,7 @@ from plait.errors import InvalidArgument, Timeout
 from plait.limits import LOGICAL_PARTITIONS
 
 if TYPE_CHECKING:
-    from plait.client.admin.cluster_admin import RouteInfo
+    from plait.client.admin.admin import RouteInfo
     from plait.client.client import Client
     from plait.wire.admin.subjects import SubjectInfo
 

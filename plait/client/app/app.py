@@ -27,7 +27,7 @@ from plait.client.arguments import Duration, Start, seconds_of, wait_of
 from plait.client.blocking.loop_thread import new_event_loop
 from plait.client.client import DEFAULT_ADDRESS, Client
 from plait.client.consume.terms import ConsumerArguments
-from plait.client.send.due_time import Delay
+from plait.client.send.encoding import Delay
 from plait.client.types import Receipt, Ticket
 from plait.errors import Closed, InvalidArgument
 from plait.limits import ClientLimits

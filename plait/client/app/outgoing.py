@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from plait.client.client import Client
-from plait.client.send.due_time import Delay
+from plait.client.send.encoding import Delay
 from plait.client.types import HeaderValue, Receipt
 
 

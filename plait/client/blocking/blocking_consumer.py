@@ -1,21 +1,24 @@
-"""The consumer for blocking code, and the results of its fetches."""
+"""The consumer for blocking code, the results of its fetches, and the reader."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Self, overload
+from typing import Any, Self, overload
 
 import pyarrow as pa
 
 from plait.client.arguments import Duration, seconds_of
-from plait.client.blocking.loop_thread import RunInLoop
-from plait.client.blocking.proxy import Blocking, blocking, signed_as
+from plait.client.blocking.loop_thread import Blocking, RunInLoop, blocking, signed_as
 from plait.client.consume.batch import ITERATION_COUNT, ArrowBatch, Batch
 from plait.client.consume.consumer import Consumer
 from plait.client.consume.delivered import Piece
+from plait.client.read import reader
+from plait.client.read.reader import Reader
 from plait.client.types import Message
 from plait.errors import Closed, ForkedClient
 
@@ -134,3 +137,58 @@ class SyncConsumer(Blocking[Consumer]):
             if self._inner._fetcher.stopping:
                 raise StopIteration
             self._run(self._hand_over(ITERATION_COUNT, ITERATION_SECONDS, apart=True))
+
+
+class SyncReader(Blocking[Reader]):
+    """Reads a subject from a position. A restart of the server only delays it."""
+
+    def __init__(self, inner: Reader, run: RunInLoop) -> None:
+        super().__init__(inner, run)
+        self.subject = inner.subject
+        #: Messages that the loop handed over and no caller has taken: an interrupted call loses none.
+        self._ready: deque[Message] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def position(self) -> Any:
+        """The position of the next read."""
+        return self._inner.position
+
+    def __enter__(self) -> Self:
+        self._run(self._inner.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._inner._closed = True
+        if self._inner._router.meta.closed is None:
+            self._run(self._inner.close())
+
+    def fetch(self, count: int = 500, wait: Duration = 1.0) -> list[Message]:
+        """Up to ``count`` messages: those available now, or else the first that arrive within ``wait`` seconds."""
+        if not self._ready or count < 1:
+            self._run(self._hand_over(count, wait))
+        with self._lock:
+            return [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
+
+    async def _hand_over(self, count: int, wait: Duration) -> None:
+        """Fetch messages and hand them over. Runs on the loop."""
+        self._ready.extend(await self._inner.fetch(count, wait))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Message:
+        """Wait for the next message, without a timeout."""
+        while True:
+            with self._lock:
+                if self._ready:
+                    return self._ready.popleft()
+            if self._inner._closed:
+                raise StopIteration
+            self._run(self._hand_over(reader.ITERATION_COUNT, ITERATION_SECONDS))

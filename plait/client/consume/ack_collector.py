@@ -19,7 +19,7 @@ from plait.client.consume.ack_spool import AckSpool
 from plait.client.consume.delivered import DeliveredFrame, Deliveries
 from plait.client.consume.failure import EpochRange, FailureOutcome
 from plait.client.consume.outcomes import PendingOutcomes
-from plait.client.net.consumer_session import ConsumerSession
+from plait.client.net.node import ConsumerSession
 from plait.errors import PlaitError, StaleSession, Timeout, Unavailable
 from plait.limits import ClientLimits
 from plait.model.reason import Reason

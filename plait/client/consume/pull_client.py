@@ -23,8 +23,7 @@ from plait.client.consume.delivered import DeliveredFrame, Deliveries, Piece
 from plait.client.consume.failure import UNBEGUN, EpochRange
 from plait.client.consume.outcomes import merged, split_nack
 from plait.client.consume.terms import Terms
-from plait.client.net.consumer_session import ConsumerSession
-from plait.client.net.node import Node
+from plait.client.net.node import ConsumerSession, Node
 from plait.client.types import PartitionName
 from plait.errors import FrameError, GroupBusy, PlaitError, StaleRoute, StaleSession, Unavailable
 from plait.frame.view import frames_in

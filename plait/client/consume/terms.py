@@ -10,7 +10,7 @@ from plait.client.consume.failure import EpochRange
 from plait.errors import InvalidArgument
 from plait.model import names
 from plait.model.retry_policy import Retry
-from plait.model.share_mode import ShareMode
+from plait.model.settings import ShareMode
 from plait.wire import messages as m
 
 

@@ -1,15 +1,22 @@
-"""Encodes bodies, order keys, tags and headers from what users pass to what frames store."""
+"""Converts what users pass to what frames store: bodies, order keys, tags, headers, and due times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import enum
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
+from plait.client.arguments import Duration, micros_of, seconds_of, shown
 from plait.errors import CodecError, InvalidArgument, TooLarge
 from plait.frame.columns import TAG_SEPARATOR
-from plait.limits import BODY_SIZE_MAX, HEADERS_SIZE_MAX, KEY_SIZE_MAX, TAGS_MAX
+from plait.limits import BODY_SIZE_MAX, DELAY_SECONDS_MAX, DELAY_SECONDS_MIN, HEADERS_SIZE_MAX, KEY_SIZE_MAX, TAGS_MAX
 from plait.model import names
 
 #: The header that replaces headers which cannot be decoded. Its value is their first ``UNREADABLE_SHOWN`` bytes, as
@@ -141,3 +148,165 @@ def read_headers(encoded: bytes) -> dict[str, str | int | float | bool] | None:
         # From msgspec, or because text is not UTF-8.
         return None
     return None if "" in headers else headers
+
+
+#: Due times in microseconds since 1970: one for each row, or one for all.
+Dues = int | npt.NDArray[np.int64]
+
+_MAX_MICROS: Final = round(DELAY_SECONDS_MAX * 1_000_000)
+_LIMITS: Final = f"use {DELAY_SECONDS_MIN * 1000:g} ms to {DELAY_SECONDS_MAX / 86400:.0f} days"
+#: Nanoseconds in each of Arrow's units.
+_UNITS: Final = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
+_MANY: Final = (Sequence, np.ndarray, pa.Array, pa.ChunkedArray)
+#: Seconds in each of NumPy's units whose length is fixed.
+_NUMPY_UNITS: Final = {
+    "W": 604_800.0,
+    "D": 86_400.0,
+    "h": 3_600.0,
+    "m": 60.0,
+    **{unit: 1000.0**-power for power, unit in enumerate(("s", "ms", "us", "ns", "ps", "fs", "as"))},
+}
+
+
+class DelayLevel(enum.Enum):
+    """The 18 delay levels of RocketMQ."""
+
+    LEVEL_1 = timedelta(seconds=1)
+    LEVEL_2 = timedelta(seconds=5)
+    LEVEL_3 = timedelta(seconds=10)
+    LEVEL_4 = timedelta(seconds=30)
+    LEVEL_5 = timedelta(minutes=1)
+    LEVEL_6 = timedelta(minutes=2)
+    LEVEL_7 = timedelta(minutes=3)
+    LEVEL_8 = timedelta(minutes=4)
+    LEVEL_9 = timedelta(minutes=5)
+    LEVEL_10 = timedelta(minutes=6)
+    LEVEL_11 = timedelta(minutes=7)
+    LEVEL_12 = timedelta(minutes=8)
+    LEVEL_13 = timedelta(minutes=9)
+    LEVEL_14 = timedelta(minutes=10)
+    LEVEL_15 = timedelta(minutes=20)
+    LEVEL_16 = timedelta(minutes=30)
+    LEVEL_17 = timedelta(hours=1)
+    LEVEL_18 = timedelta(hours=2)
+
+
+Delay = Duration | DelayLevel
+#: For ``send_many``: one value for all rows, or one for each.
+Delays = Delay | Sequence[Delay] | npt.NDArray[Any] | pa.Array
+DeliverAts = datetime | Sequence[datetime] | pa.Array
+
+
+def due_of(delay: Any, deliver_at: Any, now: int) -> int:
+    """The due time of a message. ``now`` and the result are rounded up, so that no message is early."""
+    if delay is not None and deliver_at is not None:
+        raise InvalidArgument("give a delay or deliver_at, not both")
+    if deliver_at is not None:
+        due = micros_of(deliver_at, "deliver_at")
+        if due - now > _MAX_MICROS:
+            raise InvalidArgument(f"deliver_at {deliver_at} is too far ahead; {_LIMITS} from now")
+        # A time before 1970 is due at once.
+        return max(due, 0)
+    if isinstance(delay, DelayLevel):
+        delay = delay.value
+    seconds = seconds_of(delay)
+    if not DELAY_SECONDS_MIN <= seconds <= DELAY_SECONDS_MAX:
+        raise InvalidArgument(f"a message cannot be delayed by {shown(delay)}; {_LIMITS}")
+    if isinstance(delay, timedelta):
+        return now + delay // timedelta(microseconds=1)
+    return now + math.ceil(round(seconds * 1_000_000, 3))
+
+
+def dues_of(delay: Any, deliver_at: Any, now: int, count: int) -> Dues:
+    """The due times of many messages: one time for all, or one for each row."""
+    if delay is not None and deliver_at is not None:
+        raise InvalidArgument("give a delay or deliver_at, not both")
+    name, values = ("delay", delay) if delay is not None else ("deliver_at", deliver_at)
+    if not isinstance(values, _MANY) or isinstance(values, str | bytes):
+        return due_of(delay, deliver_at, now)
+    if isinstance(values, np.ndarray) and values.ndim != 1:
+        raise InvalidArgument(f"{name} is a NumPy array of {values.ndim} dimensions; use one number, or 1 dimension")
+    if len(values) != count:
+        raise InvalidArgument(f"{name} has {len(values)} values for {count} bodies; give one for all, or one for each")
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        return _of_arrow(name, values, now)
+    if isinstance(values, np.ndarray):
+        return _of_numpy(name, values, now)
+    dues = np.empty(count, np.int64)
+    for row, value in enumerate(values):
+        try:
+            dues[row] = due_of(value, None, now) if name == "delay" else due_of(None, _given(value), now)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"row {row}: {error}") from None
+    return dues
+
+
+def _given(value: Any) -> Any:
+    if value is None:
+        raise InvalidArgument("deliver_at is None; send rows without a due time in another call")
+    return value
+
+
+def _of_arrow(name: str, values: pa.Array | pa.ChunkedArray, now: int) -> Dues:
+    kind = values.type
+    if values.null_count:
+        raise InvalidArgument(f"{name} has null rows; send rows without a due time in another call")
+    if pa.types.is_timestamp(kind) and name == "deliver_at":
+        if kind.tz is None:
+            raise InvalidArgument("deliver_at has no time zone; add one, as in pa.timestamp('us', tz='UTC')")
+        return _checked(name, _micros(_integers(values), kind.unit), now)
+    if pa.types.is_duration(kind) and name == "delay":
+        return _checked(name, _micros(_integers(values), kind.unit) + now, now)
+    if (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and name == "delay":
+        return _of_numpy(name, values.to_numpy(), now)
+    raise InvalidArgument(f"{name} is an Arrow column of {kind}; use seconds or durations, or times with a time zone")
+
+
+def _of_numpy(name: str, values: npt.NDArray[Any], now: int) -> Dues:
+    kind = values.dtype.kind
+    if name != "delay" or kind not in "iufm":
+        raise InvalidArgument(
+            f"{name} is a NumPy array of {values.dtype}; use one of seconds or timedelta64 for delay, "
+            "and datetimes with a time zone for deliver_at"
+        )
+    if kind == "m":
+        unit, multiple = np.datetime_data(values.dtype)
+        if unit not in _NUMPY_UNITS:
+            raise InvalidArgument(f"delay is a NumPy array of {values.dtype}, a unit of no fixed length; use days")
+        # A rough check first: a delay that is far too long would overflow in the conversion to microseconds.
+        rough = values.astype(np.int64) * (multiple * _NUMPY_UNITS[unit])
+        wrong = np.flatnonzero((rough < 0) | (rough > 2 * DELAY_SECONDS_MAX))
+        if len(wrong):
+            raise InvalidArgument(f"row {wrong[0]}: delay is {rough[wrong[0]]:g} s from now; {_LIMITS}")
+        whole = values.astype("timedelta64[us]")
+        micros = whole.astype(np.int64) + (whole < values)
+        return _checked(name, micros + now, now)
+    seconds = values.astype(np.float64)
+    bad = np.flatnonzero(~((seconds >= DELAY_SECONDS_MIN) & (seconds <= DELAY_SECONDS_MAX)))
+    if len(bad):
+        raise InvalidArgument(f"row {bad[0]}: a message cannot be delayed by {values[bad[0]]}; {_LIMITS}")
+    return np.ceil(np.round(seconds * 1_000_000, 3)).astype(np.int64) + now
+
+
+def _integers(values: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    found: npt.NDArray[np.int64] = values.cast(pa.int64()).to_numpy()
+    return found
+
+
+def _micros(values: npt.NDArray[np.int64], unit: str) -> npt.NDArray[np.int64]:
+    """Microseconds, rounded up. A value that does not fit is clipped to one that is far out of range."""
+    size = _UNITS[unit]
+    bound = np.iinfo(np.int64).max // 4 // max(size // 1_000, 1)
+    values = np.clip(values, -bound, bound)
+    return values * (size // 1_000) if size >= 1_000 else -(-values // 1_000)
+
+
+def _checked(name: str, dues: npt.NDArray[np.int64], now: int) -> Dues:
+    ahead = dues - now
+    bad = ahead > _MAX_MICROS
+    if name == "delay":
+        bad |= ahead < DELAY_SECONDS_MIN * 1_000_000
+    rows = np.flatnonzero(bad)
+    if len(rows):
+        raise InvalidArgument(f"row {rows[0]}: {name} is {ahead[rows[0]] / 1_000_000:g} s from now; {_LIMITS}")
+    return np.maximum(dues, 0)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from plait.client.send.due_time import Dues
+from plait.client.send.encoding import Dues
 from plait.frame.builder import FrameParts, build_frame
 from plait.frame.columns import Column
 from plait.frame.view import FrameView

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from plait.client.send.due_time import Dues
-from plait.client.send.encoding import encode_body, encode_headers, encode_key, encode_tags
+from plait.client.send.encoding import Dues, encode_body, encode_headers, encode_key, encode_tags
 from plait.client.send.open_rows import hash_keys
 from plait.client.send.partitioner import Pieces
 from plait.client.send.resend_window import PendingBatch
 from plait.client.send.row_columns import RowColumns
-from plait.client.send.senders import Senders
-from plait.client.send.subject_sender import SubjectSender
+from plait.client.send.subject_sender import Senders, SubjectSender
 from plait.client.types import Receipts
 from plait.errors import InvalidArgument, TooLarge
 from plait.limits import BODY_SIZE_MAX

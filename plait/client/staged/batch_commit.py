@@ -17,8 +17,7 @@ from itertools import groupby
 from typing import Any, Final, TypeVar
 
 from plait.client.client import Client
-from plait.client.staged.stage_sender import ask
-from plait.client.staged.stage_writer import Staged, StageWriter
+from plait.client.staged.stage_writer import Staged, StageWriter, ask
 from plait.errors import (
     DiskFull,
     Expired,

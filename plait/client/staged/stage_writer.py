@@ -1,26 +1,185 @@
 """Writes the rows of one task of a batch to stages. They are invisible until the batch is committed (R23).
 
 A task uses the route of its first write until it ends, so that all rows of a key are in one stage, in order. If the
-route changes meanwhile, the commit moves the rows (``batch_commit``).
+route changes meanwhile, the commit moves the rows (``batch_commit``). The frames of a stage are sent in order, several
+at a time, and again after a lost connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
+import functools
+from collections import deque
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
 from plait import chance
 from plait.client.client import Client
+from plait.client.net.node import Node
 from plait.client.net.router import SubjectRoute
 from plait.client.send.producer import new_producer_id
 from plait.client.send.row_columns import RowColumns, Rows, groups_of
-from plait.client.staged.stage_sender import StageSender
-from plait.errors import StaleRoute
+from plait.client.types import PartitionName
+from plait.errors import (
+    DiskFull,
+    FlowControl,
+    OutOfSequence,
+    PlaitError,
+    ReadOnly,
+    StaleRoute,
+    Timeout,
+    Unavailable,
+)
+from plait.frame.builder import FrameParts
+from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
-from plait.limits import LOGICAL_PARTITIONS
+from plait.limits import LOGICAL_PARTITIONS, ClientLimits
 from plait.model.logical_partitions import NO_KEY_HASH, Hashes
+from plait.wire import messages as m
+from plait.wire.admin.operation import Operation
+from plait.wire.admin.partitions import COMPLETE_STAGES, DROP_STAGES, OPEN_STAGE
+from plait.wire.link import Link
+
+R = TypeVar("R")
+
+#: Temporary errors. ``OutOfSequence``: the frame before was refused; resending both in order succeeds.
+_PASSING: Final = (Unavailable, Timeout, FlowControl, DiskFull, ReadOnly, OutOfSequence)
+
+
+async def ask(node: Node, operation: Operation[R], **arguments: Any) -> R:
+    """Send an admin request to one broker, or to the meta server."""
+    return operation.result(await node.request(operation.packet(**arguments)))
+
+
+class StageSender:
+    """Writes one stage. Fails if the broker is down for longer than ``send_seconds``."""
+
+    def __init__(
+        self,
+        node: Node,
+        place: PartitionName,
+        producer: int,
+        query: str,
+        batch: int,
+        limits: ClientLimits,
+        delayed: bool,
+    ) -> None:
+        self.place = place
+        self.producer = producer
+        #: Rows that were pushed.
+        self.count = 0
+        self._node = node
+        self._limits = limits
+        self._arguments = {
+            "name": place.name,
+            "producer": producer,
+            "query": query,
+            "batch": batch,
+            "delayed": delayed,
+        }
+        #: The stage's number at its broker, and the link on which it is valid. After a reconnect the broker may have
+        #: lost the tail of its log and given the number to another partition.
+        self._partition = 0
+        self._link: Link | None = None
+        #: Frames without a reply, the oldest first.
+        self._frames: deque[FrameParts] = deque()
+        #: The number of resends so far. Replies to frames that were sent before the last resend are ignored.
+        self._turn = 0
+        self._error: PlaitError | None = None
+        self._news = asyncio.Event()
+
+    async def open(self) -> None:
+        """Create the stage. Raises ``StaleRoute`` if the broker does not have its partition."""
+        link = await self._node.ready(self._limits.request_seconds)
+        self._partition = await ask(self._node, OPEN_STAGE, **self._arguments)
+        self._link = link
+
+    async def push(self, rows: RowColumns, now: int | None, compression: str | None) -> None:
+        """Send a frame; waits while the window is full. Raises the error that ended the stage."""
+        parts = rows.build(self.producer, self.count + 1, now=now, flags=FLAG_UNSEQUENCED, compression=compression)
+        self.count += parts.count
+        self._frames.append(parts)
+        self._send(parts)
+        await self._wait_until(self._limits.in_flight_frames - 1)
+
+    async def complete(self) -> None:
+        """Wait until all rows are durable at the broker."""
+        await self._wait_until(0)
+        patience = asyncio.get_running_loop().time() + self._limits.send_seconds
+        while True:
+            try:
+                await ask(self._node, COMPLETE_STAGES, stages=[(self.producer, self.count)])
+                return
+            except _PASSING:
+                if asyncio.get_running_loop().time() > patience:
+                    raise
+                await asyncio.sleep(self._limits.send_retry_first_seconds)
+
+    async def drop(self) -> None:
+        """Delete the stage and its rows."""
+        self._turn += 1
+        self._frames.clear()
+        await ask(self._node, DROP_STAGES, producers=[self.producer])
+
+    def _send(self, parts: FrameParts) -> None:
+        if self._error is None:
+            link = self._node.link
+            if link is None or link is not self._link:
+                self._fail(Unavailable("the connection to the server was lost"))
+                return
+            answered = functools.partial(self._answered, self._turn)
+            link.call(m.SendRequest(self._partition), answered, parts.parts, parts.size)
+
+    def _answered(self, turn: int, _: Any, __: memoryview, error: PlaitError | None) -> None:
+        if turn != self._turn:
+            return
+        if error is not None:
+            self._fail(error)
+        elif self._error is None:
+            # The broker replies in the order of the frames. After an error, later replies are ignored.
+            self._frames.popleft()
+            self._news.set()
+
+    def _fail(self, error: PlaitError) -> None:
+        self._error = self._error or error
+        self._news.set()
+
+    async def _wait_until(self, left: int) -> None:
+        loop = asyncio.get_running_loop()
+        limit = self._limits.send_seconds
+        patience, before = loop.time() + limit, len(self._frames)
+        pause = self._limits.send_retry_first_seconds
+        while len(self._frames) > left:
+            if len(self._frames) < before:
+                patience, before = loop.time() + limit, len(self._frames)
+                pause = self._limits.send_retry_first_seconds
+            if self._error is not None:
+                if not isinstance(self._error, _PASSING) or loop.time() > patience:
+                    raise self._error
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, self._limits.send_retry_max_seconds)
+                await self._again()
+                continue
+            self._news.clear()
+            try:
+                async with asyncio.timeout_at(patience):
+                    await self._news.wait()
+            except TimeoutError:
+                raise Timeout(f"{self.place} did not answer within {limit:g} s; write the stage again") from None
+
+    async def _again(self) -> None:
+        """Resend every frame without a reply."""
+        self._turn += 1
+        try:
+            await self.open()
+        except _PASSING as error:
+            self._error = error
+            return
+        self._error = None
+        for parts in list(self._frames):
+            self._send(parts)
+
 
 _LPS = np.uint64(LOGICAL_PARTITIONS - 1)
 #: How often a stage is opened again because its broker does not have the partition yet.

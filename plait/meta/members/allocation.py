@@ -13,9 +13,7 @@ import msgspec
 import numpy as np
 
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.balance import balance
-from plait.model.logical_partitions import runs_with
-from plait.model.lp_runs import NumberedRun, Numbers, edges
+from plait.model.logical_partitions import NumberedRun, Numbers, balance, edges, runs_with
 
 _END = np.dtype("<u2")
 _OWNER = np.dtype("<i4")

@@ -16,7 +16,7 @@ import numpy as np
 
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.members.allocation import Allocation
-from plait.model.lp_runs import NumberedRun
+from plait.model.logical_partitions import NumberedRun
 
 #: (first, end, epoch) of LPs: a msgpack array of three numbers, each preceded by its type byte.
 _RUN: Final = np.dtype(

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from plait.errors import PlaitError, Timeout
 from plait.meta.views import Drop, Make, Move
-from plait.model.lp_runs import NumberedRun
+from plait.model.logical_partitions import NumberedRun
 from plait.server.broker_host import BrokerHost
 from plait.server.cluster.links import Links
 from plait.server.operations.table import run

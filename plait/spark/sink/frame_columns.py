@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from plait.client.send.due_time import dues_of
+from plait.client.send.encoding import dues_of
 from plait.client.send.row_columns import RowColumns
 from plait.errors import InvalidArgument, TooLarge
 from plait.frame.columns import TAG_SEPARATOR

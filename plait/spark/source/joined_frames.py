@@ -11,8 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from plait.errors import FrameError
-from plait.frame import validation as check
-from plait.frame.columns import FIXED_TYPES, Codec, Column, label
+from plait.frame.columns import FIXED_TYPES, Codec, Column, check_text, label
 from plait.frame.run_tables import RUN, Runs
 from plait.frame.view import FrameView
 from plait.spark.source.header_columns import Headers, decoded
@@ -55,7 +54,7 @@ class Frames:
         """Order keys; empty where a row has none."""
         if self._keys is None:
             self._keys = self.variable(Column.KEY)
-            check.text(*self._keys, Column.KEY)
+            check_text(*self._keys, Column.KEY)
         return self._keys
 
     def headers(self) -> list[Headers | None] | None:

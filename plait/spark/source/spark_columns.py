@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from plait.client.send.open_rows import hash_keys
-from plait.frame import validation as check
-from plait.frame.columns import TAG_SEPARATOR, Column
+from plait.frame.columns import TAG_SEPARATOR, Column, check_text, check_times
 from plait.frame.run_tables import expand_runs
 from plait.frame.view import FrameView
 from plait.limits import KIB, LOGICAL_PARTITIONS, MIB
@@ -109,7 +108,7 @@ def _tags(frames: Frames) -> pa.Array:
     if not frames.has(Column.TAGS):
         return pa.nulls(frames.count, _TEXTS)
     offsets, data = frames.variable(Column.TAGS)
-    check.text(offsets, data, Column.TAGS)
+    check_text(offsets, data, Column.TAGS)
     joined = pc.utf8_trim(nullable(_TEXT, offsets, data), characters=TAG_SEPARATOR)
     return pc.split_pattern(joined, TAG_SEPARATOR).cast(_TEXTS)
 
@@ -138,7 +137,7 @@ def _send_time(frames: Frames) -> pa.Array:
     if not frames.has(Column.SEND_TIME):
         return pa.nulls(frames.count, _TIME)
     times, valid = frames.fixed(Column.SEND_TIME)
-    check.times(times, Column.SEND_TIME)
+    check_times(times, Column.SEND_TIME)
     return _fixed(_TIME, times, valid)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from plait.limits import BrokerEpoch, Int64, Number
-from plait.model.lp_runs import NumberedRun, Run
+from plait.model.logical_partitions import NumberedRun, Run
 from plait.model.settings import SubjectSettings
 from plait.wire.admin.operation import Nothing, Operation, Request
 from plait.wire.admin.subjects import OfGroup, OfSubject

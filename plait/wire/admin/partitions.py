@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from plait.limits import Int64, Number
-from plait.model.lp_runs import NumberedRun, Run
+from plait.model.logical_partitions import NumberedRun, Run
 from plait.model.settings import SubjectSettings
 from plait.wire.admin.operation import Operation, Request
 

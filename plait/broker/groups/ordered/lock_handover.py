@@ -13,8 +13,7 @@ from plait.broker.groups.ordered.cursor_set import CursorSet
 from plait.broker.groups.ordered.in_flight import InFlightRows
 from plait.broker.groups.ordered.locks import NONE, Locks, Want, epochs_of
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.logical_partitions import LpSet, lp_set, runs_of
-from plait.model.lp_numbers import ZEROS, LpNumbers
+from plait.model.logical_partitions import ZEROS, LpNumbers, LpSet, lp_set, runs_of
 from plait.storage.logs.action_events import Locked
 
 

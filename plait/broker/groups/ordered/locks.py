@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.logical_partitions import LpSet, runs_of, runs_with
-from plait.model.lp_numbers import ZEROS, LpNumbers
+from plait.model.logical_partitions import ZEROS, LpNumbers, LpSet, runs_of, runs_with
 
 #: An epoch for each logical partition; 0: none.
 Epochs = npt.NDArray[np.int64]

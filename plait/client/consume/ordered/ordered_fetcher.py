@@ -34,7 +34,7 @@ from plait.errors import GroupMismatch
 from plait.limits import LOGICAL_PARTITIONS, ClientLimits
 from plait.model import names
 from plait.model.logical_partitions import LpSet
-from plait.model.share_mode import ShareMode
+from plait.model.settings import ShareMode
 from plait.wire import messages as m
 
 log = logging.getLogger("plait.client")

@@ -23,8 +23,7 @@ from plait.client.consume.ordered.wanted_locks import WantedLocks, wants
 from plait.client.consume.pull_client import Pull, PullClient
 from plait.client.consume.row_runs import RowMask
 from plait.client.consume.terms import Terms
-from plait.client.net.consumer_session import ConsumerSession
-from plait.client.net.node import Node
+from plait.client.net.node import ConsumerSession, Node
 from plait.client.types import PartitionName
 from plait.errors import PlaitError
 from plait.frame.view import frames_in
