@@ -146,8 +146,7 @@ if TYPE_CHECKING:
     from plait.client.app.outcomes import Reject, RetryLater, Suspend
     from plait.client.app.outgoing import Outgoing
     from plait.client.client import Client, connect
-    from plait.client.consume.batch import ArrowBatch, Batch
-    from plait.client.consume.consumer import Consumer
+    from plait.client.consume.consumer import ArrowBatch, Batch, Consumer
     from plait.client.read.reader import Reader
     from plait.client.send.encoding import DelayLevel
     from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
@@ -158,10 +157,9 @@ else:
     # NumPy and Arrow take most of the time of an import: what needs them is loaded when it is first asked for.
     _LATER = {
         "plait.client.app.app": "App",
-        "plait.client.consume.batch": "ArrowBatch Batch",
         "plait.client.client": "Client connect",
         "plait.client.admin.admin": "Admin AllocationInfo MemberShare PartitionShare RouteInfo",
-        "plait.client.consume.consumer": "Consumer",
+        "plait.client.consume.consumer": "ArrowBatch Batch Consumer",
         "plait.client.admin.dead_letter_admin": "DeadHistory DeadLetter DeadReason",
         "plait.client.send.encoding": "DelayLevel",
         "plait.client.app.outcomes": "Reject RetryLater Suspend",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 from plait.client.consume.ack_collector import AckCollector
 from plait.client.consume.failure import FailureOutcome
-from plait.client.consume.ordered.lock_rights import LockRights
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
-from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
+from plait.client.consume.ordered.ordered_delivered import LockRights, OrderedDelivered
+from plait.client.consume.terms import Terms
 from plait.client.net.node import ConsumerSession
 from plait.client.types import PartitionName
 from plait.clock import ManualClock
@@ -18,6 +19,7 @@ from plait.frame import FrameView, build_frame
 from plait.frame.builder import pack_stamp
 from plait.frame.slicing import slice_mask
 from plait.limits import ClientLimits
+from plait.model.settings import ShareMode
 from plait.wire import messages as m
 
 EPOCH = 3
@@ -47,11 +49,11 @@ class LossCounter:
     """A listener that counts lost connections."""
 
     losses = 0
-    alone = True
+    fetcher = SimpleNamespace(clients=[None])
+    partition = PartitionName("s", "g")
+    terms = Terms("s", "g", "client", None, "at_least_once", ShareMode.ORDERED)
 
     def progressed(self) -> None: ...
-
-    def outcomes_stored(self) -> None: ...
 
     def lost(self, *, stale: bool) -> None:
         self.losses += 1
@@ -67,7 +69,7 @@ def every_other_row(owner: AckCollector) -> OrderedDelivered:
     mask: Any = [number % 2 == 0 for number in range(10)]
     frame = FrameView(slice_mask(FrameView(parts.tobytes()), mask).tobytes())
     delivered = OrderedDelivered(frame, "s", PartitionName("s", "g"), owner.deliveries, [(100, 110, 1)])
-    delivered.tracker, delivered.rights, delivered.tag = OrderedBuffer(lambda: None), LockRights(ManualClock()), 7
+    delivered.tracker, delivered.rights, delivered.tag = OrderedBuffer(lambda: None, []), LockRights(ManualClock()), 7
     return delivered
 
 

@@ -301,7 +301,7 @@ async def test_closing_the_client_returns_the_messages_of_its_consumers(
 async def test_a_waiting_iteration_ends_when_the_consumer_is_closed(client: plait.Client) -> None:
     async with client.consumer("s", group="g") as consumer:
         waiting = asyncio.ensure_future(anext(consumer))
-        await until(lambda: consumer._fetcher._waiting)
+        await until(lambda: consumer._fetcher.waiting)
     with pytest.raises((plait.Closed, StopAsyncIteration)):
         await waiting
 

@@ -13,8 +13,8 @@ import pytest
 
 import plait
 from plait.client.consume.ordered.lease_renewer import LeaseRenewer
-from plait.client.consume.ordered.lock_rights import RenewedLease
 from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats, _HeartbeatLoop
+from plait.client.consume.ordered.ordered_delivered import RenewedLease
 from plait.client.consume.ordered.ordered_pull import OrderedPullClient
 from plait.clock import ManualClock
 from plait.limits import ServerLimits

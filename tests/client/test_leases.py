@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.client.consume.ordered.lock_rights import LockReport, LockRights, no_lps
+from plait.client.consume.ordered.ordered_delivered import LockRights, no_lps
 from plait.client.consume.ordered.wanted_locks import (
+    LockReport,
     WantedLocks,
     left_behind,
     parked_before,

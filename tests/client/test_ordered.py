@@ -496,7 +496,7 @@ async def test_refused_locks_trigger_a_full_heartbeat(cluster: Cluster, client: 
 
 
 def test_grants_are_converted_to_an_epoch_for_each_logical_partition() -> None:
-    from plait.client.consume.ordered.lock_rights import grants_of
+    from plait.client.consume.ordered.ordered_delivered import grants_of
 
     grants: list[m.LpGrant] = [(0, 2, 7), (5, 6, 9)]
     lps, epochs = grants_of(grants)

@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.client.consume.batch import report
-from plait.client.consume.delivered import Deliveries, Piece
+from plait.client.consume.ack_collector import AckCollector
+from plait.client.consume.delivered import Piece, flat
 from plait.client.consume.failure import UNBEGUN, FailureOutcome
 from plait.client.consume.ordered.failed_keys import KeyHolds
-from plait.client.consume.ordered.lock_rights import LockRights
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
-from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
-from plait.client.consume.outcomes import PendingOutcomes
+from plait.client.consume.ordered.ordered_delivered import LockRights, OrderedDelivered
 from plait.client.types import Message, PartitionName
 from plait.clock import ManualClock
+from plait.limits import ClientLimits
 from plait.model.logical_partitions import NO_KEY_HASH, lp_set
 from plait.wire import messages as m
 from tests.frame.samples import Draft
@@ -41,11 +40,14 @@ class Bench:
             m.LeaseReply(10.0, 1, [(0, 1024, 5)]), self.clock.monotonic(), everything, NO_END, everything
         )
         self.freed = 0
-        self.buffer = OrderedBuffer(self._free)
-        self.deliveries = Deliveries(lambda _: None, self.gather, self._flush)
-        self.deliveries.loop = object()  # type: ignore[assignment]
-        self.pending = PendingOutcomes(KeyHolds(self.deliveries, lambda: 0))
-        self.pending.holds.strict = self.buffer.strict = strict  # type: ignore[union-attr]
+        self.buffer = OrderedBuffer(self._free, [None])
+        self.collector = AckCollector(None, ClientLimits())  # type: ignore[arg-type]
+        self.deliveries, self.gather = self.collector.deliveries, self.collector.gather
+        # The outcomes are collected when the test gathers them.
+        self.deliveries.loop, self.deliveries.scheduled = object(), True  # type: ignore[assignment]
+        self.pending = self.collector.pending
+        self.pending.holds = KeyHolds(self.deliveries, lambda: 0)
+        self.pending.holds.strict = self.buffer.strict = strict
         self.next = 0
 
     def _free(self) -> None:
@@ -73,12 +75,13 @@ class Bench:
         self.buffer.append(delivered)
         return delivered
 
-    def gather(self) -> None:
-        unsent, self.deliveries.unsent = self.deliveries.unsent, {}
-        self.pending.collect(unsent)
+    def ack(self, session: int) -> m.AckRequest:
+        return m.AckRequest(session, *flat(self.pending.acks))
 
-    async def _flush(self) -> None:
-        raise AssertionError("there is no broker")
+
+def report(pieces: list[Piece], failed: FailureOutcome | None) -> None:
+    for delivered, start, stop in pieces:
+        delivered.report_rows(slice(start, stop), failed)
 
 
 def numbers(pieces: list[Piece]) -> list[int]:
@@ -257,7 +260,7 @@ def test_acks_of_neighbouring_rows_of_a_frame_make_one_range_across_gaps() -> No
     delivered.sequences = np.array([0, 2, 4])
     report(bench.buffer.take(2), None)
     bench.gather()
-    assert bench.pending.ack(1) == m.AckRequest(1, [(0, 4, 2)], [1])
+    assert bench.ack(1) == m.AckRequest(1, [(0, 4, 2)], [1])
 
 
 def test_acks_for_a_frame_of_an_earlier_session_name_only_their_rows() -> None:
@@ -271,7 +274,7 @@ def test_acks_for_a_frame_of_an_earlier_session_name_only_their_rows() -> None:
     delivered.tag = 0
     report(bench.buffer.take(2), None)
     bench.gather()
-    assert bench.pending.ack(2) == m.AckRequest(2, [(0, 3, 2)])
+    assert bench.ack(2) == m.AckRequest(2, [(0, 3, 2)])
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -370,10 +373,10 @@ def test_half_of_a_frame_is_returned_in_one_range_and_then_the_rest_is_acked_in_
     bench.gather()
     nack = bench.pending.nack(1, UNBEGUN)
     assert (nack.ranges, nack.lps, nack.lp_ranges, nack.lp_tags) == ([], [(1, 2)], [(0, 64, frame.epoch)], [1])
-    early, *_ = acks = bench.pending.ack(1).ranges  # type: ignore[union-attr]
+    early, *_ = acks = bench.ack(1).ranges
     assert (len(acks), early) == (32, (1, 2, frame.epoch))
     bench.pending.confirm(UNBEGUN)
-    assert bench.pending.ack(1) == m.AckRequest(1, [(0, 64, frame.epoch)], [1])
+    assert bench.ack(1) == m.AckRequest(1, [(0, 64, frame.epoch)], [1])
     # In another session the ranges cover only the acked rows.
     bench.pending.new_session()
-    assert len(bench.pending.ack(1).ranges) == 32  # type: ignore[union-attr]
+    assert len(bench.ack(1).ranges) == 32

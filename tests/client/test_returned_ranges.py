@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.client.consume.delivered import RangesByFrame
 from plait.client.consume.failure import EpochRange
 from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
-from plait.client.consume.ordered.returned_ranges import RangesByFrame, by_logical_partitions
+from plait.client.consume.outcomes import by_logical_partitions
 from plait.client.consume.row_runs import RowMask, mask_runs
 from plait.client.types import PartitionName
 from plait.model.logical_partitions import NO_KEY_HASH, lp_set

@@ -210,7 +210,7 @@ def test_closing_a_consumer_returns_unacked_messages(client: plait.sync.Client) 
 def test_an_iteration_ends_when_another_thread_closes_the_consumer(client: plait.sync.Client) -> None:
     with ThreadPoolExecutor(1) as pool, client.consumer("s", group="g") as consumer:
         waiting = pool.submit(list, consumer)
-        while not consumer._inner._fetcher._waiting:
+        while not consumer._inner._fetcher.waiting:
             pass
         consumer.close()
         assert waiting.result(10) == []

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 import plait
-from plait.client.consume.batch import row_mask
+from plait.client.consume.row_runs import row_mask
 from tests.client.support import send
 
 

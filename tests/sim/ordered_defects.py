@@ -16,9 +16,8 @@ from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.partitions.partition import Partition
 from plait.broker.schedule.forwards import Forwards
 from plait.client.consume.ordered import ordered_fetcher
-from plait.client.consume.ordered.lock_rights import LockRights, no_lps
-from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
-from plait.client.consume.ordered.ordered_delivered import HandedOutRows, OrderedDelivered
+from plait.client.consume.ordered.ordered_buffer import HandedOutRows, OrderedBuffer
+from plait.client.consume.ordered.ordered_delivered import LockRights, OrderedDelivered, no_lps
 from plait.client.consume.ordered.ordered_pull import OrderedPullClient
 from plait.client.consume.ordered.wanted_locks import WantedLocks
 from plait.client.send.partition_sender import PartitionSender

@@ -96,10 +96,10 @@ class Handler:
                 "asking": client._asking,
                 "early": len(client._early),
                 "pulls": client.pulls,
-                "room": client._fetcher.wanted(client),
+                "room": client.wanted(),
                 "open": [(each.tag, each.states.tolist(), each.open_ranges()) for each in client.deliveries.open],
                 "pending": pending.plain(),
-                "failing": [each.known_at for each in client._key_holds._failing],
+                "failing": [each.known_at for each in client._key_holds.failing],
             }
             print(f"{self._name} {client.partition}: {facts}", file=sys.stderr, flush=True)
 

@@ -16,8 +16,7 @@ import msgspec
 from plait.client.app.outcomes import Reject, RetryLater, Suspend
 from plait.client.app.signature import Handler
 from plait.client.client import Client
-from plait.client.consume.batch import Batch
-from plait.client.consume.consumer import Consumer
+from plait.client.consume.consumer import Batch, Consumer
 from plait.client.consume.failure import UNBEGUN, FailureOutcome, reason_of
 from plait.client.consume.terms import ConsumerArguments
 from plait.client.types import Message

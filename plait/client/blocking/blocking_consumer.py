@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from plait.client.arguments import Duration, seconds_of
 from plait.client.blocking.loop_thread import Blocking, RunInLoop, blocking, signed_as
-from plait.client.consume.batch import ITERATION_COUNT, ArrowBatch, Batch
-from plait.client.consume.consumer import Consumer
+from plait.client.consume.consumer import ArrowBatch, Batch, Consumer
 from plait.client.consume.delivered import Piece
+from plait.client.consume.prefetch import ITERATION_COUNT
 from plait.client.read import reader
 from plait.client.read.reader import Reader
 from plait.client.types import Message

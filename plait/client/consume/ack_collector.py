@@ -9,25 +9,23 @@ after a nack, or a nack after an ack, is ignored.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from plait import tasks
 from plait.client.consume.ack_spool import AckSpool
-from plait.client.consume.delivered import DeliveredFrame, Deliveries
-from plait.client.consume.failure import EpochRange, FailureOutcome
+from plait.client.consume.delivered import DeliveredFrame, Deliveries, flat
+from plait.client.consume.failure import EpochRange
+from plait.client.consume.ordered.failed_keys import FrameOutcomes
 from plait.client.consume.outcomes import PendingOutcomes
 from plait.client.net.node import ConsumerSession
 from plait.errors import PlaitError, StaleSession, Timeout, Unavailable
-from plait.limits import ClientLimits
-from plait.model.reason import Reason
+from plait.limits import REQUEST_RANGES_MAX, ClientLimits
+from plait.wire import messages as m
 
 if TYPE_CHECKING:
     from plait.client.consume.pull_client import PullClient
-
-log = logging.getLogger("plait.client")
 
 #: With several partitions, the collector waits this long for further acks of a frame before it sends: rows are handled
 #: one after another, and one ack request per row and partition would cost more than the rows.
@@ -51,9 +49,11 @@ class AckCollector:
         self.pending = PendingOutcomes()
         #: The outcomes of the request in flight.
         self._in_flight: PendingOutcomes | None = None
-        #: Sends the outcomes that ``_send_acks`` does not send.
+        #: Called after the broker has stored outcomes.
+        self.on_stored: Callable[[], None] | None = None
+        #: Sends the outcomes that ``_start`` does not send.
         self._task: asyncio.Task[None] | None = None
-        #: Callers of ``flush`` that wait for the answer to an ack of ``_send_acks``.
+        #: Callers of ``flush`` that wait for the answer to an ack of ``_start``.
         self._waiting: list[asyncio.Future[None]] = []
         self._error: PlaitError | None = None
 
@@ -67,9 +67,9 @@ class AckCollector:
     def forget(self) -> None:
         """Discard all pending outcomes and open rows: their messages no longer exist."""
         self.gather()
-        self.pending.clear()
+        self.pending = PendingOutcomes(self.pending.holds)
         self.deliveries.forget()
-        if self._spool is not None and not self.closed:
+        if self._spool is not None and not self.deliveries.closed:
             self._schedule()
 
     def attached(self, session: ConsumerSession) -> None:
@@ -93,20 +93,11 @@ class AckCollector:
         return [piece for acks, nacks in outcomes for ranges in (acks, *nacks.values()) for piece in ranges]
 
     @property
-    def closed(self) -> bool:
-        """True if the collector accepts no more outcomes."""
-        return self.deliveries.closed
-
-    @property
     def under_way(self) -> bool:
-        """True if there are outcomes that the broker does not have yet."""
+        """True if there are outcomes that the broker does not have yet, or an error for ``flush`` to raise."""
         reported = self.deliveries.unsent or self.deliveries.inbox or self.pending.acks or self.pending.nacks
-        return bool(reported) or self._in_flight is not None or (self._task is not None and not self._task.done())
-
-    @property
-    def quiet(self) -> bool:
-        """True if ``flush`` would return at once: nothing is pending, and there is no error to raise."""
-        return self._error is None and not self.under_way
+        waits = self._in_flight is not None or (self._task is not None and not self._task.done())
+        return bool(reported) or waits or self._error is not None
 
     # --- collecting -----------------------------------------------------------------------------
 
@@ -115,13 +106,27 @@ class AckCollector:
         deliveries = self.deliveries
         if deliveries.inbox:
             deliveries.absorb()
-        if deliveries.unsent:
-            unsent, deliveries.unsent = deliveries.unsent, {}
-            self.pending.collect(unsent)
+        if not deliveries.unsent:
+            return
+        unsent, deliveries.unsent = deliveries.unsent, {}
+        pending, failed = self.pending, False
+        outcomes: list[FrameOutcomes] = []
+        for frame in unsent:
+            acks, nacks = frame.collect()
+            outcomes.append((frame, acks, nacks))
+            failed = failed or bool(nacks)
+        if failed and pending.holds is not None:
+            outcomes = pending.holds.apply(outcomes)
+        for frame, acks, nacks in outcomes:
+            if acks:
+                frame.put(acks, pending.acks)
+            for how, runs in nacks.items():
+                if runs:
+                    frame.put(runs, pending.nacks.setdefault(how, {}))
 
     def _outcome_reported(self, delivered: DeliveredFrame) -> None:
         """Send the outcomes of the frame's rows, which were acked or nacked, at the end of this turn of the loop."""
-        self._schedule(linger=delivered.open_count > 1 and not self._client.alone)
+        self._schedule(linger=delivered.open_count > 1 and len(self._client.fetcher.clients) > 1)
 
     def _schedule(self, *, linger: bool = False) -> None:
         loop = self.deliveries.check_open()
@@ -134,17 +139,28 @@ class AckCollector:
     # --- sending --------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        """Send what is pending, unless a request or task is under way. Acks that fit into one request need no task."""
         self.deliveries.scheduled = False
         if self.deliveries.closed or self._in_flight is not None or (self._task is not None and not self._task.done()):
-            # The task, or the answer to the request in flight, sends the rest.
             return
-        try:
-            sent = self._spool is None and self._send_acks()
-        except Exception as error:  # noqa: BLE001 (the pull client gets it, as an error of the task)
-            self._defect(error)
-            return
-        if not sent:
-            self._begin(self._send_all())
+        if self._spool is None:
+            try:
+                self.gather()
+            except Exception as error:  # noqa: BLE001 (the pull client gets it, as an error of the task)
+                self._defect(error)
+                return
+            session, pending = self._session, self.pending
+            if not pending.acks and not pending.nacks:
+                return
+            if not pending.nacks and session is not None and not session.link.closed:
+                ranges, tags = flat(pending.acks)
+                if len(ranges) <= REQUEST_RANGES_MAX:
+                    self._client.progressed()
+                    self._in_flight, self.pending = pending, PendingOutcomes(pending.holds)
+                    request = m.AckRequest(session.number, ranges, tags)
+                    session.link.call(request, partial(self._acked, pending, session))
+                    return
+        self._begin(self._send_all())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         self._task = tasks.start(work, "plait-acks", failed=self._defect)
@@ -153,36 +169,21 @@ class AckCollector:
         self._error = tasks.error_of(error)
         self._client.failed(self._error)
 
-    def _send_acks(self) -> bool:
-        """Send the pending outcomes as one request, without a task.
-
-        Returns False if some outcomes are not acks, or if they do not fit into one request.
-        """
-        self.gather()
-        session, pending = self._session, self.pending
-        if not pending.acks and not pending.nacks:
-            return True
-        if session is None or session.link.closed or (request := pending.only_ack(session.number)) is None:
-            return False
-        self._client.progressed()
-        sending = self._in_flight = pending.take()
-        session.link.call(request, partial(self._acked, sending, session))
-        return True
-
     def _acked(
         self, sending: PendingOutcomes, session: ConsumerSession, _: Any, __: memoryview, error: PlaitError | None
     ) -> None:
-        """The answer to an ack of ``_send_acks``."""
+        """The answer to an ack of ``_start``."""
         self._in_flight = None
         pending = self.pending
         try:
             if error is None:
-                self._client.outcomes_stored()
+                if self.on_stored is not None:
+                    self.on_stored()
                 if (self.deliveries.unsent or pending.acks or pending.nacks) and not self.deliveries.scheduled:
                     self._start()
             else:
                 self._put_back(sending, session)
-                if not self.closed:
+                if not self.deliveries.closed:
                     self._begin(self._resend(error, session))
         finally:
             self._wake_waiting()
@@ -206,29 +207,29 @@ class AckCollector:
 
     async def _send_all(self) -> None:
         """Send until nothing is pending. Outcomes that are added meanwhile leave with the next request."""
-        pending = self.pending
         while True:
             self.gather()
-            if pending.acks or pending.nacks:
+            sending, session = self.pending, self._session
+            if sending.acks or sending.nacks:
                 self._client.progressed()
-            session = self._session
-            if not (pending.acks or pending.nacks) or session is None or session.link.closed:
+            if not (sending.acks or sending.nacks) or session is None or session.link.closed:
                 # Without a link they are sent after the next attach.
                 if await self._save_and_recheck():
                     continue
                 return
-            sending = self._in_flight = pending.take()
+            self._in_flight, self.pending = sending, PendingOutcomes(sending.holds)
             try:
-                await sending.send(session.link, session.number, self._warn_of_dead)
+                await sending.send(session, self._client.partition, self._client.terms.group)
                 self._in_flight = None
-                self._client.outcomes_stored()
+                if self.on_stored is not None:
+                    self.on_stored()
             except BaseException as error:
                 self._in_flight = None
                 # Put back also when ``close`` stops waiting for a reply.
                 self._put_back(sending, session)
                 if not isinstance(error, PlaitError):
                     # The loop may be ending, so the spool is written here and not in a thread.
-                    if self._spool is not None and (write := self._spool.change(self.partition, *pending.plain())):
+                    if self._spool is not None and (write := self._spool.change(self.partition, *self.pending.plain())):
                         write()
                     raise
                 failure = error
@@ -253,19 +254,9 @@ class AckCollector:
             return False
         return True
 
-    def _warn_of_dead(self, count: int, failed: FailureOutcome) -> None:
-        log.warning(
-            "%d message%s of %s went to the dead letters of group %s: %s",
-            count,
-            "" if count == 1 else "s",
-            self._client.partition,
-            self._client.terms.group,
-            failed.reason or Reason(),
-        )
-
     async def flush(self) -> None:
         """Wait until the broker has every ack and nack reported so far."""
-        deliveries, pending = self.deliveries, self.pending
+        deliveries = self.deliveries
         while True:
             if deliveries.inbox:
                 deliveries.absorb()
@@ -279,11 +270,12 @@ class AckCollector:
                 if not task.cancelled() and (error := task.exception()) is not None:
                     raise error
                 continue
-            if self._in_flight is None and not (pending.acks or pending.nacks or deliveries.unsent):
+            if self._in_flight is None and not (self.pending.acks or self.pending.nacks or deliveries.unsent):
                 return
-            loop = deliveries.check_open()
+            if deliveries.closed:
+                deliveries.check_open()
             if self._in_flight is not None:
-                answered = loop.create_future()
+                answered = asyncio.get_running_loop().create_future()
                 self._waiting.append(answered)
                 await answered
                 continue
@@ -316,7 +308,7 @@ class AckCollector:
 
     async def close(self, *, flush: bool = True) -> None:
         """Send the pending outcomes (if ``flush``) within ``request_seconds``. Then acks and nacks raise ``Closed``."""
-        if flush and not self.closed:
+        if flush and not self.deliveries.closed:
             try:
                 async with asyncio.timeout(self._limits.request_seconds):
                     await self.flush()

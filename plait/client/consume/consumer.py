@@ -1,24 +1,44 @@
-"""The consumer: hands the rows of its partitions to the user. ``Fetcher`` pulls them."""
+"""The consumer, and the results of ``fetch`` and ``fetch_arrow``. ``Fetcher`` pulls the rows."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from functools import cached_property
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from plait import tasks
 from plait.client.arguments import Duration, seconds_of
-from plait.client.closing import Closing
-from plait.client.consume.batch import ITERATION_COUNT, ArrowBatch, Batch, flush_all
-from plait.client.consume.delivered import Piece
+from plait.client.closing import Closing, all_of
+from plait.client.consume.delivered import Deliveries, Piece
+from plait.client.consume.failure import FailureOutcome, failed_of, rejected_of
 from plait.client.consume.fetcher import Fetcher
-from plait.client.types import Message
+from plait.client.consume.prefetch import ITERATION_COUNT
+from plait.client.consume.row_runs import row_mask
+from plait.client.types import Message, Why
 from plait.errors import Closed, InvalidArgument
+from plait.frame.arrow import MESSAGE_ID, SAME_TEXT, SCHEMA, arrays, attempts, message_ids, same_text
 
 #: A bound on the prefetch that one ``fetch`` call can request.
 FETCH_COUNT_MAX = 1 << 20
+
+#: Rows of a table: row numbers, or a mask over all rows.
+Rows: TypeAlias = Iterable[int] | Iterable[bool] | npt.NDArray[Any] | pa.Array | pa.ChunkedArray
+
+TABLE_SCHEMA = pa.schema(
+    [
+        *SCHEMA,
+        pa.field("attempt", pa.int32(), nullable=False),
+        pa.field("message_id", MESSAGE_ID, nullable=False),
+        pa.field("partition", SAME_TEXT, nullable=False),
+    ]
+)
 
 
 class Consumer:
@@ -107,7 +127,7 @@ class Consumer:
 
     async def flush(self) -> None:
         """Wait until the brokers have every ack and nack reported so far."""
-        await flush_all([client.deliveries for client in self._clients if not client.collector.quiet])
+        await flush_all(client.deliveries for client in self._clients if client.collector.under_way)
 
     async def _fetch(self, count: int, wait: Duration, *, apart: bool = False) -> list[Piece]:
         """The rows for ``fetch``; ``apart``: no two rows of one key, so that each row may be handled by itself."""
@@ -172,3 +192,132 @@ class Consumer:
             how = "with" if meta.blocking else "async with"
             raise Closed(f"the consumer is not open; use '{how} client.consumer(...)'")
         return fetcher.loop
+
+
+class Batch(Sequence[Message]):
+    """A list-like batch of messages held by a consumer. It is empty when no message arrived in time."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self._pieces = pieces
+
+    @cached_property
+    def _messages(self) -> list[Message]:
+        messages: list[Message] = []
+        for delivered, start, stop in self._pieces:
+            messages += delivered.messages(start, stop)
+        return messages
+
+    def __len__(self) -> int:
+        return sum(stop - start for _, start, stop in self._pieces)
+
+    @overload
+    def __getitem__(self, index: int) -> Message: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Message]: ...
+    def __getitem__(self, index: int | slice) -> Message | list[Message]:
+        return self._messages[index]
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self._messages)
+
+    async def ack(self) -> None:
+        """Ack all messages that are not nacked; returns when the broker has stored the acks."""
+        await report(self._pieces, None)
+
+    async def nack(self, delay: Duration | None = None, reason: Why | None = None) -> None:
+        """Nack all messages that are not acked: they are redelivered after ``delay``, or as the group's policy says."""
+        await report(self._pieces, failed_of(delay, reason))
+
+    async def reject(self, reason: Why | None = None) -> None:
+        """Make all messages that are not acked or nacked dead letters of the group at once."""
+        await report(self._pieces, rejected_of(reason))
+
+    def _may_begin(self) -> bool:
+        """True if the consumer still has the right to handle every message of the batch."""
+        return all(delivered.may_begin(slice(start, stop)) for delivered, start, stop in self._pieces)
+
+    def _report(self, failed: FailureOutcome | None) -> None:
+        """Report how the messages without an outcome failed; None: they are acked."""
+        for delivered, start, stop in self._pieces:
+            delivered.report_rows(slice(start, stop), failed)
+
+    def __repr__(self) -> str:
+        return f"<Batch of {len(self)} messages>"
+
+
+class ArrowBatch:
+    """Messages as an Arrow table, over the memory they were received in."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self._pieces = pieces
+
+    def __len__(self) -> int:
+        return sum(stop - start for _, start, stop in self._pieces)
+
+    @cached_property
+    def table(self) -> pa.Table:
+        """Columns sequence, key, body, tags, headers, send_time, store_time, producer, producer_sequence, attempt,
+        message_id and partition; docs/consuming.md has their types.
+        """
+        batches = []
+        for delivered, start, stop in self._pieces:
+            columns = arrays(delivered.frame)
+            columns += [
+                attempts(delivered.attempt(0), delivered.count),
+                message_ids(*columns[-2:]),
+                same_text(str(delivered.partition), delivered.count),
+            ]
+            rows = pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
+            batches.append(rows if stop - start == delivered.count else rows.slice(start, stop - start))
+        return pa.Table.from_batches(batches, schema=TABLE_SCHEMA)
+
+    async def ack(self) -> None:
+        """Ack all rows that are not nacked; returns when the broker has stored the acks."""
+        await report(self._pieces, None)
+
+    async def nack(self, rows: Rows | None = None, delay: Duration | None = None, reason: Why | None = None) -> None:
+        """Nack these rows (None: all): they are redelivered after ``delay``, or as the group's policy says.
+
+        ``rows`` are row numbers of the table, or a mask over all its rows; a NumPy or Arrow array works too.
+        """
+        await self._fail(rows, failed_of(delay, reason))
+
+    async def reject(self, rows: Rows | None = None, reason: Why | None = None) -> None:
+        """Make these rows (None: all) dead letters of the group at once; ``rows`` as for ``nack``."""
+        await self._fail(rows, rejected_of(reason))
+
+    async def _fail(self, rows: Rows | None, failed: FailureOutcome) -> None:
+        # All of ``rows`` is validated before any row is nacked.
+        pieces = self._pieces if rows is None else self._pieces_of(row_mask(rows, len(self)))
+        await report(pieces, failed)
+
+    def _pieces_of(self, mask: npt.NDArray[np.bool_]) -> list[Piece]:
+        """The marked rows as pieces; adjacent rows of a frame are one piece."""
+        found: list[Piece] = []
+        before = 0
+        for delivered, start, stop in self._pieces:
+            part = mask[before : before + stop - start]
+            edges = np.flatnonzero(np.diff(part, prepend=False, append=False)) + start
+            found += [(delivered, first, last) for first, last in edges.reshape(-1, 2).tolist()]
+            before += stop - start
+        return found
+
+    def __repr__(self) -> str:
+        return f"<ArrowBatch of {len(self)} messages>"
+
+
+def report(pieces: list[Piece], failed: FailureOutcome | None) -> Awaitable[None]:
+    """Report how the rows of the pieces that have no outcome failed; None: they are acked.
+
+    Returns a wait until the brokers have every outcome reported so far.
+    """
+    for delivered, start, stop in pieces:
+        delivered.report_rows(slice(start, stop), failed, soon=False)
+    if len(pieces) == 1 and (only := pieces[0][0].deliveries) is not None:
+        return only.flush()
+    return flush_all(delivered.deliveries for delivered, _, _ in pieces)
+
+
+def flush_all(partitions: Iterable[Deliveries | None]) -> Awaitable[None]:
+    """Wait until the brokers have every outcome reported so far. An unreachable broker does not delay the others."""
+    return all_of([each.flush() for each in dict.fromkeys(partitions) if each is not None])

@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from itertools import pairwise, repeat
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from plait.client.arguments import to_datetime
 from plait.client.consume.failure import FAILED, EpochRange, FailureOutcome
-from plait.client.consume.row_runs import NEVER, RowMask, RowSelection, Run, first_indexes, mask_runs, rows_of, runs_in
+from plait.client.consume.row_runs import RowMask, RowSelection, Run, first_outcomes, mask_runs, rows_of, runs_in
 from plait.client.send.encoding import decode_headers, decode_tags
 from plait.client.types import ACKNOWLEDGED, Acknowledgement, HeaderValue, Message, MessageId, PartitionName
 from plait.errors import Closed, FrameError
@@ -38,27 +38,6 @@ class DeliveredFrame:
     #: An ack of a row is only recorded: ``note`` does nothing else with it.
     plain_acks: ClassVar = True
 
-    __slots__ = (
-        "_attempts",
-        "_columns",
-        "_ids",
-        "_numbers",
-        "acking",
-        "count",
-        "deliveries",
-        "epoch",
-        "frame",
-        "nacking",
-        "open_count",
-        "partition",
-        "position",
-        "rows_done",
-        "size",
-        "subject",
-        "tag",
-        "taken",
-    )
-
     def __init__(
         self,
         frame: FrameView,
@@ -67,9 +46,7 @@ class DeliveredFrame:
         deliveries: Deliveries | None,
         attempts: list[tuple[int, int, int]],
     ) -> None:
-        self.frame = frame
-        self.subject = subject
-        self.partition = partition
+        self.frame, self.subject, self.partition = frame, subject, partition
         #: None: the rows need no outcome.
         self.deliveries = deliveries
         self.count = self.open_count = frame.count
@@ -99,7 +76,6 @@ class DeliveredFrame:
     # --- messages -------------------------------------------------------------------------------
 
     def messages(self, start: int, stop: int) -> list[Message]:
-        """Rows [start, stop) as messages."""
         frame = self.frame
         bodies = frame.rows(_BODY, start, stop)
         keys = self._keys(start, stop)
@@ -115,10 +91,9 @@ class DeliveredFrame:
         try:
             if self.frame.count <= SMALL_COUNT:
                 return [key.decode() if key else None for key in self.frame.rows(_KEY, start, stop)]
-            texts: list[str | None] = key_column(self.frame).slice(start, stop - start).to_pylist()
+            return cast("list[str | None]", key_column(self.frame).slice(start, stop - start).to_pylist())
         except UnicodeDecodeError as error:
             raise FrameError(f"an order key is not UTF-8: {error}") from None
-        return texts
 
     def tags(self, row: int) -> list[str]:
         return decode_tags(self._value(Column.TAGS, row)) if self.frame.has(Column.TAGS) else []
@@ -132,24 +107,20 @@ class DeliveredFrame:
         return self._columns[column][row]
 
     def message_id(self, row: int) -> MessageId:
-        if self._ids is None:
-            self._ids = self.frame.message_ids()
+        self._ids = self._ids or self.frame.message_ids()
         producers, numbers = self._ids
         return MessageId(int(producers[row]), int(numbers[row]))
 
     def time(self, column: Column, row: int) -> datetime | None:
-        """A time of a row; None: the frame does not have the column."""
         return to_datetime(int(self.frame.fixed(column)[row])) if self.frame.has(column) else None
 
     def attempt(self, row: int) -> int:
         if len(self._attempts) == 1:
             return self._attempts[0][2]
-        if self._numbers is None:
-            self._numbers = self._attempt_numbers().tolist()
+        self._numbers = self._numbers or self._attempt_numbers().tolist()
         return self._numbers[row]
 
     def _attempt_numbers(self) -> npt.NDArray[np.int64]:
-        """``attempt`` of every row."""
         starts, ends, numbers = np.array(self._attempts).T
         sequences = self.frame.sequences()
         at = np.maximum(np.searchsorted(starts, sequences, "right") - 1, 0)
@@ -182,8 +153,22 @@ class DeliveredFrame:
             self.note(row, failed)
         return ACKNOWLEDGED
 
-    def note(self, row: int | slice, failed: FailureOutcome | None) -> None:
-        """Record an outcome, to be returned by ``collect``: how the rows failed; None: acked."""
+    def report_rows(self, rows: slice, failed: FailureOutcome | None, *, soon: bool = True) -> None:
+        """Report the outcome of the rows that have none. It is sent soon; not ``soon``: when the caller flushes."""
+        deliveries = self.deliveries
+        if deliveries is None:
+            return
+        if deliveries.inbox:
+            # Outcomes that other threads reported earlier take effect first.
+            deliveries.absorb()
+        deliveries.collect_soon(self, soon=soon)
+        if failed is None:
+            self.acking.append(rows)
+        else:
+            self.nack_rows(rows, failed)
+
+    def note(self, row: int, failed: FailureOutcome | None) -> None:
+        """Record an outcome, to be returned by ``collect``: how the row failed; None: acked."""
         if failed is None:
             self.acking.append(row)
         else:
@@ -207,8 +192,7 @@ class DeliveredFrame:
         late = self._attempt_numbers()[start:stop] >= wanted
         edges = [start, *(np.flatnonzero(np.diff(late)) + start + 1).tolist(), stop]
         for left, right in pairwise(edges):
-            if left < right:
-                self.nacking.append((len(self.acking), slice(left, right), failed if late[left - start] else plain))
+            self.nacking.append((len(self.acking), slice(left, right), failed if late[left - start] else plain))
 
     def collect(self) -> tuple[list[Run], FailedRuns]:
         """Close the rows that have an outcome; returns the acked and the failed rows, by the first outcome of each."""
@@ -219,13 +203,9 @@ class DeliveredFrame:
         kinds = {failed: number for number, failed in enumerate(dict.fromkeys(failed for _, _, failed in nacking))}
         if len(kinds) == 1 and not acking:
             return [], {nacking[0][2]: self._close_items([rows for _, rows, _ in nacking])}
-        acked_by = first_indexes(acking, self.count)
-        nacked_by = np.minimum(first_indexes([rows for _, rows, _ in nacking], self.count), len(nacking))
-        # The element after the last one is for rows that were not nacked.
-        before = np.array([*(count for count, _, _ in nacking), NEVER])[nacked_by]
-        how = np.array([*(kinds[failed] for _, _, failed in nacking), -1])[nacked_by]
-        acked = acked_by < before
+        acked, nacked_by = first_outcomes(acking, nacking, self.count)
         acks = self.close_rows(acked)
+        how = np.array([*(kinds[failed] for _, _, failed in nacking), -1])[nacked_by]
         failed_rows = ~acked & (how >= 0)
         if self.rows_done is not None:
             failed_rows &= ~self.rows_done
@@ -238,7 +218,6 @@ class DeliveredFrame:
         return acks, {names[how[part[0]]]: runs_in(part) for part in parts}
 
     def _close_items(self, items: Sequence[RowSelection]) -> list[Run]:
-        """Close rows; returns the runs of those that were open."""
         if not items:
             return []
         count = self.count
@@ -284,13 +263,46 @@ class DeliveredFrame:
             return [(base + first, base + end, epoch) for first, end in runs]
         return [(start, end, epoch) for start, end in runs_in(self.frame.sequences()[rows_of(runs)])]
 
+    def put(self, runs: list[Run], into: RangesByFrame) -> None:
+        """Add the ranges of these runs to outcomes that are to be sent."""
+        into.setdefault(None, []).extend(self.ranges(runs))
+
+    def widened(self, ranges: list[EpochRange]) -> list[EpochRange]:
+        """The ranges, or fewer ranges with the same effect."""
+        return ranges
+
     def open_ranges(self) -> list[EpochRange]:
-        """The rows whose outcome is not collected yet."""
         return self.ranges([(0, self.count)] if self.rows_done is None else mask_runs(~self.rows_done))
 
 
 #: Rows [start, stop) of a delivered frame.
 Piece = tuple[DeliveredFrame, int, int]
+#: Ranges by the frame that delivered the rows; under None: plain sequence ranges, valid without a frame's tag.
+RangesByFrame = dict[DeliveredFrame | None, list[EpochRange]]
+
+
+def flat(found: RangesByFrame) -> tuple[list[EpochRange], list[int]]:
+    """All ranges, and the tag of each; no tags if all are 0."""
+    ranges: list[EpochRange] = []
+    tags: list[int] = []
+    for frame, several in found.items():
+        joined = merged(several) if len(several) > 1 else several
+        if frame is not None:
+            joined = frame.widened(joined)
+        ranges += joined
+        tags += [0 if frame is None else frame.tag] * len(joined)
+    return ranges, tags if any(tags) else []
+
+
+def merged(ranges: list[EpochRange]) -> list[EpochRange]:
+    """The ranges sorted, with overlapping and adjacent ranges of one epoch joined."""
+    joined: list[EpochRange] = []
+    for start, end, epoch in sorted(ranges):
+        if joined and start <= joined[-1][1] and epoch == joined[-1][2]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]), epoch)
+        else:
+            joined.append((start, end, epoch))
+    return joined
 
 
 class Deliveries:
@@ -340,16 +352,14 @@ class Deliveries:
         self.bytes += delivered.size
 
     def span(self) -> int:
-        """Rows received since the oldest row that is still open."""
-        oldest = next(iter(self.open), None)
-        return 0 if oldest is None else self._received - oldest.position
+        """Rows received since the oldest row that is still open; there must be one."""
+        return self._received - next(iter(self.open)).position
 
     def forget(self) -> None:
         """Stop tracking all frames: their messages no longer exist."""
         for delivered in self.open:
             delivered.deliveries = None
-        self.open.clear()
-        self.held = self.bytes = 0
+        self.open, self.held, self.bytes = {}, 0, 0
 
     def check_open(self) -> asyncio.AbstractEventLoop:
         """Raise ``Closed`` if no more outcomes are accepted."""
@@ -359,7 +369,8 @@ class Deliveries:
 
     def collect_soon(self, delivered: DeliveredFrame, *, soon: bool = True) -> None:
         """Rows of the frame get outcomes: collect them soon, or when the caller flushes. Raises if closed."""
-        self.check_open()
+        if self.closed or self.loop is None:
+            self.check_open()
         self.unsent[delivered] = None
         if soon and not self.scheduled:
             self._schedule(delivered)

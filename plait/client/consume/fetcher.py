@@ -16,12 +16,11 @@ from plait import tasks
 from plait.client.blocking.row_handover import RowHandover
 from plait.client.closing import all_of
 from plait.client.consume.ack_spool import AckSpool
-from plait.client.consume.batch import RowBuffer, report
 from plait.client.consume.delivered import Piece
 from plait.client.consume.failure import UNBEGUN
 from plait.client.consume.group_start import find_start_version
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
-from plait.client.consume.prefetch import Prefetch
+from plait.client.consume.prefetch import Prefetch, RowBuffer
 from plait.client.consume.pull_client import PullClient
 from plait.client.consume.terms import Terms
 from plait.client.net.router import Router, SubjectRoute
@@ -60,6 +59,8 @@ class Fetcher:
         self.buffer: RowBuffer | OrderedBuffer = RowBuffer()
         #: Rows taken from the buffer for a blocking caller, before its next call asks for them.
         self.handed_over = RowHandover()
+        #: True if a row without an outcome limits how far past it the consumer pulls.
+        self.spans = True
         self.prefetch: Prefetch[PullClient] = Prefetch(limits)
         #: The longest wait for more rows when some are available and the brokers have more; None: no limit.
         self.gather_seconds: float | None = None
@@ -74,7 +75,7 @@ class Fetcher:
         #: The number of rows that a caller waits for.
         self.demand = 0
         #: Callers that wait for rows: the result is True when something changed, False at their timeout.
-        self._waiting: list[asyncio.Future[bool]] = []
+        self.waiting: list[asyncio.Future[bool]] = []
         #: True if ``_relieve`` is scheduled for the end of this turn of the loop.
         self._relieving = False
         self._warned = False
@@ -133,11 +134,9 @@ class Fetcher:
 
     def _add_clients(self, route: SubjectRoute, terms: Terms) -> list[PullClient]:
         """Add a pull client for each partition of the route that has none."""
-        assert self.loop is not None
         known = {client.partition for client in self.clients}
         added = [self._new_client(route, each, terms) for each in route.partitions if each not in known]
         for client in added:
-            client.prepare(self.loop)
             self.clients.append(client)
             self.prefetch.add(client)
         return added
@@ -171,11 +170,6 @@ class Fetcher:
         await client.collector.close()
         await client.leave()
 
-    def named(self, client: PullClient) -> bool:
-        """True if the newest known route names the client's partition."""
-        route = self.router.known(self.subject)
-        return route is None or client.partition in route.partitions
-
     async def refresh_route(self) -> None:
         """Refresh the route, as a broker does not have a partition that it names. Fails if the subject is deleted."""
         try:
@@ -202,14 +196,6 @@ class Fetcher:
         await all_of([*(client.leave() for client in self.clients), *self.leaving])
 
     # --- pulling --------------------------------------------------------------------------------
-
-    def wanted(self, client: PullClient, *, patient: bool = True) -> int:
-        """The number of rows that the next pull of a partition requests; 0: do not pull now."""
-        if self.stopping or self.suspended:
-            return 0
-        if self.tracks:
-            return self.prefetch.wanted(client, patient=patient)
-        return self.prefetch.wanted_now(self.demand - self.buffer.count, client)
 
     def has_more(self, client: PullClient) -> None:
         """``client.session`` or ``client.more`` has changed."""
@@ -268,9 +254,7 @@ class Fetcher:
         """Warn once if nothing can be pulled because too many messages are unacked."""
         if self._warned or not any(client.session is not None for client in self.clients):
             return
-        if any(
-            client.pulls or client.collector.under_way or self.wanted(client, patient=False) for client in self.clients
-        ):
+        if any(client.pulls or client.collector.under_way or client.wanted(patient=False) for client in self.clients):
             return
         self._warned = True
         log.warning(
@@ -294,7 +278,8 @@ class Fetcher:
     def hand_back(self) -> None:
         """Return the rows of all partitions that no handler has begun to their brokers."""
         if self.tracks and not any(client.deliveries.closed for client in self.clients):
-            report([*self.handed_over.take_back(), *self.buffer.take_back()], UNBEGUN)
+            for delivered, start, stop in [*self.handed_over.take_back(), *self.buffer.take_back()]:
+                delivered.report_rows(slice(start, stop), UNBEGUN)
 
     def take_back(self, client: PullClient, lps: LpSet | None = None) -> list[Piece]:
         """Remove and return a partition's rows (of ``lps``; None: all) that no handler has begun."""
@@ -307,19 +292,20 @@ class Fetcher:
         """Wait until something changes, for at most ``seconds``; returns False at the timeout."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bool] = loop.create_future()
-        self._waiting.append(future)
+        self.waiting.append(future)
         timer = None if seconds is None else loop.call_later(seconds, _time_out, future)
         try:
             return await future
         finally:
             if timer is not None:
                 timer.cancel()
-            if future in self._waiting:
-                self._waiting.remove(future)
+            if future in self.waiting:
+                self.waiting.remove(future)
 
     def wake(self) -> None:
         """Wake the callers of ``arrival``."""
-        waiting, self._waiting = self._waiting, []
+        waiting = list(self.waiting)
+        self.waiting.clear()
         for future in waiting:
             if not future.done():
                 future.set_result(True)

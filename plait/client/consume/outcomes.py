@@ -7,21 +7,29 @@ ranges, which are valid in every session.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from plait.client.consume.delivered import DeliveredFrame
+from plait.client.consume.delivered import RangesByFrame, flat
 from plait.client.consume.failure import UNBEGUN, EpochRange, FailureOutcome, Nacks
-from plait.client.consume.ordered.failed_keys import FailedKeys, FrameOutcomes, KeyHolds
-from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
-from plait.client.consume.ordered.returned_ranges import RangesByFrame, by_logical_partitions
-from plait.client.consume.row_runs import Run
+from plait.client.consume.ordered.failed_keys import FailedKeys, KeyHolds
+from plait.client.consume.ordered.ordered_delivered import OrderedDelivered, no_lps
+from plait.client.consume.row_runs import RowMask, mask_runs
+from plait.client.net.node import ConsumerSession
+from plait.client.types import PartitionName
 from plait.limits import FAILED_RANGES_MAX, REQUEST_RANGES_MAX
+from plait.model.logical_partitions import runs_of
+from plait.model.names import counted
+from plait.model.reason import Reason
 from plait.wire import messages as m
-from plait.wire.link import Link
+
+log = logging.getLogger("plait.client")
 
 #: Nack requests in flight at a time. If every row has its own reason there is one request per row, and waiting for each
 #: reply in turn would be slow.
@@ -30,36 +38,25 @@ REQUESTS_MAX = 64
 SCATTERED_MIN = 16
 
 
-class PendingOutcomes:
-    """The pending outcomes of one partition."""
+class ReturnedRanges(NamedTuple):
+    """Returned rows: ranges that mean all their rows of ``lps``, the tag of each, and the other ranges by frame."""
 
-    def __init__(self, holds: KeyHolds | None = None) -> None:
-        #: The keys that failed rows hold back; None: the consumer is not ordered.
-        self.holds = holds
-        #: Acked rows, and failed rows by failure outcome.
-        self.acks: RangesByFrame = {}
-        self.nacks: dict[FailureOutcome, RangesByFrame] = {}
-        #: Keys with failures among these outcomes.
-        self._failing: list[FailedKeys] = []
+    lps: list[m.LpRun]
+    ranges: list[EpochRange]
+    tags: list[int]
+    rest: RangesByFrame
 
-    # --- from the frames ------------------------------------------------------------------------
 
-    def collect(self, frames: Iterable[DeliveredFrame]) -> None:
-        """Add the outcomes of the frames' rows."""
-        outcomes: list[FrameOutcomes] = []
-        failed = False
-        for frame in frames:
-            acks, nacks = frame.collect()
-            outcomes.append((frame, acks, nacks))
-            failed = failed or bool(nacks)
-        if failed and self.holds is not None:
-            outcomes = self.holds.apply(outcomes)
-        for frame, acks, nacks in outcomes:
-            if acks:
-                _put(frame, self.acks, acks)
-            for how, runs in nacks.items():
-                if runs:
-                    _put(frame, self.nacks.setdefault(how, {}), runs)
+class PendingOutcomes(msgspec.Struct, eq=False):
+    """The outcomes of one partition's rows, for the next requests."""
+
+    #: The keys that failed rows hold back; None: the consumer is not ordered.
+    holds: KeyHolds | None = None
+    #: Acked rows, and failed rows by failure outcome.
+    acks: RangesByFrame = {}
+    nacks: dict[FailureOutcome, RangesByFrame] = {}
+    #: Keys with failures among these outcomes, once they are being sent.
+    failing: list[FailedKeys] = []
 
     def add(self, acks: list[EpochRange], nacks: Nacks) -> None:
         """Add outcomes from the spool of an earlier process, or of an earlier session."""
@@ -67,21 +64,6 @@ class PendingOutcomes:
             self.acks.setdefault(None, []).extend(acks)
         for failed, ranges in nacks.items():
             self.nacks.setdefault(failed, {}).setdefault(None, []).extend(ranges)
-
-    # --- to the broker --------------------------------------------------------------------------
-
-    def clear(self) -> None:
-        """Discard all outcomes."""
-        self.acks, self.nacks = {}, {}
-
-    def take(self) -> PendingOutcomes:
-        """Remove and return all outcomes, for sending."""
-        taken = PendingOutcomes(self.holds)
-        taken.acks, taken.nacks = self.acks, self.nacks
-        self.acks, self.nacks = {}, {}
-        if taken.nacks and self.holds is not None:
-            taken._failing = self.holds.unknown()
-        return taken
 
     def give_back(self, unsent: PendingOutcomes) -> None:
         """Put back outcomes that could not be sent, before those that were added meanwhile."""
@@ -97,44 +79,37 @@ class PendingOutcomes:
     def new_session(self) -> None:
         """A new session starts: the tags of these outcomes belong to an earlier one."""
         acks, nacks = self.plain()
-        self.clear()
+        self.acks, self.nacks = {}, {}
         self.add(acks, nacks)
-
-    def only_ack(self, session: int) -> m.AckRequest | None:
-        """All outcomes as one request; None: some are not acks, or they do not fit into one request."""
-        request = None if self.nacks else self.ack(session)
-        return None if request is None or len(request.ranges) > REQUEST_RANGES_MAX else request
-
-    def ack(self, session: int) -> m.AckRequest:
-        """The request for the acked rows; it may have no ranges."""
-        return m.AckRequest(session, *_flat(self.acks))
 
     def nack(self, session: int, failed: FailureOutcome) -> m.NackRequest:
         """The request for the rows with one failure outcome."""
         found = self.nacks[failed]
         if failed != UNBEGUN or sum(map(len, found.values())) < SCATTERED_MIN:
-            ranges, tags = _flat(found)
+            ranges, tags = flat(found)
             return m.NackRequest(session, ranges, *failed, tags=tags)
         lps, lp_ranges, lp_tags, rest = by_logical_partitions(found)
-        ranges, tags = _flat(rest)
+        ranges, tags = flat(rest)
         return m.NackRequest(session, ranges, *failed, tags=tags, lps=lps, lp_ranges=lp_ranges, lp_tags=lp_tags)
 
-    async def send(self, link: Link, session: int, dead: Callable[[int, FailureOutcome], None]) -> None:
-        """Send all outcomes and wait for the replies; calls ``dead`` with the number of messages that became letters.
+    async def send(self, session: ConsumerSession, partition: PartitionName, group: str | None) -> None:
+        """Send all outcomes of the partition's rows and wait for the replies.
 
         Nacks first: the broker must not store an ack before the nacks that were reported with it.
         """
-        await self._send_nacks(link, session, dead)
-        for ack in split_ack(self.ack(session)):
-            await link.request(ack)
+        if self.nacks and self.holds is not None:
+            self.failing = self.holds.unknown()
+        await self._send_nacks(session, partition, group)
+        for ack in split_ack(m.AckRequest(session.number, *flat(self.acks))):
+            await session.link.request(ack)
 
-    async def _send_nacks(self, link: Link, session: int, dead: Callable[[int, FailureOutcome], None]) -> None:
+    async def _send_nacks(self, session: ConsumerSession, partition: PartitionName, group: str | None) -> None:
         """Send all nacks and remove those that the broker has stored. After all replies, raises the first error."""
-        nacks = [(failed, nack) for failed in self.nacks for nack in split_nack(self.nack(session, failed))]
+        nacks = [(failed, nack) for failed in self.nacks for nack in split_nack(self.nack(session.number, failed))]
         unanswered = Counter(failed for failed, _ in nacks)
         for at in range(0, len(nacks), REQUESTS_MAX):
             some = nacks[at : at + REQUESTS_MAX]
-            answers = await asyncio.gather(*(link.request(nack) for _, nack in some), return_exceptions=True)
+            answers = await asyncio.gather(*(session.link.request(nack) for _, nack in some), return_exceptions=True)
             for (failed, _), answer in zip(some, answers, strict=True):
                 if isinstance(answer, BaseException):
                     continue
@@ -142,7 +117,13 @@ class PendingOutcomes:
                 if not unanswered[failed]:
                     self.confirm(failed)
                 if answer.dead:
-                    dead(answer.dead, failed)
+                    log.warning(
+                        "%s of %s went to the dead letters of group %s: %s",
+                        counted(answer.dead, "message"),
+                        partition,
+                        group,
+                        failed.reason or Reason(),
+                    )
             for answer in answers:
                 if isinstance(answer, BaseException):
                     raise answer
@@ -150,26 +131,19 @@ class PendingOutcomes:
     def confirm(self, failed: FailureOutcome) -> None:
         """Remove the rows with one failure outcome: the broker has stored them."""
         for frame, ranges in self.nacks.pop(failed).items():
-            if frame is not None and failed == UNBEGUN:
+            if isinstance(frame, OrderedDelivered) and failed == UNBEGUN:
                 frame.given_back(ranges)
         if not self.nacks and self.holds is not None:
-            self.holds.stored(self._failing)
-
-
-def _put(frame: DeliveredFrame, place: RangesByFrame, runs: list[Run]) -> None:
-    if frame.tag and isinstance(frame, OrderedDelivered):
-        place.setdefault(frame, []).extend(frame.tagged(runs))
-    else:
-        place.setdefault(None, []).extend(frame.ranges(runs))
+            self.holds.stored(self.failing)
 
 
 def _plain(found: RangesByFrame) -> list[EpochRange]:
     ranges: list[EpochRange] = []
     for frame, several in found.items():
-        if frame is None:
-            ranges += several
-        else:
+        if isinstance(frame, OrderedDelivered):
             ranges += frame.ranges([tuple(np.searchsorted(frame.sequences, each[:2]).tolist()) for each in several])
+        else:
+            ranges += several
     return ranges
 
 
@@ -178,33 +152,44 @@ def _join(into: RangesByFrame, more: RangesByFrame) -> None:
         into.setdefault(frame, []).extend(ranges)
 
 
-def _flat(found: RangesByFrame) -> tuple[list[EpochRange], list[int]]:
-    """All ranges, and the tag of each; no tags if all are 0."""
-    if found.keys() <= {None}:
-        plain = found.get(None, [])
-        return plain if len(plain) < 2 else merged(plain), []
-    ranges: list[EpochRange] = []
-    tags: list[int] = []
-    for frame, several in found.items():
-        joined = merged(several) if frame is None else frame.widened(merged(several))
-        ranges += joined
-        tags += [0 if frame is None else frame.tag] * len(joined)
-    return ranges, tags
+def by_logical_partitions(tagged: RangesByFrame) -> ReturnedRanges:
+    """Express returned rows by their logical partitions, for each frame where that takes fewer ranges.
 
-
-def merged(ranges: list[EpochRange]) -> list[EpochRange]:
-    """The ranges sorted, with overlapping and adjacent ranges of one epoch joined."""
-    if len(ranges) < 2:
-        return ranges
-    ranges.sort()
-    joined = [ranges[0]]
-    for start, end, epoch in ranges[1:]:
-        last_start, last_end, last_epoch = joined[-1]
-        if start <= last_end and epoch == last_epoch:
-            joined[-1] = (last_start, max(end, last_end), epoch)
+    A consumer that gives up half of its LPs returns about every other row that it has prefetched. "All rows of these
+    LPs in this range" covers a whole frame, provided that the user holds none of those rows.
+    """
+    chosen = no_lps()
+    masks: dict[OrderedDelivered, RowMask] = {}
+    rest: RangesByFrame = {}
+    for frame, ranges in tagged.items():
+        if not isinstance(frame, OrderedDelivered) or frame.keyed is None:
+            rest[frame] = ranges
         else:
-            joined.append((start, end, epoch))
-    return joined
+            masks[frame] = mask = frame.mask_in(ranges)
+            chosen[frame.lps[mask & frame.keyed]] = True
+    found: list[EpochRange] = []
+    tags: list[int] = []
+    for frame, mask in masks.items():
+        assert frame.keyed is not None
+        some = _between(frame, mask & frame.keyed, ~mask & (chosen[frame.lps] | ~frame.keyed))
+        # Only the broker knows the LP of a row without a key.
+        keyless = frame.tagged(mask_runs(mask & ~frame.keyed))
+        if len(some) + len(keyless) >= len(tagged[frame]):
+            some, keyless = [], tagged[frame]
+        found += some
+        tags += [frame.tag] * len(some)
+        if keyless:
+            rest[frame] = keyless
+    return ReturnedRanges(runs_of(chosen), found, tags, rest)
+
+
+def _between(frame: OrderedDelivered, rows: RowMask, excluded: RowMask) -> list[EpochRange]:
+    """The ranges of a frame between the ``excluded`` rows that contain any of ``rows``."""
+    edges = np.concatenate([[-1], np.flatnonzero(excluded), [frame.count]])
+    counts = np.concatenate([[0], np.cumsum(rows)])
+    first, end = edges[:-1] + 1, edges[1:]
+    some = counts[end] > counts[first]
+    return frame.tagged(list(zip(first[some].tolist(), end[some].tolist(), strict=True)))
 
 
 def split_ack(ack: m.AckRequest) -> Iterator[m.AckRequest]:

@@ -1,4 +1,4 @@
-"""How many rows a consumer prefetches, and the share of each partition.
+"""How many rows a consumer prefetches, the share of each partition, and the buffer of a shared consumer.
 
 The limits apply to the consumer as a whole. With several partitions one half is divided evenly: each partition may
 always use its own share, so a busy partition cannot starve another. The other half is common: partitions that have more
@@ -11,10 +11,15 @@ same with a thousand partitions as with two. A partition that may not pull becau
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Generic, Protocol, TypeVar
 
-from plait.client.consume.delivered import Deliveries
+from plait.client.consume.delivered import DeliveredFrame, Deliveries, Piece
+from plait.client.types import Message, PartitionName
 from plait.limits import PREFETCH_SHARE_MIN, PREFETCH_SHARES_MAX, ClientLimits
+
+#: Rows that iteration converts to messages at a time, and pulls at a time where nothing is prefetched.
+ITERATION_COUNT = 100
 
 
 class Puller(Protocol):
@@ -34,11 +39,8 @@ P = TypeVar("P", bound=Puller)
 class Prefetch(Generic[P]):
     """The limits of one consumer."""
 
-    def __init__(self, limits: ClientLimits, *, spans: bool = True) -> None:
+    def __init__(self, limits: ClientLimits) -> None:
         self._limits = limits
-        #: True if ``span`` is limited, so that the consumer does not pull without limit past one row without an
-        #: outcome.
-        self._spans = spans
         #: Rows to prefetch, over all partitions.
         self.ahead = limits.prefetch_count
         #: True if large fetches have raised ``ahead`` above the configured limit.
@@ -104,19 +106,12 @@ class Prefetch(Generic[P]):
         self._bytes = sum(size for _, size in self._used.values())
 
     def wanted(self, puller: P, *, patient: bool = True) -> int:
-        """The number of rows that the next pull of a partition requests; they are in use at once. 0: do not pull.
+        """The number of rows that the next pull of one of several partitions requests; they are in use at once.
 
-        ``patient``: 0 rather than a few rows.
+        0: do not pull; ``patient``: 0 rather than a few rows.
         """
-        limits, count = self._limits, len(self._used)
+        count = len(self._used)
         held = puller.deliveries.held + puller.asked
-        if not held and count == 1:
-            return self.ahead
-        if self._spans and puller.deliveries.span() >= max(limits.prefetch_span, 2 * self.ahead):
-            return 0
-        if count == 1:
-            room = self.ahead - held if puller.deliveries.bytes < limits.prefetch_bytes else 0
-            return self._whole(room, 1) if self.large else max(room, 0)
         if not self._own:
             self._count()
         before = self._used[puller]
@@ -141,7 +136,7 @@ class Prefetch(Generic[P]):
         if patient and held and 0 < 2 * room < self._own:
             self._patient[puller] = None
             return 0
-        return self._whole(room, count)
+        return self.whole(room, count)
 
     @property
     def _rows_left(self) -> int:
@@ -164,12 +159,74 @@ class Prefetch(Generic[P]):
         """Partitions that could pull a few rows and wait for more room."""
         return list(self._patient)
 
-    def _whole(self, wanted: int, count: int) -> int:
+    def whole(self, wanted: int, count: int) -> int:
         """Raise a large pull to at least half a share: its bytes limit it, not a count that ends inside a frame."""
         if wanted <= 0:
             return 0
         return max(wanted, self.ahead // (2 * count)) if self.large else wanted
 
-    def wanted_now(self, demand: int, puller: P) -> int:
-        """The number of rows to pull where nothing is prefetched: the partitions share ``demand`` evenly."""
-        return -(-demand // len(self._used)) - puller.asked if demand > 0 else 0
+
+class RowBuffer:
+    """The buffer of a shared consumer: rows of all its partitions. Any row may be handed out at any time."""
+
+    def __init__(self) -> None:
+        #: Frames with rows that are not handed out yet.
+        self._frames: deque[DeliveredFrame] = deque()
+        #: Messages of the first frame that iteration has converted already, in reverse order.
+        self._ready: list[Message] = []
+        #: The number of rows in the buffer.
+        self.count = 0
+
+    def append(self, delivered: DeliveredFrame) -> None:
+        """Add a delivered frame."""
+        self._frames.append(delivered)
+        self.count += delivered.count
+
+    def available(self) -> int:
+        """The number of rows that can be handed out now."""
+        return self.count
+
+    def take(self, count: int, *, apart: bool = False) -> list[Piece]:
+        """Hand up to ``count`` rows to the user."""
+        pieces: list[Piece] = []
+        self._ready = []
+        while count > 0 and self._frames:
+            delivered = self._frames[0]
+            start = delivered.taken
+            stop = min(delivered.count, start + count)
+            delivered.taken = stop
+            pieces.append((delivered, start, stop))
+            count -= stop - start
+            self.count -= stop - start
+            if stop == delivered.count:
+                self._frames.popleft()
+        return pieces
+
+    def next(self) -> Message | None:
+        """Hand one row to the user, as a message; None: there is none."""
+        if not self._frames:
+            return None
+        delivered = self._frames[0]
+        if not self._ready:
+            self._ready = delivered.messages(delivered.taken, min(delivered.count, delivered.taken + ITERATION_COUNT))
+            self._ready.reverse()
+        message = self._ready.pop()
+        delivered.taken += 1
+        self.count -= 1
+        if delivered.taken == delivered.count:
+            self._frames.popleft()
+        return message
+
+    def take_back(self, partition: PartitionName | None = None) -> list[Piece]:
+        """Remove and return all rows of a partition (None: of all partitions)."""
+        chosen = [d for d in self._frames if partition is None or d.partition == partition]
+        pieces = [(d, d.taken, d.count) for d in chosen]
+        for delivered in chosen:
+            self.count -= delivered.count - delivered.taken
+            delivered.taken = delivered.count
+        if partition is None:
+            self._frames.clear()
+        else:
+            self._frames = deque(d for d in self._frames if d.partition != partition)
+        self._ready = []
+        return pieces

@@ -19,9 +19,9 @@ import numpy as np
 from plait import tasks
 from plait.client.consume.ack_collector import AckCollector
 from plait.client.consume.ack_spool import AckSpool
-from plait.client.consume.delivered import DeliveredFrame, Deliveries, Piece
+from plait.client.consume.delivered import DeliveredFrame, Deliveries, Piece, merged
 from plait.client.consume.failure import UNBEGUN, EpochRange
-from plait.client.consume.outcomes import merged, split_nack
+from plait.client.consume.outcomes import split_nack
 from plait.client.consume.terms import Terms
 from plait.client.net.node import ConsumerSession, Node
 from plait.client.types import PartitionName
@@ -59,7 +59,7 @@ class PullClient:
     def __init__(
         self, fetcher: Fetcher, node: Node, terms: Terms, partition: PartitionName, spool: AckSpool | None
     ) -> None:
-        self._fetcher = fetcher
+        self.fetcher = fetcher
         self._node = node
         self._limits = fetcher.limits
         self.terms = terms
@@ -67,7 +67,7 @@ class PullClient:
         self.collector = AckCollector(self, fetcher.limits, spool, any_thread=fetcher.any_thread)
         #: The rows that the consumer holds.
         self.deliveries = self.collector.deliveries
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         #: None: not attached.
         self.session: ConsumerSession | None = None
@@ -78,7 +78,6 @@ class PullClient:
         self._detached: asyncio.Future[None] | None = None
         self._stale = False
         self._lost_at = 0.0
-        self._partition_id = 0
         #: True if the route no longer names the partition.
         self.retiring = False
         #: Pulls in flight, and the rows they request.
@@ -90,22 +89,18 @@ class PullClient:
         self.more = False
         #: Consecutive damaged replies.
         self._broken = 0
+        self.collector.open(self._loop)
+        self._partition_id = self.collector.partition
+        node.on_lost.append(self.lost)
 
     # --- opening and closing --------------------------------------------------------------------
 
-    def prepare(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Bind the client to the loop and load its spool. Called once, before anything else."""
-        self._loop = loop
-        self.collector.open(loop)
-        self._partition_id = self.collector.partition
-        self._node.on_lost.append(self.lost)
-
     def start(self) -> None:
         """Attach if needed, and attach again after every lost connection."""
-        assert self._loop is not None
-        name = f"plait-consumer-{self.partition.name}"
         self._task = tasks.start(
-            self._stay_attached(self._loop), name, failed=lambda error: self.failed(tasks.error_of(error))
+            self._stay_attached(),
+            f"plait-consumer-{self.partition.name}",
+            failed=lambda error: self.failed(tasks.error_of(error)),
         )
 
     async def leave(self) -> None:
@@ -132,41 +127,39 @@ class PullClient:
 
     async def _give_back(self, session: ConsumerSession) -> None:
         """Return prefetched rows that no handler has begun, as if they had not been delivered."""
-        ranges = _close_pieces(self._fetcher.take_back(self))
+        ranges = _close_pieces(self.fetcher.take_back(self))
         while ranges or self.pulls:
             # The nack also ends the pulls suspended at the broker, which would return the same rows again. Rows of a
             # pull that was answered just before arrive before the reply to the nack.
             for nack in split_nack(m.NackRequest(session.number, ranges, *UNBEGUN)):
                 await session.link.request(nack)
-            ranges = _close_pieces(self._fetcher.take_back(self))
+            ranges = _close_pieces(self.fetcher.take_back(self))
             if not ranges:
                 break
 
     async def attach_first(self, seconds: float) -> None:
         """Attach within ``seconds``, or raise the reason why it is not possible."""
-        assert self._loop is not None
         deadline = self._loop.time() + seconds
         while True:
             link = await self._node.ready(max(deadline - self._loop.time(), 0))
             try:
                 return await self._attach(link)
-            except StaleRoute:
+            except (StaleRoute, Unavailable) as error:
                 if self._loop.time() >= deadline:
                     raise
+                if isinstance(error, Unavailable):
+                    continue
                 await asyncio.sleep(self._limits.reconnect_first_seconds)
-                await self._fetcher.refresh_route()
-                if not self._fetcher.named(self):
-                    raise
-            except Unavailable:
-                if self._loop.time() >= deadline:
+                await self.fetcher.refresh_route()
+                route = self.fetcher.router.known(self.terms.subject)
+                if route is not None and self.partition not in route.partitions:
                     raise
 
     def _holds(self) -> list[EpochRange]:
         """The rows that the consumer still holds, as at most ``REQUEST_RANGES_MAX`` ranges."""
         holds = _open_ranges(self.deliveries)
         if len(holds) > REQUEST_RANGES_MAX:
-            # Drop the rows that no handler has begun: the broker redelivers them.
-            self._drop(self._fetcher.take_back(self))
+            self._drop_unbegun()
             holds = _open_ranges(self.deliveries)
         return _limited(holds + merged(self.collector.unsent), self.partition)
 
@@ -176,10 +169,10 @@ class PullClient:
         if self._partition_id not in (0, session.reply.partition):
             # The subject was deleted and created again: drop its old messages and their outcomes.
             self.collector.forget()
-            self._fetcher.take_back(self)
+            self.fetcher.take_back(self)
         self._partition_id = self.collector.partition = session.reply.partition
         self.session = session
-        self._fetcher.has_more(self)
+        self.fetcher.has_more(self)
         self.pulls = self.asked = 0
         self.collector.attached(session)
         self._attached_as(session.reply)
@@ -188,11 +181,11 @@ class PullClient:
     def _attached_as(self, attached: m.AttachReply) -> None:
         """A new session has started."""
 
-    async def _stay_attached(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _stay_attached(self) -> None:
         """Attach again whenever the link or the session is lost."""
         while True:
             if self.session is not None and not self.session.link.closed:
-                self._detached = loop.create_future()
+                self._detached = self._loop.create_future()
                 await self._detached
             self.lost()
             pause = self._limits.reconnect_first_seconds
@@ -209,7 +202,7 @@ class PullClient:
                         return
                     await asyncio.sleep(pause)
                     if isinstance(error, StaleRoute):
-                        await self._fetcher.refresh_route()
+                        await self.fetcher.refresh_route()
                     pause = min(2 * pause, self._limits.reconnect_max_seconds)
 
     def lost(self, *, stale: bool = False) -> None:
@@ -217,7 +210,7 @@ class PullClient:
         self._stale |= stale
         if self.session is not None:
             self.session = None
-            self._fetcher.has_more(self)
+            self.fetcher.has_more(self)
             self._lost_at = self._node.last_contact
             self.collector.detached()
         if self._detached is not None and not self._detached.done():
@@ -233,25 +226,25 @@ class PullClient:
             self._stale = False
             return
         lost_seconds = link.welcome.consumer_lost_seconds if link.welcome else 5.0
-        if not self._stale and asyncio.get_running_loop().time() - self._lost_at < lost_seconds:
+        if not self._stale and self._loop.time() - self._lost_at < lost_seconds:
             return
         self._stale = False
-        self._drop(self._fetcher.take_back(self))
+        self._drop_unbegun()
 
-    def _drop(self, pieces: list[Piece]) -> None:
-        """Close rows without reporting an outcome: the broker has taken them back already."""
+    def _drop_unbegun(self) -> None:
+        """Close the rows that no handler has begun without reporting an outcome: the broker redelivers them."""
         self.collector.gather()
-        _close_pieces(pieces)
+        _close_pieces(self.fetcher.take_back(self))
 
     # --- pulling --------------------------------------------------------------------------------
 
     def pull(self, *, patient: bool = True) -> None:
         """Pull as many rows as there is room for. If that is only a few, ``patient`` waits for more room."""
-        session, fetcher = self.session, self._fetcher
+        session, fetcher = self.session, self.fetcher
         if session is None or self.retiring or session.link.closed:
             return
         # While the broker has more rows, it reads the next ones during the transfer of these.
-        while self.pulls < (PULLS_MAX if self.more else 1) and (count := fetcher.wanted(self, patient=patient)) > 0:
+        while self.pulls < (PULLS_MAX if self.more else 1) and (count := self.wanted(patient=patient)) > 0:
             size = self._limits.pull_bytes
             if fetcher.prefetch.large:
                 # Bytes limit a large pull, not a count that ends inside a frame.
@@ -266,10 +259,29 @@ class PullClient:
         if fetcher.prefetch.starved:
             fetcher.relieve_soon()
 
+    def wanted(self, *, patient: bool = True) -> int:
+        """The number of rows that the next pull requests; 0: do not pull now. ``patient``: 0 rather than a few rows."""
+        fetcher, prefetch, deliveries = self.fetcher, self.fetcher.prefetch, self.deliveries
+        partitions, limits = len(fetcher.clients), self._limits
+        if fetcher.stopping or fetcher.suspended:
+            return 0
+        if not fetcher.tracks:
+            # Nothing is prefetched: the partitions share the demand evenly.
+            demand = fetcher.demand - fetcher.buffer.count
+            return -(-demand // partitions) - self.asked if demand > 0 else 0
+        held = deliveries.held + self.asked
+        if fetcher.spans and deliveries.open and deliveries.span() >= max(limits.prefetch_span, 2 * prefetch.ahead):
+            return 0
+        if partitions > 1:
+            return prefetch.wanted(self, patient=patient)
+        if held and deliveries.bytes >= limits.prefetch_bytes:
+            return 0
+        room = prefetch.ahead - held
+        return room if room > 0 and not prefetch.large else prefetch.whole(room, 1)
+
     def _pulled(self, pull: Pull, answer: Any, payload: memoryview, error: PlaitError | None) -> None:
         if pull.session is not self.session:
             return
-        assert self._loop is not None
         self.pulls -= 1
         self.asked -= pull.rows
         if error is not None:
@@ -277,22 +289,22 @@ class PullClient:
             return
         if self.more != answer.more:
             self.more = answer.more
-            self._fetcher.has_more(self)
+            self.fetcher.has_more(self)
         if len(payload):
             try:
                 self._take_in(answer, payload, pull.number)
                 self._broken = 0
-                if self._fetcher.suspended:
-                    self._fetcher.hand_back()
+                if self.fetcher.suspended:
+                    self.fetcher.hand_back()
             except FrameError as broken:
                 self._take_back(broken)
-        self._fetcher.wake()
+        if self.fetcher.waiting:
+            self.fetcher.wake()
         # After the woken callers have run: they take the buffered rows first, which makes room.
         self._loop.call_soon(self.pull)
 
     def _refused(self, error: PlaitError, again: Callable[[], None]) -> None:
         """The broker has refused a request of the session; ``again`` repeats it after a temporary error."""
-        assert self._loop is not None
         if isinstance(error, StaleSession | Unavailable):
             self.lost(stale=isinstance(error, StaleSession))
         elif error.retryable:
@@ -301,7 +313,7 @@ class PullClient:
             self.failed(error)
 
     def _take_in(self, answer: m.PullReply, payload: memoryview, number: int) -> None:
-        deliveries = self.deliveries if self._fetcher.tracks else None
+        deliveries = self.deliveries if self.fetcher.tracks else None
         ranges = answer.ranges
         for frame in frames_in(payload):
             frame.verify()
@@ -309,7 +321,7 @@ class PullClient:
             delivered = DeliveredFrame(frame, self.terms.subject, self.partition, deliveries, attempts)
             if deliveries is not None:
                 deliveries.add(delivered)
-            self._fetcher.buffer.append(delivered)
+            self.fetcher.buffer.append(delivered)
 
     def _take_back(self, broken: FrameError) -> None:
         """The reply is damaged: end the session and attach again.
@@ -325,16 +337,9 @@ class PullClient:
         self.session.end()
         self.lost()
 
-    # --- outcomes -------------------------------------------------------------------------------
-
-    @property
-    def alone(self) -> bool:
-        """True if the consumer has no other partition."""
-        return len(self._fetcher.clients) == 1
-
     def progressed(self) -> None:
         """Pull more rows if there is room, after rows got an outcome."""
-        fetcher = self._fetcher
+        fetcher = self.fetcher
         if fetcher.retiring:
             fetcher.leave_retired()
         if len(fetcher.clients) > 1:
@@ -343,12 +348,9 @@ class PullClient:
         if fetcher.prefetch.starved:
             fetcher.relieve_soon()
 
-    def outcomes_stored(self) -> None:
-        """The broker has stored the outcomes that were sent."""
-
     def failed(self, error: PlaitError) -> None:
         """The consumer cannot continue."""
-        self._fetcher.fail(error)
+        self.fetcher.fail(error)
 
 
 def _open_ranges(deliveries: Deliveries) -> list[EpochRange]:

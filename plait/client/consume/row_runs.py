@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+
+from plait.client.arguments import shown
+from plait.errors import InvalidArgument
 
 RowMask = npt.NDArray[np.bool_]
 #: Rows [first, end) of a frame.
@@ -13,7 +18,7 @@ Run = tuple[int, int]
 #: One row, a slice of rows, or a mask over all rows.
 RowSelection = int | slice | RowMask
 
-#: Greater than any index of ``first_indexes``.
+#: Greater than any index of ``_first_indexes``.
 NEVER = np.iinfo(np.int64).max
 
 
@@ -52,7 +57,20 @@ def mask_of(rows: npt.NDArray[np.int64], count: int) -> RowMask:
     return mask
 
 
-def first_indexes(items: Sequence[RowSelection], count: int) -> npt.NDArray[np.int64]:
+def first_outcomes(
+    acking: Sequence[RowSelection], nacking: Sequence[tuple[int, RowSelection, object]], count: int
+) -> tuple[RowMask, npt.NDArray[np.int64]]:
+    """The rows among ``count`` that were acked first, and for each row the first entry of ``nacking`` that has it.
+
+    Each nack begins with the number of entries of ``acking`` before it. Rows without a nack have the index after the
+    last one.
+    """
+    nacked_by = np.minimum(_first_indexes([rows for _, rows, _ in nacking], count), len(nacking))
+    before = np.array([*(acked for acked, _, _ in nacking), NEVER])[nacked_by]
+    return _first_indexes(acking, count) < before, nacked_by
+
+
+def _first_indexes(items: Sequence[RowSelection], count: int) -> npt.NDArray[np.int64]:
     """For each of ``count`` rows the index of the first item that contains it; ``NEVER``: none does."""
     first = np.full(count, NEVER)
     # Reversed: the earlier index overwrites the later one.
@@ -64,3 +82,36 @@ def first_indexes(items: Sequence[RowSelection], count: int) -> npt.NDArray[np.i
         if not isinstance(item, int):
             first[item] = np.minimum(first[item], number)
     return first
+
+
+def row_mask(rows: Any, count: int) -> npt.NDArray[np.bool_]:
+    """``rows`` as a mask over ``count`` rows. ``InvalidArgument`` if any row is out of range."""
+    if isinstance(rows, pa.Array | pa.ChunkedArray):
+        values = np.asarray(rows.to_numpy(zero_copy_only=False))
+    elif isinstance(rows, np.ndarray):
+        values = rows
+    elif isinstance(rows, Iterable) and not isinstance(rows, str | bytes):
+        try:
+            values = np.array(list(rows))
+        except ValueError:
+            raise _no_rows(rows) from None
+    else:
+        raise _no_rows(rows)
+    if values.ndim == 1 and not len(values):
+        return np.zeros(count, bool)
+    if values.ndim != 1 or values.dtype.kind not in "biu":
+        raise _no_rows(rows)
+    if values.dtype.kind == "b":
+        if len(values) != count:
+            raise InvalidArgument(f"the row mask has {len(values)} values, the batch has {count} rows; use one per row")
+        return values
+    outside = values[(values < 0) | (values >= count)]
+    if len(outside):
+        raise InvalidArgument(f"row {outside[0]} is out of range for a batch of {count} rows")
+    mask = np.zeros(count, bool)
+    mask[values] = True
+    return mask
+
+
+def _no_rows(rows: Any) -> InvalidArgument:
+    return InvalidArgument(f"rows {shown(rows)} are not valid; use row numbers (int), or a mask over all rows (bool)")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from plait import tasks
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
@@ -26,6 +25,7 @@ from plait.wire.admin.cluster import (
     PartitionProgress,
     RegisteredPartition,
 )
+from plait.wire.admin.operation import Operation
 
 log = logging.getLogger("plait.broker")
 
@@ -40,8 +40,13 @@ REPORTED_MAX = 50
 
 NOT_TAKEN = "this broker is not registered with a meta server at present: {}"
 
-#: Sends an operation with its arguments to a meta server and returns the result.
-Ask = Callable[..., Awaitable[Any]]
+R = TypeVar("R")
+
+
+class Ask(Protocol):
+    """Sends an operation with its arguments to a meta server and returns the result."""
+
+    async def __call__(self, operation: Operation[R], **arguments: Any) -> R: ...
 
 
 class Registrar:

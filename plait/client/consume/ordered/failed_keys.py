@@ -62,14 +62,14 @@ class KeyHolds:
         #: True if a failed row holds back its key.
         self.strict = False
         #: Failures that the broker may not have stored yet: later rows of their keys that arrive must not be handled.
-        self._failing: list[FailedKeys] = []
+        self.failing: list[FailedKeys] = []
 
     def apply(self, outcomes: list[FrameOutcomes]) -> list[FrameOutcomes]:
         """Add what failures among the outcomes mean for later rows of their keys."""
         failing = self._failing_in(outcomes)
         if failing is None:
             return outcomes
-        self._failing.append(failing)
+        self.failing.append(failing)
         if self.strict:
             outcomes = [_without(failing, *each) for each in outcomes]
         return outcomes + self._behind(failing)
@@ -105,7 +105,7 @@ class KeyHolds:
 
     def unknown(self) -> list[FailedKeys]:
         """Failures that the broker does not have yet."""
-        return [failing for failing in self._failing if failing.known_at is None]
+        return [failing for failing in self.failing if failing.known_at is None]
 
     def stored(self, failures: list[FailedKeys]) -> None:
         """Record that the broker has stored these failures."""
@@ -115,7 +115,7 @@ class KeyHolds:
     def held_back(self, delivered: OrderedDelivered, number: int) -> RowMask:
         """The rows in the reply to a pull that come after a failed row which is not redelivered yet."""
         held: RowMask = np.zeros(delivered.count, bool)
-        for failing in self._failing:
+        for failing in self.failing:
             if not failing.in_order(number):
                 failing.redelivered(delivered)
                 behind = failing.behind(delivered)
@@ -125,8 +125,7 @@ class KeyHolds:
 
     def pulled(self, number: int) -> None:
         """Forget the failures for which the reply to this pull is in order: all later replies are in order too."""
-        if self._failing:
-            self._failing = [failing for failing in self._failing if not failing.in_order(number)]
+        self.failing = [failing for failing in self.failing if not failing.in_order(number)]
 
 
 def _without(failing: FailedKeys, frame: DeliveredFrame, acks: list[Run], nacks: FailedRuns) -> FrameOutcomes:

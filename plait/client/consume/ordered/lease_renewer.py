@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from plait import tasks
 from plait.client.blocking.loop_thread import LoopThread
-from plait.client.consume.ordered.lock_rights import RENEW_AT, RenewedLease
 from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats
+from plait.client.consume.ordered.ordered_delivered import RENEW_AT, RenewedLease
 from plait.client.net.node import Node
 from plait.clock import Clock
 from plait.errors import PlaitError, StaleSession

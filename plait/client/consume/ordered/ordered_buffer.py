@@ -6,32 +6,121 @@ the lock of the row's LP at that moment. Rows without a key have no order.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from itertools import repeat
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from plait.client.consume.delivered import DeliveredFrame, Piece
-from plait.client.consume.ordered.lock_rights import LockRights
 from plait.client.consume.ordered.ordered_delivered import (
     ALONE,
     BATCHED,
     BROKEN,
     DONE,
     WAITS,
-    HandedOutRows,
+    LockRights,
     OrderedDelivered,
 )
 from plait.client.consume.row_runs import RowMask, mask_runs, runs_in
 from plait.client.types import Message, PartitionName
 from plait.model.logical_partitions import Hashes, LpSet
 
+NO_KEYS: Final[Hashes] = np.empty(0, np.uint64)
+
+_rights = operator.attrgetter("rights")
+
+
+class HandedOutRows:
+    """The rows that the user of one consumer holds, and their keys."""
+
+    def __init__(self) -> None:
+        #: Frames with held rows.
+        self.frames: dict[OrderedDelivered, None] = {}
+        #: Keys of rows handed out as single messages, and the number of rows held of each.
+        self._alone: dict[int, int] = {}
+        #: Keys of rows handed out in batches, ascending; None: to be computed again.
+        self.batched: Hashes | None = None
+
+    def add(self, delivered: OrderedDelivered, rows: int | npt.NDArray[np.int64], how: int) -> None:
+        """Record that the rows are handed out, ``ALONE`` or ``BATCHED``."""
+        rights = delivered.rights
+        delivered.states[rows] = how
+        delivered.lock_epochs[rows] = rights.epochs[delivered.lps[rows]]
+        delivered.handed_at[rows] = rights.clock.monotonic()
+        self.frames[delivered] = None
+        if how == BATCHED:
+            self.batched = None
+
+    def add_alone(self, delivered: OrderedDelivered, row: int, key: int | None) -> None:
+        """Record that the row is handed out as a single message."""
+        if key is not None:
+            self._alone[key] = self._alone.get(key, 0) + 1
+        self.add(delivered, row, ALONE)
+
+    def release(self, key: int) -> bool:
+        """Record that a single message of the key is closed; returns True if it was the last one."""
+        left = self._alone.get(key, 0) - 1
+        if left > 0:
+            self._alone[key] = left
+        else:
+            self._alone.pop(key, None)
+        return left <= 0
+
+    def keys(self) -> Hashes:
+        """The keys of all held rows."""
+        if not self.frames:
+            return NO_KEYS
+        batched = self._batched_keys() if self.batched is None else self.batched
+        if not self._alone:
+            return batched
+        return np.concatenate([batched, np.fromiter(self._alone, np.uint64, len(self._alone))])
+
+    def has_key(self, key: int) -> bool:
+        """True if the user holds a row of the key."""
+        if key in self._alone:
+            return True
+        batched = self._batched_keys() if self.batched is None else self.batched
+        at = int(np.searchsorted(batched, np.uint64(key))) if len(batched) else 0
+        return at < len(batched) and int(batched[at]) == key
+
+    def _batched_keys(self) -> Hashes:
+        parts = [
+            delivered.keys[(delivered.states & BATCHED > 0) & delivered.keyed]
+            for delivered in self.frames
+            if delivered.keys is not None and delivered.keyed is not None
+        ]
+        self.batched = np.unique(np.concatenate(parts)) if parts else NO_KEYS
+        return self.batched
+
+    def gather(self) -> None:
+        """Collect the outcomes that were reported for held rows."""
+        for deliveries in {delivered.deliveries for delivered in self.frames}:
+            if deliveries is not None:
+                deliveries.gather()
+
+    def oldest(self) -> float | None:
+        """The time at which the longest-held row was handed out; None: none is held. May be called from any thread."""
+        times = [
+            float(d.handed_at[held].min())
+            for d in list(self.frames)
+            if (held := d.states & (ALONE | BATCHED) > 0).any()
+        ]
+        return min(times, default=None)
+
 
 class OrderedBuffer:
-    """The buffer of one consumer. It calls ``freed`` when rows can be handed out that could not be before."""
+    """The buffer of one consumer.
 
-    def __init__(self, freed: Callable[[], None]) -> None:
+    It calls ``freed`` when rows can be handed out that could not be before and there are ``waiting`` callers.
+    """
+
+    def __init__(self, freed: Callable[[], None], waiting: Collection[object]) -> None:
         self._freed = freed
+        self._waiting = waiting
         #: True if a failed row holds back its key.
         self.strict = False
         #: Frames with waiting rows, in the order of their arrival.
@@ -71,7 +160,7 @@ class OrderedBuffer:
             # Use reported outcomes too, although they are not sent to the broker yet.
             held.gather()
         if not len(held.keys()):
-            for rights in {delivered.rights for delivered in self._frames}:
+            for rights in set(map(_rights, self._frames)):
                 if not rights.valid():
                     break
             else:
@@ -104,9 +193,10 @@ class OrderedBuffer:
                 continue
             if several and delivered.keys is not None and delivered.keyed is not None:
                 given.append((delivered.rights, delivered.keys[rows][delivered.keyed[rows]]))
-            runs = [(row, row + 1) for row in rows.tolist()] if apart else runs_in(rows)
-            for start, stop in runs:
-                pieces.append((delivered, start, stop))
+            if apart or len(rows) == 1:
+                pieces += zip(repeat(delivered), rows.tolist(), (rows + 1).tolist(), strict=False)
+            else:
+                pieces += [(delivered, start, stop) for start, stop in runs_in(rows)]
             self.held.add(delivered, rows, BATCHED)
             self._took(delivered, len(rows))
             count -= len(rows)
@@ -191,7 +281,7 @@ class OrderedBuffer:
         busy = self.held.keys()
         # Checked once for all frames: a lease renewed in between must not let later rows pass earlier ones.
         valid: set[LockRights] = set()
-        for rights in {delivered.rights for delivered in self._frames}:
+        for rights in set(map(_rights, self._frames)):
             if rights.valid():
                 valid.add(rights)
         for delivered in list(self._frames):
@@ -204,7 +294,7 @@ class OrderedBuffer:
 
     def _have_several(self) -> bool:
         """Rows of one key may be buffered from several partitions, as an older one has unfinished rows."""
-        rights = {delivered.rights for delivered in self._frames}
+        rights = set(map(_rights, self._frames))
         return len(rights) > 1 and bool((np.sum([each.open for each in rights], axis=0) > 1).any())
 
     # --- outcomes -------------------------------------------------------------------------------
@@ -221,7 +311,7 @@ class OrderedBuffer:
 
     def _release(self, key: int | None) -> None:
         """Record that a row that was handed out as a single message is closed."""
-        if key is not None and self.held.release(key) and self._unblock(key):
+        if key is not None and self.held.release(key) and self._unblock(key) and self._waiting:
             self._freed()
 
     def _unblock(self, key: int) -> bool:
@@ -252,7 +342,8 @@ class OrderedBuffer:
             if (was & BATCHED > 0).any():
                 self.held.batched = None
                 self.start_over()
-                self._freed()
+                if self._waiting:
+                    self._freed()
         if not (states & (ALONE | BATCHED) > 0).any():
             self.held.frames.pop(delivered, None)
 

@@ -1,26 +1,36 @@
-"""A frame delivered to an ordered consumer: the key, the logical partition and the state of each row.
+"""A frame delivered to an ordered consumer, and the locks that give the right to handle its rows (R14).
 
-``HandedOutRows`` has the frames whose rows the user holds, and the keys of those rows.
+The client counts a lease from the time it sent the request that renewed it, on a clock that also runs while the
+machine sleeps. So the lease expires at the client before it expires at the broker, however slow the network is.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final
+import math
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from plait.client.consume.delivered import DeliveredFrame, Deliveries
+from plait import chance
+from plait.client.consume.delivered import DeliveredFrame, Deliveries, RangesByFrame
 from plait.client.consume.failure import FAILED, EpochRange, FailureOutcome
-from plait.client.consume.ordered.lock_rights import LockRights
 from plait.client.consume.row_runs import RowMask, RowSelection, Run, mask_runs
 from plait.client.types import PartitionName
+from plait.clock import Clock
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.logical_partitions import NO_KEY_HASH, Hashes, lps_of
+from plait.model.logical_partitions import NO_KEY_HASH, Hashes, LpSet, lp_set, lps_of
+from plait.wire import messages as m
 
 if TYPE_CHECKING:
     from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
+
+#: One number per logical partition.
+Numbers = npt.NDArray[np.int64]
+LpEpochs = Numbers
+#: The fraction of a lease after which it is renewed.
+RENEW_AT = 1 / 3
 
 #: States of a row. It waits in the buffer;
 WAITS: Final = 0
@@ -35,28 +45,113 @@ DONE: Final = 8
 
 #: Keys are compared by the bits of their hash above those of the logical partition, which a producer may change.
 KEY_SHIFT: Final = np.uint64(LOGICAL_PARTITIONS.bit_length() - 1)
-NO_KEYS: Final[Hashes] = np.empty(0, np.uint64)
+
+
+class RenewedLease(NamedTuple):
+    """A session whose lease is to be renewed."""
+
+    addresses: tuple[str, ...]
+    session: int
+    token: int
+    seconds: float
+
+
+def no_lps() -> LpSet:
+    """The empty set of logical partitions."""
+    return np.zeros(LOGICAL_PARTITIONS, bool)
+
+
+def grants_of(runs: list[m.LpGrant]) -> tuple[LpSet, LpEpochs]:
+    """The granted logical partitions, and the epoch of each."""
+    chosen, epochs = no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)
+    for first, end, epoch in runs:
+        chosen[first:end] = True
+        epochs[first:end] = epoch
+    return chosen, epochs
+
+
+class LockRights:
+    """The locks of one session. The loop changes them; ``renewed`` may be called from another thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        #: The clock that leases are measured with.
+        self.clock = clock
+        self.session = 0
+        #: The session token: resumes the session after a lost connection.
+        self.token = chance.bits(63) | 1
+        #: The duration of a lease.
+        self.seconds = 0.0
+        self._until = -math.inf
+        #: Logical partitions whose rows may be handed out, and the epochs of their locks.
+        self.open = no_lps()
+        self.epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        #: The sequence up to which each LP is drained here, for LPs that the route has moved on.
+        self.done: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        #: Drained LPs that have rows again: resent dead letters, or rows whose acks were lost in a crash.
+        self.again = no_lps()
+        #: Hashes of the keys parked here; ``inherited`` are those parked only because an earlier partition parks them.
+        self.parked: frozenset[int] = frozenset()
+        self.inherited: frozenset[int] = frozenset()
+        #: The number of the last lock change at the broker that this client has seen.
+        self.news = 0
+
+    def attached(self, attached: m.AttachReply) -> None:
+        """Start a new session. The locks of the session before stay usable until their lease expires."""
+        self.session, self.seconds = attached.session, attached.lease_seconds
+        self.news = 0
+
+    def valid(self) -> bool:
+        """True if the lease has not expired."""
+        return self.clock.monotonic() < self._until
+
+    def renewed(self, session: int, sent: float) -> None:
+        """Record that the lease was renewed. It runs from ``sent``, the time of the request."""
+        if session == self.session:
+            self._until = max(self._until, sent + self.seconds)
+
+    def granted(self, answer: m.LeaseReply, sent: float, asked: LpSet, until: Numbers, wanted: LpSet) -> LpSet:
+        """Apply the reply to a request for the locks ``asked`` up to ``until``; ``wanted`` are those wanted now.
+
+        Returns the LPs whose locks were lost: their rows must not be handed out.
+        """
+        self.seconds = answer.seconds
+        self.renewed(self.session, sent)
+        self.news = answer.news
+        owned, epochs = grants_of(answer.owned)
+        # LPs that the consumer gave up after the request stay given up.
+        owned &= wanted
+        lost: LpSet = self.open & ~owned
+        self.open = owned
+        self.epochs = np.where(owned, epochs, self.epochs)
+        parked = self._marks(self.parked, answer.parked, asked)
+        resumed = self.parked - parked
+        if resumed:
+            # An LP that was drained except for a parked key has rows again when the key is resumed.
+            self.done = self.done.copy()
+            self.done[[key % LOGICAL_PARTITIONS for key in resumed]] = 0
+        if answer.drained:
+            drained = lp_set(answer.drained) & asked
+            self.done = np.where(drained, np.maximum(self.done, until), self.done)
+        if answer.again or self.again.any():
+            self.again = lp_set(answer.again)
+        self.parked = parked
+        self.inherited = self._marks(self.inherited, answer.inherited, asked)
+        return lost
+
+    @staticmethod
+    def _marks(before: frozenset[int], reported: list[int], asked: LpSet) -> frozenset[int]:
+        """The reported keys, and the earlier ones of LPs that were not asked for: the reply does not cover those."""
+        return frozenset(reported) | {key for key in before if not asked[key % LOGICAL_PARTITIONS]}
+
+    def give_up(self, lps: LpSet) -> None:
+        """Stop handing out rows of these LPs."""
+        self.open = self.open & ~lps
 
 
 class OrderedDelivered(DeliveredFrame):
     """One frame, or part of one, whose rows have an order. ``tracker`` is the buffer of the consumer."""
 
     plain_acks: ClassVar = False
-
-    __slots__ = (
-        "back",
-        "handed_at",
-        "keyed",
-        "keys",
-        "lock_epochs",
-        "lps",
-        "number",
-        "rights",
-        "sequences",
-        "states",
-        "tracker",
-        "waiting",
-    )
 
     def __init__(
         self,
@@ -120,9 +215,9 @@ class OrderedDelivered(DeliveredFrame):
 
     # --- outcomes -------------------------------------------------------------------------------
 
-    def note(self, row: int | slice, failed: FailureOutcome | None) -> None:
+    def note(self, row: int, failed: FailureOutcome | None) -> None:
         super().note(row, failed)
-        if failed is None and isinstance(row, int):
+        if failed is None:
             self.tracker.acked(self, row)
 
     def nack_rows(self, rows: RowSelection, failed: FailureOutcome = FAILED) -> None:
@@ -133,6 +228,12 @@ class OrderedDelivered(DeliveredFrame):
     def _closed(self, count: int) -> None:
         super()._closed(count)
         self.tracker.collected(self)
+
+    def put(self, runs: list[Run], into: RangesByFrame) -> None:
+        if self.tag:
+            into.setdefault(self, []).extend(self.tagged(runs))
+        else:
+            super().put(runs, into)
 
     def tagged(self, runs: list[Run]) -> list[EpochRange]:
         """Runs of rows as sequence ranges, each extended to the frame's next row: with the tag they are unambiguous."""
@@ -154,90 +255,12 @@ class OrderedDelivered(DeliveredFrame):
         self.back = mask if self.back is None else self.back | mask
 
     def widened(self, ranges: list[EpochRange]) -> list[EpochRange]:
-        """The ranges, extended over returned rows, which they do not affect: fewer ranges describe the frame."""
+        # Extended over returned rows, which they do not affect: fewer ranges describe the frame.
         if self.back is None:
             return ranges
         mask = self.mask_in(ranges)
         counts = np.concatenate([[0], np.cumsum(mask)])
         return self.tagged([run for run in mask_runs(mask | self.back) if counts[run[1]] > counts[run[0]]])
-
-
-class HandedOutRows:
-    """The rows that the user of one consumer holds, and their keys."""
-
-    def __init__(self) -> None:
-        #: Frames with held rows.
-        self.frames: dict[OrderedDelivered, None] = {}
-        #: Keys of rows handed out as single messages, and the number of rows held of each.
-        self._alone: dict[int, int] = {}
-        #: Keys of rows handed out in batches, ascending; None: to be computed again.
-        self.batched: Hashes | None = None
-
-    def add(self, delivered: OrderedDelivered, rows: int | npt.NDArray[np.int64], how: int) -> None:
-        """Record that the rows are handed out, ``ALONE`` or ``BATCHED``."""
-        rights = delivered.rights
-        delivered.states[rows] = how
-        delivered.lock_epochs[rows] = rights.epochs[delivered.lps[rows]]
-        delivered.handed_at[rows] = rights.now()
-        self.frames[delivered] = None
-        if how == BATCHED:
-            self.batched = None
-
-    def add_alone(self, delivered: OrderedDelivered, row: int, key: int | None) -> None:
-        """Record that the row is handed out as a single message."""
-        if key is not None:
-            self._alone[key] = self._alone.get(key, 0) + 1
-        self.add(delivered, row, ALONE)
-
-    def release(self, key: int) -> bool:
-        """Record that a single message of the key is closed; returns True if it was the last one."""
-        left = self._alone.get(key, 0) - 1
-        if left > 0:
-            self._alone[key] = left
-        else:
-            self._alone.pop(key, None)
-        return left <= 0
-
-    def keys(self) -> Hashes:
-        """The keys of all held rows."""
-        if not self.frames:
-            return NO_KEYS
-        batched = self._batched_keys() if self.batched is None else self.batched
-        if not self._alone:
-            return batched
-        return np.concatenate([batched, np.fromiter(self._alone, np.uint64, len(self._alone))])
-
-    def has_key(self, key: int) -> bool:
-        """True if the user holds a row of the key."""
-        if key in self._alone:
-            return True
-        batched = self._batched_keys() if self.batched is None else self.batched
-        at = int(np.searchsorted(batched, np.uint64(key))) if len(batched) else 0
-        return at < len(batched) and int(batched[at]) == key
-
-    def _batched_keys(self) -> Hashes:
-        parts = [
-            delivered.keys[(delivered.states & BATCHED > 0) & delivered.keyed]
-            for delivered in self.frames
-            if delivered.keys is not None and delivered.keyed is not None
-        ]
-        self.batched = np.unique(np.concatenate(parts)) if parts else NO_KEYS
-        return self.batched
-
-    def gather(self) -> None:
-        """Collect the outcomes that were reported for held rows."""
-        for deliveries in {delivered.deliveries for delivered in self.frames}:
-            if deliveries is not None:
-                deliveries.gather()
-
-    def oldest(self) -> float | None:
-        """The time at which the longest-held row was handed out; None: none is held. May be called from any thread."""
-        times = [
-            float(d.handed_at[held].min())
-            for d in list(self.frames)
-            if (held := d.states & (ALONE | BATCHED) > 0).any()
-        ]
-        return min(times, default=None)
 
 
 def _marked(at: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:

@@ -13,18 +13,22 @@ from itertools import pairwise
 import numpy as np
 
 from plait.client.blocking.row_handover import RowHandover
-from plait.client.consume.batch import report
 from plait.client.consume.delivered import DeliveredFrame, Piece
-from plait.client.consume.failure import UNBEGUN
 from plait.client.consume.fetcher import Fetcher, Spools
 from plait.client.consume.ordered.lease_renewer import LeaseRenewer
-from plait.client.consume.ordered.lock_rights import LpEpochs, empty_report, grants_of, no_lps
 from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
-from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
+from plait.client.consume.ordered.ordered_delivered import LockRights, LpEpochs, OrderedDelivered, grants_of, no_lps
 from plait.client.consume.ordered.ordered_pull import OrderedPullClient
-from plait.client.consume.ordered.wanted_locks import left_behind, parked_before, wanted, wanted_at_once, with_passed
-from plait.client.consume.prefetch import Prefetch
+from plait.client.consume.ordered.wanted_locks import (
+    LockReport,
+    empty_report,
+    left_behind,
+    parked_before,
+    wanted,
+    wanted_at_once,
+    with_passed,
+)
 from plait.client.consume.pull_client import PullClient
 from plait.client.consume.terms import Terms
 from plait.client.net.router import Router, SubjectRoute
@@ -67,11 +71,11 @@ class OrderedFetcher(Fetcher):
         self.group_name = terms.group
         self.client_id = terms.client
         self.affinity = terms.mode is ShareMode.AFFINITY
-        self.buffer = OrderedBuffer(self.wake)
+        self.buffer = OrderedBuffer(self.wake, self.waiting)
         self.gather_seconds = GATHER_SECONDS
         self.handed_over = RowHandover(_may_go)
         # A row without an outcome holds back only its own key, so the span is not limited.
-        self.prefetch = Prefetch(limits, spans=False)
+        self.spans = False
         self._heartbeats = heartbeats
         self.renewer = renewer
         self.clock = clock
@@ -93,8 +97,8 @@ class OrderedFetcher(Fetcher):
             raise self.error
 
     async def send_outcomes(self) -> None:
-        if self.following and not any(client.deliveries.closed for client in self.clients):
-            report([*self.handed_over.take_back(), *self.buffer.take_back()], UNBEGUN)
+        if self.following:
+            self.hand_back()
         await super().send_outcomes()
 
     async def leave(self) -> None:
@@ -159,7 +163,7 @@ class OrderedFetcher(Fetcher):
             return
         clients = {client.partition: client for client in self._ordered_clients()}
         listed = [clients.get(partition) for partition in route.partitions]
-        reports = [empty_report() if client is None else client.rights.report() for client in listed]
+        reports = [empty_report() if client is None else _report_of(client.rights) for client in listed]
         reports = with_passed(route, self.group_name, reports)
         chosen = wanted_at_once(route, self._mine) if self.affinity else wanted(route, self._mine, reports)
         before = parked_before(route, reports, chosen)
@@ -167,7 +171,9 @@ class OrderedFetcher(Fetcher):
             self._route, self._left_behind = route, left_behind(route)
         for client, some, gone, keys in zip(listed, chosen, self._left_behind, before, strict=True):
             if client is not None:
-                client.gated = no_lps() if self.affinity else some.lps & gone
+                # An LP that the route has moved on may be drained here when the broker has stored outcomes.
+                gated = not self.affinity and bool((some.lps & gone).any())
+                client.collector.on_stored = client.ask if gated else None
                 client.want(some, self._epochs, keys, route.version)
 
     # --- how long messages take -----------------------------------------------------------------
@@ -207,6 +213,10 @@ class OrderedFetcher(Fetcher):
             pieces, others = _split(pieces, lps)
             self.handed_over.add(others)
         return [*pieces, *self.buffer.take_back(client.partition, lps)]
+
+
+def _report_of(rights: LockRights) -> LockReport:
+    return LockReport(rights.done, rights.parked, rights.inherited, rights.again)
 
 
 def _may_go(delivered: DeliveredFrame) -> bool:

@@ -17,8 +17,16 @@ from plait.client.consume.ack_spool import AckSpool
 from plait.client.consume.delivered import DeliveredFrame
 from plait.client.consume.failure import UNBEGUN
 from plait.client.consume.ordered.failed_keys import KeyHolds
-from plait.client.consume.ordered.lock_rights import RENEW_AT, LockRights, LpEpochs, Numbers, RenewedLease, no_lps
-from plait.client.consume.ordered.ordered_delivered import BROKEN, OrderedDelivered
+from plait.client.consume.ordered.ordered_delivered import (
+    BROKEN,
+    RENEW_AT,
+    LockRights,
+    LpEpochs,
+    Numbers,
+    OrderedDelivered,
+    RenewedLease,
+    no_lps,
+)
 from plait.client.consume.ordered.wanted_locks import WantedLocks, wants
 from plait.client.consume.pull_client import Pull, PullClient
 from plait.client.consume.row_runs import RowMask
@@ -39,7 +47,7 @@ if TYPE_CHECKING:
 class OrderedPullClient(PullClient):
     """A pull client that holds locks."""
 
-    _fetcher: OrderedFetcher
+    fetcher: OrderedFetcher
 
     def __init__(
         self,
@@ -61,8 +69,6 @@ class OrderedPullClient(PullClient):
         self._until: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
         #: The route version that the wanted locks are derived from.
         self._route = 0
-        #: Wanted LPs that the route has moved to another partition: the consumer follows once they are drained here.
-        self.gated: LpSet = no_lps()
         #: Keys that an earlier partition parks.
         self._parked: set[int] = set()
         #: A lease request is in flight; the wanted locks have changed since it was sent.
@@ -103,12 +109,12 @@ class OrderedPullClient(PullClient):
 
     def _take_back_of(self, lps: LpSet) -> None:
         masks: dict[DeliveredFrame, RowMask] = {}
-        for delivered, start, stop in self._fetcher.take_back(self, lps):
+        for delivered, start, stop in self.fetcher.take_back(self, lps):
             masks.setdefault(delivered, np.zeros(delivered.count, bool))[start:stop] = True
         self._give_up(masks)
 
     def _give_up(self, masks: Mapping[DeliveredFrame, RowMask]) -> None:
-        if masks and not self.collector.closed:
+        if masks and not self.deliveries.closed:
             # Outcomes that other threads reported earlier take effect first.
             self.deliveries.absorb()
             for delivered, mask in masks.items():
@@ -120,7 +126,7 @@ class OrderedPullClient(PullClient):
     def ask(self) -> None:
         """Ask for the wanted locks, which also renews the lease."""
         session = self.session
-        if session is None or session.link.closed or self._fetcher.is_overdue():
+        if session is None or session.link.closed or self.fetcher.is_overdue():
             return
         if self._asking:
             self._ask_again = True
@@ -134,7 +140,7 @@ class OrderedPullClient(PullClient):
             self._to_resume(self._wanted, self._parked),
             self._route,
         )
-        session.link.call(request, functools.partial(self._leased, session, self.rights.now(), asked))
+        session.link.call(request, functools.partial(self._leased, session, self.rights.clock.monotonic(), asked))
 
     def _leased(
         self,
@@ -170,18 +176,17 @@ class OrderedPullClient(PullClient):
             or (before[1] is not rights.again and (before[1] != rights.again).any())
             or before[2:] != (rights.parked, rights.inherited)
         ):
-            self._fetcher.want()
+            self.fetcher.want()
         if answer.refused:
-            self._fetcher.ask_share_again()
+            self.fetcher.ask_share_again()
         if self._ask_again:
             self.ask()
-        self._fetcher.wake()
+        self.fetcher.wake()
         self.pull()
 
     def _renew_later(self) -> None:
         if self._renewal is not None:
             self._renewal.cancel()
-        assert self._loop is not None
         self._renewal = self._loop.call_later(self.rights.seconds * RENEW_AT, self._renew)
 
     def _renew(self) -> None:
@@ -194,7 +199,7 @@ class OrderedPullClient(PullClient):
     def lease(self) -> RenewedLease | None:
         """The lease to renew; None: none at present."""
         rights = self.rights
-        if self.session is None or not rights.seconds or self._fetcher.is_overdue():
+        if self.session is None or not rights.seconds or self.fetcher.is_overdue():
             return None
         return RenewedLease(tuple(self._node.addresses), rights.session, rights.token, rights.seconds)
 
@@ -207,7 +212,7 @@ class OrderedPullClient(PullClient):
         self.rights.attached(attached)
         self._asking = False
         self._early = []
-        self._fetcher.renewer.wake()
+        self.fetcher.renewer.wake()
         self.ask()
         self._renew_later()
 
@@ -216,7 +221,7 @@ class OrderedPullClient(PullClient):
         if self._stale or not self.rights.valid():
             self._stale = False
             self.rights.give_up(self.rights.open)
-            self._drop(self._fetcher.take_back(self))
+            self._drop_unbegun()
 
     async def leave(self) -> None:
         if self._renewal is not None:
@@ -239,7 +244,8 @@ class OrderedPullClient(PullClient):
             self._early.append(lambda: self._pulled(pull, answer, payload, error))
             return
         super()._pulled(pull, answer, payload, error)
-        self._key_holds.pulled(pull.number)
+        if self._key_holds.failing:
+            self._key_holds.pulled(pull.number)
 
     def _take_in(self, answer: m.PullReply, payload: memoryview, number: int) -> None:
         for frame, attempts, tag in zip(frames_in(payload), answer.ranges, answer.tags, strict=True):
@@ -251,18 +257,12 @@ class OrderedPullClient(PullClient):
             if len(ours):
                 # Rows without a key have no order: any lock of the consumer gives the right to handle them.
                 delivered.lps[slice(None) if delivered.keyed is None else ~delivered.keyed] = ours[0]
-            back = ~self.rights.open[delivered.lps] | self._key_holds.held_back(delivered, number)
+            back = ~self.rights.open[delivered.lps]
+            if self._key_holds.failing:
+                back |= self._key_holds.held_back(delivered, number)
             returned = bool(back.any())
             if returned:
                 delivered.states[back] = BROKEN
             self._buffer.append(delivered)
             if returned:
                 self._give_up({delivered: back})
-
-    # --- outcomes -------------------------------------------------------------------------------
-
-    def outcomes_stored(self) -> None:
-        """The broker has stored the outcomes that were sent."""
-        if self.gated.any():
-            # An older span may be drained now.
-            self.ask()

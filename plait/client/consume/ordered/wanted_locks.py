@@ -12,11 +12,33 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plait.client.consume.ordered.lock_rights import LockReport, LpEpochs, Numbers, no_lps
+from plait.client.consume.ordered.ordered_delivered import LpEpochs, Numbers, no_lps
 from plait.client.net.router import RouteSpan, SubjectRoute
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import LpSet, runs_alike
 from plait.wire import messages as m
+
+
+class LockReport(NamedTuple):
+    """The state of a group's LPs in one partition, as its broker reported it."""
+
+    #: The sequence up to which each LP is drained.
+    done: Numbers
+    #: Hashes of the keys parked here; ``inherited`` are those parked only because an earlier partition parks them.
+    parked: frozenset[int]
+    inherited: frozenset[int]
+    #: Sealed LPs that have unfinished rows, or have some again.
+    again: LpSet
+
+    @property
+    def own(self) -> frozenset[int]:
+        """Keys whose own dead letter is in this partition: they wait for ``resume`` or ``skip`` there."""
+        return self.parked - self.inherited
+
+
+def empty_report() -> LockReport:
+    """The report of a partition that has not answered yet."""
+    return LockReport(np.zeros(LOGICAL_PARTITIONS, np.int64), frozenset(), frozenset(), no_lps())
 
 
 class WantedLocks(NamedTuple):
