@@ -25,6 +25,7 @@ from plait.meta.cluster_age import ClusterAge
 from plait.meta.core import Core
 from plait.meta.database.connection import ConcurrentChange
 from plait.meta.database.schema import COMMITS
+from plait.model import names
 from plait.wire.admin.cluster import BatchDecision, Stages
 
 _T = TypeVar("_T")
@@ -60,6 +61,7 @@ class Commits:
         Returns the decision in force: this batch, a later one, or the earlier one that must be done first. Raises
         ``StaleSession`` if the driver cancelled this attempt.
         """
+        names.check("query", query)
         _check(stages)
         if batch < 0:
             raise InvalidArgument(f"batch {batch} of query {query} is invalid; batch numbers start at 0")
@@ -83,6 +85,7 @@ class Commits:
 
         Returns the decision if the attempt is decided already, in which case it stays in force; otherwise None.
         """
+        names.check("query", query)
 
         def veto(connection: sa.Connection, age: int) -> BatchDecision | None:
             known, body = _find(connection, query)

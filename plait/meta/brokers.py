@@ -82,8 +82,8 @@ class Brokers:
         for other in others:
             self._watch.forget(_watch_name(other))
 
-    def heartbeat(self, group: str, broker: str, state: State, reason: str = "") -> bool:
-        """Record a heartbeat with the broker's state. Returns False if the broker must register first.
+    def heartbeat(self, group: str, broker: str, state: State, reason: str = "") -> int:
+        """Record a heartbeat with the broker's state. Returns the newest change; 0 if the broker must register first.
 
         ``reason`` says why the broker accepts no messages. It is written when the state changes, not when only its
         figures do.
@@ -93,11 +93,11 @@ class Brokers:
             raise self._core.down
         row = self._core.mirror.brokers.get(group, {}).get(broker)
         if row is None:
-            return False
+            return 0
         if row.reported != state or bool(row.reason) != bool(reason):
             self._core.decide(lambda: self._set(group, broker, reported=state, reason=_checked_reason(reason)))
         self._notice(group, broker)
-        return True
+        return max(self._core.mirror.seen, 1)
 
     def knows(self, group: str, broker: str) -> bool:
         """True if the broker is registered."""
@@ -166,6 +166,8 @@ class Brokers:
         self._states = states
 
     def views(self) -> list[BrokerInfo]:
+        """All brokers, as this meta server knows them."""
+        self._core.refresh()
         load = self._core.mirror.load
         return [
             BrokerInfo(
@@ -237,8 +239,7 @@ class Brokers:
 
     def settled(self) -> bool:
         """True once every broker has a confirmed heartbeat or is lost. False in the first seconds of a meta server."""
-        if self._core.down is not None:
-            raise self._core.down
+        self._core.refresh()
         rows = [row for rows in self._core.mirror.brokers.values() for row in rows.values()]
         return all(self._watch.is_certain(_watch_name(row)) or not self._lives(row) for row in rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, TypeVar
@@ -12,6 +13,8 @@ from plait.limits import MetaLimits
 from plait.meta.database.connection import ConcurrentChange
 from plait.meta.database.mirror import GroupKey, Mirror, Packed
 from plait.meta.database.store import Store, StoreChange
+
+log = logging.getLogger("plait.meta")
 
 _T = TypeVar("_T")
 
@@ -45,6 +48,14 @@ class Core:
                 self.store.advance(self.mirror.seen)
                 news = self.store.news(-1)
             self.mirror.take(news, packed)
+
+    def refresh_if_up(self) -> None:
+        """Refresh the mirror unless the database is down."""
+        if self.down is None:
+            try:
+                self.refresh()
+            except MetaUnavailable as error:
+                log.warning("the meta database is down, replies have the last known routes: %s", error)
 
     @contextmanager
     def change(self) -> Iterator[StoreChange]:

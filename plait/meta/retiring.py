@@ -37,11 +37,17 @@ class Retiring:
         self._brokers = brokers
         self._subjects = subjects
 
-    def report(self, group: str, reports: Sequence[PartitionProgress]) -> None:
-        """Store the reports of a broker group, then remove finished spans from the routes of their subjects."""
+    def report(self, group: str, broker: str, reports: Sequence[PartitionProgress]) -> bool:
+        """Store a broker's reports, then remove finished spans from the routes of their subjects.
+
+        Returns False if the broker must register again.
+        """
+        if not self._brokers.knows(group, broker):
+            return False
         self._core.decide(lambda: self._note(group, reports))
         for subject in sorted({report.subject for report in reports}):
             self._core.decide(lambda subject=subject: self._retire(subject))  # type: ignore[misc]
+        return True
 
     def _note(self, group: str, reports: Sequence[PartitionProgress]) -> None:
         pairs = []
@@ -82,8 +88,10 @@ class Retiring:
     def remembered(self, subject: str, name: str) -> Remembered:
         """Whether retired partitions, or partitions with sealed LPs, knew a group.
 
-        For partitions with sealed LPs, the stored reports are used, because their broker may be switched off.
+        For partitions with sealed LPs, the stored reports are used, because their broker may be switched off. Answered
+        from the mirror while the database is down.
         """
+        self._core.refresh_if_up()
         mirror = self._core.mirror
         if mirror.subject(subject) is None:
             return Remembered(0, None)
@@ -120,7 +128,7 @@ class Retiring:
 
     # --- a broker group that is lost --------------------------------------------------------------
 
-    def forget(self, group: str, *, lost: bool) -> list[LostPartition]:
+    def forget(self, group: str, *, lost: bool = False) -> list[LostPartition]:
         """Remove a broker group that will not return: its LPs move to other broker groups and its messages are lost.
 
         Returns the partitions with unconsumed messages. Raises ``InvalidArgument`` if there are any and ``lost`` is

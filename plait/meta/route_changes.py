@@ -9,18 +9,63 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
+from plait.errors import MetaUnavailable
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core
 from plait.meta.known_groups import progress_of
 from plait.meta.subjects import Subjects, check_count, check_groups, new_places
-from plait.meta.views import Drop, Make, Move, RouteView
 from plait.model import route as routes
-from plait.model.logical_partitions import NumberedRun
+from plait.model.logical_partitions import NumberedRun, Run
 from plait.model.route import PartitionId, Route
-from plait.model.settings import SubjectSettings
+from plait.model.settings import SubjectSettings, subject_settings
+from plait.wire.admin.cluster import State
+
+
+class RouteView(msgspec.Struct, frozen=True):
+    """What a client needs to send to a subject and to consume it."""
+
+    route: Route
+    settings: SubjectSettings
+    #: Broker group → addresses and state.
+    brokers: dict[str, tuple[list[str], State]]
+    #: Group → (partition index, first, end, fence) of the LPs that it has finished there, as brokers reported.
+    passed: dict[str, list[tuple[int, int, int, int]]] = {}
+    #: Indexes of the partitions that have a report.
+    reported: list[int] = []
+
+
+class Make(NamedTuple):
+    """Broker order: create the partition if it does not exist, and open it for these LPs."""
+
+    subject: str
+    version: int
+    place: PartitionId
+    lps: list[Run]
+    settings: SubjectSettings
+
+
+class Move(NamedTuple):
+    """Broker order: seal these LPs of the partition, and reply with their fences."""
+
+    subject: str
+    version: int
+    place: PartitionId
+    lps: list[Run]
+
+
+class Drop(NamedTuple):
+    """Broker order: drop the partition with all its messages, because no route names it."""
+
+    subject: str
+    #: A partition that was created again later knows a higher version and stays.
+    version: int
+    place: PartitionId
+    #: The change that removed it from the route.
+    change: int
 
 
 class RouteChanges:
@@ -33,11 +78,21 @@ class RouteChanges:
         #: Subject → remaining orders, if it has any.
         self._pending: dict[str, tuple[list[Make], list[Move]]] = {}
 
-    def view(self, subject: str, *, create: bool) -> RouteView:
-        """The newest route. With ``create``, a subject that does not exist is created."""
-        if self._core.mirror.subject(subject) is None and create:
-            self._subjects.create(subject, SubjectSettings(), may_exist=True)
-        settings = self._subjects.settings(subject)
+    def view(self, subject: str, *, create: bool = True) -> RouteView:
+        """The newest route. With ``create``, a subject that does not exist is created.
+
+        While the database is down, this is the last known route. That is safe, because brokers refuse requests under an
+        outdated route, and it lets new processes send and consume.
+        """
+        core = self._core
+        core.refresh_if_up()
+        if core.mirror.subject(subject) is None:
+            if core.down is not None:
+                # Another meta server may have created it meanwhile.
+                raise MetaUnavailable(core.down.message, **core.down.details)
+            if create:
+                self._subjects.create(subject, may_exist=True)
+        settings = subject_settings(self._subjects.row(subject).settings)
         route = self._core.mirror.route(subject)
         groups = sorted({place.group for place in route.partitions})
         brokers = {group: (self._brokers.addresses(group), self._brokers.state(group)) for group in groups}
@@ -176,7 +231,8 @@ class RouteChanges:
         return [self._pending[subject]] if subject in self._pending else []
 
     def _orders(self, route: Route) -> tuple[list[Make], list[Move]]:
-        subject, version, settings = route.subject, route.version, self._subjects.settings(route.subject)
+        subject, version = route.subject, route.version
+        settings = subject_settings(self._subjects.row(subject).settings)
         applied = [self._core.mirror.partitions[place].told for place in route.partitions]
         makes = [
             Make(subject, version, place, lps, settings)

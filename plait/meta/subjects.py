@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
+from typing import Any
 
 import msgspec
 
@@ -15,10 +16,9 @@ from plait.meta.database.schema import PartitionAssignment, RouteRow, SubjectRow
 from plait.meta.database.store import StoreChange
 from plait.meta.known_groups import remembering
 from plait.meta.route_rebuild import check, missing, rebuilt
-from plait.meta.views import RoutedSubjectView
 from plait.model import names
 from plait.model.route import PartitionId, Route, announced, check_places, default_route
-from plait.model.settings import SubjectSettings, group_settings, subject_settings, text_of
+from plait.model.settings import SubjectSettings, subject_settings, text_of
 from plait.wire.admin.cluster import RegisteredPartition
 
 #: Broker groups of a new subject, unless the request says otherwise.
@@ -39,15 +39,16 @@ class Subjects:
     def create(
         self,
         name: str,
-        settings: SubjectSettings,
+        settings: SubjectSettings | None = None,
+        *,
         partitions: int | Sequence[PartitionId] | None = None,
         groups: Sequence[str] | None = None,
-        *,
         may_exist: bool = False,
     ) -> None:
         """Create a subject on ``groups`` (default: any), with a number of partitions or these partitions.
 
-        Without ``partitions`` it gets one partition on each of ``groups``, or on two available broker groups.
+        Without ``partitions`` it gets one partition on each of ``groups``, or on two available broker groups. Raises
+        ``SubjectExists``, or ``NoBroker`` if no broker group is available.
         """
         names.check("subject", name)
 
@@ -55,7 +56,7 @@ class Subjects:
             if self._core.mirror.subject(name) is None:
                 if may_exist:
                     self._refuse_found(name)
-                self._create(name, settings, self._places(name, partitions, groups), self._core.clock.now())
+                self._create(name, settings or SubjectSettings(), self._places(name, partitions, groups))
             elif not may_exist:
                 raise SubjectExists(f"subject {name!r} exists already", subject=name)
 
@@ -85,7 +86,7 @@ class Subjects:
         check_count(count)
         return new_places(subject, islice(cycle(fit), count), self._core.mirror.is_taken)
 
-    def _create(self, name: str, settings: SubjectSettings, places: Sequence[PartitionId], created: int) -> None:
+    def _create(self, name: str, settings: SubjectSettings, places: Sequence[PartitionId]) -> None:
         mirror, limit = self._core.mirror, self._core.limits.subjects
         if len(mirror.subjects) >= limit:
             raise LimitExceeded(
@@ -94,7 +95,7 @@ class Subjects:
                 value=limit,
             )
         check_places(places)
-        row, before = SubjectRow(name, text_of(settings), created), mirror.subjects.get(name)
+        row, before = SubjectRow(name, text_of(settings), self._core.clock.now()), mirror.subjects.get(name)
         with self._core.change() as change:
             if before is None:
                 change.insert(row)
@@ -133,15 +134,16 @@ class Subjects:
         change.replace(*((known[place], row) for place, row in new.items() if place in known))
         change.insert(*(row for place, row in new.items() if place not in known))
 
-    def update(self, name: str, settings: SubjectSettings) -> None:
-        """Change the settings. Brokers get them with the next route version."""
+    def update(self, name: str, settings: dict[str, Any]) -> None:
+        """Change the named settings. Brokers get them with the next route version."""
 
         def decision() -> None:
             row = self.row(name)
-            if row.settings == text_of(settings):
+            text = text_of(msgspec.structs.replace(subject_settings(row.settings), **settings))
+            if row.settings == text:
                 return
             with self._core.change() as change:
-                change.replace((row, msgspec.structs.replace(row, settings=text_of(settings))))
+                change.replace((row, msgspec.structs.replace(row, settings=text)))
                 self.publish(change, announced(self._core.mirror.route(name)))
 
         self._core.decide(decision)
@@ -221,22 +223,10 @@ class Subjects:
             )
         return row
 
-    def settings(self, name: str) -> SubjectSettings:
-        return subject_settings(self.row(name).settings)
-
-    def views(self) -> list[RoutedSubjectView]:
-        return [self.view(name) for name, row in sorted(self._core.mirror.subjects.items()) if not row.deleted]
-
-    def view(self, name: str) -> RoutedSubjectView:
-        row, mirror = self.row(name), self._core.mirror
-        groups = {group: mirror.groups[name, group] for group in sorted(mirror.groups_of.get(name, ()))}
-        return RoutedSubjectView(
-            name,
-            subject_settings(row.settings),
-            row.created,
-            sorted(mirror.partitions_of[name]),
-            {group: group_settings(each.settings).ordered for group, each in groups.items() if not each.deleted},
-        )
+    def names(self) -> list[str]:
+        """The names of all subjects."""
+        self._core.refresh()
+        return [name for name, row in sorted(self._core.mirror.subjects.items()) if not row.deleted]
 
 
 def _stored(route: Route) -> RouteRow:

@@ -267,7 +267,7 @@ class BrokerHost:
                 group.partition.row.subject,
                 count,
             )
-            self._connections.holders.end(consumer)
+            self._connections.end_session(consumer)
         self._wait_for_lease_end()
 
     def _wait_for_lease_end(self) -> None:

@@ -50,8 +50,8 @@ class Server(Listener):
         try:
             self.report = await host.recover(routed=not alone)
             self.broker, self.membership = host.broker, host.membership
-            self.connections.handle = Handlers(host, self.cluster).handle
-            self.connections.holders.on_lost = self.membership.disconnected
+            Handlers(host, self.cluster).serve(self.connections)
+            self.connections.on_lost = self.membership.disconnected
             await self.bind()
             await self.cluster.start()
             await self.listen()

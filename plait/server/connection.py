@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
-from plait.clock import Clock
-from plait.errors import InternalError, LimitExceeded, PlaitError, ProtocolError, TooLarge, VersionMismatch
-from plait.limits import KIB, ServerLimits
-from plait.model import names
-from plait.server.sessions import ConnectionSessions, SessionHolders
-from plait.version import VERSION
+from plait.broker.groups.group import AttachedConsumer
+from plait.broker.partitions.partition import Delivery
+from plait.errors import InternalError, LimitExceeded, PlaitError, ProtocolError, StaleSession, TooLarge
+from plait.limits import KIB
 from plait.wire import codec
 from plait.wire import messages as m
-from plait.wire.link import SHARED_SIZE, Buffer, Packet, Receiver, pack, write
+from plait.wire.link import Buffer, Packet, Receiver, pack, write
+
+if TYPE_CHECKING:
+    from plait.server.listener import Connections
 
 log = logging.getLogger("plait.server")
 
-#: How long clients may take to read their last replies when the server stops.
-HANG_UP_SECONDS = 2.0
 #: Requests that may wait for a client that does not read its replies: enough for its heartbeats, not for a flood.
 DELAYED_SIZE_MAX = 256 * KIB
 #: Unsent replies of a connection count towards the server's limit only above this size.
@@ -33,71 +32,7 @@ COUNTED_SIZE_MIN = 64 * KIB
 #: Memory of a waiting request in addition to its bytes.
 DELAYED_OVERHEAD = 256
 
-
-class Connections(dict["Connection", None]):
-    """The open connections of a server, in order of arrival, and the limits that they share."""
-
-    def __init__(self, clock: Clock, limits: ServerLimits) -> None:
-        self.clock = clock
-        self.limits = limits
-        #: Serves a request. A protocol error closes the connection; any other error is a reply.
-        self.handle: Callable[[Connection, Packet], None]
-        self.holders = SessionHolders(clock)
-        self.shared_buffer = memoryview(bytearray(SHARED_SIZE))
-        #: Bytes of incomplete packets on all connections.
-        self.partial_bytes = 0
-        #: Bytes of unsent replies, on connections with many of them.
-        self.outgoing_bytes = 0
-        self.now = clock.monotonic()
-        #: True if the server is stopping or has failed: new connections are refused.
-        self.ending = False
-        self._emptied: asyncio.Future[None] | None = None
-
-    async def hang_up(self) -> None:
-        """Close all connections, after at most ``HANG_UP_SECONDS`` in which clients can read unsent replies."""
-        self._emptied = asyncio.get_running_loop().create_future()
-        for connection in list(self):
-            connection.close()
-        if self:
-            await asyncio.wait([self._emptied], timeout=HANG_UP_SECONDS)
-        self.abort_all()
-        await asyncio.sleep(0)
-
-    def abort_all(self) -> None:
-        """Close all connections at once."""
-        for connection in list(self):
-            connection.abort()
-
-    def remove(self, connection: Connection) -> None:
-        """The connection is closed."""
-        self.pop(connection, None)
-        if self._emptied is not None and not self and not self._emptied.done():
-            self._emptied.set_result(None)
-
-    def abort_overdue(self) -> None:
-        """Close connections that were silent for too long. Call this every second."""
-        self.now = self.clock.monotonic()
-        for connection in list(self):
-            if connection.overdue(self.now):
-                connection.abort()
-
-    def give_up_partial(self) -> None:
-        """Close the connections with the oldest incomplete packets until the rest is within the limit."""
-        for connection in sorted([each for each in self if each.partial], key=lambda each: each.partial_since):
-            if self.partial_bytes <= self.limits.partial_bytes_total:
-                break
-            connection.give_up_partial()
-
-    def give_up_outgoing(self) -> None:
-        """Close the connections with the most unsent replies until the rest is within the limit."""
-        waiting = [connection for connection in self if connection.outgoing]
-        for connection in waiting:
-            # Some may have been sent since the last count.
-            connection.count_outgoing()
-        for connection in sorted(waiting, key=lambda each: -each.outgoing):
-            if self.outgoing_bytes <= self.limits.outgoing_bytes_total:
-                break
-            connection.give_up_outgoing()
+ENDED = "the session of this consumer has ended (no contact, or attached elsewhere); attach again"
 
 
 class Connection(Receiver):
@@ -109,7 +44,10 @@ class Connection(Receiver):
         self._transport: asyncio.Transport | None = None
         #: The client id from its hello. Empty: no hello yet, and no other request is served.
         self.client = ""
-        self.sessions = ConnectionSessions(pool.holders, self.fail)
+        #: Attached consumers by session.
+        self.consumers: dict[int, AttachedConsumer] = {}
+        #: Correlation of each pull or read that has no reply yet → its session; 0: a read.
+        self.polls: dict[int, int] = {}
         self.opened = self.last_received = pool.clock.monotonic()
         #: Bytes of received frames that are not yet answered.
         self.in_flight = 0
@@ -117,7 +55,7 @@ class Connection(Receiver):
         self._reading_paused = False
         #: Bytes of unsent replies at the last count; 0 while there are few.
         self.outgoing = 0
-        self._counts_outgoing = False
+        self.counts_outgoing = False
         #: True if there are too many unsent replies: requests wait in ``_delayed``.
         self.writing_paused = False
         self._delayed: list[Packet] = []
@@ -159,9 +97,9 @@ class Connection(Receiver):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        self._count_partial(0)
+        self.count_partial(0)
         self.count_outgoing(0)
-        self.sessions.lose()
+        self._lose_sessions()
         self._delayed.clear()
         self.pool.remove(self)
 
@@ -173,7 +111,7 @@ class Connection(Receiver):
             self.partial_since = self.pool.now
         partial = self.partial_size
         if partial != self.partial and not self.closed:
-            self._count_partial(partial)
+            self.count_partial(partial)
             if self.pool.partial_bytes > self.pool.limits.partial_bytes_total:
                 self.pool.give_up_partial()
 
@@ -182,10 +120,10 @@ class Connection(Receiver):
 
     def pause_writing(self) -> None:
         # Called during a write: ``answer`` counts the unsent bytes after it.
-        self._counts_outgoing = True
+        self.counts_outgoing = True
 
     def resume_writing(self) -> None:
-        self._counts_outgoing = False
+        self.counts_outgoing = False
         self.count_outgoing(0)
         if not self.writing_paused:
             return
@@ -200,13 +138,25 @@ class Connection(Receiver):
     # --- requests -------------------------------------------------------------------------------
 
     def _serve(self, packets: list[Packet]) -> None:
-        """Serve requests."""
+        """Serve requests. A protocol error closes the connection; any other error is a reply."""
         try:
             for packet in packets:
                 if self.writing_paused:
                     self._delay(packet)
-                else:
-                    self.pool.handle(self, packet)
+                    continue
+                message, correlation, payload, _ = packet
+                handler = self.pool.handlers.get(message.KIND)
+                if handler is None:
+                    raise ProtocolError(f"packet kind {message.KIND} is not a request; is the client newer?")
+                if not self.client and not isinstance(message, m.Hello):
+                    raise ProtocolError("the first packet must be a hello")
+                try:
+                    handler(self, correlation, message, payload)
+                except ProtocolError:
+                    raise
+                except PlaitError as error:
+                    self.pool.on_refusal()
+                    self.fail(correlation, error)
             if self.failure is not None:
                 raise self.failure
         except PlaitError as error:
@@ -218,30 +168,9 @@ class Connection(Receiver):
             self.fail(0, InternalError(f"the server failed on this request ({type(error).__name__}); see its log"))
             self.close()
 
-    def greet(self, correlation: int, hello: m.Hello, group: str = "", epoch: int = 0) -> None:
-        """Answer the first request of a client. ``group`` and ``epoch`` are those of a broker."""
-        if not hello.version_min <= m.PROTOCOL_VERSION <= hello.version_max:
-            raise VersionMismatch(
-                f"this server supports protocol {m.PROTOCOL_VERSION}, the client {hello.version_min} to "
-                f"{hello.version_max}; use matching versions of Plait"
-            )
-        self.client = names.check("client", hello.client)
-        limits = self.pool.limits
-        self.answer(
-            correlation,
-            m.Welcome(
-                m.PROTOCOL_VERSION,
-                VERSION,
-                group,
-                epoch,
-                limits.consumer_lost_seconds,
-                limits.producer_window_frames,
-            ),
-        )
-
     def begin_poll(self, correlation: int, session: int = 0) -> dict[int, int]:
         """Register a pull of a session, or a read, that may wait. Its reply removes it from the returned dictionary."""
-        polls, limit = self.sessions.polls, self.pool.limits.polls_per_connection
+        polls, limit = self.polls, self.pool.limits.polls_per_connection
         if len(polls) >= limit:
             raise LimitExceeded(
                 f"limit of long polls reached ({limit} per connection); wait for their replies",
@@ -253,33 +182,35 @@ class Connection(Receiver):
         polls[correlation] = session
         return polls
 
-    def _delay(self, packet: Packet) -> None:
-        """Keep a request until the client has read its replies."""
-        if isinstance(packet.message, m.HeartbeatRequest):
-            self.sessions.touch()
-        self._delayed.append(packet)
-        self._delayed_size += packet.size + DELAYED_OVERHEAD
-        if self._delayed_size > DELAYED_SIZE_MAX:
-            self._pause_or_resume_reading()
+    # --- sessions of consumers ------------------------------------------------------------------
 
-    def _count_partial(self, size: int) -> None:
-        self.pool.partial_bytes += size - self.partial
-        self.partial = size
+    def touch(self) -> None:
+        """Record a contact of every consumer of this connection."""
+        now = self.pool.clock.monotonic()
+        for consumer in self.consumers.values():
+            consumer.last_contact = now
 
-    def give_up_partial(self) -> None:
-        """Close the connection because incomplete packets exceed the server's limit."""
-        limit = self.pool.limits.partial_bytes_total
-        self.fail(
-            0,
-            LimitExceeded(
-                f"incomplete packets on this server exceed {limit} bytes; send faster, or try again later",
-                limit="partial_bytes_total",
-                value=limit,
-            ),
-        )
-        self._count_partial(0)
-        self.end_packet()
-        self.close()
+    def begin_session(self, consumer: AttachedConsumer) -> None:
+        """Register a new session of a consumer, and end its earlier session on any connection."""
+        self.pool.end_session(consumer)
+        self.consumers[consumer.session] = consumer
+        self.pool.held[consumer] = (self, consumer.session)
+
+    def end_session(self, session: int) -> None:
+        """End a session. Its open polls fail with ``StaleSession``, because the broker does not answer them."""
+        consumer = self.consumers.pop(session, None)
+        if consumer is not None and self.pool.held.get(consumer) == (self, session):
+            del self.pool.held[consumer]
+        for correlation in [number for number, of in self.polls.items() if of == session]:
+            del self.polls[correlation]
+            self.fail(correlation, StaleSession(ENDED))
+
+    def _lose_sessions(self) -> None:
+        """The connection is closed: its consumers are lost unless they attach again."""
+        self.polls.clear()
+        for session, consumer in list(self.consumers.items()):
+            self.pool.on_lost(consumer, session)
+            self.end_session(session)
 
     # --- replies --------------------------------------------------------------------------------
 
@@ -297,8 +228,28 @@ class Connection(Receiver):
             write(transport, head, payload, size)
         else:
             transport.write(head)
-        if self._counts_outgoing:
+        if self.counts_outgoing:
             self._check_outgoing()
+
+    def answer_send(self, correlation: int, size: int, sequence: int | None, error: PlaitError | None) -> None:
+        """Answer a send of a frame of ``size`` bytes with the sequence of its first row, or with an error."""
+        self.in_flight -= size
+        if self.too_many_in_flight:
+            self.check_in_flight()
+        if error is not None:
+            self.fail(correlation, error)
+        else:
+            self.answer(correlation, m.SendReply(sequence))
+
+    def answer_pull(self, correlation: int, consumer: AttachedConsumer, delivery: Delivery | None) -> None:
+        """Answer a pull, unless it was answered when its session ended."""
+        if self.polls.pop(correlation, None) is None:
+            return
+        if delivery is None:
+            self.answer(correlation, m.PullReply(news=consumer.news))
+        else:
+            pulled = m.PullReply(delivery.ranges, consumer.group.has_more, consumer.news, delivery.tags)
+            self.answer(correlation, pulled, delivery.parts, delivery.size)
 
     def fail(self, correlation: int, error: PlaitError) -> None:
         self.answer(correlation, codec.failure_of(error))
@@ -314,6 +265,19 @@ class Connection(Receiver):
             self._transport.abort()
 
     # --- flow control ---------------------------------------------------------------------------
+
+    def _delay(self, packet: Packet) -> None:
+        """Keep a request until the client has read its replies."""
+        if isinstance(packet.message, m.HeartbeatRequest):
+            self.touch()
+        self._delayed.append(packet)
+        self._delayed_size += packet.size + DELAYED_OVERHEAD
+        if self._delayed_size > DELAYED_SIZE_MAX:
+            self._pause_or_resume_reading()
+
+    def count_partial(self, size: int) -> None:
+        self.pool.partial_bytes += size - self.partial
+        self.partial = size
 
     def check_in_flight(self) -> None:
         """Stop reading while too many bytes of frames are unanswered."""
@@ -343,22 +307,9 @@ class Connection(Receiver):
     def count_outgoing(self, size: int | None = None) -> None:
         """Set this connection's part of the server's unsent bytes; None: the present size."""
         if size is None:
-            size = self._outgoing_size() if self._counts_outgoing else 0
+            size = self._outgoing_size() if self.counts_outgoing else 0
         self.pool.outgoing_bytes += size - self.outgoing
         self.outgoing = size
-
-    def give_up_outgoing(self) -> None:
-        """Close the connection because unsent replies exceed the server's limit."""
-        log.warning(
-            "client %s is disconnected: it has not read %d bytes of replies; all connections have %d unsent bytes "
-            "(limit outgoing_bytes_total)",
-            self.client or "without a name",
-            self.outgoing,
-            self.pool.outgoing_bytes,
-        )
-        self.count_outgoing(0)
-        self._counts_outgoing = False
-        self.abort()
 
     def _outgoing_size(self) -> int:
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
@@ -381,4 +332,4 @@ class Connection(Receiver):
         if self.writing_paused and outgoing >= before:
             return
         self.last_received = now
-        self.sessions.touch()
+        self.touch()

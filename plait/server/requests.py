@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from plait.broker.groups.group import AttachedConsumer, NackOutcome
 from plait.broker.groups.group_settings import resolve_start
-from plait.broker.partitions.partition import Delivery, ReadBatch
+from plait.broker.partitions.partition import ReadBatch
 from plait.errors import InvalidArgument, LimitExceeded, PlaitError, ProtocolError, StaleRoute, StaleSession
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
@@ -17,14 +17,11 @@ from plait.model.reason import Reason
 from plait.model.retry_policy import ATTEMPTS_MAX, WAIT_SECONDS_MAX
 from plait.server.broker_host import BrokerHost
 from plait.server.cluster.cluster_role import ClusterRole
-from plait.server.connection import Connection
+from plait.server.connection import ENDED, Connection
+from plait.server.listener import Connections
 from plait.server.operations.table import run
-from plait.server.sessions import ENDED
 from plait.wire import messages as m
 from plait.wire.admin.operation import answer
-from plait.wire.link import Packet
-
-Handler = Callable[[Connection, int, Any, memoryview], None]
 
 
 class Handlers:
@@ -36,7 +33,11 @@ class Handlers:
         self._broker = host.broker
         #: New partitions whose numbers are not yet committed.
         self._new: set[int] = set()
-        self._table: dict[int, Handler] = {
+
+    def serve(self, connections: Connections) -> None:
+        """Serve the requests of these connections."""
+        connections.on_refusal = self._check_storage
+        connections.handlers = {
             m.Hello.KIND: self._hello,
             m.HeartbeatRequest.KIND: self._heartbeat,
             m.PartitionNumberRequest.KIND: self._route,
@@ -54,28 +55,16 @@ class Handlers:
             m.MemberHeartbeatRequest.KIND: self._member_heartbeat,
         }
 
-    def handle(self, connection: Connection, packet: Packet) -> None:
-        """Serve a request. A protocol error closes the connection; any other error is a reply."""
-        message, correlation, payload, _ = packet
-        handler = self._table.get(message.KIND)
-        if handler is None:
-            raise ProtocolError(f"packet kind {message.KIND} is not a request; is the client newer?")
-        if not connection.client and not isinstance(message, m.Hello):
-            raise ProtocolError("the first packet must be a hello")
-        try:
-            handler(connection, correlation, message, payload)
-        except ProtocolError:
-            raise
-        except PlaitError as error:
-            if self._broker.turn.failed is not None:
-                self._host.fail(self._broker.turn.failed)
-            connection.fail(correlation, error)
+    def _check_storage(self) -> None:
+        """Stop the server if the storage failed during a request."""
+        if self._broker.turn.failed is not None:
+            self._host.fail(self._broker.turn.failed)
 
     def _hello(self, connection: Connection, correlation: int, hello: m.Hello, _: memoryview) -> None:
-        connection.greet(correlation, hello, self._broker.config.group, self._broker.turn.epoch)
+        connection.pool.greet(connection, correlation, hello, self._broker.config.group, self._broker.turn.epoch)
 
     def _heartbeat(self, connection: Connection, correlation: int, _: m.HeartbeatRequest, __: memoryview) -> None:
-        connection.sessions.touch()
+        connection.touch()
         connection.answer(correlation, m.DoneReply())
 
     def _route(self, connection: Connection, correlation: int, route: m.PartitionNumberRequest, _: memoryview) -> None:
@@ -113,7 +102,7 @@ class Handlers:
             [(0, LOGICAL_PARTITIONS, [(0, None)])],
             {group: ([self._host.address], "R" if broker.turn.read_only else "RW")},
         )
-        broker.turn.answer_after_commit(lambda: connection.answer(correlation, route))
+        broker.turn.answer_after_commit(partial(connection.answer, correlation, route))
 
     def _member_heartbeat(
         self, connection: Connection, correlation: int, heartbeat: m.MemberHeartbeatRequest, _: memoryview
@@ -135,17 +124,7 @@ class Handlers:
             if send.oneway:
                 self._broker.submit(partition, frame, None)
                 return
-
-            def reply(sequence: int | None, error: PlaitError | None) -> None:
-                connection.in_flight -= size
-                if connection.too_many_in_flight:
-                    connection.check_in_flight()
-                if error is not None:
-                    connection.fail(correlation, error)
-                else:
-                    connection.answer(correlation, m.SendReply(sequence))
-
-            self._broker.submit(partition, frame, reply)
+            self._broker.submit(partition, frame, partial(connection.answer_send, correlation, size))
             connection.in_flight += size
             if connection.in_flight > connection.pool.limits.in_flight_bytes_per_connection:
                 connection.check_in_flight()
@@ -177,7 +156,7 @@ class Handlers:
             token=attach.token,
             began=attach.began,
         )
-        connection.sessions.begin(consumer)
+        connection.begin_session(consumer)
         partition = consumer.group.partition
         retry = consumer.group.retry
         # With an age limit any attempt may be the last, so the consumer reports a reason with each failure.
@@ -198,7 +177,7 @@ class Handlers:
 
     def _consumer(self, connection: Connection, session: int) -> AttachedConsumer:
         """The consumer that attached over this connection under the session. Raises ``StaleSession`` if it is lost."""
-        consumer = self._broker.sessions.get(session) if session in connection.sessions.consumers else None
+        consumer = self._broker.sessions.get(session) if session in connection.consumers else None
         if consumer is None:
             raise StaleSession(ENDED)
         consumer.last_contact = self._host.clock.monotonic()
@@ -208,17 +187,7 @@ class Handlers:
         consumer = self._consumer(connection, pull.session)
         wait = pull.wait if pull.wait >= 0 else _checked_wait(pull.wait)
         polls = connection.begin_poll(correlation, pull.session)
-
-        def reply(delivery: Delivery | None) -> None:
-            # The poll has ended with its session, and was answered then.
-            if polls.pop(correlation, None) is None:
-                return
-            if delivery is None:
-                connection.answer(correlation, m.PullReply(news=consumer.news))
-            else:
-                pulled = m.PullReply(delivery.ranges, consumer.group.has_more, consumer.news, delivery.tags)
-                connection.answer(correlation, pulled, delivery.parts, delivery.size)
-
+        reply = partial(connection.answer_pull, correlation, consumer)
         try:
             deadline = self._broker.pull(consumer, pull.count, pull.size, wait, reply)
         except PlaitError:
@@ -232,7 +201,7 @@ class Handlers:
         if len(ack.ranges) > REQUEST_RANGES_MAX:
             _bounded(ack.ranges)
         ranges, tags = _with_tags(ack.ranges, ack.tags) if ack.tags else (_checked(ack.ranges), [])
-        self._broker.ack(consumer, ranges, lambda: connection.answer(correlation, m.DoneReply()), tags)
+        self._broker.ack(consumer, ranges, partial(connection.answer, correlation, m.DoneReply()), tags)
 
     def _nack(self, connection: Connection, correlation: int, nack: m.NackRequest, _: memoryview) -> None:
         consumer = self._consumer(connection, nack.session)
@@ -262,21 +231,21 @@ class Handlers:
         consumer = self._consumer(connection, lease.session)
         leased = self._broker.leases.ask(consumer, lease.wants, lease.parked, lease.resumed, lease.route)
         # A lock is granted when its event is committed.
-        self._broker.turn.answer_after_commit(lambda: connection.answer(correlation, m.LeaseReply(*leased)))
+        self._broker.turn.answer_after_commit(partial(connection.answer, correlation, m.LeaseReply(*leased)))
 
     def _renew(self, connection: Connection, correlation: int, renew: m.RenewRequest, _: memoryview) -> None:
         self._broker.leases.renew(renew.sessions)
         connection.answer(correlation, m.DoneReply())
 
     def _detach(self, connection: Connection, correlation: int, detach: m.DetachRequest, _: memoryview) -> None:
-        consumer = connection.sessions.consumers.get(detach.session)
+        consumer = connection.consumers.get(detach.session)
         if consumer is None:
             connection.answer(correlation, m.DoneReply())
             return
         if consumer.session == detach.session:
             self._host.membership.detach(consumer)
-        connection.sessions.end(detach.session)
-        self._broker.turn.answer_after_commit(lambda: connection.answer(correlation, m.DoneReply()))
+        connection.end_session(detach.session)
+        self._broker.turn.answer_after_commit(partial(connection.answer, correlation, m.DoneReply()))
 
     def _read(self, connection: Connection, correlation: int, read: m.ReadRequest, _: memoryview) -> None:
         names.check_partition(read.name)

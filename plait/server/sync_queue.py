@@ -16,7 +16,7 @@ from plait.broker import Broker
 from plait.broker.commit import SyncWork
 from plait.clock import Clock
 from plait.limits import KIB
-from plait.server.connection import Connections
+from plait.server.listener import Connections
 
 log = logging.getLogger("plait.server")
 

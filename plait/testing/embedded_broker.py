@@ -157,7 +157,7 @@ class EmbeddedBroker:
         for connection in server.connections:
             if connection.client not in silent:
                 connection.last_received = now
-                for consumer in connection.sessions.consumers.values():
+                for consumer in connection.consumers.values():
                     consumer.last_contact = now
         host.tick()
         host.upkeep.housekeep()

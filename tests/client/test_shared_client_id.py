@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +13,11 @@ from plait import tasks
 from plait.clock import ManualClock
 from plait.limits import MetaLimits
 from plait.meta.members.joining import Joining
-from plait.server.meta.client_ids import ClientIds
+from plait.server.cluster.links import BrokerOrders
+from plait.server.meta.meta_host import MetaHost
+from plait.server.meta.meta_requests import MetaHandlers
 from plait.testing import EmbeddedBroker
+from plait.wire import messages as m
 from tests.client.support import PATIENCE_SECONDS, lose, until
 
 HASTY = plait.ClientLimits(request_seconds=0.5, heartbeat_seconds=0.05)
@@ -78,57 +81,53 @@ async def test_a_restarted_process_joins_at_once(broker: EmbeddedBroker) -> None
     await first.close()
 
 
-class Peer:
-    """A connection."""
-
-    closed = False
-
-    def __init__(self, address: str) -> None:
-        self.address = address
+def connection(address: str) -> Any:
+    return SimpleNamespace(address=address, closed=False)
 
 
-def client_ids(clock: ManualClock, instances: Sequence[tuple[int, Peer]]) -> ClientIds:
-    made = ClientIds(clock, MetaLimits())
-    for instance, peer in instances:
-        assert made.refuse("c", instance, peer, leaving=False) is None
-    return made
+def handlers(clock: ManualClock) -> MetaHandlers:
+    return MetaHandlers(MetaHost("sqlite:///unused", BrokerOrders(), clock))
+
+
+def refusal(known: MetaHandlers, instance: int, peer: Any, client: str = "c", *, leaving: bool = False) -> str | None:
+    return known.refuse(peer, m.MemberHeartbeatRequest(client, [], leaving=leaving, instance=instance))
 
 
 def test_a_restarted_process_replaces_one_whose_connection_is_closed() -> None:
-    clock, dead = ManualClock(), Peer("a:1")
-    known = client_ids(clock, [(1, dead)])
-    assert "a:1" in str(known.refuse("c", 2, Peer("b:2"), leaving=False))
+    known, dead = handlers(ManualClock()), connection("a:1")
+    assert refusal(known, 1, dead) is None
+    assert "a:1" in str(refusal(known, 2, connection("b:2")))
     dead.closed = True
-    assert known.refuse("c", 2, Peer("b:2"), leaving=False) is None
+    assert refusal(known, 2, connection("b:2")) is None
     # The replaced process is refused while the new one lives.
-    assert "b:2" in str(known.refuse("c", 1, Peer("a:3"), leaving=False))
+    assert "b:2" in str(refusal(known, 1, connection("a:3")))
 
 
 def test_a_process_keeps_its_client_id_by_heartbeats_and_loses_it_without() -> None:
     clock, limits = ManualClock(), MetaLimits()
-    one, two = Peer("a:1"), Peer("b:2")
-    known = client_ids(clock, [(1, one)])
+    known, one, two = handlers(clock), connection("a:1"), connection("b:2")
+    assert refusal(known, 1, one) is None
     for _ in range(20):
         clock.advance(limits.speaker_seconds / 2)
-        assert known.refuse("c", 1, one, leaving=False) is None
-        assert known.refuse("c", 2, two, leaving=False) is not None
+        assert refusal(known, 1, one) is None
+        assert refusal(known, 2, two) is not None
     clock.advance(limits.speaker_seconds + 0.1)
-    assert known.refuse("c", 2, two, leaving=False) is None
+    assert refusal(known, 2, two) is None
 
 
 def test_a_refused_process_that_leaves_does_not_remove_the_other() -> None:
-    one, two = Peer("a:1"), Peer("b:2")
-    known = client_ids(ManualClock(), [(1, one)])
-    assert known.refuse("c", 2, two, leaving=True) is not None
-    assert known.refuse("c", 2, two, leaving=False) is not None
-    assert known.refuse("c", 1, one, leaving=True) is None
-    assert known.refuse("c", 2, two, leaving=False) is None
+    known, one, two = handlers(ManualClock()), connection("a:1"), connection("b:2")
+    assert refusal(known, 1, one) is None
+    assert refusal(known, 2, two, leaving=True) is not None
+    assert refusal(known, 2, two) is not None
+    assert refusal(known, 1, one, leaving=True) is None
+    assert refusal(known, 2, two) is None
 
 
 def test_silent_clients_are_forgotten() -> None:
     clock = ManualClock()
-    known = ClientIds(clock, MetaLimits())
+    known = handlers(clock)
     for number in range(100):
-        assert known.refuse(f"c{number}", 1, Peer("a:1"), leaving=False) is None
+        assert refusal(known, 1, connection("a:1"), f"c{number}") is None
         clock.advance(1)
-    assert len(known._owners) <= MetaLimits().member_lost_seconds + 1
+    assert len(known._id_owners) <= MetaLimits().member_lost_seconds + 1

@@ -132,7 +132,7 @@ def pass_a_minute(nodes: list[EmbeddedBroker], monkeypatch: pytest.MonkeyPatch) 
     """Advance the clock of the meta server's commits by a minute."""
     host = nodes[0].server.cluster._host
     assert host is not None
-    age = host._opened().commits._age
+    age = host.service.commits._age
     monotonic = age._clock.monotonic
     monkeypatch.setattr(age, "_clock", SimpleNamespace(monotonic=lambda: monotonic() + 61.0))
 

@@ -1,4 +1,4 @@
-"""Twenty kills of drivers and brokers while streams are written: every message once, every key in order."""
+"""Twenty kills of drivers, workers and brokers while streams are written: every message once, every key in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.sink_chaos import SinkChaos
 
 
 @pytest.mark.deep("spark")
-def test_streams_whose_drivers_and_brokers_are_killed_write_every_message_once(
+def test_streams_whose_drivers_workers_and_brokers_are_killed_write_every_message_once(
     tmp_path: Path, seed: int, cycles: Cycles
 ):
     require_package("pyspark", extra="spark")

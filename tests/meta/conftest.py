@@ -79,7 +79,7 @@ def service(stores: Stores, clock: ManualClock) -> MetaService:
 @pytest.fixture
 def subject(service: MetaService) -> MetaService:
     """A meta server with one broker group, g1, and the subject s."""
-    service.create_subject("s")
+    service.subjects.create("s")
     return service
 
 
@@ -87,6 +87,6 @@ def subject(service: MetaService) -> MetaService:
 def spread(service: MetaService) -> MetaService:
     """A meta server with three broker groups, and a subject on two of them."""
     register(service, "g2", "g3")
-    service.create_subject("s", groups=["g1", "g2"])
+    service.subjects.create("s", groups=["g1", "g2"])
     converge(service)
     return service

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 from plait.clock import ManualClock
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.database.store import Store
-from plait.meta.members.shares import Share
+from plait.meta.members.shares import HeartbeatView, Share
 from plait.meta.service import MetaService
-from plait.meta.views import HeartbeatView
 from plait.model.logical_partitions import NumberedRun
 from plait.model.route import PartitionId
 from plait.wire.admin.cluster import PartitionProgress
@@ -48,7 +47,7 @@ def pass_time(clock: ManualClock, seconds: float, *services: MetaService, alive:
     for _ in range(round(seconds)):
         clock.advance(1.0)
         for group in alive:
-            assert services[0].broker_heartbeat(group, f"{group}-1", "RW")
+            assert services[0].brokers.heartbeat(group, f"{group}-1", "RW")
         for service in services:
             service.tick()
             settle(service)
@@ -57,7 +56,7 @@ def pass_time(clock: ManualClock, seconds: float, *services: MetaService, alive:
 def join(
     service: MetaService, client: str, subject: str = "s", group: str = "g", *, ordered: bool = True
 ) -> HeartbeatView:
-    return service.client_heartbeat(client, [(subject, group, ordered)])
+    return service.members.heartbeat(client, [(subject, group, ordered)])
 
 
 def lps(runs: Iterable[NumberedRun]) -> int:
@@ -70,7 +69,7 @@ def share(reply: HeartbeatView) -> Share:
 
 
 def places(service: MetaService, subject: str) -> list[str]:
-    return [str(place) for place in service.route(subject, create=False).route.partitions]
+    return [str(place) for place in service.routing.view(subject, create=False).route.partitions]
 
 
 def place(text: str) -> PartitionId:
@@ -85,8 +84,8 @@ def expire(service: MetaService, subject: str, name: str, below: int) -> None:
 
 def progress(service: MetaService, group: str, *reports: PartitionProgress) -> None:
     """The broker of a group reports progress."""
-    [broker] = [each.broker for each in service.brokers() if each.group == group]
-    assert service.report_progress(group, broker, reports)
+    [broker] = [each.broker for each in service.brokers.views() if each.group == group]
+    assert service.retiring.report(group, broker, reports)
 
 
 ALL = [(0, LOGICAL_PARTITIONS)]

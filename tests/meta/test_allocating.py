@@ -16,9 +16,9 @@ from tests.meta.support import Stores, join, lps, settle, share
 
 def to_write(service: MetaService) -> AllocationWrite:
     """The computed allocation, before it is written."""
-    while service.writing is None:
+    while service.allocator.writing is None:
         assert service.step().more
-    return service.writing
+    return service.allocator.writing
 
 
 def test_heartbeats_are_answered_while_another_thread_writes(subject: MetaService):
@@ -53,7 +53,7 @@ def test_an_allocation_that_no_thread_wrote_is_written_by_the_next_step(subject:
     join(subject, "c1")
     to_write(subject)
     settle(subject)
-    assert subject.writing is None
+    assert subject.allocator.writing is None
     assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
 
 
@@ -66,7 +66,7 @@ def test_membership_changes_during_a_write_are_in_the_next_allocation(subject: M
     join(subject, "c2")
     writing.carry_out()
     settle(subject)
-    members = subject.allocation("s", "g").members
+    members = subject.allocator.view("s", "g").members
     assert {client: lps(runs) for client, runs in members.items()} == {"c1": 512, "c2": 512}
 
 
@@ -81,8 +81,8 @@ def test_an_allocation_that_another_meta_server_wrote_first_wins(
     writing.carry_out()
     settle(subject)
     settle(other)
-    assert subject.allocation("s", "g") == other.allocation("s", "g")
-    assert {lps(runs) for runs in subject.allocation("s", "g").members.values()} == {512}
+    assert subject.allocator.view("s", "g") == other.allocator.view("s", "g")
+    assert {lps(runs) for runs in subject.allocator.view("s", "g").members.values()} == {512}
 
 
 def test_a_failed_write_is_reported_and_retried(subject: MetaService, monkeypatch: pytest.MonkeyPatch):

@@ -15,30 +15,30 @@ from tests.meta.support import Stores, join, pass_time, register, settle
 
 
 def state(service: MetaService, group: str) -> str:
-    (view,) = [view for view in service.brokers() if view.group == group]
+    (view,) = [view for view in service.brokers.views() if view.group == group]
     return view.state
 
 
 def test_a_broker_that_sends_heartbeats_is_alive(service: MetaService, clock: ManualClock):
     register(service, "g2")
     pass_time(clock, 20, service, alive=["g2"])
-    (view,) = [view for view in service.brokers() if view.group == "g2"]
+    (view,) = [view for view in service.brokers.views() if view.group == "g2"]
     assert (view.broker, view.address, view.state, view.wished) == ("g2-1", "plait://g2:1", "RW", "RW")
 
 
 def test_a_silent_broker_is_lost_and_can_return(service: MetaService, clock: ManualClock):
     register(service, "g2")
-    service.create_subject("s", groups=["g2"])
+    service.subjects.create("s", groups=["g2"])
     pass_time(clock, 4, service)
     assert state(service, "g2") == "RW"
     clock.advance(1.0)
     assert service.tick().brokers >= {"g2"}
     assert state(service, "g2") == "NRW"
     # Its address stays known, because clients may still reach it.
-    assert service.route("s").brokers["g2"] == (["plait://g2:1"], "NRW")
+    assert service.routing.view("s").brokers["g2"] == (["plait://g2:1"], "NRW")
     with pytest.raises(NoBroker):
-        service.create_subject("t", groups=["g2"])
-    service.broker_heartbeat("g2", "g2-1", "RW")
+        service.subjects.create("t", groups=["g2"])
+    service.brokers.heartbeat("g2", "g2-1", "RW")
     assert state(service, "g2") == "RW"
     assert service.tick().brokers == {"g2"}
     assert service.tick().brokers == set()
@@ -54,12 +54,12 @@ def test_another_meta_server_sees_that_a_broker_lives_by_its_counter(stores: Sto
 def test_no_broker_is_lost_because_the_meta_server_pauses(service: MetaService, clock: ManualClock):
     register(service, "g2")
     join_all = [("s", "g", True)]
-    service.create_subject("s")
-    service.client_heartbeat("c1", join_all)
+    service.subjects.create("s")
+    service.members.heartbeat("c1", join_all)
     clock.advance(1000.0)
     service.tick()
     assert state(service, "g2") == "RW"
-    assert service.allocation("s", "g").members.keys() == {"c1"}
+    assert service.allocator.view("s", "g").members.keys() == {"c1"}
 
 
 def test_no_broker_is_lost_because_the_wall_clock_jumps(service: MetaService, clock: ManualClock):
@@ -75,27 +75,27 @@ def test_no_broker_is_lost_because_the_wall_clock_jumps(service: MetaService, cl
 def test_the_state_of_a_broker_is_what_both_broker_and_operator_allow(
     service: MetaService, wished: State, reported: State, seen: str
 ):
-    service.set_broker_state("g1", wished)
-    assert service.broker_heartbeat("g1", "b1", reported)
+    service.brokers.wish("g1", wished)
+    assert service.brokers.heartbeat("g1", "b1", reported)
     assert state(service, "g1") == seen
-    assert service.brokers()[0].wished == wished
+    assert service.brokers.views()[0].wished == wished
 
 
 def test_the_operators_state_survives_a_restart_of_the_broker(service: MetaService):
-    service.set_broker_state("g1", "R")
+    service.brokers.wish("g1", "R")
     service.register_broker("g1", "b1", "plait://elsewhere:1", epoch=1)
-    view = service.brokers()[0]
+    view = service.brokers.views()[0]
     assert (view.wished, view.address) == ("R", "plait://elsewhere:1")
 
 
 def test_a_broker_that_takes_no_sends_gets_no_new_subject(service: MetaService):
-    service.broker_heartbeat("g1", "b1", "R")
+    service.brokers.heartbeat("g1", "b1", "R")
     with pytest.raises(NoBroker):
-        service.create_subject("s")
+        service.subjects.create("s")
 
 
 def test_an_unknown_broker_has_to_register(service: MetaService):
-    assert not service.broker_heartbeat("g9", "b1", "RW")
+    assert not service.brokers.heartbeat("g9", "b1", "RW")
 
 
 def test_a_second_broker_of_a_group_is_refused_while_the_first_lives(service: MetaService, clock: ManualClock):
@@ -103,8 +103,8 @@ def test_a_second_broker_of_a_group_is_refused_while_the_first_lives(service: Me
         service.register_broker("g1", "b2", "plait://b2:1")
     pass_time(clock, 6, service)
     service.register_broker("g1", "b2", "plait://b2:1")
-    assert [view.broker for view in service.brokers()] == ["b2"]
-    assert not service.broker_heartbeat("g1", "b1", "RW")
+    assert [view.broker for view in service.brokers.views()] == ["b2"]
+    assert not service.brokers.heartbeat("g1", "b1", "RW")
 
 
 def test_a_meta_server_that_has_just_started_refuses_a_second_broker_too(stores: Stores, clock: ManualClock):
@@ -131,33 +131,33 @@ def test_of_two_brokers_of_a_group_that_register_at_once_one_is_accepted(
     monkeypatch.setattr(second._core.store, "change", after_another_broker)
     with pytest.raises(InvalidArgument, match="'g1' already has broker 'g1-1'"):
         second.register_broker("g1", "b2", "plait://b2:1")
-    assert [view.broker for view in second.brokers()] == ["g1-1"]
-    assert second.brokers() == first.brokers()
+    assert [view.broker for view in second.brokers.views()] == ["g1-1"]
+    assert second.brokers.views() == first.brokers.views()
 
 
 def test_invalid_names_and_states_are_refused(service: MetaService):
     with pytest.raises(InvalidName, match="broker group name"):
         service.register_broker("a b", "b1", "plait://b1:1")
     with pytest.raises(InvalidArgument, match="broker state 'X' is invalid; use one of RW, R, W, NRW"):
-        service.broker_heartbeat("g1", "b1", "X")  # type: ignore[arg-type]
+        service.brokers.heartbeat("g1", "b1", "X")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="no broker group 'g9'"):
-        service.set_broker_state("g9", "R")
+        service.brokers.wish("g9", "R")
 
 
 def test_a_broker_receives_the_lowest_epoch_that_it_may_grant(service: MetaService):
     """Each LP has its own floor: an LP that never moved is still handled under its first epoch."""
-    service.create_subject("s")
-    service.create_subject("t")
-    service.client_heartbeat("c1", [("s", "g", True), ("s", "shared", False)])
+    service.subjects.create("s")
+    service.subjects.create("t")
+    service.members.heartbeat("c1", [("s", "g", True), ("s", "shared", False)])
     settle(service)
     join(service, "c2")
     settle(service)
     registered = service.register_broker("g1", "b1", "plait://b1:1")
     assert registered.cluster == "test"
-    (floors,) = registered.floors.values()
-    assert registered.floors.keys() == {("s", "g")}
+    ((subject, group, floors),) = registered.floors
+    assert (subject, group) == ("s", "g")
     epochs = [epoch for _, _, epoch in floors]
     assert epochs == sorted(set(epochs))
-    assert (len(epochs), epochs[-1]) == (2, service.allocation("s", "g").epoch)
+    assert (len(epochs), epochs[-1]) == (2, service.allocator.view("s", "g").epoch)
     assert [(first, end) for first, end, _ in floors] == [(0, 512), (512, 1024)]
-    assert service.register_broker("g2", "g2-1", "plait://g2:1").floors == {}
+    assert service.register_broker("g2", "g2-1", "plait://g2:1").floors == []

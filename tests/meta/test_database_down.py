@@ -30,21 +30,20 @@ def down() -> Iterator[Postgres]:
 
 CALLS: dict[str, Callable[[MetaService], object]] = {
     "tick": lambda service: service.tick(),
-    "brokers": lambda service: service.brokers(),
+    "brokers": lambda service: service.brokers.views(),
     "register": lambda service: service.register_broker("g2", "b1", "plait://b2:1"),
-    "broker_heartbeat": lambda service: service.broker_heartbeat("g1", "g1-1", "RW"),
-    "broker state": lambda service: service.set_broker_state("g1", "R"),
-    "create": lambda service: service.create_subject("new"),
-    "update": lambda service: service.set_subject("s", {"order": "strict"}),
-    "delete": lambda service: service.delete_subject("s"),
-    "subjects": lambda service: service.subjects(),
-    "subject": lambda service: service.subject("s"),
-    "route": lambda service: service.route("unknown"),
-    "expand": lambda service: service.expand("s", 2),
+    "broker_heartbeat": lambda service: service.brokers.heartbeat("g1", "g1-1", "RW"),
+    "broker state": lambda service: service.brokers.wish("g1", "R"),
+    "create": lambda service: service.subjects.create("new"),
+    "update": lambda service: service.subjects.update("s", {"order": "strict"}),
+    "delete": lambda service: service.subjects.delete("s"),
+    "subjects": lambda service: service.subjects.names(),
+    "route": lambda service: service.routing.view("unknown"),
+    "expand": lambda service: service.routing.retarget("s", 2),
     "progress": lambda service: expire(service, "s", "s@g1", 1),
-    "forget broker": lambda service: service.forget_broker("g9"),
+    "forget broker": lambda service: service.retiring.forget("g9"),
     "client_heartbeat": lambda service: join(service, "c1"),
-    "allocation": lambda service: service.allocation("s", "g"),
+    "allocation": lambda service: service.allocator.view("s", "g"),
 }
 
 
@@ -53,10 +52,10 @@ def test_every_call_reports_the_outage_and_works_again_afterwards(down: Postgres
     store = Store(Database(down.create()), cluster="test")
     service = MetaService(store, clock)
     register(service, "g1")
-    service.create_subject("s")
+    service.subjects.create("s")
     join(service, "c1")
     settle(service)
-    before = service.allocation("s", "g")
+    before = service.allocator.view("s", "g")
     down.stop()
     failed = {}
     for name, call in CALLS.items():
@@ -65,7 +64,7 @@ def test_every_call_reports_the_outage_and_works_again_afterwards(down: Postgres
         failed[name] = caught.value
     assert all(error.retryable for error in failed.values())
     # Known routes are still answered, so that brokers can check them.
-    assert service.route("s").route.subject == "s"
+    assert service.routing.view("s").route.subject == "s"
     # No client is lost during the outage, however long: the meta server could not receive its heartbeats.
     for _ in range(30):
         clock.advance(1.0)
@@ -74,13 +73,13 @@ def test_every_call_reports_the_outage_and_works_again_afterwards(down: Postgres
     down.start()
     service.tick()
     settle(service)
-    assert service.allocation("s", "g") == before
+    assert service.allocator.view("s", "g") == before
     assert lps(share(join(service, "c1")).lps) == LOGICAL_PARTITIONS
-    assert [view.state for view in service.brokers()] == ["RW"]
-    service.create_subject("t")
+    assert [view.state for view in service.brokers.views()] == ["RW"]
+    service.subjects.create("t")
     # A client that does not return afterwards is lost.
     pass_time(clock, 12, service, alive=["g1"])
-    assert service.allocation("s", "g").members == {}
+    assert service.allocator.view("s", "g").members == {}
     store.close()
 
 
@@ -88,10 +87,10 @@ def test_callers_do_not_notice_a_closed_connection_once_the_database_is_back(dow
     store = Store(Database(down.create()), cluster="test")
     service = MetaService(store, ManualClock())
     register(service, "g1")
-    service.create_subject("s")
+    service.subjects.create("s")
     down.stop()
     down.start()
-    assert service.route("s").route.partitions == (place("s@g1"),)
+    assert service.routing.view("s").route.partitions == (place("s@g1"),)
     store.close()
 
 

@@ -14,7 +14,7 @@ from tests.meta.support import Stores, join, lps, register, settle, share
 
 
 def members(service: MetaService) -> set[str]:
-    return set(service.allocation("s", "g").members)
+    return set(service.allocator.view("s", "g").members)
 
 
 def test_leaves_that_arrive_together_are_one_change(subject: MetaService):
@@ -22,11 +22,11 @@ def test_leaves_that_arrive_together_are_one_change(subject: MetaService):
         join(subject, client)
     settle(subject)
     before = subject._core.mirror.seen
-    leaves = [subject.leave_client(client) for client in ("c1", "c2", "c3")]
-    subject.carry_out(leaves[0])
+    leaves = [subject.members.leave(client) for client in ("c1", "c2", "c3")]
+    subject.members.leaving.carry_out(leaves[0])
     assert all(leave.done for leave in leaves)
     for leave in leaves:
-        assert subject.left_client(leave).shares == []
+        assert subject.members.left(leave).shares == []
     assert subject._core.mirror.seen == before + 1
     assert members(subject) == {"c4"}
     settle(subject)
@@ -36,14 +36,14 @@ def test_leaves_that_arrive_together_are_one_change(subject: MetaService):
 def test_one_change_has_no_more_leaves_than_can_be_applied_quickly(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock, MetaLimits(write_members=2))
     register(service, "g1")
-    service.create_subject("s")
+    service.subjects.create("s")
     for client in ("c1", "c2", "c3", "c4"):
         join(service, client)
-    leaves = [service.leave_client(client) for client in ("c1", "c2", "c3", "c4")]
-    service.carry_out(leaves[0])
+    leaves = [service.members.leave(client) for client in ("c1", "c2", "c3", "c4")]
+    service.members.leaving.carry_out(leaves[0])
     assert [leave.done for leave in leaves] == [True, True, False, False]
     # Waiting for the last leave includes all earlier ones.
-    service.left_client(leaves[3])
+    service.members.left(leaves[3])
     assert all(leave.done for leave in leaves)
     assert members(service) == set()
 
@@ -53,7 +53,7 @@ def test_heartbeats_are_answered_while_another_thread_writes(subject: MetaServic
     join(subject, "c2")
     settle(subject)
     before = join(subject, "c1")
-    leave = subject.leave_client("c2")
+    leave = subject.members.leave("c2")
     begun, answered = threading.Event(), threading.Event()
     in_time = []
 
@@ -61,7 +61,7 @@ def test_heartbeats_are_answered_while_another_thread_writes(subject: MetaServic
         with subject._core.store.change():
             begun.set()
             in_time.append(answered.wait(3))
-        subject.carry_out(leave)
+        subject.members.leaving.carry_out(leave)
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -70,7 +70,7 @@ def test_heartbeats_are_answered_while_another_thread_writes(subject: MetaServic
     answered.set()
     thread.join()
     assert in_time == [True]
-    subject.left_client(leave)
+    subject.members.left(leave)
     settle(subject)
     assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
 
@@ -79,12 +79,12 @@ def test_heartbeats_are_answered_while_another_thread_writes(subject: MetaServic
 def test_a_client_that_returns_before_its_leave_is_written_is_a_member(subject: MetaService, written: bool):
     join(subject, "c1")
     settle(subject)
-    leave = subject.leave_client("c1")
+    leave = subject.members.leave("c1")
     if written:
-        subject.carry_out(leave)
+        subject.members.leaving.carry_out(leave)
     join(subject, "c1")
-    subject.carry_out(leave)
-    subject.left_client(leave)
+    subject.members.leaving.carry_out(leave)
+    subject.members.left(leave)
     settle(subject)
     assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
 
@@ -93,7 +93,7 @@ def test_a_written_leave_is_known_even_if_its_end_is_not_called(subject: MetaSer
     join(subject, "c1")
     join(subject, "c2")
     settle(subject)
-    subject.carry_out(subject.leave_client("c2"))
+    subject.members.leaving.carry_out(subject.members.leave("c2"))
     settle(subject)
     assert members(subject) == {"c1"}
     assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
@@ -101,10 +101,10 @@ def test_a_written_leave_is_known_even_if_its_end_is_not_called(subject: MetaSer
 
 def test_a_repeated_leave_is_confirmed_again(subject: MetaService):
     join(subject, "c1")
-    leaves = [subject.leave_client("c1"), subject.leave_client("c1")]
+    leaves = [subject.members.leave("c1"), subject.members.leave("c1")]
     for leave in leaves:
-        assert subject.left_client(leave).seen == 0
-    assert subject.left_client(subject.leave_client("c1")).seen == 0
+        assert subject.members.left(leave).seen == 0
+    assert subject.members.left(subject.members.leave("c1")).seen == 0
     assert members(subject) == set()
 
 
@@ -113,20 +113,20 @@ def test_a_failed_write_is_reported_to_every_leaving_client_and_can_be_retried(
 ):
     join(subject, "c1")
     join(subject, "c2")
-    leaves = [subject.leave_client("c1"), subject.leave_client("c1"), subject.leave_client("c2")]
+    leaves = [subject.members.leave("c1"), subject.members.leave("c1"), subject.members.leave("c2")]
 
     def down() -> None:
         raise MetaUnavailable("the database is down")
 
     with monkeypatch.context() as patch:
         patch.setattr(subject._core.store.database, "writing", down)
-        subject.carry_out(leaves[0])
+        subject.members.leaving.carry_out(leaves[0])
     for leave in leaves:
         with pytest.raises(MetaUnavailable, match="is down"):
-            subject.left_client(leave)
+            subject.members.left(leave)
     with pytest.raises(MetaUnavailable, match="is down"):
-        subject.leave_client("c1")
+        subject.members.leave("c1")
     subject.tick()
     assert members(subject) == {"c1", "c2"}
-    subject.client_heartbeat("c1", [], leaving=True)
+    subject.members.left(subject.members.leave("c1"))
     assert members(subject) == {"c2"}

@@ -24,7 +24,7 @@ def test_the_only_member_gets_every_lp(subject: MetaService):
     assert reply.seen > first.seen
     ((first_lp, end, _),) = share(reply).lps
     assert (first_lp, end) == (0, LOGICAL_PARTITIONS)
-    assert reply.routes == {"s": subject.route("s").route.version}
+    assert reply.routes == {"s": subject.routing.view("s").route.version}
     assert reply.refused == {}
 
 
@@ -44,15 +44,15 @@ def test_a_client_that_has_seen_more_than_the_database_has_receives_everything(s
     settle(subject)
     reply = join(subject, "c1")
     # The database was restored from a copy.
-    assert subject.client_heartbeat("c1", [("s", "g", True)], seen=reply.seen + 1) == reply
-    assert subject.client_heartbeat("c1", [("s", "g", True)], seen=reply.seen).shares == []
+    assert subject.members.heartbeat("c1", [("s", "g", True)], seen=reply.seen + 1) == reply
+    assert subject.members.heartbeat("c1", [("s", "g", True)], seen=reply.seen).shares == []
 
 
 def test_a_new_route_is_news_to_members(subject: MetaService):
     before = join(subject, "c1")
     settle(subject)
     register(subject, "g2")
-    subject.expand("s", 2)
+    subject.routing.retarget("s", 2)
     assert subject.step().clients == {"c1"}
     after = join(subject, "c1")
     assert after.seen > before.seen
@@ -63,7 +63,7 @@ def test_an_unordered_group_is_shared(subject: MetaService):
     reply = join(subject, "c1", ordered=False)
     assert share(reply) == ("s", "g", "shared", [])
     assert not subject.step().more
-    view = subject.allocation("s", "g")
+    view = subject.allocator.view("s", "g")
     assert (view.strategy, view.epoch, view.members) == ("shared", 0, {"c1": []})
 
 
@@ -71,28 +71,28 @@ def test_members_that_join_and_leave_move_as_few_lps_as_possible(subject: MetaSe
     for client in ("c1", "c2", "c3"):
         join(subject, client)
     settle(subject)
-    before = subject.allocation("s", "g").members
+    before = subject.allocator.view("s", "g").members
     assert sorted(lps(runs) for runs in before.values()) == [341, 341, 342]
-    assert subject.client_heartbeat("c2", [], leaving=True).shares == []
+    assert subject.members.left(subject.members.leave("c2")).shares == []
     settle(subject)
-    after = subject.allocation("s", "g").members
+    after = subject.allocator.view("s", "g").members
     assert after.keys() == {"c1", "c3"}
     for client in after:
         assert set(before[client]) <= set(after[client])
 
 
 def test_a_heartbeat_names_all_groups_of_a_client(subject: MetaService):
-    both = subject.client_heartbeat("c1", [("s", "g", True), ("s", "h", True)])
+    both = subject.members.heartbeat("c1", [("s", "g", True), ("s", "h", True)])
     assert [each.group for each in both.shares] == ["g", "h"]
-    one = subject.client_heartbeat("c1", [("s", "h", True)])
+    one = subject.members.heartbeat("c1", [("s", "h", True)])
     assert [each.group for each in one.shares] == ["h"]
     settle(subject)
-    assert subject.allocation("s", "g").members == {}
+    assert subject.allocator.view("s", "g").members == {}
 
 
 def test_a_member_with_another_mode_is_refused_with_both_values(subject: MetaService):
     join(subject, "c1", ordered=True)
-    reply = subject.client_heartbeat("c2", [("s", "g", False), ("s", "h", False)])
+    reply = subject.members.heartbeat("c2", [("s", "g", False), ("s", "h", False)])
     error = reply.refused["s", "g"]
     assert isinstance(error, GroupMismatch)
     assert "ordered=True" in error.message
@@ -102,16 +102,16 @@ def test_a_member_with_another_mode_is_refused_with_both_values(subject: MetaSer
 
 def test_affinity_is_a_mode_of_its_own_and_has_shares(subject: MetaService):
     member, place = [("s", "g", True)], [("s", "g")]
-    assert subject.client_heartbeat("c1", member, affinity=place).refused == {}
+    assert subject.members.heartbeat("c1", member, affinity=place).refused == {}
     settle(subject)
-    assert lps(share(subject.client_heartbeat("c1", member, affinity=place)).lps) == LOGICAL_PARTITIONS
-    error = subject.client_heartbeat("c2", member).refused["s", "g"]
+    assert lps(share(subject.members.heartbeat("c1", member, affinity=place)).lps) == LOGICAL_PARTITIONS
+    error = subject.members.heartbeat("c2", member).refused["s", "g"]
     assert isinstance(error, GroupMismatch)
     assert "affinity='key'" in error.message
     assert "ordered=True" in error.message
-    assert ("s", "g") in subject.client_heartbeat("c1", member).refused
+    assert ("s", "g") in subject.members.heartbeat("c1", member).refused
     settle(subject)
-    assert subject.allocation("s", "g").members == {}
+    assert subject.allocator.view("s", "g").members == {}
 
 
 def test_a_member_that_changes_its_mode_is_refused(subject: MetaService):
@@ -119,34 +119,34 @@ def test_a_member_that_changes_its_mode_is_refused(subject: MetaService):
     settle(subject)
     assert ("s", "g") in join(subject, "c1", ordered=False).refused
     settle(subject)
-    assert subject.allocation("s", "g").members == {}
+    assert subject.allocator.view("s", "g").members == {}
 
 
 def test_each_invalid_membership_is_refused_by_itself(subject: MetaService):
-    reply = subject.client_heartbeat("c1", [("nowhere", "g", True), ("s", "bad name", True), ("s", "g", True)])
+    reply = subject.members.heartbeat("c1", [("nowhere", "g", True), ("s", "bad name", True), ("s", "g", True)])
     assert isinstance(reply.refused["nowhere", "g"], SubjectNotFound)
     assert isinstance(reply.refused["s", "bad name"], InvalidName)
     assert [each.group for each in reply.shares] == ["g"]
     with pytest.raises(InvalidName, match="client name"):
-        subject.client_heartbeat("a b", [])
+        subject.members.heartbeat("a b", [])
     with pytest.raises(GroupNotFound, match="'unknown' has never consumed subject 's'"):
-        subject.allocation("s", "unknown")
+        subject.allocator.view("s", "unknown")
 
 
 def test_limits_hold(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock, MetaLimits(groups=2, members_per_group=1, groups_per_client=3))
     register(service, "g1")
-    service.create_subject("s")
-    reply = service.client_heartbeat("c1", [("s", "a", False), ("s", "b", False), ("s", "c", False)])
+    service.subjects.create("s")
+    reply = service.members.heartbeat("c1", [("s", "a", False), ("s", "b", False), ("s", "c", False)])
     assert {type(error) for error in reply.refused.values()} == {LimitExceeded}
     assert "group limit reached (2 per cluster" in reply.refused["s", "c"].args[0]
     assert reply.refused["s", "c"].details == {"subject": "s", "group": "c", "limit": "groups", "value": 2}
     assert (
         "(1 per group, limit `members_per_group`)"
-        in service.client_heartbeat("c2", [("s", "a", False)]).refused["s", "a"].args[0]
+        in service.members.heartbeat("c2", [("s", "a", False)]).refused["s", "a"].args[0]
     )
     with pytest.raises(LimitExceeded, match=r"4 groups \(limit 3"):
-        service.client_heartbeat("c1", [("s", name, False) for name in "abcd"])
+        service.members.heartbeat("c1", [("s", name, False) for name in "abcd"])
 
 
 def test_a_silent_client_is_lost_after_its_lease(subject: MetaService, clock: ManualClock):
@@ -156,16 +156,16 @@ def test_a_silent_client_is_lost_after_its_lease(subject: MetaService, clock: Ma
     for _ in range(9):
         join(subject, "c1")
         pass_time(clock, 1, subject)
-    assert subject.allocation("s", "g").members.keys() == {"c1", "c2"}
+    assert subject.allocator.view("s", "g").members.keys() == {"c1", "c2"}
     join(subject, "c1")
     pass_time(clock, 1, subject)
-    view = subject.allocation("s", "g")
+    view = subject.allocator.view("s", "g")
     assert view.members.keys() == {"c1"}
     assert lps(view.members["c1"]) == LOGICAL_PARTITIONS
     # It returns under a new epoch.
     join(subject, "c2")
     settle(subject)
-    (epoch,) = {epoch for _, _, epoch in subject.allocation("s", "g").members["c2"]}
+    (epoch,) = {epoch for _, _, epoch in subject.allocator.view("s", "g").members["c2"]}
     assert epoch > view.epoch
 
 
@@ -175,62 +175,62 @@ def test_a_counter_that_a_meta_server_raises_is_no_sign_of_life_to_itself(subjec
     # The counter is raised a second later.
     join(subject, "c1")
     pass_time(clock, 9, subject)
-    assert subject.allocation("s", "g").members.keys() == {"c1"}
+    assert subject.allocator.view("s", "g").members.keys() == {"c1"}
     pass_time(clock, 1, subject)
-    assert subject.allocation("s", "g").members == {}
+    assert subject.allocator.view("s", "g").members == {}
 
 
 def test_a_client_of_another_meta_server_is_not_lost(stores: Stores, clock: ManualClock):
     first, second = MetaService(stores(), clock), MetaService(stores(), clock)
     register(first, "g1")
-    first.create_subject("s")
+    first.subjects.create("s")
     join(first, "c1")
     join(first, "gone")
     pass_time(clock, 1, first, second)
-    before = first.allocation("s", "g").members["c1"]
+    before = first.allocator.view("s", "g").members["c1"]
     for _ in range(30):
         assert join(second, "c1").refused == {}
         pass_time(clock, 1, first, second)
-    assert first.allocation("s", "g").members.keys() == {"c1"}
-    assert set(before) < set(first.allocation("s", "g").members["c1"])
+    assert first.allocator.view("s", "g").members.keys() == {"c1"}
+    assert set(before) < set(first.allocator.view("s", "g").members["c1"])
 
 
 def test_clients_of_a_dead_meta_server_are_lost_unless_they_move_to_another(stores: Stores, clock: ManualClock):
     first, second = MetaService(stores(), clock), MetaService(stores(), clock)
     register(first, "g1")
-    first.create_subject("s")
+    first.subjects.create("s")
     join(first, "c1")
     join(first, "c2")
     pass_time(clock, 3, first, second)
     for _ in range(15):
         join(second, "c2")
         pass_time(clock, 1, second)
-    assert second.allocation("s", "g").members.keys() == {"c2"}
+    assert second.allocator.view("s", "g").members.keys() == {"c2"}
 
 
 def test_many_clients_are_checked_page_by_page(stores: Stores, clock: ManualClock):
     limits = MetaLimits(page=7)
     first, second = MetaService(stores(), clock, limits), MetaService(stores(), clock, limits)
     register(first, "g1")
-    first.create_subject("s")
+    first.subjects.create("s")
     clients = [f"c{number:02}" for number in range(40)]
     for _ in range(14):
         for client in clients[:25] if clock.monotonic() > 1003 else clients:
             join(first, client)
         pass_time(clock, 1, first, second)
-    assert second.allocation("s", "g").members.keys() == set(clients[:25])
+    assert second.allocator.view("s", "g").members.keys() == set(clients[:25])
     pass_time(clock, 12, second)
-    assert second.allocation("s", "g").members == {}
+    assert second.allocator.view("s", "g").members == {}
 
 
 def test_allocations_are_written_many_at_a_time(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock, MetaLimits(write_groups=4))
     register(service, "g1")
     for number in range(10):
-        service.create_subject(f"s{number}")
+        service.subjects.create(f"s{number}")
     service.step()
     memberships = [(f"s{number}", "g", True) for number in range(10)]
-    service.client_heartbeat("c1", memberships)
+    service.members.heartbeat("c1", memberships)
     slices = []
     while True:
         changes = service.step()
@@ -239,7 +239,7 @@ def test_allocations_are_written_many_at_a_time(stores: Stores, clock: ManualClo
             break
     # The groups are created before the first allocation is computed; a written one is read in the step after.
     assert slices == [10, 4, 4, 2]
-    assert all(lps(each.lps) == LOGICAL_PARTITIONS for each in service.client_heartbeat("c1", memberships).shares)
+    assert all(lps(each.lps) == LOGICAL_PARTITIONS for each in service.members.heartbeat("c1", memberships).shares)
 
 
 def test_a_step_ends_when_its_time_is_used_up(stores: Stores):
@@ -253,31 +253,31 @@ def test_a_step_ends_when_its_time_is_used_up(stores: Stores):
     service = MetaService(stores(), Slow(), MetaLimits(slice_seconds=0.0025))
     register(service, "g1")
     for number in range(9):
-        service.create_subject(f"s{number}")
-    service.client_heartbeat("c1", [(f"s{number}", "g", True) for number in range(9)])
+        service.subjects.create(f"s{number}")
+    service.members.heartbeat("c1", [(f"s{number}", "g", True) for number in range(9)])
     service.tick()
     computed = []
-    while service.step().more and service.writing is None:
-        computed.append(len(service._allocating._made.made))
+    while service.step().more and service.allocator.writing is None:
+        computed.append(len(service.allocator._made.made))
     assert computed == [3, 6]
-    assert service.writing is not None
-    assert len(service.writing.made) == 9
+    assert service.allocator.writing is not None
+    assert len(service.allocator.writing.made) == 9
 
 
 def test_a_client_receives_only_what_is_new_to_it(subject: MetaService):
     both = [("s", "g", True), ("s", "h", True)]
-    subject.client_heartbeat("c1", both)
+    subject.members.heartbeat("c1", both)
     settle(subject)
-    first = subject.client_heartbeat("c1", both)
+    first = subject.members.heartbeat("c1", both)
     assert [each.group for each in first.shares] == ["g", "h"]
-    again = subject.client_heartbeat("c1", both, seen=first.seen)
+    again = subject.members.heartbeat("c1", both, seen=first.seen)
     assert (again.seen, again.shares, again.routes) == (first.seen, [], first.routes)
     join(subject, "c2", group="h")
     settle(subject)
-    later = subject.client_heartbeat("c1", both, seen=first.seen)
+    later = subject.members.heartbeat("c1", both, seen=first.seen)
     assert [each.group for each in later.shares] == ["h"]
-    assert subject.client("c1", first.seen) == later
-    assert [each.group for each in subject.client("c1").shares] == ["g", "h"]
+    assert subject.members.known("c1", first.seen) == later
+    assert [each.group for each in subject.members.known("c1").shares] == ["g", "h"]
 
 
 def test_silence_counts_from_the_last_heartbeat_not_from_the_last_check(subject: MetaService, clock: ManualClock):
@@ -291,17 +291,17 @@ def test_silence_counts_from_the_last_heartbeat_not_from_the_last_check(subject:
     clock.advance(0.9)
     subject.tick()
     assert subject.members.next_loss == pytest.approx(0.1)
-    assert subject.allocation("s", "g").members.keys() == {"c1"}
+    assert subject.allocator.view("s", "g").members.keys() == {"c1"}
     clock.advance(0.1)
     subject.tick()
-    assert subject.allocation("s", "g").members == {}
+    assert subject.allocator.view("s", "g").members == {}
     assert subject.members.next_loss == math.inf
 
 
 def test_no_client_is_lost_because_the_meta_server_paused(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock, MetaLimits.of_lease(2.0))
     register(service, "g1")
-    service.create_subject("s")
+    service.subjects.create("s")
     join(service, "c1")
     join(service, "c2")
     pass_time(clock, 1, service)
@@ -310,7 +310,7 @@ def test_no_client_is_lost_because_the_meta_server_paused(stores: Stores, clock:
     join(service, "c1")
     service.tick()
     settle(service)
-    assert service.allocation("s", "g").members.keys() == {"c1", "c2"}
+    assert service.allocator.view("s", "g").members.keys() == {"c1", "c2"}
 
 
 def test_a_repeated_heartbeat_does_not_touch_the_database(subject: MetaService, monkeypatch: pytest.MonkeyPatch):
@@ -327,7 +327,7 @@ def test_a_restarted_meta_server_knows_the_allocation(subject: MetaService, stor
     join(subject, "c2")
     settle(subject)
     other = MetaService(stores(), clock)
-    assert other.allocation("s", "g") == subject.allocation("s", "g")
+    assert other.allocator.view("s", "g") == subject.allocator.view("s", "g")
     assert share(join(other, "c1")) == share(join(subject, "c1"))
     assert not other.step().more
 
@@ -337,22 +337,22 @@ def test_clients_that_are_lost_together_are_removed_in_steps_limited_by_membersh
     store = stores()
     service = MetaService(store, clock, MetaLimits(write_members=6))
     register(service, "g1")
-    service.create_subject("s")
+    service.subjects.create("s")
     groups = [("s", f"g{number}", True) for number in range(4)]
     for client in ("c1", "c2", "c3", "c4", "c5"):
-        service.client_heartbeat(client, groups)
+        service.members.heartbeat(client, groups)
     settle(service)
     for _ in range(9):
         clock.advance(1.0)
         service.tick()
         settle(service)
     clock.advance(1.0)
-    left = [len(service.allocation("s", "g0").members)]
+    left = [len(service.allocator.view("s", "g0").members)]
     more = service.tick().more
     while more:
-        left.append(len(service.allocation("s", "g0").members))
+        left.append(len(service.allocator.view("s", "g0").members))
         more = service.step().more
-    left.append(len(service.allocation("s", "g0").members))
+    left.append(len(service.allocator.view("s", "g0").members))
     assert sorted(set(left), reverse=True) == [5, 3, 1, 0]
     assert left == sorted(left, reverse=True)
 
@@ -367,7 +367,7 @@ def test_joining_a_group_while_another_meta_server_deletes_its_subject_is_refuse
     founded = Joining.join
 
     def late(joining: Joining, *arguments: Any) -> Any:
-        subject.delete_subject("s")
+        subject.subjects.delete("s")
         return founded(joining, *arguments)
 
     with monkeypatch.context() as patch:

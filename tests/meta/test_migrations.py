@@ -8,15 +8,12 @@ from threading import Barrier
 
 import pytest
 import sqlalchemy as sa
-from alembic.autogenerate import compare_metadata
 from alembic.config import Config
-from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from plait.errors import VersionMismatch
 from plait.meta.database.connection import Database
 from plait.meta.database.migrate import VERSION_TABLE, VERSIONS, migrate
-from plait.meta.database.schema import metadata
 from plait.meta.database.store import Store
 
 
@@ -26,15 +23,6 @@ def empty(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/meta.db"
     return str(request.getfixturevalue("postgres").create())
-
-
-def test_migrations_create_the_tables_that_the_code_expects(empty: str):
-    database = Database(empty)
-    migrate(database)
-    with database.reading() as connection:
-        context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
-        assert compare_metadata(context, metadata) == []
-    database.close()
 
 
 def test_the_versions_are_the_revisions_of_the_migrations():

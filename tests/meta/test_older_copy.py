@@ -48,7 +48,7 @@ def first(copied: Copied) -> MetaService:
     store = copied.store()
     service = MetaService(store, ManualClock())
     register(service, "g1")
-    service.create_subject("s", partitions=1)
+    service.subjects.create("s", partitions=1)
     join(service, "a")
     settle(service)
     copied.copy(store)
@@ -56,7 +56,7 @@ def first(copied: Copied) -> MetaService:
 
 
 def epochs(service: MetaService, client: str) -> set[int]:
-    return {epoch for _, _, epoch in service.allocation("s", "g").members[client]}
+    return {epoch for _, _, epoch in service.allocator.view("s", "g").members[client]}
 
 
 def test_a_running_meta_server_gives_out_higher_epochs_after_the_restore(copied: Copied):
@@ -64,10 +64,10 @@ def test_a_running_meta_server_gives_out_higher_epochs_after_the_restore(copied:
     for client in ("b", "c", "d"):
         join(service, client)
         settle(service)
-    lost = service.allocation("s", "g").epoch
+    lost = service.allocator.view("s", "g").epoch
     copied.restore(service._core.store)
     service.tick()
-    assert service.allocation("s", "g").members.keys() == {"a"}
+    assert service.allocator.view("s", "g").members.keys() == {"a"}
     join(service, "e")
     settle(service)
     assert min(epochs(service, "e")) > lost
@@ -78,7 +78,7 @@ def test_a_meta_server_that_starts_on_the_copy_gives_out_higher_epochs_once_a_br
     service = first(copied)
     join(service, "b")
     settle(service)
-    lost = service.allocation("s", "g").epoch
+    lost = service.allocator.view("s", "g").epoch
     copied.restore(service._core.store)
     store = copied.store()
     later = MetaService(store, ManualClock())

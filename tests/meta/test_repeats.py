@@ -12,17 +12,17 @@ from plait.errors import MetaUnavailable
 from plait.limits import LOGICAL_PARTITIONS, MetaLimits
 from plait.meta.database.mirror import Mirror
 from plait.meta.database.schema import MemberRow, TableRow
+from plait.meta.members.shares import HeartbeatView
 from plait.meta.service import MetaService
-from plait.meta.views import HeartbeatView
 from tests.meta.support import Stores, join, lps, pass_time, register, settle, share
 
 
 def send_heartbeat(service: MetaService, client: str, seen: int = 0, group: str = "g") -> HeartbeatView:
-    return service.client_heartbeat(client, [("s", group, True)], seen=seen)
+    return service.members.heartbeat(client, [("s", group, True)], seen=seen)
 
 
 def repeat(service: MetaService, client: str, seen: int, group: str = "g") -> HeartbeatView | None:
-    return service.repeated_heartbeat(client, [("s", group, True)], (), seen)
+    return service.members.repeat(client, [("s", group, True)], (), seen)
 
 
 def settled(service: MetaService, client: str) -> int:
@@ -33,13 +33,13 @@ def settled(service: MetaService, client: str) -> int:
 
 
 def test_a_repeat_gets_the_same_reply_as_from_a_decision(subject: MetaService):
-    subject.client_heartbeat("c1", [("s", "g", True), ("s", "h", False)])
+    subject.members.heartbeat("c1", [("s", "g", True), ("s", "h", False)])
     settle(subject)
     members = [("s", "g", True), ("s", "h", False)]
-    seen = subject.client_heartbeat("c1", members).seen
-    answer = subject.client_heartbeat("c1", members, seen=seen)
+    seen = subject.members.heartbeat("c1", members).seen
+    answer = subject.members.heartbeat("c1", members, seen=seen)
     assert [each.group for each in answer.shares] == ["h"]
-    assert subject.repeated_heartbeat("c1", list(members), (), seen) == answer
+    assert subject.members.repeat("c1", list(members), (), seen) == answer
 
 
 def test_a_heartbeat_with_anything_new_needs_a_decision(subject: MetaService):
@@ -48,7 +48,7 @@ def test_a_heartbeat_with_anything_new_needs_a_decision(subject: MetaService):
     assert repeat(subject, "c2", seen) is None
     assert repeat(subject, "c1", seen, "h") is None
     assert repeat(subject, "c1", 0) is None
-    assert subject.repeated_heartbeat("c1", [("s", "g", True)], [("s", "g")], seen) is None
+    assert subject.members.repeat("c1", [("s", "g", True)], [("s", "g")], seen) is None
 
 
 def test_a_repeat_gets_the_same_news_as_from_a_decision(subject: MetaService):
@@ -61,7 +61,7 @@ def test_a_repeat_gets_the_same_news_as_from_a_decision(subject: MetaService):
     again = repeat(subject, "c1", reply.seen)
     assert again is not None
     assert (again.seen, again.shares) == (reply.seen, [])
-    subject.client_heartbeat("c2", [], leaving=True)
+    subject.members.left(subject.members.leave("c2"))
     settle(subject)
     reply = repeat(subject, "c1", reply.seen)
     assert reply is not None
@@ -78,8 +78,8 @@ def test_a_client_that_has_seen_more_than_the_database_has_receives_everything(s
 def test_a_client_that_received_news_by_waiting_repeats(subject: MetaService):
     seen = settled(subject, "c1")
     settled(subject, "c2")
-    reply = subject.client_news("c1", seen)
-    assert reply == subject.client("c1", seen)
+    reply = subject.members.news("c1", seen)
+    assert reply == subject.members.known("c1", seen)
     assert reply is not None
     assert reply.seen > seen
     assert repeat(subject, "c1", reply.seen) is not None
@@ -102,7 +102,7 @@ def test_a_repeat_never_returns_part_of_a_change_but_may_return_older_state(
     def watched(mirror: Mirror, row: TableRow) -> None:
         apply(mirror, row)
         replies.append(in_another_thread(lambda: repeat(subject, "c1", seen)))
-        replies.append(in_another_thread(lambda: subject.client_news("c1", seen)))
+        replies.append(in_another_thread(lambda: subject.members.news("c1", seen)))
         if isinstance(row, MemberRow):
             assert in_another_thread(lambda: repeat(subject, "c3", newer)) is not None
 
@@ -122,7 +122,7 @@ def test_an_allocation_of_another_meta_server_is_unpacked_by_a_decision(subject:
     settled(other, "c2")
     subject.tick()
     assert repeat(subject, "c1", seen) is None
-    assert subject.client_news("c1", seen) is None
+    assert subject.members.news("c1", seen) is None
     reply = send_heartbeat(subject, "c1", seen)
     assert lps(share(reply).lps) == LOGICAL_PARTITIONS // 2
     assert repeat(subject, "c1", seen) == reply
@@ -131,7 +131,7 @@ def test_an_allocation_of_another_meta_server_is_unpacked_by_a_decision(subject:
 def test_a_new_route_is_news(subject: MetaService):
     seen = settled(subject, "c1")
     register(subject, "g2")
-    version = subject.expand("s", 2).version
+    version = subject.routing.retarget("s", 2).version
     subject.step()
     reply = repeat(subject, "c1", seen)
     assert reply is not None
@@ -149,10 +149,10 @@ def test_members_of_other_groups_are_no_news(subject: MetaService):
 
 def test_creating_and_deleting_another_group_is_no_news(subject: MetaService):
     seen = settled(subject, "c1")
-    subject.create_subject("t")
+    subject.subjects.create("t")
     join(subject, "c2", subject="t", group="h")
     assert repeat(subject, "c1", seen) is not None
-    subject.delete_subject("t")
+    subject.subjects.delete("t")
     assert repeat(subject, "c1", seen) is not None
 
 
@@ -161,7 +161,7 @@ def test_an_own_allocation_needs_no_decision_even_if_another_meta_server_changed
 ):
     seen = settled(subject, "c1")
     join(subject, "c2")
-    while subject.writing is None:
+    while subject.allocator.writing is None:
         subject.step()
     register(MetaService(stores(), subject._core.clock), "g2")
     subject.step()
@@ -185,14 +185,14 @@ def test_a_client_that_left_or_was_removed_elsewhere_joins_again(
     seen = settled(subject, "c1")
     other = MetaService(stores(), clock)
     other.tick()
-    other.client_heartbeat("c1", [], leaving=True)
+    other.members.left(other.members.leave("c1"))
     subject.tick()
     assert repeat(subject, "c1", seen) is None
     send_heartbeat(subject, "c1", seen)
     settle(subject)
-    assert lps(subject.allocation("s", "g").members["c1"]) == LOGICAL_PARTITIONS
+    assert lps(subject.allocator.view("s", "g").members["c1"]) == LOGICAL_PARTITIONS
     seen = send_heartbeat(subject, "c1").seen
-    subject.client_heartbeat("c1", [], leaving=True)
+    subject.members.left(subject.members.leave("c1"))
     assert repeat(subject, "c1", seen) is None
 
 
@@ -209,10 +209,10 @@ def test_a_repeating_client_is_lost_one_lease_after_its_last_repeat(subject: Met
     clock.advance(0.5)
     subject.tick()
     assert subject.members.next_loss == pytest.approx(0.25)
-    assert subject.allocation("s", "g").members.keys() == {"c1"}
+    assert subject.allocator.view("s", "g").members.keys() == {"c1"}
     clock.advance(0.25)
     subject.tick()
-    assert subject.allocation("s", "g").members == {}
+    assert subject.allocator.view("s", "g").members == {}
     assert repeat(subject, "c1", seen) is None
 
 
@@ -222,21 +222,21 @@ def test_repeats_keep_no_other_client_alive(subject: MetaService, clock: ManualC
     for _ in range(9):
         repeat(subject, "c1", seen)
         pass_time(clock, 1, subject)
-    assert subject.allocation("s", "g").members.keys() == {"c1", "c2"}
+    assert subject.allocator.view("s", "g").members.keys() == {"c1", "c2"}
     repeat(subject, "c1", seen)
     pass_time(clock, 1, subject)
-    assert subject.allocation("s", "g").members.keys() == {"c1"}
+    assert subject.allocator.view("s", "g").members.keys() == {"c1"}
 
 
 def test_other_meta_servers_see_that_a_repeating_client_lives(stores: Stores, clock: ManualClock):
     first, second = MetaService(stores(), clock), MetaService(stores(), clock)
     register(first, "g1")
-    first.create_subject("s")
+    first.subjects.create("s")
     seen = settled(second, "c1")
     for _ in range(30):
         assert repeat(second, "c1", seen) is not None
         pass_time(clock, 1, second, first)
-    assert first.allocation("s", "g").members.keys() == {"c1"}
+    assert first.allocator.view("s", "g").members.keys() == {"c1"}
 
 
 def test_no_client_is_lost_because_the_meta_server_paused_while_another_client_repeated(
@@ -244,7 +244,7 @@ def test_no_client_is_lost_because_the_meta_server_paused_while_another_client_r
 ):
     service = MetaService(stores(), clock, MetaLimits.of_lease(2.0))
     register(service, "g1")
-    service.create_subject("s")
+    service.subjects.create("s")
     join(service, "c2")
     seen = settled(service, "c1")
     pass_time(clock, 1, service)
@@ -253,7 +253,7 @@ def test_no_client_is_lost_because_the_meta_server_paused_while_another_client_r
         clock.advance(0.5)
     service.tick()
     settle(service)
-    assert service.allocation("s", "g").members.keys() == {"c1", "c2"}
+    assert service.allocator.view("s", "g").members.keys() == {"c1", "c2"}
 
 
 def test_a_stalled_meta_server_stops_answering_repeats(subject: MetaService, clock: ManualClock):

@@ -28,14 +28,14 @@ def report(
 
 
 def span_count(service: MetaService) -> int:
-    return max(len(history.spans) for history in service.route("s").route.histories)
+    return max(len(history.spans) for history in service.routing.view("s").route.histories)
 
 
 def test_histories_do_not_grow_while_retention_removes_rows(spread: MetaService) -> None:
     fence = 10
     for _ in range(12):
         for count in (1, 3):
-            spread.expand("s", count)
+            spread.routing.retarget("s", count)
             converge(spread, fence=fence)
             fence += 10
         for name in places(spread, "s"):
@@ -47,9 +47,9 @@ def test_histories_do_not_grow_while_retention_removes_rows(spread: MetaService)
 
 
 def test_a_span_stays_while_an_older_span_of_another_partition_has_rows(spread: MetaService) -> None:
-    spread.expand("s", [place("s@g2")])
+    spread.routing.retarget("s", [place("s@g2")])
     converge(spread, fence=10)
-    spread.expand("s", [place("s@g3")])
+    spread.routing.retarget("s", [place("s@g3")])
     converge(spread, fence=20)
     expire(spread, "s", "s@g2", 20)
     # Half of the LPs were at g1 before, and g1 reports nothing.
@@ -60,7 +60,7 @@ def test_a_span_stays_while_an_older_span_of_another_partition_has_rows(spread: 
 
 
 def test_a_partition_that_was_sealed_empty_leaves_the_route(spread: MetaService) -> None:
-    spread.expand("s", [place("s@g1")])
+    spread.routing.retarget("s", [place("s@g1")])
     converge(spread, fence=0)
     assert places(spread, "s") == ["s@g1", "s@g2"]
     # The partition may still have other work, such as delayed messages.
@@ -72,36 +72,36 @@ def test_a_partition_that_was_sealed_empty_leaves_the_route(spread: MetaService)
 
 
 def test_a_route_includes_what_each_group_has_finished(spread: MetaService) -> None:
-    spread.expand("s", [place("s@g1")])
+    spread.routing.retarget("s", [place("s@g1")])
     converge(spread, fence=10)
-    assert (spread.route("s").passed, spread.route("s").reported) == ({}, [])
+    assert (spread.routing.view("s").passed, spread.routing.view("s").reported) == ({}, [])
     report(spread, "s@g2", {"a": [(512, 1024, 10)], "b": []})
-    found = spread.route("s")
+    found = spread.routing.view("s")
     index = found.route.partitions.index(place("s@g2"))
     assert (found.passed, found.reported) == ({"a": [(index, 512, 1024, 10)], "b": []}, [index])
     # The newest report counts: a group may be unfinished again after dead letters were resent.
     report(spread, "s@g2", {"a": [], "b": []})
-    assert spread.route("s").passed == {"a": [], "b": []}
+    assert spread.routing.view("s").passed == {"a": [], "b": []}
 
 
 def test_a_report_of_an_earlier_partition_of_the_same_name_is_ignored(spread: MetaService) -> None:
-    old = spread.route("s").route.version
-    spread.expand("s", [place("s@g1")])
+    old = spread.routing.view("s").route.version
+    spread.routing.retarget("s", [place("s@g1")])
     converge(spread, fence=10)
     expire(spread, "s", "s@g2", 10)
     (drop,) = spread.routing.drops()
     report(spread, "s@g2", {"a": [(0, 1024, 10)]})
     spread.routing.dropped(drop)
-    spread.expand("s", [place("s@g1"), place("s@g2")])
+    spread.routing.retarget("s", [place("s@g1"), place("s@g2")])
     report(spread, "s@g2", {"a": [(0, 1024, 10)]})
-    assert spread.route("s").passed == {}
+    assert spread.routing.view("s").passed == {}
     converge(spread, fence=20)
     report(spread, "s@g2", {"a": [(0, 1024, 10)]}, route=old)
-    assert spread.route("s").passed == {}
+    assert spread.routing.view("s").passed == {}
 
 
 def test_an_unknown_broker_has_to_register(spread: MetaService) -> None:
-    assert not spread.report_progress("g9", "g9-1", [])
+    assert not spread.retiring.report("g9", "g9-1", [])
 
 
 # --- giving up ------------------------------------------------------------------------------------
@@ -109,52 +109,52 @@ def test_an_unknown_broker_has_to_register(spread: MetaService) -> None:
 
 def lose(service: MetaService, clock: ManualClock, *groups: str) -> None:
     """For a while only the brokers of these groups send heartbeats."""
-    alive = [(each.group, each.broker) for each in service.brokers() if each.group in groups]
+    alive = [(each.group, each.broker) for each in service.brokers.views() if each.group in groups]
     for _ in range(10):
         for group, broker in alive:
-            assert service.broker_heartbeat(group, broker, "RW")
+            assert service.brokers.heartbeat(group, broker, "RW")
         pass_time(clock, 1, service)
 
 
 def test_a_live_broker_group_is_not_given_up(spread: MetaService, clock: ManualClock) -> None:
     with pytest.raises(InvalidArgument, match="'g2' is alive; stop its broker first"):
-        spread.forget_broker("g2", lost=True)
+        spread.retiring.forget("g2", lost=True)
     with pytest.raises(InvalidArgument, match="no broker group 'g9'; there are g1, g2, g3"):
-        spread.forget_broker("g9")
+        spread.retiring.forget("g9")
     lose(spread, clock, "g1", "g3")
-    assert [each.partition for each in spread.forget_broker("g2", lost=True)] == ["s@g2"]
-    assert [broker.group for broker in spread.brokers()] == ["g1", "g3"]
+    assert [each.partition for each in spread.retiring.forget("g2", lost=True)] == ["s@g2"]
+    assert [broker.group for broker in spread.brokers.views()] == ["g1", "g3"]
     # No broker is left to receive an order to drop.
     assert spread.routing.drops() == []
     converge(spread)
     assert places(spread, "s") == ["s@g1"]
     # The broker group is no longer known.
     with pytest.raises(InvalidArgument, match="there is no broker group 'g2'; there are g1, g3"):
-        spread.forget_broker("g2")
+        spread.retiring.forget("g2")
     with pytest.raises(InvalidArgument, match="no broker group 'g2'"):
-        spread.expand("s", [place("s@g1"), place("s#1@g2")])
+        spread.routing.retarget("s", [place("s@g1"), place("s#1@g2")])
     assert places(spread, "s") == ["s@g1"]
 
 
 def test_giving_up_names_what_would_be_lost_first(spread: MetaService, clock: ManualClock) -> None:
-    spread.expand("s", [place("s@g1")])
+    spread.routing.retarget("s", [place("s@g1")])
     converge(spread, fence=10)
     lose(spread, clock, "g1", "g3")
     with pytest.raises(InvalidArgument, match=r"s@g2: group \(not reported\) has not finished 512 .*--lost"):
-        spread.forget_broker("g2")
+        spread.retiring.forget("g2")
     report(spread, "s@g2", {"done": [(512, 1024, 10)], "slow": [(600, 1024, 10)]})
     with pytest.raises(InvalidArgument, match="s@g2: group slow has not finished 88 sealed ones"):
-        spread.forget_broker("g2")
+        spread.retiring.forget("g2")
     report(spread, "s@g2", {"done": [(512, 1024, 10)], "slow": [(512, 1024, 10)]})
-    assert spread.forget_broker("g2") == []
+    assert spread.retiring.forget("g2") == []
 
 
 def test_without_another_broker_group_none_can_be_given_up(service: MetaService, clock: ManualClock) -> None:
-    service.create_subject("s", groups=["g1"])
+    service.subjects.create("s", groups=["g1"])
     converge(service)
     lose(service, clock)
     with pytest.raises(NoBroker, match="no other broker group is available for subject 's'"):
-        service.forget_broker("g1", lost=True)
+        service.retiring.forget("g1", lost=True)
     assert places(service, "s") == ["s@g1"]
 
 
@@ -202,56 +202,56 @@ def knows(service: MetaService, name: str, began: dict[str, int], below: int = 0
 def leave(service: MetaService, name: str, began: dict[str, int]) -> None:
     """A partition with groups leaves the route."""
     others = [place(each) for each in places(service, "s") if each != name]
-    service.expand("s", others)
+    service.routing.retarget("s", others)
     converge(service, fence=10)
     knows(service, name, began, 10)
     assert name not in places(service, "s")
 
 
 def test_the_groups_of_a_retired_partition_are_remembered_until_they_are_deleted(spread: MetaService) -> None:
-    version = spread.route("s").route.version
+    version = spread.routing.view("s").route.version
     leave(spread, "s@g2", {"a": version, "b": version + 1})
-    assert [spread.remembered("s", name).began for name in "abc"] == [version, version + 1, None]
-    assert spread.remembered("s", "a").version == spread.route("s").route.version
+    assert [spread.retiring.remembered("s", name).began for name in "abc"] == [version, version + 1, None]
+    assert spread.retiring.remembered("s", "a").version == spread.routing.view("s").route.version
     assert spread.forget_group("s", "a")
     assert not spread.forget_group("s", "a")
-    assert [spread.remembered("s", name).began for name in "abc"] == [None, version + 1, None]
-    assert spread.remembered("t", "b") == Remembered(0, None)
-    spread.delete_subject("s")
-    assert spread.remembered("s", "b") == Remembered(0, None)
-    spread.create_subject("s")
-    assert spread.remembered("s", "b").began is None
+    assert [spread.retiring.remembered("s", name).began for name in "abc"] == [None, version + 1, None]
+    assert spread.retiring.remembered("t", "b") == Remembered(0, None)
+    spread.subjects.delete("s")
+    assert spread.retiring.remembered("s", "b") == Remembered(0, None)
+    spread.subjects.create("s")
+    assert spread.retiring.remembered("s", "b").began is None
 
 
 def test_a_group_that_is_deleted_before_its_partition_retires_is_not_remembered(spread: MetaService) -> None:
-    spread.expand("s", [place("s@g1")])
+    spread.routing.retarget("s", [place("s@g1")])
     converge(spread, fence=10)
-    spread.expand("s", [place("s@g3")])
+    spread.routing.retarget("s", [place("s@g3")])
     converge(spread, fence=20)
     # Older rows of other keys have not expired, so the partition stays.
     knows(spread, "s@g1", {"a": 1, "b": 1}, 20)
     assert not spread.forget_group("s", "a")
     knows(spread, "s@g2", {}, 10)
     assert places(spread, "s") == ["s@g3"]
-    assert [spread.remembered("s", name).began for name in "ab"] == [None, 1]
+    assert [spread.retiring.remembered("s", name).began for name in "ab"] == [None, 1]
 
 
 def test_the_groups_of_an_emptied_partition_are_known_without_its_broker(spread: MetaService) -> None:
-    spread.expand("s", [place("s@g1")])
+    spread.routing.retarget("s", [place("s@g1")])
     converge(spread, fence=10)
     # Its rows stay, so the partition stays in the route.
     knows(spread, "s@g2", {"a": 2, "b": 1}, 0)
     assert "s@g2" in places(spread, "s")
-    assert [spread.remembered("s", name).began for name in "abc"] == [2, 1, None]
+    assert [spread.retiring.remembered("s", name).began for name in "abc"] == [2, 1, None]
     assert not spread.forget_group("s", "a")
-    assert [spread.remembered("s", name).began for name in "ab"] == [None, 1]
+    assert [spread.retiring.remembered("s", name).began for name in "ab"] == [None, 1]
 
 
 def test_the_groups_of_a_broker_group_that_is_given_up_are_remembered(spread: MetaService, clock: ManualClock) -> None:
     knows(spread, "s@g2", {"a": 3})
     lose(spread, clock, "g1", "g3")
-    spread.forget_broker("g2", lost=True)
-    assert spread.remembered("s", "a").began == 3
+    spread.retiring.forget("g2", lost=True)
+    assert spread.retiring.remembered("s", "a").began == 3
 
 
 def test_beyond_the_limit_broadcast_groups_are_forgotten_first_then_the_oldest(
@@ -261,15 +261,15 @@ def test_beyond_the_limit_broadcast_groups_are_forgotten_first_then_the_oldest(
     screens = [names.of_group(None, client) for client in ("c1", "c2")]
     leave(spread, "s@g2", dict.fromkeys([screens[0], "a", screens[1]], 1))
     assert caplog.text == ""
-    spread.expand("s", [place("s@g3")])
+    spread.routing.retarget("s", [place("s@g3")])
     converge(spread, fence=20)
     knows(spread, "s@g1", {"b": 1}, 20)
-    assert [spread.remembered("s", name).began for name in ("a", "b", *screens)] == [1, 1, None, 1]
+    assert [spread.retiring.remembered("s", name).began for name in ("a", "b", *screens)] == [1, 1, None, 1]
     assert "subject s: its retired partitions knew 4 groups; 3 are remembered" in caplog.text
-    spread.expand("s", [place("s#1@g1")])
+    spread.routing.retarget("s", [place("s#1@g1")])
     converge(spread, fence=30)
     knows(spread, "s@g3", {"c": 1, "d": 1}, 30)
-    assert [spread.remembered("s", name).began for name in ("a", "b", "c", "d", *screens)] == [
+    assert [spread.retiring.remembered("s", name).began for name in ("a", "b", "c", "d", *screens)] == [
         None,
         1,
         1,

@@ -7,15 +7,15 @@ import pytest
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, NoBroker
 from plait.limits import LOGICAL_PARTITIONS
+from plait.meta.route_changes import Drop
 from plait.meta.service import MetaService
-from plait.meta.views import Drop
 from plait.model.logical_partitions import lp_set
 from plait.model.route import current, moves, openings, spans, target
 from tests.meta.support import ALL, Stores, converge, expire, place, places, register
 
 
 def test_new_partitions_are_made_before_any_lp_moves(spread: MetaService):
-    spread.expand("s", 3)
+    spread.routing.retarget("s", 3)
     assert places(spread, "s") == ["s@g1", "s@g2", "s@g3"]
     assert spread.routing.moves() == []
     (make,) = spread.routing.makes()
@@ -26,21 +26,21 @@ def test_new_partitions_are_made_before_any_lp_moves(spread: MetaService):
 
 def test_a_route_waits_for_the_partitions_of_a_new_subject_but_not_for_added_ones(service: MetaService):
     register(service, "g2", "g3")
-    service.create_subject("s", groups=["g1", "g2"])
+    service.subjects.create("s", groups=["g1", "g2"])
     assert service.routing.unmade("s") == service.routing.makes("s") != []
     converge(service)
-    service.expand("s", 3)
+    service.routing.retarget("s", 3)
     assert service.routing.makes("s")
     assert service.routing.unmade("s") == []
 
 
 def test_a_moved_lp_is_opened_in_its_new_partition(spread: MetaService):
-    spread.expand("s", 3)
+    spread.routing.retarget("s", 3)
     spread.routing.made(spread.routing.makes()[0])
     move = spread.routing.moves()[0]
-    before = spread.route("s").route
+    before = spread.routing.view("s").route
     spread.routing.sealed(move, [(first, end, 42) for first, end in move.lps])
-    after = spread.route("s").route
+    after = spread.routing.view("s").route
     assert after.version == before.version + 1
     lp = move.lps[0][0]
     assert [(str(after.partitions[span.partition]), span.fence) for span in spans(after, lp)] == [
@@ -51,51 +51,51 @@ def test_a_moved_lp_is_opened_in_its_new_partition(spread: MetaService):
     assert (str(make.place), make.lps) == ("s@g3", move.lps)
     converge(spread)
     assert spread.routing.makes() == spread.routing.moves() == []
-    route = spread.route("s").route
+    route = spread.routing.view("s").route
     assert (current(route) == target(route)).all()
 
 
 def test_lps_of_an_unreachable_broker_group_stay_until_it_can_be_reached(spread: MetaService):
-    spread.expand("s", 4)
+    spread.routing.retarget("s", 4)
     converge(spread, without=["g2"])
-    route = spread.route("s").route
+    route = spread.routing.view("s").route
     assert {str(move.place) for move in spread.routing.moves()} == {"s@g2"}
     at_g2 = route.partitions.index(place("s@g2"))
     assert (current(route) == at_g2).sum() == LOGICAL_PARTITIONS // 2
     converge(spread)
-    route = spread.route("s").route
+    route = spread.routing.view("s").route
     assert (current(route) == at_g2).sum() == LOGICAL_PARTITIONS // 4
 
 
 def test_several_changes_in_a_row_only_change_the_target(spread: MetaService):
     for count in (5, 1, 7, 3):
-        spread.expand("s", count)
+        spread.routing.retarget("s", count)
         converge(spread, without=["g3"])
     converge(spread)
-    route = spread.route("s").route
+    route = spread.routing.view("s").route
     assert len(set(target(route).tolist())) == 3
     assert (current(route) == target(route)).all()
 
 
 def test_fewer_partitions_leave_the_others_listed_while_they_drain(spread: MetaService):
-    spread.expand("s", 1)
+    spread.routing.retarget("s", 1)
     converge(spread)
     assert places(spread, "s") == ["s@g1", "s@g2"]
-    assert openings(spread.route("s").route)[0] == ALL
+    assert openings(spread.routing.view("s").route)[0] == ALL
     expire(spread, "s", "s@g2", 10)
     assert places(spread, "s") == ["s@g1"]
     (drop,) = spread.routing.drops()
     assert str(drop.place) == "s@g2"
     spread.routing.dropped(drop)
     # The name is free again.
-    spread.expand("s", [place("s@g1"), place("s@g2")])
+    spread.routing.retarget("s", [place("s@g1"), place("s@g2")])
     converge(spread)
     assert places(spread, "s") == ["s@g1", "s@g2"]
 
 
 def give_up(service: MetaService) -> Drop:
     """The order to drop ``s@g2``, which no LP leads to any more."""
-    service.expand("s", [place("s@g1")])
+    service.routing.retarget("s", [place("s@g1")])
     converge(service)
     for each in ("s@g1", "s@g2"):
         expire(service, "s", each, 10)
@@ -105,9 +105,9 @@ def give_up(service: MetaService) -> Drop:
 
 def test_a_partition_that_is_made_again_gets_a_higher_version_than_the_order_to_drop_it(spread: MetaService):
     drop = give_up(spread)
-    assert drop.version == spread.route("s").route.version
+    assert drop.version == spread.routing.view("s").route.version
     spread.routing.dropped(drop)
-    spread.expand("s", [place("s@g1"), place("s@g2")])
+    spread.routing.retarget("s", [place("s@g1"), place("s@g2")])
     (make,) = spread.routing.makes()
     assert (make.place, make.version > drop.version) == (drop.place, True)
 
@@ -115,7 +115,7 @@ def test_a_partition_that_is_made_again_gets_a_higher_version_than_the_order_to_
 def test_a_late_answer_to_an_earlier_drop_is_ignored(spread: MetaService):
     late = give_up(spread)
     spread.routing.dropped(late)
-    spread.expand("s", [place("s@g1"), place("s@g2")])
+    spread.routing.retarget("s", [place("s@g1"), place("s@g2")])
     converge(spread)
     drop = give_up(spread)
     spread.routing.dropped(late)
@@ -125,74 +125,74 @@ def test_a_late_answer_to_an_earlier_drop_is_ignored(spread: MetaService):
 
 
 def test_a_draining_partition_is_reused_before_another_is_made(spread: MetaService):
-    spread.expand("s", 1)
+    spread.routing.retarget("s", 1)
     converge(spread)
-    spread.set_broker_state("g3", "R")
-    spread.expand("s", 2)
+    spread.brokers.wish("g3", "R")
+    spread.routing.retarget("s", 2)
     converge(spread)
     assert places(spread, "s") == ["s@g1", "s@g2"]
 
 
 def test_partitions_can_be_named(spread: MetaService):
-    spread.expand("s", [place("s@g1"), place("other@g3")])
+    spread.routing.retarget("s", [place("s@g1"), place("other@g3")])
     converge(spread)
     assert places(spread, "s") == ["s@g1", "s@g2", "other@g3"]
     with pytest.raises(InvalidArgument, match="no broker group 'g9'"):
-        spread.expand("s", [place("s@g9")])
+        spread.routing.retarget("s", [place("s@g9")])
     with pytest.raises(InvalidArgument, match="named twice"):
-        spread.expand("s", [place("s@g1"), place("s@g1")])
+        spread.routing.retarget("s", [place("s@g1"), place("s@g1")])
     with pytest.raises(InvalidArgument, match="1025 partitions"):
-        spread.expand("s", 1025)
+        spread.routing.retarget("s", 1025)
 
 
 def test_a_partition_of_another_subject_is_refused(spread: MetaService):
-    spread.create_subject("t", groups=["g3"])
+    spread.subjects.create("t", groups=["g3"])
     with pytest.raises(InvalidArgument, match="t@g3 belongs to subject 't'"):
-        spread.expand("s", [place("s@g1"), place("t@g3")])
+        spread.routing.retarget("s", [place("s@g1"), place("t@g3")])
 
 
 def test_without_a_broker_no_partition_is_added(spread: MetaService):
     for group in ("g1", "g2", "g3"):
-        spread.set_broker_state(group, "R")
+        spread.brokers.wish(group, "R")
     with pytest.raises(NoBroker, match="more partitions of subject 's'"):
-        spread.expand("s", 3)
-    spread.expand("s", 1)
+        spread.routing.retarget("s", 3)
+    spread.routing.retarget("s", 1)
 
 
 def test_a_repeated_or_late_report_changes_nothing(spread: MetaService):
-    spread.expand("s", 3)
+    spread.routing.retarget("s", 3)
     spread.routing.made(spread.routing.makes()[0])
     move = spread.routing.moves()[0]
     fences = [(first, end, 42) for first, end in move.lps]
     spread.routing.sealed(move, fences)
-    version = spread.route("s").route.version
+    version = spread.routing.view("s").route.version
     spread.routing.sealed(move, fences)
-    assert spread.route("s").route.version == version
+    assert spread.routing.view("s").route.version == version
     (make,) = spread.routing.makes()
-    spread.delete_subject("s")
+    spread.subjects.delete("s")
     spread.routing.sealed(move, fences)
     spread.routing.made(make)
-    assert spread.subjects() == []
+    assert spread.subjects.names() == []
     assert len(spread.routing.drops()) == 3
 
 
 def test_another_meta_server_continues_an_unfinished_change(spread: MetaService, stores: Stores, clock: ManualClock):
-    spread.expand("s", 3)
+    spread.routing.retarget("s", 3)
     spread.routing.made(spread.routing.makes()[0])
     move = spread.routing.moves()[0]
     spread.routing.sealed(move, [(first, end, 42) for first, end in move.lps])
     other = MetaService(stores(), clock)
     other.tick()
     converge(other)
-    route = spread.route("s").route
+    route = spread.routing.view("s").route
     assert moves(route) == []
     spread.tick()
     assert spread.routing.moves() == spread.routing.makes() == []
 
 
 def test_a_subject_can_have_a_thousand_partitions(spread: MetaService):
-    spread.expand("s", LOGICAL_PARTITIONS)
+    spread.routing.retarget("s", LOGICAL_PARTITIONS)
     assert len(spread.routing.makes()) == LOGICAL_PARTITIONS - 2
-    route = spread.route("s").route
+    route = spread.routing.view("s").route
     assert sorted(target(route).tolist()) == list(range(LOGICAL_PARTITIONS))
     assert not lp_set(openings(route)[5]).any()

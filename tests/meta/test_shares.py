@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.members.allocation import Allocation, allocate, unallocated
-from plait.meta.members.shares import Share, Shares, join, shared, split
+from plait.meta.members.shares import Shares, join, shared
 from plait.model.logical_partitions import NumberedRun
 from plait.wire import codec
 from plait.wire import messages as m
@@ -53,16 +53,15 @@ def test_every_member_receives_all_of_its_share_and_nothing_else(rounds: list[li
 
 def test_a_member_without_an_allocation_has_an_empty_share():
     shares = Shares("s", "g", allocate(["a"], None))
-    assert split(join([shares.of("b")])) == [Share("s", "g", "exclusive", [])]
-    assert split(join([shares.of("a")])) == [Share("s", "g", "exclusive", [(0, LOGICAL_PARTITIONS, 1)])]
+    assert decoded(join([shares.of("b")])) == [("s", "g", "exclusive", [])]
+    assert decoded(join([shares.of("a")])) == [("s", "g", "exclusive", [(0, LOGICAL_PARTITIONS, 1)])]
 
 
 @pytest.mark.parametrize("runs", [1, 15, 16, LOGICAL_PARTITIONS])
 def test_a_share_may_have_as_many_runs_as_there_are_lps(runs: int):
     epochs = np.minimum(np.arange(LOGICAL_PARTITIONS), runs - 1)
     allocation = Allocation(("a",), np.zeros(LOGICAL_PARTITIONS, dtype=np.int64), epochs, runs)
-    (share,) = split(join([Shares("s", "g", allocation).of("a")]))
-    assert share.lps == [
+    assert Shares("s", "g", allocation).lps("a") == [
         *((lp, lp + 1, lp) for lp in range(runs - 1)),
         (runs - 1, LOGICAL_PARTITIONS, runs - 1),
     ]

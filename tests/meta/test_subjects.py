@@ -25,40 +25,38 @@ from tests.meta.support import ALL, Stores, converge, join, pass_time, place, pl
 
 def test_a_new_subject_is_on_two_broker_groups(service: MetaService):
     register(service, "g2", "g3")
-    view = service.route("orders")
+    view = service.routing.view("orders")
     assert [str(each) for each in view.route.partitions] == ["orders@g1", "orders@g2"]
     assert view.brokers["g2"] == (["plait://g2:1"], "RW")
     assert view.settings == SubjectSettings()
     # The groups with the fewest partitions are next.
     assert places(service, "orders") == ["orders@g1", "orders@g2"]
-    assert [each.group for each in service.route("more").route.partitions] == ["g3", "g1"]
+    assert [each.group for each in service.routing.view("more").route.partitions] == ["g3", "g1"]
 
 
 def test_with_one_broker_group_a_new_subject_has_one_partition(service: MetaService):
-    assert places(service, service.route("orders").route.subject) == ["orders@g1"]
+    assert places(service, service.routing.view("orders").route.subject) == ["orders@g1"]
 
 
 def test_a_route_does_not_change_when_broker_groups_are_added(service: MetaService):
-    before = service.route("orders").route
+    before = service.routing.view("orders").route
     register(service, "g2", "g3")
-    assert service.route("orders").route == before
+    assert service.routing.view("orders").route == before
 
 
 def test_a_missing_subject_that_may_not_be_created_is_not_found(service: MetaService):
     with pytest.raises(SubjectNotFound, match="'orders' does not exist"):
-        service.route("orders", create=False)
+        service.routing.view("orders", create=False)
     with pytest.raises(SubjectNotFound):
-        service.subject("orders")
-    with pytest.raises(SubjectNotFound):
-        service.expand("orders", 2)
+        service.routing.retarget("orders", 2)
 
 
 def test_without_a_broker_no_subject_is_created(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock)
     with pytest.raises(NoBroker, match="'orders'"):
-        service.route("orders")
+        service.routing.view("orders")
     register(service, "g1")
-    assert places(service, service.route("orders").route.subject) == ["orders@g1"]
+    assert places(service, service.routing.view("orders").route.subject) == ["orders@g1"]
 
 
 def test_a_broker_without_a_heartbeat_gets_no_new_subject(stores: Stores, clock: ManualClock):
@@ -67,60 +65,60 @@ def test_a_broker_without_a_heartbeat_gets_no_new_subject(stores: Stores, clock:
     register(first, "g1")
     second.tick()
     with pytest.raises(NoBroker):
-        second.route("orders")
+        second.routing.view("orders")
     pass_time(clock, 2, first, second, alive=["g1"])
-    assert second.route("orders").route.partitions == (place("orders@g1"),)
+    assert second.routing.view("orders").route.partitions == (place("orders@g1"),)
 
 
 def test_partitions_are_spread_over_the_broker_groups(service: MetaService):
     register(service, "g2")
-    service.create_subject("orders", partitions=5)
+    service.subjects.create("orders", partitions=5)
     assert places(service, "orders") == ["orders@g1", "orders@g2", "orders#1@g1", "orders#1@g2", "orders#2@g1"]
-    service.create_subject("here", groups=["g2"], partitions=2)
+    service.subjects.create("here", groups=["g2"], partitions=2)
     assert places(service, "here") == ["here@g2", "here#1@g2"]
-    service.create_subject("named", partitions=[place("a@g2"), place("b@g1")])
+    service.subjects.create("named", partitions=[place("a@g2"), place("b@g1")])
     assert places(service, "named") == ["a@g2", "b@g1"]
 
 
 def test_an_invalid_subject_is_refused_with_the_reason(service: MetaService):
-    service.create_subject("orders")
+    service.subjects.create("orders")
     with pytest.raises(SubjectExists, match="'orders'"):
-        service.create_subject("orders")
+        service.subjects.create("orders")
     with pytest.raises(InvalidName, match="subject name 'no name'"):
-        service.create_subject("no name")
+        service.subjects.create("no name")
     with pytest.raises(InvalidArgument, match="0 partitions"):
-        service.create_subject("x", partitions=0)
+        service.subjects.create("x", partitions=0)
     with pytest.raises(InvalidArgument, match="1025 partitions"):
-        service.create_subject("x", partitions=1025)
+        service.subjects.create("x", partitions=1025)
     with pytest.raises(InvalidArgument, match="no broker group 'g9'"):
-        service.create_subject("x", groups=["g9"])
+        service.subjects.create("x", groups=["g9"])
     with pytest.raises(InvalidArgument, match="no broker group 'g9'"):
-        service.create_subject("x", partitions=[place("x@g9")])
+        service.subjects.create("x", partitions=[place("x@g9")])
     with pytest.raises(InvalidArgument, match=r"orders@g1 belongs to subject 'orders'"):
-        service.create_subject("x", partitions=[place("orders@g1")])
+        service.subjects.create("x", partitions=[place("orders@g1")])
     with pytest.raises(InvalidArgument, match="order is 'loose'"):
         SubjectSettings(order="loose")  # type: ignore[arg-type]
-    assert [view.name for view in service.subjects()] == ["orders"]
+    assert service.subjects.names() == ["orders"]
 
 
 def test_the_number_of_subjects_is_limited(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock, MetaLimits(subjects=2))
     register(service, "g1")
-    service.create_subject("a")
-    service.create_subject("b")
+    service.subjects.create("a")
+    service.subjects.create("b")
     with pytest.raises(LimitExceeded, match=r"subject limit reached \(2 per cluster"):
-        service.create_subject("c")
+        service.subjects.create("c")
 
 
 def test_settings_are_stored_and_sent_to_brokers(service: MetaService):
     strict = SubjectSettings(order="strict", retention_seconds=60.0)
-    service.create_subject("orders", strict)
+    service.subjects.create("orders", strict)
     (make,) = service.routing.makes()
     assert make.settings == strict
     assert make.lps == ALL
     service.routing.made(make)
     assert service.routing.makes() == []
-    service.set_subject("orders", {"retention_seconds": None})
+    service.subjects.update("orders", {"retention_seconds": None})
     (again,) = service.routing.makes()
     assert again.settings == SubjectSettings(order="strict")
     assert again.version == make.version + 1
@@ -128,28 +126,19 @@ def test_settings_are_stored_and_sent_to_brokers(service: MetaService):
     service.routing.made(make)
     assert service.routing.makes() == [again]
     service.routing.made(again)
-    service.set_subject("orders", {"retention_seconds": None})
+    service.subjects.update("orders", {"retention_seconds": None})
     assert service.routing.makes() == []
 
 
-def test_the_view_of_a_subject_names_its_groups(service: MetaService):
-    service.create_subject("s")
-    join(service, "c1")
-    service.client_heartbeat("c2", [("s", "shared", False)])
-    view = service.subject("s")
-    assert view.groups == {"g": True, "shared": False}
-    assert view.partitions == [place("s@g1")]
-
-
 def test_a_deleted_subject_is_gone_with_its_groups(service: MetaService):
-    service.create_subject("s")
+    service.subjects.create("s")
     converge(service)
     join(service, "c1")
     settle(service)
-    service.delete_subject("s")
-    assert service.subjects() == []
+    service.subjects.delete("s")
+    assert service.subjects.names() == []
     with pytest.raises(SubjectNotFound):
-        service.route("s", create=False)
+        service.routing.view("s", create=False)
     reply = join(service, "c1")
     assert isinstance(reply.refused["s", "g"], SubjectNotFound)
     assert reply.shares == []
@@ -160,18 +149,18 @@ def test_a_deleted_subject_is_gone_with_its_groups(service: MetaService):
 
 
 def test_a_recreated_subject_has_higher_versions_and_epochs(service: MetaService):
-    service.create_subject("s")
+    service.subjects.create("s")
     join(service, "c1")
     settle(service)
-    before, epoch = service.route("s").route.version, service.allocation("s", "g").epoch
-    service.delete_subject("s")
-    again = service.route("s").route
+    before, epoch = service.routing.view("s").route.version, service.allocator.view("s", "g").epoch
+    service.subjects.delete("s")
+    again = service.routing.view("s").route
     assert again.version > before
     # The old partition has not been dropped yet, so its name is taken.
     assert again.partitions == (place("s#1@g1"),)
     join(service, "c1")
     settle(service)
-    assert service.allocation("s", "g").epoch > epoch
+    assert service.allocator.view("s", "g").epoch > epoch
 
 
 def test_an_unknown_subject_of_a_registering_broker_is_taken_over(service: MetaService):
@@ -183,10 +172,11 @@ def test_an_unknown_subject_of_a_registering_broker_is_taken_over(service: MetaS
     ]
     registered = service.register_broker("g2", "g2-1", "plait://g2:1", partitions=facts)
     assert registered.unrouted == ["s#1"]
-    view = service.subject("old")
-    assert (view.settings, view.created, view.partitions) == (settings, 77, [place("old@g2")])
-    assert spans(service.route("old").route, 1023)[0].fence is None
-    assert (current(service.route("old").route) == 0).all()
+    assert service.routing.view("old").settings == settings
+    assert places(service, "old") == ["old@g2"]
+    assert service._core.mirror.subjects["old"].created == 77
+    assert spans(service.routing.view("old").route, 1023)[0].fence is None
+    assert (current(service.routing.view("old").route) == 0).all()
     # A subject of the same name on another broker is not merged with it.
     registered = service.register_broker("g3", "g3-1", "plait://g3:1", partitions=[RegisteredPartition("old", "old")])
     assert registered.unrouted == ["old"]
@@ -196,20 +186,20 @@ def test_an_unknown_subject_of_a_registering_broker_is_taken_over(service: MetaS
 
 
 def test_a_deleted_subject_does_not_return_with_its_broker(service: MetaService):
-    service.create_subject("s")
+    service.subjects.create("s")
     converge(service)
-    service.delete_subject("s")
+    service.subjects.delete("s")
     service.register_broker("g1", "b1", "plait://b1:1", partitions=[RegisteredPartition("s", "s")])
-    assert service.subjects() == []
+    assert service.subjects.names() == []
     assert len(service.routing.drops()) == 1
 
 
 def test_a_meta_server_with_a_lost_database_gives_out_higher_numbers_than_brokers_know(service: MetaService):
     service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[RegisteredPartition("s", "s", newest=5_000)])
-    assert service.route("s").route.version > 5_000
+    assert service.routing.view("s").route.version > 5_000
     join(service, "c1")
     settle(service)
-    assert service.allocation("s", "g").epoch > 5_000
+    assert service.allocator.view("s", "g").epoch > 5_000
 
 
 def test_a_lost_route_is_rebuilt_from_the_partitions_of_the_brokers(service: MetaService):
@@ -220,11 +210,11 @@ def test_a_lost_route_is_rebuilt_from_the_partitions_of_the_brokers(service: Met
     right = RegisteredPartition("s", "s", route=8, lps=[(512, 768)], fences=[(768, 1024, 3)], created=7)
     assert service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[left]).unrouted == ["s"]
     with pytest.raises(NoBroker, match=r"route of subject 's' was lost, .* on broker group g2 take 768 of 1024"):
-        service.route("s")
+        service.routing.view("s")
     with pytest.raises(SubjectNotFound):
-        service.route("s", create=False)
+        service.routing.view("s", create=False)
     assert service.register_broker("g3", "g3-1", "plait://g3:1", partitions=[right]).unrouted == []
-    route = service.route("s").route
+    route = service.routing.view("s").route
     found = [
         (each.first, each.end, [(str(route.partitions[span.partition]), span.fence) for span in each.spans])
         for each in route.histories
@@ -238,8 +228,8 @@ def test_a_lost_route_is_rebuilt_from_the_partitions_of_the_brokers(service: Met
 
 def test_missing_parts_of_a_lost_route_can_be_given_up(service: MetaService):
     service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[RegisteredPartition("s", "s", lps=[(0, 512)])])
-    service.create_subject("s")
-    assert service.route("s").route.partitions
+    service.subjects.create("s")
+    assert service.routing.view("s").route.partitions
 
 
 @pytest.mark.parametrize(
@@ -255,25 +245,25 @@ def test_missing_parts_of_a_lost_route_can_be_given_up(service: MetaService):
 def test_invalid_runs_are_refused(service: MetaService, facts: RegisteredPartition):
     with pytest.raises(InvalidArgument, match=r"partition 's'.* runs? of logical partitions"):
         service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[facts])
-    assert service.subjects() == []
+    assert service.subjects.names() == []
 
 
 def test_many_subjects_are_taken_over(service: MetaService):
     facts = [RegisteredPartition(f"s{number}", f"s{number}") for number in range(2_500)]
     assert service.register_broker("g2", "g2-1", "plait://g2:1", partitions=facts).unrouted == []
-    assert len(service.subjects()) == 2_500
+    assert len(service.subjects.names()) == 2_500
 
 
 def test_a_deleted_subject_is_removed_from_the_database_eventually(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock, MetaLimits(clean_seconds=10.0))
     register(service, "g1")
-    service.create_subject("s")
-    service.create_subject("t")
+    service.subjects.create("s")
+    service.subjects.create("t")
     join(service, "c1")
     settle(service)
     late = MetaService(stores(), clock)
-    assert [view.name for view in late.subjects()] == ["s", "t"]
-    service.delete_subject("s")
+    assert late.subjects.names() == ["s", "t"]
+    service.subjects.delete("s")
     service.routing.dropped(service.routing.drops()[0])
     pass_time(clock, 60, service, alive=["g1"])
     rows = stores().news(-1).rows
@@ -281,8 +271,8 @@ def test_a_deleted_subject_is_removed_from_the_database_eventually(stores: Store
     assert len(rows) == 4
     assert places(service, "t") == ["t@g1"]
     # A meta server that has not read the deletion yet ends with the same state.
-    assert [view.name for view in late.subjects()] == ["t"]
-    late.client_heartbeat("c1", [("s", "g", True)])
+    assert late.subjects.names() == ["t"]
+    late.members.heartbeat("c1", [("s", "g", True)])
 
 
 def test_departed_members_are_removed_faster_than_they_accumulate(
@@ -291,13 +281,13 @@ def test_departed_members_are_removed_faster_than_they_accumulate(
     monkeypatch.setattr(sweep, "ROWS_MAX", 3)
     service = MetaService(stores(), clock, MetaLimits(clean_seconds=10.0))
     register(service, "g1")
-    service.create_subject("s")
+    service.subjects.create("s")
     for number in range(40):
         join(service, f"c{number}")
     for number in range(40):
-        leave = service.leave_client(f"c{number}")
-        service.carry_out(leave)
-        service.left_client(leave)
+        leave = service.members.leave(f"c{number}")
+        service.members.leaving.carry_out(leave)
+        service.members.left(leave)
     settle(service)
     assert len([row for row in stores().news(-1).rows if type(row).__name__ == "MemberRow"]) == 40
     pass_time(clock, 45, service, alive=["g1"])
@@ -310,9 +300,9 @@ def test_routes_are_answered_while_the_database_is_down(
     store = stores()
     service = MetaService(store, clock, MetaLimits())
     register(service, "g1")
-    before = service.route("orders")
-    service.create_subject("old")
-    service.delete_subject("old")
+    before = service.routing.view("orders")
+    service.subjects.create("old")
+    service.subjects.delete("old")
 
     def down(_: int) -> None:
         raise MetaUnavailable("the database is down")
@@ -320,9 +310,9 @@ def test_routes_are_answered_while_the_database_is_down(
     with monkeypatch.context() as patch:
         patch.setattr(store, "news", down)
         for create in (True, False):
-            assert service.route("orders", create=create) == before
+            assert service.routing.view("orders", create=create) == before
             for unknown in ("another", "old"):
                 with pytest.raises(MetaUnavailable, match="is down"):
-                    service.route(unknown, create=create)
+                    service.routing.view(unknown, create=create)
     service.tick()
-    assert service.route("another").route.subject == "another"
+    assert service.routing.view("another").route.subject == "another"

@@ -11,8 +11,8 @@ import pytest
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, MetaBusy, NoBroker, PlaitError, SubjectExists, SubjectNotFound
 from plait.limits import LOGICAL_PARTITIONS, MetaLimits
+from plait.meta.route_changes import Make, Move
 from plait.meta.service import MetaService
-from plait.meta.views import Make, Move
 from plait.model.route import PartitionId, Route, current, spans, target
 from tests.meta.support import Stores, converge, join, lps, pass_time, register, settle
 
@@ -42,7 +42,7 @@ class History:
         self.routes[route.subject] = route
 
     def see_allocation(self, service: MetaService, subject: str, group: str) -> None:
-        view = service.allocation(subject, group)
+        view = service.allocator.view(subject, group)
         assert view.epoch >= self.epochs.get((subject, group), 0)
         self.epochs[subject, group] = view.epoch
         for client, runs in view.members.items():
@@ -56,7 +56,7 @@ class History:
 def send_broker_heartbeats(*services: MetaService) -> None:
     for service in services:
         for group in ("g1", "g2", "g3"):
-            assert service.broker_heartbeat(group, f"{group}-1", "RW")
+            assert service.brokers.heartbeat(group, f"{group}-1", "RW")
 
 
 @pytest.mark.parametrize("run", range(2))
@@ -71,12 +71,12 @@ def test_clients_see_one_history_whichever_meta_server_they_ask(stores: Stores, 
     history = History()
     orders: list[tuple[str, Make | Move]] = []
     members: dict[str, set[str]] = {}
-    services[0].create_subject("s")
+    services[0].subjects.create("s")
     for _ in range(STEPS):
         service = chance.choice(services)
         match chance.randrange(11):
             case 0:
-                service.expand("s", chance.randint(1, 6))
+                service.routing.retarget("s", chance.randint(1, 6))
             case 1:
                 orders += [("make", make) for make in service.routing.makes("s")]
                 orders += [("move", move) for move in service.routing.moves("s")]
@@ -91,7 +91,7 @@ def test_clients_see_one_history_whichever_meta_server_they_ask(stores: Stores, 
                 client = f"c{chance.randrange(6)}"
                 wanted = {group for group in ("g", "h") if chance.random() < 0.6}
                 members[client] = wanted
-                reply = service.client_heartbeat(client, [("s", group, True) for group in sorted(wanted)])
+                reply = service.members.heartbeat(client, [("s", group, True) for group in sorted(wanted)])
                 assert reply.refused == {}
             case 7:
                 service.step()
@@ -99,26 +99,26 @@ def test_clients_see_one_history_whichever_meta_server_they_ask(stores: Stores, 
                 clock.advance(0.3)
                 send_broker_heartbeats(*services)
                 for client, wanted in members.items():
-                    service.client_heartbeat(client, [("s", group, True) for group in sorted(wanted)])
+                    service.members.heartbeat(client, [("s", group, True) for group in sorted(wanted)])
                 service.tick()
             case 9:
-                history.see_route(service.route("s", create=False).route)
+                history.see_route(service.routing.view("s", create=False).route)
             case _:
-                for group in service.subject("s").groups:
+                for group in sorted(service._core.mirror.groups_of["s"]):
                     history.see_allocation(service, "s", group)
     for service in services:
         service.tick()
         # A server that has not read the last leave yet ignores the join as a repeat; the next heartbeat repairs that.
         for client, wanted in members.items():
-            service.client_heartbeat(client, [("s", group, True) for group in sorted(wanted)])
+            service.members.heartbeat(client, [("s", group, True) for group in sorted(wanted)])
         settle(service)
         converge(service)
-        history.see_route(service.route("s").route)
-    routes = [service.route("s").route for service in services]
+        history.see_route(service.routing.view("s").route)
+    routes = [service.routing.view("s").route for service in services]
     assert routes[0] == routes[1]
     assert (current(routes[0]) == target(routes[0])).all()
-    for group in services[0].subject("s").groups:
-        views = [service.allocation("s", group) for service in services]
+    for group in sorted(services[0]._core.mirror.groups_of["s"]):
+        views = [service.allocator.view("s", group) for service in services]
         assert views[0] == views[1]
         online = {client for client, groups in members.items() if group in groups}
         assert views[0].members.keys() == online
@@ -129,7 +129,7 @@ def test_of_concurrent_creations_of_one_subject_one_wins(stores: Stores):
     services = [MetaService(stores(), ManualClock()) for _ in range(4)]
     register(services[0], "g1", "g2", "g3")
     for service in services[1:]:
-        service.brokers()
+        service.brokers.views()
         send_broker_heartbeats(service)
     together = Barrier(4, timeout=60)
 
@@ -138,7 +138,7 @@ def test_of_concurrent_creations_of_one_subject_one_wins(stores: Stores):
         for at in range(5):
             together.wait()
             try:
-                services[number].create_subject(f"s{at}")
+                services[number].subjects.create(f"s{at}")
                 won += "1"
             except SubjectExists:
                 won += "0"
@@ -147,25 +147,27 @@ def test_of_concurrent_creations_of_one_subject_one_wins(stores: Stores):
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(create, range(4)))
     assert [sum(int(result[at]) for result in results) for at in range(5)] == [1] * 5
-    assert len({str(service.subjects()) for service in services}) == 1
+    assert len({str(service.subjects.names()) for service in services}) == 1
 
 
 def test_no_change_is_lost_when_all_change_the_same_route_and_group(stores: Stores):
     services = [MetaService(stores(), ManualClock(), MetaLimits(attempts=100)) for _ in range(4)]
     register(services[0], "g1")
     for service in services:
-        service.brokers()
-        service.broker_heartbeat("g1", "g1-1", "RW")
-    services[0].create_subject("s")
-    first = services[0].route("s").route.version
+        service.brokers.views()
+        service.brokers.heartbeat("g1", "g1-1", "RW")
+    services[0].subjects.create("s")
+    first = services[0].routing.view("s").route.version
     together = Barrier(4, timeout=60)
 
     def work(number: int) -> int:
         changes = 0
         for at in range(6):
             together.wait()
-            before = services[number].route("s").route
-            after = services[number].expand("s", [PartitionId("s", "g1"), PartitionId(f"s#{number}-{at}", "g1")])
+            before = services[number].routing.view("s").route
+            after = services[number].routing.retarget(
+                "s", [PartitionId("s", "g1"), PartitionId(f"s#{number}-{at}", "g1")]
+            )
             changes += after is not before
             join(services[number], f"c{number}-{at}")
             services[number].step()
@@ -174,9 +176,9 @@ def test_no_change_is_lost_when_all_change_the_same_route_and_group(stores: Stor
     with ThreadPoolExecutor(4) as pool:
         changes = sum(pool.map(work, range(4)))
     # Each change published its own route version.
-    assert services[1].route("s").route.version == first + changes == first + 24
+    assert services[1].routing.view("s").route.version == first + changes == first + 24
     settle(services[2])
-    members = services[2].allocation("s", "g").members
+    members = services[2].allocator.view("s", "g").members
     assert members.keys() == {f"c{number}-{at}" for number in range(4) for at in range(6)}
     assert sum(map(lps, members.values())) == LOGICAL_PARTITIONS
 
@@ -184,15 +186,15 @@ def test_no_change_is_lost_when_all_change_the_same_route_and_group(stores: Stor
 def test_a_change_that_conflicts_repeatedly_fails_with_a_retryable_error(stores: Stores, clock: ManualClock):
     service, other = MetaService(stores(), clock, MetaLimits(attempts=3)), MetaService(stores(), clock)
     register(service, "g1")
-    service.create_subject("s")
-    other.brokers()
-    other.broker_heartbeat("g1", "g1-1", "RW")
+    service.subjects.create("s")
+    other.brokers.views()
+    other.brokers.heartbeat("g1", "g1-1", "RW")
     number = 0
 
     def write_first() -> None:
         nonlocal number
         number += 1
-        other.expand("s", [PartitionId("s", "g1"), PartitionId(f"s#{number}", "g1")])
+        other.routing.retarget("s", [PartitionId("s", "g1"), PartitionId(f"s#{number}", "g1")])
 
     news = service._core.store.news
 
@@ -203,7 +205,7 @@ def test_a_change_that_conflicts_repeatedly_fails_with_a_retryable_error(stores:
 
     service._core.store.news = read_then_conflict  # type: ignore[method-assign, assignment]
     with pytest.raises(MetaBusy, match="3 attempts conflicted") as caught:
-        service.expand("s", [PartitionId("s", "g1"), PartitionId("s#mine", "g1")])
+        service.routing.retarget("s", [PartitionId("s", "g1"), PartitionId("s#mine", "g1")])
     assert caught.value.retryable
     assert number == 3
 
@@ -211,27 +213,27 @@ def test_a_change_that_conflicts_repeatedly_fails_with_a_retryable_error(stores:
 def test_an_error_of_one_call_does_not_affect_other_calls(stores: Stores, clock: ManualClock):
     service = MetaService(stores(), clock)
     for call in (
-        lambda: service.create_subject("s"),
-        lambda: service.delete_subject("s"),
-        lambda: service.set_broker_state("g1", "R"),
+        lambda: service.subjects.create("s"),
+        lambda: service.subjects.delete("s"),
+        lambda: service.brokers.wish("g1", "R"),
     ):
         with pytest.raises(PlaitError) as caught:
             call()
         assert isinstance(caught.value, NoBroker | SubjectNotFound | InvalidArgument)
     register(service, "g1")
-    service.create_subject("s")
+    service.subjects.create("s")
 
 
 def test_meta_servers_list_each_other_while_they_are_alive(stores: Stores, clock: ManualClock):
     services = [MetaService(stores(), clock, address=f"plait://m{number}:1") for number in range(3)]
     pass_time(clock, 2, *services)
-    assert services[1].metas() == ["plait://m1:1", "plait://m0:1", "plait://m2:1"]
+    assert services[1].peers.addresses() == ["plait://m1:1", "plait://m0:1", "plait://m2:1"]
     pass_time(clock, 7, *services[:2])
-    assert services[0].metas() == ["plait://m0:1", "plait://m1:1"]
+    assert services[0].peers.addresses() == ["plait://m0:1", "plait://m1:1"]
     # A meta server without an address is not listed, but sees the others.
     hidden = MetaService(stores(), clock)
     hidden.tick()
-    assert hidden.metas() == ["plait://m0:1", "plait://m1:1"]
+    assert hidden.peers.addresses() == ["plait://m0:1", "plait://m1:1"]
     lone = MetaService(stores(alone=True), clock, address="plait://alone:1")
     lone.tick()
-    assert lone.metas() == ["plait://alone:1"]
+    assert lone.peers.addresses() == ["plait://alone:1"]

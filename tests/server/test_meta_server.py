@@ -37,14 +37,14 @@ async def server(tmp_path: Path) -> AsyncIterator[MetaServer]:
 
 async def heartbeat(server: MetaServer, seen: int, wait: float) -> tuple[int, list[NumberedRun]]:
     """Send a heartbeat of client c, which is a member of one group. Returns the change number and its LPs."""
-    view = await server.meta.heartbeat("c", [("s", "g", True)], seen, wait, leaving=False, affinity=[])
+    view = await server.meta.heartbeat(m.MemberHeartbeatRequest("c", [("s", "g", True)], seen, wait))
     return view.seen, [run for share in view.shares for run in share.lps]
 
 
 async def member(server: MetaServer) -> int:
     """Make client c a member that has received its whole share. Returns the change number."""
     await server.meta.call(lambda service: service.register_broker("g1", "b", "plait://127.0.0.1:1"))
-    await server.meta.call(lambda service: service.create_subject("s"))
+    await server.meta.call(lambda service: service.subjects.create("s"))
     seen, runs = await heartbeat(server, 0, 0.0)
     while not runs:
         seen, runs = await heartbeat(server, seen, 5.0)
@@ -134,9 +134,9 @@ async def test_the_writer_thread_writes_leaves(server: MetaServer, monkeypatch: 
         write(leaving, leaves)
 
     monkeypatch.setattr(LeaveQueue, "_write", noted)
-    assert (await server.meta.heartbeat("c", [], 0, 5.0, leaving=True, affinity=[])).seen == 0
+    assert (await server.meta.heartbeat(m.MemberHeartbeatRequest("c", [], 0, 5.0, leaving=True))).seen == 0
     assert [name.rpartition("_")[0] for name in threads] == ["plait-meta-writer"]
-    assert (await server.meta.call(lambda service: service.allocation("s", "g"))).members == {}
+    assert (await server.meta.call(lambda service: service.allocator.view("s", "g"))).members == {}
 
 
 @pytest.mark.parametrize("stays", [True, False])
@@ -154,19 +154,23 @@ async def test_heartbeats_wait_for_the_clients_own_leave_and_other_decisions_do_
         write(leaving, leaves)
 
     monkeypatch.setattr(LeaveQueue, "_write", late)
-    leaves_sent = [asyncio.ensure_future(server.meta.heartbeat("c", [], 0, 0.0, leaving=True, affinity=[]))]
+    leaves_sent = [
+        asyncio.ensure_future(server.meta.heartbeat(m.MemberHeartbeatRequest("c", [], 0, 0.0, leaving=True)))
+    ]
     await asyncio.to_thread(begun.wait)
     back = asyncio.ensure_future(heartbeat(server, seen, 0.0))
     if not stays:
-        leaves_sent.append(asyncio.ensure_future(server.meta.heartbeat("c", [], 0, 0.0, leaving=True, affinity=[])))
+        leaves_sent.append(
+            asyncio.ensure_future(server.meta.heartbeat(m.MemberHeartbeatRequest("c", [], 0, 0.0, leaving=True)))
+        )
     # A decision that is not about the client.
-    assert await server.meta.call(lambda service: service.subject("s").name) == "s"
+    assert await server.meta.call(lambda service: service.subjects.names()) == ["s"]
     assert not back.done()
     answered.set()
     assert {(await each).seen for each in leaves_sent} == {0}
     await back
     assert all(in_time)
-    members = (await server.meta.call(lambda service: service.allocation("s", "g"))).members
+    members = (await server.meta.call(lambda service: service.allocator.view("s", "g"))).members
     assert members.keys() == ({"c"} if stays else set())
 
 
@@ -189,7 +193,7 @@ async def test_a_repeated_heartbeat_does_not_wait_for_decisions(server: MetaServ
 @pytest.mark.parametrize("wait", [0.0, 30.0])
 async def test_a_repeated_heartbeat_with_a_new_share_does_not_wait_for_decisions(server: MetaServer, wait: float):
     seen = await member(server)
-    await server.meta.heartbeat("c2", [("s", "g", True)], 0, 0.0, leaving=False, affinity=[])
+    await server.meta.heartbeat(m.MemberHeartbeatRequest("c2", [("s", "g", True)], 0, 0.0))
     # The new allocation exists when the waiting heartbeat is answered.
     assert (await heartbeat(server, seen, 30.0))[0] > seen
     begun, answered = threading.Event(), threading.Event()
@@ -212,8 +216,8 @@ async def test_a_repeated_heartbeat_with_a_new_share_does_not_wait_for_decisions
 async def test_a_waiting_heartbeat_is_answered_when_the_share_changes(server: MetaServer):
     seen = await member(server)
     waiting = asyncio.ensure_future(heartbeat(server, seen, 30.0))
-    await until(lambda: "c" in server.meta._waiting._futures)
-    await server.meta.heartbeat("c2", [("s", "g", True)], 0, 0.0, leaving=False, affinity=[])
+    await until(lambda: "c" in server.meta._waiting.values())
+    await server.meta.heartbeat(m.MemberHeartbeatRequest("c2", [("s", "g", True)], 0, 0.0))
     newer, shares = await waiting
     assert newer > seen
     assert sum(end - first for first, end, _ in shares) == LOGICAL_PARTITIONS // 2
@@ -222,7 +226,7 @@ async def test_a_waiting_heartbeat_is_answered_when_the_share_changes(server: Me
 async def test_a_broker_group_name_may_have_the_maximum_length(server: MetaServer, tmp_path: Path):
     group = "g" * NAME_LENGTH_MAX
     async with EmbeddedBroker(tmp_path / "1", config=BrokerConfig(group=group), metas=[server.address]):
-        assert [view.group for view in await server.meta.call(lambda service: service.brokers())] == [group]
+        assert [view.group for view in await server.meta.call(lambda service: service.brokers.views())] == [group]
         async with plait.connect(server.address) as client:
             await client.send("s", b"1")
 
@@ -270,13 +274,13 @@ async def test_a_client_is_notified_once_of_groups_that_change_together(
     # Long enough that no notification goes out while the allocations are still being written.
     monkeypatch.setattr(meta_host, "NOTIFY_SECONDS", 60.0)
     await server.meta.call(lambda service: service.register_broker("g1", "b", "plait://127.0.0.1:1"))
-    await server.meta.call(lambda service: service.create_subject("s"))
+    await server.meta.call(lambda service: service.subjects.create("s"))
     groups = [("s", f"g{number}", True) for number in range(200)]
     seen = 0
 
     async def changed_shares(client: str, wait: float) -> int:
         nonlocal seen
-        view = await server.meta.heartbeat(client, groups, seen, wait, leaving=False, affinity=[])
+        view = await server.meta.heartbeat(m.MemberHeartbeatRequest(client, groups, seen, wait))
         seen = view.seen
         return len([share for share in view.shares if share.lps])
 
@@ -285,7 +289,7 @@ async def test_a_client_is_notified_once_of_groups_that_change_together(
         received += await changed_shares("c", 10.0)
     waiting = asyncio.ensure_future(changed_shares("c", 10.0))
     await asyncio.sleep(0)
-    await server.meta.heartbeat("d", groups, 0, 0.0, leaving=False, affinity=[])
+    await server.meta.heartbeat(m.MemberHeartbeatRequest("d", groups, 0, 0.0))
     counts = [await waiting]
     while sum(counts) < len(groups):
         counts.append(await changed_shares("c", 10.0))

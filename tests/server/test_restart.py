@@ -150,7 +150,7 @@ async def test_a_stop_answers_the_accepted_requests(serve: Serve):
 
 
 async def test_a_stop_does_not_wait_for_a_client_that_does_not_read(serve: Serve, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("plait.server.connection.HANG_UP_SECONDS", 0.2)
+    monkeypatch.setattr("plait.server.listener.HANG_UP_SECONDS", 0.2)
     server = await serve(message_segment_size=64 * MIB)
     async with plait.connect(server.address) as client:
         await client.send_many("large", [bytes(1 * MIB - 1000)] * 30)

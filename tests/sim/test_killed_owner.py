@@ -83,8 +83,7 @@ def standstills(database: Path, seed: int, killed_after: float) -> list[Standsti
         sim.run_for(0.1)
         broker, host = servers[0].broker, servers[0].cluster._host
         assert host is not None
-        assert host._service is not None
-        members = host._service.members
+        members = host.service.members
         members._pass_time()
         silent = members._watch._now - members._watch._noticed["c/victim"]
         missed = 0.1 + LEASE_SECONDS - silent

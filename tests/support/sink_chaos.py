@@ -1,4 +1,4 @@
-"""Runs a streaming query from one subject to another, and kills its driver and its broker at random moments.
+"""Runs a streaming query from one subject to another, and kills driver, workers and broker at random moments.
 
 At the end every message must be stored once, and each key in the order of sending.
 """
@@ -15,6 +15,8 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import psutil
+
 import plait.sync
 from tests.support.process import ServerProcess
 from tests.support.scratch import scratch_environ
@@ -25,50 +27,17 @@ LIFE_SECONDS = 240.0
 KEYS = 10
 
 
-class Driver:
-    """One process of the driver."""
-
-    def __init__(self, address: str, directory: Path, rows: int) -> None:
-        command = [sys.executable, "-P", "-m", "tests.support.sink_driver", address, SOURCE, TARGET]
-        command += [str(directory / "checkpoint"), str(rows)]
-        self._log = (directory / "driver.log").open("ab")
-        # Its own process group, so that a kill includes Java; the Python workers end with Java.
-        self._process = subprocess.Popen(
-            command, stdout=self._log, stderr=self._log, env=scratch_environ(directory), start_new_session=True
-        )
-
-    @property
-    def code(self) -> int | None:
-        """The exit code; None while it runs."""
-        return self._process.poll()
-
-    def wait(self, seconds: float) -> int | None:
-        """Wait up to ``seconds``: the exit code; None if it still runs."""
-        try:
-            return self._process.wait(max(seconds, 0))
-        except subprocess.TimeoutExpired:
-            return None
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._log.close()
-
-
 class SinkChaos:
     """One run with this many kills, from a seed."""
 
     def __init__(self, directory: Path, seed: int, *, kills: int, batches: int = 12, rows: int = 800) -> None:
         self._directory = directory
         self._draw = random.Random(seed)
-        #: Three of five kills hit the driver. Even a run with two kills has both kinds.
-        self._victims = ["driver"] * round(0.6 * kills) + ["broker"] * (kills - round(0.6 * kills))
+        self._victims = [("driver", "broker", "worker")[number % 3] for number in range(kills)]
         self._draw.shuffle(self._victims)
         self._rows = rows
         self._total = batches * rows
         self.killed: Counter[str] = Counter()
-        self.lives = 0
 
     def run(self) -> None:
         """Run the query with its kills. Raises if a message is missing, stored twice, or out of order."""
@@ -88,24 +57,51 @@ class SinkChaos:
                         self._strike(server, client, mark, victim)
                     self._finish(server)
                 finally:
-                    self._driver.kill()
+                    self._kill_driver()
                 self._check(client)
 
     def _start_driver(self, server: ServerProcess) -> None:
-        self.lives += 1
-        self._driver = Driver(server.address, self._directory, self._rows)
+        command = [sys.executable, "-P", "-m", "tests.support.sink_driver", server.address, SOURCE, TARGET]
+        command += [str(self._directory / "checkpoint"), str(self._rows)]
+        with (self._directory / "driver.log").open("ab") as log:
+            # Its own process group, so that a kill includes Java; the Python workers end with Java.
+            self._driver = subprocess.Popen(
+                command, stdout=log, stderr=log, env=scratch_environ(self._directory), start_new_session=True
+            )
+
+    def _kill_driver(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._driver.pid, signal.SIGKILL)
+        self._driver.wait()
+
+    def _kill_worker(self) -> None:
+        """Kill one of Spark's Python workers when there is one."""
+        deadline = time.monotonic() + LIFE_SECONDS
+        while self._driver.poll() is None:
+            assert time.monotonic() < deadline, self._log()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                below = psutil.Process(self._driver.pid).children(recursive=True)
+                workers = [process for process in below if process.name().startswith("python")]
+                leaves = sorted(process.pid for process in workers if not process.children())
+                if leaves:
+                    psutil.Process(self._draw.choice(leaves)).kill()
+                    return
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._driver.wait(0.05)
 
     def _strike(self, server: ServerProcess, client: plait.sync.Client, mark: int, victim: str) -> None:
         """Kill the driver or the broker when about ``mark`` messages are visible."""
         while not self._wait(client, mark):
             # The query failed because the broker was down.
-            assert self._driver.code != 0, f"the driver was done before message {mark} was visible"
-            self._driver.kill()
+            assert self._driver.poll() != 0, f"the driver was done before message {mark} was visible"
+            self._kill_driver()
             self._start_driver(server)
         self.killed[victim] += 1
         if victim == "driver":
-            self._driver.kill()
+            self._kill_driver()
             self._start_driver(server)
+        elif victim == "worker":
+            self._kill_worker()
         else:
             server.kill()
             server.start()
@@ -115,12 +111,12 @@ class SinkChaos:
         deadline = time.monotonic() + LIFE_SECONDS
         seen = 0
         with client.reader(TARGET, start="earliest") as reader:
-            while self._driver.code is None:
+            while self._driver.poll() is None:
                 assert time.monotonic() < deadline, self._log()
                 if seen >= mark:
                     # A batch was just published; planning, staging and writing of the next one follow.
                     reader.fetch(1, wait=self._draw.uniform(0.0, 0.6))
-                    return self._driver.code is None
+                    return self._driver.poll() is None
                 with contextlib.suppress(plait.PlaitError):
                     seen += len(reader.fetch(10_000, wait=0.5))
         return False
@@ -128,9 +124,8 @@ class SinkChaos:
     def _finish(self, server: ServerProcess) -> None:
         """Restart the driver until it reaches the end."""
         deadline = time.monotonic() + LIFE_SECONDS
-        while (code := self._driver.wait(deadline - time.monotonic())) != 0:
-            assert code is not None, self._log()
-            self._driver.kill()
+        while self._driver.wait(max(deadline - time.monotonic(), 0)):
+            self._kill_driver()
             self._start_driver(server)
 
     def _log(self) -> str:

@@ -15,7 +15,8 @@ CONFIG = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSeri
 
 
 def main(address: str, source: str, target: str, checkpoint: str, rows: str) -> None:
-    spark = plait.spark.session("sink-driver", master="local[2]", config=CONFIG)
+    # A task whose worker is killed runs again.
+    spark = plait.spark.session("sink-driver", master="local[2,4]", config=CONFIG)
     messages = (
         spark.readStream.format("plait")
         .option("server", address)

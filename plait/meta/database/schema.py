@@ -6,7 +6,7 @@ row's version for compare-and-set, and other meta servers find new rows by it.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final
 
 import msgspec
 import sqlalchemy as sa
@@ -25,13 +25,6 @@ class TableRow(msgspec.Struct, frozen=True, gc=False):
 
     TABLE: ClassVar[sa.Table]
     KEY: ClassVar[tuple[str, ...]]
-    #: The columns, in the order of the fields.
-    COLUMNS: ClassVar[list[sa.Column[Any]]]
-
-    @classmethod
-    def of(cls, values: sa.Row[Any]) -> Self:
-        """The row of a result whose columns are in the order of ``COLUMNS``."""
-        return cls(*values)
 
 
 class BrokerRow(TableRow, frozen=True, gc=False):
@@ -118,129 +111,55 @@ class AllocationRow(TableRow, frozen=True, gc=False):
     changed: int = 0
 
 
-def _name(column: str, *, key: bool = False) -> sa.Column[str]:
+_TYPES: Final[dict[Any, sa.types.TypeEngine[Any]]] = {
     # Compared byte by byte: the default collation depends on the database's configuration.
-    text = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
-    return sa.Column(column, text, primary_key=key, nullable=False)
+    str: sa.Text().with_variant(sa.Text(collation="C"), "postgresql"),
+    int: sa.BigInteger(),
+    bool: sa.Boolean(),
+    bytes: sa.LargeBinary(),
+}
 
 
-def _number(column: str) -> sa.Column[int]:
-    return sa.Column(column, sa.BigInteger, nullable=False)
+def _column(name: str, kind: type, *, key: bool = False) -> sa.Column[Any]:
+    return sa.Column(name, _TYPES[kind], primary_key=key, nullable=False)
 
 
-def _flag(column: str) -> sa.Column[bool]:
-    return sa.Column(column, sa.Boolean, nullable=False)
+def _mirrored(kind: type[TableRow], name: str, keys: int) -> type[TableRow]:
+    """Define the table of a kind of row. The first ``keys`` fields are its key."""
+    fields = msgspec.structs.fields(kind)
+    kind.KEY = kind.__struct_fields__[:keys]
+    columns = [_column(field.name, field.type, key=field.name in kind.KEY) for field in fields]
+    index = sa.Index(f"{PREFIX}{name}_changed", "changed")
+    kind.TABLE = sa.Table(PREFIX + name, metadata, *columns, index)
+    return kind
 
-
-def _table(kind: type[TableRow], name: str, key: int, *columns: sa.Column[Any]) -> sa.Table:
-    table = sa.Table(PREFIX + name, metadata, *columns, sa.Index(f"{PREFIX}{name}_changed", "changed"))
-    kind.TABLE, kind.KEY = table, kind.__struct_fields__[:key]
-    kind.COLUMNS = [table.c[field] for field in kind.__struct_fields__]
-    return table
-
-
-_table(
-    BrokerRow,
-    "brokers",
-    2,
-    _name("broker_group", key=True),
-    _name("broker", key=True),
-    _name("address"),
-    _name("wished"),
-    _name("reported"),
-    _number("epoch"),
-    _name("reason"),
-    _number("changed"),
-)
-_table(
-    SubjectRow,
-    "subjects",
-    1,
-    _name("name", key=True),
-    _name("settings"),
-    _number("created"),
-    _flag("deleted"),
-    _number("changed"),
-)
-_table(
-    RouteRow,
-    "routes",
-    1,
-    _name("subject", key=True),
-    _number("version"),
-    sa.Column("body", sa.LargeBinary, nullable=False),
-    _number("changed"),
-)
-_table(
-    PartitionAssignment,
-    "partitions",
-    2,
-    _name("broker_group", key=True),
-    _name("name", key=True),
-    _name("subject"),
-    _number("told"),
-    _name("state"),
-    sa.Column("progress", sa.LargeBinary, nullable=False),
-    _number("changed"),
-)
-_table(
-    GroupRow,
-    "groups",
-    2,
-    _name("subject", key=True),
-    _name("name", key=True),
-    _name("settings"),
-    _flag("deleted"),
-    _number("changed"),
-)
-_table(
-    MemberRow,
-    "members",
-    3,
-    _name("subject", key=True),
-    _name("name", key=True),
-    _name("client", key=True),
-    _flag("online"),
-    _number("changed"),
-)
-_table(
-    AllocationRow,
-    "allocations",
-    2,
-    _name("subject", key=True),
-    _name("name", key=True),
-    _number("epoch"),
-    _number("seen"),
-    sa.Column("body", sa.LargeBinary, nullable=False),
-    _number("changed"),
-)
 
 #: The rows that every meta server mirrors in memory.
-KINDS: tuple[type[TableRow], ...] = (
-    BrokerRow,
-    SubjectRow,
-    RouteRow,
-    PartitionAssignment,
-    GroupRow,
-    MemberRow,
-    AllocationRow,
+KINDS: Final = (
+    _mirrored(BrokerRow, "brokers", 2),
+    _mirrored(SubjectRow, "subjects", 1),
+    _mirrored(RouteRow, "routes", 1),
+    _mirrored(PartitionAssignment, "partitions", 2),
+    _mirrored(GroupRow, "groups", 2),
+    _mirrored(MemberRow, "members", 3),
+    _mirrored(AllocationRow, "allocations", 2),
 )
 
 #: Heartbeats of each broker, client and meta server. Only the growth of a count matters; it makes no change number.
-HEARTBEATS = sa.Table(PREFIX + "heartbeats", metadata, _name("name", key=True), _number("count"))
+HEARTBEATS = sa.Table(PREFIX + "heartbeats", metadata, _column("name", str, key=True), _column("count", int))
 
 #: The last decided batch of each query that writes through the exactly-once sink (``batch_commits.py``). Not mirrored:
 #: every request reads it from the database.
 COMMITS = sa.Table(
     PREFIX + "commits",
     metadata,
-    _name("query", key=True),
-    _number("batch"),
-    _number("version"),
-    _flag("done"),
+    _column("query", str, key=True),
+    _column("batch", int),
+    _column("version", int),
+    _column("done", bool),
     #: The cluster's age at the last change of the row, in seconds (``cluster_age.py``).
-    _number("time"),
-    sa.Column("body", sa.LargeBinary, nullable=False),
+    _column("time", int),
+    _column("body", bytes),
     sa.Index(PREFIX + "commits_time", "time"),
 )
 
@@ -248,7 +167,7 @@ COMMITS = sa.Table(
 CLUSTER = sa.Table(
     PREFIX + "cluster",
     metadata,
-    _name("name", key=True),
-    sa.Column("number", sa.BigInteger, nullable=False),
-    sa.Column("text", sa.Text, nullable=False),
+    _column("name", str, key=True),
+    _column("number", int),
+    _column("text", str),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, starmap
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -141,7 +141,7 @@ class Store:
                     found = connection.execute(statements.all)
                 else:
                     found = connection.execute(statements.changed, {"seen": seen})
-                rows += map(kind.of, found.all())
+                rows += starmap(kind, found.all())
             return News(number, rows, everything)
 
     @contextmanager
@@ -206,7 +206,7 @@ class _Statements:
     def __init__(self, kind: type[TableRow]) -> None:
         table = kind.TABLE
         still = [table.c[field] == sa.bindparam(f"old_{field}") for field in (*kind.KEY, "changed")]
-        self.all = sa.select(*kind.COLUMNS)
+        self.all = sa.select(table)
         self.changed = self.all.where(table.c.changed > sa.bindparam("seen"))
         self.insert = sa.insert(table)
         self.update = sa.update(table).where(*still)

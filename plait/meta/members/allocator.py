@@ -17,7 +17,7 @@ from plait.meta.database.mirror import GroupKey, Packed
 from plait.meta.database.schema import AllocationRow
 from plait.meta.database.store import Store, StoreChange
 from plait.meta.members.allocation import allocate
-from plait.meta.members.shares import Shares, join, split
+from plait.meta.members.shares import Shares
 from plait.wire.admin.cluster import AllocationReply
 
 
@@ -99,6 +99,7 @@ class Allocator:
 
     def view(self, subject: str, name: str) -> AllocationReply:
         """The members of a group and their shares."""
+        self._core.refresh()
         mirror, key = self._core.mirror, (subject, name)
         group = mirror.groups.get(key)
         if group is None or group.deleted:
@@ -110,6 +111,5 @@ class Allocator:
         clients = sorted(mirror.members.get(key, ()))
         if not mirror.settings[key].ordered:
             return AllocationReply(subject, name, "shared", 0, {client: [] for client in clients})
-        shares = split(join([mirror.shares(key).of(client) for client in clients]))
-        members = {client: share.lps for client, share in zip(clients, shares, strict=True)}
+        members = {client: mirror.shares(key).lps(client) for client in clients}
         return AllocationReply(subject, name, "exclusive", mirror.allocation(key).epoch, members)

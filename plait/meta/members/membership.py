@@ -22,9 +22,8 @@ from plait.meta.database.schema import MemberRow
 from plait.meta.members.joining import Joining
 from plait.meta.members.leaving import Leave, LeaveQueue
 from plait.meta.members.liveness import Liveness
-from plait.meta.members.shares import join
+from plait.meta.members.shares import HeartbeatView, join
 from plait.meta.members.shares import shared as shared_of
-from plait.meta.views import HeartbeatView
 from plait.model import names
 from plait.model.settings import GroupSettings
 
@@ -107,7 +106,7 @@ class Members:
         #: Clients answered by ``repeat``, with the time; the watch does not know these heartbeats yet.
         self._repeated: deque[tuple[str, float]] = deque()
         self.joining = Joining(core)
-        self._leaving = LeaveQueue(core)
+        self.leaving = LeaveQueue(core)
         self._flushed = 0.0
         #: Heartbeat counts after this name are still to be read; "" when all are read.
         self._reading = ""
@@ -120,16 +119,17 @@ class Members:
         members: Sequence[Membership],
         *,
         seen: int = 0,
-        leaving: bool = False,
         affinity: Collection[GroupKey] = (),
     ) -> HeartbeatView:
-        """Answer a heartbeat: the client is a member of exactly these groups and knows all changes up to ``seen``."""
-        if leaving:
-            return self.left(self.leave(client))
+        """Answer a heartbeat: the client is a member of exactly these groups and knows all changes up to ``seen``.
+
+        The reply has what is newer than ``seen``, the number of an earlier reply for the same members; everything if it
+        is 0. Joins and leaves are written at once; the allocation that follows is computed later.
+        """
         if self._core.down is not None:
             raise self._core.down
         names.check("client", client)
-        self._leaving.end_of(client)
+        self.leaving.end_of(client)
         mirror = self._core.mirror
         heartbeat = _LastHeartbeat(mirror.turn_of(client), members, affinity)
         refused: dict[GroupKey, PlaitError] = {}
@@ -215,21 +215,17 @@ class Members:
         return refused
 
     def leave(self, client: str) -> Leave:
-        """Begin the leave of a client from all groups; ``carry_out`` writes it and ``left`` completes it."""
+        """Begin the leave of a client from all groups; ``leaving.carry_out`` writes it and ``left`` completes it."""
         if self._core.down is not None:
             raise self._core.down
         names.check("client", client)
         self._last.pop(client, None)
         self._repeat_views.pop(client, None)
-        return self._leaving.begin(client)
-
-    def carry_out(self, leave: Leave) -> None:
-        """Write a leave together with others that wait. Any thread may call this, one at a time."""
-        self._leaving.carry_out(leave)
+        return self.leaving.begin(client)
 
     def left(self, leave: Leave) -> HeartbeatView:
         """Complete a leave. The client is no member afterwards, unless it joined again."""
-        self._leaving.end(leave)
+        self.leaving.end(leave)
         self._pass_time()
         if leave.client not in self._core.mirror.memberships:
             self._unwatch(leave.client)
@@ -304,7 +300,7 @@ class Members:
 
         Returns True if more is left to do.
         """
-        self._leaving.take_in()
+        self.leaving.take_in()
         self._pass_time()
         page = self._core.limits.page
         if self._reading:

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
+from plait.errors import PlaitError
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.members.allocation import Allocation
 from plait.model.logical_partitions import NumberedRun
@@ -50,9 +51,6 @@ class Share(NamedTuple):
     lps: list[NumberedRun]
 
 
-_decoder = msgspec.msgpack.Decoder(list[Share])
-
-
 def shared(subject: str, group: str) -> bytes:
     """The share of every member of a group that is not ordered."""
     return msgspec.msgpack.encode(Share(subject, group, "shared", []))
@@ -63,9 +61,22 @@ def join(shares: Sequence[bytes]) -> msgspec.Raw:
     return msgspec.Raw(b"\xdd%b%b" % (len(shares).to_bytes(4, "big"), b"".join(shares)))
 
 
-def split(joined: msgspec.Raw) -> list[Share]:
-    """Decode a list made by ``join``."""
-    return _decoder.decode(joined)
+class HeartbeatView(NamedTuple):
+    """The reply to a client's heartbeat."""
+
+    #: The newest change that the reply includes. It differs from the client's number if there is something new.
+    seen: int
+    #: The shares that the client does not have yet, as they are sent.
+    packed: msgspec.Raw
+    #: Refused memberships, by (subject, group), and the reasons.
+    refused: dict[tuple[str, str], PlaitError]
+    #: Subject → route version.
+    routes: dict[str, int]
+
+    @property
+    def shares(self) -> list[Share]:
+        """``packed``, decoded."""
+        return msgspec.msgpack.decode(self.packed, type=list[Share])
 
 
 class Shares:
@@ -93,3 +104,7 @@ class Shares:
             return self._head + _NONE
         begin, end = self._begins[at], self._begins[at + 1]
         return self._head + _COUNTS[(end - begin) // _RUN_SIZE] + self._runs[begin:end]
+
+    def lps(self, client: str) -> list[NumberedRun]:
+        """The share of a member."""
+        return msgspec.msgpack.decode(self.of(client), type=Share).lps

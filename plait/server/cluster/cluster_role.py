@@ -11,8 +11,7 @@ from plait.errors import InvalidArgument, PlaitError, Timeout, Unavailable
 from plait.limits import MetaLimits
 from plait.meta.database.connection import DATABASE, file_url
 from plait.server.broker_host import BrokerHost
-from plait.server.cluster.broker_orders import BrokerOrders
-from plait.server.cluster.links import Links
+from plait.server.cluster.links import BrokerOrders, Links
 from plait.server.cluster.registrar import Registrar
 from plait.server.connection import Connection
 from plait.server.meta.meta_host import MetaHost
@@ -69,12 +68,12 @@ class ClusterRole:
             )
             await self._host.start(host.address)
             self._handlers = MetaHandlers(self._host)
-            self._registrar = Registrar(host, host.config.group, self._ask_here)
+            self._registrar = Registrar(host, host.config.group, self._ask)
         elif self._addresses:
             # The operator may give two brokers the same group name; the directory's identity tells them apart.
             name = await asyncio.get_running_loop().run_in_executor(host.threads, identity, host.disk)
             self._links = Links(f"%broker-{name}", ASK_SECONDS)
-            self._registrar = Registrar(host, name, self._ask_there)
+            self._registrar = Registrar(host, name, self._ask)
         if self._registrar is not None:
             await self._registrar.start()
         if self._host is not None:
@@ -111,26 +110,21 @@ class ClusterRole:
             raise InvalidArgument(f"this is a broker; send this request to a meta server: {', '.join(self._addresses)}")
         return False
 
-    async def _ask_here(self, operation: Operation[R], **arguments: Any) -> R:
-        assert self._handlers is not None
-        answer = await self._handlers.serve(operation.packet(**arguments))
-        assert isinstance(answer, m.AdminReply)
-        return operation.result(answer)
-
     async def route(self, subject: str) -> m.RouteReply:
         """The newest route of a subject, from a meta server."""
-        find = m.RouteRequest(subject, create=False)
-        found = await (self._request_there(find) if self._handlers is None else self._handlers.serve(find))
+        found = await self._request(m.RouteRequest(subject, create=False))
         assert isinstance(found, m.RouteReply)
         return found
 
-    async def _ask_there(self, operation: Operation[R], **arguments: Any) -> R:
-        answer = await self._request_there(operation.packet(**arguments))
+    async def _ask(self, operation: Operation[R], **arguments: Any) -> R:
+        answer = await self._request(operation.packet(**arguments))
         assert isinstance(answer, m.AdminReply)
         return operation.result(answer)
 
-    async def _request_there(self, request: m.PacketHead) -> m.PacketHead:
-        """Send a request to one meta server after another until one answers."""
+    async def _request(self, request: m.PacketHead) -> m.PacketHead:
+        """Send a request to the meta server here, or to one meta server after another until one answers."""
+        if self._handlers is not None:
+            return await self._handlers.serve(request)
         assert self._links is not None
         last: PlaitError = Unavailable("no meta server is reachable")
         for _ in self._addresses:

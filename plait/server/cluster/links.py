@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from plait.errors import Timeout
+from plait.errors import PlaitError, Timeout
+from plait.server.broker_host import BrokerHost
+from plait.server.operations.table import run
 from plait.wire import messages as m
+from plait.wire.admin.operation import Operation
 from plait.wire.link import Buffer, Link, dial
+
+R = TypeVar("R")
+
+#: Timeout of a broker order, which is then repeated later.
+ORDER_SECONDS = 5.0
 
 
 class Links:
@@ -43,3 +51,31 @@ class Links:
         """Close all connections."""
         for link in self._links.values():
             link.close()
+
+
+class BrokerOrders:
+    """Sends a meta server's orders over one link to each broker, except to the broker in this process."""
+
+    def __init__(self, host: BrokerHost | None = None) -> None:
+        """``host`` runs the broker in this process, if there is one."""
+        self._host = host
+        self._links = Links("%meta", ORDER_SECONDS)
+        self.close = self._links.close
+
+    async def request(self, address: str, operation: Operation[R], **arguments: Any) -> R:
+        """Send an order. Returns the result once it is durable at the broker."""
+        packet = operation.packet(**arguments)
+        if self._host is None or address != self._host.address:
+            return operation.result(await self._links.request(address, packet))
+        done: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+
+        def reply(result: Any, _: PlaitError | None) -> None:
+            if not done.done():
+                done.set_result(result)
+
+        run(self._host, packet, reply)
+        try:
+            async with asyncio.timeout(ORDER_SECONDS):
+                return await done
+        except TimeoutError:
+            raise Timeout(f"{operation.name} was not durable within {ORDER_SECONDS:g} s; it is retried") from None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from plait import tasks
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
@@ -25,7 +26,6 @@ from plait.wire.admin.cluster import (
     PartitionProgress,
     RegisteredPartition,
 )
-from plait.wire.admin.operation import Operation
 
 log = logging.getLogger("plait.broker")
 
@@ -40,13 +40,8 @@ REPORTED_MAX = 50
 
 NOT_TAKEN = "this broker is not registered with a meta server at present: {}"
 
-R = TypeVar("R")
-
-
-class Ask(Protocol):
-    """Sends an operation with its arguments to a meta server and returns the result."""
-
-    async def __call__(self, operation: Operation[R], **arguments: Any) -> R: ...
+#: Sends an operation with its arguments to a meta server and returns the result.
+Ask = Callable[..., Awaitable[Any]]
 
 
 class Registrar:

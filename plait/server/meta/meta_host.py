@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from plait import chance, tasks
@@ -24,11 +25,13 @@ from plait.meta.database.connection import Database, parse
 from plait.meta.database.mirror import Changes
 from plait.meta.database.store import Store
 from plait.meta.members.allocator import AllocationWrite
+from plait.meta.members.shares import HeartbeatView
+from plait.meta.route_changes import Drop, Make, Move, RouteView
 from plait.meta.service import MetaService
-from plait.meta.views import Drop, HeartbeatView, Make, Move, RouteView
-from plait.server.cluster.broker_orders import BrokerOrders
-from plait.server.meta.client_ids import ClientIds
+from plait.server.cluster.links import BrokerOrders
 from plait.server.notices import Notices
+from plait.wire import messages as m
+from plait.wire.admin import partitions as p
 
 log = logging.getLogger("plait.meta")
 
@@ -45,6 +48,8 @@ NOTIFY_SECONDS = 0.05
 #: Concurrent broker orders.
 ORDERS_MAX = 64
 
+_VERBS = {Make: "made", Move: "sealed", Drop: "dropped"}
+
 _T = TypeVar("_T")
 
 
@@ -55,35 +60,6 @@ def make_private(url: str) -> None:
         # If this fails, opening the database raises the error.
         with contextlib.suppress(OSError):
             os.close(os.open(parsed.database, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o640))
-
-
-class WaitingHeartbeats:
-    """Heartbeats of clients that wait for changes."""
-
-    def __init__(self) -> None:
-        #: By client, in order of arrival, so that a simulation is repeatable.
-        self._futures: dict[str, list[asyncio.Future[None]]] = {}
-
-    def add(self, client: str) -> asyncio.Future[None]:
-        """A future that is done after the next ``notify`` of the client."""
-        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._futures.setdefault(client, []).append(news)
-        return news
-
-    def discard(self, client: str, news: asyncio.Future[None]) -> None:
-        """The heartbeat waits no longer."""
-        waiting = self._futures.get(client, [])
-        if news in waiting:
-            waiting.remove(news)
-            if not waiting:
-                del self._futures[client]
-
-    def notify(self, clients: set[str]) -> None:
-        """Something changed for these clients."""
-        for client in [each for each in self._futures if each in clients]:
-            for news in self._futures[client]:
-                if not news.done():
-                    news.set_result(None)
 
 
 class MetaHost:
@@ -103,21 +79,22 @@ class MetaHost:
         self._url = url
         self._alone = alone
         self._orders = orders
-        self._clock = clock
-        self._limits = limits or MetaLimits()
+        self.clock = clock
+        self.limits = limits or MetaLimits()
         self._auto_create = auto_create
         self._thread = ThreadPoolExecutor(1, "plait-meta")
         self._writer = ThreadPoolExecutor(1, "plait-meta-writer")
-        self._service: MetaService | None = None
+        #: Set by ``start``. Only the deciding thread uses it, except for the methods that any thread may call.
+        self.service: MetaService
         self._store: Store | None = None
         #: The addresses of all live meta servers, this one first.
         self.metas: list[str] = []
-        self._waiting = WaitingHeartbeats()
+        #: Heartbeats that wait for changes → their clients, in order of arrival, so that a simulation is repeatable.
+        self._waiting: dict[asyncio.Future[None], str] = {}
         #: Clients with a leave in progress: their next heartbeats wait for it.
         self._leaves: dict[str, asyncio.Event] = {}
         #: Broker orders in progress.
         self._busy: set[tuple[Any, ...]] = set()
-        self.client_ids = ClientIds(clock, self._limits)
         self._tasks: set[asyncio.Task[None]] = set()
         #: Failing broker orders: logged once, until they succeed.
         self._failing = Notices(log)
@@ -135,7 +112,7 @@ class MetaHost:
         make_private(self._url)
         # Ignored if the database has a cluster id already.
         self._store = Store(Database(self._url), cluster=chance.token(8), alone=self._alone)
-        self._service = MetaService(self._store, self._clock, self._limits, address=self.metas[0])
+        self.service = MetaService(self._store, self.clock, self.limits, address=self.metas[0])
 
     async def stop(self) -> None:
         """Stop making decisions. All decisions are in the database."""
@@ -155,11 +132,7 @@ class MetaHost:
 
     async def call(self, decide: Callable[[MetaService], _T]) -> _T:
         """Run a decision in the deciding thread."""
-        return await self._loop.run_in_executor(self._thread, lambda: decide(self._opened()))
-
-    def _opened(self) -> MetaService:
-        assert self._service is not None
-        return self._service
+        return await self._loop.run_in_executor(self._thread, lambda: decide(self.service))
 
     async def change(self, decide: Callable[[MetaService], _T]) -> _T:
         """Run a decision that may lead to broker orders or notifications, and start them."""
@@ -173,7 +146,7 @@ class MetaHost:
         A subject stays where it is created, so a meta server that has just started must not choose the first brokers
         that send a heartbeat.
         """
-        while not await self.call(lambda s: s.settled()):  # noqa: ASYNC110 (only time settles it)
+        while not await self.call(lambda s: s.brokers.settled()):  # noqa: ASYNC110 (only time settles it)
             await asyncio.sleep(SETTLE_SECONDS)
         return await self.change(decide)
 
@@ -182,84 +155,84 @@ class MetaHost:
     async def route(self, subject: str, *, create: bool) -> RouteView:
         """The route of a subject. The partitions of a new subject are created before the reply."""
         try:
-            view, makes = await self.call(lambda s: (s.route(subject, create=False), s.routing.unmade(subject)))
+            view, makes = await self.call(lambda s: (s.routing.view(subject, create=False), s.routing.unmade(subject)))
         except SubjectNotFound:
             if not (create and self._auto_create):
                 raise
-            view, makes = await self.choose(lambda s: (s.route(subject), s.routing.unmade(subject)))
+            view, makes = await self.choose(lambda s: (s.routing.view(subject), s.routing.unmade(subject)))
         if makes:
-            await asyncio.gather(*(self._make(make) for make in makes))
-            view = await self.call(lambda s: s.route(subject, create=False))
+            await asyncio.gather(*map(self._carry_out, makes))
+            view = await self.call(lambda s: s.routing.view(subject, create=False))
             self.look_soon()
         return view
 
     async def set_subject(self, subject: str, settings: dict[str, Any]) -> None:
         """Change settings of a subject. Reachable brokers have them before the reply."""
-        await self.call(lambda s: s.set_subject(subject, settings))
+        await self.call(lambda s: s.subjects.update(subject, settings))
         makes = await self.call(lambda s: s.routing.makes(subject))
-        await asyncio.gather(*(self._make(make) for make in makes))
+        await asyncio.gather(*map(self._carry_out, makes))
         self.look_soon()
 
     async def delete_subject(self, subject: str) -> None:
         """Delete a subject. Reachable brokers drop its partitions before the reply."""
-        await self.call(lambda s: s.delete_subject(subject))
+        await self.call(lambda s: s.subjects.delete(subject))
         drops = await self.call(lambda s: s.routing.drops())
-        await asyncio.gather(*(self._drop(drop) for drop in drops if drop.subject == subject))
+        await asyncio.gather(*(self._carry_out(drop) for drop in drops if drop.subject == subject))
         self.look_soon()
 
-    def heartbeat_at_once(
-        self, client: str, members: list[tuple[str, str, bool]], seen: int, affinity: list[tuple[str, str]]
-    ) -> HeartbeatView | None:
+    def heartbeat_at_once(self, heartbeat: m.MemberHeartbeatRequest) -> HeartbeatView | None:
         """Answer a heartbeat that repeats the last one. Returns None if ``heartbeat`` must answer it."""
-        if client in self._leaves:
+        if heartbeat.leaving or heartbeat.client in self._leaves:
             return None
-        return self._opened().repeated_heartbeat(client, members, affinity, seen)
+        return self.service.members.repeat(heartbeat.client, heartbeat.members, heartbeat.affinity, heartbeat.seen)
 
-    async def heartbeat(
-        self,
-        client: str,
-        members: list[tuple[str, str, bool]],
-        seen: int,
-        wait: float,
-        *,
-        leaving: bool,
-        affinity: list[tuple[str, str]],
-    ) -> HeartbeatView:
-        """Answer a heartbeat of a client when there is a change for it, or after ``wait`` seconds.
+    async def heartbeat(self, heartbeat: m.MemberHeartbeatRequest) -> HeartbeatView:
+        """Answer a heartbeat of a client when there is a change for it, or after its wait.
 
         The memberships are applied once, when the heartbeat arrives: by the time of the reply the client may have sent
         another one.
         """
+        client, seen = heartbeat.client, heartbeat.seen
         while client in self._leaves:
             await self._leaves[client].wait()
-        if leaving:
+        if heartbeat.leaving:
             return await self._leave(client)
-        service, deadline = self._opened(), self._loop.time() + min(max(wait, 0.0), HEARTBEAT_WAIT_MAX)
+        deadline = self._loop.time() + min(max(heartbeat.wait, 0.0), HEARTBEAT_WAIT_MAX)
         # Registered before the first reply is computed, so that no change is missed.
-        news = self._waiting.add(client)
+        news = self._loop.create_future()
+        self._waiting[news] = client
         try:
-            view = service.repeated_heartbeat(client, members, affinity, seen) or await self._answer(
-                lambda s: s.client_heartbeat(client, members, seen=seen, affinity=affinity)
+            view = self.heartbeat_at_once(heartbeat) or await self._answer(
+                lambda s: s.members.heartbeat(client, heartbeat.members, seen=seen, affinity=heartbeat.affinity)
             )
             while view.seen == seen and not view.refused:
                 left = deadline - self._loop.time()
                 if left <= 0 or not (await asyncio.wait([news], timeout=left))[0]:
                     break
-                self._waiting.discard(client, news)
-                news = self._waiting.add(client)
-                view = service.client_news(client, seen) or await self._answer(lambda s: s.client(client, seen))
+                del self._waiting[news]
+                news = self._loop.create_future()
+                self._waiting[news] = client
+                view = self.service.members.news(client, seen) or await self._answer(
+                    lambda s: s.members.known(client, seen)
+                )
             return view
         finally:
-            self._waiting.discard(client, news)
+            del self._waiting[news]
+
+    def _notify(self, clients: set[str]) -> None:
+        """Something changed for these clients."""
+        for news, client in self._waiting.items():
+            if client in clients and not news.done():
+                news.set_result(None)
 
     async def _leave(self, client: str) -> HeartbeatView:
         """Remove a client from all groups. The writer thread writes it, so that other heartbeats do not wait."""
         over = self._leaves[client] = asyncio.Event()
         try:
-            leave = await self.call(lambda s: s.leave_client(client))
+            leave = await self.call(lambda s: s.members.leave(client))
             if not leave.done:
-                await self._loop.run_in_executor(self._writer, self._opened().carry_out, leave)
-            return await self._answer(lambda s: s.left_client(leave))
+                await self._loop.run_in_executor(self._writer, self.service.members.leaving.carry_out, leave)
+            return await self._answer(lambda s: s.members.left(leave))
         finally:
             over.set()
             del self._leaves[client]
@@ -277,8 +250,10 @@ class MetaHost:
         while True:
             pause = TICK_SECONDS
             try:
-                changes, self.metas, pause = await self.call(lambda s: (s.tick(), s.metas(), s.members.next_loss))
-                self._waiting.notify(changes.clients)
+                changes, self.metas, pause = await self.call(
+                    lambda s: (s.tick(), s.peers.addresses(), s.members.next_loss)
+                )
+                self._notify(changes.clients)
                 self.look_soon()
             except PlaitError as error:
                 log.warning("%s", error)
@@ -302,17 +277,13 @@ class MetaHost:
         try:
             while True:
                 self._look_again = False
-                changes, writing, makes, moves, drops = await self.call(_work)
+                changes, writing, orders = await self.call(_work)
                 changed |= changes.clients
                 if not changes.more or self._loop.time() - since >= NOTIFY_SECONDS:
-                    self._waiting.notify(changed)
+                    self._notify(changed)
                     changed, since = set(), self._loop.time()
-                for make in makes:
-                    self._order(("make", make.place, make.version), self._make(make))
-                for move in moves:
-                    self._order(("move", move.place, move.version), self._seal(move))
-                for drop in drops:
-                    self._order(("drop", drop.place), self._drop(drop))
+                for order in orders:
+                    self._begin(order)
                 if writing is not None:
                     await self._loop.run_in_executor(self._writer, writing.carry_out)
                 if not changes.more and not self._look_again:
@@ -322,51 +293,47 @@ class MetaHost:
         except Exception:
             log.exception("notifications and broker orders failed; they are retried")
         finally:
-            self._waiting.notify(changed)
+            self._notify(changed)
 
-    def _order(self, what: tuple[Any, ...], job: Any) -> None:
+    def _begin(self, order: Make | Move | Drop) -> None:
         """Start a broker order, unless it is in progress or too many are."""
-        if what in self._busy or len(self._busy) >= ORDERS_MAX:
-            job.close()
-            return
-        self._busy.add(what)
-        self._spawn(tasks.start(job, f"plait-meta-{what[0]}")).add_done_callback(lambda _: self._busy.discard(what))
+        what = (type(order), order.place, order.version)
+        if what not in self._busy and len(self._busy) < ORDERS_MAX:
+            self._busy.add(what)
+            task = self._spawn(tasks.start(self._carry_out(order), "plait-meta-order"))
+            task.add_done_callback(lambda _: self._busy.discard(what))
 
-    async def _make(self, make: Make) -> None:
-        async def order(address: str) -> None:
-            await self._orders.make(address, make)
-            await self.change(lambda s: s.routing.made(make))
-
-        await self._at_broker(make.place.group, order, f"partition {make.place} could not be made")
-
-    async def _seal(self, move: Move) -> None:
-        async def order(address: str) -> None:
-            fences = await self._orders.seal(address, move)
-            await self.change(lambda s: s.routing.sealed(move, fences))
-
-        await self._at_broker(move.place.group, order, f"partition {move.place} could not be sealed")
-
-    async def _drop(self, drop: Drop) -> None:
-        async def order(address: str) -> None:
-            await self._orders.drop(address, drop)
-            await self.change(lambda s: s.routing.dropped(drop))
-
-        await self._at_broker(drop.place.group, order, f"partition {drop.place} could not be dropped")
-
-    async def _at_broker(self, group: str, order: Callable[[str], Any], failed: str) -> None:
-        """Send an order to the broker of a group. A failed order is repeated by a later ``look_soon``."""
+    async def _carry_out(self, order: Make | Move | Drop) -> None:
+        """Send an order to the broker of the partition. A failed order is repeated by a later ``look_soon``."""
+        failed = f"partition {order.place} could not be {_VERBS[type(order)]}"
         try:
-            addresses = await self.call(lambda s: [each.address for each in s.brokers() if each.group == group])
-            if not addresses:
-                raise Unavailable(f"broker group {group} is not registered")
-            await order(addresses[0])
+            await self._send(order)
         except PlaitError as error:
             # Retried twice a second, but logged only once.
             self._failing.begin(failed, f"{failed} yet: {error}", error.code)
         else:
             self._failing.end(failed)
 
+    async def _send(self, order: Make | Move | Drop) -> None:
+        place, version = order.place, order.version
+        addresses = await self.call(lambda s: s.brokers.addresses(place.group))
+        if not addresses:
+            raise Unavailable(f"broker group {place.group} is not registered")
+        ask = partial(self._orders.request, addresses[0])
+        match order:
+            case Make(subject, _, _, lps, settings):
+                await ask(
+                    p.OPEN_PARTITION, subject=subject, name=place.name, lps=lps, version=version, settings=settings
+                )
+                await self.change(lambda s: s.routing.made(order))
+            case Move():
+                fences = await ask(p.SEAL_PARTITION, name=place.name, lps=order.lps, version=version)
+                await self.change(lambda s: s.routing.sealed(order, fences))
+            case Drop():
+                await ask(p.DROP_PARTITION, subject=order.subject, name=place.name, version=version)
+                await self.change(lambda s: s.routing.dropped(order))
 
-def _work(service: MetaService) -> tuple[Changes, AllocationWrite | None, list[Make], list[Move], list[Drop]]:
-    changes = service.step()
-    return changes, service.writing, service.routing.makes(), service.routing.moves(), service.routing.drops()
+
+def _work(service: MetaService) -> tuple[Changes, AllocationWrite | None, list[Make | Move | Drop]]:
+    changes, routing = service.step(), service.routing
+    return changes, service.allocator.writing, [*routing.makes(), *routing.moves(), *routing.drops()]

@@ -6,15 +6,15 @@ import asyncio
 
 from plait import tasks
 from plait.clock import Clock, SystemClock
-from plait.errors import InvalidArgument, PlaitError, ProtocolError
+from plait.errors import InvalidArgument
 from plait.limits import MetaLimits, ServerLimits
-from plait.server.cluster.broker_orders import BrokerOrders
+from plait.server.cluster.links import BrokerOrders
 from plait.server.connection import Connection
 from plait.server.listener import Listener
 from plait.server.meta.meta_host import MetaHost
 from plait.server.meta.meta_requests import MetaHandlers
+from plait.wire import codec
 from plait.wire import messages as m
-from plait.wire.link import Packet
 
 TICK_SECONDS = 1.0
 
@@ -38,7 +38,12 @@ class MetaServer(Listener):
         super().__init__(host, port, clock or SystemClock(), limits or ServerLimits())
         self.meta = MetaHost(url, BrokerOrders(), self.clock, meta_limits, auto_create=auto_create, alone=alone)
         self._meta_handlers = MetaHandlers(self.meta)
-        self.connections.handle = self._handle
+        self.connections.handlers = dict.fromkeys(codec.ANSWERS, self._serve) | {
+            m.Hello.KIND: lambda connection, correlation, hello, _: self.connections.greet(
+                connection, correlation, hello
+            ),
+            m.HeartbeatRequest.KIND: lambda connection, correlation, *_: connection.answer(correlation, m.DoneReply()),
+        }
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
@@ -71,20 +76,7 @@ class MetaServer(Listener):
             await asyncio.sleep(TICK_SECONDS)
             self.connections.abort_overdue()
 
-    def _handle(self, connection: Connection, packet: Packet) -> None:
-        """Serve a request."""
-        message = packet.message
-        if isinstance(message, m.Hello):
-            connection.greet(packet.correlation, message)
-            return
-        if not connection.client:
-            raise ProtocolError("the first packet must be a hello")
-        try:
-            if isinstance(message, m.HeartbeatRequest):
-                connection.answer(packet.correlation, m.DoneReply())
-            elif self._meta_handlers.takes(message):
-                self._meta_handlers.handle(connection, packet.correlation, message)
-            else:
-                raise InvalidArgument("this is a meta server; send to and consume from a broker")
-        except PlaitError as error:
-            connection.fail(packet.correlation, error)
+    def _serve(self, connection: Connection, correlation: int, message: m.PacketHead, _: memoryview) -> None:
+        if not self._meta_handlers.takes(message):
+            raise InvalidArgument("this is a meta server; send to and consume from a broker")
+        self._meta_handlers.handle(connection, correlation, message)

@@ -76,10 +76,16 @@ def session(
     where Spark cannot start.
     """
     check_packages()
-    given = {key: _text(value) for key, value in (config or {}).items()}
+    items = (config or {}).items()
+    given = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in items}
     if master is not None:
         given["spark.master"] = master
-    running = _running()
+    from pyspark.errors import PySparkRuntimeError
+    from pyspark.sql import SparkSession
+
+    running = None
+    with contextlib.suppress(PySparkRuntimeError):
+        running = SparkSession.active()
     spark = _start(app_name, given) if running is None else _adopt(running, given)
     register(spark)
     return spark
@@ -130,16 +136,6 @@ def _package(name: str) -> Path:
     return Path(spec.origin).parent
 
 
-def _running() -> SparkSession | None:
-    from pyspark.errors import PySparkRuntimeError
-    from pyspark.sql import SparkSession
-
-    try:
-        return SparkSession.active()
-    except PySparkRuntimeError:
-        return None
-
-
 def _adopt(running: SparkSession, given: Mapping[str, str]) -> SparkSession:
     """Apply settings to a running session."""
     for key, value in given.items():
@@ -169,17 +165,29 @@ def _start(app_name: str, given: Mapping[str, str]) -> SparkSession:
     if len(os.fsencode(given.get(_SOCKETS, tempfile.gettempdir()))) > SOCKET_DIRECTORY_MAX:
         settings["spark.python.unix.domain.socket.enabled"] = "false"
     threads = _local_threads((settings | dict(given)).get("spark.master"))
+    local = threads is not None
     if threads is not None:
         settings["spark.sql.shuffle.partitions"] = str(SHUFFLE_TASKS_PER_THREAD * threads)
-    environment = _worker_environment(local=threads is not None)
+    # Local workers run the Python of the caller; workers of a cluster run ``PYSPARK_PYTHON`` if it is set.
+    named = None if local else os.environ.get("PYSPARK_PYTHON")
+    environment = {"PYSPARK_PYTHON": named or sys.executable}
     java_home = None
     if not submitted:
         runtime = find_runtime()
         java_home = runtime.java_home
-        environment |= _launch_environment(runtime, local=threads is not None)
-        if "SPARK_HOME" in environment:
+        # The directory where the user may have ``spark-defaults.conf`` and a log configuration.
+        home = os.environ.get("SPARK_HOME") or _package("pyspark")
+        configuration = Path(os.environ.get("SPARK_CONF_DIR") or Path(home, "conf"))
+        environment["JAVA_HOME"] = str(java_home)
+        if local:
+            environment["SPARK_LOCAL_IP"] = os.environ.get("SPARK_LOCAL_IP", "127.0.0.1")
+        if local and "SPARK_HOME" not in os.environ:
+            environment |= {"SPARK_HOME": str(runtime.spark_home), "SPARK_CONF_DIR": str(configuration)}
             settings["spark.python.daemon.module"] = DAEMON_MODULE
-        settings["spark.driver.defaultJavaOptions"] = _java_options(runtime)
+        options = [f"-XX:SharedArchiveFile={runtime.archive}"] if runtime.archive.exists() else []
+        if not any(configuration.glob("log4j2*")):
+            options.append(f"-Dlog4j2.configurationFile={runtime.logging.as_uri()}")
+        settings["spark.driver.defaultJavaOptions"] = shlex.join(options)
     builder = SparkSession.builder.config(map={**settings, **given})
     try:
         with _environment(environment):
@@ -205,37 +213,6 @@ def _stop(spark: SparkSession, process: int) -> None:
             spark.stop()
 
 
-def _worker_environment(*, local: bool) -> dict[str, str]:
-    """Local workers run the Python of the caller; workers of a cluster run ``PYSPARK_PYTHON`` if it is set."""
-    named = None if local else os.environ.get("PYSPARK_PYTHON")
-    return {"PYSPARK_PYTHON": named or sys.executable}
-
-
-def _launch_environment(runtime: Runtime, *, local: bool) -> dict[str, str]:
-    environment = {"JAVA_HOME": str(runtime.java_home)}
-    if local:
-        environment["SPARK_LOCAL_IP"] = os.environ.get("SPARK_LOCAL_IP", "127.0.0.1")
-        if "SPARK_HOME" not in os.environ:
-            environment["SPARK_HOME"] = str(runtime.spark_home)
-            environment["SPARK_CONF_DIR"] = str(_configuration_directory())
-    return environment
-
-
-def _configuration_directory() -> Path:
-    """The directory where the user may have ``spark-defaults.conf`` and a log configuration."""
-    home = os.environ.get("SPARK_HOME") or _package("pyspark")
-    return Path(os.environ.get("SPARK_CONF_DIR") or Path(home, "conf"))
-
-
-def _java_options(runtime: Runtime) -> str:
-    options = []
-    if not any(_configuration_directory().glob("log4j2*")):
-        options.append(f"-Dlog4j2.configurationFile={runtime.logging.as_uri()}")
-    if runtime.archive.exists():
-        options.append(f"-XX:SharedArchiveFile={runtime.archive}")
-    return shlex.join(options)
-
-
 def _local_threads(master: str | None) -> int | None:
     """The number of threads of a local master; None for any other master."""
     match = _LOCAL.fullmatch(master or "")
@@ -243,10 +220,6 @@ def _local_threads(master: str | None) -> int | None:
         return None
     threads = match["threads"]
     return (os.cpu_count() or 1) if threads == "*" else int(threads or 1)
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @contextlib.contextmanager

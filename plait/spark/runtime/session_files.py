@@ -125,7 +125,11 @@ def runtime_for(java: Java, pyspark: Path, py4j: Path, version: str, cache: Path
 
     If the cache is not writable, it is built in a temporary directory that is removed when this process exits.
     """
-    name = f"spark-{version}-java-{java.version}-{_fingerprint(java, pyspark, py4j)}"
+    # Changes when Java or PySpark is reinstalled (old archives would not match) or Plait writes other files.
+    facts = [*map(str, (java.home, pyspark, py4j)), _LAUNCHER, _LOGGING, _DAEMON]
+    facts += [str(path.stat().st_mtime_ns) for path in (java.program, pyspark / "jars")]
+    fingerprint = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
+    name = f"spark-{version}-java-{java.version}-{fingerprint}"
     try:
         directory = (cache or cache_directory()) / name
         if not directory.is_dir():
@@ -141,21 +145,20 @@ def runtime_for(java: Java, pyspark: Path, py4j: Path, version: str, cache: Path
     return Runtime(directory)
 
 
-def _fingerprint(java: Java, pyspark: Path, py4j: Path) -> str:
-    """Changes when Java or PySpark is reinstalled (old archives would not match) or Plait writes other files."""
-    facts = [str(path) for path in (java.home, pyspark, py4j)]
-    facts += [_LAUNCHER, _LOGGING, _DAEMON]
-    facts += [str(path.stat().st_mtime_ns) for path in (java.program, pyspark / "jars")]
-    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
-
-
 def _build(directory: Path, java: Java, pyspark: Path, py4j: Path) -> None:
     """Build it under a temporary name, then rename; if another process was faster, its directory is used."""
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         runtime = Runtime(aside)
         runtime.logging.write_text(_LOGGING)
-        _link_spark(runtime.spark_home, pyspark, py4j)
+        # ``python/lib/pyspark.zip``, which Spark puts on the path of its workers, is a directory: it imports faster.
+        packages = runtime.spark_home / "python" / "lib" / "pyspark.zip"
+        packages.mkdir(parents=True)
+        (packages / "pyspark").symlink_to(pyspark)
+        (packages / "py4j").symlink_to(py4j)
+        (packages / f"{DAEMON_MODULE}.py").write_text(_DAEMON)
+        for name in ("bin", "jars"):
+            (runtime.spark_home / name).symlink_to(pyspark / name)
         archived = _archive_base_classes(java, aside / "base.jsa")
         _write_launcher(runtime.java_home, java, directory / "base.jsa" if archived else None)
         try:
@@ -165,17 +168,6 @@ def _build(directory: Path, java: Java, pyspark: Path, py4j: Path) -> None:
                 raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _link_spark(home: Path, pyspark: Path, py4j: Path) -> None:
-    """Make ``python/lib/pyspark.zip``, which Spark puts on the path of its workers, a directory: it imports faster."""
-    packages = home / "python" / "lib" / "pyspark.zip"
-    packages.mkdir(parents=True)
-    (packages / "pyspark").symlink_to(pyspark)
-    (packages / "py4j").symlink_to(py4j)
-    (packages / f"{DAEMON_MODULE}.py").write_text(_DAEMON)
-    for name in ("bin", "jars"):
-        (home / name).symlink_to(pyspark / name)
 
 
 def _archive_base_classes(java: Java, archive: Path) -> bool:
