@@ -250,7 +250,7 @@ DEFECTS = [
 @pytest.fixture(autouse=True)
 def _few_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use few shards, so that new partitions enter shards that are being copied."""
-    for module in (partition_module, catalog, replay, state):
+    for module in (partition_module, catalog, replay):
         monkeypatch.setattr(module, "SHARDS", 5)
 
 

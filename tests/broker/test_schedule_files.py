@@ -242,7 +242,7 @@ def test_files_of_a_checkpoint_that_failed_after_its_manifest_was_written_are_ke
             node.checkpoint()
         node.disk._faults.clear()
     delay(node, producer, due, b"c")
-    node.disk.fail("truncate", path="checkpoints/*")
+    node.disk.fail("write", path="checkpoints/*")
     with pytest.raises(OSError, match="Input/output"):
         node.checkpoint()
     for end in (node, node.killed()):
