@@ -55,7 +55,8 @@ async def restarting(job: Callable[[], Coroutine[Any, Any, None]], name: str) ->
         try:
             return await job()
         except asyncio.CancelledError:
-            if _is_cancelled():
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
                 raise
             _report(name, _cancelled_by_none(name), "it is restarted")
         except Exception as error:  # noqa: BLE001 (every error is reported)
@@ -68,11 +69,6 @@ def error_of(error: Exception) -> PlaitError:
     if isinstance(error, PlaitError):
         return error
     return InternalError(f"a background task of this client failed ({error!r}); its log has the details")
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _cancelled_by_none(name: str) -> InternalError:

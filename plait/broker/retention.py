@@ -16,6 +16,7 @@ import numpy as np
 from plait.broker.broker import Broker
 from plait.broker.groups.group import Group
 from plait.broker.partitions.partition import Partition
+from plait.broker.recovery.segment_headers import ROWS
 from plait.errors import DiskFull, FlowControl
 from plait.limits import MIB
 from plait.storage.marks import ArchiveMark, read_archived
@@ -95,7 +96,7 @@ class Retention:
                 cost += self._visit(partition, now, needed)
         if needed.message >= broker.message_log.end:
             # The active segment may be closed: the header of the next one defines all partitions.
-            yield from broker.segment_headers.refresh_catalog()
+            yield from broker.segment_headers.refresh_kind(ROWS)
         # The files are deleted in a separate turn.
         yield
         return [] if broker.turn.failed is not None else self._delete(needed)
@@ -187,7 +188,7 @@ class Retention:
         if seconds is not None:
             dead_letters.expire(group, now - int(seconds * 1_000_000))
         dead_letters.tidy(group)
-        first = group.retained.first_offset
+        first = min(group.retained.offsets.values(), default=None)
         if first is not None:
             needed.retained = min(needed.retained, first)
 

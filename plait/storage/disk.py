@@ -151,13 +151,9 @@ class RealFile:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._size = os.fstat(fd).st_size
+        self.size = os.fstat(fd).st_size
         self._map: mmap.mmap | None = None
         self._view: memoryview | None = None
-
-    @property
-    def size(self) -> int:
-        return self._size
 
     def write(self, buffers: Sequence[Buffer], offset: int) -> int:
         if offset < 0:
@@ -172,7 +168,7 @@ class RealFile:
                 offset += written
                 if written:
                     # Updated now, because the next call may fail after the file has grown.
-                    self._size = max(self._size, offset)
+                    self.size = max(self.size, offset)
                 wanted -= written
                 if not wanted:
                     break
@@ -190,12 +186,12 @@ class RealFile:
             os.posix_fallocate(self._fd, 0, size)
         finally:
             # The file may have grown even if the disk became full.
-            self._size = os.fstat(self._fd).st_size
+            self.size = os.fstat(self._fd).st_size
 
     def truncate(self, size: int) -> None:
-        self._release()
+        self.unmap()
         os.ftruncate(self._fd, size)
-        self._size = size
+        self.size = size
 
     def sync(self) -> None:
         self._check_open()
@@ -216,15 +212,15 @@ class RealFile:
         except OSError as error:
             if error.errno == errno.ENXIO:
                 return end
-        return self._size
+        return self.size
 
     def view(self) -> memoryview:
         self._check_open()
-        if self._view is None or len(self._view) != self._size:
-            self._release()
-            if self._size == 0:
+        if self._view is None or len(self._view) != self.size:
+            self.unmap()
+            if self.size == 0:
                 return memoryview(b"")
-            self._map = mmap.mmap(self._fd, self._size, prot=mmap.PROT_READ)
+            self._map = mmap.mmap(self._fd, self.size, prot=mmap.PROT_READ)
             self._view = memoryview(self._map)
         return self._view
 
@@ -234,12 +230,9 @@ class RealFile:
         if self._fd < 0:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
-    def _release(self) -> None:
+    def unmap(self) -> None:
         # Readers may still have slices of the map: it exists until the last of them is dropped.
         self._map = self._view = None
-
-    def unmap(self) -> None:
-        self._release()
 
     def forget(self, start: int, end: int) -> None:
         self._check_open()
@@ -256,7 +249,7 @@ class RealFile:
             os.posix_fadvise(self._fd, first, size, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        self._release()
+        self.unmap()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -308,7 +301,7 @@ class RealDisk:
             if existed and (directory in self._durable_directories or self.root not in directory.parents):
                 continue
             if not existed:
-                _make_directory(directory)
+                directory.mkdir(mode=0o750, exist_ok=True)
             # Also if it existed: the process that made it may have been killed before the sync.
             _sync_directory(directory.parent)
             self._durable_directories.add(directory)
@@ -373,14 +366,6 @@ class RealDisk:
         for _, fd in self._locks:
             os.close(fd)
         self._locks = []
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(mode=0o750)
-    except FileExistsError:
-        if not path.is_dir():
-            raise
 
 
 def _sync_directory(path: Path) -> None:

@@ -27,16 +27,6 @@ def test_each_setting_alone_makes_a_checkpoint_due(setting: str):
     assert not node.broker.snapshots.due
 
 
-def test_time_alone_makes_no_checkpoint_due():
-    node = Node(checkpoint_seconds=60.0)
-    node.send("orders", b"a")
-    node.checkpoint()
-    node.clock.advance(1000.0)
-    assert not node.broker.snapshots.due
-    node.send("orders", b"b")
-    assert node.broker.snapshots.due
-
-
 def test_events_that_a_checkpoint_includes_and_that_are_written_later_are_not_replayed():
     node = Node(flush="sync", action_segment_size=1024)
     producer = Producer(7)

@@ -353,7 +353,7 @@ def test_an_unreadable_letter_is_reported_and_the_others_are_listed():
     for first in (0, 10, 20):
         node.nack(consumer, (first, first + 1), delay=None, reason=Reason("A"))
     node.checkpoint()
-    offset = node.group("orders", "g").retained.offset(10)
+    offset = node.group("orders", "g").retained.offsets.get(10)
     assert offset is not None
     segment = node.broker.retained_log.segment_at(offset)
     node.disk.flip_bit(f"retained/{segment.base:020d}.log", offset - segment.base + 90, 3)
@@ -429,7 +429,7 @@ def test_retention_copies_no_more_than_the_limit_and_reports_lost_rows():
 
 def spoil(node: Node, group: Group, sequence: int, column: Column) -> None:
     """Flip a bit in one column of the frame with the copy of a message."""
-    offset = group.retained.offset(sequence)
+    offset = group.retained.offsets.get(sequence)
     assert offset is not None
     frame = frame_at(node.broker.retained_log, offset)
     assert frame is not None

@@ -7,7 +7,7 @@ import pytest
 
 from plait.broker.partitions import sealing
 from plait.broker.schedule import forwards as forwards_module
-from plait.broker.schedule.forwards import IDLE_SECONDS, NOTE_FRAMES, ForwardRoute
+from plait.broker.schedule.forwards import IDLE_SECONDS, ForwardRoute
 from plait.errors import DiskFull, FrameError, PlaitError
 from plait.frame.builder import build_frame
 from plait.frame.columns import Column
@@ -197,19 +197,3 @@ def test_each_turn_takes_back_a_limited_number_of_bytes(monkeypatch: pytest.Monk
     assert other is not partition
     assert other.next - other.start == 3
     assert node.broker.schedules.count == 0
-
-
-def test_deleting_a_subject_deletes_its_forward_partitions() -> None:
-    """A reply after the deletion changes nothing, and does not define the partition again."""
-    node = Node(flush="sync")
-    forwarding(node, b"a")
-    [partition] = node.broker.forwards.waiting()
-    waiting = node.broker.forwards.first(partition)
-    assert waiting is not None
-    node.broker.delete_subject("orders")
-    for _ in range(NOTE_FRAMES):
-        node.broker.forwards.stored(partition, 0)
-    assert node.broker.forwards.first(partition) is None
-    assert node.broker.forwards.take_back(partition)
-    node.turn()
-    assert list(node.killed().broker.partitions) == []

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from plait.errors import DataDirError, FrameError, StorageFailed
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import FORMAT_VERSION
-from plait.storage.logs.action_events import Pulled
 from plait.storage.ranges import Ranges
 from plait.testing.simulated_disk import SimulatedDisk
 from tests.support.broker_node import Node, Producer
@@ -105,16 +104,6 @@ def test_a_start_reads_only_the_log_after_the_checkpoint():
     assert node.restart().report.scanned_bytes == 0
 
 
-def test_repeated_starts_change_nothing():
-    node = busy()
-    rows, before = node.stored("orders"), positions(node)
-    for number in range(8):
-        node = node.killed() if number % 2 else node.restart()
-        assert node.stored("orders") == rows
-        assert positions(node) == before
-    assert node.send("orders", b"new", producer=Producer(9)).sequence == 40
-
-
 def test_consumers_that_reconnect_in_time_keep_their_rows():
     node = busy()
     held = {c: [tuple(r) for r in ranges] for c, ranges in node.group("orders", "g").cursor.held.items()}
@@ -149,33 +138,6 @@ def test_a_start_on_a_disk_that_cannot_be_synced_fails():
     disk.fail("sync", path="message/*", times=None)
     with pytest.raises(StorageFailed, match="recovery of the data directory failed"):
         Node(disk, node.clock, node.config)
-
-
-def test_rows_that_a_killed_process_left_unsynced_are_durable_before_they_are_served():
-    node = Node(flush="sync")
-    producer = Producer(7)
-    sent = node.submit(producer.frame("orders", b"written, not synced"))
-    node.commit()
-    assert sent.answers == []
-    again = node.killed()
-    resent = again.submit(type(sent)("orders", sent.data, sent.bodies))
-    again.commit()
-    assert again.bodies("orders") == [b"written, not synced"], "visible rows must not be lost"
-    again.turn()
-    assert resent.acknowledged
-    assert again.power_lost().bodies("orders") == [b"written, not synced"]
-
-
-def test_rows_held_by_unknown_consumers_are_redelivered():
-    node = Node(flush="sync")
-    for number in range(5):
-        node.send("orders", b"%d" % number)
-    consumer = node.attach("orders", "g")
-    node.broker.turn.event(consumer.group, Pulled(1, 4711, 0, 5))
-    consumer.group.cursor.pulled(4711, 0, 5, 1)
-    node.turn()
-    again = node.killed()
-    assert again.pull(again.attach("orders", "g", "c2")).ranges == [(0, 5, 2)]
 
 
 # --- damage in the files of a whole data directory ------------------------------------------------

@@ -11,7 +11,6 @@ from plait.broker.retention import STEP_COST, Retention
 from plait.errors import StorageFailed
 from plait.model.settings import SubjectSettings
 from plait.storage.checkpoint import KEEP
-from plait.storage.marks import ArchiveMark, write_archived
 from tests.support.broker_node import Node, Producer, retention_steps
 
 SUBJECTS = [f"subject-{number}" for number in range(6)]
@@ -48,21 +47,6 @@ def test_a_step_visits_a_limited_number_of_partitions(monkeypatch: pytest.Monkey
     assert counts == [STEP_COST, STEP_COST, 1, 0], "a separate turn deletes the files"
 
 
-def test_a_step_visits_fewer_partitions_when_rows_expire():
-    node = Node(retention_seconds=5.0)
-    subjects = [f"subject-{number}" for number in range(STEP_COST)]
-    for subject in subjects:
-        node.attach(subject, "g")
-        node.send(subject, b"old", producer=Producer(7))
-    node.clock.advance(100)
-    moved = [
-        sum(node.partition(subject).start for subject in subjects) for _ in retention_steps(Retention(node.broker))
-    ]
-    steps = [after - before for before, after in zip([0, *moved], moved, strict=False)]
-    assert sum(steps) == STEP_COST
-    assert max(steps) <= STEP_COST // 8
-
-
 def test_rows_stored_during_a_pass_are_kept():
     node = Node(retention_seconds=5.0)
     fill(node)
@@ -81,25 +65,6 @@ def test_rows_stored_during_a_pass_are_kept():
     found = node.power_lost()
     count = len(sent[SUBJECTS[0]])
     assert {subject: found.bodies(subject)[-count:] for subject in SUBJECTS} == sent
-
-
-def test_subjects_can_be_created_and_deleted_during_a_pass():
-    node = Node(retention_seconds=5.0)
-    fill(node)
-    node.clock.advance(100)
-    made = []
-    for number, _ in enumerate(retention_steps(node.retention)):
-        # The first partition was visited already, the others were not.
-        node.broker.delete_subject(SUBJECTS[-number])
-        made.append(f"new-{number}")
-        node.send(made[-1], b"new", producer=Producer(11 + number))
-    assert len(made) > 2
-    assert node.broker.catalog.retention_wanted, "partitions deleted after their visit free space in the next pass"
-    node.checkpoint()
-    node.retention.run()
-    assert all(node.bodies(subject) == [b"new"] for subject in made)
-    found = node.killed()
-    assert sorted(found.broker.subjects) == sorted(node.broker.subjects)
 
 
 def test_a_request_for_retention_during_a_pass_starts_another_pass():
@@ -144,20 +109,6 @@ def test_a_checkpoint_that_begins_during_a_pass_is_valid():
         again = found.attach(consumer.group.partition.row.subject, "g")
         rows = found.pull(again).rows
         assert [row.sequence for row in rows] == held[consumer], "held rows are kept, all others have expired"
-
-
-def test_a_pass_waits_for_the_archive():
-    node = Node(retention_seconds=5.0, archive_before_delete=True)
-    fill(node)
-    node.clock.advance(100)
-    assert [removed for removed in retention_steps(node.retention) if removed] == []
-    steps = node.retention.steps()
-    next(steps)
-    # An archiver finishes during a pass.
-    ends = [log.durable for log in node.broker.logs]
-    write_archived(node.disk, ArchiveMark(ends[0], ends[2], retained_offset=ends[1]))
-    finish(steps)
-    assert node.broker.message_log.start > 0
 
 
 def test_a_broker_that_fails_during_a_pass_deletes_nothing_more():

@@ -22,9 +22,7 @@ from tests.broker.schedule_node import (
     delivered_frames,
     later,
     run_due,
-    schedule_of,
     schedules,
-    settled_numbers,
     submit,
 )
 from tests.support.broker_node import Node, Producer
@@ -38,20 +36,6 @@ def node() -> Node:
 @pytest.fixture
 def producer() -> Producer:
     return Producer(7)
-
-
-def test_a_delayed_message_is_delivered_at_its_due_time_and_not_before(node: Node, producer: Producer) -> None:
-    due = node.clock.now() + 5 * SECOND
-    assert delay(node, producer, due, b"later") == 0
-    assert delivered(node) == []
-    assert schedules(node).count == 1
-    later(node, 4.999_999)
-    assert delivered(node) == []
-    later(node, 0.000_001)
-    assert delivered(node) == [b"later"]
-    assert schedules(node).count == 0
-    later(node, 100)
-    assert delivered(node) == [b"later"]
 
 
 def test_the_deadline_is_the_next_due_time(node: Node, producer: Producer) -> None:
@@ -71,15 +55,6 @@ def test_consumers_are_woken_and_get_the_message_with_its_id(node: Node, produce
     assert not pulled.answered
     later(node, 1)
     assert [(row.producer, row.number, row.body) for row in pulled.rows] == [(7, 1, b"a"), (7, 2, b"b")]
-
-
-def test_rows_are_delivered_in_the_order_of_their_due_times(node: Node, producer: Producer) -> None:
-    now = node.clock.now()
-    delay(node, producer, [now + 3 * SECOND, now + SECOND, now + 2 * SECOND], b"3", b"1", b"2")
-    delay(node, producer, now + SECOND + 1, b"1.5")
-    later(node, 10)
-    assert delivered(node) == [b"1", b"1.5", b"2", b"3"]
-    assert settled_numbers(node) == [1, 3, 2, 0]
 
 
 def test_a_delayed_message_keeps_all_its_columns(node: Node, producer: Producer) -> None:
@@ -118,43 +93,6 @@ def test_a_delayed_message_keeps_all_its_columns(node: Node, producer: Producer)
     assert rows[2] == (b"xxxxx", b"k1", 5, b"\x1fnew\x1f", b"\x81\xa1a\x01", now - 5)
 
 
-def test_the_clock_may_jump_either_way(node: Node, producer: Producer) -> None:
-    now = node.clock.now()
-    delay(node, producer, now + 60 * SECOND, b"a")
-    node.clock.jump(-3600)
-    run_due(node)
-    later(node, 61)
-    assert delivered(node) == []
-    node.clock.jump(3600)
-    run_due(node)
-    assert delivered(node) == [b"a"]
-    delay(node, producer, node.clock.now() + 7200 * SECOND, b"b")
-    node.clock.jump(7200)
-    run_due(node)
-    assert delivered(node) == [b"a", b"b"]
-    node.clock.jump(-7200)
-    later(node, 10_000)
-    assert delivered(node) == [b"a", b"b"]
-
-
-def test_a_past_time_is_due_at_once(node: Node, producer: Producer) -> None:
-    delay(node, producer, node.clock.now() - 5, b"a")
-    run_due(node)
-    assert delivered(node) == [b"a"]
-
-
-def test_a_resend_schedules_nothing_twice(node: Node, producer: Producer) -> None:
-    sent = delayed_frame(producer, node.clock.now() + SECOND, b"a")
-    submit(node, sent)
-    node.turn()
-    again = submit(node, sent)
-    node.turn()
-    assert again.sequence == 0
-    assert schedules(node).count == 1
-    later(node, 1)
-    assert delivered(node) == [b"a"]
-
-
 # --- refusals -----------------------------------------------------------------------------------
 
 
@@ -179,64 +117,6 @@ def test_an_unknown_subject_has_no_schedule(node: Node) -> None:
 # --- cancel and reschedule ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seconds", [1.0, 100.0, 86_400.0 * 300])
-@pytest.mark.parametrize("bucketed", [False, True])
-def test_a_cancelled_message_is_never_delivered(node: Node, producer: Producer, seconds: float, bucketed: bool) -> None:
-    due = node.clock.now() + int(seconds * SECOND)
-    first = delay(node, producer, due, b"a", b"b", b"c")
-    if bucketed:
-        node.checkpoint()
-    assert delayed_requests.cancel(node.broker, "orders", first + 1, due)
-    node.turn()
-    assert schedules(node).count == 2
-    assert not delayed_requests.cancel(node.broker, "orders", first + 1, due)
-    assert not delayed_requests.cancel(node.broker, "orders", first, due + 1)
-    assert not delayed_requests.cancel(node.broker, "orders", first + 3, due)
-    node = node.killed()
-    assert schedules(node).count == 2
-    later(node, seconds + 1)
-    assert delivered(node) == [b"a", b"c"]
-    assert not delayed_requests.cancel(node.broker, "orders", first, due)
-
-
-def test_a_message_that_is_due_and_not_delivered_yet_can_be_cancelled(node: Node, producer: Producer) -> None:
-    due = node.clock.now() + SECOND
-    number = delay(node, producer, due, b"a")
-    node.clock.advance(5)
-    assert delayed_requests.cancel(node.broker, "orders", number, due)
-    run_due(node)
-    assert delivered(node) == []
-
-
-@pytest.mark.parametrize("bucketed", [False, True])
-def test_a_rescheduled_message_is_delivered_once_at_its_new_time(
-    node: Node, producer: Producer, bucketed: bool
-) -> None:
-    now = node.clock.now()
-    number = delay(node, producer, now + SECOND, b"a", b"b")
-    if bucketed:
-        node.checkpoint()
-    moved = delayed_requests.reschedule(node.broker, "orders", number, now + SECOND, now + 3600 * SECOND)
-    assert moved == number + 2
-    again = delayed_requests.reschedule(node.broker, "orders", moved, now + 3600 * SECOND, now + 2 * SECOND)
-    assert again == number + 3
-    node.turn()
-    assert schedules(node).count == 2
-    assert delayed_requests.reschedule(node.broker, "orders", number, now + SECOND, now) is None
-    for _ in range(2):
-        node = node.killed()
-        assert schedules(node).count == 2
-    later(node, 1)
-    assert delivered(node) == [b"b"]
-    later(node, 1)
-    assert delivered(node) == [b"b", b"a"]
-    assert [row.number for row in node.stored("orders")] == [2, 1]
-    later(node, 5000)
-    assert delivered(node) == [b"b", b"a"]
-    with pytest.raises(InvalidArgument):
-        delayed_requests.reschedule(node.broker, "orders", again, 0, now + int(3 * WAIT_SECONDS_MAX) * SECOND)
-
-
 def test_the_number_of_remembered_cancelled_messages_is_limited(producer: Producer) -> None:
     node = Node(limits=ServerLimits(schedule_settled=3))
     due = node.clock.now() + 3600 * SECOND
@@ -255,59 +135,6 @@ def test_the_number_of_remembered_cancelled_messages_is_limited(producer: Produc
 
 
 # --- crashes ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bucketed", [False, True])
-@pytest.mark.parametrize("end", ["killed", "restart", "power_lost"])
-def test_delayed_messages_survive_any_end_of_the_process(producer: Producer, bucketed: bool, end: str) -> None:
-    node = Node(flush="sync")
-    now = node.clock.now()
-    delay(node, producer, [now + 10 * SECOND, now + SECOND, now + 3600 * SECOND], b"b", b"a", b"c")
-    if bucketed:
-        node.checkpoint()
-    later(node, 1)
-    assert delivered(node) == [b"a"]
-    node = getattr(node, end)()
-    assert schedules(node).count == 2
-    later(node, 9)
-    assert delivered(node) == [b"a", b"b"]
-    node = getattr(node, end)()
-    later(node, 3600)
-    assert delivered(node) == [b"a", b"b", b"c"]
-
-
-def test_schedules_of_subjects_are_separate_and_are_deleted_with_them(node: Node) -> None:
-    due = node.clock.now() + 100 * SECOND
-    for index, subject in enumerate(["orders", "bills", "mails"]):
-        delay(node, Producer(index + 1), due, subject.encode(), subject=subject)
-    node.checkpoint()
-    delay(node, Producer(9), due + 1, b"fresh", subject="bills")
-    node.broker.delete_subject("bills")
-    node.turn()
-    assert schedules(node).count == 2
-    node = node.killed()
-    assert schedules(node).count == 2
-    later(node, 200)
-    assert delivered(node, "orders") == [b"orders"]
-    assert delivered(node, "mails") == [b"mails"]
-    assert delivered(node, "bills") == []
-    assert "bills" not in schedules(node).by_subject
-
-
-def test_retention_does_not_delete_waiting_rows(producer: Producer) -> None:
-    node = Node(retention_seconds=60.0)
-    due = node.clock.now() + 86_400 * SECOND
-    delay(node, producer, due, b"waits")
-    for _ in range(8):
-        for _ in range(10):
-            node.send("other", b"x" * 900)
-        later(node, 3600)
-        node.checkpoint()
-        node.retention.run()
-    assert node.broker.message_log.start > 0
-    assert schedule_of(node).start == 1
-    later(node, 86_400)
-    assert delivered(node) == [b"waits"]
 
 
 def test_a_full_disk_delays_delivery_and_loses_nothing(producer: Producer) -> None:
@@ -441,20 +268,4 @@ def test_a_clock_that_was_ahead_for_a_while_has_no_lasting_effect(
     assert delivered(node) == [b"a", b"soon", *[b"%d" % row for row in range(100) if row != 1]]
     later(node, 9000)
     assert delivered(node)[-1] == b"b"
-    assert schedules(node).count == 0
-
-
-def test_rows_in_the_window_wait_when_the_clock_is_set_back(node: Node, producer: Producer) -> None:
-    now = node.clock.now()
-    delay(node, producer, [now + SECOND + row * 100_000 for row in range(6)], *[b"%d" % row for row in range(6)])
-    node.checkpoint()
-    delay(node, producer, [now + SECOND + row * 100_000 + 1 for row in range(6)], *[b"%d+" % row for row in range(6)])
-    later(node, 1.1)
-    first = [b"0", b"0+", b"1"]
-    assert delivered(node) == first
-    node.clock.jump(-3)
-    later(node, 2.9)
-    assert delivered(node) == first
-    later(node, 1)
-    assert delivered(node) == [*first, b"1+", *[b"%d%b" % (row, plus) for row in range(2, 6) for plus in (b"", b"+")]]
     assert schedules(node).count == 0

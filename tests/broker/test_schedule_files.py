@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from plait.broker.recovery import checkpointer as snapshot
-from plait.broker.schedule import delayed_requests, upcoming
+from plait.broker.schedule import delayed_requests
 from plait.broker.schedule.delayed_requests import count_scheduled, list_scheduled
 from plait.errors import DiskFull
 from plait.storage.checkpoint import KEEP
@@ -74,19 +74,6 @@ def test_near_and_far_rows_wait_in_separate_files(producer: Producer) -> None:
     assert schedules(node).count == 0
 
 
-def test_rows_bucketed_early_and_late_are_delivered_in_order(producer: Producer) -> None:
-    """The bucket of a due time depends on how far ahead it is."""
-    node = Node()
-    due = node.clock.now() + 20 * DAY * SECOND
-    for index in range(5):
-        delay(node, producer, due + 4 - index, b"%d" % index)
-        node.checkpoint()
-        later(node, 4.9 * DAY)
-    assert len(files(node)) > 2
-    later(node, DAY)
-    assert delivered(node) == [b"4", b"3", b"2", b"1", b"0"]
-
-
 def test_large_and_compressed_rows_are_bucketed_in_several_runs(producer: Producer) -> None:
     node = Node(message_segment_size=32 << 20)
     due = node.clock.now() + 60 * SECOND
@@ -101,62 +88,7 @@ def test_large_and_compressed_rows_are_bucketed_in_several_runs(producer: Produc
     assert delivered(node) == [*bodies, b"\7" * (16 << 20)]
 
 
-def test_rows_due_in_the_same_microsecond_are_delivered_in_several_turns(
-    producer: Producer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upcoming, "LOAD_MAX", 10)
-    node = Node()
-    due = node.clock.now() + 60 * SECOND
-    for start in range(0, 100, 20):
-        delay(node, producer, due, *numbered(start, start + 20))
-        node.checkpoint()
-    delay(node, producer, due, b"fresh")
-    later(node, 60)
-    assert sorted(delivered(node)) == sorted([*numbered(0, 100), b"fresh"])
-    assert schedules(node).count == 0
-
-
 # --- checkpoints ----------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_may_leave_rows_in_the_log(producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "BUCKET_ROWS_NOW_MAX", 7)
-    node = Node()
-    due = node.clock.now() + 60 * SECOND
-    for start in range(0, 20, 5):
-        delay(node, producer, [due + i for i in range(start, start + 5)], *numbered(start, start + 5))
-    assert delayed_requests.cancel(node.broker, "orders", 12, due + 12)
-    node.checkpoint()
-    assert schedules(node).buckets != {}
-    assert schedules(node).by_subject["orders"].unbucketed.waiting == 14
-    for _ in range(2):
-        node = node.killed()
-        assert schedules(node).count == 19
-    later(node, 61)
-    assert delivered(node) == [body for body in numbered(0, 20) if body != b"12"]
-
-
-@pytest.mark.parametrize("back", [1, 2, 4])
-def test_a_start_from_an_older_checkpoint_delivers_every_row_once(producer: Producer, back: int) -> None:
-    node = Node()
-    now = node.clock.now()
-    for step in range(6):
-        delay(node, producer, [now + (20 + step) * SECOND, now + (step + 1) * SECOND], b"late%d" % step, b"%d" % step)
-        node.checkpoint()
-        later(node, 1)
-        if step == 3:
-            assert delayed_requests.cancel(node.broker, "orders", 2, now + 21 * SECOND)
-    node.turn()
-    assert delivered(node) == numbered(0, 6)
-    for name in sorted(name for name in node.disk.list("checkpoints") if name.startswith("manifest-"))[-back:]:
-        node.disk.flip_bit(f"checkpoints/{name}", 30, 1)
-    node = node.killed()
-    assert len(node.report.rejected_checkpoints) == back
-    assert schedules(node).count == 5
-    node.checkpoint()
-    node = node.killed()
-    later(node, 30)
-    assert delivered(node) == [*numbered(0, 6), *(b"late%d" % step for step in range(6) if step != 1)]
 
 
 def test_the_file_of_a_finished_bucket_is_deleted_when_no_checkpoint_needs_it(producer: Producer) -> None:
@@ -213,24 +145,6 @@ def test_a_crash_at_any_moment_of_a_checkpoint_loses_and_repeats_nothing(produce
             assert delivered(end) == [b"a", b"b", b"c", b"far2"]
 
 
-def test_a_full_disk_leaves_all_rows_in_the_log(producer: Producer) -> None:
-    node = Node()
-    now = node.clock.now()
-    delay(node, producer, now + SECOND, b"a", b"b")
-    node.checkpoint()
-    delay(node, producer, [now + 2 * SECOND, now + 5 * DAY * SECOND], b"c", b"d")
-    node.disk.fail("write", path=f"{DIRECTORY}/*", times=None, error=28)
-    with pytest.raises(OSError, match="No space"):
-        node.checkpoint()
-    assert schedules(node).count == 4
-    later(node, 1)
-    node.disk._faults.clear()
-    node.checkpoint()
-    node = node.killed()
-    later(node, 6 * DAY)
-    assert delivered(node) == [b"a", b"b", b"c", b"d"]
-
-
 def test_files_of_a_checkpoint_that_failed_after_its_manifest_was_written_are_kept(producer: Producer) -> None:
     """The manifest exists, but its process counts the checkpoint as failed."""
     node = Node()
@@ -282,39 +196,6 @@ def test_a_file_that_a_failed_start_left_is_not_deleted_when_it_is_used_again(
     assert files(node) == []
 
 
-def test_segments_are_kept_for_rows_that_an_older_checkpoint_left_in_them(
-    producer: Producer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot, "BUCKET_ROWS_NOW_MAX", 0)
-    node = Node(retention_seconds=10)
-    delay(node, producer, [node.clock.now() + DAY * SECOND] * 5, *numbered(0, 5))
-    for _ in range(6):
-        node.clock.advance(60)
-        node.send("others", b"x" * 6000)
-        node.send("others", b"x" * 6000)
-        node.checkpoint()
-    monkeypatch.undo()
-    node.checkpoint()
-    node.clock.advance(60)
-    assert node.retention.run() == []
-    node.turn()
-    newest = max(name for name in node.disk.list("checkpoints") if name.startswith("manifest-"))
-    disk = node.disk.copy()
-    disk.flip_bit(f"checkpoints/{newest}", 20, 0)
-    fallen_back = Node(disk, node.clock, node.config)
-    assert schedules(fallen_back).count == 5
-    assert schedules(fallen_back).damages == []
-    # Once they are bucketed in every kept checkpoint, the segments are deleted.
-    for _ in range(KEEP):
-        node.send("others", b"x")
-        node.checkpoint()
-    assert node.retention.run() != []
-    node.turn()
-    node = node.killed()
-    later(node, DAY)
-    assert delivered(node) == numbered(0, 5)
-
-
 # --- damage ---------------------------------------------------------------------------------------
 
 
@@ -343,18 +224,6 @@ def test_a_damaged_run_is_reported_and_the_others_are_delivered(producer: Produc
     node = node.killed()
     later(node, 100)
     assert delivered(node) == [b"0", b"2", b"0+", b"2+"]
-
-
-def test_a_truncated_file_loses_only_the_rows_that_were_cut_off(producer: Producer) -> None:
-    node = Node()
-    path = in_runs(node, producer)
-    [bucket] = schedules(node).buckets.values()
-    file = node.disk.open(path)
-    file.truncate(int(bucket.runs["offset"][2]) + 40)
-    node = node.killed()
-    later(node, 61)
-    assert delivered(node) == [b"0", b"1", b"0+", b"1+"]
-    assert schedules(node).lost_count == 2
 
 
 def test_a_missing_file_loses_only_its_rows(producer: Producer) -> None:
@@ -409,22 +278,6 @@ def test_unreadable_rows_do_not_hide_the_others(producer: Producer, limit: int) 
         found += [row.number for row in page.rows]
         after, more = page.next, page.next is not None
     assert found == [0, 3, 4]
-
-
-@pytest.mark.parametrize("times", [0, 3])
-def test_a_damaged_frame_is_reported_once_even_if_checkpoints_fail(producer: Producer, times: int) -> None:
-    node = Node()
-    delay(node, producer, node.clock.now() + 60 * SECOND, b"a", b"b", b"c")
-    record = schedules(node).partition_of("orders").consume_log.record(0)
-    node.disk.flip_bit("message/00000000000000000000.log", record.offset + 100, 0)
-    node.disk.fail("create", path="checkpoints/manifest-*", times=times, error=28)
-    for _ in range(times):
-        with pytest.raises(OSError, match="No space"):
-            node.checkpoint()
-        assert schedules(node).lost_count == 0
-    node.checkpoint()
-    assert schedules(node).lost_count == 3
-    assert len(schedules(node).damages) == 1
 
 
 def without_checkpoints(node: Node, how: str) -> Node:

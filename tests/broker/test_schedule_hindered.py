@@ -13,7 +13,7 @@ from plait.broker.schedule import delayed_requests
 from plait.broker.schedule.delayed_requests import count_scheduled, list_scheduled
 from plait.errors import FlowControl, StorageFailed
 from plait.storage.schedule.bucket import DIRECTORY
-from tests.broker.schedule_node import SECOND, delay, delivered, later, run_due, schedules
+from tests.broker.schedule_node import SECOND, delay, delivered, later, schedules
 from tests.support.broker_node import Node, Producer
 
 HOUR = 3600 * SECOND
@@ -41,37 +41,6 @@ def producer() -> Producer:
     return Producer(7)
 
 
-def test_rows_that_are_nearly_due_when_a_checkpoint_ends_are_not_lost(producer: Producer) -> None:
-    node = Node()
-    delay(node, producer, [node.clock.now() + 300_000] * 3, b"a", b"b", b"c")
-    run_due(node)
-    work = node.broker.begin_checkpoint().copy_all()
-    work.run()
-    with too_many_files(node.disk):
-        node.broker.end_checkpoint(work)
-    later(node, 1)
-    assert delivered(node) == [b"a", b"b", b"c"]
-    assert schedules(node).damages == []
-
-
-def test_rows_delivered_while_they_were_bucketed_are_not_delivered_again(producer: Producer) -> None:
-    node = Node()
-    now = node.clock.now()
-    delay(node, producer, [now + SECOND, now + HOUR, now + 2 * HOUR], b"a", b"b", b"c")
-    work = node.broker.begin_checkpoint().copy_all()
-    later(node, 1)
-    assert delayed_requests.cancel(node.broker, "orders", 1, now + HOUR)
-    node.turn()
-    work.run()
-    with too_many_files(node.disk):
-        node.broker.end_checkpoint(work)
-    assert schedules(node).count == 1
-    for end in (node.killed(), node):
-        later(end, 7200)
-        assert delivered(end) == [b"a", b"c"]
-        end.clock.jump(-7200)
-
-
 def test_delivery_waits_until_files_can_be_opened(producer: Producer) -> None:
     node = Node()
     delay(node, producer, [node.clock.now() + 60 * SECOND] * 2, b"a", b"b")
@@ -97,7 +66,7 @@ def test_a_bucket_that_cannot_be_mapped_again_is_retried(producer: Producer) -> 
     node.checkpoint()
     [bucket] = schedules(node).buckets.values()
     assert bucket.open_run(0)
-    bucket.read(1 << 30)
+    bucket.bytes_read += 1 << 30
     with too_many_files(node.disk):
         later(node, 61)
         assert delivered(node) == []

@@ -303,39 +303,3 @@ def test_headers_are_encoded_ahead_once_a_segment_is_half_full():
     assert chunk.definitions.count == before, "the other log is not half full"
     again = next(iter(node.killed().broker.segment_headers._chunks))
     assert again.catalog.rows, "a start encodes ahead too"
-
-
-def test_new_partitions_fill_the_places_of_deleted_ones(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(headers, "CHUNK_PARTITIONS", 4)
-    node = Node()
-    for number in range(40):
-        node.broker.create_subject(f"first-{number}")
-    for number in range(0, 40, 2):
-        node.broker.delete_subject(f"first-{number}")
-    for number in range(20):
-        node.broker.create_subject(f"second-{number}")
-    node.turn()
-    assert len(node.broker.segment_headers._chunks) == 10
-    for number in range(1, 40, 2):
-        node.broker.delete_subject(f"first-{number}")
-    for number in range(20):
-        node.broker.delete_subject(f"second-{number}")
-    node.turn()
-    assert not node.broker.segment_headers._chunks
-    assert not node.broker.segment_headers._open
-    check(node)
-
-
-def test_a_subject_with_very_many_consumers_is_not_encoded_ahead(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(headers, "DEFINITIONS_MAX", 10)
-    node = Node()
-    for number in range(20):
-        node.attach("orders", "g", f"c{number}")
-    chunk = next(iter(node.broker.segment_headers._chunks))
-    list(node.broker.segment_headers.refresh_definitions())
-    assert chunk.definitions.count == 21, "their number was not known before"
-    node.attach("orders", "g", "another")
-    list(node.broker.segment_headers.refresh_definitions())
-    assert chunk.definitions.count == 21, "it is encoded when a segment begins"
-    check(node)
-    assert chunk.definitions.count == 22

@@ -25,14 +25,6 @@ from tests.support.broker_node import Node, Producer, Sent
 # --- storing ------------------------------------------------------------------------------------
 
 
-def test_rows_get_sequences_in_the_order_of_arrival():
-    node = Node()
-    assert node.send("orders", b"a", b"b").sequence == 0
-    assert node.send("orders", b"c").sequence == 2
-    assert node.send("other", b"x").sequence == 0
-    assert [(row.sequence, row.body) for row in node.stored("orders")] == [(0, b"a"), (1, b"b"), (2, b"c")]
-
-
 def test_a_send_is_answered_once_and_not_before_the_turn_ends():
     node = Node()
     sent = node.submit(Producer(5).frame("orders", b"a"))
@@ -121,21 +113,6 @@ def test_whatever_is_joined_every_producers_rows_stay_whole_and_in_order(
 
 
 # --- idempotence --------------------------------------------------------------------------------
-
-
-def test_a_resend_stores_nothing_and_gets_the_old_receipt():
-    node = Node()
-    producer = Producer(9)
-    first = producer.frame("orders", b"a", b"b")
-    second = producer.frame("orders", b"c")
-    for sent in (first, second):
-        node.submit(sent)
-        node.turn()
-    for sent in (first, second):
-        again = node.submit(Sent("orders", sent.data, sent.bodies))
-        node.turn()
-        assert again.sequence == sent.sequence
-    assert node.bodies("orders") == [b"a", b"b", b"c"]
 
 
 @pytest.mark.parametrize("end", ["restart", "killed", "power_lost"])

@@ -105,20 +105,6 @@ def test_segments_of_a_stage_are_deleted_only_when_its_end_is_durable(flush: str
             ask(again, [task])
 
 
-def test_on_a_busy_log_segments_of_stages_that_ended_durably_are_deleted(node: Node, task: Task) -> None:
-    for _ in range(20):
-        task.write(node, b"x" * 1000)
-    complete(node, task)
-    for _ in range(6):
-        node.checkpoint()
-    ask(node, [task])
-    node.commit()
-    assert node.retention.run() == []
-    node.sync()
-    node.send("orders", b"meanwhile")
-    assert node.retention.run() != []
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EMFILE])
 def test_stages_that_cannot_expire_yet_block_nothing_else(
     code: int, task: Task, caplog: pytest.LogCaptureFixture
@@ -193,19 +179,6 @@ def test_a_damaged_stage_expires_and_releases_its_segments(
             ask(each, [task])
         fill_and_expire(each)
         assert each.broker.message_log.start > 0
-
-
-def test_a_stage_that_waits_for_space_does_not_expire(node: Node, task: Task) -> None:
-    task.write(node, b"a")
-    answers = ask(node, [task])
-    node.broker.turn.low_space = "full"
-    node.turn()
-    node.clock.advance(8 * DAY)
-    node.retention.run()
-    node.broker.turn.low_space = ""
-    settle(node)
-    assert answers == [None]
-    assert node.bodies("orders") == [b"a"]
 
 
 def test_expiring_stages_opens_no_consume_log_of_young_ones(node: Node, task: Task) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import random
 
 import pytest
 
 from plait.broker.staging import stage_publisher as staging
-from plait.broker.staging.stage_publisher import CopiedRanges
 from tests.broker.stage_node import Task, ask, complete, publish, settle
 from tests.support.broker_node import Node, Producer
 
@@ -51,21 +49,6 @@ def test_published_frames_are_synced_while_more_are_copied(node: Node, task: Tas
     assert (node.bodies("orders"), answers) == ([b"0"], [])
     settle(node)
     assert (node.bodies("orders"), answers) == ([b"0", b"1"], [None])
-
-
-@pytest.mark.usefixtures("small_turns")
-def test_publishing_requests_its_next_commit_without_a_timer(task: Task) -> None:
-    node = Node(flush="async")
-    bodies = written(node, task, 4)
-    requests: list[None] = []
-    node.broker.turn.on_dirty = lambda: requests.append(None)
-    answers = ask(node, [task])
-    while requests:
-        requests.clear()
-        node.broker.turn.commit()
-    assert node.bodies("orders") == bodies[: staging.TURNS_AHEAD]
-    settle(node)
-    assert (node.bodies("orders"), answers) == (bodies, [None])
 
 
 @pytest.mark.usefixtures("small_turns")
@@ -160,26 +143,3 @@ def test_the_memory_of_published_frames_is_released_in_merged_ranges(
     forgotten.clear()
     publish(node, tasks[2])
     assert forgotten == [(at + 2 * size, at + 3 * size) for at in firsts]
-
-
-def test_take_returns_each_grown_range_whole_and_no_other() -> None:
-    rng = random.Random(5)
-    copied = CopiedRanges()
-    # Frames of 10 bytes, with a gap after every seventh, in any order.
-    frames = [10 * n for n in range(200) if n % 7]
-    rng.shuffle(frames)
-    known: set[tuple[int, int]] = set()
-    while frames:
-        some, frames = frames[:9], frames[9:]
-        for start in some:
-            copied.add(start, start + 10)
-        taken = copied.take()
-        known = {old for old in known if not any(start <= old[0] < end for start, end in taken)} | set(taken)
-        assert set(some) <= {at for start, end in taken for at in range(start, end, 10)}
-        assert all(any(start <= at < end for at in some) for start, end in taken), "only grown ranges are returned"
-        assert len(copied) == len(known)
-    assert copied.take() == []
-    assert sorted(known) == [(start, min(start + 60, 2000)) for start in range(10, 2000, 70)]
-    copied.clear()
-    copied.add(70, 80)
-    assert copied.take() == [(70, 80)]

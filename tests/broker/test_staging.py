@@ -51,15 +51,6 @@ def keyed(*keys: str) -> dict[str, object]:
 # --- writing ----------------------------------------------------------------------------------------
 
 
-def test_staged_rows_are_invisible(node: Node, task: Task) -> None:
-    consumer = node.attach("orders", "g")
-    task.write(node, b"a", b"b")
-    assert node.bodies("orders") == []
-    assert node.pull(consumer).bodies == []
-    assert list(node.broker.subjects) == ["orders"]
-    assert staged(node) == 1
-
-
 def test_published_rows_are_visible_once_with_their_ids_and_in_order(node: Node, task: Task) -> None:
     consumer = node.attach("orders", "g")
     node.send("orders", b"before")
@@ -79,49 +70,12 @@ def test_published_rows_are_visible_once_with_their_ids_and_in_order(node: Node,
     assert staged(node) == 0
 
 
-def test_published_rows_wake_a_suspended_pull(node: Node, task: Task) -> None:
-    consumer = node.attach("orders", "g")
-    pulled = node.pull(consumer, wait=30)
-    task.write(node, b"a")
-    assert not pulled.answered
-    publish(node, task)
-    assert pulled.bodies == [b"a"]
-
-
-def test_publishing_again_changes_nothing(node: Node, task: Task) -> None:
-    task.write(node, b"a")
-    first, second = ask(node, [task]), ask(node, [task])
-    settle(node)
-    publish(node, task)
-    assert (first, second) == ([None], [None])
-    assert node.bodies("orders") == [b"a"]
-
-
-def test_a_resent_frame_is_staged_once(node: Node, task: Task) -> None:
-    sent = task.write(node, b"a", b"b")
-    assert task.submit(node, sent).sequence == 0
-    task.write(node, b"c")
-    publish(node, task)
-    assert node.bodies("orders") == [b"a", b"b", b"c"]
-
-
 def test_a_gap_is_refused(node: Node, task: Task) -> None:
     task.write(node, b"a")
     task.frame(b"never sent")
     refused = task.submit(node, task.frame(b"c"))
     assert isinstance(refused.error, OutOfSequence)
     assert refused.error.details["last"] == 1
-
-
-def test_frames_of_one_turn_are_not_joined(node: Node, task: Task) -> None:
-    partition = task.open(node)
-    frames = [task.frame(b"%d" % n) for n in range(5)]
-    for sent in frames:
-        node.broker.submit(partition, sent.view, sent.answer)
-    node.turn()
-    assert [sent.sequence for sent in frames] == [0, 1, 2, 3, 4]
-    publish(node, task)
-    assert node.bodies("orders") == [b"0", b"1", b"2", b"3", b"4"]
 
 
 def test_other_rows_with_the_producer_sequences_of_staged_rows_are_refused(node: Node, task: Task) -> None:
@@ -166,13 +120,6 @@ def test_the_number_of_stages_is_limited() -> None:
     Task(3).open(node)
 
 
-def test_stages_leave_no_trace_in_the_producer_table(node: Node, task: Task) -> None:
-    task.write(node, b"a")
-    publish(node, task)
-    assert len(node.broker.producers) == 0
-    assert len(node.killed().broker.producers) == 0
-
-
 # --- committing -------------------------------------------------------------------------------------
 
 
@@ -183,17 +130,6 @@ def test_an_incomplete_stage_is_not_published(node: Node, task: Task) -> None:
         with pytest.raises(DamageError, match="has 1 rows, not 2"):
             call([task.named], lambda _: None)
     assert staged(node) == 1
-
-
-@pytest.mark.parametrize("flush", ["async", "sync"])
-def test_a_complete_stage_survives_a_power_loss(flush: str, task: Task) -> None:
-    node = Node(flush=flush)
-    task.write(node, b"a", b"b")
-    complete(node, task)
-    node = node.power_lost()
-    publish(node, task)
-    assert node.bodies("orders") == [b"a", b"b"]
-    assert node.power_lost().bodies("orders") == [b"a", b"b"]
 
 
 def test_dropped_stages_are_deleted_unless_their_publishing_has_begun(node: Node, task: Task) -> None:
@@ -297,16 +233,6 @@ def test_rows_without_a_consume_log_record_are_damage_and_stop_publishing(node: 
         assert isinstance(ask_and_settle(node, task), DamageError)
 
 
-def test_the_error_for_a_missing_segment_names_the_stage(node: Node, task: Task) -> None:
-    task.write(node, b"a")
-    for _ in range(3):
-        node.send("other", *[b"y" * 1000] * 7)
-    log = node.broker.message_log
-    assert log.remove_before(log.segments[1].base)
-    with pytest.raises(DamageError, match=r"row 0 of the stage of producer 000000000000000b .* run 'plait doctor'"):
-        node.broker.stages.read(11, 0, 1 << 20)
-
-
 # --- routes -----------------------------------------------------------------------------------------
 
 
@@ -406,22 +332,6 @@ def test_a_seal_does_not_wait_for_stages_requested_after_it(monkeypatch: pytest.
     assert node.bodies("orders") == first.bodies
 
 
-def test_an_abandoned_seal_blocks_no_publishing(monkeypatch: pytest.MonkeyPatch, node: Node) -> None:
-    monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
-    first, second = Task(1), Task(2)
-    for task in (first, second):
-        for n in range(4):
-            task.write(node, b"%d" % n)
-    ask(node, [first])
-    node.commit()
-    with pytest.raises(FlowControl):
-        sealed(node, [(0, 1)])
-    settle(node)
-    node.clock.advance(staging.CLOSING_SECONDS)
-    publish(node, second)
-    assert node.bodies("orders") == first.bodies + second.bodies
-
-
 def test_a_seal_that_waits_for_a_full_disk_reports_it(node: Node, task: Task) -> None:
     task.write(node, b"a")
     ask(node, [task])
@@ -431,16 +341,6 @@ def test_a_seal_that_waits_for_a_full_disk_reports_it(node: Node, task: Task) ->
     node.broker.turn.low_space = ""
     node.later(2)
     assert sealed(node, [(0, 1)]) == [(0, 1, 1)]
-
-
-def test_a_stage_outlasts_its_target_partition(node: Node, task: Task) -> None:
-    task.write(node, b"a")
-    node.broker.delete_subject("orders")
-    node.turn()
-    assert isinstance(ask_and_settle(node, task), StaleRoute)
-    node = node.killed()
-    _, frames, _ = node.broker.stages.read(11, 0, 1 << 20)
-    assert [row.body for row in rows_of(frames)] == [b"a"]
 
 
 def test_deleting_a_subject_deletes_the_rows_being_published_to_it(

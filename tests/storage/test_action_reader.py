@@ -59,14 +59,6 @@ def test_closed_segments_end_where_the_last_segment_starts(tmp_path: Path):
     node.broker.stop()
 
 
-def test_a_directory_without_events_has_no_parts(tmp_path: Path):
-    node = Node(RealDisk(tmp_path))
-    node.send("orders", b"x")
-    assert open_actions(str(tmp_path)).look().parts == []
-    assert open_actions(str(tmp_path / "message")).look().parts == []
-    node.broker.stop()
-
-
 def test_frames_that_depend_on_missing_messages_are_left_out(tmp_path: Path):
     node = busy(tmp_path)
     node.broker.stop()

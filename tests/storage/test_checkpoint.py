@@ -49,13 +49,6 @@ def contents(disk: SimulatedDisk) -> dict[str, bytes]:
     return {name: disk.read(f"{DIRECTORY}/{name}") for name in disk.list(DIRECTORY)}
 
 
-def test_a_new_directory_has_no_checkpoint():
-    checkpoints, found = loaded(SimulatedDisk())
-    assert found is None
-    assert checkpoints.last is None
-    assert checkpoints.oldest is None
-
-
 def test_a_checkpoint_has_the_unchanged_shards_of_the_one_before():
     disk = SimulatedDisk()
     checkpoints = Checkpoints(disk)
@@ -179,18 +172,6 @@ def test_with_a_missing_or_cut_shard_the_checkpoint_before_is_used(name: str):
     assert loaded(disk)[1] == found
 
 
-def test_a_damaged_checkpoint_is_replaced_by_the_next_one():
-    disk = five_and_more()
-    disk.flip_bit(f"{DIRECTORY}/shard-own7-000000000007", 3, 3)
-    checkpoints, _ = loaded(disk)
-    write(checkpoints, 7, "new")
-    _, found = loaded(disk)
-    assert found is not None
-    assert found.manifest.number == 7
-    assert found.shards["new"] == shard("new", 7)
-    assert "own7" not in found.shards
-
-
 def test_a_newer_format_is_refused_and_nothing_is_changed():
     disk = five_and_more()
     body = msgspec.msgpack.encode({"version": FORMAT_VERSION + 1, "number": 8, "surprise": True})
@@ -221,12 +202,3 @@ def test_a_failed_checkpoint_leaves_the_one_before():
         write(checkpoints, 8, "a")
         assert checkpoints.last.number == 8
         disk = five_and_more()
-
-
-def test_files_that_no_manifest_names_are_removed():
-    disk = SimulatedDisk()
-    checkpoints = Checkpoints(disk)
-    disk.open(f"{DIRECTORY}/manifest-000000000001.new", create=True)
-    disk.open(f"{DIRECTORY}/shard-x-000000000099", create=True)
-    write(checkpoints, 1, "a")
-    assert disk.list(DIRECTORY) == ["manifest-000000000001", "shard-a-000000000001"]

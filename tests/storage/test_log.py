@@ -9,11 +9,10 @@ import pytest
 
 from plait.errors import DamageError
 from plait.frame.builder import FrameParts
-from plait.frame.view import FrameView
 from plait.storage.logs.log import Log, SyncJob
-from plait.storage.logs.segment import segment_name, used_size
+from plait.storage.logs.segment import segment_name
 from plait.testing.simulated_disk import SimulatedDisk
-from tests.storage.frames import DIRECTORY, SEGMENT_SIZE, append, body_of, frame, open_log, scan, some_bodies
+from tests.storage.frames import DIRECTORY, SEGMENT_SIZE, append, frame, open_log, scan, some_bodies
 
 # --- appending ----------------------------------------------------------------------------------
 
@@ -55,17 +54,6 @@ def test_blocks_are_zeroed_ahead_of_small_writes_and_only_there():
     assert sizes[3] < 64 * 1024 * 2, "a large write does not zero ahead"
     log.sync()
     assert scan(disk)[2] == [*some_bodies(3, 1000), b"x" * 100_000]
-
-
-def test_zeroing_ahead_stops_at_the_end_of_the_segment():
-    disk = SimulatedDisk()
-    log = Log(disk, DIRECTORY, SEGMENT_SIZE, zero_ahead=64 * 1024)
-    for body in some_bodies(20, 500):
-        append(log, body)
-        log.write()
-    log.sync()
-    assert {disk.open(f"{DIRECTORY}/{name}").size for name in disk.list(DIRECTORY)} == {SEGMENT_SIZE}
-    assert scan(disk)[2] == some_bodies(20, 500)
 
 
 def test_a_frame_that_does_not_fit_starts_the_next_segment():
@@ -117,16 +105,6 @@ def test_a_segment_header_gets_the_end_of_the_segment_before():
 # --- reading ------------------------------------------------------------------------------------
 
 
-def test_a_view_is_not_copied_and_shows_later_writes():
-    log = open_log(SimulatedDisk())
-    (offset,) = append(log, b"hello")
-    size = log.end - offset
-    view = log.view(offset, size)
-    assert not any(view)
-    log.write()
-    assert b"hello" in bytes(view)
-
-
 def test_an_offset_outside_all_segments_cannot_be_viewed():
     log = open_log(SimulatedDisk())
     append(log, *some_bodies(5, 1000))
@@ -139,20 +117,6 @@ def test_an_offset_outside_all_segments_cannot_be_viewed():
 
 
 # --- durability ---------------------------------------------------------------------------------
-
-
-def test_durable_follows_the_end_of_a_sync_not_its_beginning():
-    log = open_log(SimulatedDisk())
-    append(log, b"one")
-    log.write()
-    first_end = log.end
-    job = log.begin_sync()
-    append(log, b"two")
-    log.write()
-    job.run()
-    assert log.durable == 0
-    log.end_sync(job)
-    assert log.durable == first_end < log.end
 
 
 def test_overlapping_syncs_each_cover_what_was_written_before_them():
@@ -169,15 +133,6 @@ def test_overlapping_syncs_each_cover_what_was_written_before_them():
     log.end_sync(early)
     assert log.durable == log.end
     assert log.begin_sync().segments == []
-
-
-def test_a_sync_covers_every_segment_written_since_the_last():
-    disk = SimulatedDisk()
-    log = open_log(disk)
-    bodies = some_bodies(9, 1000)
-    append(log, *bodies)
-    log.sync()
-    assert scan(disk.after_crash(keep="none"))[2] == bodies
 
 
 def test_after_a_failed_sync_every_sync_fails():
@@ -412,28 +367,6 @@ def test_a_log_whose_end_was_lost_continues_after_it():
     assert scan(disk, durable)[2] == [*some_bodies(9, 1000)[:6], b"new"]
 
 
-def test_used_size_excludes_trailing_zeros():
-    assert used_size(memoryview(bytes(1 << 20)), 0) == 0
-    data = bytearray(1 << 20)
-    data[600_000] = 1
-    assert used_size(memoryview(data), 0) == 600_008
-    assert used_size(memoryview(data), 600_000) == 8
-    assert used_size(memoryview(data), 600_008) == 0
-    data[-1] = 1
-    assert used_size(memoryview(data), 16) == (1 << 20) - 16
-
-
-def test_close_closes_every_file():
-    log = open_log(SimulatedDisk())
-    append(log, *some_bodies(2, 1500))
-    log.prepare_next()
-    files = [log.segments[0].file]
-    log.close()
-    with pytest.raises(OSError, match="Bad file"):
-        files[0].sync()
-    assert log.segments == []
-
-
 def test_a_closed_log_refuses_appends_and_makes_no_segment():
     """A closed log has no list of segments: a new segment would overlap an existing one."""
     disk = SimulatedDisk()
@@ -445,13 +378,3 @@ def test_a_closed_log_refuses_appends_and_makes_no_segment():
         append(log, b"late")
     assert disk.list(DIRECTORY) == [segment_name(0)]
     assert scan(disk)[2] == [b"kept"]
-
-
-def test_frames_read_back_as_appended():
-    disk = SimulatedDisk()
-    log = Log(disk, DIRECTORY, SEGMENT_SIZE)
-    offsets = append(log, *some_bodies(20, 300))
-    log.write()
-    built = frame(some_bodies(20, 300)[11])
-    view = log.view(offsets[11], built.size)
-    assert body_of(FrameView(view).verify()) == some_bodies(20, 300)[11]

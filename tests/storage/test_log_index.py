@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plait.errors import DamageError, SubjectNotFound
+from plait.errors import DamageError
 from plait.storage.disk import RealDisk
 from plait.storage.reading import log_index
 from plait.storage.reading.log_chunks import WantedRows
@@ -77,17 +77,6 @@ def test_a_refresh_reads_only_the_newest_segments(tmp_path: Path, monkeypatch: p
     node.broker.stop()
 
 
-def test_a_range_finds_its_records(tmp_path: Path):
-    node = Node(RealDisk(tmp_path))
-    fill(node, 10)
-    (partition,) = index_of(tmp_path).partitions.values()
-    assert partition.between(3, 7)["base"].tolist() == [2, 4, 6]
-    assert partition.between(4, 6)["base"].tolist() == [4]
-    assert partition.between(0, 100)["base"].tolist() == list(range(0, 20, 2))
-    assert partition.between(20, 30)["base"].tolist() == []
-    node.broker.stop()
-
-
 def test_damage_raises_or_is_skipped(tmp_path: Path):
     node = Node(RealDisk(tmp_path))
     fill(node, 100)
@@ -119,18 +108,6 @@ def test_a_partition_whose_messages_were_all_removed_keeps_its_end(tmp_path: Pat
     here = node.partition("orders")
     assert (partition.start, partition.end) == (here.start, here.visible) == (200, 200)
     node.broker.stop()
-
-
-def test_a_missing_subject_is_named(tmp_path: Path):
-    node = Node(RealDisk(tmp_path))
-    fill(node, 1)
-    node.broker.create_subject("empty")
-    node.turn()
-    node.broker.stop()
-    with pytest.raises(SubjectNotFound, match=r"'gone'.*there are empty, orders, refunds"):
-        index_of(tmp_path, WantedRows(frozenset({"gone"})))
-    (empty,) = index_of(tmp_path, WantedRows(frozenset({"empty"}))).partitions.values()
-    assert (empty.start, empty.end, empty.epochs) == (0, 0, [])
 
 
 def test_damage_is_listed_once_after_several_verifications(tmp_path: Path):

@@ -5,9 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
-from plait.errors import SubjectNotFound
 from plait.storage.disk import RealDisk
 from plait.storage.reading.log_chunks import WantedRows, plan
 from plait.storage.reading.log_reader import open_log
@@ -43,23 +40,3 @@ def test_only_frames_between_two_log_offsets_are_planned_on_request(tmp_path: Pa
     pieces = [piece for chunk in planned.chunks for pieces in chunk.ranges.values() for piece in pieces]
     assert (pieces[0][0], pieces[-1][1]) == (7, 30)
     assert plan(open_log(str(tmp_path)), ALL, offsets=(ends[-1], None)).chunks == []
-
-
-def test_expired_rows_are_planned_on_request(tmp_path: Path):
-    node = Node(RealDisk(tmp_path), retention_seconds=5.0, message_segment_size=1 << 20)
-    for _ in range(20):
-        node.send("orders", b"x")
-        node.clock.advance(1.0)
-    node.retention.run()
-    node.checkpoint()
-    node.broker.stop()
-    for expired, first in ((False, 15), (True, 0)):
-        (chunk,) = plan(open_log(str(tmp_path)), ALL, expired=expired).chunks
-        assert next(iter(chunk.ranges.values()))[0] == (first, 20)
-
-
-def test_wanted_subjects_may_be_missing_on_request(tmp_path: Path):
-    Node(RealDisk(tmp_path)).broker.stop()
-    with pytest.raises(SubjectNotFound):
-        plan(open_log(str(tmp_path)), ALL)
-    assert plan(open_log(str(tmp_path)), ALL, may_be_empty=True).chunks == []

@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.storage.producers import SHARDS, FrameVerdict, ProducerTable, StoredRun
+from plait.storage.producers import SHARDS, FrameVerdict, ProducerTable
 
 P, PARTITION = 0xABC, 4
 DAY = 86_400_000_000
@@ -64,17 +64,6 @@ def test_r7_a_refused_frame_is_never_overtaken_and_then_dropped_as_a_duplicate()
     assert judge(known, 4, 3, 3) is FrameVerdict.GAP
 
 
-def test_a_resend_is_a_duplicate_and_gets_its_first_receipt():
-    known = table()
-    store(known, 1, 3, 0, base=100)
-    store(known, 4, 2, 3, base=250)
-    assert judge(known, 1, 3, 0) is FrameVerdict.DUPLICATE
-    assert judge(known, 4, 2, 3) is FrameVerdict.DUPLICATE
-    assert receipt(known, 1, 3) == 100
-    assert receipt(known, 4, 2) == 250
-    assert known.find(P, PARTITION, 4, 2) == StoredRun(4, 5, 250, 3, 0xC0FFEE + 4), "a resend is compared with this"
-
-
 def test_a_resend_cut_into_other_frames_is_a_duplicate_without_a_receipt():
     known = table()
     store(known, 1, 3, 0, base=100)
@@ -91,13 +80,6 @@ def test_a_resend_from_before_the_window_is_a_duplicate_without_a_receipt():
     assert judge(known, 1, 1, 0) is FrameVerdict.DUPLICATE
     assert receipt(known, 1) is None
     assert receipt(known, 4) == 40
-
-
-def test_partitions_have_separate_windows():
-    known = table()
-    store(known, 1, 3, 0)
-    assert known.judge(P, PARTITION + 1, 4, 1, 0) is FrameVerdict.NEW
-    assert known.judge(P, PARTITION + 1, 4, 1, 3) is FrameVerdict.UNKNOWN
 
 
 # --- holes --------------------------------------------------------------------------------------
@@ -131,15 +113,6 @@ def test_a_hole_is_filled_in_order_and_not_beyond_its_end():
     assert judge(known, 5, 2, 4) is FrameVerdict.GAP
     assert judge(known, 3, 6, 2) is FrameVerdict.GAP
     assert judge(known, 7, 2, 6) is FrameVerdict.DUPLICATE
-
-
-def test_the_first_frames_of_a_producer_can_be_lost_too():
-    known = table()
-    store(known, 4, 2, 3)
-    assert judge(known, 1, 3, 0) is FrameVerdict.NEW
-    store(known, 1, 3, 0)
-    assert judge(known, 1, 3, 0) is FrameVerdict.DUPLICATE
-    assert judge(known, 6, 1, 5) is FrameVerdict.NEW
 
 
 # --- R9 -----------------------------------------------------------------------------------------
@@ -229,33 +202,6 @@ def saved(known: ProducerTable, *producers: int) -> Any:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(known.dump(producers)), type=list[entry])
 
 
-def test_changes_are_marked_for_the_next_checkpoint():
-    known = table(keep_seconds=1)
-    store(known, 1, 1, 0)
-    assert known.dirty == {P % SHARDS}
-    known.dirty.clear()
-    judge(known, 2, 1, 1)
-    assert known.dirty == set()
-    known.forget(DAY)
-    assert known.dirty == {P % SHARDS}
-
-
-def test_every_known_producer_is_in_one_shard():
-    known = table(producers_max=1000)
-    ids = {5, 69, 133, 6, 2**63 + 5, 2**64 - 1}
-    for producer in ids:
-        store(known, 1, 1, 0, producer=producer, time=producer & 1)
-    again = table(producers_max=1000)
-    again.load(saved(known, *ids))
-    again.order()
-    for one in (known, again):
-        members = [set(one.shards[index]) for index in range(SHARDS)]
-        assert members[5] == {5, 69, 133, 2**63 + 5}
-        assert sorted(producer for shard in members for producer in shard) == sorted(ids)
-        one.forget(8 * DAY)
-        assert not any(one.shards[index] for index in range(SHARDS))
-
-
 def test_new_producers_do_not_displace_proven_ones():
     known = table(producers_max=100)
     for number in range(1, 51):
@@ -271,16 +217,6 @@ def test_new_producers_do_not_displace_proven_ones():
     assert known.window(1000, PARTITION) is None
     assert known.forget(120_000_000 + 8 * DAY) != []
     assert len(known) == 0
-
-
-def test_a_dump_has_only_the_given_producers_that_are_known():
-    known = table()
-    for producer in (1, 2, 3):
-        store(known, 1, 2, 0, base=7, producer=producer, time=producer)
-    assert saved(known, 3, 9, 1) == [
-        (3, 3, [(PARTITION, 2, [[1, 2, 7, 0, 0xC0FFEE + 1]], [])]),
-        (1, 1, [(PARTITION, 2, [[1, 2, 7, 0, 0xC0FFEE + 1]], [])]),
-    ]
 
 
 def test_a_full_window_takes_little_more_than_its_numbers():

@@ -82,15 +82,6 @@ def test_ranges_are_made_of_any_ranges_in_any_order(pieces: list[tuple[int, int,
     assert spelled_out(list(Ranges((s, s + n, a) for s, n, a in pieces))) == model
 
 
-def test_a_million_sequences_cost_as_much_as_ten():
-    ranges = Ranges()
-    ranges.add(0, 10**12, 1)
-    assert ranges.remove(5, 10**12 - 5) == [Range(5, 10**12 - 5, 1)]
-    assert list(ranges) == [Range(0, 5, 1), Range(10**12 - 5, 10**12, 1)]
-    with pytest.raises(IndexError):
-        _ = Ranges().first
-
-
 @pytest.mark.parametrize("size", [1, 31, 33, 34, 100, 1000])
 def test_removing_the_lowest_ranges_one_by_one_leaves_the_rest(size: int):
     ranges = Ranges((3 * n, 3 * n + 2, 1) for n in range(size))

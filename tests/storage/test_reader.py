@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ from plait.storage.disk import Disk, RealDisk
 from plait.storage.reading.log_chunks import ChunkPlan, LogChunk, WantedRows, plan, read_chunk
 from plait.storage.reading.log_reader import LogReader, open_log
 from plait.testing.simulated_disk import SimulatedDisk
-from tests.broker.schedule_node import SECOND, delay, later
 from tests.support.broker_node import Node, Producer
 
 Row = tuple[str, int, bytes]
@@ -82,52 +80,12 @@ def test_every_row_of_a_subject_is_read_once_and_in_order(node: Node, tmp_path: 
     assert len(rows) == 600
 
 
-def test_frames_of_other_subjects_are_skipped(node: Node, tmp_path: Path):
-    for number in range(200):
-        node.send(f"s{number % 3}", b"%d" % number)
-    reader = open_log(str(tmp_path))
-    assert read(reader, wanted("s1")) == stored(node, "s1")
-    assert sorted(read(reader, wanted("s0", "s2"))) == stored(node, "s0") + stored(node, "s2")
-
-
 def test_a_prefix_names_every_subject_that_starts_with_it(node: Node, tmp_path: Path):
     for subject in ("eu.orders", "eu.refunds", "us.orders"):
         node.send(subject, subject.encode())
     rows = read(open_log(str(tmp_path)), WantedRows(prefixes=("eu.",)))
     assert [row[0] for row in rows] == ["eu.orders", "eu.refunds"]
     assert len(read(open_log(str(tmp_path)), WantedRows(prefixes=("",)))) == 3
-
-
-def test_frames_of_several_producers_joined_into_one_are_read(node: Node, tmp_path: Path):
-    producers = [Producer(number) for number in range(1, 6)]
-    for producer in producers:
-        node.submit(producer.frame("orders", b"from %d" % producer.id))
-    node.turn()
-    assert [row[2] for row in read(open_log(str(tmp_path)), wanted("orders"))] == [b"from %d" % n for n in range(1, 6)]
-
-
-def test_delayed_messages_are_read_once_they_are_delivered(node: Node, tmp_path: Path):
-    node.send("orders", b"now")
-    delay(node, Producer(9), [node.clock.now() + SECOND, node.clock.now() + 2 * SECOND], b"soon", b"later")
-    assert [row[2] for row in read(open_log(str(tmp_path)), wanted("orders"))] == [b"now"]
-    node.checkpoint()
-    later(node, 1)
-    rows = read(open_log(str(tmp_path)), WantedRows(prefixes=("",)))
-    assert rows == stored(node, "orders")
-    assert [row[2] for row in rows] == [b"now", b"soon"]
-
-
-@pytest.mark.parametrize("compression", ["zstd", "lz4"])
-def test_compressed_frames_are_read(node: Node, tmp_path: Path, compression: str):
-    node.submit(Producer(7).frame("orders", *[b"x" * 100] * 50, compression=compression))
-    node.turn()
-    assert read(open_log(str(tmp_path)), wanted("orders")) == stored(node, "orders")
-
-
-def test_a_subject_without_messages_has_no_chunks(node: Node, tmp_path: Path):
-    node.broker.create_subject("empty")
-    node.turn()
-    assert plan(open_log(str(tmp_path)), wanted("empty")).chunks == []
 
 
 def test_a_directory_without_messages_has_no_subjects(node: Node, tmp_path: Path):
@@ -163,18 +121,6 @@ def test_expired_rows_that_are_still_in_a_segment_are_left_out(node: Node, tmp_p
     assert read(open_log(str(tmp_path)), wanted("orders")) == [("orders", 1, b"new")]
 
 
-def test_each_segment_file_can_be_read_alone(node: Node, tmp_path: Path):
-    for number in range(200):
-        node.send("orders", b"%d" % number)
-    rows = []
-    for path in segments(tmp_path):
-        alone = tmp_path / "copies" / path.stem
-        alone.mkdir(parents=True)
-        shutil.copy(path, alone)
-        rows += read(open_log(str(alone)), wanted("orders"))
-    assert rows == stored(node, "orders")
-
-
 # --- bounds -------------------------------------------------------------------------------------
 
 
@@ -193,15 +139,6 @@ def test_bounds_leave_out_frames_without_such_rows(node: Node, tmp_path: Path):
     assert sequences(time_min=times[28]) == [56, 57, 58, 59]
     assert sequences(time_max=times[1] - 1) == [0, 1]
     assert sequences(sequence_min=60) == []
-
-
-def test_partitions_are_chosen_by_name(node: Node, tmp_path: Path):
-    for subject in ("a", "b", "c"):
-        node.send(subject, subject.encode())
-    reader = open_log(str(tmp_path))
-    both = frozenset({"a", "b"})
-    assert [row[0] for row in read(reader, wanted("a", "b", "c", subjects_only=both))] == ["a", "b"]
-    assert [row[0] for row in read(reader, wanted("b", "c", partitions_only=both))] == ["b"]
 
 
 # --- chunks -------------------------------------------------------------------------------------
@@ -242,19 +179,6 @@ def test_another_process_can_read_a_chunk_from_the_files_alone(tmp_path: Path):
     )
     frames = list(read_chunk(RealDisk(tmp_path, read_only=True), "here", chunk, wanted("orders")))
     assert [frame.count for _, frame in frames] == [255] * 4
-
-
-def test_many_frames_of_other_subjects_are_in_no_chunk(tmp_path: Path):
-    node = Node(RealDisk(tmp_path), message_segment_size=64 << 20)
-    producer = Producer(3)
-    for subject, frames in (("orders", 4), ("other", 32), ("orders", 4)):
-        for _ in range(frames):
-            node.submit(producer.frame(subject, *[bytes(1024)] * 255))
-            node.turn()
-    chunks = plan(open_log(str(tmp_path)), wanted("orders"), chunk_size=4 << 20).chunks
-    assert len(chunks) == 2
-    assert all(chunk.end - chunk.start == chunk.size for chunk in chunks)
-    node.broker.stop()
 
 
 def test_a_segment_that_retention_removes_before_reading_raises_expired(tmp_path: Path):
@@ -328,16 +252,6 @@ def test_a_read_only_disk_refuses_every_change(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_path_that_is_not_a_data_directory_is_refused(tmp_path: Path):
-    with pytest.raises(DataDirError, match="there is no directory"):
-        open_log(str(tmp_path / "nowhere"))
-    (tmp_path / "file").write_text("hello")
-    with pytest.raises(DataDirError, match="there is no directory"):
-        open_log(str(tmp_path / "file"))
-    with pytest.raises(DataDirError, match="not a Plait data directory"):
-        open_log(str(tmp_path))
-
-
 def test_an_action_log_is_not_taken_for_a_message_log(node: Node, tmp_path: Path):
     node.send("orders", b"a")
     for number in range(4):
@@ -399,16 +313,6 @@ def test_an_unfinished_frame_at_the_end_is_left_out(node: Node, tmp_path: Path):
         torn = data[:cut] + bytes(len(data) - cut)
         path.write_bytes(torn)
         assert read(open_log(str(tmp_path)), wanted("orders")) == [("orders", 0, b"whole")]
-
-
-def test_a_copy_that_ends_inside_a_frame_is_read_up_to_it(node: Node, tmp_path: Path):
-    node.send("orders", b"whole")
-    end = node.broker.message_log.end
-    node.send("orders", b"cut" * 300)
-    (copy := tmp_path / "copy").mkdir()
-    source = segments(tmp_path)[0]
-    (copy / source.name).write_bytes(source.read_bytes()[: end + 200])
-    assert read(open_log(str(copy)), wanted("orders")) == [("orders", 0, b"whole")]
 
 
 @pytest.mark.parametrize("keep", ["none", "all", "random"])
@@ -489,16 +393,6 @@ def test_a_wrong_size_in_another_subjects_frame_hides_no_row(tmp_path: Path):
     with pytest.raises(DamageError, match=f"at offset {between} "):
         read(open_log(str(tmp_path)), wanted("orders"))
     assert read(open_log(str(tmp_path)), wanted("orders"), fail_on_damage=False) == rows
-
-
-def test_a_damaged_frame_of_another_subject_is_not_reported(tmp_path: Path):
-    path, places, rows = damaged_log(tmp_path)
-    data = bytearray(path.read_bytes())
-    data[places[3] - 8] ^= 0xFF
-    path.write_bytes(data)
-    assert read(open_log(str(tmp_path)), wanted("orders")) == rows
-    with pytest.raises(DamageError):
-        read(open_log(str(tmp_path)), wanted("other"))
 
 
 def test_damage_in_one_segment_leaves_the_others_readable(tmp_path: Path):

@@ -144,14 +144,6 @@ def test_a_directory_left_by_a_killed_process_is_synced_too(tmp_path: Path, monk
     assert synced == [tmp_path, tmp_path / "d"]
 
 
-def test_a_removed_directory_is_made_again(tmp_path: Path):
-    disk = RealDisk(tmp_path)
-    disk.make_directory("d")
-    (tmp_path / "d").rmdir()
-    disk.make_directory("d")
-    assert (tmp_path / "d").is_dir()
-
-
 def test_one_process_at_a_time_holds_the_lock(tmp_path: Path):
     first, second = RealDisk(tmp_path / "data"), RealDisk(tmp_path / "data")
     first.lock()

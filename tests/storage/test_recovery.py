@@ -45,15 +45,6 @@ def log_bytes(disk: SimulatedDisk, offset: int, size: int) -> bytes:
 # --- torn tails ---------------------------------------------------------------------------------
 
 
-def test_a_synced_log_is_recovered_in_full():
-    bodies = some_bodies(20, 700)
-    disk, log, _ = written(bodies)
-    again, found, read = scan(disk.after_crash())
-    assert read == bodies
-    assert found.damages == []
-    assert (again.end, again.durable) == (log.end, log.end)
-
-
 @pytest.mark.parametrize("size", [1, 8, 79, 80, 100, 180])
 def test_a_partly_written_frame_is_cut_and_copied_to_quarantine(size: int):
     disk, log, offsets = written(some_bodies(3))
@@ -67,17 +58,6 @@ def test_a_partly_written_frame_is_cut_and_copied_to_quarantine(size: int):
     ((name, kept),) = quarantined(disk).items()
     assert name == f"message-{offsets[2]:020d}-torn"
     assert kept.rstrip(b"\0") == torn.rstrip(b"\0")
-
-
-def test_after_a_cut_the_log_continues_and_stays_readable():
-    disk, _log, offsets = written(some_bodies(3))
-    overwrite(disk, offsets[2] + 90, bytes(60))
-    again, _, _ = scan(disk)
-    assert append(again, b"new") == [offsets[2]]
-    again.sync()
-    _, found, read = scan(disk)
-    assert read == [*some_bodies(3)[:2], b"new"]
-    assert found.damages == []
 
 
 def test_bytes_in_unused_space_are_a_torn_tail():
@@ -116,16 +96,6 @@ def test_a_bad_frame_at_the_end_of_a_segment_before_a_valid_one_in_the_next_is_d
     _, found, read = scan(disk)
     assert read == [*bodies[:2], *bodies[3:]]
     assert kinds(found) == [(offsets[2], "damaged")]
-
-
-def test_several_bad_frames_in_a_row_are_all_reported_and_the_rest_is_read():
-    bodies = some_bodies(6)
-    disk, _, offsets = written(bodies)
-    for number, position in ((1, 90), (2, 0), (4, 100)):
-        disk.flip_bit(f"{DIRECTORY}/{segment_name(0)}", offsets[number] + position, 1)
-    _, found, read = scan(disk)
-    assert read == [bodies[0], bodies[3], bodies[5]]
-    assert kinds(found) == [(offsets[1], "damaged"), (offsets[2], "damaged"), (offsets[4], "damaged")]
 
 
 def test_nothing_below_a_durable_offset_is_ever_cut():
@@ -408,17 +378,6 @@ def test_two_tails_cut_at_the_same_offset_are_both_in_quarantine():
     assert sorted(quarantined(disk)) == [name, f"{name}.1"]
 
 
-def test_a_tail_over_several_segments_is_copied_to_quarantine_in_full():
-    bodies = some_bodies(12, 1000)
-    disk, _, offsets = written(bodies)
-    overwrite(disk, offsets[1], bytes(SECTOR_SIZE))
-    _, _found, read = scan(disk)
-    assert read == bodies[:1]
-    kept = b"".join(data for _, data in sorted(quarantined(disk).items()))
-    assert all(body in kept for body in bodies[2:])
-    assert disk.list(DIRECTORY) == [segment_name(0)]
-
-
 # --- reading a log that depends on another --------------------------------------------------------
 
 
@@ -438,11 +397,3 @@ def test_the_reader_may_refuse_a_frame_and_all_later_ones():
     assert log.end == offsets[4]
     assert {(d.kind, d.reason) for d in found.damages} == {("torn", "depends on lost messages")}
     assert scan(disk)[2] == bodies[:4]
-
-
-def test_a_scan_starts_at_the_given_offset():
-    bodies = some_bodies(9, 1000)
-    disk, log, offsets = written(bodies)
-    assert scan(disk, start=offsets[2])[2] == bodies[2:]
-    assert scan(disk, start=offsets[3])[2] == bodies[3:]
-    assert scan(disk, start=log.end)[2] == []

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.testing.cached_file import SECTOR_SIZE, Keep
+from plait.testing.cached_file import SECTOR_SIZE
 from plait.testing.simulated_disk import SimulatedDisk, SimulatedFile
 from tests.testing.crashes import RANDOMS, durable, outcomes, sectors
 
@@ -29,16 +29,6 @@ def test_a_sector_written_again_holds_any_of_its_states():
     assert seen == {b"0" * 10, b"1" * 10, b"2" * 10, b"3" * 10}
 
 
-def test_sectors_do_not_reach_the_medium_in_the_order_of_their_writes():
-    disk = SimulatedDisk()
-    file = durable(disk, "a", b"0" * 2 * SECTOR_SIZE)
-    file.write([b"1"], 0)
-    file.write([b"2"], 0)
-    file.write([b"1"], SECTOR_SIZE)
-    seen = outcomes(disk, lambda after: (after.read("a")[0], after.read("a")[SECTOR_SIZE]))
-    assert seen == {(first, second) for first in b"012" for second in b"01"}
-
-
 def test_growth_survives_in_part_and_may_be_zeros():
     disk = SimulatedDisk()
     durable(disk, "a", b"o" * 100).write([b"n" * 1500], 100)
@@ -46,29 +36,6 @@ def test_growth_survives_in_part_and_may_be_zeros():
     assert {len(data) for data in seen} == {100, 512, 1024, 1536, 1600}
     assert b"o" * 100 + bytes(1500) in seen
     assert b"o" * 100 + b"n" * 1500 in seen
-
-
-def test_an_unsynced_allocation_survives_in_part():
-    disk = SimulatedDisk()
-    durable(disk, "a").allocate(2 * SECTOR_SIZE)
-    seen = outcomes(disk, lambda after: after.read("a"))
-    assert seen == {b"", bytes(SECTOR_SIZE), bytes(2 * SECTOR_SIZE)}
-
-
-def test_an_unsynced_cut_survives_or_not():
-    disk = SimulatedDisk()
-    durable(disk, "a", b"o" * 2000).truncate(1024)
-    assert outcomes(disk, lambda after: after.read("a")) == {b"o" * 1024, b"o" * 2000}
-
-
-def test_writes_above_a_lost_cut_are_lost_with_it():
-    disk = SimulatedDisk()
-    file = durable(disk, "a", b"o" * 2048)
-    file.truncate(1024)
-    file.write([b"n" * 512], 1024)
-    seen = outcomes(disk, lambda after: after.read("a"))
-    kept = b"o" * 1024
-    assert seen == {b"o" * 2048, kept, kept + b"n" * 512, kept + bytes(512)}
 
 
 def test_bytes_that_a_surviving_cut_removed_never_reappear():
@@ -121,21 +88,6 @@ def test_every_sector_after_a_crash_has_a_state_since_the_sync(actions: list[tup
         assert len(found) % SECTOR_SIZE == 0 or len(found) in {len(state) for state in states}
         for number, part in enumerate(sectors(found)):
             assert part in {state_of_sector(state, number)[: len(part)] for state in states}
-
-
-@given(st.lists(WRITES, max_size=12), RANDOMS, st.sampled_from(["random", "none", "all"]))
-def test_synced_bytes_survive_every_crash(actions: list[tuple[Any, ...]], rng: random.Random, keep: Keep):
-    disk = SimulatedDisk()
-    states = perform(disk, durable(disk, "a"), [*actions, ("sync",)])
-    assert disk.after_crash(rng, keep).read("a") == states[-1]
-
-
-@given(st.lists(WRITES, max_size=12), RANDOMS)
-def test_keep_none_is_the_synced_state_and_keep_all_the_current_one(actions: list[tuple[Any, ...]], rng: random.Random):
-    disk = SimulatedDisk()
-    states = perform(disk, durable(disk, "a"), actions)
-    assert disk.after_crash(rng, "none").read("a") == states[0]
-    assert disk.after_crash(rng, "all").read("a") == states[-1]
 
 
 CUTS = st.one_of(WRITES, st.tuples(st.just("truncate"), st.integers(0, 3000)))

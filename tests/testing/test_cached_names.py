@@ -22,22 +22,6 @@ def test_a_created_file_may_be_lost_until_its_directory_is_synced():
     assert outcomes(disk, lambda after: after.read("a")) == {b"x"}
 
 
-def test_names_of_one_directory_survive_independently():
-    disk = SimulatedDisk()
-    for name in "abc":
-        disk.open(name, create=True)
-    assert len(outcomes(disk, lambda after: tuple(after.list("")))) == 8
-
-
-def test_a_removed_file_may_reappear_until_its_directory_is_synced():
-    disk = SimulatedDisk()
-    durable(disk, "a", b"old")
-    disk.remove("a")
-    assert outcomes(disk, lambda after: after.exists("a") and after.read("a")) == {False, b"old"}
-    disk.sync_directory("")
-    assert outcomes(disk, lambda after: after.exists("a")) == {False}
-
-
 def test_a_rename_is_old_or_new_until_its_directory_is_synced():
     disk = SimulatedDisk()
     durable(disk, "checkpoint", b"old")
@@ -69,14 +53,6 @@ def test_a_rename_between_directories_needs_both_synced():
         assert seen == {(True, False), (False, True)}
         disk.sync_directory(order[1])
         assert outcomes(disk, lambda after: after.list("e")[0]) == {"a"}
-
-
-def test_a_file_renamed_twice_has_one_of_its_three_names():
-    disk = SimulatedDisk()
-    durable(disk, "a", b"x")
-    disk.rename("a", "b")
-    disk.rename("b", "c")
-    assert outcomes(disk, lambda after: tuple(after.list(""))) == {("a",), ("b",), ("c",)}
 
 
 def test_a_durable_removal_makes_the_rename_before_it_durable():

@@ -9,8 +9,7 @@ get a new stamp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from plait.frame.builder import FrameParts, pack_stamp
@@ -39,44 +38,30 @@ CHUNK_PARTITIONS = 64
 STEP_CHUNKS = 4
 
 
-class EncodedHeader:
-    """The encoded definitions of one kind for the partitions of a chunk, as of the last ``refresh``."""
-
-    __slots__ = ("_encode", "_state", "_states", "rows")
-
-    def __init__(
-        self, state: Callable[[Partition], object], encode: Callable[[Iterable[Partition]], list[HeaderRows]]
-    ) -> None:
-        """``state`` returns equal values for a partition only while its definitions are the same."""
-        self._state = state
-        self._encode = encode
-        self._states: list[object] = []
-        self.rows: list[HeaderRows] = []
-
-    @property
-    def count(self) -> int:
-        """The number of definitions."""
-        return sum(rows.count for rows in self.rows)
-
-    def refresh(self, partitions: list[Partition]) -> bool:
-        """Encode the definitions again if any has changed. Returns whether one has."""
-        states = list(map(self._state, partitions))
-        if states == self._states:
-            return False
-        self.rows = self._encode(partitions)
-        self._states = states
-        return True
+#: The kinds of definitions, each with the name of the attribute of a partition that changes when they change: rows of
+#: the catalog, and the definitions of groups and consumers.
+ROWS = "row"
+NAMES = "definitions"
 
 
 class HeaderChunk:
-    """Some partitions, and their encoded definitions."""
+    """Some partitions, and their encoded definitions of each kind as of the last ``refresh``."""
 
-    __slots__ = ("catalog", "definitions", "partitions")
+    __slots__ = ("_states", "partitions", "rows")
 
     def __init__(self) -> None:
         self.partitions: list[Partition] = []
-        self.catalog = EncodedHeader(attrgetter("row"), _encode_rows)
-        self.definitions = EncodedHeader(attrgetter("definitions"), _encode_definitions)
+        self._states: dict[str, list[object]] = {}
+        self.rows: dict[str, list[HeaderRows]] = {ROWS: [], NAMES: []}
+
+    def refresh(self, kind: str) -> bool:
+        """Encode the definitions of a kind again if any has changed. Returns whether one has."""
+        states = [getattr(partition, kind) for partition in self.partitions]
+        if states == self._states.get(kind):
+            return False
+        self._states[kind] = states
+        self.rows[kind] = (_encode_rows if kind == ROWS else _encode_definitions)(self.partitions)
+        return True
 
 
 class SegmentHeaders:
@@ -118,38 +103,30 @@ class SegmentHeaders:
     def refresh_steps(self) -> Iterator[None]:
         """Encode ahead for the logs whose next segment is near, in steps of one loop turn each."""
         if self._turn.message_log.half_full:
-            yield from self.refresh_catalog()
+            yield from self.refresh_kind(ROWS)
         if self._turn.action_log.half_full:
-            yield from self.refresh_definitions()
+            yield from self.refresh_kind(NAMES)
 
     def refresh(self) -> None:
         """Encode ahead for the logs whose next segment is near, all at once."""
         for _ in self.refresh_steps():
             pass
 
-    def refresh_catalog(self) -> Iterator[None]:
-        """Encode the changed definitions of partitions, in steps."""
-        return self._refresh(attrgetter("catalog"))
-
-    def refresh_definitions(self) -> Iterator[None]:
-        """Encode the changed definitions of groups and consumers, in steps."""
-        return self._refresh(attrgetter("definitions"))
-
-    def _refresh(self, kind: Callable[[HeaderChunk], EncodedHeader]) -> Iterator[None]:
+    def refresh_kind(self, kind: str) -> Iterator[None]:
+        """Encode the changed definitions of a kind, in steps."""
         encoded = 0
         for chunk in list(self._chunks):
             # One subject may have most consumers of the broker: such a chunk is encoded once, when the segment begins.
-            if kind(chunk).count <= DEFINITIONS_MAX and kind(chunk).refresh(chunk.partitions):
+            if sum(rows.count for rows in chunk.rows[kind]) <= DEFINITIONS_MAX and chunk.refresh(kind):
                 encoded += 1
                 if encoded % STEP_CHUNKS == 0:
                     yield
 
-    def _rows(self, kind: Callable[[HeaderChunk], EncodedHeader]) -> Iterator[HeaderRows]:
+    def _rows(self, kind: str) -> Iterator[HeaderRows]:
         """All current definitions of one kind."""
         for chunk in self._chunks:
-            encoded = kind(chunk)
-            encoded.refresh(chunk.partitions)
-            yield from encoded.rows
+            chunk.refresh(kind)
+            yield from chunk.rows[kind]
 
     # --- frames ---------------------------------------------------------------------------------
 
@@ -175,7 +152,7 @@ class SegmentHeaders:
         """The header of a message log segment: all partitions."""
         turn = self._turn
         stamp = pack_stamp(CATALOG, 0, turn.clock.now(), turn.message_log.durable, turn.epoch)
-        return [rows.frame(1, previous_end, stamp) for rows in self._rows(attrgetter("catalog"))]
+        return [rows.frame(1, previous_end, stamp) for rows in self._rows(ROWS)]
 
     def of_retained_segment(self, previous_end: int) -> list[FrameParts]:
         """The header of a retained log segment: only the end of the previous one. Frames have the ids of groups."""
@@ -187,7 +164,7 @@ class SegmentHeaders:
         turn = self._turn
         time, presumed = turn.clock.now(), turn.message_log.end
         frames = []
-        for rows in self._rows(attrgetter("definitions")):
+        for rows in self._rows(NAMES):
             stamp = pack_stamp(DEFINITIONS, turn.action_index, time, presumed, turn.epoch)
             frames.append(rows.frame(turn.action_index, previous_end, stamp))
             turn.action_index += 1

@@ -91,7 +91,11 @@ class Recovery:
     def run(self) -> RecoveryReport:
         turn, checkpoints = self._turn, self._checkpoints
         loaded = checkpoints.load()
-        manifest = self._load(loaded.manifest, loaded.shards) if loaded else self._first()
+        if loaded:
+            manifest = self._load(loaded.manifest, loaded.shards)
+        else:
+            message, kept, action = (log.start for log in turn.logs)
+            manifest = msgspec.structs.replace(_NONE, message_offset=message, retained_offset=kept, action_offset=action)
         starts = manifest.message_offset, manifest.retained_offset, manifest.action_offset
         missing = [
             damage
@@ -127,11 +131,6 @@ class Recovery:
         )
 
     # --- checkpoint -----------------------------------------------------------------------------
-
-    def _first(self) -> CheckpointManifest:
-        """No checkpoint is readable: all logs are read from their beginning."""
-        message, kept, action = (log.start for log in self._turn.logs)
-        return msgspec.structs.replace(_NONE, message_offset=message, retained_offset=kept, action_offset=action)
 
     def _load(self, manifest: CheckpointManifest, shards: dict[str, bytes]) -> CheckpointManifest:
         """Load the state that a checkpoint has."""

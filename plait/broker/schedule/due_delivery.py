@@ -14,7 +14,7 @@ from plait.broker.partitions.partition import Partition
 from plait.broker.schedule.due_rows import DELIVER_SIZE_MAX, DueRows, reading
 from plait.broker.schedule.forwards import Forwards
 from plait.broker.schedule.schedules import Schedules
-from plait.broker.schedule.upcoming import Schedule
+from plait.broker.schedule.upcoming import WINDOW_MICROS, Schedule
 from plait.broker.turn import Turn, write_messages
 from plait.errors import DiskFull, FlowControl, FrameError, InvalidArgument, ReadOnly, StorageFailed
 from plait.frame.builder import pack_stamp
@@ -91,7 +91,8 @@ class DueDelivery:
         """Set and return ``ready``: whether ``run`` has work to do."""
         clock = self._turn.clock
         now = clock.now()
-        if self._upcoming.is_ahead(now):
+        if self._window.end > now + 2 * WINDOW_MICROS:
+            # The clock was set back.
             self._upcoming.begin_again(self._schedules.by_subject.values())
         due = self._window.next_due <= now or self._upcoming.wants(now)
         self.ready = due and clock.monotonic() >= self._held_until

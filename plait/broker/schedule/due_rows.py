@@ -131,7 +131,7 @@ class DueRows:
             sets += found
             which.append(mine[order])
             # Each row reads at least one page.
-            bucket.read(4096 * len(mine))
+            bucket.bytes_read += 4096 * len(mine)
         return sets, np.concatenate(which)
 
     def _sets_in_log(

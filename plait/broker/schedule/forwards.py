@@ -143,7 +143,7 @@ class Forwards:
         """Store the newest route of a subject."""
         self._routes[subject] = route
         self.unrouted.discard(subject)
-        self._schedules.route_known(subject)
+        self._schedules.release(self._schedules.held(subject))
 
     def forget(self, subject: str) -> None:
         """Drop the route of a subject: a partition of it was deleted, perhaps the last one here."""

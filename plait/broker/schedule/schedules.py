@@ -61,9 +61,7 @@ class Schedules:
         schedule = self.by_subject.get(partition.row.name)
         if schedule is not None:
             schedule.partition.main = partition
-            if schedule.held:
-                schedule.held = False
-                self.upcoming.begin_again(self.by_subject.values())
+            self.release([schedule] if schedule.held else [])
 
     def remove(self, partition: Partition) -> None:
         """Remove the delayed rows of a deleted subject."""
@@ -124,9 +122,8 @@ class Schedules:
             if schedule is not None:
                 self.upcoming.append(schedule, frame, offset, base)
 
-    def route_known(self, subject: str) -> None:
-        """Move the due rows that wait for the route of a subject into the window, when the route is known."""
-        held = self.held(subject)
+    def release(self, held: list[Schedule]) -> None:
+        """Move due rows that were held into the window."""
         for schedule in held:
             schedule.held = False
         if held:

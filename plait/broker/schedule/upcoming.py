@@ -163,10 +163,6 @@ class Upcoming:
         near = self._beyond < now + WINDOW_MICROS and self.window.end <= now + WINDOW_MICROS // 2
         return near and len(self.window) < LOAD_MAX
 
-    def is_ahead(self, now: int) -> bool:
-        """Whether the window ends too far in the future, because the clock was set back."""
-        return self.window.end > now + 2 * WINDOW_MICROS
-
     def begin_again(self, schedules: Iterable[Schedule]) -> None:
         """Empty the window and recompute the next due times."""
         self.window.clear()

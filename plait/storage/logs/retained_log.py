@@ -110,15 +110,10 @@ class RetainedRows:
         """Record that these sequences are in the frame at ``offset``; earlier copies are forgotten."""
         self.offsets.update(dict.fromkeys(sequences.tolist(), offset))
 
-    def offset(self, sequence: int) -> int | None:
-        return self.offsets.get(sequence)
-
     def frame(self, log: Log, sequence: int) -> FrameView | None:
         """The frame with a message; None if it is not retained, or its frame is unreadable."""
         offset = self.offsets.get(sequence)
-        if offset is None:
-            return None
-        return frame_at(log, offset)
+        return None if offset is None else frame_at(log, offset)
 
     def places(self, sequences: Sequence[int]) -> npt.NDArray[np.int64]:
         """The offset of each sequence; -1 if it is not retained."""
@@ -149,11 +144,6 @@ class RetainedRows:
         sequences, offsets = self._arrays()
         wanted = _within(sequences, needed)
         self.offsets = dict(zip(sequences[wanted].tolist(), offsets[wanted].tolist(), strict=True))
-
-    @property
-    def first_offset(self) -> int | None:
-        """The retained log is needed from this offset; None if nothing is retained."""
-        return min(self.offsets.values(), default=None)
 
     def by_offset(self, needed: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """(offset, sequences) of each frame with rows in ``needed`` (as for ``tidy``), in log order."""

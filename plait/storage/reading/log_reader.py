@@ -126,11 +126,6 @@ class LogReader:
         """Skip the segments that end before a log offset: the header of a later one has all definitions."""
         del self.files[: self.index_of(offset)]
 
-    def is_clean_end(self, offset: int) -> bool:
-        """True if a server stopped in order when its log ended here, and no server has started since."""
-        checkpoint = self.checkpoint
-        return checkpoint is not None and checkpoint.manifest.clean and checkpoint.manifest.message_offset == offset
-
 
 def open_log(path: str) -> LogReader:
     """The message log of a data directory, or of a directory of segment files; ``DataDirError`` if it is neither."""

@@ -30,7 +30,6 @@ PIECE_SIZE: Final = MIB
 
 #: magic and version, size, count, producer, previous, partition, base, store time, durable, epoch.
 _HEADER: Final = Struct("<3sxII4xQ8xQ4xIQqQI")
-_PREFIX: Final = Struct("<3s")
 
 
 #: The fields of an unverified frame header: the frame's position in the segment, its size, count and partition, the
@@ -73,12 +72,15 @@ class LogWalk:
         self._fail_on_damage = fail_on_damage
         checkpoint = reader.checkpoint
         self._durable = checkpoint.manifest.message_end if checkpoint else 0
+        #: The end of the log if a server stopped in order there, and no server has started since.
+        self._clean_end = checkpoint.manifest.message_offset if checkpoint and checkpoint.manifest.clean else -1
         #: The log offsets of pieces: a frame starts there, and the walk can go back there.
         self._marks: list[int] = []
         self._rows: dict[int, PartitionRow] = {}
         #: (log offset, rows) of catalog frames that may turn out to be in the torn tail.
         self._recent_rows: list[tuple[int, list[PartitionRow]]] = []
-        self._distrusted: int | None = None
+        #: Set to verify the log from this offset on, where frames seem to be missing, and to yield it again.
+        self.distrusted: int | None = None
         #: Segment base → the position up to which headers were followed.
         self._reach: dict[int, int] = {}
         #: Frames before this log offset need no further verification.
@@ -95,10 +97,6 @@ class LogWalk:
             rows.update((row.id, row) for row in recent)
         return rows
 
-    def distrust(self, offset: int) -> None:
-        """Verify the log from ``offset`` on, where frames seem to be missing, and yield it again."""
-        self._distrusted = offset
-
     def __iter__(self) -> Iterator[LogPiece]:
         resume: _Resume | None = _Resume(0, 0)
         looked_again = -1
@@ -111,12 +109,13 @@ class LogWalk:
             position = yield from self._follow(segment, position)
             end = segment.base + position
             self._reach[segment.base] = position
-            if self._distrusted is not None:
-                resume = yield from self._settle(index, min(self._distrusted, end), end)
+            if self.distrusted is not None:
+                resume = yield from self._settle(index, min(self.distrusted, end), end)
                 continue
-            if self._reader.is_clean_end(end):
+            if self._clean_end == end:
                 return
-            following = self._next_in_use(index)
+            later = map(self._reader.map, range(index + 1, len(self._reader.files)))
+            following = next((each for each in later if each is not None and not each.blank), None)
             if following is None:
                 yield from self._settle(index, end, None)
                 return
@@ -159,7 +158,7 @@ class LogWalk:
             if position - start >= PIECE_SIZE:
                 yield self._piece(segment, start, frames)
                 frames, start = [], position
-                if self._distrusted is not None:
+                if self.distrusted is not None:
                     return position
         if frames:
             yield self._piece(segment, start, frames)
@@ -191,14 +190,6 @@ class LogWalk:
                 f"{self._reader.place!r} holds no message log: its catalog cannot be read ({error})"
             ) from error
         self.catalog_version += 1
-
-    def _next_in_use(self, index: int) -> MappedSegment | None:
-        """The next segment that has frames."""
-        for later in range(index + 1, len(self._reader.files)):
-            segment = self._reader.map(later)
-            if segment is not None and not segment.blank:
-                return segment
-        return None
 
     def _ends_here(self, segment: MappedSegment, position: int, following: MappedSegment) -> bool:
         """True if the next segment, or unused space, confirms that this segment has no more frames."""
@@ -237,7 +228,7 @@ class LogWalk:
             found, resume = [entry for entry in found if entry[0] < min(being_written)], None
         if resume is None:
             self._refuse_newer(log, max((offset + header[1] for offset, header in found), default=start))
-        self._distrusted = None
+        self.distrusted = None
         self.verified = max(self.verified, scan.end if resume is None else resume)
         # Like frames, damage from ``start`` on is reported again.
         self.damages = [damage for damage in self.damages if damage.offset < start]
@@ -255,11 +246,10 @@ class LogWalk:
         if log.segments:
             yield self._piece(log.segments[0], start - log.segments[0].base, [])
         yield from self._pieces_of(sorted(found), log.segments)
-        return None if resume is None else self._place_of(resume)
-
-    def _place_of(self, offset: int) -> _Resume:
-        index = self._reader.index_of(offset)
-        return _Resume(index, offset - self._reader.files[index][0])
+        if resume is None:
+            return None
+        index = self._reader.index_of(resume)
+        return _Resume(index, resume - self._reader.files[index][0])
 
     def _log_from(self, start: int, last: int) -> MappedLog:
         mapped = [self._reader.map(number) for number in range(self._reader.index_of(start), last + 1)]
@@ -310,7 +300,7 @@ class LogWalk:
         for segment in log.segments:
             position = offset - segment.base
             if 0 <= position <= segment.size - HEADER_SIZE:
-                (prefix,) = _PREFIX.unpack_from(segment.view, position)
+                prefix = bytes(segment.view[position : position + len(PREFIX)])
                 if prefix[:2] == MAGIC and prefix[2] > VERSION:
                     raise DataDirError(
                         f"{self._reader.place}/{segment.path} has frames of format version {prefix[2]}, this Plait "
@@ -360,7 +350,7 @@ def survey(
             offset = piece.segment_base + position
             following = expected.get(partition)
             if following is not None and following[0] != base and offset >= walk.verified:
-                walk.distrust(following[1])
+                walk.distrusted = following[1]
             expected[partition] = (base + count, offset)
         found.append((piece.offset, reduce(piece, frames)))
     return [each for _, each in found]

@@ -123,7 +123,7 @@ class Bucket:
     """One file of runs, and which of their rows have left."""
 
     __slots__ = (
-        "_bytes_read",
+        "bytes_read",
         "_disk",
         "_new",
         "_report",
@@ -158,7 +158,8 @@ class Bucket:
         self._settled: UInt64s = np.empty(0, np.uint64)
         self._new: set[int] = set()
         self._view: memoryview | None = None
-        self._bytes_read = 0
+        #: The bytes that were read through the map.
+        self.bytes_read = 0
         #: The number of rows that have not left.
         self.waiting = 0
         #: True if the bucket changed since the last checkpoint.
@@ -205,19 +206,15 @@ class Bucket:
 
     def view(self) -> memoryview:
         """A map of the file."""
-        if self._view is None or len(self._view) < self.end or self._bytes_read > MAPPED_MAX:
+        if self._view is None or len(self._view) < self.end or self.bytes_read > MAPPED_MAX:
             self._view = None
-            self._bytes_read = 0
+            self.bytes_read = 0
             file = self._disk.open(self.path)
             try:
                 self._view = file.view()
             finally:
                 file.close()
         return self._view
-
-    def read(self, size: int) -> None:
-        """Record that ``size`` bytes were read through the map."""
-        self._bytes_read += size
 
     def open_run(self, run: int) -> bool:
         """Verify the frame of a run, once, and record its place. False: its rows are lost, and the loss is reported.
@@ -235,7 +232,7 @@ class Bucket:
         except (FrameError, FileNotFoundError) as error:
             self._lose(run, f"{error} (at {offset})")
             return False
-        self.read(size)
+        self.bytes_read += size
         if len(self.places) < len(self.runs):
             # Extended only here, because the places of unopened runs are not needed.
             self.places = np.concatenate([self.places, np.zeros(len(self.runs) - len(self.places), PLACE)])
@@ -261,7 +258,7 @@ class Bucket:
                 frame = self._frame(record)
                 due, numbers = frame.fixed(Column.DELIVER_AT), frame.fixed(Column.SCHEDULE)
                 if due[0] == record["due_first"] and due[-1] == record["due_last"]:
-                    self.read(2 * GLANCE_SIZE)
+                    self.bytes_read += 2 * GLANCE_SIZE
                     return due, numbers
             except (FrameError, FileNotFoundError):
                 pass
