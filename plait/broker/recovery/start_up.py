@@ -95,7 +95,9 @@ class Recovery:
             manifest = self._load(loaded.manifest, loaded.shards)
         else:
             message, kept, action = (log.start for log in turn.logs)
-            manifest = msgspec.structs.replace(_NONE, message_offset=message, retained_offset=kept, action_offset=action)
+            manifest = msgspec.structs.replace(
+                _NONE, message_offset=message, retained_offset=kept, action_offset=action
+            )
         starts = manifest.message_offset, manifest.retained_offset, manifest.action_offset
         missing = [
             damage

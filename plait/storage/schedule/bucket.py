@@ -123,13 +123,13 @@ class Bucket:
     """One file of runs, and which of their rows have left."""
 
     __slots__ = (
-        "bytes_read",
         "_disk",
         "_new",
         "_report",
         "_settled",
         "_verified",
         "_view",
+        "bytes_read",
         "cursors",
         "dirty",
         "key",
