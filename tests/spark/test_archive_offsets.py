@@ -14,7 +14,7 @@ import pytest
 
 from plait.client.arguments import to_datetime
 from plait.clock import ManualClock
-from plait.errors import ArchiveError, DataLost, InvalidArgument
+from plait.errors import ArchiveError, DataLost
 from plait.testing import EmbeddedBroker
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
@@ -28,7 +28,7 @@ from tests.spark.support import Stream, batch_reader, rows_of
 from tests.spark.test_intake import expire
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    pass
 
 START = ManualClock().now()
 SENT = [b"%d" % number for number in range(10)]
@@ -111,16 +111,6 @@ def test_filters_and_offsets_narrow_each_other(growing: Growing):
     assert sorted(row["body"] for row in rows_of(reader)) == SENT[5:8]
 
 
-def test_offsets_may_name_partitions_that_a_filter_leaves_out(growing: Growing):
-    growing.send(b"other", b"others", subject="others")
-    growing.grow(SENT)
-    offsets = '{"orders@g1": 3, "others@g1": 1}'
-    for column, value, expected in [("partition", "others@g1", [b"others"]), ("subject", "orders", SENT[3:])]:
-        reader = batch_reader(columns="body", subject="*", startingOffsets=offsets, **growing.place)
-        reader.pushFilters([EqualTo((column,), value)])
-        assert sorted(row["body"] for row in rows_of(reader)) == expected
-
-
 def test_files_outside_a_range_are_not_opened(growing: Growing):
     growing.grow(SENT[:3], SENT[3:6], SENT[6:])
     files = sorted(Archive.at(growing.to).open().find("messages"), key=lambda file: file.start)
@@ -134,21 +124,6 @@ def test_files_outside_a_range_are_not_opened(growing: Growing):
         bodies(startingOffsets='{"orders@g1": 2}', endingOffsets='{"orders@g1": 6}', **growing.place)
     with pytest.raises(ArchiveError, match="does not exist"):
         bodies(startingOffsets=at(1.5), **growing.place)
-
-
-def test_invalid_offsets_are_reported_as_for_logs(growing: Growing):
-    growing.grow(SENT)
-    for given, message in [
-        (
-            '{"orders@g2": 0}',
-            "startingOffsets names unknown partitions orders@g2; the partitions of the subject are orders@g1",
-        ),
-        ('{"orders": 0}', "give the name of a partition, as in"),
-        ('{"orders@g1": -1}', "invalid offset -1 of 'orders@g1'"),
-        ("soon", "invalid startingOffsets 'soon'"),
-    ]:
-        with pytest.raises(InvalidArgument, match=message):
-            bodies(startingOffsets=given, **growing.place)
 
 
 # --- missing rows -------------------------------------------------------------------------------
@@ -307,13 +282,3 @@ def test_the_manifest_has_the_lives_of_each_partition_with_their_epochs(growing:
     assert new.number > old.number
     assert source.gaps == []
     assert source.sequences["orders@g1"] == 1
-
-
-# --- with Spark ---------------------------------------------------------------------------------
-
-
-def test_spark_reads_a_part_of_an_archive(spark: SparkSession, growing: Growing):
-    growing.grow(SENT[:4], SENT[4:])
-    source = spark.read.format("plait").options(subject="orders", startingOffsets=at(2), endingOffsets=at(8))
-    rows = source.load(str(growing.to)).where("key < 'key-9996'").orderBy("sequence").collect()
-    assert [bytes(row.body) for row in rows] == SENT[3:8]

@@ -101,21 +101,6 @@ def test_a_row_group_without_matching_rows_is_skipped(to: Path):
     assert 0 < len(chosen) < metadata.num_row_groups
 
 
-def test_many_files_are_distributed_over_tasks(to: Path):
-    reader = batch_reader(path=to, subject="*", minPartitions=3)
-    assert len(reader.partitions()) == 3
-    assert len(rows_of(reader)) == 240
-
-
-def test_copied_segments_in_an_archive_are_read_as_logs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(archiving, "run_job", run_here)
-    archive_here(data, tmp_path / "raw", raw=True)
-    (source,) = (tmp_path / "raw" / "raw").iterdir()
-    rows = rows_of(batch_reader(path=source))
-    assert len(rows) > 60
-    assert rows == rows_of(batch_reader(path=data))[: len(rows)]
-
-
 def test_a_request_that_an_archive_cannot_answer_is_refused(to: Path):
     with pytest.raises(SubjectNotFound, match=r"'gone' is not in the archive .*there are orders, refunds"):
         batch_reader(path=to, subject="gone").partitions()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from plait.clock import ManualClock
-from plait.errors import DataLost, InvalidArgument
+from plait.errors import DataLost
 from plait.testing import EmbeddedBroker
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
@@ -168,15 +168,6 @@ def test_limits_are_exceeded_where_files_of_two_days_overlap(data: Path, to: Pat
             assert sorted(sequences) == list(range(start, 48)), (start, size)
 
 
-def test_a_query_for_available_data_ends_with_the_rows_that_existed_at_its_start(growing: Growing):
-    growing.grow(rows(3))
-    stream = Stream(maxMessagesPerTrigger=2, **growing.place)
-    stream.reader.prepareForTriggerAvailableNow()
-    growing.grow(rows(2, 3))
-    assert [step(stream) for _ in range(3)] == [rows(2), rows(1, 2), []]
-    assert step(Stream(stream.offset, **growing.place)) == rows(2, 3)
-
-
 def test_a_query_for_available_data_reads_nothing_of_a_subject_that_is_recreated_meanwhile(growing: Growing):
     growing.grow(rows(3))
     stream = Stream(**growing.place)
@@ -227,28 +218,6 @@ def test_messages_that_were_never_archived_fail_the_stream_or_are_skipped(
         assert sorted(row["sequence"] for row in lenient.step()) == list(range(120, 150))
     assert "sequences 30 to 119 of orders@g1 are not in the archive" in caplog.text
     assert lenient.step() == []
-
-
-def test_copied_segments_in_an_archive_are_streamed_as_logs(data: Path, to: Path):
-    filler = Filler(data)
-    filler.rounds(40)
-    archive_here(data, to, raw=True)
-    (source,) = (to / "raw").iterdir()
-    stream = Stream(path=source, maxMessagesPerTrigger=50)
-    sequences = [row["sequence"] for row in stream.step()]
-    filler.rounds(40)
-    filler.stop()
-    archive_here(data, to, raw=True)
-    while new := [row["sequence"] for row in stream.step()]:
-        sequences += new
-    assert len(sequences) > 120
-    assert sequences == list(range(len(sequences)))
-
-
-def test_an_option_for_batch_reads_is_refused(growing: Growing):
-    growing.grow(rows(1))
-    with pytest.raises(InvalidArgument, match="endingOffsets"):
-        Stream(endingOffsets="latest", **growing.place)
 
 
 def test_a_manifest_is_read_once(growing: Growing, monkeypatch: pytest.MonkeyPatch):

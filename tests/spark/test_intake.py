@@ -89,16 +89,6 @@ def test_a_segment_that_is_removed_before_it_is_synced_is_reported_as_expired(
     assert archived_rows(to) == log_rows(data)
 
 
-def test_gaps_left_by_damage_are_not_expired(data: Path, to: Path):
-    filler = Filler(data)
-    filler.rounds(40)
-    filler.stop()
-    break_frame(sorted((data / "message").iterdir())[0])
-    archive_here(data, to, now=True, skip_damage=True)
-    (gap,) = source_of(to).gaps
-    assert (gap.partition, gap.end - gap.start, gap.expired) == ("orders@g1", 3, False)
-
-
 def test_damage_and_losses_are_recorded_with_the_round_that_has_them(
     data: Path, to: Path, monkeypatch: pytest.MonkeyPatch
 ):

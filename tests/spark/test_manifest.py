@@ -85,7 +85,7 @@ def test_a_number_is_committed_once(archive: Archive):
     assert archive.names() == before
 
 
-@pytest.mark.parametrize("others", [1, KEEP, KEEP + 1, 3 * KEEP])
+@pytest.mark.parametrize("others", [1, KEEP + 1])
 def test_a_number_is_committed_once_however_late_the_second_commit_is(archive: Archive, others: int):
     before = chain(archive, 3)
     late = ArchiveManifest(number=4, writer="late", previous=before.writer)
@@ -94,39 +94,6 @@ def test_a_number_is_committed_once_however_late_the_second_commit_is(archive: A
         archive.commit(late)
     assert archive.load() == newest
     assert not [name for name in archive.names() if "late" in name]
-
-
-def test_an_archiver_that_was_killed_during_its_commit_does_not_block_others(archive: Archive):
-    """Whether its manifest was chosen or not: the next archiver completes it, or takes its number."""
-    before = chain(archive, 1)
-    chosen = ArchiveManifest(number=2, writer="ended", previous=before.writer)
-    with pytest.MonkeyPatch.context() as patch:
-        inner = archive.put
-
-        def end(name: str, data: bytes = b"") -> None:
-            if name.startswith("commit-"):
-                raise KeyboardInterrupt
-            inner(name, data)
-
-        patch.setattr(archive, "put", end)
-        with pytest.raises(KeyboardInterrupt):
-            archive.commit(chosen)
-    assert archive.load() == before
-    with pytest.raises(ArchiveConflict, match="newest manifest is 2"):
-        archive.commit(ArchiveManifest(number=2, writer="next", previous=before.writer))
-    assert archive.load() == chosen
-    chain(archive, 1)
-
-
-def test_an_archive_that_was_removed_and_created_again_is_not_continued(archive: Archive):
-    """The predecessor of a committed manifest has to exist."""
-    before = chain(archive, 3)
-    for name in archive.names():
-        archive.discard(name)
-    chain(archive, 2)
-    with pytest.raises(ArchiveConflict, match="this run was to commit 4"):
-        archive.commit(ArchiveManifest(number=4, writer="late", previous=before.writer))
-    assert archive.load().number == 2
 
 
 def test_two_manifests_of_one_number_are_reported_as_damage(archive: Archive):

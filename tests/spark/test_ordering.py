@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -90,12 +89,3 @@ def test_rows_beyond_the_limit_are_recognized(monkeypatch: pytest.MonkeyPatch):
         assert ordering.bound is None
         ordering.add(table_of([("b", 1, 50)]))
         assert ordering.bound == 30
-
-
-def test_sorting_on_disk_removes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with Ordering(run_size=1) as ordering:
-        ordering.add(table_of([("a", 0, 1)]))
-        assert len(list(tmp_path.iterdir())) == 1
-        assert sum(rows.num_rows for rows in ordering.tables()) == 1
-    assert list(tmp_path.iterdir()) == []

@@ -274,7 +274,7 @@ async def test_a_replay_resumed_after_a_kill_sends_the_rest_and_nothing_twice(
         assert mine == sorted(mine)
 
 
-@pytest.mark.parametrize("call", range(2, 9))
+@pytest.mark.parametrize("call", [2, 5, 8])
 async def test_a_batch_that_only_some_partitions_received_is_completed(
     history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ):
@@ -282,20 +282,11 @@ async def test_a_batch_that_only_some_partitions_received_is_completed(
     await target.admin.create_subject("copy", partitions=3)
     state = tmp_path / "state.json"
     await run_and_die(monkeypatch, history, target, state, row_columns, name="build_frame", call=call, after=False)
-    async with plait.connect(target._node._addresses) as client:
-        await replay_of(history, state=state).run(client)
-    assert sorted(numbers(await stored(target))) == list(range(30))
-
-
-async def test_archiving_between_two_runs_changes_nothing(
-    history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    state = tmp_path / "state.json"
-    await run_and_die(monkeypatch, history, target, state, SENDER, name="send", call=6, after=True)
+    # Meanwhile, messages of the log are archived.
     archive(tmp_path / "data", tmp_path / "archive")
     async with plait.connect(target._node._addresses) as client:
         await replay_of(history, state=state).run(client)
-    assert numbers(await stored(target)) == list(range(30))
+    assert sorted(numbers(await stored(target))) == list(range(30))
 
 
 async def test_nothing_is_lost_if_the_partitions_of_the_target_changed(
@@ -399,15 +390,6 @@ async def test_a_replay_must_resume_with_the_same_history(
     other = History(tmp_path / "archive", **({"data": tmp_path / "data"} | change))
     with pytest.raises(InvalidArgument, match=message):
         await replay_of(other, state=state).run(target)
-
-
-async def test_another_spelling_of_a_path_is_accepted(
-    history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    state = tmp_path / "state.json"
-    await replay_of(history, state=state).run(target)
-    monkeypatch.chdir(tmp_path)
-    assert (await replay_of(History("archive", data=Path("data")), state=state).run(target)).before == 30
 
 
 async def test_a_replay_must_resume_with_the_same_cluster(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -11,8 +11,7 @@ import numpy as np
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH
 from plait.spark.auditing import tally
-from plait.spark.auditing.block_rows import BlockRows
-from plait.spark.auditing.events import Events
+from plait.spark.auditing.block_arrays import BlockRows, Events
 from plait.spark.auditing.group_facts import GroupFacts
 from plait.spark.auditing.key_order import key_times, out_of_order
 from plait.spark.auditing.stored_order import judge_stored, key_numbers, windows_of
@@ -54,20 +53,17 @@ class Domain:
     """Identifies the rows and groups of other partitions that a partition's rows and groups are compared with."""
 
     #: The lowest partition number of its subject.
-    subject: int = 0
-    strict: bool = False
+    subject: int
+    strict: bool
     #: Group → the lowest number among the subject's groups of the same name.
-    groups: Mapping[int, int] = field(default_factory=dict)
+    groups: Mapping[int, int]
 
 
-def audit_block(
-    block: Block, groups: Iterable[GroupFacts], scale: Scale, facts: Tally, domain: Domain | None = None
-) -> None:
+def audit_block(block: Block, groups: Iterable[GroupFacts], scale: Scale, facts: Tally, domain: Domain) -> None:
     """Add the facts of a block about its partition and each group."""
     rows = block.rows
     if not len(rows):
         return
-    domain = domain or Domain(block.partition)
     facts.add(tally.ROWS, block.partition, "", len(rows))
     _add_keys(block, facts)
     _add_stored(block, domain, facts)
@@ -83,8 +79,6 @@ def audit_block(
 def _add_keys(block: Block, facts: Tally) -> None:
     rows = block.rows
     facts.histogram(tally.SLOT, block.partition, rows.lps.astype(np.int64) % LOGICAL_PARTITIONS)
-    if rows.hashes is None:
-        return
     hashes, firsts, counts = np.unique(rows.hashes, return_index=True, return_counts=True)
     keyed = hashes != NO_KEY_HASH
     firsts, counts = firsts[keyed], counts[keyed]
@@ -101,13 +95,12 @@ def _add_stored(block: Block, domain: Domain, facts: Tally) -> None:
         shown = rows.sequences[numbers[:EXAMPLES_MAX]]
         facts.add_many(tally.FLAW_EXAMPLE, block.partition, name, shown, np.ones(len(shown), np.int64))
     ids = windows_of(rows)
-    if ids is not None:
-        bits = ids.bits.view(np.int64)
-        facts.add_many(
-            tally.IDS, domain.subject, "", ids.producers.view(np.int64), ids.windows, (bits, np.zeros_like(bits))
-        )
-    keys = key_numbers(rows) if domain.strict else None
-    if keys is not None:
+    bits = ids.bits.view(np.int64)
+    facts.add_many(
+        tally.IDS, domain.subject, "", ids.producers.view(np.int64), ids.windows, (bits, np.zeros_like(bits))
+    )
+    if domain.strict:
+        keys = key_numbers(rows)
         first = np.full(len(keys.hashes), rows.sequences[0], np.int64)
         facts.add_many(tally.SENT, block.partition, "", keys.hashes.view(np.int64), first, (keys.least, keys.greatest))
 
@@ -120,7 +113,7 @@ def _add_moved(rows: BlockRows, verdict: GroupVerdict, group: GroupFacts, domain
         chosen = np.flatnonzero(rows.spans == span)
         times = key_times(rows, verdict, chosen)
         keys = times.hashes.view(np.int64)
-        number = domain.groups.get(group.id, group.id)
+        number = domain.groups[group.id]
         facts.add_many(tally.MOVED, number, str(group.partition), keys, times.places, (times.earliest, times.latest))
 
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from plait.spark.auditing.events import Events, merged
+from plait.spark.auditing.block_arrays import Events, merged
 from plait.storage.logs.action_events import Action
 from plait.storage.logs.action_log import ConsumerDefinition, Definition, GroupDefinition
 

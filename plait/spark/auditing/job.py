@@ -24,7 +24,7 @@ from plait.model import names
 from plait.spark.archiving.archiver import wanted_of
 from plait.spark.auditing import tally
 from plait.spark.auditing.block import Domain, audit_block
-from plait.spark.auditing.block_rows import Numbers
+from plait.spark.auditing.block_arrays import Numbers
 from plait.spark.auditing.group_facts import GroupFacts
 from plait.spark.auditing.key_order import crossings, moved_crossings
 from plait.spark.auditing.report import AuditReport

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.model.logical_partitions import NO_KEY_HASH
-from plait.spark.auditing.block_rows import BlockRows, Numbers
+from plait.spark.auditing.block_arrays import BlockRows, Numbers, begins_of
 from plait.spark.auditing.verdicts import NEVER, GroupVerdict
 
 
@@ -39,9 +39,6 @@ class KeyTimes(NamedTuple):
 def out_of_order(rows: BlockRows, verdict: GroupVerdict) -> tuple[Numbers, KeyTimes]:
     """Rows that were acked before an earlier row of their key, and the key times for other blocks."""
     order, key = _by_key(rows, np.arange(len(rows)))
-    if not len(order):
-        none = np.empty(0, np.int64)
-        return none, KeyTimes(np.empty(0, np.uint64), none, none, none)
     at, excused = verdict.acked_at[order], verdict.excused[order]
     if verdict.tenures is None or verdict.failed_at is None:
         waited_for = np.where(excused, -1, at)
@@ -66,25 +63,15 @@ def key_times(rows: BlockRows, verdict: GroupVerdict, chosen: Numbers) -> KeyTim
 
 def _by_key(rows: BlockRows, chosen: Numbers) -> tuple[Numbers, Numbers]:
     """The rows that have a key, sorted by key, and for each the number of its key."""
-    none = np.empty(0, np.int64)
-    if rows.hashes is None:
-        return none, none
     keyed = chosen[rows.hashes[chosen] != NO_KEY_HASH]
     # Rows ascend; a stable sort keeps that order within each key.
     order = keyed[np.argsort(rows.hashes[keyed], kind="stable")]
-    if not len(order):
-        return none, none
-    hashes = rows.hashes[order]
-    return order, np.cumsum(np.concatenate([[True], hashes[1:] != hashes[:-1]])) - 1
+    return order, np.cumsum(begins_of(rows.hashes[order])) - 1
 
 
 def _times(rows: BlockRows, order: Numbers, at: Numbers, waited_for: Numbers) -> KeyTimes:
-    none = np.empty(0, np.int64)
-    if not len(order):
-        return KeyTimes(np.empty(0, np.uint64), none, none, none)
-    assert rows.hashes is not None
     hashes = rows.hashes[order]
-    starts = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
+    starts = np.flatnonzero(begins_of(hashes))
     places = rows.sequences if rows.places is None else rows.places
     earliest, latest = np.minimum.reduceat(at, starts), np.maximum.reduceat(waited_for, starts)
     return KeyTimes(hashes[starts], earliest, latest, places[order][starts])
@@ -98,12 +85,7 @@ def moved_crossings(
     places, earliest, latest = facts
     order = np.lexsort((places, hashes, groups))
     groups, hashes, partitions = groups[order], hashes[order], partitions[order]
-    if not len(order):
-        return groups
-    begins = np.ones(len(order), bool)
-    same_key = (groups[1:] == groups[:-1]) & (hashes[1:] == hashes[:-1])
-    begins[1:] = ~same_key | (partitions[1:] != partitions[:-1])
-    starts = np.flatnonzero(begins)
+    starts = np.flatnonzero(begins_of(groups, hashes, partitions))
     times = np.minimum.reduceat(earliest[order], starts), np.maximum.reduceat(latest[order], starts)
     return crossings(groups[starts], hashes[starts], places[order][starts], times)
 
@@ -116,9 +98,7 @@ def crossings(groups: Numbers, hashes: Numbers, firsts: Numbers, times: tuple[Nu
     order = np.lexsort((firsts, hashes, groups))
     groups, hashes = groups[order], hashes[order]
     earliest, latest = (each[order] for each in times)
-    begins = np.ones(len(order), bool)
-    begins[1:] = (groups[1:] != groups[:-1]) | (hashes[1:] != hashes[:-1])
-    wrong = (earliest != NEVER) & (_latest_before(np.cumsum(begins) - 1, latest) > earliest)
+    wrong = (earliest != NEVER) & (_latest_before(np.cumsum(begins_of(groups, hashes)) - 1, latest) > earliest)
     found: Numbers = groups[wrong]
     return found
 

@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH, Lps, lp_set
-from plait.spark.auditing.block_rows import BlockRows, Flags, Numbers, UInt64s
+from plait.spark.auditing.block_arrays import BlockRows, Flags, Numbers, UInt64s, begins_of
 
 #: One fact has 2 ** WINDOW_BITS producer sequences, one bit each.
 WINDOW_BITS = 6
@@ -50,14 +49,12 @@ def astray(
     lps: Lps,
     taken: Sequence[tuple[int, list[tuple[int, int]]]],
     fences: Sequence[tuple[int, int, int]],
-) -> Flags | None:
-    """True for rows of LPs that the partition did not accept when the rows were stored. None: there are none.
+) -> Flags:
+    """True for rows of LPs that the partition did not accept when the rows were stored.
 
     ``taken``: (sequence, the LPs whose rows the partition accepts from that sequence on). ``fences``: (first, end,
     sequence): the partition accepts no rows of the LPs [first, end) from that sequence on.
     """
-    if not taken and not fences:
-        return None
     ends = np.full(LOGICAL_PARTITIONS, _BEYOND)
     for first, end, fence in fences:
         ends[first:end] = fence
@@ -67,15 +64,12 @@ def astray(
     for index in np.unique(since[since >= 0]).tolist():
         mine = since == index
         found[mine] |= ~lp_set(taken[index][1])[slots[mine]]
-    return found if found.any() else None
+    return found
 
 
 def judge_stored(rows: BlockRows, *, strict: bool) -> dict[str, Numbers]:
     """Row numbers of the broken promises, by name."""
-    none = np.empty(0, np.int64)
-    found = {"behind_fence": none if rows.astray is None else np.flatnonzero(rows.astray)}
-    if rows.ids is None:
-        return found
+    found = {"behind_fence": np.flatnonzero(rows.astray)}
     producers, numbers = rows.ids
     if _ascend(producers, numbers):
         return found
@@ -93,19 +87,15 @@ def judge_stored(rows: BlockRows, *, strict: bool) -> dict[str, Numbers]:
     return found
 
 
-def windows_of(rows: BlockRows) -> Windows | None:
-    """The message ids of a block, by which duplicates in other blocks are found. None: the ids are not known."""
-    if rows.ids is None:
-        return None
+def windows_of(rows: BlockRows) -> Windows:
+    """The message ids of a block, by which duplicates in other blocks are found."""
     producers, numbers = rows.ids
     windows = (numbers >> np.uint64(WINDOW_BITS)).astype(np.int64)
     bits = np.uint64(1) << (numbers & np.uint64((1 << WINDOW_BITS) - 1))
     if not _ascend(producers, numbers):
         order = np.lexsort((windows, producers))
         producers, windows, bits = producers[order], windows[order], bits[order]
-    begins = np.ones(len(windows), bool)
-    begins[1:] = (producers[1:] != producers[:-1]) | (windows[1:] != windows[:-1])
-    starts = np.flatnonzero(begins)
+    starts = np.flatnonzero(begins_of(producers, windows))
     return Windows(producers[starts], windows[starts], np.bitwise_or.reduceat(bits, starts))
 
 
@@ -114,27 +104,19 @@ def stored_again(ids: Numbers, producers: Numbers, windows: Numbers, bits: Numbe
     order = np.lexsort((windows, producers, ids))
     ids, producers, windows = ids[order], producers[order], windows[order]
     there = bits[order].view(np.uint64)
-    begins = np.ones(len(order), bool)
-    begins[1:] = (ids[1:] != ids[:-1]) | (producers[1:] != producers[:-1]) | (windows[1:] != windows[:-1])
-    starts = np.flatnonzero(begins)
-    if not len(starts):
-        return ids
-    counts = np.add.reduceat(_ones(there), starts)
-    again = counts - _ones(np.bitwise_or.reduceat(there, starts))
+    starts = np.flatnonzero(begins_of(ids, producers, windows))
+    counts = np.add.reduceat(np.bitwise_count(there).astype(np.int64), starts)
+    again = counts - np.bitwise_count(np.bitwise_or.reduceat(there, starts))
     return np.repeat(ids[starts], again)
 
 
-def key_numbers(rows: BlockRows) -> KeyNumbers | None:
+def key_numbers(rows: BlockRows) -> KeyNumbers:
     """The producer sequences of each key, by which keys stored out of order across blocks are found."""
-    if rows.ids is None:
-        return None
     chosen = _of_keys(rows)
-    if not len(chosen):
-        return None
     keys, numbers = _mixed(rows, chosen), rows.ids[1][chosen].astype(np.int64)
     order = np.argsort(keys, kind="stable")
     keys, numbers = keys[order], numbers[order]
-    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
+    starts = np.flatnonzero(begins_of(keys))
     return KeyNumbers(keys[starts], np.minimum.reduceat(numbers, starts), np.maximum.reduceat(numbers, starts))
 
 
@@ -145,22 +127,10 @@ def _ascend(producers: UInt64s, numbers: UInt64s) -> bool:
 
 def _of_keys(rows: BlockRows) -> Numbers:
     """Rows for which the order of sending is promised: they have a key and were neither delayed nor sent one-way."""
-    if rows.hashes is None:
-        return np.empty(0, np.int64)
-    keyed = rows.hashes != NO_KEY_HASH
-    return np.flatnonzero(keyed if rows.unordered is None else keyed & ~rows.unordered)
+    return np.flatnonzero((rows.hashes != NO_KEY_HASH) & ~rows.unordered)
 
 
 def _mixed(rows: BlockRows, chosen: Numbers) -> UInt64s:
     """A hash of key and producer for each row."""
-    assert rows.ids is not None
-    assert rows.hashes is not None
     mixed: UInt64s = rows.hashes[chosen] ^ (rows.ids[0][chosen] * _MIX)
     return mixed
-
-
-def _ones(bits: UInt64s) -> Numbers:
-    """The number of bits set in each."""
-    found = np.unpackbits(np.ascontiguousarray(bits).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)
-    counts: npt.NDArray[np.int64] = found.astype(np.int64)
-    return counts

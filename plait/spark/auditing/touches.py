@@ -13,9 +13,8 @@ from typing import Final
 import numpy as np
 
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.logical_partitions import Hashes, Lps
-from plait.spark.auditing.block_rows import BlockRows, Numbers
-from plait.spark.auditing.events import Events
+from plait.model.logical_partitions import Lps
+from plait.spark.auditing.block_arrays import BlockRows, Events, Numbers
 from plait.spark.auditing.group_facts import Change, GroupFacts
 from plait.storage.logs.action_events import Action
 
@@ -40,12 +39,13 @@ def touches(rows: BlockRows, events: Events, group: GroupFacts) -> Touches:
     low = np.searchsorted(rows.sequences, events["start"])
     high = np.searchsorted(rows.sequences, events["end"])
     # Events of an ordered group name a cursor and apply only to its rows. The cursor of a row changes over the log.
-    steps = _spans(events, group) if group.ordered and group.whole else iter([(0, len(events))])
+    by_cursor = group.ordered and group.whole
+    steps = _spans(events, group) if by_cursor else iter([(0, len(events))])
     layout = Layout(rows)
     applied = 0
     found: list[tuple[Numbers, Numbers]] = []
     for first, last in steps:
-        if group.ordered and group.whole:
+        if by_cursor:
             place = int(events["place"][first]) if first < len(events) else 0
             while applied < len(group.changes) and group.changes[applied][0] < place:
                 layout.apply(group.changes[applied])
@@ -55,10 +55,10 @@ def touches(rows: BlockRows, events: Events, group: GroupFacts) -> Touches:
             of += first + begin
             # An event of an older epoch is about a row with the same sequence that was lost in a power failure.
             mine = rows.epochs[which] <= events["epoch"][of]
-            if group.ordered and group.whole:
+            if by_cursor:
                 mine &= layout.cursors(which) == events["holder"][of]
             found.append((which[mine], of[mine]))
-    for change in group.changes[applied:] if group.ordered and group.whole else ():
+    for change in group.changes[applied:] if by_cursor else ():
         layout.apply(change)
     none = np.empty(0, np.int64)
     which, of = (np.concatenate([none, *each]) for each in zip(*found, strict=True)) if found else (none, none)
@@ -101,8 +101,6 @@ class Layout:
 
     def __init__(self, rows: BlockRows) -> None:
         self._rows = rows
-        self._lps: Lps = rows.lps
-        self._hashes: Hashes | None = rows.hashes
         #: For each row, the place where its cursor joined another one that had passed the row. Every row that was not
         #: returned by then was done. -1: nowhere.
         self.joined_at = np.full(len(rows), -1, np.int64)
@@ -115,7 +113,7 @@ class Layout:
 
     def cursors(self, rows: Numbers) -> Numbers:
         """The cursor of each of these rows."""
-        found: Numbers = self._by_lp[self._lps[rows]]
+        found: Numbers = self._by_lp[self._rows.lps[rows]]
         if self._by_key is None:
             return found
         own = self._by_key[rows]
@@ -133,7 +131,7 @@ class Layout:
             rows = self._rows_of_key.pop(start, None)
             if rows is None:
                 self._by_lp[self._by_lp == start] = number
-                rows = np.flatnonzero(self.cursors(np.arange(len(self._lps))) == number)
+                rows = np.flatnonzero(self.cursors(np.arange(len(self._rows))) == number)
             elif self._by_key is not None:
                 self._by_key[rows] = 0
             passed = rows[(self._rows.sequences[rows] < end) & (self._rows.epochs[rows] <= epoch)]
@@ -145,22 +143,15 @@ class Layout:
             self.joined_at[:] = -1
 
     def _hold(self, key: int, cursor: int) -> None:
-        rows = self._with_hash(key)
-        self._rows_of_key[cursor] = rows
+        hashes, wanted = self._rows.hashes, np.uint64(key)
+        if self._order is None:
+            self._order = np.argsort(hashes, kind="stable")
+        low, high = (np.searchsorted(hashes, wanted, side, sorter=self._order) for side in ("left", "right"))
+        rows = self._rows_of_key[cursor] = self._order[low:high]
         if len(rows):
             if self._by_key is None:
-                self._by_key = np.zeros(len(self._lps), np.int64)
+                self._by_key = np.zeros(len(self._rows), np.int64)
             self._by_key[rows] = cursor
-
-    def _with_hash(self, key: int) -> Numbers:
-        if self._hashes is None:
-            return np.empty(0, np.int64)
-        if self._order is None:
-            self._order = np.argsort(self._hashes, kind="stable")
-        wanted = np.uint64(key)
-        low = np.searchsorted(self._hashes, wanted, "left", sorter=self._order)
-        high = np.searchsorted(self._hashes, wanted, "right", sorter=self._order)
-        return self._order[low:high]
 
 
 def tenures(lps: Lps, places: Numbers, locks: Sequence[tuple[int, int, int, int]]) -> Numbers:

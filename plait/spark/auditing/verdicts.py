@@ -13,8 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from plait.spark.auditing.block_rows import BlockRows, Flags, Numbers
-from plait.spark.auditing.events import Events
+from plait.spark.auditing.block_arrays import BlockRows, Events, Flags, Numbers, begins_of
 from plait.spark.auditing.group_facts import GroupFacts
 from plait.spark.auditing.touches import Touches, tenures
 from plait.storage.logs.action_events import Action
@@ -74,6 +73,7 @@ class _TouchColumns:
         #: No power failure lost events since the row was stored.
         self.unbroken: Flags = touching["epoch"] == rows.epochs[found.rows]
         self.place: Numbers = touching["place"]
+        self.offset: Numbers = touching["offset"]
         self.counted: Flags = ~touching["flag"]
         resets = np.array(group.resets, np.int64)
         self.era: Numbers = np.searchsorted(resets, self.place)
@@ -103,10 +103,11 @@ class _TouchColumns:
         found[self.rows[chosen]] = chosen
         return found
 
-    def events_of(self, touches: Numbers) -> Numbers:
-        """The event of each touch. -1: none."""
-        found = np.full(len(touches), -1, np.int64)
-        found[touches >= 0] = self.of[touches[touches >= 0]]
+    @staticmethod
+    def pick(values: Numbers, touches: Numbers, none: int = -1) -> Numbers:
+        """The value of each touch. ``none``: there is no touch (-1)."""
+        found = np.full(len(touches), none, np.int64)
+        found[touches >= 0] = values[touches[touches >= 0]]
         return found
 
     def is_any(self, touches: Numbers, *actions: Action) -> Flags:
@@ -139,15 +140,14 @@ def judge(rows: BlockRows, events: Events, found: Touches, group: GroupFacts) ->
         # Events name cursors, and the rows of each cursor are not known where the log begins.
         fates[:] = Fate.UNKNOWN
     verdict = GroupVerdict(fates)
-    verdict.first_acks, verdict.settled_by = touched.events_of(first_acks), touched.events_of(settled)
+    verdict.first_acks, verdict.settled_by = (touched.pick(touched.of, each) for each in (first_acks, settled))
     verdict.broken["lost"] = np.flatnonzero(fates == Fate.LOST)
     failed = (action == Action.NACK) & touched.counted
     verdict.counts["retried"] = int(failed.sum())
     verdict.counts["died"] = int((action == Action.BURY).sum())
     if group.whole or not group.ordered:
         _find_duplicates(verdict, touched, group, delivered, old)
-    verdict.acked_at = np.full(len(rows), NEVER)
-    verdict.acked_at[acks >= 0] = events["offset"][touched.of[acks[acks >= 0]]]
+    verdict.acked_at = touched.pick(touched.offset, acks, NEVER)
     excused = touched.any(np.isin(action, (Action.BURY, Action.REVIVE, Action.SKIP)))
     excused |= np.isin(fates, (Fate.OUTSIDE, Fate.DEAD, Fate.EXPIRED, Fate.UNKNOWN)) | old
     if not group.strict:
@@ -156,11 +156,8 @@ def judge(rows: BlockRows, events: Events, found: Touches, group: GroupFacts) ->
     verdict.excused = excused
     if group.ordered and not group.affinity:
         fails = touched.first(failed & touched.current)
-        verdict.failed_at = np.full(len(rows), NEVER)
-        verdict.failed_at[fails >= 0] = events["offset"][touched.of[fails[fails >= 0]]]
-        places = np.full(len(rows), NEVER)
-        places[acks >= 0] = touched.place[acks[acks >= 0]]
-        verdict.tenures = tenures(rows.lps, places, group.locks)
+        verdict.failed_at = touched.pick(touched.offset, fails, NEVER)
+        verdict.tenures = tenures(rows.lps, touched.pick(touched.place, acks, NEVER), group.locks)
     return verdict
 
 
@@ -200,9 +197,7 @@ def _fates(rows: BlockRows, touched: _TouchColumns, group: GroupFacts, old: Flag
 
 def _find_forgotten(fates: npt.NDArray[np.uint8], touched: _TouchColumns, joined_at: Numbers) -> None:
     """Find lost rows: they were not done when their cursor joined another one, and were not returned since."""
-    last = touched.last(touched.current)
-    places = np.full(len(fates), -1, np.int64)
-    places[last >= 0] = touched.place[last[last >= 0]]
+    places = touched.pick(touched.place, touched.last(touched.current))
     open_still = (fates == Fate.PENDING) | (fates == Fate.RETURNED)
     fates[open_still & (joined_at > places)] = Fate.LOST
 
@@ -286,9 +281,7 @@ def _find_double_acks_of_cursors(verdict: GroupVerdict, touched: _TouchColumns) 
 def _firsts(touched: _TouchColumns, mask: Flags) -> Numbers:
     """The first touch in ``mask`` of each row in each era, ascending."""
     at = np.flatnonzero(mask)
-    new = np.ones(len(at), bool)
-    new[1:] = (touched.rows[at[1:]] != touched.rows[at[:-1]]) | (touched.era[at[1:]] != touched.era[at[:-1]])
-    return at[new]
+    return at[begins_of(touched.rows[at], touched.era[at])]
 
 
 def _after_first(touched: _TouchColumns, mask: Flags) -> Flags:

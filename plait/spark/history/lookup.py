@@ -13,9 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
-from types import TracebackType
 from typing import Any, Final, Self
 
 import pyarrow as pa
@@ -70,18 +68,6 @@ REMOVED: Final = (Expired, FileGone, DataLost)
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class HistoryPlan:
-    """All pieces that may have matching rows; each message is in one piece."""
-
-    selection: HistorySelection
-    pieces: list[Piece]
-
-    @property
-    def size(self) -> int:
-        return sum(piece.size for piece in self.pieces)
-
-
 class History:
     """Finds messages in an archive and in the data directories or the server that it was made from; a context manager.
 
@@ -133,9 +119,7 @@ class History:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -170,11 +154,9 @@ class History:
         """The checked conditions of ``find``."""
         return HistorySelection.of(subject, now=self._clock.now(), **conditions)
 
-    def table(
-        self, selection: HistorySelection, *, limit: int | None = None, progress: Progress | None = None
-    ) -> pa.Table:
+    def table(self, selection: HistorySelection, *, limit: int | None = None) -> pa.Table:
         """All rows of a selection, in order."""
-        tables = list(self.scan(selection, limit=limit, progress=progress))
+        tables = list(self.scan(selection, limit=limit))
         return pa.concat_tables(tables) if tables else pa.Table.from_batches([], SCHEMA)
 
     def scan(
@@ -194,7 +176,16 @@ class History:
         """
 
         def fill(ordering: Ordering) -> None:
-            self._collect(self.plan(selection), ordering, progress, found, encoded)
+            pieces = sorted(self.plan(selection), key=_read_order)
+            done, total = 0, sum(piece.size for piece in pieces)
+            for piece, tables in self._read(pieces, selection, ordering, encoded):
+                for rows in tables:
+                    ordering.add(rows)
+                    if found is not None:
+                        found(rows)
+                done += piece.size
+                if progress is not None:
+                    progress(done, total)
 
         return self.ordered(fill, limit, counted)
 
@@ -223,37 +214,18 @@ class History:
         before = self._manifest.number
         return attempt < LOOKS_MAX and (self._latest().number != before or attempt == 1)
 
-    def _collect(
-        self,
-        plan: HistoryPlan,
-        ordering: Ordering,
-        progress: Progress | None,
-        found: Callable[[pa.Table], None] | None,
-        encoded: bool,
-    ) -> None:
-        """Read all pieces into an ordering."""
-        selection = plan.selection
-        done, total = 0, plan.size
-        pieces = sorted(plan.pieces, key=_read_order)
-        read: Iterable[tuple[Piece, Iterable[pa.Table]]]
+    def _read(
+        self, pieces: list[Piece], selection: HistorySelection, ordering: Ordering, encoded: bool
+    ) -> Iterator[tuple[Piece, Iterable[pa.Table]]]:
         if selection.few:
             # Each piece has few rows, usually: read pieces ahead in threads.
-            read = self._read_ahead(pieces, selection, encoded)
-        else:
-            read = ((piece, self._read(piece, selection, ordering, encoded)) for piece in pieces)
-        for piece, tables in read:
-            for rows in tables:
-                ordering.add(rows)
-                if found is not None:
-                    found(rows)
-            done += piece.size
-            if progress is not None:
-                progress(done, total)
-
-    def _read(self, piece: Piece, selection: HistorySelection, ordering: Ordering, encoded: bool) -> Iterable[pa.Table]:
-        if ordering.bound is not None and _time_of(piece) > ordering.bound:
-            return ()
-        return piece.read(selection, encoded=encoded, files=self._files)
+            yield from self._read_ahead(pieces, selection, encoded)
+            return
+        for piece in pieces:
+            if ordering.bound is None or piece.time_min <= ordering.bound:
+                yield piece, piece.read(selection, encoded=encoded, files=self._files)
+            else:
+                yield piece, ()
 
     def _read_ahead(
         self, pieces: list[Piece], selection: HistorySelection, encoded: bool
@@ -280,8 +252,9 @@ class History:
 
     # --- planning -------------------------------------------------------------------------------
 
-    def plan(self, selection: HistorySelection) -> HistoryPlan:
-        """The pieces to read. Raises ``SubjectNotFound`` if neither the archive nor the log has the subject."""
+    def plan(self, selection: HistorySelection) -> list[Piece]:
+        """All pieces that may have matching rows; each message is in one. Raises ``SubjectNotFound`` if neither the
+        archive nor the log has the subject."""
         for _ in range(LOOKS_MAX):
             manifest = self._latest()
             pieces, known, warnings = self._live(manifest, selection)
@@ -293,7 +266,7 @@ class History:
         subject = selection.subject
         if not known and not any(file.subject == subject and file.kind == MESSAGES for file in manifest.files):
             raise self._not_found(manifest, subject)
-        return HistoryPlan(selection, pieces)
+        return pieces
 
     def _latest(self) -> ArchiveManifest:
         """The newest manifest; read again only if there is a newer one."""
@@ -352,12 +325,7 @@ def _read_order(piece: Piece) -> tuple[bool, int]:
     Pieces that are not archived come last: rows with the same sequence, of a subject that was deleted and created
     again, then come in the order of its lives, which a resumed replay relies on.
     """
-    return not isinstance(piece, ArchivedPiece), _time_of(piece)
-
-
-def _time_of(piece: Piece) -> int:
-    """The least store time of its rows; 0 if it is not known."""
-    return piece.file.time_min if isinstance(piece, ArchivedPiece) else 0
+    return not isinstance(piece, ArchivedPiece), piece.time_min
 
 
 def _check_directory(path: str) -> None:

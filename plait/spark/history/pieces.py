@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 import pyarrow as pa
@@ -66,6 +66,11 @@ class ArchivedPiece:
     def size(self) -> int:
         return self.file.size
 
+    @property
+    def time_min(self) -> int:
+        """The least store time of its rows."""
+        return self.file.time_min
+
     def read(
         self, selection: HistorySelection, *, encoded: bool = False, files: OpenFiles | None = None
     ) -> Iterator[pa.Table]:
@@ -90,14 +95,9 @@ def plan_archived(archive: Archive, manifest: ArchiveManifest, selection: Histor
     found = manifest.find(
         MESSAGES, subjects=[selection.subject], time_min=selection.time_min, time_max=selection.time_max
     )
-    return [ArchivedPiece(archive.address, file) for file in found if _may_hold(file, selection.key)]
-
-
-def _may_hold(file: ArchivedFile, key: str | None) -> bool:
-    """Whether the file may have rows of the key; True if no key is given."""
-    if key is None:
-        return True
-    return file.key_min is not None and file.key_max is not None and file.key_min <= key <= file.key_max
+    if (key := selection.key) is not None:
+        found = [file for file in found if file.key_min is not None and file.key_min <= key <= (file.key_max or "")]
+    return [ArchivedPiece(archive.address, file) for file in found]
 
 
 def _matching(opened: OpenFile, group: int, selection: HistorySelection, encoded: bool) -> pa.Table | None:
@@ -136,6 +136,8 @@ class StoredPiece:
     options: ReadOptions
     task: LogTask | BrokerTask
     size: int
+    #: The least store time of its rows is not known.
+    time_min: ClassVar[int] = 0
 
     def read(self, selection: HistorySelection, *, encoded: bool = False, files: object = None) -> Iterator[pa.Table]:
         """The matching rows. ``encoded`` adds a column with the headers as in the frames."""

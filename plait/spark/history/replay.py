@@ -227,13 +227,16 @@ class Replay:
         first = found if state.ends is None else None
         for each in self._history.scan(selection, progress=reading, counted=counted, found=first, encoded=True):
             # A replay into the subject that it reads must not send its own messages.
-            rows = each.filter(pc.invert(_is_of(each["headers"], state.run)))
+            runs = pc.map_lookup(each["headers"], REPLAY, "last")
+            rows = each.filter(pc.invert(pc.fill_null(pc.equal(runs, state.run), False)))
             if state.ends is not None:
-                rows = _up_to(rows, state.ends)
+                # Only the rows that existed when the replay began.
+                rows = rows.filter(_within(rows, state.ends))
             if left is not None:
                 rows = rows.slice(0, left)
                 left -= rows.num_rows
-            rows = _not_done(rows, state.marks)
+            # Without the rows that are already stored again.
+            rows = rows.filter(pc.invert(_within(rows, state.marks)))
             if rows.num_rows:
                 yield rows
             if left == 0:
@@ -299,33 +302,19 @@ class _Batches:
         return head
 
 
-def _is_of(headers: pa.ChunkedArray, run: str) -> pa.ChunkedArray:
-    return pc.fill_null(pc.equal(pc.map_lookup(headers, REPLAY, "last"), run), False)
-
-
-def _not_done(rows: pa.Table, marks: dict[str, ReplayMark]) -> pa.Table:
-    """Without the rows that are already stored again."""
-    return rows.filter(pc.invert(_within(rows, marks))) if marks else rows
-
-
-def _up_to(rows: pa.Table, ends: dict[str, ReplayMark]) -> pa.Table:
-    """Only the rows that existed when the replay began."""
-    return rows.filter(_within(rows, ends)) if ends else rows.slice(0, 0)
-
-
 def _within(rows: pa.Table, marks: dict[str, ReplayMark]) -> pa.Array | pa.ChunkedArray:
     """Whether each row is at or before the mark of its partition, by sequence and by time.
 
     By both, since the sequences of a subject that was deleted and created again restart at 0.
     """
     times = rows["store_time"].cast(pa.int64())
-    within = None
+    within: pa.Array | pa.ChunkedArray = pa.array(np.zeros(rows.num_rows, bool))
     for partition, mark in marks.items():
         here = pc.and_(
             pc.equal(rows["partition"], partition),
             pc.and_(pc.less_equal(rows["sequence"], mark.sequence), pc.less_equal(times, mark.time)),
         )
-        within = here if within is None else pc.or_(within, here)
+        within = pc.or_(within, here)
     return within
 
 

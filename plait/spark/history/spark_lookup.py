@@ -166,9 +166,8 @@ def _read_by(
     schema: StructType | str,
 ) -> DataFrame:
     """The result of ``read`` for each piece of a selection, one task per piece."""
-    pieces = history.plan(selection).pieces
     # A task gets a number and finds its piece by it; the largest pieces start first.
-    pieces.sort(key=lambda piece: -piece.size)
+    pieces = sorted(history.plan(selection), key=lambda piece: -piece.size)
     count = len(pieces)
     numbers = spark.range(0, count, 1, max(count, 1))
     return numbers.mapInArrow(_reader([pickle.dumps(piece) for piece in pieces], selection, read), schema)

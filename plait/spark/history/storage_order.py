@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
-from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import IO, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -55,19 +54,14 @@ class Ordering:
         self._rows: list[pa.Table] = []
         self._size = 0
         self._held = 0
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._runs: list[_SortedRun] = []
+        self._files = ExitStack()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for run in self._runs:
-            run.close()
-        if self._directory is not None:
-            self._directory.cleanup()
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
 
     def add(self, rows: pa.Table) -> None:
         """Add rows, which have the columns partition, sequence and store_time, and any others."""
@@ -76,26 +70,21 @@ class Ordering:
             self._size += rows.nbytes
             self._held += rows.num_rows
             self.count += rows.num_rows
-            if self._limit is not None and self._held > self._limit and self._many(self._limit):
-                self._cut(self._limit)
+            limit, is_full = self._limit, self._size >= self._run_size
+            # Where runs are written, the merge stops at the limit.
+            if limit is not None and not self._runs and self._held > limit:
+                is_many = self._held >= max(2 * limit, CUT_COUNT)
+                if is_full or is_many:
+                    self._cut(limit)
             if self._size >= self._run_size:
-                self._spill()
-
-    def _many(self, limit: int) -> bool:
-        return self._size >= self._run_size or self._held >= max(2 * limit, CUT_COUNT)
+                file = self._files.enter_context(tempfile.TemporaryFile(prefix="plait-"))  # noqa: SIM115
+                self._runs.append(_SortedRun(file, self._partitions(), self._block_size))
 
     def _cut(self, limit: int) -> None:
-        """Discard rows that are not among the first, unless runs are written: then the merge stops at the limit."""
-        if not self._runs:
-            rows = pa.concat_tables(self._merged(self._partitions())).slice(0, limit)
-            self.bound = int(bare.values(rows["store_time"].cast(pa.int64()), np.int64).max())
-            self._rows, self._size, self._held = [rows], rows.nbytes, rows.num_rows
-
-    def _spill(self) -> None:
-        if self._directory is None:
-            self._directory = tempfile.TemporaryDirectory(prefix="plait-history-")
-        path = Path(self._directory.name) / f"run-{len(self._runs)}.arrow"
-        self._runs.append(_SortedRun(path, self._partitions(), self._block_size))
+        """Discard rows that are not among the first."""
+        rows = pa.concat_tables(self._merged(self._partitions())).slice(0, limit)
+        self.bound = int(bare.values(rows["store_time"].cast(pa.int64()), np.int64).max())
+        self._rows, self._size, self._held = [rows], rows.nbytes, rows.num_rows
 
     def _partitions(self) -> dict[str, pa.Table]:
         """The rows that were added since the last run, by partition, sorted by sequence."""
@@ -135,11 +124,11 @@ class Ordering:
 class _SortedRun:
     """Sorted rows in a file of blocks, and the blocks of each partition."""
 
-    def __init__(self, path: Path, partitions: dict[str, pa.Table], block_size: int) -> None:
+    def __init__(self, file: IO[bytes], partitions: dict[str, pa.Table], block_size: int) -> None:
         self.blocks: dict[str, range] = {}
         schema = next(iter(partitions.values())).schema
         written = 0
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        with pa.ipc.new_file(file, schema) as writer:
             for name, rows in partitions.items():
                 count = max(1, block_size * rows.num_rows // max(rows.nbytes, 1))
                 batches = rows.to_batches(max_chunksize=count)
@@ -147,16 +136,12 @@ class _SortedRun:
                     writer.write_batch(batch)
                 self.blocks[name] = range(written, written + len(batches))
                 written += len(batches)
-        self._file = pa.OSFile(str(path), "rb")
-        self._reader = pa.ipc.open_file(self._file)
+        self._reader = pa.ipc.open_file(file)
 
     def read(self, partition: str) -> Iterator[Block]:
         for number in self.blocks[partition]:
             rows = pa.Table.from_batches([self._reader.get_batch(number)])
             yield rows, _sequences(rows)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _sequences(rows: pa.Table) -> Keys:

@@ -36,8 +36,7 @@ from plait.spark.archiving.manifest import (
     ArchiveManifest,
 )
 from plait.spark.auditing.block import Block
-from plait.spark.auditing.block_rows import BlockRows, UInt64s, slots_of
-from plait.spark.auditing.events import Events, merged, without
+from plait.spark.auditing.block_arrays import BlockRows, Events, UInt64s, merged, slots_of, without
 from plait.spark.auditing.group_facts import GroupFacts
 from plait.spark.auditing.stored_order import astray
 from plait.spark.inputs.archive_input import ArchivedLife, lives_of
@@ -137,6 +136,7 @@ def _rows(archive: Archive, unit: Unit, source: ArchivedInput) -> tuple[BlockRow
         stored,
         sent,
         ids=_ids(table.column("message_id")),
+        unordered=np.zeros(len(sequences), bool),
         astray=astray(sequences, lps, settings.taken, settings.fences),
     )
     return rows, keys
@@ -157,10 +157,8 @@ def _ids(texts: pa.ChunkedArray) -> tuple[UInt64s, UInt64s]:
     return producers.astype(np.uint64), numbers
 
 
-def _hashes(keys: pa.Array) -> Hashes | None:
+def _hashes(keys: pa.Array) -> Hashes:
     """The key hashes. Each distinct key is hashed once."""
-    if keys.null_count == len(keys):
-        return None
     encoded = keys.dictionary_encode()
     known = np.append(hash_keys(encoded.dictionary.to_pylist(), len(encoded.dictionary)), NO_KEY_HASH)
     hashes: Hashes = known[encoded.indices.fill_null(len(known) - 1).to_numpy()]

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from plait.spark.archiving.manifest import Archive, ArchivedFile
-from plait.spark.auditing.events import AUDITED, NONE, Events, of_rows, spans_of
+from plait.spark.auditing.block_arrays import AUDITED, NONE, Events, of_rows, spans_of
 from plait.spark.auditing.group_facts import GroupFacts, GroupTable
 from plait.spark.auditing.verdicts import NEVER
 from plait.spark.inputs.parquet_files import read_columns

@@ -19,10 +19,20 @@ from plait.frame.columns import Column
 from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 from plait.limits import MIB
-from plait.model.logical_partitions import NO_KEY_HASH, Hashes
+from plait.model.logical_partitions import NO_KEY_HASH
 from plait.spark.auditing.block import Block
-from plait.spark.auditing.block_rows import BlockRows, Flags, Numbers, slots_of
-from plait.spark.auditing.events import NONE, Events, audited, merged, of_rows, spans_of, without
+from plait.spark.auditing.block_arrays import (
+    NONE,
+    BlockRows,
+    Events,
+    Flags,
+    audited,
+    merged,
+    of_rows,
+    slots_of,
+    spans_of,
+    without,
+)
 from plait.spark.auditing.group_facts import STRICT, GroupFacts, GroupTable
 from plait.spark.auditing.stored_order import astray
 from plait.spark.inputs.audit_input import AuditedPartition, AuditInput, Cause, requested_groups
@@ -134,12 +144,9 @@ class FrameRows:
         counts = np.array([frame.count for frame in frames])
         self._ends = np.cumsum(counts)
         sequences = np.concatenate([frame.sequences() for frame in frames])
-        hashes: Hashes | None = None
-        if any(frame.has(Column.KEY_HASH) for frame in frames):
-            found = [frame.key_hashes() for frame in frames]
-            hashes = np.concatenate(
-                [np.full(frame.count, NO_KEY_HASH) if h is None else h for frame, h in zip(frames, found, strict=True)]
-            )
+        hashes = np.concatenate(
+            [np.full(frame.count, NO_KEY_HASH) if (of := frame.key_hashes()) is None else of for frame in frames]
+        )
         stored = np.repeat(np.array([frame.store_time for frame in frames], np.int64), counts)
         sent = [
             frame.fixed(Column.SEND_TIME) if frame.has(Column.SEND_TIME) else np.full(frame.count, frame.store_time)
@@ -152,9 +159,7 @@ class FrameRows:
             _, self._chosen = np.unique(np.where(sequences >= start, sequences, -1), return_index=True)
             self._chosen = self._chosen[sequences[self._chosen] >= start]
         chosen = self._chosen
-        if hashes is not None:
-            hashes = hashes[chosen]
-        sequences = sequences[chosen]
+        hashes, sequences = hashes[chosen], sequences[chosen]
         lps = slots_of(sequences, hashes, partition.taken)
         ids = [frame.message_ids() for frame in frames]
         moved = bool(partition.taken or partition.fences)
@@ -166,7 +171,7 @@ class FrameRows:
             stored[chosen],
             np.concatenate(sent).astype(np.int64)[chosen],
             ids=(np.concatenate([each for each, _ in ids])[chosen], np.concatenate([each for _, each in ids])[chosen]),
-            unordered=_unordered(frames, chosen),
+            unordered=np.concatenate([_unordered(frame) for frame in frames])[chosen],
             astray=astray(sequences, lps, partition.taken, partition.fences),
             places=np.repeat(np.array(places, np.int64), counts)[chosen] if places is not None else None,
             spans=np.searchsorted([since for since, _ in partition.taken], sequences, "right") if moved else None,
@@ -181,19 +186,12 @@ class FrameRows:
         return text.decode()
 
 
-def _unordered(frames: list[FrameView], chosen: Numbers) -> Flags | None:
-    """Rows that were delayed or sent one-way. None: there are none."""
-    if not any(frame.has(Column.DELIVER_AT) or frame.flags & FLAG_UNSEQUENCED for frame in frames):
-        return None
-    found = []
-    for frame in frames:
-        if frame.flags & FLAG_UNSEQUENCED:
-            found.append(np.ones(frame.count, bool))
-        elif frame.has(Column.DELIVER_AT):
-            found.append(frame.values(Column.DELIVER_AT) > 0)
-        else:
-            found.append(np.zeros(frame.count, bool))
-    return np.concatenate(found)[chosen]
+def _unordered(frame: FrameView) -> Flags:
+    """Rows that were delayed or sent one-way."""
+    if frame.has(Column.DELIVER_AT) and not frame.flags & FLAG_UNSEQUENCED:
+        delayed: Flags = frame.values(Column.DELIVER_AT) > 0
+        return delayed
+    return np.full(frame.count, bool(frame.flags & FLAG_UNSEQUENCED))
 
 
 @dataclass

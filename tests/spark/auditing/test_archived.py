@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 import plait
@@ -18,12 +16,11 @@ from plait.errors import ArchiveError, SubjectNotFound
 from plait.model.reason import Reason
 from plait.spark.archiving.manifest import Archive
 from plait.spark.auditing.report import AuditReport
-from plait.spark.auditing.report_page import page
+from plait.spark.auditing.report_files import page
 from plait.spark.inputs import archive_audit as units
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import Filler, archive_here
 from tests.spark.auditing.conftest import Audit, one_group
-from tests.spark.auditing.defects import Events, is_ack, with_actions
 from tests.spark.auditing.test_defects import one_by_one
 from tests.spark.auditing.test_live import SUBJECT, consume, send
 
@@ -143,79 +140,6 @@ def test_groups_of_several_directories_have_their_own_dead_letters(to: Path, tmp
     }
 
 
-async def test_a_strict_subject_of_an_archive_is_judged_by_strict_order(tmp_path: Path, audit: Audit):
-    await one_by_one(tmp_path / "good", ordered=True)
-
-    def unacked(events: Events) -> Events:
-        return events[~is_ack(events, 4)]
-
-    # A message that overtakes an unacked one is out of order only in a strict subject.
-    with_actions(tmp_path / "good", tmp_path / "bad", unacked)
-    archive_here(tmp_path / "bad", tmp_path / "archive", now=True)
-    assert [group.broken for group in audit(archive=tmp_path / "archive").groups()] == [["out_of_order"]]
-
-
-async def test_double_acks_of_messages_without_keys_are_found_in_an_archive(
-    data: Path, to: Path, tmp_path: Path, audit: Audit
-):
-    async with (
-        EmbeddedBroker(data) as broker,
-        broker.connect() as client,
-        client.consumer(SUBJECT, group="billing", ordered=True) as consumer,
-    ):
-        for number in range(12):
-            await client.send(SUBJECT, b"%d" % number)
-            await consume(consumer, 1)
-
-    def again(events: Events) -> Events:
-        return np.concatenate([events, events[is_ack(events, 7)]])
-
-    with_actions(data, tmp_path / "bad", again)
-    archive_here(tmp_path / "bad", to, now=True)
-    assert [group.broken for group in audit(archive=to).groups()] == [["double_acks"]]
-
-
-async def test_messages_without_keys_are_judged_by_their_cursors(data: Path, to: Path, audit: Audit):
-    async with AsyncExitStack() as stack:
-        broker = await stack.enter_async_context(EmbeddedBroker(data))
-        client = await stack.enter_async_context(broker.connect())
-        await client.admin.create_subject(SUBJECT, partitions=3)
-        done = 0
-        for step in range(3):
-            await client.send_many(SUBJECT, [b"%d" % number for number in range(100)])
-            member = await stack.enter_async_context(broker.connect(client_id=f"m-{step}"))
-            async with (
-                member.consumer(SUBJECT, group="billing", ordered=True) as first,
-                client.consumer(SUBJECT, group="billing", ordered=True) as second,
-            ):
-                for each in (first, second, first, second):
-                    batch = await each.fetch(10, wait=2)
-                    done += len(batch)
-                    await batch.ack()
-        async with client.consumer(SUBJECT, group="billing", ordered=True) as consumer:
-            await consume(consumer, 300 - done)
-    archive_here(data, to, now=True)
-    (source,) = Archive.at(to).open().sources.values()
-    assert all(settings.taken for settings in source.settings.values())
-    report = audit(archive=to)
-    assert report.held
-    assert [group.acked for group in report.groups()] == [300]
-    assert counts(report) == counts(audit(data))
-
-
-async def test_an_ack_of_a_message_that_was_never_stored_is_found_in_a_complete_archive(tmp_path: Path, audit: Audit):
-    await one_by_one(tmp_path / "good")
-
-    def invented(events: Events) -> Events:
-        events["end"][is_ack(events, 11)] += 3
-        return events
-
-    with_actions(tmp_path / "good", tmp_path / "bad", invented)
-    for data, broken in (("good", []), ("bad", ["invented"])):
-        archive_here(tmp_path / data, tmp_path / f"archive-{data}", now=True)
-        assert [group.broken for group in audit(archive=tmp_path / f"archive-{data}").groups()] == [broken]
-
-
 def test_events_of_messages_that_are_not_archived_yet_break_no_promise(data: Path, to: Path, audit: Audit):
     filler = Filler(data)
     filler.rounds(60)
@@ -266,28 +190,6 @@ async def test_a_damaged_or_missing_file_of_deaths_is_reported(data: Path, to: P
         (to / file.path).unlink()
         with pytest.raises(ArchiveError, match=r"deaths/.* does not exist"):
             audit(archive=to)
-
-
-async def test_the_files_of_several_archiver_runs_are_judged_as_one_log(data: Path, to: Path, audit: Audit):
-    async with (
-        EmbeddedBroker(data) as broker,
-        broker.connect() as client,
-        client.consumer(SUBJECT, group="billing", ordered=True) as consumer,
-    ):
-        for _ in range(3):
-            await send(client, 20)
-            await consume(consumer, 20)
-            await broker.stop()
-            archive_here(data, to, now=True)
-            await broker.start()
-    report = audit(archive=to)
-    assert report.held
-    assert counts(report) == counts(audit(data))
-
-
-def test_a_directory_that_is_no_archive_is_refused(tmp_path: Path, audit: Audit):
-    with pytest.raises(ArchiveError, match="is not an archive"):
-        audit(archive=tmp_path)
 
 
 def test_copied_segments_are_audited_like_a_data_directory(data: Path, to: Path, audit: Audit):

@@ -57,14 +57,6 @@ async def test_each_life_of_a_subject_is_judged_by_its_own_events(data: Path, to
         archive_here(None, to, compact=True)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-async def test_a_life_that_was_never_archived_is_not_reported(data: Path, to: Path, audit: Audit, ordered: bool):
-    await made_again(data, None, ordered=ordered)
-    archive_here(data, to, now=True)
-    assert audit(archive=to).held
-    assert counts(audit(archive=to)) == counts(audit(data))
-
-
 async def test_a_life_after_a_crash_has_lost_nothing_that_earlier_groups_passed(
     data: Path, to: Path, tmp_path: Path, audit: Audit
 ):

@@ -10,7 +10,7 @@ from plait.spark.archiving.manifest import Archive
 from plait.spark.auditing.job import open_input
 from plait.spark.inputs.audit_input import AuditInput
 from plait.spark.runtime.job_runner import NoProgress
-from tests.spark.archives import Filler, archive_here, damage_frames
+from tests.spark.archives import Filler, archive_here
 from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.test_intake import expire
 from tests.support.broker_node import Producer
@@ -65,16 +65,6 @@ def test_messages_that_are_missing_in_an_archive_that_retention_overtook_are_rep
     path.write_bytes(content)
     archive_here(data, to, now=True, skip_damage=True)
     assert audit(archive=to, subjects=["orders"]).subjects[0].missing == 3
-
-
-def test_damaged_frames_that_an_archiver_left_out_are_missing(data: Path, to: Path, audit: Audit):
-    filler = Filler(data)
-    filler.rounds(20)
-    filler.node.send("others", b"behind it")
-    filler.stop()
-    damage_frames(data, 27, 57)
-    archive_here(data, to, now=True, skip_damage=True)
-    assert audit(archive=to, subjects=["orders"]).subjects[0].missing == 6
 
 
 def test_each_of_two_data_directories_starts_with_its_own_action_log(to: Path, tmp_path: Path, audit: Audit):

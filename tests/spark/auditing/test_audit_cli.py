@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,9 +12,7 @@ import pytest
 
 from plait.cli.entry import run
 from plait.spark.auditing import job
-from plait.spark.auditing.report import AuditReport
-from plait.spark.auditing.report_page import bar_plot, line_plot, page
-from plait.spark.auditing.report_tables import TABLES, write_tables
+from plait.spark.auditing.report_files import TABLES, page, write_tables
 from tests.spark.auditing.conftest import Audit
 from tests.spark.auditing.defects import swapped_acks
 from tests.spark.auditing.test_defects import one_by_one
@@ -146,42 +143,6 @@ def test_a_defect_of_the_audit_itself_ends_with_2(
     assert "the audit itself failed: ZeroDivisionError('by what') (internal)" in capsys.readouterr().err
 
 
-class _Outside(HTMLParser):
-    """The URLs that a page would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fetched: list[str] = []
-        self.open: list[str] = []
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag != "script"
-        self.fetched += [f"{name}={value}" for name, value in attrs if name in ("src", "href", "data", "srcset")]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_startendtag(tag, attrs)
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-async def test_the_page_fetches_nothing_and_escapes_names(tmp_path: Path, audit: Audit):
-    await one_by_one(tmp_path)
-    report: AuditReport = audit(tmp_path)
-    report.subjects[0].hot_keys[0] = type(report.subjects[0].hot_keys[0])("<script>", 3)
-    text = page(report)
-    reader = _Outside()
-    reader.feed(text)
-    assert reader.fetched == []
-    assert reader.open == []
-    assert "url(" not in text
-    assert "&lt;script&gt;" in text
-    assert "lag over time" in text
-    assert "latency percentiles" in text
-
-
 async def test_tables_are_complete_and_typed(tmp_path: Path, audit: Audit):
     await one_by_one(tmp_path / "data")
     report = audit(tmp_path / "data")
@@ -192,9 +153,3 @@ async def test_tables_are_complete_and_typed(tmp_path: Path, audit: Audit):
     groups = pq.read_table(tmp_path / "tables" / "groups.parquet").to_pylist()
     assert [(group["group"], group["acked"]) for group in groups] == [("billing", 12)]
     assert groups[0]["p50"] > 0
-
-
-def test_no_data_gives_no_plots():
-    assert line_plot([1], [1], "t") == ""
-    assert bar_plot([], "t") == ""
-    assert "polyline" in line_plot([1, 2], [0, 0], "t")

@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 
 import plait.spark
-from plait.errors import DamageError, InvalidArgument
-from plait.spark.archiving.manifest import Archive
+from plait.errors import DamageError
 from plait.spark.inputs import log_audit as live
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded_broker import TEST_CONFIG
-from tests.spark.archives import archive_here
 from tests.spark.auditing.conftest import Audit
 from tests.spark.auditing.defects import swapped_acks
 from tests.spark.auditing.test_live import SUBJECT, consume, send
@@ -84,26 +80,6 @@ async def test_swapped_acks_in_two_blocks_are_found(
     assert plait.spark.audit(tmp_path / "good", spark=spark).held
     report = plait.spark.audit(tmp_path / "bad", spark=spark)
     assert report.groups()[0].broken == ["out_of_order"]
-
-
-async def test_swapped_acks_in_two_files_of_an_archive_are_found(
-    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
-):
-    config = msgspec.structs.replace(TEST_CONFIG, message_segment_size=4096)
-    async with EmbeddedBroker(tmp_path / "good", config=config) as broker, broker.connect() as client:
-        await by_two_owners(client)
-    swapped_acks(tmp_path / "good", tmp_path / "bad", 1, 7)
-    for name in ("good", "bad"):
-        archive_here(tmp_path / name, tmp_path / f"{name}-archive", now=True)
-    assert len(Archive.at(tmp_path / "bad-archive").open().find("messages")) > 1
-    assert plait.spark.audit(archive=str(tmp_path / "good-archive"), spark=spark).held
-    report = plait.spark.audit(archive=str(tmp_path / "bad-archive"), spark=spark)
-    assert report.groups()[0].broken == ["out_of_order"]
-
-
-def test_exactly_one_of_data_directory_and_archive_is_required():
-    with pytest.raises(InvalidArgument, match="name a data directory or an archive to audit"):
-        plait.spark.audit()
 
 
 async def test_an_error_of_a_task_keeps_its_type(tmp_path: Path, spark: SparkSession):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.spark.auditing.block_rows import BlockRows
-from plait.spark.auditing.events import AUDITED, Events, audited, of_rows
+from plait.model.logical_partitions import NO_KEY_HASH
+from plait.spark.auditing.block_arrays import AUDITED, BlockRows, Events, audited, of_rows
 from plait.spark.auditing.group_facts import GroupFacts, GroupTable
 from plait.spark.auditing.key_order import out_of_order
 from plait.spark.auditing.touches import touches
@@ -27,10 +27,15 @@ END = 40
 
 def rows_of(count: int = END, *, keys: list[int] | None = None, epochs: list[int] | None = None) -> BlockRows:
     sequences = np.arange(count)
-    hashes = None if keys is None else np.array(keys, np.uint64)
-    lps = np.zeros(count, np.uint16) if hashes is None else (hashes % np.uint64(1024)).astype(np.uint16)
-    times = sequences * 10
-    return BlockRows(sequences, np.array(epochs or [1] * count), lps, hashes, times, times)
+    hashes = np.full(count, NO_KEY_HASH) if keys is None else np.array(keys, np.uint64)
+    lps = np.zeros(count, np.uint16) if keys is None else (hashes % np.uint64(1024)).astype(np.uint16)
+    return block_rows(sequences, hashes, sequences * 10, np.array(epochs or [1] * count), lps)
+
+
+def block_rows(sequences: Any, hashes: Any, times: Any, epochs: Any, lps: Any) -> BlockRows:
+    none = np.zeros(len(sequences), bool)
+    ids = np.zeros(len(sequences), np.uint64), sequences.astype(np.uint64)
+    return BlockRows(sequences, epochs, lps, hashes, times, times, ids, none, none)
 
 
 class Script:

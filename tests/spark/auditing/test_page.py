@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from plait.spark.auditing.report_page import page
+from plait.spark.auditing.report_files import page
 from tests.spark.auditing.conftest import Audit
 from tests.spark.auditing.test_defects import one_by_one
 from tests.support.browser import browser, complaints, requests

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.spark.auditing.block_rows import BlockRows
-from plait.spark.auditing.events import merged, without
+from plait.spark.auditing.block_arrays import merged, without
 from plait.spark.auditing.key_order import crossings, out_of_order
 from plait.spark.auditing.tally import latency_bins, percentile
 from plait.spark.auditing.verdicts import NEVER, GroupVerdict
+from tests.spark.auditing.test_judging import block_rows
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_order_across_blocks_is_judged_as_in_one_block(drawn: list[tuple[int, in
         count = last - first
         hashes = keys[first:last].astype(np.uint64)
         numbers = np.arange(first, last)
-        rows = BlockRows(numbers, np.ones(count, np.int64), np.zeros(count, np.uint16), hashes, numbers, numbers)
+        rows = block_rows(numbers, hashes, numbers, np.ones(count, np.int64), np.zeros(count, np.uint16))
         verdict = GroupVerdict(np.zeros(count, np.uint8), acked_at=at[first:last], excused=excused[first:last])
         wrong, times = out_of_order(rows, verdict)
         of = np.full(len(times.hashes), 7), times.hashes.view(np.int64), np.full(len(times.hashes), first)

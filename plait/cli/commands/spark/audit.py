@@ -101,11 +101,11 @@ def _check_files(parquet: Path | None, html: Path | None) -> None:
 
 def _write_files(report: AuditReport, parquet: Path | None, html: Path | None) -> None:
     if parquet is not None:
-        from plait.spark.auditing.report_tables import write_tables
+        from plait.spark.auditing.report_files import write_tables
 
         write_tables(report, parquet)
     if html is not None:
-        from plait.spark.auditing.report_page import page
+        from plait.spark.auditing.report_files import page
 
         html.write_text(page(report), encoding="utf-8")
 

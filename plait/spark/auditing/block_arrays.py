@@ -1,14 +1,71 @@
-"""Events of the action log as one array, in log order, independent of the input."""
+"""The rows of a block, and the events about them in log order, as arrays; independent of the input."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from plait.model.logical_partitions import NO_KEY_HASH, Hashes, Lps, lp_set, lps_of
 from plait.storage.logs.action_events import EVENT, OF_ROWS
+
+Numbers = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Messages of one partition, by ascending sequence; one array per column."""
+
+    sequences: Numbers
+    epochs: Numbers
+    #: The LP of each row, also of rows without a key.
+    lps: Lps
+    #: ``NO_KEY_HASH``: the row has no key.
+    hashes: Hashes
+    store_times: Numbers
+    #: The send time, or the store time where the producer gave none.
+    send_times: Numbers
+    #: Producer id and producer sequence of each row: its message id.
+    ids: tuple[UInt64s, UInt64s]
+    #: True for rows that were delayed or sent one-way: their order may differ from the order of sending.
+    unordered: Flags
+    #: True for rows of LPs that the partition did not accept at that time (``stored_order.astray``).
+    astray: Flags
+    #: The place of each row in the message log, comparable between partitions of one data directory. None: not known.
+    places: Numbers | None = None
+    #: How often the set of LPs that the partition accepts had changed when the row was stored. None: it never changed.
+    spans: Numbers | None = None
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+def slots_of(sequences: Numbers, hashes: Hashes, taken: Sequence[tuple[int, list[tuple[int, int]]]]) -> Lps:
+    """The LP of each row. A row without a key has one of the LPs that were ``taken`` when it was stored."""
+    lps = lps_of(sequences, hashes)
+    keyless = hashes == NO_KEY_HASH
+    if taken and keyless.any():
+        since = np.searchsorted([start for start, _ in taken], sequences, "right") - 1
+        for index in np.unique(since[keyless]).tolist():
+            slots = np.flatnonzero(lp_set(taken[max(index, 0)][1]))
+            mine = keyless & (since == index)
+            lps[mine] = slots[lps[mine] % len(slots)]
+    return lps
+
+
+def begins_of(*columns: npt.NDArray[Any]) -> Flags:
+    """True for each row that differs from the row before it in one of the columns."""
+    begins = np.ones(len(columns[0]), bool)
+    begins[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return begins
+
+
+# --- events -------------------------------------------------------------------------------------
 
 #: The fields of ``EVENT``. ``time`` is when the event happened.
 #: ``offset`` is the offset of its frame: events of one frame happened together. ``place`` ascends from event to event.

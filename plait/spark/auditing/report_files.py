@@ -1,13 +1,29 @@
-"""A report as one HTML page with inline styles and plots, which opens without a network."""
+"""A report as one HTML page with inline styles and plots, which opens without a network, and as Parquet tables."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
-from plait.spark.auditing.report import AuditReport, GroupAudit, SubjectAudit, format_seconds
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from plait.spark.auditing.report import (
+    AuditReport,
+    DeathCount,
+    Example,
+    GroupAudit,
+    HotKey,
+    Latency,
+    Moment,
+    PartitionAudit,
+    SubjectAudit,
+    format_seconds,
+)
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --ink: #1d2733; --soft: #5d6b7a; --paper: #fff; --line: #d8dee5; --main: #2f6fb2;
@@ -40,24 +56,10 @@ _BAR: Final = 20
 _LABEL_MAX: Final = 28
 
 _COUNTS: Final = (
-    "messages",
-    "acked",
-    "dead",
-    "expired",
-    "unacked",
-    "unknown",
-    "lost",
-    "double_acks",
-    "delivered_twice",
-    "out_of_order",
-    "invented",
-    "retried",
+    *("messages", "acked", "dead", "expired", "unacked", "unknown", "lost", "double_acks", "delivered_twice"),
+    *("out_of_order", "invented", "retried"),
 )
-_ORDERS: Final = {
-    "none": "no order is promised",
-    "strict": "strict order",
-    "best_tried": "best-tried order",
-}
+_ORDERS: Final = {"none": "no order is promised", "strict": "strict order", "best_tried": "best-tried order"}
 
 
 def page(report: AuditReport) -> str:
@@ -105,15 +107,12 @@ def _subject(subject: SubjectAudit) -> str:
 def _groups(groups: Sequence[GroupAudit]) -> str:
     if not groups:
         return "<p class='soft'>No consumer groups.</p>"
-    head = "".join(f"<th>{html.escape(name.replace('_', ' '))}</th>" for name in ("group", "kind", *_COUNTS))
     rows = []
     for group in groups:
-        cells = [f"<td>{html.escape(group.group)}</td><td>{html.escape(group.kind)}</td>"]
-        for name in _COUNTS:
-            mark = ' class="broken"' if name in group.broken else ""
-            cells.append(f"<td{mark}>{getattr(group, name):,}</td>")
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<div class='scroll'><table><tr>{head}</tr>{''.join(rows)}</table></div>"
+        marks = [' class="broken"' if name in group.broken else "" for name in _COUNTS]
+        counts = [f"<td{mark}>{getattr(group, name):,}</td>" for name, mark in zip(_COUNTS, marks, strict=True)]
+        rows.append("".join([*map(_cell, (group.group, group.kind)), *counts]))
+    return _table(["group", "kind", *(name.replace("_", " ") for name in _COUNTS)], rows)
 
 
 def _group(group: GroupAudit) -> str:
@@ -131,15 +130,20 @@ def _group(group: GroupAudit) -> str:
         again = [(cause.replace("_", " "), float(count)) for cause, count in group.redelivered.items()]
         parts.append(f"<h4>Redelivered after</h4>{bar_plot(again, 'redeliveries by cause')}")
     if group.deaths:
-        rows = [(each.type or "no longer stored", each.handler or "", f"{each.count:,}") for each in group.deaths]
-        parts.append(f"<h4>Dead letters by reason</h4>{_table(('type', 'handler', 'messages'), rows)}")
+        deaths = [(each.type or "no longer stored", each.handler or "", f"{each.count:,}") for each in group.deaths]
+        rows = ["".join(map(_cell, cells)) for cells in deaths]
+        parts.append(f"<h4>Dead letters by reason</h4>{_table(('type', 'handler', 'messages'), rows, 'text')}")
     return "".join(parts)
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(columns: Iterable[str], rows: Iterable[str], style: str = "") -> str:
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div class='scroll'><table class='text'><tr>{head}</tr>{body}</table></div>"
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<div class='scroll'><table class='{style}'><tr>{head}</tr>{body}</table></div>"
+
+
+def _cell(text: str) -> str:
+    return f"<td>{html.escape(text)}</td>"
 
 
 def _list(items: Iterable[str]) -> str:
@@ -215,3 +219,63 @@ def _opened(height: int, title: str) -> str:
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+_TYPES: Final = {
+    str: pa.string(),
+    str | None: pa.string(),
+    int: pa.int64(),
+    float: pa.float64(),
+    bool: pa.bool_(),
+    list[str]: pa.list_(pa.string()),
+}
+
+
+def _columns(struct: type[msgspec.Struct], *keys: str) -> dict[str, pa.DataType]:
+    """The columns of a table: the keys, and the fields of the struct except nested ones."""
+    fields = {field.name: _TYPES[field.type] for field in msgspec.structs.fields(struct) if field.type in _TYPES}
+    return {**dict.fromkeys(keys, pa.string()), **fields}
+
+
+#: Table → column → type.
+TABLES: Final[dict[str, dict[str, pa.DataType]]] = {
+    "groups": {
+        **_columns(GroupAudit),
+        **{name: kind for name, kind in _columns(Latency).items() if name != "count"},
+    },
+    "redelivered": {**dict.fromkeys(("subject", "group", "cause"), pa.string()), "count": pa.int64()},
+    "deaths": _columns(DeathCount, "subject", "group"),
+    "lag": {**_columns(Moment, "subject", "group"), "time": pa.timestamp("us", tz="UTC")},
+    "partitions": _columns(PartitionAudit, "subject"),
+    "hot_keys": _columns(HotKey, "subject"),
+    "examples": _columns(Example, "subject", "group"),
+}
+
+
+def write_tables(report: AuditReport, directory: Path) -> None:
+    """Write ``<table>.parquet`` for each table into a new directory."""
+    directory.mkdir(parents=True)
+    for name, rows in tables_of(report).items():
+        schema = pa.schema([pa.field(column, kind) for column, kind in TABLES[name].items()])
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), directory / f"{name}.parquet", compression="zstd")
+
+
+def tables_of(report: AuditReport) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each table."""
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
+    for subject in report.subjects:
+        of = {"subject": subject.subject}
+        rows["partitions"] += [{**of, **msgspec.structs.asdict(each)} for each in subject.partitions]
+        rows["hot_keys"] += [{**of, **msgspec.structs.asdict(each)} for each in subject.hot_keys]
+        rows["examples"] += [{**of, **msgspec.structs.asdict(each)} for each in subject.examples]
+        for group in subject.groups:
+            mine = {**of, "group": group.group}
+            latency = msgspec.structs.asdict(group.latency) if group.latency else {}
+            rows["groups"].append({**msgspec.structs.asdict(group), **latency})
+            rows["redelivered"] += [{**mine, "cause": cause, "count": n} for cause, n in group.redelivered.items()]
+            rows["deaths"] += [{**mine, **msgspec.structs.asdict(each)} for each in group.deaths]
+            rows["lag"] += [{**mine, **msgspec.structs.asdict(each)} for each in group.lag]
+            rows["examples"] += [{**mine, **msgspec.structs.asdict(each)} for each in group.examples]
+    return rows
