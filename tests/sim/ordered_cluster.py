@@ -7,7 +7,6 @@ resumes parked keys, waits until every sent message is handled, and checks the h
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Iterable, Sequence
 
@@ -28,12 +27,10 @@ from tests.sim.meta_servers import ADDRESSES, LEASE_SECONDS, LIMITS, MetaServers
 from tests.sim.ordered_changes import PARTITIONS, Change, changes_of, round_trips
 from tests.sim.ordered_members import GROUP, LOOSE, STRICT, Members
 from tests.sim.ordered_senders import Senders
+from tests.sim.users import CLIENT_LIMITS, DRAIN_SECONDS, QUIET_SECONDS, SHOW_SECONDS, excuse, without_collections
 
 BROKERS = {"g1": 7451, "g2": 7452, "g3": 7453}
 
-CLIENT_LIMITS = plait.ClientLimits(
-    reconnect_max_seconds=1.0, request_seconds=3.0, route_seconds=5.0, pull_wait_seconds=5.0
-)
 CONFIG = BrokerConfig(
     copy_partitions=1,
     message_segment_size=32 * KIB,
@@ -47,14 +44,7 @@ CONFIG = BrokerConfig(
 WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 3, "cut": 3, "cut_one_way": 1, "jump": 1}
 #: Share of the runs that have round trips.
 ROUND_TRIPS = 0.25
-#: How long the effects of a fault outlast it: locks change owners, clients reconnect.
-AFTERMATH_SECONDS = 8.0
-DRAIN_SECONDS = 120.0
-#: A run that handles nothing for this long is stuck, because leases, retries and reconnects together take less.
-QUIET_SECONDS = 30.0
 LOOK_SECONDS = 0.5
-#: Extra time after the end. A delayed consumer with a defect would now handle messages that it no longer owns.
-SHOW_SECONDS = 0.5
 
 
 class OrderedCluster:
@@ -98,13 +88,11 @@ class OrderedCluster:
         self.servers: dict[str, Server] = {}
         # A run with a given script has no other faults.
         self._delayed = DelayedSends(seed, share=None if script is None else 0.0)
-        self.senders = Senders(sim, self.histories, ADDRESSES, CLIENT_LIMITS, self._delayed, many=slow > 0)
+        self.senders = Senders(sim, self.histories, self._delayed, many=slow > 0)
         self._affinity = affinity
         self.members = Members(
             sim,
             self.histories,
-            ADDRESSES,
-            CLIENT_LIMITS,
             on_begin=self._has_the_lock,
             on_done=self.senders.handled,
             slow=slow,
@@ -161,14 +149,10 @@ class OrderedCluster:
 
     def run(self) -> list[Violation]:
         """Run the cluster; raises if the histories have violations."""
-        # Collections during the run would scan all live objects again and again.
-        collects = gc.isenabled()
-        gc.disable()
         try:
-            return self._run()
+            with without_collections():
+                return self._run()
         finally:
-            if collects:
-                gc.enable()
             self.metas.close()
 
     def _run(self) -> list[Violation]:
@@ -277,22 +261,11 @@ class OrderedCluster:
 
     def _fault(self, fault: Fault) -> None:
         """Record in the histories what the fault excuses."""
-        now = self.simulation.now
-        until = now + fault.seconds + AFTERMATH_SECONDS
-        if fault.kind == "jump":
-            return
         names = {fault.process, fault.other}
         consumers = names & {process.name for process in self.consumers}
         # A fault of a meta server or a producer excuses no duplicates.
         brokers = set() if consumers else names & BROKERS.keys()
-        for history in self.histories.values():
-            for broker in brokers:
-                history.broken(fault.kind, now, until=until, forgets=fault.kind == "power_loss", at=broker)
-            for consumer in consumers:
-                history.broken(fault.kind, now, until=until, consumer=consumer)
-        for consumer in consumers:
-            if fault.kind in ("kill", "power_loss"):
-                self.members.killed(consumer)
+        excuse(self.histories.values(), fault, self.simulation.now, consumers=consumers, brokers=brokers)
 
     # --- the servers ----------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from plait.errors import PlaitError
 from plait.model.logical_partitions import lp_of_key
 from plait.testing.history import Handling, History
 from plait.testing.sim import Main, Process, Simulation
+from tests.sim.meta_servers import ADDRESSES
+from tests.sim.users import CLIENT_LIMITS, until_it_leaves
 
 STRICT, LOOSE = "orders", "prices"
 GROUP = "billing"
@@ -35,8 +37,6 @@ class Members:
         self,
         simulation: Simulation,
         histories: dict[str, History],
-        addresses: Sequence[str],
-        limits: plait.ClientLimits,
         *,
         on_begin: Callable[[Process, plait.Message, int], None],
         on_done: Callable[[Handling], None],
@@ -45,8 +45,6 @@ class Members:
     ) -> None:
         self.simulation = simulation
         self.histories = histories
-        self._addresses = addresses
-        self._limits = limits
         #: Called with each message that a consumer begins with without checking epochs, and with its lock.
         self._on_begin = on_begin
         self._on_done = on_done
@@ -68,11 +66,6 @@ class Members:
         """From now on members stay and handlers succeed."""
         self.settled = True
 
-    def killed(self, name: str) -> None:
-        """End the handlings of a consumer whose process was killed."""
-        for history in self.histories.values():
-            history.gone(name, self.simulation.now)
-
     def main(self, number: int, subjects: Sequence[str]) -> Main:
         """The main of the consumer with this number."""
 
@@ -90,7 +83,7 @@ class Members:
     # --- kinds ----------------------------------------------------------------------------------
 
     async def _client(self, process: Process, number: int, subjects: Sequence[str], draw: random.Random) -> None:
-        async with process.connect(self._addresses, client_id=process.name, limits=self._limits) as client:
+        async with process.connect(ADDRESSES, client_id=process.name, limits=CLIENT_LIMITS) as client:
             await asyncio.gather(*(self._members(process, client, number, subject, draw) for subject in subjects))
 
     async def _members(
@@ -114,19 +107,7 @@ class Members:
                 tasks = [asyncio.create_task(self._iterate(process, consumer, draw)) for _ in range(2)]
             else:
                 tasks = [asyncio.create_task(self._fetch(process, consumer, draw))]
-            await self._until_it_leaves(tasks, draw)
-
-    async def _until_it_leaves(self, tasks: list[asyncio.Task[None]], draw: random.Random) -> None:
-        stay = asyncio.create_task(self._stay(draw))
-        try:
-            await asyncio.wait([*tasks, stay], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (*tasks, stay):
-                task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-        for each in ended:
-            if isinstance(each, Exception):
-                raise each
+            await until_it_leaves(tasks, self._stay(draw))
 
     async def _stay(self, draw: random.Random) -> None:
         await self.simulation.sleep(draw.expovariate(1.0 / 8.0))
@@ -170,7 +151,7 @@ class Members:
             handling.ack_ok(self.simulation.now)
 
     async def _app(self, process: Process, number: int, subjects: Sequence[str], draw: random.Random) -> None:
-        app = process.app(self._addresses, group=GROUP, client_id=process.name, limits=self._limits)
+        app = process.app(ADDRESSES, group=GROUP, client_id=process.name, limits=CLIENT_LIMITS)
         for subject in subjects:
 
             @app.subscriber(subject, concurrency=3, retry=RETRY, ordered=self._ordered, affinity=self._affinity)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import plait
 from plait.errors import FlowControl, PlaitError
 from plait.testing.history import Handling, History, RecordedSend
 from plait.testing.sim import Process, Simulation
 from tests.sim.delayed_sends import DelayedSends
+from tests.sim.meta_servers import ADDRESSES
+from tests.sim.users import CLIENT_LIMITS
 
 KEYS: list[str | None] = [*(f"k{n}" for n in range(10)), None]
 
@@ -21,16 +22,12 @@ class Senders:
         self,
         simulation: Simulation,
         histories: dict[str, History],
-        addresses: Sequence[str],
-        limits: plait.ClientLimits,
         delayed: DelayedSends,
         *,
         many: bool = False,
     ) -> None:
         self.simulation = simulation
         self.histories = histories
-        self._addresses = addresses
-        self._limits = limits
         self._delayed = delayed
         self.sending = True
         self._bursts = (4, 8) if many else (1, 1, 2, 6)
@@ -60,7 +57,7 @@ class Senders:
         draw = random.Random(f"{self.simulation.seed} {name}")
         while self.sending:
             try:
-                async with process.connect(self._addresses, client_id=name, limits=self._limits) as client:
+                async with process.connect(ADDRESSES, client_id=name, limits=CLIENT_LIMITS) as client:
                     while self.sending:
                         self._burst(process, client, draw)
                         await self.simulation.sleep(draw.expovariate(1.0 / 0.3))

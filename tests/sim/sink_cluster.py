@@ -28,7 +28,8 @@ from plait.frame.view import frames_in
 from plait.model.logical_partitions import lp_of_key
 from plait.testing.sim import Fault, Faults, Process
 from tests.sim.meta_servers import ADDRESSES, LEASE_SECONDS, Outage
-from tests.sim.ordered_cluster import CLIENT_LIMITS, STRICT, WEIGHTS, Change, OrderedCluster
+from tests.sim.ordered_cluster import STRICT, WEIGHTS, Change, OrderedCluster
+from tests.sim.users import CLIENT_LIMITS
 
 #: The number of tasks of a batch, and the number of rows that a task writes for each of its keys.
 TASKS, TIMES = 2, 3

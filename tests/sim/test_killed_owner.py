@@ -10,12 +10,9 @@ import msgspec
 import pytest
 
 from plait.limits import ServerLimits
-from plait.meta.database.connection import file_url
-from plait.server import Server
-from plait.testing.embedded_broker import empty_database
 from plait.testing.sim import Process, Simulation
-from tests.sim.cluster import ADDRESS
 from tests.sim.ordered_cluster import CONFIG
+from tests.sim.users import StrictNode
 
 LEASE_SECONDS = 2.0
 #: Time for the new owner to learn its share, request the locks and receive the next message.
@@ -38,30 +35,15 @@ def standstills(database: Path, seed: int, killed_after: float) -> list[Standsti
     """When the owner's lease ends, when the meta server notices the loss, and when each key resumes."""
     limits = ServerLimits(lease_seconds=LEASE_SECONDS)
     config = msgspec.structs.replace(CONFIG, limits=limits)
-    database.write_bytes(empty_database())
     with Simulation(seed) as sim:
-        servers: list[Server] = []
+        node = StrictNode(sim, database, config, partitions=3)
         killed_at = math.inf
         #: Key → (partition, consumer, time) of each handled message.
         handled: dict[str, list[tuple[str, str, float]]] = {key: [] for key in KEYS}
 
-        async def serve(process: Process) -> None:
-            servers.append(Server(process.disk, config, clock=process.clock, meta=file_url(str(database))))
-            await servers[-1].start()
-
-        async def create(process: Process) -> None:
-            async with process.connect(ADDRESS) as client:
-                await client.admin.create_subject("s", order="strict", partitions=3)
-
-        async def produce(process: Process) -> None:
-            async with process.connect(ADDRESS) as client:
-                while True:
-                    await client.send_many("s", [b"x"] * len(KEYS), keys=KEYS)
-                    await sim.sleep(EVERY_SECONDS)
-
         async def consume(process: Process) -> None:
             async with (
-                process.connect(ADDRESS, client_id=process.name) as client,
+                process.connect(node.address, client_id=process.name) as client,
                 client.consumer("s", "g", ordered=True) as consumer,
             ):
                 async for message in consumer:
@@ -71,17 +53,15 @@ def standstills(database: Path, seed: int, killed_after: float) -> list[Standsti
                     if process.name == "other" or sim.now < killed_at - HELD_SECONDS:
                         message.ack()
 
-        sim.process("broker", serve).start()
-        sim.run(create(sim.process("test")))
         for name in ("victim", "other"):
             sim.process(name, consume).start()
-        sim.process("producer", produce).start()
+        sim.process("producer", lambda process: node.produce(process, KEYS, EVERY_SECONDS)).start()
         killed_at = sim.now + 6.0 + killed_after
         sim.run_for(killed_at - sim.now)
         sim.process("victim").kill()
         # Requests in flight still count.
         sim.run_for(0.1)
-        broker, host = servers[0].broker, servers[0].cluster._host
+        broker, host = node.server.broker, node.server.cluster._host
         assert host is not None
         members = host.service.members
         members._pass_time()
@@ -93,8 +73,7 @@ def standstills(database: Path, seed: int, killed_after: float) -> list[Standsti
             longest = LEASE_SECONDS * (1 + limits.lease_margin)
             ends[name] = 0.1 + renewed + longest - broker.clock.monotonic()
         sim.run_for(2 * LEASE_SECONDS)
-        assert host._store is not None
-        host._store.close()
+        node.close()
     found = []
     for events in handled.values():
         last = max((time for _, name, time in events if name == "victim"), default=0.0)

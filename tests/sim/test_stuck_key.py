@@ -9,12 +9,9 @@ import msgspec
 import plait
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.limits import MIB
-from plait.meta.database.connection import file_url
-from plait.server import Server
-from plait.testing.embedded_broker import empty_database
 from plait.testing.sim import Process, Simulation
-from tests.sim.cluster import ADDRESS
 from tests.sim.ordered_cluster import CONFIG
+from tests.sim.users import StrictNode
 
 MINUTES = 3
 #: Messages of each key per second: 32 in total.
@@ -30,32 +27,17 @@ def handled_others(
 
     The consumer takes ``seconds`` for a message.
     """
-    database.write_bytes(empty_database())
     config = msgspec.structs.replace(CONFIG, checkpoint_seconds=60.0, message_segment_size=MIB, action_segment_size=MIB)
     with Simulation(5) as sim:
-        servers: list[Server] = []
+        node = StrictNode(sim, database, config, partitions=1)
         sizes: list[int] = []
         count = 0
-
-        async def serve(process: Process) -> None:
-            servers.append(Server(process.disk, config, clock=process.clock, meta=file_url(str(database))))
-            await servers[-1].start()
-
-        async def create(process: Process) -> None:
-            async with process.connect(ADDRESS) as client:
-                await client.admin.create_subject("s", order="strict", partitions=1)
-
-        async def produce(process: Process) -> None:
-            async with process.connect(ADDRESS) as client:
-                for _ in range(minutes * 60 * BATCHES):
-                    await client.send_many("s", [b"x"] * len(KEYS), keys=KEYS)
-                    await sim.sleep(1.0 / BATCHES)
 
         async def consume(process: Process) -> None:
             nonlocal count
             retry = plait.Retry(attempts=10_000, first=1.0, longest=5.0)
             async with (
-                process.connect(ADDRESS) as client,
+                process.connect(node.address) as client,
                 client.consumer("s", "g", ordered=True, retry=retry) as consumer,
             ):
                 while True:
@@ -67,22 +49,17 @@ def handled_others(
                             message.ack()
                             count += message.key != STUCK
 
-        sim.process("broker", serve).start()
-        sim.run(create(sim.process("test")))
         sim.process("consumer", consume).start()
-        sim.process("producer", produce).start()
+        sim.process("producer", lambda process: node.produce(process, KEYS, 1.0 / BATCHES)).start()
         for _ in range(minutes):
             sim.run_for(60.0)
-            [group] = servers[0].broker.subjects["s"].groups.values()
+            [group] = node.server.broker.subjects["s"].groups.values()
             assert isinstance(group, OrderedGroup)
             ranges = sum(
                 len(cursor.returned) + len(cursor.waiting) + len(cursor.all_held()) for cursor in group.cursors
             )
             sizes.append(len(list(group.cursors)) + ranges)
-        host = servers[0].cluster._host
-        assert host is not None
-        assert host._store is not None
-        host._store.close()
+        node.close()
         return count, sizes
 
 

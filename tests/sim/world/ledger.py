@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import plait
 from plait.testing.history import Handling, History, RecordedSend
-from plait.testing.sim import Process
+from plait.testing.sim import Process, Simulation
+from tests.sim.meta_servers import ADDRESSES
+from tests.sim.users import CLIENT_LIMITS
 from tests.sim.world.plan import GroupPlan, Plan
 
 #: Keys of delayed messages begin with this letter. These messages are ordered by due time, not by their sends.
@@ -103,3 +106,16 @@ class Ledger:
     def sending(self) -> bool:
         """Whether a send of a live process has no outcome yet."""
         return any(process.lives == life for process, life in self.running.values())
+
+
+class Part:
+    """A part of a world: the state that its processes share."""
+
+    def __init__(self, simulation: Simulation, plan: Plan, ledger: Ledger) -> None:
+        self.simulation = simulation
+        self.plan = plan
+        self.ledger = ledger
+
+    def connect(self, process: Process, *, limits: plait.ClientLimits = CLIENT_LIMITS, **options: Any) -> plait.Client:
+        """A client of a process."""
+        return process.connect(ADDRESSES, limits=limits, **options)

@@ -10,15 +10,17 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import plait
 from plait.errors import PlaitError
 from plait.model.logical_partitions import lp_of_key
 from plait.testing.history import Handling
 from plait.testing.sim import Main, Process, Simulation
+from tests.sim.meta_servers import ADDRESSES
+from tests.sim.users import CLIENT_LIMITS, until_it_leaves
 from tests.sim.world.calls import Calls, Interrupted
-from tests.sim.world.ledger import Ledger
+from tests.sim.world.ledger import Ledger, Part
 from tests.sim.world.plan import GroupPlan, Plan
 from tests.sim.world.senders import Body
 
@@ -55,17 +57,24 @@ class Picky(Body):
 _hooks: list[Callable[[int], None]] = []
 
 
-class Members:
+class Member(NamedTuple):
+    """A consumer that is a member of a group."""
+
+    process: Process
+    consumer: plait.Consumer
+    group: GroupPlan
+    draw: random.Random
+    calls: Calls
+    #: The handlings that succeeded and those that failed since the last flush.
+    done: list[Handling]
+    failed: list[Handling]
+
+
+class Members(Part):
     """State that all consumers share."""
 
-    def __init__(
-        self, simulation: Simulation, plan: Plan, ledger: Ledger, addresses: Sequence[str], limits: plait.ClientLimits
-    ) -> None:
-        self.simulation = simulation
-        self.plan = plan
-        self.ledger = ledger
-        self._addresses = addresses
-        self._limits = limits
+    def __init__(self, simulation: Simulation, plan: Plan, ledger: Ledger) -> None:
+        super().__init__(simulation, plan, ledger)
         #: True when all faults have ended. Then members stay, handlers succeed, and no call is cancelled.
         self.settled = False
         self._epochs: dict[tuple[str, str, str | int], int] = {}
@@ -82,12 +91,6 @@ class Members:
         self.settled = True
         for calls in self._calls:
             calls.probability = 0.0
-
-    def killed(self, process: str) -> None:
-        """End the handlings of a client that was killed."""
-        for history in self.ledger.histories.values():
-            for name in names_of(process):
-                history.gone(name, self.simulation.now)
 
     def _decode(self, number: int) -> None:
         if not self.settled and self._decoding.random() < self.plan.failures / 2:
@@ -121,7 +124,7 @@ class Members:
         calls = self._new_calls(draw)
         while True:
             try:
-                client = process.connect(self._addresses, client_id=name, limits=self._limits)
+                client = self.connect(process, client_id=name)
                 await calls(client.open())
                 try:
                     await asyncio.gather(*(self._role(process, client, group, draw, calls) for group in groups))
@@ -162,8 +165,8 @@ class Members:
         self.ledger.attached(group, process.name, self.simulation.now)
         try:
             how = self._iterate if draw.random() < 0.5 else self._fetch
-            tasks = [asyncio.create_task(how(process, consumer, group, draw, calls))]
-            await self._until_it_leaves(tasks, group, draw)
+            member = Member(process, consumer, group, draw, calls, [], [])
+            await until_it_leaves([asyncio.create_task(how(member))], self._stay(group, draw))
         finally:
             if draw.random() < 0.3:
                 # The next one opens while this one closes.
@@ -202,18 +205,6 @@ class Members:
         for name in names_of(process.name):
             self.ledger.histories[group.subject].broken("cancelled", now, until=now + CANCELLED_SECONDS, consumer=name)
 
-    async def _until_it_leaves(self, tasks: list[asyncio.Task[None]], group: GroupPlan, draw: random.Random) -> None:
-        stay = asyncio.create_task(self._stay(group, draw))
-        try:
-            await asyncio.wait([*tasks, stay], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (*tasks, stay):
-                task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-        for each in ended:
-            if isinstance(each, Exception):
-                raise each
-
     async def _stay(self, group: GroupPlan, draw: random.Random) -> None:
         stays = draw.expovariate(1.0 / STAY_SECONDS)
         if group.away is not None and self.simulation.now < group.away[0]:
@@ -224,99 +215,78 @@ class Members:
 
     # --- consumers ------------------------------------------------------------------------------
 
-    async def _iterate(
-        self, process: Process, consumer: plait.Consumer, group: GroupPlan, draw: random.Random, calls: Calls
-    ) -> None:
-        done: list[Handling] = []
-        failed: list[Handling] = []
-        async for message in consumer:
-            if group.mode == "once":
-                self._take(process, group, [message])
+    async def _iterate(self, member: Member) -> None:
+        async for message in member.consumer:
+            if member.group.mode == "once":
+                self._take(member, [message])
                 continue
-            await self._handle(process, group, message, draw, done, failed)
-            if draw.random() < 0.3:
-                await self._flush(process, consumer, group, calls, done, failed)
+            await self._handle(member, message)
+            if member.draw.random() < 0.3:
+                await self._flush(member)
 
-    async def _fetch(
-        self, process: Process, consumer: plait.Consumer, group: GroupPlan, draw: random.Random, calls: Calls
-    ) -> None:
-        done: list[Handling] = []
-        failed: list[Handling] = []
+    async def _fetch(self, member: Member) -> None:
+        group, draw = member.group, member.draw
         while True:
             try:
-                batch = await calls(consumer.fetch(draw.choice((1, 5, 50)), wait=draw.choice((0.0, 0.5, 2.0))))
+                fetching = member.consumer.fetch(draw.choice((1, 5, 50)), wait=draw.choice((0.0, 0.5, 2.0)))
+                batch = await member.calls(fetching)
             except Interrupted:
                 # Another fetch received the messages.
                 continue
             if not batch:
                 await self.simulation.sleep(0.01)
             if group.mode == "once":
-                self._take(process, group, batch)
+                self._take(member, batch)
                 continue
             held: set[str | None] = set()
             for message in batch:
                 if message.key is not None and message.key in held:
                     # It is delivered again, after the one that failed.
                     continue
-                succeeded = await self._handle(process, group, message, draw, done, failed)
+                succeeded = await self._handle(member, message)
                 if not succeeded and group.mode == "ordered" and self.plan.subject(group.subject).order == "strict":
                     held.add(message.key)
-            await self._flush(process, consumer, group, calls, done, failed)
+            await self._flush(member)
 
-    def _take(self, process: Process, group: GroupPlan, messages: Iterable[plait.Message]) -> None:
+    def _take(self, member: Member, messages: Iterable[plait.Message]) -> None:
         """At most once: record every received message as handled, since no other member receives it."""
         for message in messages:
-            handling = self._begin(process.name, group, message)
+            handling = self._begin(member.process.name, member.group, message)
             handling.done(self.simulation.now)
-            self.ledger.handled(group, handling, self.simulation.now)
+            self.ledger.handled(member.group, handling, self.simulation.now)
 
-    async def _flush(
-        self,
-        process: Process,
-        consumer: plait.Consumer,
-        group: GroupPlan,
-        calls: Calls,
-        done: list[Handling],
-        failed: list[Handling],
-    ) -> None:
+    async def _flush(self, member: Member) -> None:
+        group = member.group
         try:
-            await calls(consumer.flush())
+            await member.calls(member.consumer.flush())
         except (PlaitError, Interrupted) as error:
-            for handling in done:
+            for handling in member.done:
                 handling.ack_unknown(self.simulation.now)
             if isinstance(error, PlaitError):
                 raise
         else:
-            for handling in done:
+            for handling in member.done:
                 handling.ack_ok(self.simulation.now)
-            self.ledger.failed.update((group.subject, group.name, int(handling.value)) for handling in failed)
+            self.ledger.failed.update((group.subject, group.name, int(handling.value)) for handling in member.failed)
         finally:
-            done.clear()
-            failed.clear()
+            member.done.clear()
+            member.failed.clear()
 
-    async def _handle(
-        self,
-        process: Process,
-        group: GroupPlan,
-        message: plait.Message,
-        draw: random.Random,
-        done: list[Handling],
-        failed: list[Handling],
-    ) -> bool:
+    async def _handle(self, member: Member, message: plait.Message) -> bool:
         try:
-            handling = self._begin(process.name, group, message)
+            handling = self._begin(member.process.name, member.group, message)
         except Fenced:
             message.nack(delay=0)
             return False
-        work = asyncio.ensure_future(self._work(group, handling, draw))
+        work = asyncio.ensure_future(self._work(member.group, handling, member.draw))
         try:
             succeeded = await asyncio.shield(work)
         except asyncio.CancelledError:
             # A member that leaves finishes its current message.
-            self._settle(message, await work, draw)
+            self._settle(message, await work, member.draw)
             raise
-        self._settle(message, succeeded, draw)
-        (done if succeeded else failed).append(handling)
+        self._settle(message, succeeded, member.draw)
+        (member.done if succeeded else member.failed).append(handling)
         return succeeded
 
     def _settle(self, message: plait.Message, succeeded: bool, draw: random.Random) -> None:
@@ -405,7 +375,7 @@ class Members:
         app_id = f"{name}.{group.subject}.{group.name}"
         if not self.plan.fixed_ids:
             app_id += f".{draw.getrandbits(30)}"
-        app = process.app(self._addresses, group=group.name, client_id=app_id, limits=self._limits)
+        app = process.app(ADDRESSES, group=group.name, client_id=app_id, limits=CLIENT_LIMITS)
 
         options = self._options(group, draw) | {"concurrency": draw.choice((1, 3))}
         kind = draw.choice((self._async_handler, self._typed_handler, self._blocking_handler))

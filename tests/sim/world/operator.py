@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import plait
 from plait.errors import PlaitError, SubjectExists
-from plait.testing.sim import Process, Simulation
+from plait.testing.sim import Process
 from tests.sim.emptied_groups import empty
-from tests.sim.world.plan import DOOMED, Change, Plan
+from tests.sim.world.ledger import Part
+from tests.sim.world.plan import DOOMED, Change
 
 
-class Operator:
+class Operator(Part):
     """Administers one world, by its plan."""
-
-    def __init__(
-        self, simulation: Simulation, plan: Plan, addresses: Sequence[str], limits: plait.ClientLimits
-    ) -> None:
-        self.simulation = simulation
-        self.plan = plan
-        self._addresses = addresses
-        self._limits = limits
 
     @property
     def _process(self) -> Process:
         return self.simulation.process("operator")
 
     def _connect(self) -> plait.Client:
-        return self._process.connect(self._addresses, limits=self._limits)
+        return self.connect(self._process)
 
     async def create(self) -> None:
         """Create the subjects once all brokers are registered."""

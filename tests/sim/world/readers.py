@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import plait
 from plait.errors import PlaitError
 from plait.testing.sim import Process, Simulation
 from tests.sim.world.calls import Calls, Interrupted
-from tests.sim.world.ledger import Ledger
+from tests.sim.world.ledger import Ledger, Part
 from tests.sim.world.plan import DOOMED, Plan, SubjectPlan
 
 
-class Reading:
+class Reading(Part):
     """The main of the reader's process, and the rows it has seen."""
 
-    def __init__(
-        self, simulation: Simulation, plan: Plan, ledger: Ledger, addresses: Sequence[str], limits: plait.ClientLimits
-    ) -> None:
-        self.simulation = simulation
-        self.plan = plan
-        self.ledger = ledger
-        self._addresses = addresses
-        self._limits = limits
+    def __init__(self, simulation: Simulation, plan: Plan, ledger: Ledger) -> None:
+        super().__init__(simulation, plan, ledger)
         self._calls: list[Calls] = []
         self.settled = False
         #: The subject that it reads, one without retention; None: there is none.
@@ -51,7 +44,7 @@ class Reading:
             self.seen = {}
             try:
                 async with (
-                    process.connect(self._addresses, limits=self._limits) as client,
+                    self.connect(process) as client,
                     client.reader(self.subject.name, start="earliest") as reader,
                 ):
                     while True:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 import plait
 from plait.errors import DiskFull, FlowControl, PlaitError, SubjectNotFound
 from plait.testing.history import RecordedSend
-from plait.testing.sim import Process, Simulation
+from plait.testing.sim import Process
+from tests.sim.users import CLIENT_LIMITS
 from tests.sim.world.calls import Calls, Interrupted
-from tests.sim.world.ledger import DELAYED, Ledger
-from tests.sim.world.plan import DOOMED, Plan
+from tests.sim.world.ledger import DELAYED, Part
+from tests.sim.world.plan import DOOMED
 
 KEYS: list[str | None] = [*(f"k{n}" for n in range(8)), None]
 DELAYED_KEYS: list[str | None] = [*(f"{DELAYED}{n}" for n in range(8)), None]
@@ -32,129 +33,110 @@ class Body(msgspec.Struct):
     padding: str = ""
 
 
-class Senders:
+class Burst(NamedTuple):
+    """One producer that sends something."""
+
+    process: Process
+    client: plait.Client
+    subject: str
+    draw: random.Random
+    calls: Calls
+
+
+class Senders(Part):
     """State that all producers share."""
 
-    def __init__(
-        self,
-        simulation: Simulation,
-        plan: Plan,
-        ledger: Ledger,
-        addresses: Sequence[str],
-        limits: plait.ClientLimits,
-    ) -> None:
-        self.simulation = simulation
-        self.plan = plan
-        self.ledger = ledger
-        self.sending = True
-        self._addresses = addresses
-        self._limits = msgspec.structs.replace(limits, buffer_bytes=plan.buffer_bytes)
+    sending = True
 
     async def run(self, process: Process) -> None:
         """The main of a producer."""
         name = f"{process.name}.{process.lives}"
         draw = random.Random(f"{self.plan.seed} {name}")
         calls = Calls(draw, self.plan.cancels)
+        limits = msgspec.structs.replace(CLIENT_LIMITS, buffer_bytes=self.plan.buffer_bytes)
         while self.sending:
             try:
-                async with process.connect(self._addresses, client_id=name, limits=self._limits) as client:
+                async with self.connect(process, client_id=name, limits=limits) as client:
                     while self.sending:
                         subject = draw.choice(self.plan.subjects).name
-                        await self._burst(process, client, subject, draw, calls)
+                        await self._send(Burst(process, client, subject, draw, calls))
                         await self.simulation.sleep(draw.expovariate(1.0 / 0.3))
                     await client.flush()
             except PlaitError:
                 await self.simulation.sleep(0.5)
 
-    async def _burst(
-        self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
-    ) -> None:
+    async def _send(self, burst: Burst) -> None:
         later = 3 if self.plan.delays else 0
         ways = (self._posts, self._awaits, self._at_once, self._many, self._later)
-        how = draw.choices(ways, (3, 2, 2, 2, later))[0]
-        await how(process, client, subject, draw, calls)
+        how = burst.draw.choices(ways, (3, 2, 2, 2, later))[0]
+        await how(burst)
 
-    def _record(self, process: Process, client: plait.Client, subject: str, key: str | None) -> RecordedSend:
+    def _record(self, burst: Burst, keys: Sequence[str | None] = KEYS) -> RecordedSend:
+        key = burst.draw.choice(keys)
         number = self.ledger.next_number()
-        self.ledger.running[number] = process, process.lives
-        history = self.ledger.histories[subject]
-        return history.send(key, number, self.simulation.now, producer=client.client_id)
+        self.ledger.running[number] = burst.process, burst.process.lives
+        history = self.ledger.histories[burst.subject]
+        return history.send(key, number, self.simulation.now, producer=burst.client.client_id)
 
-    def _body(self, record: RecordedSend, draw: random.Random) -> bytes:
-        return msgspec.json.encode(Body(int(record.value), "x" * draw.choice(PADDING)))
+    def _body(self, record: RecordedSend, draw: random.Random, sizes: Sequence[int] = PADDING) -> bytes:
+        return msgspec.json.encode(Body(int(record.value), "x" * draw.choice(sizes)))
 
-    async def _posts(
-        self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
-    ) -> None:
+    async def _posts(self, burst: Burst) -> None:
         """Post a few messages at once, in the order of the calls."""
-        for _ in range(draw.choice((1, 1, 2, 6))):
-            record = self._record(process, client, subject, draw.choice(KEYS))
+        for _ in range(burst.draw.choice((1, 1, 2, 6))):
+            record = self._record(burst)
             try:
-                ticket = client.post(subject, self._body(record, draw), key=_key(record))
+                ticket = burst.client.post(burst.subject, self._body(record, burst.draw), key=_key(record))
             except PlaitError as error:
                 self._failed(record, error)
             else:
-                process.spawn(self._settle(record, subject, ticket))
+                burst.process.spawn(self._settle(record, burst.subject, ticket))
 
-    async def _awaits(
-        self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
-    ) -> None:
+    async def _awaits(self, burst: Burst) -> None:
         """Send one message; the call may be cancelled."""
-        record = self._record(process, client, subject, draw.choice(KEYS))
-        await self._settle(record, subject, calls(client.send(subject, self._body(record, draw), key=_key(record))))
+        record = self._record(burst)
+        sending = burst.client.send(burst.subject, self._body(record, burst.draw), key=_key(record))
+        await self._settle(record, burst.subject, burst.calls(sending))
 
-    async def _at_once(
-        self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
-    ) -> None:
+    async def _at_once(self, burst: Burst) -> None:
         """Several tasks, each sending one message after another; together they exceed a small buffer."""
-        keys = draw.sample(KEYS, 2)
-        for _ in range(draw.choice((2, 4))):
-            process.spawn(self._chain(process, client, subject, keys, draw))
+        keys = burst.draw.sample(KEYS, 2)
+        for _ in range(burst.draw.choice((2, 4))):
+            burst.process.spawn(self._chain(burst, keys))
 
-    async def _chain(
-        self,
-        process: Process,
-        client: plait.Client,
-        subject: str,
-        keys: Sequence[str | None],
-        draw: random.Random,
-    ) -> None:
+    async def _chain(self, burst: Burst, keys: Sequence[str | None]) -> None:
         for _ in range(3):
             # Not by ``calls``: a call that may be cancelled begins one step later, which changes the order.
-            record = self._record(process, client, subject, draw.choice(keys))
-            body = msgspec.json.encode(Body(int(record.value), "x" * draw.choice(LARGE)))
-            await self._settle(record, subject, client.send(subject, body, key=_key(record)))
+            record = self._record(burst, keys)
+            body = self._body(record, burst.draw, LARGE)
+            await self._settle(record, burst.subject, burst.client.send(burst.subject, body, key=_key(record)))
 
-    async def _many(
-        self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
-    ) -> None:
+    async def _many(self, burst: Burst) -> None:
         """Send several messages with one call."""
-        records = [self._record(process, client, subject, draw.choice(KEYS)) for _ in range(draw.choice((1, 3, 12)))]
-        bodies = [self._body(record, draw) for record in records]
+        records = [self._record(burst) for _ in range(burst.draw.choice((1, 3, 12)))]
+        bodies = [self._body(record, burst.draw) for record in records]
         keys = [_key(record) for record in records]
         try:
-            receipts = await calls(client.send_many(subject, bodies, keys=keys))
+            receipts = await burst.calls(burst.client.send_many(burst.subject, bodies, keys=keys))
         except (PlaitError, Interrupted) as error:
             # Some of the messages may be stored.
             for record in records:
                 self._unknown(record, error)
         else:
             for record, receipt in zip(records, receipts, strict=True):
-                self._stored(record, subject, receipt, None)
+                self._stored(record, burst.subject, receipt, None)
 
-    async def _later(
-        self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
-    ) -> None:
+    async def _later(self, burst: Burst) -> None:
         """Send a delayed message, and perhaps cancel it or change its due time."""
-        record = self._record(process, client, subject, draw.choice(DELAYED_KEYS))
+        client, draw = burst.client, burst.draw
+        record = self._record(burst, DELAYED_KEYS)
         delay = draw.choice((0.05, 0.5, draw.uniform(0.1, 6.0)))
         due = self.simulation.now + delay
         body = self._body(record, draw)
-        receipt = await self._settle(
-            record, subject, calls(client.send(subject, body, key=_key(record), delay=delay)), due
-        )
+        sending = client.send(burst.subject, body, key=_key(record), delay=delay)
+        receipt = await self._settle(record, burst.subject, burst.calls(sending), due)
         if receipt is not None and draw.random() < 0.3:
-            process.spawn(self._change_mind(client, record, receipt, draw))
+            burst.process.spawn(self._change_mind(client, record, receipt, draw))
 
     async def _change_mind(
         self, client: plait.Client, record: RecordedSend, receipt: plait.Receipt, draw: random.Random

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import random
 
-import plait
 from plait.testing.sim import Fault, Simulation, SimulationFailed, play
 from tests.sim.meta_servers import LEASE_SECONDS
+from tests.sim.users import DRAIN_SECONDS, QUIET_SECONDS, SHOW_SECONDS, excuse, without_collections
 from tests.sim.world.judge import judge
 from tests.sim.world.ledger import Ledger
-from tests.sim.world.machines import ADDRESSES, Machines
+from tests.sim.world.machines import Machines
 from tests.sim.world.members import Members, names_of
 from tests.sim.world.operator import Operator
 from tests.sim.world.plan import CLIENTS, DOOMED, PRODUCERS, READER, Plan, draw_plan
 from tests.sim.world.readers import Reading
 from tests.sim.world.senders import Senders
 
-CLIENT_LIMITS = plait.ClientLimits(
-    reconnect_max_seconds=1.0, request_seconds=3.0, route_seconds=5.0, pull_wait_seconds=5.0
-)
 #: Errors that Plait logs when handlers and disks fail.
 ALLOWED_LOGS = ("*storage*", "*disk*", "*sync*", "Members.*", "*checkpoint*")
-#: How long the effects of a fault outlast it: locks change owners, clients reconnect.
-AFTERMATH_SECONDS = 8.0
-DRAIN_SECONDS = 120.0
-#: A run that handles nothing for this long is stuck, because leases, retries and reconnects together take less.
-QUIET_SECONDS = 30.0
-#: Extra time after the end. A delayed consumer with a defect would now handle messages that it no longer owns.
-SHOW_SECONDS = 0.5
 #: How long producers send after a broker group was switched off.
 SEND_SECONDS = 1.5
 
@@ -43,10 +32,10 @@ class World:
         self.simulation = sim = Simulation(seed, allow_logs=ALLOWED_LOGS)
         self.ledger = Ledger(plan)
         self.machines = Machines(sim, plan)
-        self.operator = Operator(sim, plan, ADDRESSES, CLIENT_LIMITS)
-        self.senders = Senders(sim, plan, self.ledger, ADDRESSES, CLIENT_LIMITS)
-        self.members = Members(sim, plan, self.ledger, ADDRESSES, CLIENT_LIMITS)
-        self.reading = Reading(sim, plan, self.ledger, ADDRESSES, CLIENT_LIMITS)
+        self.operator = Operator(sim, plan, self.ledger)
+        self.senders = Senders(sim, plan, self.ledger)
+        self.members = Members(sim, plan, self.ledger)
+        self.reading = Reading(sim, plan, self.ledger)
         self._quiet_seconds = quiet_seconds
         self.users = [sim.process(name, self.senders.run) for name in PRODUCERS]
         self.users += [sim.process(name, self.members.main(name)) for name in CLIENTS]
@@ -61,14 +50,10 @@ class World:
 
     def run(self) -> None:
         """Run the world; raises ``AssertionError`` for a broken promise."""
-        collects = gc.isenabled()
-        gc.disable()
         try:
-            with self.simulation:
+            with without_collections(), self.simulation:
                 self._run()
         finally:
-            if collects:
-                gc.enable()
             self.machines.metas.close()
 
     def _run(self) -> None:
@@ -157,19 +142,8 @@ class World:
 
     def _fault(self, fault: Fault) -> None:
         """Record in the histories what the fault excuses."""
-        now = self.simulation.now
-        until = now + fault.seconds + AFTERMATH_SECONDS
-        if fault.kind == "jump":
-            return
         processes = {fault.process, fault.other}
         consumers = processes & {*CLIENTS}
         brokers = set() if consumers else processes & {*self.plan.brokers}
-        for history in self.ledger.histories.values():
-            for broker in brokers:
-                history.broken(fault.kind, now, until=until, forgets=fault.kind == "power_loss", at=broker)
-            for consumer in consumers:
-                for name in names_of(consumer):
-                    history.broken(fault.kind, now, until=until, consumer=name)
-        for consumer in consumers:
-            if fault.kind in ("kill", "power_loss"):
-                self.members.killed(consumer)
+        names = [name for consumer in consumers for name in names_of(consumer)]
+        excuse(self.ledger.histories.values(), fault, self.simulation.now, consumers=names, brokers=brokers)

@@ -1,0 +1,108 @@
+"""What the simulated clusters share: limits of clients, excuses for faults, and consumers that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import plait
+from plait.broker import BrokerConfig
+from plait.meta.database.connection import file_url
+from plait.server import Server
+from plait.testing.embedded_broker import empty_database
+from plait.testing.history import History
+from plait.testing.sim import Fault, Process, Simulation
+
+CLIENT_LIMITS = plait.ClientLimits(
+    reconnect_max_seconds=1.0, request_seconds=3.0, route_seconds=5.0, pull_wait_seconds=5.0
+)
+#: How long the effects of a fault outlast it: locks change owners, clients reconnect.
+AFTERMATH_SECONDS = 8.0
+DRAIN_SECONDS = 120.0
+#: A run that handles nothing for this long is stuck, because leases, retries and reconnects together take less.
+QUIET_SECONDS = 30.0
+#: Extra time after the end. A delayed consumer with a defect would now handle messages that it no longer owns.
+SHOW_SECONDS = 0.5
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Turn off garbage collection: it would scan all live objects of a run again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def excuse(
+    histories: Iterable[History], fault: Fault, now: float, *, consumers: Iterable[str], brokers: Iterable[str]
+) -> None:
+    """Record what a fault of these consumers or of these brokers excuses. A jump of a clock excuses nothing."""
+    if fault.kind == "jump":
+        return
+    until = now + fault.seconds + AFTERMATH_SECONDS
+    for history in histories:
+        for broker in brokers:
+            history.broken(fault.kind, now, until=until, forgets=fault.kind == "power_loss", at=broker)
+        for consumer in consumers:
+            history.broken(fault.kind, now, until=until, consumer=consumer)
+            if fault.kind in ("kill", "power_loss"):
+                history.gone(consumer, now)
+
+
+async def until_it_leaves(tasks: list[asyncio.Task[None]], leaving: Coroutine[Any, Any, None]) -> None:
+    """Run the tasks of a consumer until one of them ends or ``leaving`` has ended; raises the error of a task."""
+    stay = asyncio.create_task(leaving)
+    try:
+        await asyncio.wait([*tasks, stay], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (*tasks, stay):
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for each in ended:
+        if isinstance(each, Exception):
+            raise each
+
+
+class StrictNode:
+    """A node with a strict subject "s", into which a producer sends one message of each key again and again."""
+
+    address = "plait://127.0.0.1:7450"
+
+    def __init__(self, simulation: Simulation, database: Path, config: BrokerConfig, *, partitions: int) -> None:
+        self._simulation = simulation
+        self._config = config
+        database.write_bytes(empty_database())
+        self._meta = file_url(str(database))
+        self.server: Server
+        simulation.process("broker", self._serve).start()
+        simulation.run(self._create(partitions))
+
+    async def _serve(self, process: Process) -> None:
+        self.server = Server(process.disk, self._config, clock=process.clock, meta=self._meta)
+        await self.server.start()
+
+    async def _create(self, partitions: int) -> None:
+        async with self._simulation.process("test").connect(self.address) as client:
+            await client.admin.create_subject("s", order="strict", partitions=partitions)
+
+    async def produce(self, process: Process, keys: list[str], every_seconds: float) -> None:
+        """The main of the producer."""
+        async with process.connect(self.address) as client:
+            while True:
+                await client.send_many("s", [b"x"] * len(keys), keys=keys)
+                await self._simulation.sleep(every_seconds)
+
+    def close(self) -> None:
+        """Close the meta database."""
+        host = self.server.cluster._host
+        assert host is not None
+        assert host._store is not None
+        host._store.close()
