@@ -18,16 +18,32 @@ from plait.limits import GIB, KIB, LEASE_SECONDS_MAX, LEASE_SECONDS_MIN, MIB
 if TYPE_CHECKING:
     from plait.client.client import Client
 
+
+def described(text: str) -> Parameter:
+    """An argument or option with its help."""
+    return Parameter(help=text)
+
+
+def flag(text: str) -> Parameter:
+    """An option that is off unless it is given."""
+    return Parameter(help=text, show_default=False)
+
+
+def signed(text: str) -> Parameter:
+    """An argument or option whose value may begin with a hyphen."""
+    return Parameter(help=text, allow_leading_hyphen=True)
+
+
 T = TypeVar("T")
 
 Server = Annotated[str, Parameter(env_var="PLAIT_SERVER", help="The node to talk to: plait://host:port.")]
 Output = Annotated[Literal["table", "json"], Parameter(name=("--output", "-o"), help="A table, or JSON for programs.")]
-Partition = Annotated[str | None, Parameter(help="The partition, as name@group, if the subject has several.")]
+Partition = Annotated[str | None, described("The partition, as name@group, if the subject has several.")]
 Yes = Annotated[bool, Parameter(name=("--yes", "-y"), help="Do not ask for confirmation.", show_default=False)]
 
 Lease = Annotated[
     str,
-    Parameter(help="How long an ordered consumer keeps its locks after a heartbeat; the same on all servers."),
+    described("How long an ordered consumer keeps its locks after a heartbeat; the same on all servers."),
 ]
 
 DEFAULT_SERVER = "plait://127.0.0.1:7450"

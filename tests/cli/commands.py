@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import resource
 import signal
 import subprocess
@@ -31,6 +32,23 @@ def plait(*arguments: str, stdin: bytes = b"", **env: str) -> subprocess.Complet
         timeout=SECONDS,
         env=environment(**env),
     )
+
+
+def answered(answer: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a command at a terminal, on which the user types an answer."""
+    ours, theirs = pty.openpty()
+    try:
+        os.write(ours, answer)
+        return subprocess.run(
+            [sys.executable, "-m", "plait.cli", *arguments],
+            stdin=theirs,
+            capture_output=True,
+            timeout=SECONDS,
+            env=environment(),
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 class Serving:

@@ -10,6 +10,7 @@ from crc32c import crc32c
 
 import plait
 from plait.broker import BrokerConfig
+from plait.doctor import CheckReport, examine
 from plait.frame.view import FrameView
 from plait.server import Server
 from plait.storage.disk import RealDisk
@@ -68,6 +69,14 @@ def fingerprint(path: Path) -> dict[str, tuple[str, int, int]]:
         )
         for entry in sorted(path.rglob("*"))
     }
+
+
+def check(data: Path) -> CheckReport:
+    """Check a data directory and assert that nothing in it changed."""
+    before = fingerprint(data)
+    report = examine(data, lambda name, done, total: None)
+    assert fingerprint(data) == before
+    return report
 
 
 def make_newer(data: Path) -> None:

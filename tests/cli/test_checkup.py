@@ -21,7 +21,7 @@ from plait.server import Server
 from plait.storage.disk import RealDisk, RealFile
 from plait.storage.logs.action_log import EVENTS, read_events
 from tests.cli import data_directory
-from tests.cli.data_directory import BATCH, COUNT, SEGMENT_SIZE, fingerprint, flip, frames, make_newer
+from tests.cli.data_directory import BATCH, COUNT, SEGMENT_SIZE, check, flip, frames, make_newer
 
 _template: list[Path] = []
 
@@ -36,14 +36,6 @@ async def data(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path
     copy = tmp_path / "data"
     shutil.copytree(_template[0], copy)
     return copy
-
-
-def check(data: Path) -> CheckReport:
-    """Check a data directory and assert that nothing in it changed."""
-    before = fingerprint(data)
-    report = examine(data, lambda name, done, total: None)
-    assert fingerprint(data) == before
-    return report
 
 
 def damages(report: CheckReport) -> list[Finding]:

@@ -10,12 +10,12 @@ import pytest
 
 import plait
 from plait.broker import BrokerConfig
-from plait.doctor import CheckReport, Finding, examine
+from plait.doctor import CheckReport, Finding
 from plait.limits import MIB
 from plait.server import Server
 from plait.server.cluster.cluster_role import database_in
 from plait.storage.disk import RealDisk
-from tests.cli.data_directory import fingerprint
+from tests.cli.data_directory import check
 
 KEYS = [f"k{n}" for n in range(24)]
 _template: list[Path] = []
@@ -50,14 +50,6 @@ async def data(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path
     copy = tmp_path / "data"
     shutil.copytree(_template[0], copy)
     return copy
-
-
-def check(data: Path) -> CheckReport:
-    """Check a data directory and assert that nothing in it changed."""
-    before = fingerprint(data)
-    report = examine(data, lambda name, done, total: None)
-    assert fingerprint(data) == before
-    return report
 
 
 def only_damage(report: CheckReport) -> Finding:

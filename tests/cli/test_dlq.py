@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
 import signal
 import subprocess
@@ -14,7 +12,7 @@ import pytest
 
 import plait
 import plait.sync
-from tests.cli.commands import SECONDS, Serving, environment
+from tests.cli.commands import SECONDS, Serving, answered, environment
 from tests.cli.conftest import Here
 from tests.cli.test_talking import json_of
 
@@ -229,19 +227,7 @@ def test_a_failure_before_the_first_letter_prints_no_count(here: Here, subject: 
 def test_purging_asks_at_a_terminal(node: Serving, here: Here, subject: str, dead: Bury):
     dead(THREE)
     for answer, code, left in ((b"yes\n", 2, 3), (b"g\n", 0, 0)):
-        ours, theirs = pty.openpty()
-        try:
-            os.write(ours, answer)
-            purging = subprocess.run(
-                [sys.executable, "-m", "plait.cli", "dlq", "purge", subject, "g", "--all", "--server", node.address],
-                stdin=theirs,
-                capture_output=True,
-                timeout=SECONDS,
-                env=environment(),
-            )
-        finally:
-            os.close(ours)
-            os.close(theirs)
+        purging = answered(answer, "dlq", "purge", subject, "g", "--all", "--server", node.address)
         assert purging.returncode == code
         assert b"Type the group's name" in purging.stderr
         assert json_of(here("group", "describe", subject, "g", "-o", "json"))["dead"] == left

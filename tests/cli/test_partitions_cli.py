@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import plait
 from plait import sync
 from plait.cli.entry import run
 from plait.testing import EmbeddedBroker
@@ -89,13 +88,3 @@ def test_a_group_is_moved_in_all_partitions_or_in_one(capsys: pytest.CaptureFixt
     assert listed(capsys, server, "group", "reset", "s", "g", "--to", "1", "--partition", "s@g2")["next"] == 1
     one = listed(capsys, server, "group", "describe", "s", "g", "--partition", "s@g1")
     assert one["next"] + 1 == listed(capsys, server, "group", "describe", "s", "g")["next"]
-
-
-def test_blocking_readers_read_all_partitions(server: str) -> None:
-    with sync.connect(server) as client, client.reader("s", start="earliest") as reader:
-        found: list[plait.Message] = []
-        while len(found) < 20:
-            found += reader.fetch(100, wait=20)
-        assert sorted(str(m.key) for m in found) == sorted(KEYS)
-        assert {str(m.partition) for m in found} == set(reader.position) == {"s@g1", "s@g2"}
-        assert reader.fetch(1, wait=0) == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import signal
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.commands import SECONDS, Serving, environment, plait
+from tests.cli.commands import SECONDS, Serving, answered, environment, plait
 from tests.cli.conftest import Here
 
 
@@ -113,7 +111,7 @@ def test_a_subject_is_created_changed_described_and_deleted(here: Here, subject:
     unconfirmed = run("delete", subject)
     assert unconfirmed.returncode == 2
     assert b"--yes" in unconfirmed.stderr
-    assert run("delete", subject, "--yes").returncode == 0
+    assert json_of(run("delete", subject, "--yes", "-o", "json")) == {"subject": subject, "deleted": True}
     gone = run("describe", subject)
     assert gone.returncode == 4
     assert gone.stderr.endswith(b"(subject_not_found)\n")
@@ -194,18 +192,6 @@ def test_a_traceback_is_shown_on_request_only(how: list[str]):
 def test_a_deletion_asks_for_confirmation_at_a_terminal(node: Serving, here: Here, subject: str):
     here("subject", "create", subject)
     for answer, code in ((b"no\n", 2), (subject.encode() + b"\n", 0)):
-        ours, theirs = pty.openpty()
-        try:
-            os.write(ours, answer)
-            deleting = subprocess.run(
-                [sys.executable, "-m", "plait.cli", "subject", "delete", subject, "--server", node.address],
-                stdin=theirs,
-                capture_output=True,
-                timeout=SECONDS,
-                env=environment(),
-            )
-        finally:
-            os.close(ours)
-            os.close(theirs)
+        deleting = answered(answer, "subject", "delete", subject, "--server", node.address)
         assert deleting.returncode == code
     assert here("subject", "describe", subject).returncode == 4

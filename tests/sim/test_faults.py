@@ -101,14 +101,3 @@ def test_a_planned_crash_without_enough_operations_does_not_happen(sim: Simulati
     for _ in range(10):
         process.disk.open("f").write([b"x"], 0)
     assert process.lives == 1
-
-
-def test_healing_ends_everything(sim: Simulation):
-    for name in NAMES:
-        sim.process(name, live).start()
-    sim.process("a").kill()
-    sim.process("b").pause()
-    sim.network.cut(sim.process("broker"), sim.process("a"))
-    sim.heal()
-    assert all(sim.process(name).alive and not sim.process(name).paused for name in NAMES)
-    assert not sim.network.is_cut(sim.process("a"), sim.process("broker"))

@@ -49,6 +49,13 @@ class Full:
         free, total = self.process.disk.space()
         return total - free
 
+    async def until_used(self, size: int) -> None:
+        """Wait until this much is used at most, for a minute."""
+        begun = self.sim.now
+        while self.used > size:
+            await self.sim.sleep(1.0)
+            assert self.sim.now - begun < 60, f"{self.used >> 20} MiB are still used"
+
 
 def test_deleting_the_subject_that_filled_the_disk_frees_it_within_a_minute(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "plait")
@@ -65,10 +72,7 @@ def test_deleting_the_subject_that_filled_the_disk_frees_it_within_a_minute(capl
                 await sim.sleep(20.0)
                 assert full.used > 0.85 * CAPACITY
                 await client.admin.delete_subject("big")
-                begun = sim.now
-                while full.used > 4 * MIB:
-                    await sim.sleep(1.0)
-                    assert sim.now - begun < 60, f"{full.used >> 20} MiB are still used"
+                await full.until_used(4 * MIB)
                 await sim.sleep(2.0)
                 await client.send("another", b"room again")
 
@@ -87,10 +91,7 @@ def test_a_shorter_retention_frees_the_disk_within_a_minute():
                 await sim.sleep(30.0)
                 info = await client.admin.set_subject("big", retention=10)
                 assert info.retention_seconds == 10
-                begun = sim.now
-                while full.used > 4 * MIB:
-                    await sim.sleep(1.0)
-                    assert sim.now - begun < 60, f"{full.used >> 20} MiB are still used"
+                await full.until_used(4 * MIB)
 
         sim.run(main())
 
@@ -103,10 +104,7 @@ def test_a_smaller_retention_size_frees_the_disk_within_a_minute_and_keeps_the_n
             async with plait.connect(ADDRESS, client_id="c") as client:
                 await fill(client, "big")
                 await client.admin.set_subject("big", retention_bytes=3 * MIB)
-                begun = sim.now
-                while full.used > 12 * MIB:
-                    await sim.sleep(1.0)
-                    assert sim.now - begun < 60, f"{full.used >> 20} MiB are still used"
+                await full.until_used(12 * MIB)
                 async with client.reader("big", start="earliest") as reader:
                     found = 0
                     while batch := await reader.fetch(1000, wait=0):

@@ -14,7 +14,6 @@ import pytest
 
 from plait import chance
 from plait.testing.sim import Process, SimLoop, Simulation, SimulationFailed
-from plait.testing.simulated_disk import SimulatedCrash
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -65,21 +64,6 @@ def test_timers_fire_in_order_and_cancelled_ones_never(sim: Simulation):
 
     sim.run(main())
     assert seen == [9, 8, 7, 6, 5, 3, 2, 1, 0]
-
-
-def test_timeouts_cancellation_and_tasks_work(sim: Simulation):
-    async def main() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5.0):
-                await asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(sim.sleep(100.0))
-        await asyncio.sleep(0)
-        task.cancel()
-        assert await asyncio.gather(task, return_exceptions=True)
-        done, _ = await asyncio.wait([asyncio.create_task(sim.sleep(1.0))], timeout=2.0)
-        assert len(done) == 1
-
-    sim.run(main())
 
 
 def test_executor_functions_run_in_order_and_take_time(sim: Simulation):
@@ -161,12 +145,6 @@ def test_an_error_in_a_process_fails_the_simulation_with_its_seed_and_traceback(
     assert "seed=17" in notes
     assert "test_an_error_in_a_process" in notes
     assert "p            starts" in notes
-
-
-def test_an_error_in_a_callback_fails_the_simulation(sim: Simulation):
-    sim.process("p").loop().call_soon(lambda: 1 // 0)
-    with pytest.raises(SimulationFailed, match="division"):
-        sim.run_for(1.0)
 
 
 def test_an_expected_error_is_only_an_event(sim: Simulation):
@@ -290,17 +268,6 @@ def test_a_coroutine_that_does_not_end_does_not_block_close():
 
 
 # --- disks --------------------------------------------------------------------------------------
-
-
-def test_writes_survive_a_kill_of_the_process(sim: Simulation):
-    process = sim.process("p")
-    process.start(sim.sleep(100.0))
-    before = process.disk
-    before.open("f", create=True).write([b"written"], 0)
-    process.kill()
-    assert process.disk.read("f") == b"written"
-    with pytest.raises(SimulatedCrash):
-        before.read("f")
 
 
 def test_a_power_loss_loses_unsynced_writes():

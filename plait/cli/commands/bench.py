@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
-from cyclopts import Parameter
 
 from plait import tasks
 from plait.cli.event_loop import run_loop, with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Server
+from plait.cli.options import DEFAULT_SERVER, Output, Server, described, flag
 from plait.cli.output import print_json, print_table
 from plait.cli.progress import ProgressSteps
 from plait.cli.serving.child_process import OwnNode
@@ -52,13 +51,11 @@ class Figure(msgspec.Struct, frozen=True):
 
 def bench(
     *,
-    count: Annotated[int, Parameter(help="Messages of the batch figures; the other figures use fewer.")] = 500_000,
-    size: Annotated[int, Parameter(help="Bytes of a body.")] = 100,
-    keys: Annotated[int, Parameter(help="Different order keys; 0 sends without keys.")] = 0,
-    batch: Annotated[int, Parameter(help="Messages of one send_many call.")] = 10_000,
-    embedded: Annotated[
-        bool, Parameter(help="Start a node for the run, in a temporary directory.", show_default=False)
-    ] = False,
+    count: Annotated[int, described("Messages of the batch figures; the other figures use fewer.")] = 500_000,
+    size: Annotated[int, described("Bytes of a body.")] = 100,
+    keys: Annotated[int, described("Different order keys; 0 sends without keys.")] = 0,
+    batch: Annotated[int, described("Messages of one send_many call.")] = 10_000,
+    embedded: Annotated[bool, flag("Start a node for the run, in a temporary directory.")] = False,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:

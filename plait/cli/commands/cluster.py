@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from plait.cli.options import NODE, NodeOptions
+from plait.cli.options import NODE, NodeOptions, described
 from plait.cli.output import print_facts, print_json, print_result, print_rows
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 app = App(name="cluster", help="List the brokers of a cluster and set their states.")
 
-Group = Annotated[str, Parameter(help="The broker group.")]
+Group = Annotated[str, described("The broker group.")]
 
 
 @app.command
@@ -65,7 +65,7 @@ def state(
     group: Group,
     wished: Annotated[
         Literal["RW", "R", "W", "NRW"],
-        Parameter(help="Below RW, new partitions are placed elsewhere; with R or NRW also messages, where possible."),
+        described("Below RW, new partitions are placed elsewhere; with R or NRW also messages, where possible."),
     ],
     /,
     *,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 from cyclopts import App, Parameter
 
-from plait.cli.options import NODE, NodeOptions, Partition, Yes
+from plait.cli.options import NODE, NodeOptions, Partition, Yes, described, flag, signed
 from plait.cli.output import (
     format_size,
     format_time,
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 app = App(name="dlq", help="List, show, resend and purge dead letters.")
 
-Subject = Annotated[str, Parameter(help="The subject.")]
-Group = Annotated[str, Parameter(help="The group whose messages died.")]
+Subject = Annotated[str, described("The subject.")]
+Group = Annotated[str, described("The group whose messages died.")]
 
 
 @Parameter(name="*")
@@ -43,12 +43,10 @@ class LetterOptions:
     """The options that select dead letters of a group."""
 
     error_type: Annotated[str | None, Parameter(name="--type", help="Only letters with this type of error.")] = None
-    handler: Annotated[str | None, Parameter(help="Only letters of this handler.")] = None
+    handler: Annotated[str | None, described("Only letters of this handler.")] = None
     before: Annotated[
         str | None,
-        Parameter(
-            allow_leading_hyphen=True, help="Only letters that died before -5m, or a time such as 2025-01-31T12:00."
-        ),
+        signed("Only letters that died before -5m, or a time such as 2025-01-31T12:00."),
     ] = None
     partition: Partition = None
 
@@ -75,14 +73,14 @@ class LetterOptions:
 class LetterWorkOptions(LetterOptions):
     """The options of ``resend`` and ``purge``."""
 
-    rate: Annotated[float | None, Parameter(help="At most this many per second.")] = None
+    rate: Annotated[float | None, described("At most this many per second.")] = None
     every: Annotated[bool, Parameter(name="--all", help="Every letter of the group.", show_default=False)] = False
-    dry_run: Annotated[bool, Parameter(help="Only count them.", show_default=False)] = False
+    dry_run: Annotated[bool, flag("Only count them.")] = False
 
 
 LETTERS: Final = LetterOptions()
 WORK: Final = LetterWorkOptions()
-Sequences = Annotated[int, Parameter(help="Only these letters.")]
+Sequences = Annotated[int, described("Only these letters.")]
 
 #: The default of ``--limit``.
 LIMIT = 100
@@ -90,11 +88,11 @@ LIMIT = 100
 
 @app.command(name="list")
 def list_letters(
-    subject: Annotated[str | None, Parameter(help="Only the groups of this subject.")] = None,
-    group: Annotated[str | None, Parameter(help="List this group's letters.")] = None,
+    subject: Annotated[str | None, described("Only the groups of this subject.")] = None,
+    group: Annotated[str | None, described("List this group's letters.")] = None,
     /,
     *,
-    limit: Annotated[int | None, Parameter(help=f"List at most this many letters; default {LIMIT}.")] = None,
+    limit: Annotated[int | None, described(f"List at most this many letters; default {LIMIT}.")] = None,
     letters: LetterOptions = LETTERS,
     node: NodeOptions = NODE,
 ) -> None:
@@ -144,7 +142,7 @@ def list_letters(
 def show(
     subject: Subject,
     group: Group,
-    sequence: Annotated[int, Parameter(help="The letter's sequence.")],
+    sequence: Annotated[int, described("The letter's sequence.")],
     /,
     *,
     partition: Partition = None,

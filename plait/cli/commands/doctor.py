@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
-from plait.cli.options import Output
+from plait.cli.options import Output, described
 from plait.cli.output import console, format_micros, format_size, print_facts, print_json
 from plait.cli.progress import ProgressSteps
 from plait.doctor import CheckReport, Finding, examine
@@ -17,7 +15,7 @@ from plait.model.names import counted
 
 
 def doctor(
-    data: Annotated[Path, Parameter(help="The data directory, in use or not.")],
+    data: Annotated[Path, described("The data directory, in use or not.")],
     /,
     *,
     output: Output = "table",

@@ -10,8 +10,7 @@ from cyclopts import App, Parameter
 from msgspec import to_builtins
 from msgspec.structs import asdict, replace
 
-from plait.cli.event_loop import with_client
-from plait.cli.options import DEFAULT_SERVER, NODE, NodeOptions, Partition, Server, Yes, confirm, duration_of, whole_of
+from plait.cli.options import NODE, NodeOptions, Partition, Yes, confirm, described, duration_of, signed, whole_of
 from plait.cli.output import (
     format_time,
     print_facts,
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
 
 app = App(name="group", help="List, describe, change, reset and delete consumer groups; their parked keys.")
 
-Subject = Annotated[str, Parameter(help="The subject the group consumes.")]
-Group = Annotated[str, Parameter(help="The group's name.")]
-Key = Annotated[str | None, Parameter(allow_leading_hyphen=True, help="The order key.")]
+Subject = Annotated[str, described("The subject the group consumes.")]
+Group = Annotated[str, described("The group's name.")]
+Key = Annotated[str | None, signed("The order key.")]
 Hash = Annotated[
     str | None, Parameter(name="--hash", help="The key's hash, as 'plait group parked' shows it, instead of the key.")
 ]
@@ -45,7 +44,7 @@ All = Annotated[bool, Parameter(name="--all", help="Every parked key of the grou
 
 @app.command(name="list")
 def list_groups(
-    subject: Annotated[str | None, Parameter(help="Only the groups of this subject.")] = None,
+    subject: Annotated[str | None, described("Only the groups of this subject.")] = None,
     /,
     *,
     partition: Partition = None,
@@ -130,10 +129,7 @@ def reset(
     *,
     to: Annotated[
         str,
-        Parameter(
-            allow_leading_hyphen=True,
-            help="earliest, latest, a sequence, -5m before now, or a time such as 2025-01-31T12:00.",
-        ),
+        signed("earliest, latest, a sequence, -5m before now, or a time such as 2025-01-31T12:00."),
     ],
     partition: Partition = None,
     node: NodeOptions = NODE,
@@ -149,15 +145,13 @@ def set_(
     group: Group,
     /,
     *,
-    attempts: Annotated[
-        str | None, Parameter(help="Attempts before a message is a dead letter, or 'unlimited'.")
-    ] = None,
-    first: Annotated[str | None, Parameter(help="The wait before the second attempt, as in 1s.")] = None,
-    factor: Annotated[float | None, Parameter(help="Each wait is the one before times this.")] = None,
-    longest: Annotated[str | None, Parameter(help="The longest wait, as in 10m.")] = None,
-    steps: Annotated[str | None, Parameter(help="The waits themselves, as in 1s,10s,1m; the last repeats.")] = None,
+    attempts: Annotated[str | None, described("Attempts before a message is a dead letter, or 'unlimited'.")] = None,
+    first: Annotated[str | None, described("The wait before the second attempt, as in 1s.")] = None,
+    factor: Annotated[float | None, described("Each wait is the one before times this.")] = None,
+    longest: Annotated[str | None, described("The longest wait, as in 10m.")] = None,
+    steps: Annotated[str | None, described("The waits themselves, as in 1s,10s,1m; the last repeats.")] = None,
     expires: Annotated[
-        str | None, Parameter(help="A message that fails this long after it was sent is dead, as in 1d.")
+        str | None, described("A message that fails this long after it was sent is dead, as in 1d.")
     ] = None,
     node: NodeOptions = NODE,
 ) -> None:
@@ -185,11 +179,14 @@ def set_(
 
 
 @app.command
-def delete(subject: Subject, group: Group, /, *, yes: Yes = False, server: Server = DEFAULT_SERVER) -> None:
+def delete(subject: Subject, group: Group, /, *, yes: Yes = False, node: NodeOptions = NODE) -> None:
     """Delete a group without live consumers, with its position and its dead letters, permanently."""
     confirm(group, f"group {group!r} of {subject!r} with its position and dead letters", yes=yes)
-    with_client(server, lambda client: client.admin.delete_group(subject, group))
-    sys.stderr.write(f"deleted {group} of {subject}\n")
+    node.run(lambda client: client.admin.delete_group(subject, group))
+    if node.output == "json":
+        print_json({"subject": subject, "group": group, "deleted": True})
+    else:
+        sys.stderr.write(f"deleted {group} of {subject}\n")
 
 
 def kind_of(group: GroupInfo) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from cyclopts import App, Parameter
+from cyclopts import App
 
-from plait.cli.options import NODE, NodeOptions, Partition, delay_of, time_of
+from plait.cli.options import NODE, NodeOptions, Partition, delay_of, described, signed, time_of
 from plait.cli.output import format_size, format_time_exactly, print_json, print_result, print_rows
 from plait.errors import InvalidArgument, NotScheduled
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 app = App(name="schedule", help="List, count, cancel and move delayed messages.")
 
-Subject = Annotated[str, Parameter(help="The subject.")]
-Number = Annotated[int, Parameter(help="The message's number in the schedule, as `plait schedule list` shows it.")]
-At = Annotated[str, Parameter(help="The message's due time, as `plait schedule list` shows it.")]
+Subject = Annotated[str, described("The subject.")]
+Number = Annotated[int, described("The message's number in the schedule, as `plait schedule list` shows it.")]
+At = Annotated[str, described("The message's due time, as `plait schedule list` shows it.")]
 Start = Annotated[
     str | None,
-    Parameter(allow_leading_hyphen=True, help="Due at or after: 5m from now, or a time such as 2025-01-31T12:00."),
+    signed("Due at or after: 5m from now, or a time such as 2025-01-31T12:00."),
 ]
-End = Annotated[str | None, Parameter(allow_leading_hyphen=True, help="Due before; as --start.")]
+End = Annotated[str | None, signed("Due before; as --start.")]
 
 
 @app.command(name="list")
@@ -37,7 +37,7 @@ def list_scheduled(
     *,
     start: Start = None,
     end: End = None,
-    limit: Annotated[int, Parameter(help="List at most this many.")] = 100,
+    limit: Annotated[int, described("List at most this many.")] = 100,
     partition: Partition = None,
     node: NodeOptions = NODE,
 ) -> None:
@@ -60,12 +60,12 @@ def list_scheduled(
 
 @app.command
 def count(
-    subject: Annotated[str | None, Parameter(help="Only messages of this subject.")] = None,
+    subject: Annotated[str | None, described("Only messages of this subject.")] = None,
     /,
     *,
     start: Start = None,
     end: End = None,
-    by: Annotated[Literal["subject", "time"], Parameter(help="Count per subject or per time.")] = "subject",
+    by: Annotated[Literal["subject", "time"], described("Count per subject or per time.")] = "subject",
     node: NodeOptions = NODE,
 ) -> None:
     """Count the delayed messages."""
@@ -108,8 +108,8 @@ def move(
     deliver_at: At,
     /,
     *,
-    delay: Annotated[str | None, Parameter(help="This long from now: 10s, 5m, level3.")] = None,
-    to: Annotated[str | None, Parameter(help="At this time, such as 2025-01-31T12:00.")] = None,
+    delay: Annotated[str | None, described("This long from now: 10s, 5m, level3.")] = None,
+    to: Annotated[str | None, described("At this time, such as 2025-01-31T12:00.")] = None,
     partition: Partition = None,
     node: NodeOptions = NODE,
 ) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from cyclopts import Parameter
 
 from plait.cli.event_loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Server, delay_of, time_of
+from plait.cli.options import DEFAULT_SERVER, Output, Server, delay_of, described, time_of
 from plait.cli.output import format_time_exactly, print_json_line, print_table
 from plait.cli.progress import ProgressSteps
 from plait.errors import BufferFull, InvalidArgument, PlaitError, TooLarge
@@ -33,16 +33,16 @@ TICKETS_MAX = 50_000
 
 
 def send(
-    subject: Annotated[str, Parameter(help="The subject to send to.")],
-    body: Annotated[str | None, Parameter(help="The message; omitted or '-': read standard input.")] = None,
+    subject: Annotated[str, described("The subject to send to.")],
+    body: Annotated[str | None, described("The message; omitted or '-': read standard input.")] = None,
     /,
     *,
-    key: Annotated[str | None, Parameter(help="Order key of every message sent.")] = None,
-    tag: Annotated[list[str] | None, Parameter(help="A tag; may be repeated.")] = None,
+    key: Annotated[str | None, described("Order key of every message sent.")] = None,
+    tag: Annotated[list[str] | None, described("A tag; may be repeated.")] = None,
     header: Annotated[
-        list[str] | None, Parameter(help="name=text, or name:=value for a number, true or false; may be repeated.")
+        list[str] | None, described("name=text, or name:=value for a number, true or false; may be repeated.")
     ] = None,
-    file: Annotated[Path | None, Parameter(help="Send a file's content; '-' is standard input.")] = None,
+    file: Annotated[Path | None, described("Send a file's content; '-' is standard input.")] = None,
     lines: Annotated[
         bool | None,
         Parameter(
@@ -51,10 +51,10 @@ def send(
         ),
     ] = None,
     delay: Annotated[
-        str | None, Parameter(help="Deliver it this much later: 10s, 5m, or level3 of RocketMQ's levels.")
+        str | None, described("Deliver it this much later: 10s, 5m, or level3 of RocketMQ's levels.")
     ] = None,
     deliver_at: Annotated[
-        str | None, Parameter(help="Deliver it at this time, such as 2025-01-31T12:00 (UTC unless it has an offset).")
+        str | None, described("Deliver it at this time, such as 2025-01-31T12:00 (UTC unless it has an offset).")
     ] = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",

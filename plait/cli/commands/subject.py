@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
-from plait.cli.event_loop import with_client
-from plait.cli.options import DEFAULT_SERVER, NODE, NodeOptions, Server, Yes, confirm, duration_of, size_of
+from plait.cli.options import NODE, NodeOptions, Yes, confirm, described, duration_of, flag, size_of
 from plait.cli.output import (
     format_duration,
     format_micros,
@@ -35,7 +34,7 @@ app = App(name="subject", help="List, describe, create, change, expand and delet
 #: The interval at which ``expand --wait`` asks for the route.
 LOOK_SECONDS = 0.25
 
-Name = Annotated[str, Parameter(help="The subject's name.")]
+Name = Annotated[str, described("The subject's name.")]
 
 
 #: Columns of a partition.
@@ -83,22 +82,20 @@ def create(
     subject: Name,
     /,
     *,
-    retention: Annotated[
-        str | None, Parameter(help="How long messages are kept, as in 7d; default: the server's.")
-    ] = None,
+    retention: Annotated[str | None, described("How long messages are kept, as in 7d; default: the server's.")] = None,
     retention_size: Annotated[
-        str | None, Parameter(help="How much of the newest messages is kept at least, as in 10GiB.")
+        str | None, described("How much of the newest messages is kept at least, as in 10GiB.")
     ] = None,
     order: Annotated[
         Literal["best_tried", "strict"],
-        Parameter(help="Whether later messages of a key pass a failed one (best_tried) or wait for it (strict)."),
+        described("Whether later messages of a key pass a failed one (best_tried) or wait for it (strict)."),
     ] = "best_tried",
     partitions: Annotated[
         int | None,
-        Parameter(help="How many partitions; default: one on each of two broker groups, or of --group."),
+        described("How many partitions; default: one on each of two broker groups, or of --group."),
     ] = None,
     group: Annotated[
-        list[str] | None, Parameter(help="A broker group for the partitions; may be repeated. Default: any.")
+        list[str] | None, described("A broker group for the partitions; may be repeated. Default: any.")
     ] = None,
     node: NodeOptions = NODE,
 ) -> None:
@@ -119,10 +116,10 @@ def set_(
     /,
     *,
     retention: Annotated[
-        str | None, Parameter(help="How long messages are kept, as in 7d, or default: as the server keeps them.")
+        str | None, described("How long messages are kept, as in 7d, or default: as the server keeps them.")
     ] = None,
     retention_size: Annotated[
-        str | None, Parameter(help="How much of the newest messages is kept at least, as in 10GiB, or default.")
+        str | None, described("How much of the newest messages is kept at least, as in 10GiB, or default.")
     ] = None,
     node: NodeOptions = NODE,
 ) -> None:
@@ -145,12 +142,10 @@ def expand(
     *,
     partitions: Annotated[
         str,
-        Parameter(
-            help="How many partitions take its messages, more or fewer than now; or which, as name@group,name@group."
-        ),
+        described("How many partitions take its messages, more or fewer than now; or which, as name@group,name@group."),
     ],
-    wait: Annotated[bool, Parameter(help="Wait until every logical partition has moved.", show_default=False)] = False,
-    timeout: Annotated[str, Parameter(help="How long --wait waits.")] = "60s",
+    wait: Annotated[bool, flag("Wait until every logical partition has moved.")] = False,
+    timeout: Annotated[str, described("How long --wait waits.")] = "60s",
     node: NodeOptions = NODE,
 ) -> None:
     """Change the partitions of a subject; its messages and the order of its keys are kept."""
@@ -209,11 +204,14 @@ def _print_route(route: RouteInfo, output: str) -> None:
 
 
 @app.command
-def delete(subject: Name, /, *, yes: Yes = False, server: Server = DEFAULT_SERVER) -> None:
+def delete(subject: Name, /, *, yes: Yes = False, node: NodeOptions = NODE) -> None:
     """Delete a subject with its messages and groups, permanently."""
     confirm(subject, f"{subject!r} with all its messages and groups", yes=yes)
-    with_client(server, lambda client: client.admin.delete_subject(subject))
-    sys.stderr.write(f"deleted {subject}\n")
+    node.run(lambda client: client.admin.delete_subject(subject))
+    if node.output == "json":
+        print_json({"subject": subject, "deleted": True})
+    else:
+        sys.stderr.write(f"deleted {subject}\n")
 
 
 def _print_subject(subject: SubjectInfo, output: str = "table") -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from plait.cli.event_loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Server, duration_of
+from plait.cli.options import DEFAULT_SERVER, Server, described, duration_of, signed
 from plait.cli.output import print_json_line, printable, shown_body, text_or_base64
 from plait.errors import InvalidArgument
 
@@ -24,20 +24,19 @@ FETCH_SECONDS = 60.0
 
 
 def tail(
-    subject: Annotated[str, Parameter(help="The subject to read.")],
+    subject: Annotated[str, described("The subject to read.")],
     /,
     *,
     start: Annotated[
         str | None,
-        Parameter(
-            allow_leading_hyphen=True,
-            help="latest, earliest, a sequence, -5m before now, or a time such as 2025-01-31T12:00. "
-            "Default: latest; earliest for a new group.",
+        signed(
+            "latest, earliest, a sequence, -5m before now, or a time such as 2025-01-31T12:00. "
+            "Default: latest; earliest for a new group."
         ),
     ] = None,
-    count: Annotated[int | None, Parameter(help="End after this many messages.")] = None,
-    wait: Annotated[str | None, Parameter(help="End when no message arrived for this long, as in 5s.")] = None,
-    group: Annotated[str | None, Parameter(help="Consume as a member of this group, and ack what is printed.")] = None,
+    count: Annotated[int | None, described("End after this many messages.")] = None,
+    wait: Annotated[str | None, described("End when no message arrived for this long, as in 5s.")] = None,
+    group: Annotated[str | None, described("Consume as a member of this group, and ack what is printed.")] = None,
     server: Server = DEFAULT_SERVER,
     output: Annotated[
         Literal["table", "json", "raw"],

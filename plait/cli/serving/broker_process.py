@@ -25,7 +25,7 @@ from plait.broker.config import BrokerConfig
 from plait.broker.recovery.start_up import RecoveryReport
 from plait.broker.turn import MESSAGE_DIRECTORY
 from plait.cli.event_loop import run_loop
-from plait.cli.options import Lease, duration_of, lease_of, size_of
+from plait.cli.options import Lease, described, duration_of, flag, lease_of, size_of
 from plait.cli.output import format_size
 from plait.cli.serving.foreground import (
     DEFAULT_HOST,
@@ -71,30 +71,25 @@ ABANDON_SECONDS = 5.0
 class BrokerOptions:
     """The options of ``plait serve`` and ``plait broker``."""
 
-    data: Annotated[Path, Parameter(help="The data directory; created if it does not exist.")]
+    data: Annotated[Path, described("The data directory; created if it does not exist.")]
     http: Annotated[
-        int | None, Parameter(help="A port for GET /health over HTTP; 0 takes a free port. Default: no HTTP.")
+        int | None, described("A port for GET /health over HTTP; 0 takes a free port. Default: no HTTP.")
     ] = None
     host: Host = DEFAULT_HOST
     flush: Annotated[
         Literal["async", "sync"],
-        Parameter(
-            help="sync: acknowledge when durable. async: when written; a power failure may lose the last 500 ms."
-        ),
+        described("sync: acknowledge when durable. async: when written; a power failure may lose the last 500 ms."),
     ] = "async"
-    segment_size: Annotated[str, Parameter(help="Bytes of one file of the message log.")] = "1GiB"
-    retention: Annotated[
-        str, Parameter(help="How long messages are kept, unless the subject sets it; or 'forever'.")
-    ] = "72h"
-    dead_retention: Annotated[
-        str, Parameter(help="How long dead letters are kept; 'forever': until they are purged.")
-    ] = "30d"
+    segment_size: Annotated[str, described("Bytes of one file of the message log.")] = "1GiB"
+    retention: Annotated[str, described("How long messages are kept, unless the subject sets it; or 'forever'.")] = (
+        "72h"
+    )
+    dead_retention: Annotated[str, described("How long dead letters are kept; 'forever': until they are purged.")] = (
+        "30d"
+    )
     archive_before_delete: Annotated[
         bool,
-        Parameter(
-            help="Delete only what 'plait spark archive' has archived; sends are refused when the disk is full.",
-            show_default=False,
-        ),
+        flag("Delete only what 'plait spark archive' has archived; sends are refused when the disk is full."),
     ] = False
     lease: Lease = "10s"
     log_level: LogLevel = "info"
@@ -132,7 +127,7 @@ def serve(
     *,
     port: Port = 7450,
     groups: Annotated[
-        int, Parameter(help="Broker groups; each after the first is a separate process, to use more cores.")
+        int, described("Broker groups; each after the first is a separate process, to use more cores.")
     ] = 1,
     auto_create: Annotated[
         bool, Parameter(negative="--no-auto-create", help="Whether the first use of a subject creates it.")
@@ -153,8 +148,8 @@ def serve(
 def broker(
     options: BrokerOptions,
     *,
-    group: Annotated[str, Parameter(help="The broker group. Partition names include it: it must never change.")],
-    meta: Annotated[str, Parameter(help="The meta servers: plait://host:port, separated by commas.")],
+    group: Annotated[str, described("The broker group. Partition names include it: it must never change.")],
+    meta: Annotated[str, described("The meta servers: plait://host:port, separated by commas.")],
     port: Port = 0,
 ) -> int:
     """Run a broker of a cluster on a data directory, until SIGTERM or Ctrl-C."""

@@ -18,8 +18,7 @@ import socket
 import sys
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
-
+from plait.cli.options import described
 from plait.errors import InvalidArgument
 from plait.version import VERSION
 
@@ -34,9 +33,9 @@ SWITCH_SECONDS = 0.0002
 #: broker of 100,000 subjects paused for 137 ms.
 THRESHOLDS = (5_000, 4, 500)
 
-Port = Annotated[int, Parameter(help="The port; 0 takes a free one, which the ready line shows.")]
-Host = Annotated[str, Parameter(help="The address to listen on. There is no authentication: the default is loopback.")]
-LogLevel = Annotated[Literal["debug", "info", "warning", "error"], Parameter(help="The log level on standard error.")]
+Port = Annotated[int, described("The port; 0 takes a free one, which the ready line shows.")]
+Host = Annotated[str, described("The address to listen on. There is no authentication: the default is loopback.")]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], described("The log level on standard error.")]
 
 DEFAULT_HOST = "127.0.0.1"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from plait.cli.options import Output, duration_of
+from plait.cli.options import Output, described, duration_of, flag
 from plait.cli.output import format_size, print_json, print_json_line
 from plait.cli.progress import ProgressSteps
 from plait.errors import ArchiveConflict, ArchiveError, Expired, InvalidArgument, PlaitError
@@ -26,31 +26,21 @@ FAILED_SECONDS_MAX = 600.0
 
 def archive(
     *,
-    to: Annotated[str, Parameter(help="The archive: a directory, or a URI (s3://, hdfs://, gs://).")],
-    data: Annotated[str | None, Parameter(help="The data directory, in use by a server or not.")] = None,
+    to: Annotated[str, described("The archive: a directory, or a URI (s3://, hdfs://, gs://).")],
+    data: Annotated[str | None, described("The data directory, in use by a server or not.")] = None,
     subject: Annotated[
         list[str] | None,
         Parameter(help="Only this subject, or a prefix and *; may be repeated.", consume_multiple=False),
     ] = None,
-    now: Annotated[
-        bool, Parameter(help="Archive up to the end of the logs, not only full segments.", show_default=False)
-    ] = False,
-    raw: Annotated[
-        bool, Parameter(help="Copy segment files as they are, instead of making Parquet files.", show_default=False)
-    ] = False,
-    follow: Annotated[bool, Parameter(help="Repeat until Ctrl-C.", show_default=False)] = False,
-    every: Annotated[str, Parameter(help="With --follow: the wait between two runs.")] = "60s",
-    compact: Annotated[
-        bool, Parameter(help="Also merge small files of one subject and day.", show_default=False)
-    ] = False,
-    verify: Annotated[
-        bool, Parameter(help="Also read back the whole archive and compare it.", show_default=False)
-    ] = False,
-    skip_damage: Annotated[
-        bool, Parameter(help="Skip damaged frames and note them in the manifest.", show_default=False)
-    ] = False,
-    group: Annotated[str, Parameter(help="The broker group of the data; partition names include it.")] = "g1",
-    master: Annotated[str | None, Parameter(help="The Spark master; default: this machine's cores.")] = None,
+    now: Annotated[bool, flag("Archive up to the end of the logs, not only full segments.")] = False,
+    raw: Annotated[bool, flag("Copy segment files as they are, instead of making Parquet files.")] = False,
+    follow: Annotated[bool, flag("Repeat until Ctrl-C.")] = False,
+    every: Annotated[str, described("With --follow: the wait between two runs.")] = "60s",
+    compact: Annotated[bool, flag("Also merge small files of one subject and day.")] = False,
+    verify: Annotated[bool, flag("Also read back the whole archive and compare it.")] = False,
+    skip_damage: Annotated[bool, flag("Skip damaged frames and note them in the manifest.")] = False,
+    group: Annotated[str, described("The broker group of the data; partition names include it.")] = "g1",
+    master: Annotated[str | None, described("The Spark master; default: this machine's cores.")] = None,
     output: Output = "table",
 ) -> None:
     """Archive what is new in a data directory; without --data, compact and verify an archive."""

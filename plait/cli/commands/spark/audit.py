@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-from cyclopts import Parameter
-
-from plait.cli.options import Output
+from plait.cli.options import Output, described, signed
 from plait.cli.output import console, format_micros, print_facts, print_json, print_table
 from plait.cli.progress import ProgressSteps
 from plait.errors import InvalidArgument, PlaitError
@@ -25,23 +23,21 @@ EXIT_UNKNOWN: Final = 2
 
 def audit(
     *,
-    data: Annotated[Path | None, Parameter(help="A data directory, in use or not.")] = None,
-    archive: Annotated[str | None, Parameter(help="An archive that 'plait spark archive' made.")] = None,
-    subject: Annotated[list[str] | None, Parameter(help="Only this subject, or prefix*; may be repeated.")] = None,
-    group: Annotated[list[str] | None, Parameter(help="Only this consumer group; may be repeated.")] = None,
+    data: Annotated[Path | None, described("A data directory, in use or not.")] = None,
+    archive: Annotated[str | None, described("An archive that 'plait spark archive' made.")] = None,
+    subject: Annotated[list[str] | None, described("Only this subject, or prefix*; may be repeated.")] = None,
+    group: Annotated[list[str] | None, described("Only this consumer group; may be repeated.")] = None,
     since: Annotated[
         str | None,
-        Parameter(allow_leading_hyphen=True, help="Messages stored at or after: -2h before now, or 2025-01-31T12:00."),
+        signed("Messages stored at or after: -2h before now, or 2025-01-31T12:00."),
     ] = None,
-    until: Annotated[
-        str | None, Parameter(allow_leading_hyphen=True, help="Messages stored before; as --since.")
-    ] = None,
+    until: Annotated[str | None, signed("Messages stored before; as --since.")] = None,
     output: Output = "table",
-    parquet: Annotated[Path | None, Parameter(help="Write tables of the report into this new directory.")] = None,
-    html: Annotated[Path | None, Parameter(help="Write the report as one page with plots.")] = None,
-    broker_group: Annotated[str, Parameter(help="The broker group, as in partition names.")] = "g1",
-    skip_damage: Annotated[bool, Parameter(help="Skip damaged frames and count their messages as missing.")] = False,
-    master: Annotated[str | None, Parameter(help="The Spark master; default: two threads of this machine.")] = None,
+    parquet: Annotated[Path | None, described("Write tables of the report into this new directory.")] = None,
+    html: Annotated[Path | None, described("Write the report as one page with plots.")] = None,
+    broker_group: Annotated[str, described("The broker group, as in partition names.")] = "g1",
+    skip_damage: Annotated[bool, described("Skip damaged frames and count their messages as missing.")] = False,
+    master: Annotated[str | None, described("The Spark master; default: two threads of this machine.")] = None,
 ) -> int:
     """Check in the logs whether every promise was kept; exit code 0: yes, 1: no, 2: not known."""
     import plait.spark

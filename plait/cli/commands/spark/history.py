@@ -9,10 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
-
 from plait.cli.commands.spark.selection_options import Where
-from plait.cli.options import Output
+from plait.cli.options import Output, described, flag
 from plait.cli.output import print_json_line, print_table, printable, shortened, shown_body, text_or_base64
 from plait.cli.progress import ProgressSteps
 from plait.errors import InvalidArgument
@@ -35,18 +33,16 @@ _COLUMNS = ("stored", "partition", "sequence", "message id", "key", "tags", "hea
 def history(
     where: Where,
     *,
-    limit: Annotated[int | None, Parameter(help="Only the first this many.")] = None,
+    limit: Annotated[int | None, described("Only the first this many.")] = None,
     server: Annotated[
-        str | None, Parameter(help="A node with messages that are not archived, plait://host:port; instead of --data.")
+        str | None, described("A node with messages that are not archived, plait://host:port; instead of --data.")
     ] = None,
     parquet: Annotated[
         str | None,
-        Parameter(help="Write the messages to this file; with --spark, to a directory of this name, or a URI."),
+        described("Write the messages to this file; with --spark, to a directory of this name, or a URI."),
     ] = None,
-    spark: Annotated[
-        bool, Parameter(help="Read with Spark, for large parts of an archive. Needs plait[spark].", show_default=False)
-    ] = False,
-    master: Annotated[str | None, Parameter(help="With --spark: the Spark master; default: this machine.")] = None,
+    spark: Annotated[bool, flag("Read with Spark, for large parts of an archive. Needs plait[spark].")] = False,
+    master: Annotated[str | None, described("With --spark: the Spark master; default: this machine.")] = None,
     output: Output = "table",
 ) -> None:
     """Find messages in an archive and the live log."""

@@ -6,11 +6,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-
 from plait.cli.commands.spark.selection_options import Where
 from plait.cli.event_loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Server
+from plait.cli.options import DEFAULT_SERVER, Output, Server, described, flag
 from plait.cli.output import format_size, format_time, print_facts, print_json
 from plait.cli.progress import ProgressSteps
 from plait.errors import InvalidArgument
@@ -26,19 +24,17 @@ _SECONDS = {None: 1, "s": 1, "m": 60, "h": 3600}
 def replay(
     where: Where,
     *,
-    to: Annotated[str, Parameter(help="The subject to send to.")],
+    to: Annotated[str, described("The subject to send to.")],
     rate: Annotated[
         str | None,
-        Parameter(help="The rate, as in 500/s or 100/m; default: as fast as messages are stored."),
+        described("The rate, as in 500/s or 100/m; default: as fast as messages are stored."),
     ] = None,
     state: Annotated[
-        Path | None, Parameter(help="A file to resume from after a crash: the same command sends the rest.")
+        Path | None, described("A file to resume from after a crash: the same command sends the rest.")
     ] = None,
-    limit: Annotated[int | None, Parameter(help="Only the first this many.")] = None,
-    live: Annotated[
-        bool, Parameter(help="Also messages of --server that are not archived; instead of --data.", show_default=False)
-    ] = False,
-    count: Annotated[bool, Parameter(help="Count the messages and send nothing.", show_default=False)] = False,
+    limit: Annotated[int | None, described("Only the first this many.")] = None,
+    live: Annotated[bool, flag("Also messages of --server that are not archived; instead of --data.")] = False,
+    count: Annotated[bool, flag("Count the messages and send nothing.")] = False,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from plait.cli.options import described, flag, signed
 from plait.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -20,26 +21,22 @@ if TYPE_CHECKING:
 class Where:
     """The messages to select, and the inputs to read them from."""
 
-    archive: Annotated[str, Parameter(help="The archive: a path, or a URI such as s3://bucket/archive.")]
-    subject: Annotated[str, Parameter(help="The subject of the messages.")]
+    archive: Annotated[str, described("The archive: a path, or a URI such as s3://bucket/archive.")]
+    subject: Annotated[str, described("The subject of the messages.")]
     data: Annotated[
         list[Path] | None,
-        Parameter(help="A data directory, in use or not, with messages that are not archived; may be repeated."),
+        described("A data directory, in use or not, with messages that are not archived; may be repeated."),
     ] = None
-    group: Annotated[str, Parameter(help="The broker group of a data directory that was never archived.")] = "g1"
-    key: Annotated[str | None, Parameter(help="Messages with this order key.")] = None
-    id: Annotated[str | None, Parameter(help="The message with this id, as receipts print it.")] = None
-    header: Annotated[
-        list[str] | None, Parameter(help="Messages with this header, as name=value; may be repeated.")
-    ] = None
+    group: Annotated[str, described("The broker group of a data directory that was never archived.")] = "g1"
+    key: Annotated[str | None, described("Messages with this order key.")] = None
+    id: Annotated[str | None, described("The message with this id, as receipts print it.")] = None
+    header: Annotated[list[str] | None, described("Messages with this header, as name=value; may be repeated.")] = None
     since: Annotated[
         str | None,
-        Parameter(
-            allow_leading_hyphen=True, help="Stored at or after this time: 2025-01-31T12:00 (UTC), or -5m before now."
-        ),
+        signed("Stored at or after this time: 2025-01-31T12:00 (UTC), or -5m before now."),
     ] = None
-    until: Annotated[str | None, Parameter(allow_leading_hyphen=True, help="Stored before this time.")] = None
-    all: Annotated[bool, Parameter(help="Every message of the subject.", show_default=False)] = False
+    until: Annotated[str | None, signed("Stored before this time.")] = None
+    all: Annotated[bool, flag("Every message of the subject.")] = False
 
     def open(self, server: str | None = None) -> History:
         """Open the history. ``server`` has messages that are not archived."""
