@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import plait.sync
 from plait.spark.archiving import archiver as archiving
+from plait.testing.embedded_broker import BlockingBroker
 from tests.spark.archives import run_here
 from tests.support.spark_session import spark_session
 
@@ -45,3 +47,16 @@ def data(tmp_path: Path) -> Path:
 def to(tmp_path: Path) -> Path:
     """The path of an archive that does not exist yet."""
     return tmp_path / "archive"
+
+
+@pytest.fixture
+def client(plait_broker: BlockingBroker) -> Iterator[plait.sync.Client]:
+    """A client of the test's broker."""
+    with plait.sync.connect(plait_broker.address) as connected:
+        yield connected
+
+
+@pytest.fixture(params=["server", "path"])
+def place(request: pytest.FixtureRequest, plait_broker: BlockingBroker) -> dict[str, Any]:
+    """A reader's options for the broker: its address or its directory."""
+    return {"server": plait_broker.address} if request.param == "server" else {"path": plait_broker.data}

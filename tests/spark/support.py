@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
 
 from plait.spark.source.data_source import PlaitDataSource, PlaitReader
 from plait.spark.source.stream_reader import Offset, PlaitStreamReader
+from plait.storage.disk import RealDisk
+from tests.support.broker_node import Node, Producer
 
 
 def batch_reader(**options: Any) -> PlaitReader:
@@ -21,18 +24,37 @@ def batch_reader(**options: Any) -> PlaitReader:
     return reader
 
 
-def rows_of(reader: PlaitReader) -> list[dict[str, Any]]:
-    """The rows of all its tasks, one task after another."""
+def batches_of(reader: PlaitReader) -> list[pa.RecordBatch]:
+    """The batches of all its tasks, one task after another."""
     batches = [batch for partition in reader.partitions() for batch in reader.read(partition)]
     for batch in batches:
         batch.validate(full=True)
-    rows: list[dict[str, Any]] = pa.Table.from_batches(batches, reader.arrow_schema).to_pylist()
+    return batches
+
+
+def rows_of(reader: PlaitReader) -> list[dict[str, Any]]:
+    """The rows of all its tasks, one task after another."""
+    rows: list[dict[str, Any]] = pa.Table.from_batches(batches_of(reader), reader.arrow_schema).to_pylist()
     return rows
+
+
+def column(name: str, **options: Any) -> list[Any]:
+    """The values of one column that a batch with these options reads."""
+    return [row[name] for row in rows_of(batch_reader(columns=name, **options))]
+
+
+def fill(path: Path, *frames: Sequence[bytes], **columns: Any) -> None:
+    """Make a data directory with these frames of subject ``orders``, all with the same columns."""
+    node, producer = Node(RealDisk(path), message_segment_size=1 << 24), Producer(5)
+    for sent in frames:
+        node.submit(producer.frame("orders", *sent, **columns))
+        node.turn()
+    node.broker.stop()
 
 
 def bodies(**options: Any) -> list[bytes]:
     """The bodies that a batch with these options reads."""
-    return [row["body"] for row in rows_of(batch_reader(columns="body", **options))]
+    return column("body", **options)
 
 
 class Stream:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import plait.sync
-from plait.errors import DamageError, DataLost, InvalidArgument, SubjectNotFound, Unavailable
+from plait.errors import DamageError, DataLost, SubjectNotFound, Unavailable
 from plait.testing import EmbeddedBroker
 from plait.testing.embedded_broker import BlockingBroker
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
-from pyspark.errors import AnalysisException
 from pyspark.sql.datasource import EqualTo, GreaterThanOrEqual, LessThan
 
 from plait.client.net.rate_limit import RateLimit
@@ -25,16 +23,7 @@ from plait.spark.inputs import broker_input as server_place
 from plait.spark.inputs.broker_input import BrokerTask
 from tests.spark.support import batch_reader, bodies, rows_of
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
 Client = plait.sync.Client
-
-
-@pytest.fixture
-def client(plait_broker: BlockingBroker) -> Iterator[Client]:
-    with plait.sync.connect(plait_broker.address) as connected:
-        yield connected
 
 
 @pytest.fixture
@@ -50,15 +39,6 @@ def send(client: Client, count: int, subject: str = "orders", **columns: Any) ->
     for start in range(0, count, 10):
         client.send_many(subject, sent[start : start + 10], **columns)
     return sent
-
-
-def test_every_column_is_the_same_as_from_the_files(plait_broker: BlockingBroker, client: Client):
-    client.send("orders", b"plain")
-    client.send("orders", b"full", key="order-1", tags=["new"], headers={"city": "BJS", "paid": True})
-    client.send_many("orders", [b"a", b"b"], keys=["k1", None])
-    through = rows_of(batch_reader(server=plait_broker.address))
-    assert through == rows_of(batch_reader(path=plait_broker.data))
-    assert [row["body"] for row in through] == [b"plain", b"full", b"a", b"b"]
 
 
 def test_reads_and_tasks_end_at_frame_boundaries_and_every_row_is_read_once(
@@ -92,17 +72,6 @@ def test_subjects_are_selected_by_name_list_or_prefix_and_may_be_empty(plait_bro
     assert {info.subject for info in client.admin.subjects()} == {"empty", "orders", "orders.eu", "refunds"}
 
 
-def test_all_partitions_of_a_subject_are_read(plait_broker: BlockingBroker, client: Client):
-    client.admin.create_subject("orders", partitions=3)
-    keys = [f"k{number}" for number in range(100)]
-    receipts = client.send_many("orders", [key.encode() for key in keys], keys=keys)
-    rows = rows_of(batch_reader(server=plait_broker.address, columns="partition,sequence,key"))
-    found = {(row["partition"], row["sequence"]) for row in rows}
-    assert found == {(str(receipt.partition), receipt.sequence) for receipt in receipts}
-    assert len(rows) == 100
-    assert {row["partition"] for row in rows} == {"orders@g1", "orders#1@g1", "orders#2@g1"}
-
-
 @pytest.mark.parametrize("compression", ["zstd", "lz4", None])
 def test_a_start_within_a_frame_is_exact_compressed_or_not(plait_broker: BlockingBroker, compression: Any):
     sent = [b"body %d " % number * 20 for number in range(100)]
@@ -133,20 +102,18 @@ def test_filters_limit_what_is_read(plait_broker: BlockingBroker, client: Client
     assert tasks[-1].end == next(row["sequence"] for row in rows if row["store_time"] == rows[100]["store_time"])
 
 
-def test_keys_and_message_ids_are_filtered_before_columns_are_decoded(plait_broker: BlockingBroker, client: Client):
+def test_keys_and_message_ids_are_filtered_before_columns_are_decoded(place: dict[str, Any], client: Client):
     keys = [f"k{number % 7}" for number in range(100)]
     receipts = list(client.send_many("orders", [b"%d" % number for number in range(100)], keys=keys))
     client.send("orders", b"keyless")
-    for place in ({"server": plait_broker.address}, {"path": plait_broker.data}):
+    for name, value, expected in (
+        ("key", "k3", range(3, 100, 7)),
+        ("key", "unknown", ()),
+        ("message_id", str(receipts[42].message_id), [42]),
+    ):
         reader = batch_reader(columns="body", **place)
-        reader.pushFilters([EqualTo(("key",), "k3")])
-        assert [row["body"] for row in rows_of(reader)] == [b"%d" % number for number in range(3, 100, 7)]
-        reader = batch_reader(columns="body", **place)
-        reader.pushFilters([EqualTo(("key",), "unknown")])
-        assert rows_of(reader) == []
-        reader = batch_reader(columns="body", **place)
-        reader.pushFilters([EqualTo(("message_id",), str(receipts[42].message_id))])
-        assert [row["body"] for row in rows_of(reader)] == [b"42"]
+        reader.pushFilters([EqualTo((name,), value)])
+        assert [row["body"] for row in rows_of(reader)] == [b"%d" % number for number in expected]
 
 
 # --- faults -------------------------------------------------------------------------------------
@@ -231,49 +198,3 @@ def test_a_pace_allows_its_rate_over_any_period():
     assert pace.take(100, now + 100.0) == 0.0
     assert pace.take(100, now + 100.0) == 0.0
     assert pace.take(100, now + 100.0) == pytest.approx(0.1)
-
-
-# --- options ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"path": "data"}, "options 'path' .data. and 'server' .* exclude each other"),
-        ({"group": "g2"}, "option 'group' does not apply to 'server'"),
-        ({"server": "no address/"}, "'no address/' is not understood"),
-        ({"bytesPerSecond": "fast"}, "bytesPerSecond 'fast' is not a whole number"),
-        ({"failOnDataLoss": "maybe"}, "failOnDataLoss 'maybe' is neither"),
-        ({"maxBytesPerTrigger": "5"}, "'maxBytesPerTrigger' is for readStream"),
-        ({"startingOffsets": "yesterday"}, "invalid startingOffsets 'yesterday'; use earliest"),
-        ({"startingOffsets": "{"}, "startingOffsets '{' is not JSON"),
-        ({"endingOffsets": '{"orders": 5}'}, "endingOffsets names 'orders'; give the name of a partition"),
-        ({"endingOffsets": '{"orders@g1": -1}'}, "invalid offset -1 of 'orders@g1' .*>= 0"),
-        ({"endingOffsets": '{"orders@g1": {"seq": 1}}'}, "invalid offset .* use a sequence or"),
-    ],
-)
-def test_an_invalid_option_is_an_error_that_says_what_is_valid(options: dict[str, str], message: str):
-    with pytest.raises(InvalidArgument, match=message):
-        batch_reader(**{"server": "plait://127.0.0.1:1", **options})
-
-
-def test_a_rate_is_only_for_servers():
-    with pytest.raises(InvalidArgument, match="'bytesPerSecond' does not apply to 'path'"):
-        batch_reader(path="data", bytesPerSecond=5)
-
-
-# --- with Spark ---------------------------------------------------------------------------------
-
-
-def test_spark_reads_through_a_broker(spark: SparkSession, plait_broker: BlockingBroker, client: Client):
-    client.send_many("orders", [b"body %d" % n for n in range(20_000)], keys=[f"k{n % 100}" for n in range(20_000)])
-
-    def load(**options: Any) -> DataFrame:
-        source = spark.read.format("plait").options(server=plait_broker.address, subject="orders", minPartitions=2)
-        return source.options(**options).load()
-
-    table = load(columns="sequence,body").orderBy("sequence").toArrow()
-    assert table.column("body").to_pylist() == [b"body %d" % n for n in range(20_000)]
-    assert load().where("key = 'k42'").count() == 200
-    with pytest.raises(AnalysisException, match=r"sequences 20000 to 20009 are missing.*failOnDataLoss=false"):
-        load(endingOffsets='{"orders@g1": 20010}').count()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +23,9 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, Rea
 from tests.spark.support import Stream, batch_reader, lose_tail
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
 Client = plait.sync.Client
-
-
-@pytest.fixture
-def client(plait_broker: BlockingBroker) -> Iterator[Client]:
-    with plait.sync.connect(plait_broker.address) as connected:
-        yield connected
-
-
-@pytest.fixture(params=["server", "path"])
-def place(request: pytest.FixtureRequest, plait_broker: BlockingBroker) -> dict[str, Any]:
-    """A reader's options for the broker: its address or its directory."""
-    return {"server": plait_broker.address} if request.param == "server" else {"path": plait_broker.data}
 
 
 def send(client: Client, *sent: bytes) -> None:
@@ -330,22 +317,15 @@ def test_an_option_for_batch_reads_or_an_invalid_one_is_refused(place: dict[str,
 # --- with Spark ---------------------------------------------------------------------------------
 
 
-def stream_of(spark: SparkSession, **options: Any) -> DataFrame:
-    return spark.readStream.format("plait").options(subject="orders", **options).load()
-
-
-@pytest.mark.parametrize("kind", ["server", "path"])
 def test_spark_streams_available_messages_in_batches_and_continues_later(
-    spark: SparkSession, plait_broker: BlockingBroker, client: Client, tmp_path: Path, kind: str
+    spark: SparkSession, place: dict[str, Any], client: Client, tmp_path: Path
 ):
-    place: dict[str, Any] = {"server": plait_broker.address}
-    if kind == "path":
-        place = {"path": str(plait_broker.data)}
     client.send_many("orders", [b"%d" % n for n in range(1000)], keys=[f"k{n % 10}" for n in range(1000)])
     out, checkpoint = str(tmp_path / "out"), str(tmp_path / "checkpoint")
 
     def run(**trigger: bool) -> int:
-        writer = stream_of(spark, columns="sequence,body", maxMessagesPerTrigger=400, **place).writeStream
+        source = spark.readStream.format("plait").options(subject="orders", columns="sequence,body", **place)
+        writer = source.option("maxMessagesPerTrigger", 400).load().writeStream
         query = writer.option("checkpointLocation", checkpoint).trigger(**trigger).start(out, "parquet")
         assert query.awaitTermination(60)
         return len([batch for batch in query.recentProgress if batch.numInputRows])
