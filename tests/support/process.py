@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -73,8 +72,8 @@ class ServerProcess:
             arguments = ["-m", "plait.cli", "serve", "--data", str(self.data), "--port", str(self.port)]
             arguments += ["--flush", self.flush, "--segment-size", "17MiB"]
         else:
-            arguments = ["-c", _SCRIPT, str(self.data), str(self.port)]
-            arguments.append(json.dumps({**self.settings, "flush": self.flush}))
+            settings = json.dumps({**self.settings, "flush": self.flush})
+            arguments = ["-c", _SCRIPT, str(self.data), str(self.port), settings]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=log)
 
@@ -101,18 +100,9 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Send SIGKILL. Does nothing if it does not run."""
-        self._end(signal.SIGKILL)
-
-    def stop(self) -> int:
-        """Send SIGTERM; returns the exit code."""
-        return self._end(signal.SIGTERM)
-
-    def _end(self, number: signal.Signals) -> int:
         process, self._process = self._process, None
-        if process is None:
-            return 0
-        process.send_signal(number)
-        code = process.wait(READY_SECONDS)
-        if process.stdout is not None:
+        if process is not None:
+            process.kill()
+            process.wait(READY_SECONDS)
+            assert process.stdout is not None
             process.stdout.close()
-        return code

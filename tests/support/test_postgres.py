@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from tests.support import leaks, postgres
-from tests.support.postgres import Postgres, name_of
+from tests.support.postgres import Postgres
 
 
 def test_it_is_separate_from_other_instances_and_removed_afterwards():
@@ -25,21 +25,6 @@ def test_it_is_separate_from_other_instances_and_removed_afterwards():
     assert directory is not None
     assert "plait-pg-" in directory[0]
     assert leaks.observe(token).beyond(before) == []
-
-
-def test_its_data_survives_a_stop_and_start():
-    instance = Postgres()
-    try:
-        url = instance.create()
-        instance.stop()
-        with pytest.raises(psycopg.OperationalError):
-            psycopg.connect(url)
-        instance.start()
-        with psycopg.connect(url) as connection:
-            assert connection.execute("SELECT current_database()").fetchone() == (name_of(url),)
-        instance.stop()
-    finally:
-        instance.remove()
 
 
 def test_where_it_is_not_installed_the_test_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch):
