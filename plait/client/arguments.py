@@ -105,25 +105,26 @@ def moment_of(value: Any, name: str, now: int) -> int | None:
 def _moment_of(value: Any, name: str, now: int) -> int:
     if isinstance(value, datetime):
         return micros_of(value, name)
-    if isinstance(value, str):
-        text = value.strip()
-        if text.startswith("-"):
-            return now - _micros(seconds_of(text[1:]))
-        try:
-            return micros_of(_with_zone(datetime.fromisoformat(text)), name)
-        except ValueError:
-            pass
+    if isinstance(value, str) and (moment := _moment_in(value.strip(), name, now)) is not None:
+        return moment
     if isinstance(value, timedelta):
         return now + value // _MICROSECOND
     return now + _micros(seconds_of(value))
 
 
+def _moment_in(text: str, name: str, now: int) -> int | None:
+    """The time in a text such as "2030-01-01" (UTC, if it has no zone), or "-5m" before now; None: neither."""
+    if text.startswith("-"):
+        return now - _micros(seconds_of(text[1:]))
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return micros_of(moment if moment.tzinfo else moment.replace(tzinfo=UTC), name)
+
+
 def _micros(seconds: float) -> int:
     return round(min(seconds, _FAR_SECONDS) * 1_000_000)
-
-
-def _with_zone(moment: datetime) -> datetime:
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def seconds_of(value: Any) -> float:
@@ -174,16 +175,12 @@ def start_of(value: Any, now: int) -> Any:
     if isinstance(value, timedelta):
         return _start_at(now - abs(value) // _MICROSECOND)
     if isinstance(value, str):
-        if value.startswith("-"):
-            return _start_at(now - _micros(seconds_of(value[1:])))
         if value.isdecimal():
-            return ["sequence", sequence_of(_digits(value), "start sequence")]
-        try:
-            moment = datetime.fromisoformat(value)
-        except ValueError:
-            pass
-        else:
-            return _start_at(micros_of(_with_zone(moment), "start time"))
+            # Text with far more digits than any sequence is not converted; it becomes a number that is too large.
+            number = int(value) if len(value) <= _SHOWN_MAX else SEQUENCE_MAX
+            return ["sequence", sequence_of(number, "start sequence")]
+        if (moment := _moment_in(value, "start time", now)) is not None:
+            return _start_at(moment)
     raise InvalidArgument(
         f"start {shown(value)} is not understood; use 'earliest', 'latest', a sequence, a datetime or '-5m'"
     )
@@ -192,8 +189,3 @@ def start_of(value: Any, now: int) -> Any:
 def _start_at(micros: int) -> list[Any]:
     """A time before 1970 means the earliest message."""
     return ["time", max(micros, 0)]
-
-
-def _digits(text: str) -> int:
-    """Text with far more digits than any sequence is not converted; it becomes a number that is too large."""
-    return int(text) if len(text) <= _SHOWN_MAX else 10**_SHOWN_MAX

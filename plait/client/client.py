@@ -6,7 +6,6 @@ import asyncio
 import functools
 import logging
 import os
-import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -56,14 +55,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _now() -> int:
-    return time.time_ns() // 1000
-
-
-def _next_now() -> int:
-    return -(-time.time_ns() // 1000)
-
-
 def new_client_id() -> str:
     """An id that no other client has, on this host or another."""
     return f"client-{chance.process_number()}-{chance.token(6)}"
@@ -108,7 +99,7 @@ class Client:
         self.limits = limits or ClientLimits()
         self._node = Node(addresses, self.client_id, self.limits)
         self._router = Router(self._node, self.client_id, self.limits)
-        self._producer = Producer(self.limits, _now, _next_now, compression)
+        self._producer = Producer(self.limits, compression)
         self._senders = Senders(self._router, self._producer)
         self._consumers = Consumers(self._router, self.client_id, self.limits, directory)
         self._opened = False
@@ -118,7 +109,7 @@ class Client:
         #: The first error of posted messages, if ``close`` found one.
         self._failure: PlaitError | None = None
         #: The current time in microseconds since 1970; "-5m" counts from it.
-        self._now = _now
+        self._now = self._producer.now
         #: Management of subjects and groups.
         self.admin = Admin(self._router, lambda: self._now())
         clock = virtual_clock(addresses)

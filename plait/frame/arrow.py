@@ -18,7 +18,6 @@ _TEXTS: Final = pa.list_(_TEXT)
 _TIME: Final = pa.timestamp("us", tz="UTC")
 _SIGNED: Final = pa.int64()
 _UNSIGNED: Final = pa.uint64()
-_ATTEMPT: Final = pa.int32()
 
 SCHEMA: Final = pa.schema(
     [
@@ -41,7 +40,7 @@ MESSAGE_ID: Final = pa.struct(
 #: The type of a column with the same text in every row.
 SAME_TEXT: Final = pa.dictionary(pa.int32(), _TEXT)
 
-#: Columns with one value and at most this many rows are slices of a shared array.
+#: Columns of at most this many nulls are slices of a shared array.
 _SHARED_COUNT: Final = 65_536
 
 
@@ -55,21 +54,9 @@ def nulls(kind: pa.DataType, count: int) -> pa.Array:
     return _shared_nulls(kind).slice(0, count) if count <= _SHARED_COUNT else pa.nulls(count, kind)
 
 
-@lru_cache(16)
-def _shared_attempts(number: int) -> pa.Array:
-    return _wrap(_ATTEMPT, np.full(_SHARED_COUNT, number, np.int32))
-
-
 def attempts(number: int, count: int) -> pa.Array:
     """A column with the same attempt in each row."""
-    if count <= _SHARED_COUNT:
-        return _shared_attempts(number).slice(0, count)
-    return _wrap(_ATTEMPT, np.full(count, number, np.int32))
-
-
-@lru_cache(1)
-def _zeros() -> pa.Array:
-    return _wrap(pa.int32(), np.zeros(_SHARED_COUNT, np.int32))
+    return _wrap(pa.int32(), np.full(count, number, np.int32))
 
 
 @lru_cache(4096)
@@ -79,8 +66,7 @@ def _words(text: str) -> pa.Array:
 
 def same_text(text: str, count: int) -> pa.Array:
     """A column with the same text in each row, as a dictionary with one entry."""
-    zeros = _zeros().slice(0, count) if count <= _SHARED_COUNT else _wrap(pa.int32(), np.zeros(count, np.int32))
-    return pa.DictionaryArray.from_arrays(zeros, _words(text))
+    return pa.DictionaryArray.from_arrays(_wrap(pa.int32(), np.zeros(count, np.int32)), _words(text))
 
 
 def message_ids(producers: pa.Array, numbers: pa.Array) -> pa.Array:

@@ -58,15 +58,7 @@ class Codec(IntEnum):
     LZ4 = 3
 
 
-#: The width in bytes of the columns with one value per row.
-FIXED_WIDTHS: Final[dict[int, int]] = {
-    Column.KEY_HASH: 8,
-    Column.SEND_TIME: 8,
-    Column.DELIVER_AT: 8,
-    Column.PRIORITY: 1,
-    Column.SCHEDULE: 8,
-}
-#: The NumPy types of these columns.
+#: The NumPy types of the columns with one value per row.
 FIXED_TYPES: Final[dict[int, np.dtype[Any]]] = {
     Column.KEY_HASH: np.dtype("<u8"),
     Column.SEND_TIME: np.dtype("<i8"),
@@ -74,6 +66,8 @@ FIXED_TYPES: Final[dict[int, np.dtype[Any]]] = {
     Column.PRIORITY: np.dtype("u1"),
     Column.SCHEDULE: np.dtype("<u8"),
 }
+#: The width in bytes of these values.
+FIXED_WIDTHS: Final = {column: kind.itemsize for column, kind in FIXED_TYPES.items()}
 #: Columns with times, in microseconds since 1970.
 TIMES: Final[frozenset[int]] = frozenset({Column.SEND_TIME, Column.DELIVER_AT})
 #: Columns with rows of any length, and the largest size of a row.

@@ -19,19 +19,18 @@ from plait.limits import COLUMN_SIZE_MAX
 Compression = Literal["zstd", "lz4"]
 
 #: Arrow's name of each codec; "lz4" is the LZ4 frame format, which marks its end.
-_NAMES: Final = {Codec.ZSTD: "zstd", Codec.LZ4: "lz4"}
-_BY_NAME: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}
+_NAMES: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}
 
 
 @cache
 def _codec(codec: Codec) -> pa.Codec:
-    return pa.Codec(_NAMES[codec])
+    return pa.Codec(codec.name.lower())
 
 
 def codec_named(name: str) -> Codec:
     """The codec with this name."""
     try:
-        return _BY_NAME[name]
+        return _NAMES[name]
     except KeyError:
         raise InvalidArgument(f"compression {name!r} is not known; use 'zstd' or 'lz4'") from None
 

@@ -20,7 +20,7 @@ BROADCAST_PREFIX = "%broadcast%"
 def check(kind: str, name: object) -> str:
     """Return a subject, group or client name if it is valid, else raise ``InvalidName`` with the rule."""
     if not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH_MAX or not NAME_PATTERN.fullmatch(name):
-        raise InvalidName(f"{kind} name {_shown(name)} is not allowed: use {NAME_RULE}", kind=kind, name=_shown(name))
+        raise _refusal(kind, f"{kind} name", name, f"use {NAME_RULE}")
     return name
 
 
@@ -28,12 +28,8 @@ def check_group(name: object) -> str:
     """Check the name of a group that a user chose; names that begin with % are reserved for Plait."""
     text = check("group", name)
     if text.startswith(RESERVED):
-        raise InvalidName(
-            f"group name {_shown(text)} is not allowed: names that begin with {RESERVED} are reserved "
-            "(broadcast consumers use them); choose another name",
-            kind="group",
-            name=_shown(text),
-        )
+        rule = f"names that begin with {RESERVED} are reserved (broadcast consumers use them); choose another name"
+        raise _refusal("group", "group name", text, rule)
     return text
 
 
@@ -50,20 +46,14 @@ def is_broadcast(name: str) -> bool:
 def check_partition(name: object) -> str:
     """Check the name of a partition: its subject's name, possibly followed by # and a suffix."""
     if not isinstance(name, str) or not 0 < len(name) <= PARTITION_LENGTH_MAX or not PARTITION_PATTERN.fullmatch(name):
-        raise InvalidName(
-            f"partition name {_shown(name)} is not allowed: use {NAME_RULE}, and #", kind="partition", name=_shown(name)
-        )
+        raise _refusal("partition", "partition name", name, f"use {NAME_RULE}, and #")
     return name
 
 
 def check_tag(tag: object) -> str:
     """Check a tag: any text without control characters."""
     if not isinstance(tag, str) or not 0 < len(tag) <= TAG_LENGTH_MAX or not tag.isprintable():
-        raise InvalidName(
-            f"tag {_shown(tag)} is not allowed: use 1 to {TAG_LENGTH_MAX} printable characters",
-            kind="tag",
-            name=_shown(tag),
-        )
+        raise _refusal("tag", "tag", tag, f"use 1 to {TAG_LENGTH_MAX} printable characters")
     return tag
 
 
@@ -77,6 +67,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def _shown(name: object) -> str:
+def _refusal(kind: str, what: str, name: object, rule: str) -> InvalidName:
     text = repr(name)
-    return text if len(text) <= 80 else text[:77] + "..."
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    return InvalidName(f"{what} {shown} is not allowed: {rule}", kind=kind, name=shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 import plait
 from plait.testing import EmbeddedBroker, ManualClock
-from tests.client.support import PlayedMeta, config_of
+from tests.client.support import PATIENCE_SECONDS, PlayedMeta, config_of
 
 
 @pytest.fixture
@@ -48,3 +49,17 @@ async def meta(brokers: list[EmbeddedBroker], request: pytest.FixtureRequest) ->
     await played.open(2)
     yield played
     await played.close()
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
+    """A node with a meta server and a broker, and a second broker that is registered with it."""
+    async with (
+        EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
+        EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=[first.address]) as second,
+    ):
+        async with first.connect() as client:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while len(await client.admin.brokers()) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+        yield [first, second]

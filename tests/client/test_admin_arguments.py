@@ -11,7 +11,7 @@ import pytest
 
 import plait
 from plait.client.admin.dead_letter_admin import selection_of
-from tests.client.support import fetch_all, send
+from tests.client.support import send
 
 NOW = datetime.now(UTC)
 
@@ -56,16 +56,6 @@ def test_an_exception_type_is_given_by_class_or_by_name():
             selection_of({"type": wrong})  # type: ignore[typeddict-item]
     with pytest.raises(plait.InvalidArgument, match=r"handler <function .* is a function; use its name"):
         selection_of({"handler": test_an_exception_type_is_given_by_class_or_by_name})  # type: ignore[typeddict-item]
-
-
-async def test_dead_letters_are_selected_by_exception_type(client: plait.Client) -> None:
-    await send(client, 2)
-    async with client.consumer("s", group="g") as consumer:
-        for message, error in zip(await fetch_all(consumer, 2), (ValueError("a"), plait.CodecError("b")), strict=True):
-            message.reject(error)
-    for error, sequence in ((ValueError, 0), (plait.CodecError, 1)):
-        [letter] = await client.admin.dead_letters("s", "g", type=error)
-        assert letter.sequence == sequence
 
 
 @pytest.mark.parametrize("wrong", ["3", None, 2.0, True, [1]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -114,36 +113,6 @@ async def test_the_allocation_names_the_share_of_each_member(client: plait.Clien
         assert (consumer.client, consumer.online) == ("c", True)
     with pytest.raises(plait.GroupNotFound, match="'missing'"):
         await client.admin.allocation("s", "missing")
-
-
-async def test_when_one_of_32_consumers_leaves_only_its_share_moves(
-    client: plait.Client, meta_server: MetaServer
-) -> None:
-    await client.admin.create_subject("s", partitions=1)
-
-    async def shares(members: int) -> dict[int, str]:
-        """The client of each logical partition, once this many members have their shares."""
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while True:
-                found = [share for share in (await client.admin.allocation("s", "g")).members if share.count]
-                if len(found) == members and sum(share.count for share in found) == LOGICAL_PARTITIONS:
-                    return {
-                        lp: share.client for share in found for first, end, _ in share.lps for lp in range(first, end)
-                    }
-
-    async with contextlib.AsyncExitStack() as stack:
-        consumers = []
-        for number in range(32):
-            member = plait.connect(meta_server.address, client_id=f"m{number:02}", limits=EAGER)
-            other = await stack.enter_async_context(member)
-            consumer = other.consumer("s", group="g", ordered=True)
-            consumers.append(await stack.enter_async_context(consumer))
-        before = await shares(32)
-        await consumers[7].close()
-        after = await shares(31)
-    moved = {lp for lp, owner in after.items() if owner != before[lp]}
-    assert moved == {lp for lp, owner in before.items() if owner == "m07"}
-    assert len(moved) == LOGICAL_PARTITIONS // 32
 
 
 async def park(client: plait.Client, *keys: str) -> None:

@@ -14,7 +14,7 @@ import plait
 import plait.sync
 from plait.client.admin import schedule_admin as schedule
 from plait.testing import EmbeddedBroker
-from tests.client.support import fetch_all, numbers, send
+from tests.client.support import fetch_all, numbers
 
 SECOND = timedelta(seconds=1)
 
@@ -124,13 +124,6 @@ async def test_posted_rows_keep_their_due_times(timed_broker: EmbeddedBroker, ti
         await timed_broker.advance(1)
         message = (await everything(timed, 11 - n))[-1]
         assert (message.body, message.message_id) == (b"%d" % n, receipts[n].message_id)
-
-
-async def test_delayed_sends_of_one_turn_are_all_scheduled(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
-    receipts = await asyncio.gather(*(timed.send("s", b"%d" % n, delay=1 + n % 3) for n in range(100)))
-    assert [receipt.schedule for receipt in receipts] == list(range(100))
-    await timed_broker.advance(3)
-    assert sorted(numbers(await everything(timed, 100))) == list(range(100))
 
 
 async def test_invalid_delays_are_refused_and_nothing_is_sent(timed: plait.Client) -> None:
@@ -292,19 +285,6 @@ async def test_sends_in_flight_during_a_crash_are_scheduled_once(
     assert sorted(numbers(await everything(timed, 50))) == list(range(50))
 
 
-async def test_a_clock_set_back_delays_messages_and_a_clock_set_forward_makes_them_due(
-    timed_broker: EmbeddedBroker, timed: plait.Client
-) -> None:
-    clock: Any = timed_broker.clock
-    await timed.send("s", b"a", delay=60)
-    clock.jump(-3600)
-    await timed_broker.advance(120)
-    assert await nothing(timed)
-    clock.jump(3600)
-    await timed_broker.advance(0)
-    assert [message.body for message in await everything(timed, 1)] == [b"a"]
-
-
 async def test_deleting_a_subject_deletes_its_schedule(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
     receipt = await timed.send("s", b"old", delay=5)
     await timed.admin.delete_subject("s")
@@ -387,9 +367,3 @@ async def test_a_delay_passes_on_the_machine_clock(client: plait.Client) -> None
         [message] = await fetch_all(consumer, 1)
         assert receipt.deliver_at is not None
         assert datetime.now(UTC) >= message.store_time >= receipt.deliver_at
-
-
-async def test_plain_messages_do_not_wait_for_delayed_ones(timed: plait.Client) -> None:
-    await timed.send("s", b"late", delay=60)
-    await send(timed, 3)
-    assert numbers(await everything(timed, 3)) == [0, 1, 2]

@@ -4,9 +4,7 @@ they are due, and ordered groups get them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
@@ -17,23 +15,11 @@ from plait.errors import SubjectNotFound
 from plait.server.cluster import forwarder
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
-from tests.client.support import EAGER, config_of, fetch_all, until
-from tests.client.test_expanding import settled, wait_for
+from tests.client.support import EAGER, fetch_all, until
+from tests.client.test_expanding import settled
 
 KEYS = [f"k{n}" for n in range(16)]
 PAST = datetime(2020, 1, 1, tzinfo=UTC)
-
-
-@pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
-    """A node with a meta server and a broker, and a second broker that is registered with it."""
-    async with (
-        EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
-        EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=[first.address]) as second,
-    ):
-        async with first.connect() as client:
-            await wait_for(client, lambda brokers: len(brokers) == 2)
-        yield [first, second]
 
 
 async def make_due(client: plait.Client, receipts: list[plait.Receipt]) -> None:

@@ -15,7 +15,6 @@ import plait
 from plait.client.arguments import micros_of, moment_of, start_of, to_datetime
 from plait.client.send.encoding import due_of, dues_of
 from plait.limits import DELAY_SECONDS_MAX, DELAY_SECONDS_MIN
-from plait.model.retry_policy import WAIT_SECONDS_MAX
 
 NOW = 1_700_000_000_000_000
 SECOND = 1_000_000
@@ -94,10 +93,6 @@ def test_the_levels_are_those_of_rocketmq():
     assert [level.name for level in plait.DelayLevel] == [f"LEVEL_{number}" for number in range(1, 19)]
 
 
-def test_the_limits_of_delays_and_of_retries_are_the_same():
-    assert DELAY_SECONDS_MAX == WAIT_SECONDS_MAX
-
-
 @pytest.mark.parametrize(
     "delays",
     [
@@ -130,11 +125,6 @@ def test_many_delays_are_given_in_several_forms(delays: Any):
 )
 def test_many_due_times_are_given_in_several_forms(times: Any):
     assert list(dues_of(None, times, NOW, 3)) == [NOW + n for n in (1, 2, 3)]  # type: ignore[arg-type]
-
-
-def test_one_delay_for_all_rows_is_one_due_time():
-    assert dues_of("5s", None, NOW, 100) == NOW + 5 * SECOND
-    assert dues_of(None, LATER, NOW, 100) == NOW + 5 * SECOND
 
 
 @pytest.mark.parametrize(

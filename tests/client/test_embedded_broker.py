@@ -12,7 +12,7 @@ import pytest
 
 import plait
 import plait.sync
-from plait.testing import BlockingBroker, EmbeddedBroker, ManualClock
+from plait.testing import EmbeddedBroker, ManualClock
 from tests.client.support import until
 
 
@@ -140,18 +140,6 @@ def test_the_blocking_form_restarts_and_crashes_too() -> None:
         assert client.send("s", b"").sequence == 4
 
 
-async def test_virtual_time_stamps_messages_and_expires_them() -> None:
-    clock = ManualClock()
-    async with EmbeddedBroker(clock=clock) as broker, broker.connect() as client:
-        await client.admin.create_subject("s", retention="1h")
-        await client.send("s", b"old")
-        await broker.advance("30m")
-        await client.send("s", b"new")
-        async with client.reader("s", start="earliest") as reader:
-            old, new = await reader.fetch()
-        assert (new.store_time - old.store_time).total_seconds() == 1800
-
-
 async def test_a_suspended_pull_ends_by_virtual_time() -> None:
     async with (
         EmbeddedBroker(clock=ManualClock()) as broker,
@@ -175,22 +163,6 @@ async def test_the_machine_clock_cannot_be_advanced() -> None:
 def test_a_broker_that_is_not_started_refuses_calls() -> None:
     with pytest.raises(plait.Closed, match="not been started"):
         _ = EmbeddedBroker().address
-
-
-def test_the_fixture_serves_blocking_tests(plait_broker: BlockingBroker) -> None:
-    with plait.sync.connect(plait_broker.address) as client:
-        assert client.send("s", b"").sequence == 0
-
-
-async def test_the_fixture_serves_asynchronous_tests(plait_broker: BlockingBroker) -> None:
-    async with plait.connect(plait_broker.address) as client:
-        assert (await client.send("s", b"")).sequence == 0
-
-
-async def test_the_asynchronous_fixture_runs_on_the_tests_loop(plait_async_broker: EmbeddedBroker) -> None:
-    async with plait_async_broker.connect() as client:
-        await plait_async_broker.restart()
-        assert (await client.send("s", b"")).sequence == 0
 
 
 def test_the_fixtures_come_with_the_installed_package() -> None:

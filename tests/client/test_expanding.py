@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,21 +14,9 @@ from plait.frame.view import frames_in
 from plait.model.logical_partitions import lp_of_key
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
-from tests.client.support import EAGER, PATIENCE_SECONDS, config_of
+from tests.client.support import EAGER, PATIENCE_SECONDS
 
 KEYS = [f"k{n}" for n in range(40)]
-
-
-@pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
-    """A node with a meta server and a broker, and a second broker that is registered with it."""
-    async with (
-        EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
-        EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=[first.address]) as second,
-    ):
-        async with first.connect() as client:
-            await wait_for(client, lambda brokers: len(brokers) == 2)
-        yield [first, second]
 
 
 async def wait_for(client: plait.Client, condition: Any) -> None:
@@ -112,16 +98,3 @@ async def test_keys_keep_their_order_while_partitions_are_added_and_removed(
         assert await by_key(admin, "s") == posted
         route = await admin.admin.route("s")
         assert sum(1 for share in route.partitions if share.takes) == 3
-
-
-async def test_a_new_subject_is_on_two_broker_groups(nodes: list[EmbeddedBroker]) -> None:
-    async with nodes[0].connect() as client:
-        receipts = await client.send_many("s", [b"x"] * 40, keys=KEYS)
-        assert {str(r.partition) for r in receipts} == {"s@g1", "s@g2"}
-        details = await client.admin.subject("s")
-        assert (details.subject.count, [p.partition for p in details.partitions]) == (40, ["s@g1", "s@g2"])
-        async with client.reader("s", start="earliest") as reader:
-            found: list[plait.Message] = []
-            while len(found) < 40:
-                found += await reader.fetch(100, wait=PATIENCE_SECONDS)
-        assert {(m.message_id, m.partition) for m in found} == {(r.message_id, r.partition) for r in receipts}

@@ -108,27 +108,6 @@ async def test_oneway_sends_wait_for_the_socket_without_blocking_the_loop(broker
     assert turns > 20
 
 
-async def test_one_unacked_message_limits_the_prefetch_by_its_span(client: plait.Client) -> None:
-    async with client.consumer("s", group="g", prefetch=10) as consumer:
-        for number in range(60):
-            await client.send("s", b"%d" % number)
-        stuck = await anext(consumer)
-        seen = 0
-        while consumer._clients[0].pulls or consumer._buffer.count:
-            if consumer._buffer.count:
-                message = await anext(consumer)
-                message.ack()
-                await consumer.flush()
-                seen += 1
-            else:
-                await until(lambda: consumer._buffer.count or not consumer._clients[0].pulls)
-        assert 10 <= seen < 40
-        assert await held(client) == 1
-        stuck.ack()
-        await consumer.flush()
-        assert len(await fetch_all(consumer, 59 - seen)) == 59 - seen
-
-
 async def test_a_fetch_may_ask_for_more_than_the_prefetch(client: plait.Client) -> None:
     await send(client, 30_000)
     async with client.consumer("s", group="g") as consumer:
@@ -163,15 +142,3 @@ async def test_the_cost_of_a_message_does_not_grow_with_the_partitions(
     assert sorted(seen) == list(range(1_000))
     # One call for each pull and each ack, not one for each partition.
     assert calls < 5_000
-
-
-async def test_a_consumer_that_acks_nothing_gets_its_full_limit_from_all_partitions(
-    client: plait.Client,
-) -> None:
-    await client.admin.create_subject("wide", partitions=8)
-    await client.send_many("wide", [b"%d" % n for n in range(2_000)], keys=[f"k{n}" for n in range(2_000)])
-    got = 0
-    async with client.consumer("wide", "g", prefetch=160) as consumer:
-        while batch := await consumer.fetch(7, wait=1.0):
-            got += len(batch)
-    assert got == 160

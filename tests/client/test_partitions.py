@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -51,41 +50,6 @@ async def test_a_batch_is_acked_and_nacked_on_each_of_its_brokers(cluster: Clust
         await batch.nack([0, 9], delay=60)
         await batch.ack()
         assert [await cluster.lag("g1"), await cluster.lag("g2")] == [1, 1]
-
-
-async def test_iteration_goes_over_all_partitions(cluster: Cluster, client: plait.Client) -> None:
-    await cluster.send("g1", 150)
-    await cluster.send("g2", 150, first=150)
-    seen: list[int] = []
-    async with client.consumer("s", group="g") as consumer:
-        async for message in consumer:
-            message.ack()
-            seen.append(int(message.body))
-            if len(seen) == 300:
-                break
-    assert sorted(seen) == list(range(300))
-
-
-async def test_every_broadcast_consumer_gets_all_partitions(cluster: Cluster, client: plait.Client) -> None:
-    async with client.consumer("s", broadcast=True) as one, client.consumer("s", broadcast=True) as two:
-        await cluster.send("g1", 2)
-        await cluster.send("g2", 2, first=2)
-        for consumer in (one, two):
-            assert sorted(numbers(await fetch_all(consumer, 4))) == [0, 1, 2, 3]
-
-
-async def test_at_most_once_partitions_share_the_demand_without_prefetch(
-    cluster: Cluster, client: plait.Client
-) -> None:
-    await cluster.send("g1", 100)
-    await cluster.send("g2", 100, first=100)
-    async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
-        found = await fetch_all(consumer, 10)
-        assert len(set(numbers(found))) == 10
-        await until(lambda: not any(pulling.pulls for pulling in consumer._clients))
-        left = await cluster.lag("g1") + await cluster.lag("g2")
-        assert left + 10 + consumer._buffer.count == 200
-        assert consumer._buffer.count <= 5
 
 
 async def test_an_unreachable_broker_does_not_stop_the_others(cluster: Cluster, client: plait.Client) -> None:
@@ -179,28 +143,6 @@ async def test_a_removed_partition_that_returns_to_the_route_stays_attached(
         assert len(consumer._clients) == 2
 
 
-async def test_a_busy_partition_does_not_starve_another(cluster: Cluster, client: plait.Client) -> None:
-    await cluster.send("g1", 1_000)
-    async with client.consumer("s", group="g", prefetch=100) as consumer:
-        await until(lambda: consumer._buffer.count == 75)
-        await cluster.send("g2", 1_000, first=1_000)
-        # Of 100 rows, each partition has a quarter reserved; a partition with more rows gets the rest.
-        await until(lambda: consumer._buffer.count == 100)
-        assert {place: len(rows) for place, rows in by_partition(list(await consumer.fetch(100))).items()} == {
-            "s@g1": 75,
-            "s@g2": 25,
-        }
-
-
-async def test_closing_returns_the_prefetched_rows_of_each_partition(cluster: Cluster, client: plait.Client) -> None:
-    await cluster.send("g1", 10)
-    await cluster.send("g2", 10)
-    async with client.consumer("s", group="g") as consumer:
-        await until(lambda: consumer._buffer.count == 20)
-    async with client.consumer("s", group="g") as consumer:
-        assert {message.attempt for message in await fetch_all(consumer, 20)} == {1}
-
-
 async def test_acks_of_each_partition_are_spooled(cluster: Cluster, tmp_path: Path) -> None:
     spool = tmp_path / "spool"
     impatient = msgspec.structs.replace(EAGER, request_seconds=0.1)
@@ -235,24 +177,6 @@ async def test_a_suspension_applies_to_all_partitions(cluster: Cluster, client: 
             assert len(await fetch_all(second, 6)) == 6
         consumer._fetcher.resume()
         assert len(await fetch_all(consumer, 6)) == 6
-
-
-async def test_a_handler_gets_messages_of_all_partitions(cluster: Cluster) -> None:
-    app = plait.App(cluster.brokers["g1"].address, group="g", limits=EAGER)
-    app._new_client = cluster.connect  # type: ignore[method-assign]
-    seen: list[str] = []
-
-    @app.subscriber("s")
-    async def on_message(message: plait.Message) -> None:
-        seen.append(str(message.partition))
-
-    running = asyncio.ensure_future(app.run())
-    await cluster.send("g1", 2)
-    await cluster.send("g2", 2)
-    await until(lambda: len(seen) == 4)
-    app.stop()
-    await running
-    assert sorted(seen) == ["s@g1", "s@g1", "s@g2", "s@g2"]
 
 
 async def test_a_broker_of_a_cluster_creates_no_subject_with_the_name_of_a_partition(

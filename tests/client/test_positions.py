@@ -54,11 +54,10 @@ async def test_a_start_applies_only_to_a_new_group(client: plait.Client) -> None
     ],
 )
 async def test_consumers_and_readers_start_at_the_given_position(
-    timed_broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch, start: Any, expected: list[int]
+    timed_broker: EmbeddedBroker, start: Any, expected: list[int]
 ) -> None:
     """Four messages: 25 hours, one hour and twice 1 ms old. Broker and client share a clock."""
     clock = timed_broker.clock
-    monkeypatch.setattr("plait.client.client._now", clock.now)
     async with timed_broker.connect() as client:
         await send(client, 1)
         await timed_broker.advance("1d")

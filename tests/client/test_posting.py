@@ -34,15 +34,6 @@ async def test_flush_waits_for_the_posts_of_all_subjects(client: plait.Client) -
     assert all(ticket.done for ticket in tickets)
 
 
-async def test_posts_and_sends_keep_their_order(client: plait.Client) -> None:
-    client.post("order.book", b"1")
-    client.post("order.book", b"2")
-    await client.send("order.book", b"3")
-    client.post("order.book", b"4")
-    await client.send_many("order.book", [b"5", b"6"])
-    assert [m.body for m in await read(client, "order.book")] == [b"1", b"2", b"3", b"4", b"5", b"6"]
-
-
 async def test_a_full_buffer_refuses_posts_and_makes_sends_wait(broker: EmbeddedBroker) -> None:
     async with broker.connect(limits=plait.ClientLimits(buffer_bytes=10_000)) as client:
         posted = 0
@@ -109,15 +100,6 @@ async def test_a_send_that_waits_too_long_for_room_times_out_and_the_next_one_su
         assert (await client.send("order.book", b"goes")).sequence == 1
 
 
-async def test_a_cancelled_waiting_send_does_not_block_the_next(broker: EmbeddedBroker) -> None:
-    async with broker.connect(limits=plait.ClientLimits(buffer_bytes=10_000)) as client:
-        client.post("order.book", bytes(20_000))
-        first, second = (asyncio.ensure_future(client.send("order.book", b"%d" % n)) for n in range(2))
-        await asyncio.sleep(0)
-        first.cancel()
-        assert (await asyncio.wait_for(second, 5)).sequence == 1
-
-
 async def test_flush_raises_the_error_of_a_post_once(broker: EmbeddedBroker, client: plait.Client) -> None:
     await client.send("order.book", b"stored")
     broker.server.broker.turn.read_only = True
@@ -137,16 +119,6 @@ async def test_flush_does_not_repeat_the_error_of_a_send(broker: EmbeddedBroker,
     with pytest.raises(plait.ReadOnly):
         await client.send_many("order.book", [b"refused"])
     await client.flush()
-
-
-async def test_posts_wait_until_the_server_is_back(broker: EmbeddedBroker, client: plait.Client) -> None:
-    await client.send("order.book", b"0")
-    await broker.stop()
-    await until(lambda: client._node.link is None)
-    tickets = [client.post("order.book", b"%d" % n) for n in range(1, 100)]
-    await broker.start()
-    await client.flush()
-    assert [(await ticket).sequence for ticket in tickets] == list(range(1, 100))
 
 
 # --- many -------------------------------------------------------------------------------------------------------------
@@ -271,18 +243,3 @@ async def test_closing_raises_the_errors_of_posted_messages(broker: EmbeddedBrok
         await leave(None)
     with pytest.raises(KeyError):
         await leave(KeyError())
-
-
-async def test_a_connection_that_the_server_closes_costs_only_a_reconnect(
-    broker: EmbeddedBroker, client: plait.Client
-) -> None:
-    async with client.consumer("t", group="g") as consumer:
-        await client.send("s", b"")
-        waiting = asyncio.ensure_future(consumer.fetch(1, wait=20))
-        await until(lambda: consumer._clients[0].pulls)
-        sent = client.post("s", b"under way")
-        for connection in list(broker.server.connections):
-            connection.give_up_partial()
-        assert (await sent).sequence == 1
-        await client.send("t", b"5")
-        assert [message.body for message in await waiting] == [b"5"]

@@ -113,22 +113,6 @@ async def test_rows_without_keys_do_not_wait_for_a_broker_that_is_not_connected(
         await brokers[1].start()
 
 
-def test_a_route_has_a_table_and_histories_of_its_partitions() -> None:
-    found = m.RouteReply(
-        "s",
-        3,
-        "strict",
-        [("s", "g1"), ("s#1", "g2"), ("old", "g1")],
-        [(0, 100, [(2, 7), (0, None)]), (100, 1024, [(1, None)])],
-        {"g1": (["plait://a:1"], "R"), "g2": (["plait://b:1"], "RW")},
-    )
-    route = SubjectRoute(found)
-    assert route.open() == [0, 1]
-    assert route.table[:100].tolist() == [0] * 100
-    assert set(route.table[100:].tolist()) == {1}
-    assert route.histories[0][2][0].fence == 7
-
-
 async def test_a_send_without_a_route_times_out_with_the_reason(meta: PlayedMeta) -> None:
     async def find(subject: str, create: bool) -> m.RouteReply:
         raise plait.NoBroker("no broker group is available")

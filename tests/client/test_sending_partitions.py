@@ -59,21 +59,6 @@ async def test_rows_without_keys_go_to_all_partitions(meta: PlayedMeta, client: 
     assert len({str(r.partition) for r in many}) == 1
 
 
-async def test_a_new_route_moves_waiting_rows(meta: PlayedMeta, client: plait.Client) -> None:
-    await client.send("s", b"first", key="a")
-    await meta.change(5)
-    for n in range(50):
-        client.post("s", b"%d" % n, key=f"k{n % 10}")
-    await client._router.refresh("s")
-    # Rows behind those that the old partitions are about to refuse.
-    for n in range(50, 100):
-        client.post("s", b"%d" % n, key=f"k{n % 10}")
-    await client.flush()
-    found = await meta.by_key()
-    assert found == {"a": [b"first"]} | {f"k{k}": [b"%d" % n for n in range(k, 100, 10)] for k in range(10)}
-    assert len(client._senders.sender("s").partitioner.senders) == 5  # type: ignore[union-attr]
-
-
 async def test_a_sealed_partition_makes_the_client_request_the_route_until_it_changes(
     meta: PlayedMeta, client: plait.Client
 ) -> None:
@@ -87,22 +72,6 @@ async def test_a_sealed_partition_makes_the_client_request_the_route_until_it_ch
     receipts = await sending
     assert {r.partition.name for r in receipts} == {"s", "s#1", "s#2"}
     assert await meta.by_key() == {f"k{n}": [b"x", b"y"] for n in range(20)}
-
-
-async def test_keys_keep_their_order_from_one_partition_to_several_and_back(
-    meta: PlayedMeta, client: plait.Client
-) -> None:
-    expected: dict[str, list[bytes]] = {f"k{n}": [] for n in range(10)}
-    for turn, count in enumerate((1, 3, 1, 4, 2)):
-        await meta.change(count)
-        for n in range(200):
-            key = f"k{n % 10}"
-            client.post("s", b"%d.%d" % (turn, n), key=key)
-            expected[key].append(b"%d.%d" % (turn, n))
-            if n == 100:
-                await asyncio.sleep(0)
-        await client.flush()
-    assert await meta.by_key() == expected
 
 
 async def test_delayed_rows_are_routed_by_key(meta: PlayedMeta, client: plait.Client) -> None:

@@ -25,22 +25,10 @@ from plait.server.meta.meta_requests import UNDONE_MAX
 from plait.testing import EmbeddedBroker
 from plait.wire.admin.cluster import EXCHANGE_STAGES, UNDONE_BATCHES, BatchDecision
 from plait.wire.admin.operation import Operation
-from tests.client.support import EAGER, PATIENCE_SECONDS, config_of
-from tests.client.test_expanding import by_key, settled, wait_for
+from tests.client.support import EAGER, PATIENCE_SECONDS
+from tests.client.test_expanding import by_key, settled
 
 KEYS = [f"k{n}" for n in range(40)]
-
-
-@pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
-    """A node with a meta server and a broker, and a second broker that is registered with it."""
-    async with (
-        EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
-        EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=[first.address]) as second,
-    ):
-        async with first.connect() as client:
-            await wait_for(client, lambda brokers: len(brokers) == 2)
-        yield [first, second]
 
 
 @pytest.fixture
@@ -363,7 +351,3 @@ async def test_a_commit_without_a_meta_server_is_refused(tmp_path: Path):
         staged = await stage(client, "a")
         with pytest.raises(InvalidArgument, match="to a meta server"):
             await commit(client, "q", 0, staged)
-
-
-def test_the_keys_of_these_tests_are_on_both_brokers():
-    assert {lp_of_key(key) < 512 for key in KEYS} == {True, False}

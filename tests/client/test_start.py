@@ -3,9 +3,7 @@ partitions that were added meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,22 +12,11 @@ import pytest
 import plait
 from plait.broker.groups import group_settings
 from plait.testing import EmbeddedBroker
-from tests.client.support import EAGER, config_of, fetch_all
-from tests.client.test_expanding import settled, wait_for
+from tests.client.support import EAGER, fetch_all
+from tests.client.test_expanding import settled
 
 KEYS = [f"k{n}" for n in range(40)]
 FUTURE = datetime(2100, 1, 1, tzinfo=UTC)
-
-
-@pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
-    async with (
-        EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
-        EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=[first.address]) as second,
-    ):
-        async with first.connect() as client:
-            await wait_for(client, lambda brokers: len(brokers) == 2)
-        yield [first, second]
 
 
 async def expand(client: plait.Client, partitions: list[str]) -> None:

@@ -21,7 +21,6 @@ import plait
 import plait.sync
 from plait.client.blocking.loop_thread import LoopThread, shared_loop
 from plait.testing import BlockingBroker, EmbeddedBroker, ManualClock
-from tests.client.support import impatient
 
 
 @pytest.fixture
@@ -134,18 +133,6 @@ def test_a_ticket_times_out_and_its_message_is_stored_later(plait_broker: Blocki
         assert ticket.result().sequence == 1
 
 
-def test_flush_raises_the_error_of_a_post(plait_broker: BlockingBroker) -> None:
-    with plait.sync.connect(plait_broker.address) as client:
-        client.send("s", b"0")
-        plait_broker.stop()
-        with impatient(client._inner):
-            ticket = client.post("s", b"1")
-            with pytest.raises(plait.Timeout, match=r"'s' within 0.05 s"):
-                client.flush()
-        with pytest.raises(plait.Timeout):
-            ticket.result()
-
-
 def test_fetch_ack_and_nack(client: plait.sync.Client) -> None:
     send(client, 10)
     with client.consumer("s", group="g") as consumer:
@@ -191,20 +178,6 @@ def test_iteration_blocks_for_the_next_message_and_a_break_loses_no_message(clie
         while len(seen) < 271:
             seen += numbers(consumer.fetch(7, wait=5))
     assert seen == list(range(271))
-
-
-def test_closing_a_consumer_returns_unacked_messages(client: plait.sync.Client) -> None:
-    send(client, 3)
-    with client.consumer("s", group="g") as consumer:
-        first, *_ = consumer.fetch(3)
-        first.ack()
-    with pytest.raises(plait.Closed, match="returned to the group"):
-        first.ack()
-    with client.consumer("s", group="g") as consumer:
-        assert numbers(consumer.fetch(3)) == [1, 2]
-    with pytest.raises(plait.Closed):
-        consumer.fetch()
-    assert list(consumer) == []
 
 
 def test_an_iteration_ends_when_another_thread_closes_the_consumer(client: plait.sync.Client) -> None:
@@ -296,34 +269,6 @@ def test_readers(client: plait.sync.Client) -> None:
     assert list(reader) == []
     with pytest.raises(plait.Closed):
         reader.fetch()
-
-
-def test_administration(client: plait.sync.Client) -> None:
-    admin = client.admin
-    assert admin.create_subject("s", retention="1h").retention_seconds == 3600
-    assert [info.subject for info in admin.subjects()] == ["s"]
-    with client.consumer("s", group="g"):
-        assert admin.subject("s").groups == admin.groups("s") == [admin.group("s", "g")]
-    with client.consumer("s", group="once", delivery="at_most_once"):
-        assert admin.group("s", "once").delivery == "at_most_once"
-    assert admin.reset_group("s", "g", "earliest") == 0
-    client.send_many("s", [b"%d" % n for n in range(4)])
-    with client.consumer("s", group="g", prefetch=4, retry=plait.Retry(attempts=3)) as consumer:
-        one, *_ = consumer.fetch(1)
-        one.reject("one")
-        two, *_ = consumer.fetch(1)
-        two.nack(0, "two")
-        consumer.fetch(1).reject("three")
-        consumer.fetch_arrow(1).reject(reason="four")
-        consumer.flush()
-    found = admin.dead_letters("s", "g", limit=10, type="")
-    assert [letter.reason.text for letter in found] == ["one", "three", "four"]
-    assert admin.purge_dead("s", "g", sequences=[0]) == 1
-    assert admin.set_group("s", "g", retry=plait.Retry(attempts=2)).retry.attempts == 2
-    admin.delete_subject("s")
-    assert admin.server()["subjects"] == 0
-    with pytest.raises(plait.SubjectNotFound):
-        admin.subject("s")
 
 
 def test_a_client_that_is_not_open_refuses_calls(plait_broker: BlockingBroker) -> None:

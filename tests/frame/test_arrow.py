@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from plait.errors import FrameError
-from plait.frame import FrameView, build_frame, coalesce, slice_mask, slice_rows
+from plait.frame import FrameView, coalesce, slice_mask, slice_rows
 from plait.frame import arrow as frame_arrow
 from plait.frame.arrow import SCHEMA, nulls, record_batch
 from plait.frame.columns import TAG_SEPARATOR, Codec, Column
@@ -67,28 +67,6 @@ def test_slices_and_joined_frames_become_batches(compression: str | None):
         check(FrameView(slice_mask(joined, np.arange(63) % 5 == 1).tobytes()))
 
 
-def test_absent_columns_are_null():
-    batch = record_batch(build_view([b"a", b"b"]))
-    for name in ("key", "tags", "headers", "send_time"):
-        assert batch.column(name).null_count == 2
-        assert batch.column(name).type == SCHEMA.field(name).type
-
-
-def test_rows_without_key_tags_and_headers_are_null():
-    frame = Draft(
-        [b"", b"b"], keys=[b"", b"k"], key_hashes=[0, 1], tags=[b"", b"\x1ft\x1f"], headers=[b"", b"\x80"]
-    ).view()
-    rows = record_batch(frame).to_pylist()
-    assert [row["key"] for row in rows] == [None, "k"]
-    assert [row["tags"] for row in rows] == [None, ["t"]]
-    assert [row["headers"] for row in rows] == [None, b"\x80"]
-    assert [row["body"] for row in rows] == [b"", b"b"]
-
-
-def build_view(rows: list[bytes]) -> FrameView:
-    return FrameView(build_frame(rows, producer=1, first=1).tobytes())
-
-
 def test_columns_share_the_memory_of_the_frame():
     draft = Draft(
         [b"body %d" % i for i in range(500)],
@@ -140,10 +118,3 @@ def test_a_time_that_is_not_a_date_is_a_frame_error(time: int):
     )
     with pytest.raises(FrameError, match="not a date"):
         record_batch(FrameView(frame.tobytes()))
-
-
-def test_batches_of_many_frames_make_one_table():
-    frames = [full_draft(n).view() for n in (1, 5, 300)] + [build_view([b"a"])]
-    table = pa.Table.from_batches([record_batch(frame) for frame in frames])
-    assert table.num_rows == 307
-    assert table.schema == SCHEMA

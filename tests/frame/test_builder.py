@@ -183,10 +183,6 @@ def test_numbers_that_do_not_fit_the_header_are_refused(producer: int, first: in
         build_frame([b"a"], producer=producer, first=first, previous=previous, flags=flags)
 
 
-def test_last_is_the_sequence_of_the_last_row():
-    assert build_frame([b"a"] * 3, producer=1, first=5).last == 7
-
-
 def test_frames_over_the_limit_are_refused():
     room = ORIGINAL_SIZE_MAX - 80 - 8 - 8
     assert build_frame([bytes(room)], producer=1, first=1).size == ORIGINAL_SIZE_MAX
@@ -199,12 +195,6 @@ def test_chunks_too_large_for_a_frame_are_not_combined():
     chunk = pa.array([bytes(COLUMN_SIZE_MAX)])
     with pytest.raises(TooLarge, match="over any frame's limit"):
         build_frame(pa.chunked_array([chunk] * 40), producer=1, first=1)
-
-
-def test_the_concatenated_parts_are_the_frame():
-    frame = build_frame([b"hello", b"you"], producer=1, first=1, send_time=5)
-    assert sum(map(len, frame.parts)) == frame.size == len(frame.tobytes())
-    assert b"".join(frame.parts) == frame.tobytes()
 
 
 @given(
@@ -227,10 +217,3 @@ def test_build_one_makes_the_same_frame_as_build_frame(
         one = build_one(body, key.encode(), key_hash, **said)
         frame = build_frame([body], keys=[key], key_hashes=np.array([key_hash], np.uint64), **said)
     assert one.tobytes() == frame.tobytes()
-
-
-def test_build_one_refuses_numbers_that_do_not_fit_the_header():
-    with pytest.raises(InvalidArgument, match="producer"):
-        build_one(b"", producer=-1, first=1, previous=0, send_time=0)
-    with pytest.raises(InvalidArgument, match="sequence"):
-        build_one(b"", producer=1, first=SEQUENCE_MAX, previous=0, send_time=0)

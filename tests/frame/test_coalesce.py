@@ -82,11 +82,6 @@ def test_frames_built_from_array_slices_are_joined():
     assert both.binary(Column.BODY).to_pylist() == [b"one", b"", b"three"] * 2
 
 
-def test_constant_and_per_row_values_are_joined():
-    frames = [Draft([b"a"], send_time=5), Draft([b"b", b"c"], send_time=6), Draft([b"d", b"e"], send_time=[7, 8])]
-    assert joined(frames).fixed(Column.SEND_TIME).tolist() == [5, 6, 6, 7, 8]
-
-
 @pytest.mark.parametrize("flags", [0, FLAG_UNSEQUENCED])
 def test_a_joined_frame_is_unsequenced_if_its_parts_are(flags: int):
     assert joined([Draft([b"a"], flags=flags), Draft([b"b"], flags=flags)]).flags == flags

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from plait.errors import FrameError
 from plait.frame import FrameView, build_frame, frames_in
 from plait.frame.columns import Codec, Column
-from plait.frame.header import FLAG_UNSEQUENCED
 from tests.frame.samples import NOW, Draft, drafts, full_draft, relaxed, rows_of
 
 
@@ -94,11 +93,6 @@ def test_a_frame_with_the_maximum_count_reads_back():
     assert frame.count == count
     assert frame.sequences()[-1] == count - 1
     assert frame.message_ids()[1][-1] == count
-
-
-def test_unsequenced_frames_have_the_flag():
-    draft = Draft([b"a"], flags=FLAG_UNSEQUENCED)
-    assert draft.view().validate().flags == FLAG_UNSEQUENCED
 
 
 def test_follow_changes_only_the_predecessor_and_the_checksum():

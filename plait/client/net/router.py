@@ -50,8 +50,6 @@ class RouteSpan(NamedTuple):
 class SubjectRoute:
     """One version of a subject's route."""
 
-    __slots__ = ("brokers", "histories", "order", "partitions", "passed", "subject", "table", "version")
-
     def __init__(self, found: m.RouteReply) -> None:
         self.subject = found.subject
         self.version = found.version
@@ -296,20 +294,6 @@ _FINAL: Final = (ReadOnly, DiskFull, FlowControl, LimitExceeded)
 
 class RouteLookup:
     """The request for the route of one subject; at most one runs."""
-
-    __slots__ = (
-        "_closed",
-        "_failed",
-        "_found",
-        "_limits",
-        "_router",
-        "_subject",
-        "_task",
-        "_wanted",
-        "backoff",
-        "error",
-        "first",
-    )
 
     def __init__(
         self,

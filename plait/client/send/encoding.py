@@ -48,13 +48,17 @@ def encode_body(body: Any) -> bytes:
         except (TypeError, ValueError) as error:
             raise CodecError(f"a body of type {type(body).__name__} cannot be encoded: {error}") from None
     if len(encoded) > BODY_SIZE_MAX:
-        raise TooLarge(
-            f"a body of {len(encoded)} bytes is over the limit of {BODY_SIZE_MAX}; store it elsewhere",
-            limit="BODY_SIZE_MAX",
-            value=BODY_SIZE_MAX,
-            size=len(encoded),
-        )
+        raise body_too_large(len(encoded))
     return encoded
+
+
+def _too_large(what: str, size: int, limit: str, value: int, advice: str) -> TooLarge:
+    return TooLarge(f"{what} over the limit of {value}; {advice}", limit=limit, value=value, size=size)
+
+
+def body_too_large(size: int) -> TooLarge:
+    """The error for a body of this many bytes."""
+    return _too_large(f"a body of {size} bytes is", size, "BODY_SIZE_MAX", BODY_SIZE_MAX, "store it elsewhere")
 
 
 def encode_key(key: Any) -> str:
@@ -72,12 +76,7 @@ def encode_key(key: Any) -> str:
     except UnicodeEncodeError as error:
         raise InvalidArgument(f"key {text!r} cannot be encoded: {error}") from None
     if size > KEY_SIZE_MAX:
-        raise TooLarge(
-            f"a key of {size} bytes is over the limit of {KEY_SIZE_MAX}; use a shorter one",
-            limit="KEY_SIZE_MAX",
-            value=KEY_SIZE_MAX,
-            size=size,
-        )
+        raise _too_large(f"a key of {size} bytes is", size, "KEY_SIZE_MAX", KEY_SIZE_MAX, "use a shorter one")
     return text
 
 
@@ -87,12 +86,7 @@ def encode_tags(tags: Iterable[str] | str | None) -> bytes:
         return b""
     tags = [tags] if isinstance(tags, str) else list(tags)
     if len(tags) > TAGS_MAX:
-        raise TooLarge(
-            f"{len(tags)} tags are over the limit of {TAGS_MAX}; use headers for the rest",
-            limit="TAGS_MAX",
-            value=TAGS_MAX,
-            size=len(tags),
-        )
+        raise _too_large(f"{len(tags)} tags are", len(tags), "TAGS_MAX", TAGS_MAX, "use headers for the rest")
     for tag in tags:
         names.check_tag(tag)
     return (TAG_SEPARATOR + TAG_SEPARATOR.join(tags) + TAG_SEPARATOR).encode()
@@ -119,12 +113,8 @@ def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
     except UnicodeEncodeError as error:
         raise InvalidArgument(f"headers cannot be encoded: {error}") from None
     if len(encoded) > HEADERS_SIZE_MAX:
-        raise TooLarge(
-            f"headers of {len(encoded)} bytes are over the limit of {HEADERS_SIZE_MAX}; put large values in the body",
-            limit="HEADERS_SIZE_MAX",
-            value=HEADERS_SIZE_MAX,
-            size=len(encoded),
-        )
+        size, advice = len(encoded), "put large values in the body"
+        raise _too_large(f"headers of {size} bytes are", size, "HEADERS_SIZE_MAX", HEADERS_SIZE_MAX, advice)
     return encoded
 
 

@@ -44,26 +44,6 @@ class OpenRows:
     A column is created with the first row that has a value for it.
     """
 
-    __slots__ = (
-        "_ahead",
-        "_delayed",
-        "_frame_bytes",
-        "_frame_count",
-        "_linger",
-        "_producer",
-        "_push",
-        "_urgent",
-        "_window",
-        "batch",
-        "bodies",
-        "dues",
-        "headers",
-        "keys",
-        "plain",
-        "size",
-        "tags",
-    )
-
     def __init__(
         self,
         producer: Producer,

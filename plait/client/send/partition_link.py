@@ -21,21 +21,6 @@ from plait.wire.link import Link
 class PartitionLink:
     """The link and the number of one partition."""
 
-    __slots__ = (
-        "_delayed",
-        "_epoch",
-        "_looked",
-        "_oneway",
-        "_producer",
-        "_stale",
-        "_task",
-        "_window",
-        "link",
-        "name",
-        "node",
-        "number",
-    )
-
     def __init__(
         self, producer: Producer, window: ResendWindow, looked: Callable[[PlaitError | None], None], *, delayed: bool
     ) -> None:

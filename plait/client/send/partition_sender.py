@@ -48,20 +48,6 @@ REFUSALS: Final = (ReadOnly, DiskFull, FlowControl)
 class PartitionSender:
     """Sends and resends the frames of one partition; see the module docstring."""
 
-    __slots__ = (
-        "_due",
-        "_elsewhere",
-        "_pause",
-        "_retry",
-        "_timer",
-        "draining",
-        "producer",
-        "rows",
-        "subject_sender",
-        "target",
-        "window",
-    )
-
     def __init__(self, subject_sender: SubjectSender) -> None:
         self.subject_sender = subject_sender
         self.producer = subject_sender.producer

@@ -35,19 +35,6 @@ _LPS: Final = np.uint64(_MASK)
 class Partitioner:
     """Chooses among the partition senders of one version of a route."""
 
-    __slots__ = (
-        "_changes",
-        "_healthy",
-        "_keyless",
-        "_owners",
-        "_producer",
-        "_table",
-        "_until",
-        "_weights",
-        "route",
-        "senders",
-    )
-
     def __init__(
         self, producer: Producer, route: SubjectRoute, senders: list[PartitionSender], owners: npt.NDArray[np.int64]
     ) -> None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable
 from typing import Final
 
 from plait import chance
+from plait.clock import SystemClock
 from plait.errors import BufferFull, PlaitError, Timeout
 from plait.limits import ClientLimits
 
@@ -99,19 +101,13 @@ def new_producer_id() -> int:
 class Producer:
     """Numbers the rows of one client, and bounds the buffer."""
 
-    def __init__(
-        self,
-        limits: ClientLimits,
-        clock_now: Callable[[], int],
-        clock_next: Callable[[], int],
-        compression: str | None,
-    ) -> None:
+    def __init__(self, limits: ClientLimits, compression: str | None) -> None:
         self.limits = limits
         #: The limit of the buffer; 0 while callers wait for room, so that later callers wait after them.
         self.buffer_bytes = limits.buffer_bytes
-        self.now = clock_now
+        self.now: Callable[[], int] = SystemClock().now
         #: The current time rounded up to a microsecond. Delays count from it, so that none ends early.
-        self.next_now = clock_next
+        self.next_now: Callable[[], int] = lambda: -(-time.time_ns() // 1000)
         self.compression = compression
         self.id = new_producer_id()
         self.next = 1

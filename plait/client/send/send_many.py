@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from plait.client.send.encoding import Dues, encode_body, encode_headers, encode_key, encode_tags
+from plait.client.send.encoding import Dues, body_too_large, encode_body, encode_headers, encode_key, encode_tags
 from plait.client.send.open_rows import hash_keys
 from plait.client.send.partitioner import Pieces
 from plait.client.send.resend_window import PendingBatch
 from plait.client.send.row_columns import RowColumns
 from plait.client.send.subject_sender import Senders, SubjectSender
 from plait.client.types import Receipts
-from plait.errors import InvalidArgument, TooLarge
+from plait.errors import InvalidArgument
 from plait.limits import BODY_SIZE_MAX
 from plait.model.logical_partitions import Hashes
 
@@ -68,7 +68,6 @@ async def send_many(
         if size > 2 * limits.many_frame_bytes * _frames_per_step(sender) and count > 1:
             step = max(1, count // (1 + size // (limits.many_frame_bytes * _frames_per_step(sender))))
             continue
-        _refuse_large(array, _size(array))
         if producer.buffered >= producer.buffer_bytes:
             await producer.room()
         texts = None if keys is None else [_key(key) for key in keys[position : position + count]]
@@ -163,12 +162,16 @@ def _rows_for(sender: SubjectSender, sample: pa.Array, size: int | None = None) 
 
 def _column(bodies: Sequence[Any] | pa.Array, start: int, stop: int) -> pa.Array:
     if isinstance(bodies, pa.Array):
-        return bodies.slice(start, stop - start)
-    rows = bodies[start:stop]
-    try:
-        return pa.array(rows, pa.binary())
-    except (pa.ArrowException, TypeError):
-        return pa.array([encode_body(row) for row in rows], pa.binary())
+        array = bodies.slice(start, stop - start)
+    else:
+        rows = bodies[start:stop]
+        try:
+            array = pa.array(rows, pa.binary())
+        except (pa.ArrowException, TypeError):
+            array = pa.array([encode_body(row) for row in rows], pa.binary())
+    if len(array) == 1 and (size := _size(array)) > BODY_SIZE_MAX:
+        raise body_too_large(size)
+    return array
 
 
 def _size(array: pa.Array) -> int:
@@ -177,16 +180,6 @@ def _size(array: pa.Array) -> int:
         return int(array.nbytes)
     offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset : array.offset + len(array) + 1]
     return int(offsets[-1] - offsets[0]) + 4 * len(array)
-
-
-def _refuse_large(array: pa.Array, size: int) -> None:
-    if size > BODY_SIZE_MAX and len(array) == 1:
-        raise TooLarge(
-            f"a body of {size} bytes is over the limit of {BODY_SIZE_MAX}; store it elsewhere",
-            limit="BODY_SIZE_MAX",
-            value=BODY_SIZE_MAX,
-            size=size,
-        )
 
 
 def _key(key: str | int | None) -> str:

@@ -38,24 +38,6 @@ from plait.model.logical_partitions import Hashes
 class SubjectSender:
     """Sends the rows of one subject, or with ``delayed`` its delayed rows."""
 
-    __slots__ = (
-        "_next",
-        "_only",
-        "_senders",
-        "choose",
-        "closed",
-        "delayed",
-        "lookup",
-        "partitioner",
-        "pinned",
-        "producer",
-        "route",
-        "router",
-        "rows",
-        "subject",
-        "used_at",
-    )
-
     def __init__(self, producer: Producer, router: Router, subject: str, *, delayed: bool = False) -> None:
         self.producer = producer
         self.router = router
