@@ -49,14 +49,6 @@ def test_heartbeats_are_answered_while_another_thread_writes(subject: MetaServic
     assert lps(share(join(subject, "c1")).lps) == lps(share(join(subject, "c2")).lps) == LOGICAL_PARTITIONS // 2
 
 
-def test_an_allocation_that_no_thread_wrote_is_written_by_the_next_step(subject: MetaService):
-    join(subject, "c1")
-    to_write(subject)
-    settle(subject)
-    assert subject.allocator.writing is None
-    assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
-
-
 @pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
 def test_membership_changes_during_a_write_are_in_the_next_allocation(subject: MetaService, written: bool):
     join(subject, "c1")

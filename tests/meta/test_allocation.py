@@ -43,34 +43,6 @@ def check(allocation: Allocation) -> None:
     assert allocation.epochs.max() <= allocation.epoch
 
 
-def test_when_one_of_32_leaves_only_its_lps_move():
-    before = allocate(names(32), None)
-    leaver = names(32)[7]
-    after = allocate([name for name in names(32) if name != leaver], before)
-    check(after)
-    moved = [lp for lp, (old, new) in enumerate(zip(owner_of(before), owner_of(after), strict=True)) if old != new]
-    assert {owner_of(before)[lp] for lp in moved} == {leaver}
-    assert len(moved) == 32
-    assert set(after.epochs[moved].tolist()) == {2}
-    assert set(np.delete(after.epochs, moved).tolist()) == {1}
-
-
-def test_a_joining_member_takes_only_its_share_and_takes_it_from_the_largest():
-    three = allocate(["a", "b", "c"], None)
-    counts = {member: sum(end - first for first, end, _ in lps_of(three, member)) for member in "abc"}
-    assert counts == {"a": 342, "b": 341, "c": 341}
-    four = allocate(["a", "b", "c", "d"], three)
-    check(four)
-    moved = int((four.epochs == 2).sum())
-    assert moved == LOGICAL_PARTITIONS // 4 == sum(end - first for first, end, _ in lps_of(four, "d"))
-
-
-def test_one_of_several_equal_shares_stays_larger_when_a_member_joins():
-    """33 members: one keeps 32 LPs, the others give up one each."""
-    after = allocate([*names(32), "zoe"], allocate(names(32), None))
-    assert int((after.epochs == 2).sum()) == 31
-
-
 def test_the_same_members_change_nothing():
     before = allocate(names(5), None)
     assert allocate(names(5)[::-1], before) is before
@@ -89,14 +61,6 @@ def test_with_more_members_than_lps_some_members_own_none():
     assert after.epoch == before.epoch
 
 
-def test_without_members_no_lp_has_an_owner_and_epochs_continue():
-    empty = allocate([], allocate(["a"], None))
-    check(empty)
-    assert empty.epoch == 1
-    again = allocate(["a"], empty)
-    assert lps_of(again, "a") == [(0, LOGICAL_PARTITIONS, 2)]
-
-
 def test_floors_have_the_epoch_of_each_lp():
     allocation = allocate(["a", "b"], allocate(["a"], None))
     assert allocation.floors == [(0, 512, 1), (512, 1024, 2)]
@@ -109,7 +73,10 @@ def test_epochs_only_grow_and_as_few_lps_as_possible_move(steps: list[list[str]]
     for members in steps:
         before, allocation = allocation, allocate(members, allocation)
         check(allocation)
-        assert decode(allocation.encode()) == allocation
+        back = decode(allocation.encode())
+        assert back == allocation
+        assert (back.owners == allocation.owners).all()
+        assert (back.epochs == allocation.epochs).all()
         if before is None:
             continue
         old, new = owner_of(before), owner_of(allocation)
@@ -122,20 +89,6 @@ def test_epochs_only_grow_and_as_few_lps_as_possible_move(steps: list[list[str]]
             assert moved.sum() == LOGICAL_PARTITIONS - np.minimum(counts, small).sum() - min(
                 larger, (counts > small).sum()
             )
-
-
-@given(st.lists(MEMBERS, min_size=1, max_size=4))
-@settings(max_examples=20, deadline=None)
-def test_an_encoded_allocation_decodes_unchanged(steps: list[list[str]]):
-    allocation: Allocation | None = None
-    for members in steps:
-        allocation = allocate(members, allocation)
-    assert allocation is not None
-    back = decode(allocation.encode())
-    assert back.members == allocation.members
-    assert back.epoch == allocation.epoch
-    assert (back.owners == allocation.owners).all()
-    assert (back.epochs == allocation.epochs).all()
 
 
 def test_an_encoded_allocation_is_small():

@@ -19,13 +19,6 @@ def state(service: MetaService, group: str) -> str:
     return view.state
 
 
-def test_a_broker_that_sends_heartbeats_is_alive(service: MetaService, clock: ManualClock):
-    register(service, "g2")
-    pass_time(clock, 20, service, alive=["g2"])
-    (view,) = [view for view in service.brokers.views() if view.group == "g2"]
-    assert (view.broker, view.address, view.state, view.wished) == ("g2-1", "plait://g2:1", "RW", "RW")
-
-
 def test_a_silent_broker_is_lost_and_can_return(service: MetaService, clock: ManualClock):
     register(service, "g2")
     service.subjects.create("s", groups=["g2"])
@@ -92,10 +85,6 @@ def test_a_broker_that_takes_no_sends_gets_no_new_subject(service: MetaService):
     service.brokers.heartbeat("g1", "b1", "R")
     with pytest.raises(NoBroker):
         service.subjects.create("s")
-
-
-def test_an_unknown_broker_has_to_register(service: MetaService):
-    assert not service.brokers.heartbeat("g9", "b1", "RW")
 
 
 def test_a_second_broker_of_a_group_is_refused_while_the_first_lives(service: MetaService, clock: ManualClock):

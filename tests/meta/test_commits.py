@@ -47,11 +47,6 @@ def test_an_old_batch_is_committed_already(service: MetaService):
     assert not commits.decide("q", 5, stages(3)).done
 
 
-def test_queries_are_independent(service: MetaService):
-    assert service.commits.decide("q", 3, stages(1)).stages == stages(1)
-    assert service.commits.decide("r", 3, stages(2)).stages == stages(2)
-
-
 def test_a_batch_without_rows_is_done_at_once(service: MetaService):
     assert service.commits.decide("q", 0, []).done
     assert service.commits.decide("q", 1, stages(1)).batch == 1
@@ -63,14 +58,6 @@ def test_a_cancelled_attempt_is_not_committed_later(service: MetaService):
     with pytest.raises(StaleSession, match="batch 0 of query q was cancelled"):
         commits.decide("q", 0, stages(1, 2))
     assert commits.decide("q", 0, stages(3)).stages == stages(3)
-
-
-def test_cancelling_a_committed_batch_changes_nothing(service: MetaService):
-    commits = service.commits
-    decision = commits.decide("q", 0, stages(1, 2))
-    assert commits.veto("q", 0, 2) == decision
-    assert commits.veto("q", 0, 3) is None
-    assert commits.decide("q", 0, stages(4)) == decision
 
 
 def test_cancelling_a_committed_batch_changes_nothing_after_its_stages_were_exchanged(service: MetaService):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from plait.clock import ManualClock
@@ -46,33 +44,6 @@ def test_one_change_has_no_more_leaves_than_can_be_applied_quickly(stores: Store
     service.members.left(leaves[3])
     assert all(leave.done for leave in leaves)
     assert members(service) == set()
-
-
-def test_heartbeats_are_answered_while_another_thread_writes(subject: MetaService):
-    join(subject, "c1")
-    join(subject, "c2")
-    settle(subject)
-    before = join(subject, "c1")
-    leave = subject.members.leave("c2")
-    begun, answered = threading.Event(), threading.Event()
-    in_time = []
-
-    def write() -> None:
-        with subject._core.store.change():
-            begun.set()
-            in_time.append(answered.wait(3))
-        subject.members.leaving.carry_out(leave)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    assert begun.wait(30)
-    assert join(subject, "c1") == before
-    answered.set()
-    thread.join()
-    assert in_time == [True]
-    subject.members.left(leave)
-    settle(subject)
-    assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["before", "after"])

@@ -28,57 +28,12 @@ def test_the_only_member_gets_every_lp(subject: MetaService):
     assert reply.refused == {}
 
 
-def test_without_news_the_change_number_stays_the_same(subject: MetaService):
-    join(subject, "c1")
-    settle(subject)
-    before = join(subject, "c1")
-    assert join(subject, "c1") == before
-    assert not subject.tick().clients
-    join(subject, "c2")
-    settle(subject)
-    assert join(subject, "c1").seen > before.seen
-
-
-def test_a_client_that_has_seen_more_than_the_database_has_receives_everything(subject: MetaService):
-    join(subject, "c1")
-    settle(subject)
-    reply = join(subject, "c1")
-    # The database was restored from a copy.
-    assert subject.members.heartbeat("c1", [("s", "g", True)], seen=reply.seen + 1) == reply
-    assert subject.members.heartbeat("c1", [("s", "g", True)], seen=reply.seen).shares == []
-
-
-def test_a_new_route_is_news_to_members(subject: MetaService):
-    before = join(subject, "c1")
-    settle(subject)
-    register(subject, "g2")
-    subject.routing.retarget("s", 2)
-    assert subject.step().clients == {"c1"}
-    after = join(subject, "c1")
-    assert after.seen > before.seen
-    assert after.routes["s"] == before.routes["s"] + 1
-
-
 def test_an_unordered_group_is_shared(subject: MetaService):
     reply = join(subject, "c1", ordered=False)
     assert share(reply) == ("s", "g", "shared", [])
     assert not subject.step().more
     view = subject.allocator.view("s", "g")
     assert (view.strategy, view.epoch, view.members) == ("shared", 0, {"c1": []})
-
-
-def test_members_that_join_and_leave_move_as_few_lps_as_possible(subject: MetaService):
-    for client in ("c1", "c2", "c3"):
-        join(subject, client)
-    settle(subject)
-    before = subject.allocator.view("s", "g").members
-    assert sorted(lps(runs) for runs in before.values()) == [341, 341, 342]
-    assert subject.members.left(subject.members.leave("c2")).shares == []
-    settle(subject)
-    after = subject.allocator.view("s", "g").members
-    assert after.keys() == {"c1", "c3"}
-    for client in after:
-        assert set(before[client]) <= set(after[client])
 
 
 def test_a_heartbeat_names_all_groups_of_a_client(subject: MetaService):
@@ -114,14 +69,6 @@ def test_affinity_is_a_mode_of_its_own_and_has_shares(subject: MetaService):
     assert subject.allocator.view("s", "g").members == {}
 
 
-def test_a_member_that_changes_its_mode_is_refused(subject: MetaService):
-    join(subject, "c1", ordered=True)
-    settle(subject)
-    assert ("s", "g") in join(subject, "c1", ordered=False).refused
-    settle(subject)
-    assert subject.allocator.view("s", "g").members == {}
-
-
 def test_each_invalid_membership_is_refused_by_itself(subject: MetaService):
     reply = subject.members.heartbeat("c1", [("nowhere", "g", True), ("s", "bad name", True), ("s", "g", True)])
     assert isinstance(reply.refused["nowhere", "g"], SubjectNotFound)
@@ -147,26 +94,6 @@ def test_limits_hold(stores: Stores, clock: ManualClock):
     )
     with pytest.raises(LimitExceeded, match=r"4 groups \(limit 3"):
         service.members.heartbeat("c1", [("s", name, False) for name in "abcd"])
-
-
-def test_a_silent_client_is_lost_after_its_lease(subject: MetaService, clock: ManualClock):
-    join(subject, "c1")
-    join(subject, "c2")
-    settle(subject)
-    for _ in range(9):
-        join(subject, "c1")
-        pass_time(clock, 1, subject)
-    assert subject.allocator.view("s", "g").members.keys() == {"c1", "c2"}
-    join(subject, "c1")
-    pass_time(clock, 1, subject)
-    view = subject.allocator.view("s", "g")
-    assert view.members.keys() == {"c1"}
-    assert lps(view.members["c1"]) == LOGICAL_PARTITIONS
-    # It returns under a new epoch.
-    join(subject, "c2")
-    settle(subject)
-    (epoch,) = {epoch for _, _, epoch in subject.allocator.view("s", "g").members["c2"]}
-    assert epoch > view.epoch
 
 
 def test_a_counter_that_a_meta_server_raises_is_no_sign_of_life_to_itself(subject: MetaService, clock: ManualClock):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from plait.clock import ManualClock
 from plait.errors import InvalidArgument, NoBroker
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.route_changes import Drop
 from plait.meta.service import MetaService
 from plait.model.logical_partitions import lp_set
-from plait.model.route import current, moves, openings, spans, target
-from tests.meta.support import ALL, Stores, converge, expire, place, places, register
+from plait.model.route import current, openings, spans, target
+from tests.meta.support import ALL, converge, expire, place, places, register
 
 
 def test_new_partitions_are_made_before_any_lp_moves(spread: MetaService):
@@ -65,16 +64,6 @@ def test_lps_of_an_unreachable_broker_group_stay_until_it_can_be_reached(spread:
     converge(spread)
     route = spread.routing.view("s").route
     assert (current(route) == at_g2).sum() == LOGICAL_PARTITIONS // 4
-
-
-def test_several_changes_in_a_row_only_change_the_target(spread: MetaService):
-    for count in (5, 1, 7, 3):
-        spread.routing.retarget("s", count)
-        converge(spread, without=["g3"])
-    converge(spread)
-    route = spread.routing.view("s").route
-    assert len(set(target(route).tolist())) == 3
-    assert (current(route) == target(route)).all()
 
 
 def test_fewer_partitions_leave_the_others_listed_while_they_drain(spread: MetaService):
@@ -174,20 +163,6 @@ def test_a_repeated_or_late_report_changes_nothing(spread: MetaService):
     spread.routing.made(make)
     assert spread.subjects.names() == []
     assert len(spread.routing.drops()) == 3
-
-
-def test_another_meta_server_continues_an_unfinished_change(spread: MetaService, stores: Stores, clock: ManualClock):
-    spread.routing.retarget("s", 3)
-    spread.routing.made(spread.routing.makes()[0])
-    move = spread.routing.moves()[0]
-    spread.routing.sealed(move, [(first, end, 42) for first, end in move.lps])
-    other = MetaService(stores(), clock)
-    other.tick()
-    converge(other)
-    route = spread.routing.view("s").route
-    assert moves(route) == []
-    spread.tick()
-    assert spread.routing.moves() == spread.routing.makes() == []
 
 
 def test_a_subject_can_have_a_thousand_partitions(spread: MetaService):

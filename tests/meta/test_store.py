@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from plait.errors import DamageError, InvalidArgument, MetaUnavailable
 from plait.meta.database.connection import ConcurrentChange, Database
-from plait.meta.database.schema import KINDS, BrokerRow, MemberRow, SubjectRow
+from plait.meta.database.schema import MemberRow, SubjectRow
 from plait.meta.database.store import Store
 from tests.meta.support import Stores
 
@@ -226,11 +226,3 @@ def test_a_file_that_is_no_database_is_reported_as_damaged(tmp_path: Path):
     with pytest.raises(DamageError, match="not a database"):
         Store(database, cluster="x")
     database.close()
-
-
-def test_rows_name_their_columns():
-    for kind in KINDS:
-        assert {column.name for column in kind.TABLE.columns} == set(kind.__struct_fields__)
-        assert [column.name for column in kind.TABLE.primary_key] == list(kind.KEY)
-        assert kind.__struct_fields__[-1] == "changed"
-    assert BrokerRow.KEY == ("broker_group", "broker")

@@ -38,12 +38,6 @@ def test_with_one_broker_group_a_new_subject_has_one_partition(service: MetaServ
     assert places(service, service.routing.view("orders").route.subject) == ["orders@g1"]
 
 
-def test_a_route_does_not_change_when_broker_groups_are_added(service: MetaService):
-    before = service.routing.view("orders").route
-    register(service, "g2", "g3")
-    assert service.routing.view("orders").route == before
-
-
 def test_a_missing_subject_that_may_not_be_created_is_not_found(service: MetaService):
     with pytest.raises(SubjectNotFound, match="'orders' does not exist"):
         service.routing.view("orders", create=False)

@@ -9,7 +9,7 @@ from threading import Barrier
 import pytest
 
 from plait.clock import ManualClock
-from plait.errors import InvalidArgument, MetaBusy, NoBroker, PlaitError, SubjectExists, SubjectNotFound
+from plait.errors import MetaBusy, SubjectExists
 from plait.limits import LOGICAL_PARTITIONS, MetaLimits
 from plait.meta.route_changes import Make, Move
 from plait.meta.service import MetaService
@@ -208,20 +208,6 @@ def test_a_change_that_conflicts_repeatedly_fails_with_a_retryable_error(stores:
         service.routing.retarget("s", [PartitionId("s", "g1"), PartitionId("s#mine", "g1")])
     assert caught.value.retryable
     assert number == 3
-
-
-def test_an_error_of_one_call_does_not_affect_other_calls(stores: Stores, clock: ManualClock):
-    service = MetaService(stores(), clock)
-    for call in (
-        lambda: service.subjects.create("s"),
-        lambda: service.subjects.delete("s"),
-        lambda: service.brokers.wish("g1", "R"),
-    ):
-        with pytest.raises(PlaitError) as caught:
-            call()
-        assert isinstance(caught.value, NoBroker | SubjectNotFound | InvalidArgument)
-    register(service, "g1")
-    service.subjects.create("s")
 
 
 def test_meta_servers_list_each_other_while_they_are_alive(stores: Stores, clock: ManualClock):

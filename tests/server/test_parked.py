@@ -16,7 +16,6 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
 from plait.server import Server
-from plait.testing.simulated_disk import SimulatedDisk
 from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
@@ -124,56 +123,6 @@ async def test_parked_keys_are_listed_with_their_letters(server: Server):
         assert all(abs(time - server.clock.now()) < 60_000_000 for time in since.values())
         view = await ask(raw, "group.describe", **OF)
         assert (view["ordered"], view["holding"], view["parked"], view["dead"]) == (True, 2, 2, 2)
-
-
-async def test_each_page_starts_after_the_previous_one(server: Server):
-    async with Raw(server) as raw:
-        await park(raw)
-        low, high = sorted((hash_of("a"), hash_of("b")))
-        first = await ask(raw, "group.parked", **OF, limit=1)
-        assert ([each["hash"] for each in first["keys"]], first["next"]) == ([low], low)
-        second = await ask(raw, "group.parked", **OF, limit=1, after=low)
-        assert ([each["hash"] for each in second["keys"]], second["next"]) == ([high], None)
-
-
-async def test_resume_delivers_the_failed_message_again_and_wakes_a_suspended_pull(server: Server):
-    async with Raw(server) as raw, Raw(server) as operator:
-        member = await park(raw)
-        await operator.hello("operator")
-        waiting = raw.request(m.PullRequest(member.session, *PULL, 30.0))
-        assert await ask(operator, "group.resume", **OF, keys=[hash_of("a")]) == 1
-        # The pull reports news; the member renews its lease and pulls again.
-        assert member.take(await raw.answer(waiting)) == []
-        news = member.pulled.news
-        assert (await member.lease()).parked == [hash_of("b")]
-        assert news > 0
-        assert await member.pull(30.0) == [b"a1"]
-        await member.ack()
-        assert await member.pull() == [b"a2"]
-        assert list(await parked(operator)) == ["b"]
-
-
-async def test_skip_continues_after_the_failed_message_which_stays_a_dead_letter(server: Server):
-    async with Raw(server) as raw:
-        member = await park(raw)
-        assert await ask(raw, "group.skip", **OF, keys=[hash_of("a"), hash_of("b")]) == 2
-        assert sorted(await member.pull()) == [b"a2", b"b2"]
-        assert await parked(raw) == {}
-        assert (await ask(raw, "group.describe", **OF))["dead"] == 2
-
-
-async def test_an_answered_resume_survives_a_crash(serve: Serve):
-    disk = SimulatedDisk()
-    server = await serve(disk)
-    async with Raw(server) as raw:
-        await park(raw)
-        assert await ask(raw, "group.resume", **OF, keys=[hash_of("a")]) == 1
-    await server.abandon()
-    again = await serve(disk)
-    async with Raw(again, "raw") as raw:
-        assert list(await parked(raw)) == ["b"]
-        view = await ask(raw, "group.describe", **OF)
-        assert (view["parked"], view["dead"]) == (1, 1)
 
 
 async def test_a_key_whose_letter_was_purged_is_listed_and_continues_after_it(server: Server):

@@ -30,20 +30,6 @@ async def test_a_send_wakes_a_pull_at_once(serve: Serve):
             assert answer.message.ranges == [(number, number + 1, 1)]
 
 
-async def test_a_send_wakes_a_read_at_once(serve: Serve):
-    server = await serve(clock=ManualClock())
-    async with Raw(server) as reader, Raw(server) as producer:
-        await reader.hello("reader")
-        await producer.hello("producer")
-        await producer.store("orders", b"before")
-        waiting = reader.request(m.ReadRequest("orders", "latest", 10, 1000, 60.0))
-        await reader.ask(m.HeartbeatRequest())
-        await producer.store("orders", b"after", first=2, previous=1)
-        answer = await reader.answer(waiting)
-        assert answer.message.next == 2
-        assert b"after" in answer.payload
-
-
 async def test_with_flush_sync_a_pull_is_woken_by_the_sync(serve: Serve):
     server = await serve(clock=ManualClock(), flush="sync", flush_seconds=3600.0)
     async with Raw(server) as consumer, Raw(server) as producer:
@@ -54,25 +40,6 @@ async def test_with_flush_sync_a_pull_is_woken_by_the_sync(serve: Serve):
         await consumer.ask(m.HeartbeatRequest())
         await producer.store("orders", b"x")
         assert (await consumer.answer(waiting)).message.ranges == [(0, 1, 1)]
-
-
-async def test_one_send_wakes_every_group_once_and_one_consumer_of_each(serve: Serve):
-    server = await serve(clock=ManualClock())
-    async with Raw(server) as consumers, Raw(server) as producer:
-        await consumers.hello("consumers")
-        await producer.hello("producer")
-        waiting: dict[int, str] = {}
-        for number in range(60):
-            for member in ("a", "b"):
-                session = await consumers.attach("orders", f"group-{number}", member)
-                waiting[consumers.request(m.PullRequest(session, 10, 1000, 60.0))] = f"group-{number}"
-        await consumers.ask(m.HeartbeatRequest())
-        await producer.store("orders", b"x", b"y")
-        woken = [await consumers.next() for _ in range(60)]
-        assert {waiting[answer.correlation] for answer in woken} == {f"group-{number}" for number in range(60)}
-        assert all(answer.message.ranges == [(0, 2, 1)] for answer in woken)
-        beating = consumers.request(m.HeartbeatRequest())
-        assert (await consumers.next()).correlation == beating
 
 
 async def test_a_pull_times_out_empty_on_the_servers_clock(serve: Serve):
@@ -121,45 +88,6 @@ async def test_on_the_system_clock_a_pull_times_out_by_its_timer(serve: Serve):
         # Not at once, and not only at the next tick.
         assert 0.04 < loop.time() - began < 0.9
         assert slow
-
-
-async def test_a_nack_wakes_another_consumer_at_once(serve: Serve):
-    server = await serve(clock=ManualClock())
-    async with Raw(server, "raw") as raw:
-        await raw.store("orders", b"x")
-        first = await raw.attach("orders", client="first")
-        second = await raw.attach("orders", client="second")
-        await raw.ask(m.PullRequest(first, 1, 1, 0.0))
-        waiting = raw.request(m.PullRequest(second, 1, 1, 60.0))
-        nacking = raw.request(m.NackRequest(first, [(0, 1, 1)], 0.0))
-        answers = {answer.correlation: answer.message for answer in [await raw.next(), await raw.next()]}
-        assert answers[waiting].ranges == [(0, 1, 2)]
-        assert answers[nacking] == m.NackReply()
-
-
-async def test_a_consumer_that_leaves_or_is_lost_wakes_another_at_once(serve: Serve):
-    clock = ManualClock()
-    server = await serve(clock=clock)
-    async with Raw(server) as staying, Raw(server) as lost:
-        await staying.hello("staying")
-        await lost.hello("lost")
-        await staying.store("orders", b"x", b"y")
-        session = await staying.attach("orders", client="staying")
-        leaving = await lost.attach("orders", client="leaving")
-        losing = await lost.attach("orders", client="losing")
-        await lost.ask(m.PullRequest(leaving, 1, 1, 0.0))
-        await lost.ask(m.PullRequest(losing, 1, 1, 0.0))
-        waiting = staying.request(m.PullRequest(session, 10, 1000, 60.0))
-        await staying.ask(m.HeartbeatRequest())
-        await lost.ask(m.DetachRequest(leaving))
-        assert (await staying.answer(waiting)).message.ranges == [(0, 1, 2)]
-        waiting = staying.request(m.PullRequest(session, 10, 1000, 60.0))
-        await staying.ask(m.HeartbeatRequest())
-        clock.advance(3.0)
-        await staying.ask(m.HeartbeatRequest())
-        clock.advance(3.0)
-        server.broker_host.tick()
-        assert (await staying.answer(waiting)).message.ranges == [(1, 2, 2)]
 
 
 async def test_a_reset_and_a_deletion_answer_suspended_pulls(serve: Serve):

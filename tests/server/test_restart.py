@@ -8,7 +8,6 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
-import msgspec
 import pytest
 
 import plait
@@ -18,7 +17,6 @@ from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
 from plait.limits import KIB, MIB
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded_broker import TEST_CONFIG
 from plait.testing.simulated_disk import SimulatedDisk
 from plait.wire import messages as m
 from tests.server.conftest import Serve
@@ -234,45 +232,6 @@ async def test_retention_runs_periodically_on_the_servers_clock():
         assert (await client.admin.subject("long")).subject.start == 0
         async with client.reader("short", start="earliest") as reader:
             assert [message.body for message in await reader.fetch(10, wait=0)] == [b"young"]
-
-
-async def test_a_group_overtaken_by_retention_continues_and_shows_its_loss():
-    async with EmbeddedBroker(clock=ManualClock()) as broker, broker.connect() as client:
-        await client.admin.create_subject("short", retention=60)
-        async with client.consumer("short", group="g") as consumer:
-            await client.send("short", b"seen")
-            await (await consumer.fetch(1)).ack()
-        await client.send_many("short", [b"missed"] * 5)
-        await broker.advance(61)
-        await client.send("short", b"young")
-        await broker.advance(1)
-        async with client.consumer("short", group="g") as consumer:
-            assert [message.body for message in await consumer.fetch(10)] == [b"young"]
-        group = await client.admin.group("short", "g")
-        assert (group.lost, group.next) == (5, 7)
-
-
-async def test_a_lost_consumer_is_forgotten():
-    async with EmbeddedBroker(clock=ManualClock()) as broker, broker.connect() as client:
-        await client.admin.create_subject("orders")
-        async with Raw(broker.server) as raw:
-            await raw.hello("gone")
-            await raw.store("orders", b"x")
-            session = await raw.attach("orders", client="gone")
-            await raw.ask(m.PullRequest(session, 1, 1, 0.0))
-        await until(lambda: len(broker.server.connections) == 1)
-        await broker.advance(10)
-        group = await client.admin.group("orders", "g")
-        assert (group.unacked, group.returned) == (0, 1)
-        assert group.consumers == []
-
-
-async def test_the_default_retention_is_the_brokers():
-    config = msgspec.structs.replace(TEST_CONFIG, retention_seconds=10.0)
-    async with EmbeddedBroker(config=config, clock=ManualClock()) as broker, broker.connect() as client:
-        await client.send("orders", b"old")
-        await broker.advance(11)
-        assert (await client.admin.subject("orders")).subject.start == 1
 
 
 @pytest.mark.parametrize("turns", range(4))

@@ -12,7 +12,6 @@ from plait.errors import FrameError, InvalidArgument, SubjectNotFound
 from plait.frame.builder import build_frame
 from plait.frame.columns import Column
 from plait.frame.view import frames_in
-from plait.testing.simulated_disk import SimulatedDisk
 from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
@@ -102,20 +101,6 @@ async def test_delayed_messages_can_be_listed_counted_cancelled_and_moved(serve:
         clock.jump(3600)
         server.broker_host.tick()
         assert await read(raw, wait=15) == [b"a", b"ccc"]
-
-
-async def test_delayed_messages_survive_a_restart(serve: Serve) -> None:
-    disk, clock = SimulatedDisk(), ManualClock()
-    server = await serve(disk, clock=clock)
-    async with Raw(server, "raw") as raw:
-        await delayed(raw, clock.now() + 60 * SECOND, b"a")
-    await server.abandon()
-    server = await serve(disk.copy(), clock=clock)
-    async with Raw(server, "raw") as raw:
-        assert (await admin(raw, "server.describe"))["scheduled"] == 1
-        clock.jump(60)
-        server.broker_host.tick()
-        assert await read(raw, wait=15) == [b"a"]
 
 
 async def test_invalid_requests_are_refused_and_change_nothing(serve: Serve) -> None:
