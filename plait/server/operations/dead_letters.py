@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +13,7 @@ from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
 from plait.limits import DEAD_LIST_MAX, DEAD_PAGE_MAX, DEAD_SEQUENCES_MAX, KIB, MIB
 from plait.model.reason import Reason
+from plait.server.broker_host import BrokerHost
 from plait.server.operations.subjects_and_groups import partitions_of
 from plait.storage.logs.retained_log import DeathRecord
 from plait.wire.admin.dead_letters import (
@@ -31,26 +30,23 @@ from plait.wire.admin.dead_letters import (
 )
 from plait.wire.admin.subjects import OfSubjects
 
-if TYPE_CHECKING:
-    from plait.server.broker_host import BrokerHost as Server
-
 #: Approximate size limit of one page. A page has at least one letter.
 PAGE_BYTES = 8 * MIB
 #: Upper bound for the size of a letter's reason, in addition to its message.
 LETTER_BYTES = 8 * KIB
 
 
-def list_queues(server: Server, request: OfSubjects) -> list[DeadQueue]:
+def list_queues(host: BrokerHost, request: OfSubjects) -> list[DeadQueue]:
     return [
         DeadQueue(partition.row.subject, name, group.failures.dead.count)
-        for partition in partitions_of(server, request)
+        for partition in partitions_of(host, request)
         for name, group in sorted(partition.groups.items())
         if group.failures.dead
     ]
 
 
-def list_letters(server: Server, request: ListLetters) -> FoundLetters:
-    group, found, following = _page(server, request, DEAD_LIST_MAX)
+def list_letters(host: BrokerHost, request: ListLetters) -> FoundLetters:
+    group, found, following = _page(host, request, DEAD_LIST_MAX)
     if found:
         # Cut before the letters are copied: together they may be larger than a packet.
         sequences = np.concatenate([part.sequences for part in found])
@@ -78,8 +74,8 @@ def _sizes(letters: Letters, *, bodies: bool) -> npt.NDArray[np.int64]:
     return sizes
 
 
-def count_reasons(server: Server, request: LetterPage) -> FoundReasons:
-    _, found, following = _page(server, request, DEAD_PAGE_MAX)
+def count_reasons(host: BrokerHost, request: LetterPage) -> FoundReasons:
+    _, found, following = _page(host, request, DEAD_PAGE_MAX)
     reasons: dict[tuple[str, str], ReasonRow] = {}
     for sequences, _, death in found:
         known = death or DeathRecord(0, 0, 0, Reason("Unreadable"))
@@ -91,22 +87,22 @@ def count_reasons(server: Server, request: LetterPage) -> FoundReasons:
     return FoundReasons(list(reasons.values()), following)
 
 
-def resend(server: Server, request: ChangeLetters) -> ChangedLetters:
-    group, found, following = _page(server, request, DEAD_PAGE_MAX)
-    count = _count(found) if request.dry_run else server.broker.dead_letters.resend(group, found)
+def resend(host: BrokerHost, request: ChangeLetters) -> ChangedLetters:
+    group, found, following = _page(host, request, DEAD_PAGE_MAX)
+    count = _count(found) if request.dry_run else host.broker.dead_letters.resend(group, found)
     return ChangedLetters(count, following)
 
 
-def purge(server: Server, request: ChangeLetters) -> ChangedLetters:
-    group, found, following = _page(server, request, DEAD_PAGE_MAX)
-    count = _count(found) if request.dry_run else server.broker.dead_letters.purge(group, found)
+def purge(host: BrokerHost, request: ChangeLetters) -> ChangedLetters:
+    group, found, following = _page(host, request, DEAD_PAGE_MAX)
+    count = _count(found) if request.dry_run else host.broker.dead_letters.purge(group, found)
     return ChangedLetters(count, following)
 
 
-def _page(server: Server, request: LetterPage, limit: int) -> tuple[Group, list[Letters], int | None]:
+def _page(host: BrokerHost, request: LetterPage, limit: int) -> tuple[Group, list[Letters], int | None]:
     if not 1 <= request.limit <= limit:
         raise InvalidArgument(f"a page of {request.limit} dead letters is invalid; use 1 to {limit}")
-    group = server.membership.group(request.subject, request.group)
+    group = host.membership.group(request.subject, request.group)
     select = request.select
     if select.sequences is not None:
         if len(select.sequences) > DEAD_SEQUENCES_MAX:
@@ -117,7 +113,7 @@ def _page(server: Server, request: LetterPage, limit: int) -> tuple[Group, list[
             raise InvalidArgument(f"the sequence of a dead letter must be 0 to {SEQUENCE_MAX - 1}")
     choice = Choice(select.sequences, select.type, select.handler, select.before)
     # Search up to ``limit`` letters per page: with few matches, a smaller search would take very many pages.
-    return group, *server.broker.dead_letters.page(group, choice, request.after, request.limit, limit)
+    return group, *host.broker.dead_letters.page(group, choice, request.after, request.limit, limit)
 
 
 def _count(found: list[Letters]) -> int:

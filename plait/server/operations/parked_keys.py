@@ -6,8 +6,6 @@ again; *skip* leaves it as a dead letter and delivers the key's next message.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from plait.broker.groups.dead_letters import Choice
@@ -15,32 +13,30 @@ from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.errors import InvalidArgument, KeyNotParked
 from plait.frame.columns import Column
 from plait.limits import LOGICAL_PARTITIONS, PARKED_PAGE_MAX
+from plait.server.broker_host import BrokerHost
 from plait.wire.admin.dead_letters import FoundKeys, ListParked, ParkedRow, Unpark
 
-if TYPE_CHECKING:
-    from plait.server.broker_host import BrokerHost as Server
 
-
-def list_parked(server: Server, request: ListParked) -> FoundKeys:
+def list_parked(host: BrokerHost, request: ListParked) -> FoundKeys:
     if not 1 <= request.limit <= PARKED_PAGE_MAX:
         raise InvalidArgument(f"a page of {request.limit} parked keys is invalid; use 1 to {PARKED_PAGE_MAX}")
-    group = _group(server, request.subject, request.group)
+    group = _group(host, request.subject, request.group)
     letters = {
         cursor.key: cursor.letter
         for cursor in group.policy.parked()
         if cursor.key is not None and cursor.key > request.after
     }
     page = sorted(letters)[: request.limit]
-    views = _views(server, group, {key: letters[key] for key in page})
+    views = _views(host, group, {key: letters[key] for key in page})
     return FoundKeys(views, page[-1] if len(page) < len(letters) else None)
 
 
-def _views(server: Server, group: OrderedGroup, letters: dict[int, int]) -> list[ParkedRow]:
+def _views(host: BrokerHost, group: OrderedGroup, letters: dict[int, int]) -> list[ParkedRow]:
     """The views of parked keys. A page is small enough for a loop over its letters."""
     sequences = [letter for letter in letters.values() if letter >= 0]
     found: dict[int, ParkedRow] = {}
     by_letter = {letter: key for key, letter in letters.items() if letter >= 0}
-    pages, _ = server.broker.dead_letters.page(group, Choice(sequences), -1, max(len(sequences), 1))
+    pages, _ = host.broker.dead_letters.page(group, Choice(sequences), -1, max(len(sequences), 1))
     for numbers, frame, death in pages:
         if frame is None or death is None:
             continue
@@ -64,21 +60,12 @@ def _views(server: Server, group: OrderedGroup, letters: dict[int, int]) -> list
     ]
 
 
-def resume(server: Server, request: Unpark) -> int:
-    """Deliver the failed messages again. Returns the number of keys."""
-    return _unpark(server, request, skip=False)
-
-
-def skip(server: Server, request: Unpark) -> int:
-    """Continue after the failed messages, which stay dead letters. Returns the number of keys."""
-    return _unpark(server, request, skip=True)
-
-
-def _unpark(server: Server, request: Unpark, *, skip: bool) -> int:
-    group = _group(server, request.subject, request.group)
+def unpark(host: BrokerHost, request: Unpark, *, skip: bool) -> int:
+    """Deliver the failed messages again, or ``skip`` them: they stay dead letters. Returns the number of keys."""
+    group = _group(host, request.subject, request.group)
     if not 1 <= len(request.keys) <= PARKED_PAGE_MAX:
         raise InvalidArgument(f"the request names {len(request.keys)} keys; name 1 to {PARKED_PAGE_MAX} at a time")
-    broker = server.broker
+    broker = host.broker
     broker.turn.refuse_when_stalled()
     parked = {cursor.key: cursor.owner for cursor in group.policy.parked()}
     # Ignore keys that a concurrent request has resumed already.
@@ -97,8 +84,8 @@ def _unpark(server: Server, request: Unpark, *, skip: bool) -> int:
     return count
 
 
-def _group(server: Server, subject: str, name: str) -> OrderedGroup:
-    group = server.membership.group(subject, name)
+def _group(host: BrokerHost, subject: str, name: str) -> OrderedGroup:
+    group = host.membership.group(subject, name)
     if not isinstance(group, OrderedGroup):
         raise InvalidArgument(f"group {name!r} on {subject!r} is not ordered; only ordered groups park keys")
     return group

@@ -5,19 +5,15 @@ The replies are computed from the consume log, with array operations. No message
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from plait.broker.partitions.partition import Partition
 from plait.errors import InvalidArgument
 from plait.model import names
+from plait.server.broker_host import BrokerHost
 from plait.storage.logs import consume_log as spans
 from plait.storage.logs.consume_log import Records
 from plait.wire.admin.partitions import CutSpans, DescribeSpans, SpanCuts, SpanRow
-
-if TYPE_CHECKING:
-    from plait.server.broker_host import BrokerHost as Server
 
 #: Partitions and times in one request: the reply takes a few milliseconds.
 SPAN_NAMES_MAX = 1_000
@@ -26,7 +22,7 @@ SPAN_TIMES_MAX = 64
 CUTS_MAX = 100_000
 
 
-def describe(server: Server, request: DescribeSpans) -> list[SpanRow]:
+def describe(host: BrokerHost, request: DescribeSpans) -> list[SpanRow]:
     """The views of the named partitions that exist on this broker, each once."""
     found = []
     if len(request.names) > SPAN_NAMES_MAX or len(request.times) > SPAN_TIMES_MAX:
@@ -36,9 +32,9 @@ def describe(server: Server, request: DescribeSpans) -> list[SpanRow]:
         )
     for name in dict.fromkeys(request.names):
         names.check_partition(name)
-        partition = server.broker.subjects.get(name)
+        partition = host.broker.subjects.get(name)
         if partition is not None:
-            found.append(_view(partition, server.config.group, request.times))
+            found.append(_view(partition, host.config.group, request.times))
     return found
 
 
@@ -54,11 +50,11 @@ def _view(partition: Partition, group: str, times: list[int]) -> SpanRow:
     return SpanRow(row.name, row.subject, row.id, start, end, partition.epochs, at, until, group, sealed)
 
 
-def cut(server: Server, request: CutSpans) -> list[SpanCuts]:
+def cut(host: BrokerHost, request: CutSpans) -> list[SpanCuts]:
     """One view per range, in order. Removed sequences are not part of a range."""
     answers = []
     for name, start, end, size in request.ranges:
-        partition = server.broker.partition_of(names.check_partition(name), create=False)
+        partition = host.broker.partition_of(names.check_partition(name), create=False)
         if start < 0 or size < 0:
             raise InvalidArgument(
                 f"a range of {name!r} from {start} with size {size} is invalid; use 0 or more for both"

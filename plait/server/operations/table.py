@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final
 
+from plait.broker.groups import group_settings
+from plait.broker.views import group_view, subject_view
 from plait.errors import InvalidArgument
+from plait.server.broker_host import BrokerHost
 from plait.server.operations import (
     dead_letters,
     delayed,
     parked_keys,
     partition_spans,
     partitions,
-    stages,
     subjects_and_groups,
 )
 from plait.wire import messages as m
@@ -24,100 +26,74 @@ from plait.wire.admin import partitions as p
 from plait.wire.admin import subjects as g
 from plait.wire.admin.operation import Operation
 
-if TYPE_CHECKING:
-    from plait.server.broker_host import BrokerHost as Server
+#: The functions of operations, which get the broker's host and the request.
+_Table = dict[Operation[Any], Callable[..., Any]]
 
-
-class Reply(Enum):
-    """When a request is answered."""
-
-    NOW = "with the result of its function"
-    COMMITTED = "with the result of its function, after the commit of the turn"
-    LATER = "when its function calls its third argument, with the result or with an error"
-
-
-class OperationHandler(NamedTuple):
-    """The function of an operation: it gets the server and the request."""
-
-    operation: Operation[Any]
-    call: Callable[..., Any]
-    reply: Reply = Reply.NOW
-
-
-_HANDLERS: Final = {
-    handler.operation.name: handler
-    for handler in (
-        OperationHandler(g.LIST_SUBJECTS, subjects_and_groups.list_subjects),
-        OperationHandler(g.DESCRIBE_SUBJECT, subjects_and_groups.describe_subject),
-        OperationHandler(g.CREATE_SUBJECT, subjects_and_groups.create_subject, Reply.COMMITTED),
-        OperationHandler(g.SET_SUBJECT, subjects_and_groups.set_subject, Reply.COMMITTED),
-        OperationHandler(g.DELETE_SUBJECT, subjects_and_groups.delete_subject, Reply.COMMITTED),
-        OperationHandler(g.LIST_GROUPS, subjects_and_groups.list_groups),
-        OperationHandler(g.DESCRIBE_GROUP, subjects_and_groups.describe_group),
-        OperationHandler(g.GROUP_BEGAN, subjects_and_groups.began),
-        OperationHandler(g.RESET_GROUP, subjects_and_groups.reset_group, Reply.COMMITTED),
-        OperationHandler(g.SET_GROUP, subjects_and_groups.set_group, Reply.COMMITTED),
-        OperationHandler(g.DELETE_GROUP, subjects_and_groups.delete_group, Reply.COMMITTED),
-        OperationHandler(g.FORGET_GROUP, subjects_and_groups.forget_group),
-        OperationHandler(g.GROUP_REMEMBERED, subjects_and_groups.remembered),
-        OperationHandler(g.DESCRIBE_SERVER, subjects_and_groups.describe_server),
-        OperationHandler(c.LIST_BROKERS, subjects_and_groups.list_brokers),
-        OperationHandler(d.LIST_PARKED, parked_keys.list_parked),
-        OperationHandler(d.RESUME_KEYS, parked_keys.resume, Reply.COMMITTED),
-        OperationHandler(d.SKIP_KEYS, parked_keys.skip, Reply.COMMITTED),
-        OperationHandler(d.LIST_QUEUES, dead_letters.list_queues),
-        OperationHandler(d.LIST_LETTERS, dead_letters.list_letters),
-        OperationHandler(d.COUNT_REASONS, dead_letters.count_reasons),
-        OperationHandler(d.RESEND_LETTERS, dead_letters.resend, Reply.COMMITTED),
-        OperationHandler(d.PURGE_LETTERS, dead_letters.purge, Reply.COMMITTED),
-        OperationHandler(s.CANCEL_DELAYED, delayed.cancel, Reply.COMMITTED),
-        OperationHandler(s.RESCHEDULE, delayed.reschedule, Reply.COMMITTED),
-        OperationHandler(s.LIST_DELAYED, delayed.list_),
-        OperationHandler(s.COUNT_DELAYED, delayed.count),
-        OperationHandler(p.DESCRIBE_SPANS, partition_spans.describe),
-        OperationHandler(p.CUT_SPANS, partition_spans.cut),
-        OperationHandler(p.OPEN_PARTITION, partitions.open_partition, Reply.LATER),
-        OperationHandler(p.SEAL_PARTITION, partitions.seal, Reply.LATER),
-        OperationHandler(p.DROP_PARTITION, partitions.drop, Reply.LATER),
-        OperationHandler(p.OPEN_STAGE, stages.open_stage, Reply.LATER),
-        OperationHandler(p.COMPLETE_STAGES, stages.complete, Reply.LATER),
-        OperationHandler(p.PUBLISH_STAGES, stages.publish, Reply.LATER),
-        OperationHandler(p.DROP_STAGES, stages.drop, Reply.LATER),
-        OperationHandler(p.FORGET_BATCHES, stages.forget, Reply.LATER),
-        OperationHandler(p.READ_STAGE, stages.read, Reply.LATER),
-    )
+#: Answered at once with the result of the function.
+_NOW: Final[_Table] = {
+    g.LIST_SUBJECTS: lambda h, _: [subject_view(h.broker, each) for _, each in sorted(h.broker.subjects.items())],
+    g.DESCRIBE_SUBJECT: subjects_and_groups.describe_subject,
+    g.LIST_GROUPS: subjects_and_groups.list_groups,
+    g.DESCRIBE_GROUP: lambda h, r: group_view(h.membership.group(r.subject, r.group), counted=True),
+    g.GROUP_BEGAN: lambda h, r: group_settings.began(h.broker, r.partitions, r.group, r.client),
+    # Only meta servers store allocations, and without a meta server no partition is ever retired.
+    g.FORGET_GROUP: lambda *_: False,
+    g.GROUP_REMEMBERED: lambda *_: g.Remembered(0, None),
+    g.DESCRIBE_SERVER: lambda h, _: h.describe(),
+    c.LIST_BROKERS: subjects_and_groups.list_brokers,
+    d.LIST_PARKED: parked_keys.list_parked,
+    d.LIST_QUEUES: dead_letters.list_queues,
+    d.LIST_LETTERS: dead_letters.list_letters,
+    d.COUNT_REASONS: dead_letters.count_reasons,
+    s.LIST_DELAYED: delayed.list_,
+    s.COUNT_DELAYED: delayed.count,
+    p.DESCRIBE_SPANS: partition_spans.describe,
+    p.CUT_SPANS: partition_spans.cut,
+    p.READ_STAGE: partitions.read,
 }
-_OF_META_SERVERS: Final = {
-    operation.name
-    for operation in (
-        c.DESCRIBE_ROUTE,
-        c.EXPAND_SUBJECT,
-        c.DESCRIBE_BROKERS,
-        c.SET_BROKER_STATE,
-        c.DESCRIBE_ALLOCATION,
-        c.DECIDE_BATCH,
-        c.VETO_BATCH,
-        c.EXCHANGE_STAGES,
-        c.BATCH_DONE,
-        c.UNDONE_BATCHES,
-    )
+#: Answered with the result of the function, after the commit of the turn.
+_COMMITTED: Final[_Table] = {
+    g.CREATE_SUBJECT: subjects_and_groups.create_subject,
+    g.SET_SUBJECT: subjects_and_groups.set_subject,
+    g.DELETE_SUBJECT: lambda h, r: h.broker.delete_subject(r.subject),
+    g.RESET_GROUP: lambda h, r: h.membership.reset(r.subject, r.group, r.start),
+    g.SET_GROUP: lambda h, r: group_view(h.membership.set_retry(r.subject, r.group, r.retry)),
+    g.DELETE_GROUP: lambda h, r: h.membership.delete(r.subject, r.group),
+    d.RESUME_KEYS: partial(parked_keys.unpark, skip=False),
+    d.SKIP_KEYS: partial(parked_keys.unpark, skip=True),
+    d.RESEND_LETTERS: dead_letters.resend,
+    d.PURGE_LETTERS: dead_letters.purge,
+    s.CANCEL_DELAYED: delayed.cancel,
+    s.RESCHEDULE: delayed.reschedule,
+    p.OPEN_STAGE: partitions.open_stage,
+    p.DROP_STAGES: partitions.drop_stages,
+    p.FORGET_BATCHES: lambda h, r: h.broker.stages.forget(r.query, r.batch),
 }
+#: Answered when the function calls its third argument, with the result or with an error.
+_LATER: Final[_Table] = {
+    p.OPEN_PARTITION: partitions.open_partition,
+    p.SEAL_PARTITION: partitions.seal_partition,
+    p.DROP_PARTITION: partitions.drop_partition,
+    p.COMPLETE_STAGES: partitions.complete,
+    p.PUBLISH_STAGES: partitions.publish,
+}
+_OPERATIONS: Final = {operation.name: operation for operation in (*_NOW, *_COMMITTED, *_LATER)}
+_OF_META_SERVERS: Final = {each.name for each in vars(c).values() if isinstance(each, Operation)}
 
 
-def run(server: Server, request: m.AdminRequest, answer: stages.Answer) -> None:
+def run(host: BrokerHost, request: m.AdminRequest, answer: partitions.Answer) -> None:
     """Execute a request. Calls ``answer`` when the result may be sent; raises an error if the request is refused."""
     name = request.operation
-    if name in _OF_META_SERVERS:
-        raise InvalidArgument(f"this is a broker; send {name} to a meta server")
-    handler = _HANDLERS.get(name)
-    if handler is None:
+    operation = _OPERATIONS.get(name)
+    if operation is None:
+        if name in _OF_META_SERVERS:
+            raise InvalidArgument(f"this is a broker; send {name} to a meta server")
         raise InvalidArgument(f"operation {name!r} is not known; is the client newer than the server?")
-    arguments = handler.operation.arguments(request)
-    if handler.reply is Reply.LATER:
-        handler.call(server, arguments, answer)
-        return
-    result = handler.call(server, arguments)
-    if handler.reply is Reply.NOW:
-        answer(result, None)
+    arguments = operation.arguments(request)
+    if operation in _LATER:
+        _LATER[operation](host, arguments, answer)
+    elif operation in _NOW:
+        answer(_NOW[operation](host, arguments), None)
     else:
-        server.broker.turn.answer_after_commit(lambda: answer(result, None))
+        result = _COMMITTED[operation](host, arguments)
+        host.broker.turn.answer_after_commit(partial(answer, result, None))
