@@ -7,7 +7,7 @@ is done, which means published by all brokers that have stages of it. If rows mu
 are exchanged under a new version; a request with an older version cannot mark the batch as done.
 
 A query is forgotten ``commit_seconds`` after its last request. This time is measured by the cluster's age
-(``cluster_age.py``), because the wall clocks of meta servers differ. If a decision were forgotten too soon, the batch
+(``ClusterAge``), because the wall clocks of meta servers differ. If a decision were forgotten too soon, the batch
 could be decided again with other rows.
 """
 
@@ -19,12 +19,12 @@ from typing import Final, TypeVar
 import msgspec
 import sqlalchemy as sa
 
+from plait.clock import Clock
 from plait.errors import InvalidArgument, MetaBusy, StaleSession, TooLarge
 from plait.limits import COMMIT_STAGES_MAX
-from plait.meta.cluster_age import ClusterAge
 from plait.meta.core import Core
 from plait.meta.database.connection import ConcurrentChange
-from plait.meta.database.schema import COMMITS
+from plait.meta.database.schema import CLUSTER, COMMITS
 from plait.model import names
 from plait.wire.admin.cluster import BatchDecision, Stages
 
@@ -32,6 +32,9 @@ _T = TypeVar("_T")
 
 #: The number of cancelled attempts that are remembered, because their own requests may still arrive.
 VETOES_MAX: Final = 16
+#: The age advances by at least this much at a time, because each addition writes a row.
+STEP_SECONDS: Final = 10
+_AGE: Final = "age"
 #: The batch number of a query without a decided batch.
 NO_BATCH: Final = -1
 
@@ -46,6 +49,42 @@ class _Body(msgspec.Struct):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Body)
+
+
+class ClusterAge:
+    """The cluster's age: a clock in seconds that all meta servers share and that only elapsed time can advance.
+
+    Wall clocks of meta servers differ: one may be a month ahead, another may start in 1970. Retention times in the meta
+    database are therefore never compared with a wall clock. The age is a number in the database. A meta server that has
+    seen the same number for some seconds of its own monotonic clock adds these seconds by compare-and-set. Of several
+    meta servers only one succeeds, and the seconds that it adds have passed since the number was written. So the age
+    never runs faster than real time. It runs slower if meta servers restart before one of them advances it. Records are
+    then kept longer.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        #: The last age, and the monotonic time at which this server first saw it.
+        self._seen: tuple[int, float] | None = None
+
+    def advance(self, connection: sa.Connection) -> int:
+        """Advance the age within the transaction of ``connection``; return it in seconds."""
+        asked = self._clock.monotonic()
+        age = connection.execute(sa.select(CLUSTER.c.number).where(CLUSTER.c.name == _AGE)).scalar()
+        if age is None:
+            connection.execute(sa.insert(CLUSTER).values(name=_AGE, number=0, text=""))
+            age = 0
+        if self._seen is None or self._seen[0] != age:
+            self._seen = (age, self._clock.monotonic())
+            return age
+        passed = int(asked - self._seen[1])
+        if passed < STEP_SECONDS:
+            return age
+        row = sa.update(CLUSTER).where(CLUSTER.c.name == _AGE, CLUSTER.c.number == age)
+        if connection.execute(row.values(number=age + passed)).rowcount:
+            age += passed
+            self._seen = (age, asked)
+        return age
 
 
 class Commits:

@@ -20,9 +20,6 @@ _STATES = get_args(State)
 REASON_MAX = 200
 #: Brokers named in one error message.
 CAUSES_MAX = 8
-#: Prefix of brokers among the names whose heartbeats are counted. Names contain no slash.
-_PREFIX = "b/"
-_PREFIX_END = "b0"
 
 
 class Brokers:
@@ -30,9 +27,7 @@ class Brokers:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._watch = Liveness(core.limits.broker_lost_seconds)
-        #: Brokers with heartbeats that are not yet written to the database.
-        self._unwritten: set[str] = set()
+        self._watch = Liveness(core, "b", core.limits.broker_lost_seconds)
         self._states: dict[str, State] = {}
 
     # --- requests of brokers --------------------------------------------------------------------
@@ -43,7 +38,7 @@ class Brokers:
         names.check("broker", broker)
         _check_state(state)
         self._core.decide(lambda: self._register(group, broker, address, state, epoch, _checked_reason(reason)))
-        self._notice(group, broker)
+        self._watch.notice(f"{group}/{broker}")
 
     def _register(self, group: str, broker: str, address: str, state: State, epoch: int, reason: str) -> None:
         known = self._core.mirror.brokers.get(group, {})
@@ -79,8 +74,7 @@ class Brokers:
                 change.insert(row)
             else:
                 change.replace((before, row))
-        for other in others:
-            self._watch.forget(_watch_name(other))
+        self._watch.forget([_watch_name(other) for other in others])
 
     def heartbeat(self, group: str, broker: str, state: State, reason: str = "") -> int:
         """Record a heartbeat with the broker's state. Returns the newest change; 0 if the broker must register first.
@@ -96,11 +90,10 @@ class Brokers:
             return 0
         if row.reported != state or bool(row.reason) != bool(reason):
             self._core.decide(lambda: self._set(group, broker, reported=state, reason=_checked_reason(reason)))
-        self._notice(group, broker)
+        self._watch.notice(f"{group}/{broker}")
         return max(self._core.mirror.seen, 1)
 
     def knows(self, group: str, broker: str) -> bool:
-        """True if the broker is registered."""
         return broker in self._core.mirror.brokers.get(group, {})
 
     def is_there(self, group: str) -> bool:
@@ -108,9 +101,7 @@ class Brokers:
         return any(self._lives(row) and row.reported != "NRW" for row in self._core.mirror.brokers[group].values())
 
     def forgotten(self, group: str) -> None:
-        """Stop watching a removed broker group."""
-        for name in [name for name in self._watch if name.startswith(f"{_PREFIX}{group}/")]:
-            self._watch.forget(name)
+        self._watch.forget([name for name in self._watch if name.startswith(f"{group}/")])
 
     def wish(self, group: str, state: State) -> None:
         """Set the state that the operator wants for a broker group."""
@@ -131,34 +122,17 @@ class Brokers:
             with self._core.change() as change:
                 change.replace((row, msgspec.structs.replace(row, **fields)))
 
-    def _notice(self, group: str, broker: str) -> None:
-        name = f"{_PREFIX}{group}/{broker}"
-        self._watch.notice(name)
-        self._unwritten.add(name)
-
     # --- state ----------------------------------------------------------------------------------
 
     def watch(self, seconds: float) -> None:
-        """Called every tick: exchange heartbeat counts with other meta servers and count silence."""
-        core = self._core
-        if not core.store.alone:
-            with core.noted():
-                core.store.add_heartbeats(list(self._unwritten))
-                after, page = _PREFIX, core.limits.page
-                while after:
-                    found = core.store.heartbeats(after, _PREFIX_END, page)
-                    for name, count in found:
-                        self._watch.observe(name, count)
-                    after = found[-1][0] if len(found) == page else ""
-        self._unwritten.clear()
-        for rows in core.mirror.brokers.values():
+        """Called every tick: exchange heartbeat counts, count silence, and record which broker groups changed state."""
+        for rows in self._core.mirror.brokers.values():
             for row in rows.values():
                 self._watch.expect(_watch_name(row))
+        if not self._core.store.alone:
+            while self._watch.exchange():
+                pass
         self._watch.advance(seconds)
-        self._compare()
-
-    def _compare(self) -> None:
-        """Record which broker groups changed their state."""
         states = {group: self.state(group) for group in self._core.mirror.brokers}
         self._core.mirror.new_brokers.update(
             group for group in states.keys() | self._states.keys() if states.get(group) != self._states.get(group)
@@ -226,7 +200,6 @@ class Brokers:
         raise kind(f"no broker group is available for {what}: {listed}{more}", brokers=sorted(causes)[:CAUSES_MAX])
 
     def _cause(self, row: BrokerRow) -> str:
-        """Why a broker gets no new partitions."""
         if not self._lives(row):
             return f"the broker at {row.address} is lost (no heartbeat)"
         if row.reason:
@@ -255,7 +228,7 @@ class Brokers:
 
 
 def _watch_name(row: BrokerRow) -> str:
-    return f"{_PREFIX}{row.broker_group}/{row.broker}"
+    return f"{row.broker_group}/{row.broker}"
 
 
 def _checked_reason(reason: str) -> str:

@@ -50,7 +50,6 @@ class Core:
             self.mirror.take(news, packed)
 
     def refresh_if_up(self) -> None:
-        """Refresh the mirror unless the database is down."""
         if self.down is None:
             try:
                 self.refresh()

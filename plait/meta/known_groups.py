@@ -32,11 +32,6 @@ class ReportedProgress(msgspec.Struct, frozen=True, array_like=True):
     #: Group → the route version at which the group started.
     began: dict[str, int] = {}
 
-    def without(self, group: str) -> ReportedProgress:
-        """This report without a group that was deleted since."""
-        others = {name: version for name, version in self.began.items() if name != group}
-        return msgspec.structs.replace(self, began=others)
-
 
 _decoder = msgspec.msgpack.Decoder(ReportedProgress)
 
@@ -67,11 +62,3 @@ def remembering(route: Route, leaving: Iterable[PartitionAssignment]) -> Route:
         )
         began = {name: began[name] for name in order[-REMEMBERED_GROUPS_MAX:]}
     return msgspec.structs.replace(route, began=began)
-
-
-def forgetting(route: Route, group: str) -> Route:
-    """The next route version without a deleted group. Returns ``route`` itself if it does not remember the group."""
-    if group not in route.began:
-        return route
-    others = {name: version for name, version in route.began.items() if name != group}
-    return msgspec.structs.replace(route, version=route.version + 1, began=others)

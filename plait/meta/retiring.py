@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import cycle, islice
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core
 from plait.meta.database.schema import PartitionAssignment
-from plait.meta.known_groups import ReportedProgress, forgetting, progress_of
+from plait.meta.known_groups import ReportedProgress, progress_of
 from plait.meta.subjects import Subjects, new_places
 from plait.model import route as routes
 from plait.model.logical_partitions import Numbers, spread
@@ -27,6 +28,8 @@ from plait.wire.admin.cluster import LostPartition, PartitionProgress
 from plait.wire.admin.subjects import Remembered
 
 log = logging.getLogger("plait.meta")
+
+_R = TypeVar("_R", ReportedProgress, Route)
 
 
 class Retiring:
@@ -107,22 +110,23 @@ class Retiring:
             mirror = self._core.mirror
             if mirror.subject(subject) is None:
                 return False
-            before = mirror.route(subject)
-            route = forgetting(before, name)
-            rows = [mirror.partitions[place] for place in sorted(mirror.partitions_of.get(subject, ()))]
+            route = mirror.route(subject)
+            remembers = name in route.began
+            pairs = []
             # A partition may be retired before its broker reports again.
-            reports = [
-                (row, progress.without(name))
-                for row in rows
-                if (progress := progress_of(row)) and name in progress.began
-            ]
-            if route is not before or reports:
+            for place in sorted(mirror.partitions_of.get(subject, ())):
+                row = mirror.partitions[place]
+                progress = progress_of(row)
+                if progress is not None and name in progress.began:
+                    body = msgspec.msgpack.encode(_without(progress, name))
+                    pairs.append((row, msgspec.structs.replace(row, progress=body)))
+            if remembers or pairs:
                 with self._core.change() as change:
-                    bodies = ((row, msgspec.msgpack.encode(progress)) for row, progress in reports)
-                    change.replace(*((row, msgspec.structs.replace(row, progress=body)) for row, body in bodies))
-                    if route is not before:
-                        self._subjects.publish(change, route)
-            return route is not before
+                    change.replace(*pairs)
+                    if remembers:
+                        after = msgspec.structs.replace(_without(route, name), version=route.version + 1)
+                        self._subjects.publish(change, after)
+            return remembers
 
         return self._core.decide(decision)
 
@@ -162,13 +166,12 @@ class Retiring:
         return missed
 
     def _lost(self, place: PartitionId) -> LostPartition:
-        """What is lost if the partition is removed."""
         mirror = self._core.mirror
         row = mirror.partitions[place]
         route = mirror.route(row.subject)
         takes = int((routes.current(route) == route.partitions.index(place)).sum())
         progress = progress_of(row)
-        fences = closed_fences(route, place)
+        fences = _closed_fences(route, place)
         if progress is None:
             behind = {"(not reported)": int((fences > 0).sum())} if (fences > 0).any() else {}
         else:
@@ -201,7 +204,13 @@ class Retiring:
         return new_places(subject, islice(cycle(fit), 1), self._core.mirror.is_taken)
 
 
-def closed_fences(route: Route, place: PartitionId) -> Numbers:
+def _without(record: _R, group: str) -> _R:
+    """A report or a route without a deleted group."""
+    began = {name: version for name, version in record.began.items() if name != group}
+    return msgspec.structs.replace(record, began=began)
+
+
+def _closed_fences(route: Route, place: PartitionId) -> Numbers:
     """The highest fence of each LP in a partition; 0 without one."""
     index = route.partitions.index(place)
     fences = np.zeros(LOGICAL_PARTITIONS, np.int64)

@@ -190,7 +190,9 @@ class Subjects:
                 if len(self._found) < self._core.limits.subjects:
                     self._found.setdefault(facts.subject, {})[place] = facts
                 touched.add(facts.subject)
-        whole = {name: self._found[name] for name in sorted(touched & self._found.keys()) if not self._lost(name)}
+        whole = {
+            name: self._found[name] for name in sorted(touched & self._found.keys()) if not missing(self._found[name])
+        }
         if not whole:
             return
         first = {name: min(found.values(), key=lambda facts: facts.created) for name, found in whole.items()}
@@ -209,9 +211,6 @@ class Subjects:
         for name in whole:
             del self._found[name]
 
-    def _lost(self, name: str) -> int:
-        return missing(self._found[name])
-
     # --- views ----------------------------------------------------------------------------------
 
     def row(self, name: str) -> SubjectRow:
@@ -224,7 +223,6 @@ class Subjects:
         return row
 
     def names(self) -> list[str]:
-        """The names of all subjects."""
         self._core.refresh()
         return [name for name, row in sorted(self._core.mirror.subjects.items()) if not row.deleted]
 

@@ -22,7 +22,7 @@ from plait.broker.recovery.start_up import RecoveryReport
 from plait.errors import StorageFailed
 from plait.server.disk_upkeep import DiskUpkeep
 from plait.server.listener import Listener
-from plait.server.notices import Notice
+from plait.server.notices import Notices
 from plait.server.sync_queue import Syncs
 from plait.storage.disk import Disk, RealDisk
 from plait.version import VERSION
@@ -46,8 +46,7 @@ class BrokerHost:
         self.failed: asyncio.Future[StorageFailed] | None = None
         self.threads = ThreadPoolExecutor(2, "plait-disk")
         self._tasks: list[asyncio.Task[None]] = []
-        self._space = Notice("the disk has space again; messages are accepted")
-        self._marks = Notice("the durable marks of the logs are written again")
+        self._notices = Notices(log)
         self._timer: asyncio.TimerHandle | None = None
         #: When the timer runs, on the monotonic clock.
         self.timer_at = inf
@@ -207,7 +206,7 @@ class BrokerHost:
                 for _ in self._ticking():
                     await asyncio.sleep(0)
             except OSError as error:
-                self._space.begin(f"the free space of the disk cannot be read: {error}")
+                self._notices.begin("space", f"the free space of the disk cannot be read: {error}")
 
     def tick(self) -> None:
         """Run the checks of every second; tests with a manual clock call this."""
@@ -228,9 +227,9 @@ class BrokerHost:
             return
         self.broker.turn.check_space()
         if self.broker.turn.low_space:
-            self._space.begin(self.broker.turn.low_space, kind="full")
+            self._notices.begin("space", self.broker.turn.low_space, kind="full")
         else:
-            self._space.end()
+            self._notices.end("space", "the disk has space again; messages are accepted")
         while self.broker.schedules.damages:
             log.error("%s", self.broker.schedules.damages.pop(0))
         self.broker.producers.forget(self.clock.now())
@@ -249,11 +248,11 @@ class BrokerHost:
             for each in self.broker.logs:
                 each.note_durable()
         except OSError as error:
-            self._marks.begin(
-                f"the durable marks of the logs cannot be written: {error}; the next start uses older ones"
+            self._notices.begin(
+                "marks", f"the durable marks of the logs cannot be written: {error}; the next start uses older ones"
             )
         else:
-            self._marks.end()
+            self._notices.end("marks", "the durable marks of the logs are written again")
 
     def _lose_silent(self) -> None:
         if self.stopped:

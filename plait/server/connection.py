@@ -68,7 +68,6 @@ class Connection(Receiver):
 
     @property
     def address(self) -> str:
-        """The remote address, for logs and error texts."""
         peer = self._transport.get_extra_info("peername") if self._transport is not None else None
         return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer or "an unknown address")
 
@@ -215,7 +214,6 @@ class Connection(Receiver):
     # --- replies --------------------------------------------------------------------------------
 
     def answer(self, correlation: int, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0) -> None:
-        """Send a reply. Does nothing if the connection is closed."""
         transport = self._transport
         if self.closed or transport is None or transport.is_closing():
             return

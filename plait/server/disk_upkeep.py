@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 
 from plait.broker import Attachments, Broker, Retention
-from plait.server.notices import Notice
+from plait.server.notices import Notices
 
 log = logging.getLogger("plait.server")
 
@@ -32,8 +32,7 @@ class DiskUpkeep:
         self._retention = Retention(broker)
         self._threads = threads
         self._storage_failed = storage_failed
-        self._next_segments = Notice("log segments can be created again")
-        self._removing = Notice("expired messages are removed again")
+        self._notices = Notices(log)
         #: The error of the last checkpoint; empty if it was written.
         self._checkpoints_fail = ""
 
@@ -76,9 +75,9 @@ class DiskUpkeep:
             for each in self._broker.logs:
                 await self._in_thread(each.prepare_next)
         except OSError as error:
-            self._next_segments.begin(f"the next log segment cannot be created yet: {error}")
+            self._notices.begin("segments", f"the next log segment cannot be created yet: {error}")
         else:
-            self._next_segments.end()
+            self._notices.end("segments", "log segments can be created again")
 
     async def housekeeping(self) -> None:
         """Runs every ``housekeeping_seconds``, and soon after a subject is deleted or its retention reduced."""
@@ -95,9 +94,9 @@ class DiskUpkeep:
                 for _ in self.housekeeping_steps():
                     await asyncio.sleep(0)
             except OSError as error:
-                self._removing.begin(f"expired messages cannot be removed yet: {error}")
+                self._notices.begin("retention", f"expired messages cannot be removed yet: {error}")
             else:
-                self._removing.end()
+                self._notices.end("retention", "expired messages are removed again")
 
     def housekeep(self) -> None:
         """Run retention and forget idle groups; tests with a manual clock call this."""

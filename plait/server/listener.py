@@ -61,12 +61,10 @@ class Connections(dict[Connection, None]):
         await asyncio.sleep(0)
 
     def abort_all(self) -> None:
-        """Close all connections at once."""
         for connection in list(self):
             connection.abort()
 
     def remove(self, connection: Connection) -> None:
-        """The connection is closed."""
         self.pop(connection, None)
         if self._emptied is not None and not self and not self._emptied.done():
             self._emptied.set_result(None)
@@ -145,7 +143,6 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """The address for clients."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"plait://{host}:{self.port}"
 
@@ -158,12 +155,10 @@ class Listener:
         self.port = self._listening.sockets[0].getsockname()[1]
 
     async def listen(self) -> None:
-        """Accept connections."""
         assert self._listening is not None
         await self._listening.start_serving()
 
     def end_listening(self) -> None:
-        """Stop accepting connections."""
         self.connections.ending = True
         if self._listening is not None:
             # asyncio never closes a connection that it accepted just before its server closes. So stop accepting

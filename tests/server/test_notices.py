@@ -6,20 +6,19 @@ import logging
 
 import pytest
 
-from plait.server.notices import Notice, Notices
+from plait.server.notices import Notices
 
 log = logging.getLogger("plait.test")
 
 
 def test_the_begin_and_the_end_of_a_state_are_logged_once(caplog: pytest.LogCaptureFixture):
-    notice = Notice("there is space again", log)
-    notice.end()
+    notices = Notices(log)
     for free in (5, 4, 3):
-        notice.begin(f"{free} MiB are free", kind="full")
-    notice.begin("the disk does not answer")
-    notice.end()
-    notice.end()
-    notice.begin("2 MiB are free", kind="full")
+        notices.begin("disk", f"{free} MiB are free", kind="full")
+    notices.begin("disk", "the disk does not answer")
+    for _ in range(2):
+        notices.end("disk", "there is space again")
+    notices.begin("disk", "2 MiB are free", kind="full")
     assert caplog.messages == [
         "5 MiB are free",
         "the disk does not answer",
@@ -38,12 +37,3 @@ def test_states_are_separate_and_a_bounded_number_is_remembered(caplog: pytest.L
     notices.begin("c", "c fails", "kind")
     notices.begin("b", "b fails: 2", "kind")
     assert caplog.messages == ["a fails: 1", "b fails: 1", "a fails: 2", "c fails", "b fails: 2"]
-
-
-def test_the_end_of_a_state_is_logged_only_if_it_had_begun(caplog: pytest.LogCaptureFixture):
-    notices = Notices(log)
-    notices.end("a", "a works")
-    notices.begin("a", "a fails")
-    notices.end("a", "a works")
-    notices.end("a", "a works")
-    assert caplog.messages == ["a fails", "a works"]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from plait.clock import ManualClock, SystemClock
+from plait.clock import ManualClock
 from plait.errors import FrameError, InvalidArgument, SubjectNotFound
 from plait.frame.builder import build_frame
 from plait.frame.columns import Column
@@ -47,60 +47,6 @@ async def test_the_schedule_has_its_own_partition(serve: Serve) -> None:
         assert later.partition != plain.partition
         assert await raw.ask(m.PartitionNumberRequest("orders", delayed=True)) == later
         assert [view["subject"] for view in await admin(raw, "subject.list")] == ["orders"]
-
-
-async def test_a_message_arrives_when_it_is_due(serve: Serve) -> None:
-    """On the system clock: the server's timer delivers the message and wakes a waiting reader."""
-    async with Raw(await serve()) as raw:
-        await raw.hello()
-        due = SystemClock().now() + 30_000
-        assert await delayed(raw, due, b"a", b"b") == 0
-        assert await read(raw, wait=15) == [b"a", b"b"]
-        assert SystemClock().now() >= due
-        assert (await admin(raw, "server.describe"))["scheduled"] == 0
-
-
-async def test_delayed_messages_can_be_listed_counted_cancelled_and_moved(serve: Serve) -> None:
-    clock = ManualClock()
-    server = await serve(clock=clock)
-    async with Raw(server, "raw") as raw:
-        due = clock.now() + 3600 * SECOND
-        assert await delayed(raw, due, b"a", b"bb", b"ccc") == 0
-        assert (await admin(raw, "server.describe"))["scheduled"] == 3
-        assert await admin(raw, "schedule.cancel", subject="orders", number=1, deliver_at=due) is True
-        assert await admin(raw, "schedule.cancel", subject="orders", number=1, deliver_at=due) is False
-        moved = await admin(raw, "schedule.reschedule", subject="orders", number=0, deliver_at=due, to=due - SECOND)
-        assert moved == 3
-        again = await admin(raw, "schedule.reschedule", subject="orders", number=0, deliver_at=due, to=due)
-        assert again is None
-        page = await admin(raw, "schedule.list", subject="orders", limit=10)
-        listed = page["rows"]
-        assert page["next"] is None
-        assert [(row["number"], row["deliver_at"], row["sequence"], row["size"]) for row in listed] == [
-            (3, due - SECOND, 1, 1),
-            (2, due, 3, 3),
-        ]
-        assert listed[0] == {
-            "subject": "orders",
-            "number": 3,
-            "deliver_at": due - SECOND,
-            "producer": 7,
-            "sequence": 1,
-            "key": None,
-            "size": 1,
-        }
-        after = [due - SECOND, 3]
-        first = await admin(raw, "schedule.list", subject="orders", limit=1)
-        assert first == {"rows": listed[:1], "next": after}
-        rest = {"rows": listed[1:], "next": None}
-        assert await admin(raw, "schedule.list", subject="orders", after=after, limit=10) == rest
-        assert await admin(raw, "schedule.list", subject="orders", start=due, end=due + 1) == rest
-        assert await admin(raw, "schedule.count") == [{"subject": "orders", "bucket": None, "count": 2}]
-        times = await admin(raw, "schedule.count", subject="orders", by="time", end=due)
-        assert [(row["subject"], row["count"]) for row in times] == [("orders", 1)]
-        clock.jump(3600)
-        server.broker_host.tick()
-        assert await read(raw, wait=15) == [b"a", b"ccc"]
 
 
 async def test_invalid_requests_are_refused_and_change_nothing(serve: Serve) -> None:

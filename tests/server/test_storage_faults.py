@@ -316,22 +316,6 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-async def test_a_directory_has_one_server_at_a_time(tmp_path: Path):
-    first = Server(RealDisk(tmp_path), plait_config(), port=0)
-    await first.start()
-    second = Server(RealDisk(tmp_path), plait_config(), port=0)
-    with pytest.raises(DataDirError, match="in use by another plait process"):
-        await second.start()
-    async with plait.connect(first.address) as client:
-        await client.send("orders", b"a")
-    await first.stop()
-    third = Server(RealDisk(tmp_path), plait_config(), port=0)
-    report = await third.start()
-    assert report.clean
-    assert await bodies_of(third, "orders") == [b"a"]
-    await third.stop()
-
-
 async def test_a_taken_port_leaves_the_directory_free_for_the_next_start(tmp_path: Path):
     holder = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = holder.sockets[0].getsockname()[1]

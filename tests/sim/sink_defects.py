@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.meta.cluster_age import ClusterAge
+from plait.meta.batch_commits import ClusterAge
 
 
 def forget_decisions_by_the_wall_clock(patch: pytest.MonkeyPatch) -> None:

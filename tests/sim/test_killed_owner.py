@@ -65,7 +65,7 @@ def standstills(database: Path, seed: int, killed_after: float) -> list[Standsti
         assert host is not None
         members = host.service.members
         members._pass_time()
-        silent = members._watch._now - members._watch._noticed["c/victim"]
+        silent = members._watch._now - members._watch._noticed["victim"]
         missed = 0.1 + LEASE_SECONDS - silent
         ends = {}
         for name, partition in broker.subjects.items():

@@ -22,7 +22,6 @@ _LOCK: Final = 0x706C_6169
 
 
 def migrate(database: Database) -> None:
-    """Upgrade the database to the newest schema."""
     with database.reading() as connection:
         if _version(connection, database) == VERSIONS[-1]:
             return

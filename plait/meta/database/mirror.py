@@ -118,7 +118,6 @@ class Mirror:
         self._decoded: dict[GroupKey, Allocation] = {}
 
     def take(self, news: News, packed: Mapping[GroupKey, Packed]) -> None:
-        """Apply changes that were read from the database."""
         if news.number == self.seen and not news.everything:
             return
         with self.changing:

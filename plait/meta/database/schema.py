@@ -157,7 +157,7 @@ COMMITS = sa.Table(
     _column("batch", int),
     _column("version", int),
     _column("done", bool),
-    #: The cluster's age at the last change of the row, in seconds (``cluster_age.py``).
+    #: The cluster's age at the last change of the row, in seconds (``batch_commits.ClusterAge``).
     _column("time", int),
     _column("body", bytes),
     sa.Index(PREFIX + "commits_time", "time"),

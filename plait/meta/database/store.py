@@ -90,7 +90,6 @@ class StoreChange:
         self._connection.execute(statement.values(number=newest))
 
     def heartbeats(self, names: Sequence[str]) -> dict[str, int]:
-        """The heartbeat count of each of these names."""
         statement = sa.select(HEARTBEATS.c.name, HEARTBEATS.c.count).where(HEARTBEATS.c.name.in_(names))
         return dict(self._connection.execute(statement).all())
 
@@ -169,13 +168,11 @@ class Store:
                 connection.execute(_ADD_HEARTBEAT, [{"name": name, "count": 1} for name in ordered])
 
     def heartbeats(self, after: str, end: str, limit: int) -> list[tuple[str, int]]:
-        """(name, heartbeat count) of the names between ``after`` and ``end``, both excluded, in order."""
         between = {"after": after, "end": end, "limit": limit}
         with self.database.reading() as connection:
             return [(name, count) for name, count in connection.execute(_HEARTBEATS_BETWEEN, between)]
 
     def forget_heartbeats(self, names: Sequence[str]) -> None:
-        """Delete the heartbeat counts of these names."""
         if names:
             with self.database.writing() as connection:
                 connection.execute(sa.delete(HEARTBEATS).where(HEARTBEATS.c.name.in_(names)))
@@ -187,7 +184,6 @@ def _changed(row: TableRow) -> int:
 
 
 def _content(row: TableRow) -> dict[str, Any]:
-    """The columns outside the key."""
     return {field: getattr(row, field) for field in _fields(type(row))}
 
 

@@ -8,13 +8,23 @@ heartbeats is counted, so no name is lost while the watcher is stopped or cannot
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice, takewhile
+
+from plait.meta.core import Core
+from plait.meta.database.store import StoreChange
 
 
 class Liveness:
-    """Watched names and the time of the last sign of life of each."""
+    """Watched names of one kind and the time of the last sign of life of each.
 
-    def __init__(self, lost_seconds: float) -> None:
+    The heartbeats that this watcher receives are counted in the database for the watchers of other meta servers.
+    """
+
+    def __init__(self, core: Core, kind: str, lost_seconds: float) -> None:
+        self._core = core
+        #: The prefix of the names in the database, and the end of such names.
+        self._prefix, self._end = f"{kind}/", f"{kind}0"
         self._lost_seconds = lost_seconds
         #: Seconds in which the watcher could see heartbeats.
         self._now = 0.0
@@ -24,6 +34,10 @@ class Liveness:
         #: How often the watcher itself raised a counter since it last read it.
         self._raised: dict[str, int] = {}
         self._certain: set[str] = set()
+        #: Names with heartbeats that are not yet written to the database.
+        self._unwritten: dict[str, None] = {}
+        #: Counters of the names after this one are still to be read in this round.
+        self._reading = ""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._noticed)
@@ -32,7 +46,6 @@ class Liveness:
         return name in self._noticed
 
     def advance(self, seconds: float) -> None:
-        """Count seconds in which the watcher could see heartbeats."""
         self._now += seconds
 
     def expect(self, name: str) -> None:
@@ -45,23 +58,54 @@ class Liveness:
 
         Heartbeats come in order of time, and none is older than the last ``advance``.
         """
+        self._see(name, ago)
+        self._unwritten[name] = None
+
+    def _see(self, name: str, ago: float = 0.0) -> None:
         self._noticed.pop(name, None)
         self._noticed[name] = self._now - ago
         self._certain.add(name)
 
-    def raised(self, name: str) -> None:
-        """Record that the watcher raised the counter for other watchers; for itself that is no sign of life."""
-        self._raised[name] = self._raised.get(name, 0) + 1
+    def exchange(self, *, expect: bool = False) -> bool:
+        """Write one page of counters and read one, with other meta servers. Returns True if there are more.
 
-    def observe(self, name: str, count: int) -> None:
-        """Record a counter value. A value that the watcher does not expect is a sign of life."""
-        before = self.count(name)
-        self._counts[name] = count
-        self._raised.pop(name, None)
-        if before is not None and before != count and name in self._noticed:
-            self.notice(name)
+        A counter that changed otherwise than by this watcher is a sign of life. ``expect``: watch every name read.
+        """
+        store, page = self._core.store, self._core.limits.page
+        unwritten = list(self._unwritten)[:page]
+        with self._core.noted():
+            store.add_heartbeats([self._prefix + name for name in unwritten])
+            for name in unwritten:
+                self._raised[name] = self._raised.get(name, 0) + 1
+            found = store.heartbeats(self._prefix + self._reading, self._end, page)
+        for name in unwritten:
+            del self._unwritten[name]
+        names = [key.removeprefix(self._prefix) for key, _ in found]
+        for name, (_, count) in zip(names, found, strict=True):
+            if expect:
+                self.expect(name)
+            if name in self._noticed:
+                before = self._count(name)
+                self._counts[name] = count
+                self._raised.pop(name, None)
+                if before is not None and before != count:
+                    self._see(name)
+        if len(found) == page:
+            self._reading = names[-1]
+        elif not self._unwritten:
+            self._reading = ""
+            return False
+        return True
 
-    def count(self, name: str) -> int | None:
+    def revived(self, change: StoreChange, names: Sequence[str]) -> set[str]:
+        """Those of the names whose counter another meta server has raised, as ``change`` reads it."""
+        counts = change.heartbeats([self._prefix + name for name in names])
+        found = {name for name in names if counts.get(self._prefix + name) != self._count(name)}
+        for name in found:
+            self._see(name)
+        return found
+
+    def _count(self, name: str) -> int | None:
         """The expected counter value: the last one read plus what the watcher added since."""
         count = self._counts.get(name)
         return None if count is None else count + self._raised.get(name, 0)
@@ -76,13 +120,8 @@ class Liveness:
         return name in self._certain and self.lives(name)
 
     def lost(self, limit: int) -> list[str]:
-        """Lost names, at most ``limit``."""
-        found: list[str] = []
-        for name, noticed in self._noticed.items():
-            if self._now - noticed < self._lost_seconds or len(found) == limit:
-                break
-            found.append(name)
-        return found
+        silent = takewhile(lambda entry: self._now - entry[1] >= self._lost_seconds, self._noticed.items())
+        return [name for name, _ in islice(silent, limit)]
 
     @property
     def next_loss(self) -> float:
@@ -91,9 +130,14 @@ class Liveness:
             return max(noticed + self._lost_seconds - self._now, 0.0)
         return math.inf
 
-    def forget(self, name: str) -> None:
-        """Stop watching a name."""
-        self._noticed.pop(name, None)
-        self._counts.pop(name, None)
-        self._raised.pop(name, None)
-        self._certain.discard(name)
+    def forget(self, names: Sequence[str]) -> None:
+        """Stop watching names and delete their counters."""
+        for name in names:
+            self._noticed.pop(name, None)
+            self._counts.pop(name, None)
+            self._raised.pop(name, None)
+            self._unwritten.pop(name, None)
+            self._certain.discard(name)
+        if not self._core.store.alone:
+            with self._core.noted():
+                self._core.store.forget_heartbeats([self._prefix + name for name in names])

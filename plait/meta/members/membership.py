@@ -27,10 +27,6 @@ from plait.meta.members.shares import shared as shared_of
 from plait.model import names
 from plait.model.settings import GroupSettings
 
-#: Prefix of clients among the names whose heartbeats are counted.
-_PREFIX = "c/"
-_PREFIX_END = "c0"
-
 #: How long ``news`` waits while a change is applied to the mirror. That nearly always takes one or two milliseconds;
 #: asking the deciding thread instead would take longer.
 CHANGING_SECONDS = 0.003
@@ -93,11 +89,9 @@ class Members:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._watch = Liveness(core.limits.member_lost_seconds)
+        self._watch = Liveness(core, "c", core.limits.member_lost_seconds)
         #: The time up to which silence of clients was counted, on the monotonic clock.
         self._passed = core.clock.monotonic()
-        #: Clients with heartbeats that are not yet written to the database.
-        self._unwritten: dict[str, None] = {}
         #: By client, while it is a member of a group.
         self._last: dict[str, _LastHeartbeat] = {}
         self._groups: dict[str, _Groups] = {}
@@ -108,8 +102,8 @@ class Members:
         self.joining = Joining(core)
         self.leaving = LeaveQueue(core)
         self._flushed = 0.0
-        #: Heartbeat counts after this name are still to be read; "" when all are read.
-        self._reading = ""
+        #: True while heartbeat counts are exchanged with other meta servers, page by page.
+        self._exchanging = False
 
     # --- heartbeats -----------------------------------------------------------------------------
 
@@ -137,7 +131,7 @@ class Members:
             refused = self._update_memberships(client, heartbeat)
         self._pass_time()
         if client in mirror.memberships:
-            self._note(client)
+            self._watch.notice(client)
         else:
             self._unwatch(client)
         return self._answer(client, refused, self._newer(client, seen))
@@ -231,15 +225,9 @@ class Members:
             self._unwatch(leave.client)
         return self._answer(leave.client, {}, self._newer(leave.client, 0))
 
-    def _note(self, client: str, ago: float = 0.0) -> None:
-        """Record a heartbeat, ``ago`` seconds old."""
-        name = _PREFIX + client
-        self._watch.notice(name, ago)
-        self._unwritten[name] = None
-
     def _unwatch(self, client: str) -> None:
-        if _PREFIX + client in self._watch:
-            self._forget([_PREFIX + client])
+        if client in self._watch:
+            self._forget([client])
 
     def known(self, client: str, seen: int = 0) -> HeartbeatView:
         """The shares and routes of a client that are newer than ``seen``, for its last heartbeat's groups."""
@@ -278,7 +266,7 @@ class Members:
             client, at = self._repeated.popleft()
             if client in self._core.mirror.memberships:
                 # Not before the last ``advance``: heartbeats must be recorded in order.
-                self._note(client, min(max(now - at, 0.0), passed))
+                self._watch.notice(client, min(max(now - at, 0.0), passed))
 
     @property
     def next_loss(self) -> float:
@@ -289,11 +277,11 @@ class Members:
         """Called every tick, with the seconds that count as silence."""
         self._pass_time()
         for client in self._core.mirror.memberships:
-            self._watch.expect(_PREFIX + client)
+            self._watch.expect(client)
         self._flushed += seconds
         if self._flushed >= self._core.limits.heartbeat_flush_seconds and not self._core.store.alone:
             self._flushed = 0.0
-            self._reading = _PREFIX
+            self._exchanging = True
 
     def look(self) -> bool:
         """Exchange heartbeat counts with other meta servers and remove lost clients.
@@ -303,29 +291,11 @@ class Members:
         self.leaving.take_in()
         self._pass_time()
         page = self._core.limits.page
-        if self._reading:
-            self._exchange(page)
+        if self._exchanging:
+            self._exchanging = self._watch.exchange()
         lost = self._watch.lost(page)
         given_up = self._give_up(lost) if lost else 0
-        return bool(self._reading) or len(lost) == page or given_up < len(lost)
-
-    def _exchange(self, page: int) -> None:
-        """Write one page of heartbeat counts and read one."""
-        unwritten = list(self._unwritten)[:page]
-        with self._core.noted():
-            self._core.store.add_heartbeats(unwritten)
-            for name in unwritten:
-                self._watch.raised(name)
-            found = self._core.store.heartbeats(self._reading, _PREFIX_END, page)
-        for name in unwritten:
-            del self._unwritten[name]
-        for name, count in found:
-            if name in self._watch:
-                self._watch.observe(name, count)
-        if len(found) == page:
-            self._reading = found[-1][0]
-        elif not self._unwritten:
-            self._reading = ""
+        return self._exchanging or len(lost) == page or given_up < len(lost)
 
     def _give_up(self, silent: Sequence[str]) -> int:
         """Remove clients that were silent for a lease, as this meta server knows. Returns how many it processed.
@@ -335,10 +305,9 @@ class Members:
         core, mirror = self._core, self._core.mirror
         lost: list[str] = []
         rows: list[MemberRow] = []
-        for name in silent:
-            client = name.removeprefix(_PREFIX)
+        for client in silent:
             rows += [mirror.members[key][client] for key in sorted(mirror.memberships.get(client, ()))]
-            lost.append(name)
+            lost.append(client)
             if len(rows) >= core.limits.write_members:
                 break
         count = len(lost)
@@ -348,12 +317,9 @@ class Members:
         try:
             with core.change() as change:
                 if not core.store.alone:
-                    counts = change.heartbeats(lost)
-                    moved = {name for name in lost if counts.get(name) != self._watch.count(name)}
-                    for name in moved:
-                        self._watch.notice(name)
-                    rows = [row for row in rows if _PREFIX + row.client not in moved]
-                    lost = [name for name in lost if name not in moved]
+                    revived = self._watch.revived(change, lost)
+                    rows = [row for row in rows if row.client not in revived]
+                    lost = [client for client in lost if client not in revived]
                 change.replace(*((row, msgspec.structs.replace(row, online=False)) for row in rows))
         except ConcurrentChange:
             # Another meta server removed them, or they joined again: the next ``look`` finds out.
@@ -362,16 +328,11 @@ class Members:
         self._forget(lost)
         return count
 
-    def _forget(self, watched: Sequence[str]) -> None:
-        for name in watched:
-            self._watch.forget(name)
-            self._unwritten.pop(name, None)
+    def _forget(self, clients: Sequence[str]) -> None:
         # Under the lock: another thread may be recording a reply to one of these clients.
         with self._core.mirror.changing:
-            for client in (name.removeprefix(_PREFIX) for name in watched):
+            for client in clients:
                 self._last.pop(client, None)
                 self._groups.pop(client, None)
                 self._repeat_views.pop(client, None)
-        if not self._core.store.alone:
-            with self._core.noted():
-                self._core.store.forget_heartbeats(watched)
+        self._watch.forget(clients)

@@ -52,12 +52,10 @@ class Share(NamedTuple):
 
 
 def shared(subject: str, group: str) -> bytes:
-    """The share of every member of a group that is not ordered."""
     return msgspec.msgpack.encode(Share(subject, group, "shared", []))
 
 
 def join(shares: Sequence[bytes]) -> msgspec.Raw:
-    """The msgpack list of packed shares."""
     return msgspec.Raw(b"\xdd%b%b" % (len(shares).to_bytes(4, "big"), b"".join(shares)))
 
 
@@ -106,5 +104,4 @@ class Shares:
         return self._head + _COUNTS[(end - begin) // _RUN_SIZE] + self._runs[begin:end]
 
     def lps(self, client: str) -> list[NumberedRun]:
-        """The share of a member."""
         return msgspec.msgpack.decode(self.of(client), type=Share).lps

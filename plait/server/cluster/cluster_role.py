@@ -55,7 +55,6 @@ class ClusterRole:
 
     @property
     def alone(self) -> bool:
-        """True if there is no meta server."""
         return self._url is None and not self._addresses
 
     async def start(self) -> None:
@@ -111,7 +110,6 @@ class ClusterRole:
         return False
 
     async def route(self, subject: str) -> m.RouteReply:
-        """The newest route of a subject, from a meta server."""
         found = await self._request(m.RouteRequest(subject, create=False))
         assert isinstance(found, m.RouteReply)
         return found

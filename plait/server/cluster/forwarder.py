@@ -63,7 +63,6 @@ class Forwarder:
         self._work.set()
 
     async def run(self) -> None:
-        """Run until cancelled."""
         try:
             while True:
                 await self._work.wait()
@@ -115,7 +114,6 @@ class Forwarder:
         asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._work.set)
 
     async def _find(self, subject: str) -> m.RouteReply:
-        """Get the newest route from a meta server."""
         found = await self._cluster.route(subject)
         table = np.zeros(LOGICAL_PARTITIONS, np.int64)
         for first, end, spans in found.histories:
@@ -205,10 +203,5 @@ class Forwarder:
 
     async def _durable(self) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def reply() -> None:
-            if not done.done():
-                done.set_result(None)
-
-        self._broker.turn.answer_when_durable(reply)
+        self._broker.turn.answer_when_durable(lambda: None if done.done() else done.set_result(None))
         await done

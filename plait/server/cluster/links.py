@@ -48,7 +48,6 @@ class Links:
             return link
 
     def close(self) -> None:
-        """Close all connections."""
         for link in self._links.values():
             link.close()
 

@@ -18,7 +18,7 @@ from plait.broker.partitions.sealing import began, gone_below, passed
 from plait.errors import InvalidArgument, PlaitError
 from plait.limits import NUMBER_MAX
 from plait.server.broker_host import BrokerHost
-from plait.server.notices import Notice
+from plait.server.notices import Notices
 from plait.wire.admin.cluster import (
     BROKER_HEARTBEAT,
     REGISTER_BROKER,
@@ -56,7 +56,7 @@ class Registrar:
         #: Partition → its last report; and the index at which the next round of reports starts.
         self._reported: dict[str, PartitionProgress] = {}
         self._turn = 0
-        self._refusal = Notice("this broker is registered with a meta server again", log)
+        self._notices = Notices(log)
 
     async def start(self) -> None:
         """Register. If no meta server is reachable, registration is retried in the background.
@@ -75,7 +75,7 @@ class Registrar:
                 log.warning("%s", error)
                 await asyncio.sleep(HEARTBEAT_SECONDS)
             except PlaitError as error:
-                self._refusal.begin(NOT_TAKEN.format(error), error.code)
+                self._notices.begin("meta server", NOT_TAKEN.format(error), error.code)
                 break
         self._task = tasks.keep(self._run, "plait-registrar")
 
@@ -99,38 +99,34 @@ class Registrar:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            await self._step()
-
-    async def _step(self) -> None:
-        try:
-            if self._registered and (newest := await self._ask(BROKER_HEARTBEAT, **self._facts(self._state()))):
-                self._host.broker.numbers.learn(newest)
-                await self._report(self._next_sealed())
-            else:
-                await self._register()
-            self._refusal.end()
-        except PlaitError as error:
-            self._refusal.begin(NOT_TAKEN.format(error), error.code)
+            try:
+                if self._registered and (newest := await self._ask(BROKER_HEARTBEAT, **self._facts())):
+                    self._host.broker.numbers.learn(newest)
+                    sealed = self._sealed()
+                    start = self._turn % len(sealed) if sealed else 0
+                    self._turn = start + REPORTED_MAX
+                    await self._report([*sealed[start:], *sealed[:start]][:REPORTED_MAX])
+                else:
+                    await self._register()
+                self._notices.end("meta server", "this broker is registered with a meta server again")
+            except PlaitError as error:
+                self._notices.begin("meta server", NOT_TAKEN.format(error), error.code)
 
     # --- progress reports -----------------------------------------------------------------------
 
     def _sealed(self) -> list[Partition]:
-        """Partitions with sealed LPs."""
         return [each for each in self._host.broker.subjects.values() if each.fences is not None]
-
-    def _next_sealed(self) -> list[Partition]:
-        """The next ``REPORTED_MAX`` sealed partitions, round robin."""
-        sealed = self._sealed()
-        start = self._turn % len(sealed) if sealed else 0
-        self._turn = start + REPORTED_MAX
-        return [*sealed[start:], *sealed[:start]][:REPORTED_MAX]
 
     async def _report(self, partitions: list[Partition]) -> None:
         """Send the progress of partitions whose report changed."""
         known = self._host.broker.subjects
         self._reported = {name: report for name, report in self._reported.items() if name in known}
-        reports = {each.row.name: self._progress(each) for each in partitions}
-        news = [(name, report) for name, report in reports.items() if self._reported.get(name) != report]
+        news = []
+        for each in partitions:
+            row, below = each.row, gone_below(self._host.broker, each)
+            report = PartitionProgress(row.name, row.subject, row.route, passed(each), below, began(each))
+            if self._reported.get(row.name) != report:
+                news.append((row.name, report))
         for at in range(0, len(news), REPORTED_MAX):
             some = news[at : at + REPORTED_MAX]
             reported = [report for _, report in some]
@@ -138,23 +134,17 @@ class Registrar:
             if await self._ask(REPORT_PROGRESS, group=group, broker=self._name, partitions=reported):
                 self._reported.update(some)
 
-    def _progress(self, partition: Partition) -> PartitionProgress:
-        row, below = partition.row, gone_below(self._host.broker, partition)
-        return PartitionProgress(row.name, row.subject, row.route, passed(partition), below, began(partition))
-
     # --- registration ---------------------------------------------------------------------------
 
-    def _state(self) -> str:
-        broker = self._host.broker
-        return "R" if broker.turn.read_only or broker.turn.low_space else "RW"
-
-    def _facts(self, state: str) -> dict[str, Any]:
-        reason = self._host.broker.turn.low_space
-        return {"group": self._host.config.group, "broker": self._name, "state": state, "reason": reason}
+    def _facts(self, state: str = "") -> dict[str, Any]:
+        """The broker and its state, by default what the broker allows now."""
+        turn = self._host.broker.turn
+        state = state or ("R" if turn.read_only or turn.low_space else "RW")
+        return {"group": self._host.config.group, "broker": self._name, "state": state, "reason": turn.low_space}
 
     async def _register(self) -> None:
         host = self._host
-        facts = {**self._facts(self._state()), "address": host.address, "epoch": host.broker.turn.epoch}
+        facts = {**self._facts(), "address": host.address, "epoch": host.broker.turn.epoch}
         partitions = [self._partition(name) for name in sorted(host.broker.subjects)]
         pages = [partitions[at : at + PAGE] for at in range(0, len(partitions), PAGE)] or [[]]
         # The meta database may be a new one without the earlier reports.

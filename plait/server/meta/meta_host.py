@@ -220,7 +220,6 @@ class MetaHost:
             del self._waiting[news]
 
     def _notify(self, clients: set[str]) -> None:
-        """Something changed for these clients."""
         for news, client in self._waiting.items():
             if client in clients and not news.done():
                 news.set_result(None)

@@ -88,7 +88,6 @@ class MetaHandlers:
         self._others = {operation.name: (operation, call) for operation, call in others}
 
     def takes(self, message: m.PacketHead) -> bool:
-        """True if the request is for a meta server."""
         if isinstance(message, m.AdminRequest):
             return message.operation in self._decisions or message.operation in self._others
         return isinstance(message, m.RouteRequest | m.MemberHeartbeatRequest)
@@ -220,7 +219,6 @@ class MetaHandlers:
 
 
 def _route_reply(view: RouteView, metas: list[str]) -> m.RouteReply:
-    """A route as it is sent to clients."""
     route = view.route
     return m.RouteReply(
         route.subject,

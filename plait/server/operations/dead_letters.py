@@ -62,7 +62,6 @@ def list_letters(host: BrokerHost, request: ListLetters) -> FoundLetters:
 
 
 def _sizes(letters: Letters, *, bodies: bool) -> npt.NDArray[np.int64]:
-    """The approximate size of each letter in a reply."""
     sequences, frame, death = letters
     if frame is None or death is None:
         return np.full(len(sequences), LETTER_BYTES)

@@ -59,7 +59,6 @@ def list_groups(host: BrokerHost, request: OfSubjects) -> list[GroupInfo]:
 
 
 def partitions_of(host: BrokerHost, request: OfSubjects) -> list[Partition]:
-    """The partition of the named subject, or of all subjects."""
     if request.subject is not None:
         return [host.broker.partition_of(request.subject, create=False)]
     return [partition for _, partition in sorted(host.broker.subjects.items())]
