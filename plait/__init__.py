@@ -142,9 +142,8 @@ if TYPE_CHECKING:
     from plait.client.admin.dead_letter_admin import DeadHistory, DeadLetter, DeadReason
     from plait.client.admin.parked_key_admin import ParkedKey
     from plait.client.admin.schedule_admin import ScheduleCount, ScheduledMessage
-    from plait.client.app.app import App
-    from plait.client.app.outcomes import Reject, RetryLater, Suspend
-    from plait.client.app.outgoing import Outgoing
+    from plait.client.app.app import App, Outgoing
+    from plait.client.app.subscription import Reject, RetryLater, Suspend
     from plait.client.client import Client, connect
     from plait.client.consume.consumer import ArrowBatch, Batch, Consumer
     from plait.client.read.reader import Reader
@@ -156,14 +155,13 @@ if TYPE_CHECKING:
 else:
     # NumPy and Arrow take most of the time of an import: what needs them is loaded when it is first asked for.
     _LATER = {
-        "plait.client.app.app": "App",
+        "plait.client.app.app": "App Outgoing",
         "plait.client.client": "Client connect",
         "plait.client.admin.admin": "Admin AllocationInfo MemberShare PartitionShare RouteInfo",
         "plait.client.consume.consumer": "ArrowBatch Batch Consumer",
         "plait.client.admin.dead_letter_admin": "DeadHistory DeadLetter DeadReason",
         "plait.client.send.encoding": "DelayLevel",
-        "plait.client.app.outcomes": "Reject RetryLater Suspend",
-        "plait.client.app.outgoing": "Outgoing",
+        "plait.client.app.subscription": "Reject RetryLater Suspend",
         "plait.client.admin.parked_key_admin": "ParkedKey",
         "plait.client.read.reader": "Reader",
         "plait.client.admin.schedule_admin": "ScheduleCount ScheduledMessage",

@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 import plait
@@ -115,18 +114,6 @@ async def test_reasons_and_rejections_are_spooled(broker: EmbeddedBroker, spool:
         assert (await client.admin.group("s", "g")).lag == 0
 
 
-async def test_a_spool_file_of_an_older_version_is_read(broker: EmbeddedBroker, spool: Path) -> None:
-    await spool_outcomes(broker, spool)
-    [path] = files(spool)
-    *names, acks, nacks, place = msgspec.msgpack.decode(path.read_bytes())
-    overwrite(path, msgspec.msgpack.encode([*names, acks, [nack[:2] for nack in nacks], place]))
-    await broker.start()
-    async with connect(broker, spool, PATIENT) as client, client.consumer("s", group="g") as consumer:
-        await consumer.flush()
-        info = await client.admin.group("s", "g")
-        assert (info.lag, info.waiting, info.dead) == (6, 2, 0)
-
-
 async def test_the_same_process_sends_its_spooled_outcomes_when_the_broker_is_back(
     broker: EmbeddedBroker, spool: Path
 ) -> None:
@@ -141,17 +128,6 @@ async def test_the_same_process_sends_its_spooled_outcomes_when_the_broker_is_ba
         await consumer.flush()
         assert (await client.admin.group("s", "g")).lag == 0
         await until(lambda: not files(spool))
-
-
-async def test_an_unsent_nack_keeps_its_delay_after_a_reconnect(broker: EmbeddedBroker) -> None:
-    async with broker.connect(limits=PATIENT) as client, client.consumer("s", group="g") as consumer:
-        await send(client, 1)
-        [message] = await fetch_all(consumer, 1)
-        await broker.kill()
-        message.nack(delay=60)
-        await broker.start()
-        await consumer.flush()
-        assert (await client.admin.group("s", "g")).waiting == 1
 
 
 async def test_each_client_id_has_its_own_spool_file(broker: EmbeddedBroker, spool: Path) -> None:

@@ -16,7 +16,7 @@ from plait.cli.commands.group import kind_of
 from plait.limits import LOGICAL_PARTITIONS
 from plait.testing import EmbeddedBroker
 from tests.client.cluster import cluster_of
-from tests.client.support import PATIENCE_SECONDS, fetch_all, numbers, until
+from tests.client.support import PATIENCE_SECONDS, fetch_all, numbers
 
 KEYS = [f"key-{n}" for n in range(60)]
 
@@ -170,17 +170,6 @@ async def test_a_dead_letter_of_a_strict_subject_parks_no_key_and_is_resent_to_i
     assert numbers(await fetch_all(owner, 1)) == [0]
 
 
-async def test_a_failed_message_does_not_hold_back_its_key_after_a_restart(
-    broker: EmbeddedBroker, strict: plait.Client
-) -> None:
-    async with strict.consumer("s", group="g", affinity="key") as consumer:
-        await strict.send_many("s", [b"0", b"1"], keys=["k", "k"])
-        (failing,) = await consumer.fetch(1, wait=PATIENCE_SECONDS)
-        await broker.restart()
-        failing.nack(delay=60)
-        assert numbers(await fetch_all(consumer, 1)) == [1]
-
-
 async def test_a_failed_message_on_an_old_partition_does_not_hold_back_the_next_partition(tmp_path: Path) -> None:
     async with cluster_of(tmp_path) as cluster:
         await cluster.open("g1")
@@ -195,43 +184,6 @@ async def test_a_failed_message_on_an_old_partition_does_not_hold_back_the_next_
             found[0].nack(delay=60)
             found += await fetch_all(consumer, 2)
             assert sorted(numbers(found)) == [0, 1, 2]
-
-
-async def test_handlers_continue_after_a_failure_with_one_message_of_a_key_at_a_time(
-    broker: EmbeddedBroker, strict: plait.Client
-) -> None:
-    app = plait.App(broker.address, group="g")
-    seen: list[int] = []
-    running = 0
-
-    @app.subscriber("s", affinity="key", concurrency=4)
-    async def on_message(message: plait.Message) -> None:
-        nonlocal running
-        running += 1
-        try:
-            assert running == 1
-            await asyncio.sleep(0)
-            if message.body == b"0":
-                raise plait.RetryLater(60)
-            seen.append(int(message.body))
-        finally:
-            running -= 1
-
-    await strict.send_many("s", [b"%d" % n for n in range(10)], keys=["k"] * 10)
-    serving = asyncio.ensure_future(app.run())
-    await until(lambda: len(seen) == 9)
-    app.stop()
-    await serving
-    assert seen == list(range(1, 10))
-
-
-def test_the_blocking_client_has_affinity() -> None:
-    with EmbeddedBroker() as broker, plait.sync.connect(broker.address) as client:
-        client.admin.create_subject("s", order="strict")
-        client.send_many("s", [b"0", b"1"], keys=["k", "k"])
-        with client.consumer("s", group="g", affinity="key") as consumer:
-            next(consumer).nack(delay=60)
-            assert next(consumer).body == b"1"
 
 
 async def test_listings_name_the_affinity(client: plait.Client, members: Members) -> None:

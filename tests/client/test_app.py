@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import plait
 from plait.testing import EmbeddedBroker
 from plait.testing.embedded_broker import TEST_CONFIG
-from tests.client.support import fetch_all, numbers, send, until
+from tests.client.support import send, until
 
 #: Failed messages are redelivered at once.
 AT_ONCE = plait.Retry.constant(0)
@@ -76,72 +75,6 @@ async def test_a_handler_gets_body_and_message_and_acks_by_returning(
     assert seen == [(number, str(number), 1) for number in range(10)]
 
 
-async def test_a_handler_that_raises_nacks_its_message_and_the_traceback_is_logged(
-    client: plait.Client, app: plait.App, caplog: pytest.LogCaptureFixture
-) -> None:
-    attempts: list[tuple[int, int]] = []
-
-    @app.subscriber("s", retry=AT_ONCE)
-    async def handle(order: Order, message: plait.Message) -> None:
-        attempts.append((order.number, message.attempt))
-        if order.number == 1 and message.attempt < 3:
-            raise ValueError("not today")
-
-    await client.send_many("s", [Order(n) for n in range(3)])
-    async with running(app):
-        await settled(client)
-    assert sorted(attempts) == [(0, 1), (1, 1), (1, 2), (1, 3), (2, 1)]
-    [first, second] = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "handle failed on s#1" in first.getMessage()
-    assert first.exc_info is not None
-    assert "not today" in str(first.exc_info[1])
-    assert second.name == "plait.app"
-
-
-def reject_nothing() -> BaseException:
-    """A handler's mistake: ``Reject`` with an invalid reason."""
-    return plait.Reject(0)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "error", [StopIteration, asyncio.CancelledError, StopAsyncIteration, TimeoutError, reject_nothing]
-)
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["async def", "def"])
-async def test_a_worker_survives_every_exception_of_a_handler(
-    client: plait.Client, app: plait.App, error: Callable[[], BaseException], asynchronous: bool
-) -> None:
-    seen: list[int] = []
-
-    def work(message: plait.Message) -> None:
-        seen.append(message.attempt)
-        if message.attempt == 1:
-            raise error()
-
-    async def work_later(message: plait.Message) -> None:
-        work(message)
-
-    app.subscriber("s")(work_later if asynchronous else work)
-    await client.send("s", b"")
-    async with running(app):
-        await settled(client)
-    assert seen == [1, 2]
-
-
-async def test_a_failing_message_does_not_hold_back_the_others(client: plait.Client, app: plait.App) -> None:
-    seen: set[int] = set()
-
-    @app.subscriber("s")
-    async def handle(order: Order) -> None:
-        if order.number == 0:
-            raise ValueError
-        seen.add(order.number)
-
-    await client.send_many("s", [Order(n) for n in range(50)])
-    async with running(app):
-        await settled(client, lag=1)
-    assert seen == set(range(1, 50))
-
-
 async def test_a_batch_is_acked_except_the_messages_that_the_handler_nacked(
     client: plait.Client, app: plait.App
 ) -> None:
@@ -192,19 +125,6 @@ async def test_a_failed_batch_is_nacked_as_a_whole(client: plait.Client, app: pl
     async with running(app):
         await settled(client)
     assert calls == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
-
-
-async def test_the_bad_bodies_of_a_batch_are_left_out(client: plait.Client, app: plait.App) -> None:
-    calls: list[list[int]] = []
-
-    @app.subscriber("s", batch=10)
-    async def handle(orders: list[Order]) -> None:
-        calls.append([order.number for order in orders])
-
-    await client.send_many("s", [Order(0), b"bad", Order(2)])
-    async with running(app):
-        await settled(client)
-    assert calls == [[0, 2]]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async def", "def"])
@@ -329,103 +249,6 @@ async def test_a_plain_function_around_an_asynchronous_one_is_awaited(client: pl
 # --- stopping ---------------------------------------------------------------------------------------------------------
 
 
-async def test_an_at_most_once_app_returns_the_messages_that_it_has_not_begun(
-    client: plait.Client, app: plait.App
-) -> None:
-    seen: list[int] = []
-
-    @app.subscriber("s", delivery="at_most_once")
-    async def handle(body: bytes) -> None:
-        seen.append(int(body))
-        if len(seen) in (5, 105):
-            app.stop()
-        await asyncio.sleep(0)
-
-    await send(client, 300)
-    for _ in range(2):
-        await asyncio.wait_for(app.run(), 60)
-    async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
-        rest = numbers(await fetch_all(consumer, 300 - len(seen)))
-    assert len(rest) > 100
-    assert seen + rest == list(range(300))
-
-
-async def test_draining_finishes_running_calls_and_returns_the_other_messages(
-    client: plait.Client, app: plait.App
-) -> None:
-    started, go_on = asyncio.Event(), asyncio.Event()
-    seen: list[int] = []
-
-    @app.subscriber("s")
-    async def handle(body: bytes) -> None:
-        started.set()
-        await go_on.wait()
-        seen.append(int(body))
-
-    await send(client, 10)
-    task = asyncio.ensure_future(app.run())
-    await started.wait()
-    app.stop()
-    await until(lambda: app._run is None or app._run.stopping.is_set())
-    go_on.set()
-    await asyncio.wait_for(task, 60)
-    assert seen == [0]
-    async with client.consumer("s", group="g") as consumer:
-        assert numbers(await fetch_all(consumer, 9)) == list(range(1, 10))
-
-
-async def stuck(app: plait.App, client: plait.Client, stop: Callable[[], None]) -> None:
-    """Stop an app whose handler never ends, and check that its message is returned."""
-    started = asyncio.Event()
-    cancelled: list[bool] = []
-
-    @app.subscriber("s")
-    async def handle(body: bytes) -> None:
-        started.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.append(True)
-
-    await send(client, 2)
-    task = asyncio.ensure_future(app.run())
-    await started.wait()
-    stop()
-    await asyncio.wait_for(task, 60)
-    assert cancelled == [True]
-    info = await client.admin.group("s", "g")
-    assert (info.lag, info.online, info.returned) == (2, 0, 2)
-
-
-async def test_a_handler_that_does_not_finish_in_time_is_cancelled(
-    broker: EmbeddedBroker, client: plait.Client, caplog: pytest.LogCaptureFixture
-) -> None:
-    app = plait.App(broker.address, group="g", limits=plait.ClientLimits(drain_seconds=0.02))
-    await stuck(app, client, app.stop)
-    assert "1 handlers did not finish" in caplog.text
-
-
-async def test_a_second_stop_does_not_wait(client: plait.Client, app: plait.App) -> None:
-    def twice() -> None:
-        app.stop()
-        app.stop()
-
-    await stuck(app, client, twice)
-
-
-async def test_cancelling_run_drains_too(client: plait.Client, app: plait.App) -> None:
-    @app.subscriber("s")
-    async def handle(body: bytes) -> None: ...
-
-    await send(client, 5)
-    task = asyncio.ensure_future(app.run())
-    await settled(client)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert (await client.admin.group("s", "g")).online == 0
-
-
 async def test_an_app_runs_again_after_it_stopped_but_not_twice_at_once(client: plait.Client, app: plait.App) -> None:
     @app.subscriber("s")
     async def handle(body: bytes) -> None: ...
@@ -479,21 +302,3 @@ async def test_a_permanently_deleted_subject_ends_the_app(tmp_path: Path) -> Non
         await client.admin.delete_subject("s")
         with pytest.raises(plait.SubjectNotFound):
             await asyncio.wait_for(service, 60)
-
-
-async def test_a_restart_of_the_broker_is_invisible_to_an_app(
-    broker: EmbeddedBroker, client: plait.Client, app: plait.App
-) -> None:
-    seen: list[int] = []
-
-    @app.subscriber("s", concurrency=3)
-    async def handle(body: bytes) -> None:
-        seen.append(int(body))
-
-    async with running(app):
-        await send(client, 100)
-        await until(lambda: len(seen) >= 50)
-        await broker.restart()
-        await send(client, 100, first=100)
-        await settled(client)
-    assert sorted(set(seen)) == list(range(200))

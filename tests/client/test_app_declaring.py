@@ -150,13 +150,6 @@ def test_invalid_settings_are_refused(app: plait.App, settings: dict[str, Any], 
         app.subscriber(**{"subject": "s", **settings})
 
 
-@pytest.mark.parametrize("absent", ["tags"])
-def test_an_unsupported_argument_is_a_type_error(app: plait.App, absent: str) -> None:
-    arguments: dict[str, Any] = {absent: True}
-    with pytest.raises(TypeError, match=absent):
-        app.subscriber("s", **arguments)
-
-
 def test_a_subscriber_needs_a_group_or_broadcast() -> None:
     app = plait.App()
     with pytest.raises(plait.InvalidArgument, match=r"'s' has no group.*broadcast=True"):

@@ -34,6 +34,11 @@ class IncompleteRejection(plait.Reject):
         """Does not call ``super().__init__()``."""
 
 
+class InvalidRejection(plait.Reject):
+    def __init__(self) -> None:
+        super().__init__(0)  # type: ignore[arg-type]
+
+
 class BrokenText(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -123,9 +128,9 @@ async def test_every_exception_of_a_decoder_fails_only_its_message(
 async def test_every_exception_of_a_handler_fails_only_its_message(
     client: plait.Client, app: plait.App, kind: str
 ) -> None:
-    errors = (
-        [*ERRORS, IncompleteRejection] if kind == "async def" else [*ERRORS, IncompleteRejection, KeyboardInterrupt]
-    )
+    errors = [*ERRORS, IncompleteRejection, InvalidRejection, StopIteration, StopAsyncIteration, TimeoutError]
+    if kind == "def":
+        errors.append(KeyboardInterrupt)
     seen: list[int] = []
 
     def work(number: int) -> None:
@@ -216,6 +221,8 @@ async def test_the_log_names_each_failed_attempt_and_the_dead_letter(
         "s#0 (attempt 2 of 3), which is tried again",
         "s#0 (attempt 3 of 3)",
     ]
+    errors = [record.exc_info for record in caplog.records if " failed on " in record.getMessage()]
+    assert [str(each[1]) for each in errors if each is not None] == ["no such order"] * 3
     [died] = [record.getMessage() for record in caplog.records if "dead letters" in record.getMessage()]
     assert died.startswith("1 message of s@")
     assert "went to the dead letters of group g: ValueError: no such order" in died

@@ -12,7 +12,7 @@ import pytest
 
 import plait
 from plait.testing import EmbeddedBroker
-from tests.client.support import PlayedMeta, fetch_all, numbers, send, until
+from tests.client.support import fetch_all, numbers, send, until
 
 
 async def test_fetch_returns_all_stored_rows_and_then_only_new_ones(client: plait.Client) -> None:
@@ -103,24 +103,6 @@ async def test_arrow_batches_have_one_row_per_message(client: plait.Client) -> N
     assert (await client.admin.group("s", "g")).lag == 0
 
 
-async def test_rows_of_an_arrow_batch_can_be_nacked_by_number(client: plait.Client) -> None:
-    await send(client, 6)
-    await send(client, 6, first=6)
-    async with client.consumer("s", group="g") as consumer:
-        first = await consumer.fetch_arrow(4)
-        second = await consumer.fetch_arrow(8)
-        await second.nack([0, 3, 7])
-        await second.ack()
-        await first.nack()
-        again = await fetch_all(consumer, 7)
-        assert sorted(numbers(again)) == [0, 1, 2, 3, 4, 7, 11]
-        assert {message.attempt for message in again} == {2}
-        with pytest.raises(plait.InvalidArgument, match="row 8 is out of range for a batch of 8 rows"):
-            await second.nack([8])
-        with pytest.raises(plait.InvalidArgument, match="row -1"):
-            await second.nack([-1])
-
-
 async def test_iteration_has_no_end_and_a_break_loses_no_message(client: plait.Client) -> None:
     await send(client, 250)
     seen: list[int] = []
@@ -139,27 +121,6 @@ async def test_iteration_has_no_end_and_a_break_loses_no_message(client: plait.C
                 break
         seen += numbers(await fetch_all(consumer, 4))
     assert seen == list(range(260))
-
-
-async def test_tasks_that_share_a_consumer_share_its_messages(client: plait.Client) -> None:
-    await send(client, 500)
-    seen: list[int] = []
-
-    async def work(consumer: plait.Consumer) -> None:
-        async for message in consumer:
-            seen.append(int(message.body))
-            message.ack()
-            await asyncio.sleep(0)
-            if len(seen) >= 500:
-                break
-
-    async with client.consumer("s", group="g") as consumer:
-        tasks = [asyncio.ensure_future(work(consumer)) for _ in range(4)]
-        await until(lambda: len(seen) == 500)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    assert sorted(seen) == list(range(500))
 
 
 # --- acks and nacks ---------------------------------------------------------------------------------------------------
@@ -190,15 +151,6 @@ async def test_batch_ack_waits_for_the_broker(client: plait.Client) -> None:
         await batch.ack()
 
 
-async def test_flush_waits_for_single_acks(client: plait.Client) -> None:
-    await send(client, 100)
-    async with client.consumer("s", group="g") as consumer:
-        for message in await consumer.fetch(100):
-            message.ack()
-        await consumer.flush()
-        assert (await client.admin.group("s", "g")).unacked == 0
-
-
 async def test_a_message_nacked_without_delay_is_redelivered_at_once(client: plait.Client) -> None:
     await send(client, 3)
     async with client.consumer("s", group="g") as consumer:
@@ -212,28 +164,6 @@ async def test_a_message_nacked_without_delay_is_redelivered_at_once(client: pla
         middle.ack()
     info = await client.admin.group("s", "g")
     assert (info.lag, info.redelivered) == (0, 3)
-
-
-async def test_batch_ack_leaves_out_nacked_messages(client: plait.Client) -> None:
-    await send(client, 10)
-    async with client.consumer("s", group="g") as consumer:
-        batch = await consumer.fetch(10)
-        batch[2].nack()
-        batch[7].nack()
-        await batch.ack()
-        again = await fetch_all(consumer, 2)
-        assert numbers(again) == [2, 7]
-        assert list(await consumer.fetch(10, wait=0)) == []
-
-
-async def test_batch_nack_leaves_out_acked_messages(client: plait.Client) -> None:
-    await send(client, 10)
-    async with client.consumer("s", group="g") as consumer:
-        batch = await consumer.fetch(10)
-        batch[2].ack()
-        batch[7].ack()
-        await batch.nack(delay=0)
-        assert numbers(await fetch_all(consumer, 8)) == [0, 1, 3, 4, 5, 6, 8, 9]
 
 
 async def test_the_first_outcome_of_a_message_counts(client: plait.Client) -> None:
@@ -353,19 +283,6 @@ async def test_at_most_once_returns_rows_that_were_not_handed_out(broker: Embedd
         assert got == list(range(300))
 
 
-async def test_at_most_once_returns_rows_of_all_partitions(meta: PlayedMeta) -> None:
-    async with meta.client() as client:
-        await send(client, 300)
-        got: list[int] = []
-        while len(got) < 300:
-            async with client.consumer("s", "g", delivery="at_most_once") as consumer:
-                async for message in consumer:
-                    got.append(int(message.body))
-                    if len(got) % 50 == 0:
-                        break
-        assert sorted(got) == list(range(300))
-
-
 async def test_at_most_once_pulls_only_while_a_fetch_waits(client: plait.Client) -> None:
     await send(client, 10)
     async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
@@ -390,16 +307,6 @@ async def test_every_broadcast_consumer_gets_every_message_from_now_on(
             assert numbers(await fetch_all(consumer, 5)) == [5, 6, 7, 8, 9]
         assert numbers(await fetch_all(everything, 10)) == list(range(10))
         assert len({c.client_id for c in (first, same_client, everything)}) == 3
-
-
-async def test_a_broadcast_consumer_gets_nacked_messages_again(client: plait.Client) -> None:
-    async with client.consumer("s", broadcast=True) as consumer:
-        await send(client, 2)
-        first, second = await fetch_all(consumer, 2)
-        first.ack()
-        second.nack()
-        [again] = await fetch_all(consumer, 1)
-        assert (again.body, again.attempt) == (b"1", 2)
 
 
 async def test_the_prefetch_limit_counts_decompressed_bytes(broker: EmbeddedBroker) -> None:

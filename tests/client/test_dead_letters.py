@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import pytest
 
 import plait
@@ -251,22 +250,6 @@ async def test_a_rejection_does_not_suspend_the_handler(client: plait.Client, ap
     async with running(app):
         await settled(client)
     assert len(await letters(client)) == 3
-
-
-async def test_a_suspension_uses_up_no_attempt_of_prefetched_messages(client: plait.Client, app: plait.App) -> None:
-    seen: list[tuple[int, int]] = []
-
-    @app.subscriber("s", suspend=0.01, retry=plait.Retry.constant(0, attempts=2))
-    async def handle(message: plait.Message) -> None:
-        seen.append((message.sequence, message.attempt))
-        if message.sequence == 0 and message.attempt == 1:
-            raise ValueError
-
-    await send(client, 20)
-    async with running(app):
-        await settled(client)
-    assert sorted(seen) == [(0, 1), (0, 2), *((n, 1) for n in range(1, 20))]
-    assert await letters(client) == []
 
 
 @pytest.mark.parametrize("batch", [None, 1])
@@ -529,7 +512,3 @@ async def test_a_resend_keeps_its_rate(client: plait.Client) -> None:
     begun = loop.time()
     assert await client.admin.resend_dead("s", "g", rate=200) == 60
     assert loop.time() - begun >= 0.24
-
-
-def test_letters_are_plain_values() -> None:
-    assert msgspec.json.encode(plait.DeadQueue("s", "g", 1)) == b'{"subject":"s","group":"g","count":1}'

@@ -23,21 +23,6 @@ async def test_every_group_has_its_own_progress(client: plait.Client) -> None:
     assert lags == {"a": 0, "b": 10}
 
 
-async def test_sixty_groups_each_get_every_message(client: plait.Client) -> None:
-    await send(client, 200)
-
-    async def consume(group: str) -> list[int]:
-        async with client.consumer("s", group=group) as consumer:
-            got = numbers(await fetch_all(consumer, 300))
-            await consumer.flush()
-            return got
-
-    working = [asyncio.ensure_future(consume(f"group-{n}")) for n in range(60)]
-    await send(client, 100, first=200)
-    for got in await asyncio.gather(*working):
-        assert got == list(range(300))
-
-
 async def test_members_share_a_group_and_no_message_is_delivered_twice(
     broker: EmbeddedBroker, client: plait.Client
 ) -> None:

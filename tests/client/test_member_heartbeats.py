@@ -34,16 +34,6 @@ async def test_one_heartbeat_names_all_members_of_a_client(cluster: Cluster) -> 
     assert cluster.meta.heartbeats[-1].client == "a"
 
 
-async def test_a_second_consumer_of_a_group_is_a_separate_member(cluster: Cluster) -> None:
-    async with (
-        cluster.connect(client_id="a") as client,
-        client.consumer("s", group="g", ordered=True),
-        client.consumer("s", group="g", ordered=True),
-    ):
-        assert cluster.meta.members == ["a", "a:2"]
-    assert cluster.meta.members == []
-
-
 async def test_members_keep_their_shares_without_a_meta_server(cluster: Cluster) -> None:
     async with cluster.connect(client_id="a") as client, client.consumer("s", group="g", ordered=True) as consumer:
         cluster.meta.error = plait.Unavailable("no meta server")
@@ -151,28 +141,3 @@ async def test_a_heartbeat_reply_with_a_newer_route_version_triggers_a_refresh(c
         cluster.meta.routes = {"s": 2}
         cluster.meta.change()
         await until(lambda: len(consumer._clients) == 2)
-
-
-async def test_every_message_is_handled_once_while_members_join_and_leave(broker: EmbeddedBroker) -> None:
-    keys = [f"key-{n}" for n in range(40)]
-    seen: dict[str, list[int]] = {key: [] for key in keys}
-
-    async def work(client_id: str, count: int) -> None:
-        async with (
-            broker.connect(client_id=client_id) as client,
-            client.consumer("s", group="g", ordered=True, prefetch=20) as consumer,
-        ):
-            while count > 0 and sum(map(len, seen.values())) < 400:
-                batch = await consumer.fetch(10, wait=0.1)
-                for message in batch:
-                    assert message.key is not None
-                    seen[message.key].append(int(message.body))
-                await batch.ack()
-                count -= len(batch)
-
-    async with broker.connect() as client:
-        await client.send_many("s", [b"%d" % n for n in range(400)], keys=[keys[n % 40] for n in range(400)])
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await asyncio.gather(work("a", 60), work("b", 80))
-        await asyncio.gather(work("c", 400), work("d", 400))
-    assert seen == {key: list(range(at, 400, 40)) for at, key in enumerate(keys)}

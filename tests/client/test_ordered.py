@@ -99,26 +99,6 @@ async def test_a_second_fetch_returns_only_rows_of_other_keys(cluster: Cluster, 
         assert numbers(await consumer.fetch(10)) == [1]
 
 
-async def test_a_second_arrow_fetch_returns_only_rows_of_other_keys(cluster: Cluster, client: plait.Client) -> None:
-    await cluster.send_keyed("g1", [("a", 0), ("b", 1), ("a", 2), ("b", 3)])
-    async with client.consumer("s", group="g", ordered=True) as consumer:
-        await until(lambda: consumer._buffer.count == 4)
-        one = await consumer.fetch_arrow(1)
-        two = await consumer.fetch_arrow(10)
-        assert (one.table["body"].to_pylist(), two.table["body"].to_pylist()) == ([b"0"], [b"1", b"3"])
-        await two.ack()
-        await one.ack()
-        assert (await consumer.fetch_arrow(10)).table["body"].to_pylist() == [b"2"]
-
-
-async def test_rows_without_a_key_do_not_wait_for_each_other(cluster: Cluster, client: plait.Client) -> None:
-    await cluster.send("g1", 10)
-    async with client.consumer("s", group="g", ordered=True) as consumer:
-        await until(lambda: consumer._buffer.count == 10)
-        assert numbers(await consumer.fetch(4)) == [0, 1, 2, 3]
-        assert numbers(await consumer.fetch(10)) == [4, 5, 6, 7, 8, 9]
-
-
 async def test_tasks_handle_different_keys_concurrently_and_each_key_in_order(
     cluster: Cluster, client: plait.Client
 ) -> None:
@@ -274,37 +254,6 @@ async def test_best_tried_continues_after_a_failed_message(cluster: Cluster, cli
         assert await cluster.lag("g1") == 1
 
 
-async def test_handlers_run_keys_concurrently_and_each_in_order(strict: Cluster) -> None:
-    app = plait.App(strict.brokers["g1"].address, group="g")
-    app._new_client = lambda: strict.connect(client_id="a")  # type: ignore[method-assign]
-    seen: list[tuple[str, int]] = []
-    failed: set[int] = set()
-    running: set[str] = set()
-
-    @app.subscriber("s", ordered=True, concurrency=5, retry=plait.Retry(steps=(0,)))
-    async def on_message(message: plait.Message) -> None:
-        assert message.key is not None
-        assert message.key not in running
-        running.add(message.key)
-        try:
-            await asyncio.sleep(0)
-            number = int(message.body)
-            if number % 10 == 3 and number not in failed:
-                failed.add(number)
-                raise RuntimeError("once")
-            seen.append((message.key, number))
-        finally:
-            running.remove(message.key)
-
-    serving = asyncio.ensure_future(app.run())
-    await strict.send_keyed("g1", rows(70))
-    await until(lambda: len(seen) >= 70)
-    app.stop()
-    await serving
-    assert by_key_of(seen) == by_key_of(rows(70))
-    assert await strict.lag("g1") == 0
-
-
 async def test_no_row_is_handed_out_after_the_lease_ends(cluster: Cluster) -> None:
     clock = ManualClock()
     async with cluster.connect(client_id="a") as client:
@@ -385,13 +334,6 @@ async def test_a_route_change_while_consuming_keeps_the_order(cluster: Cluster, 
 async def test_a_shared_allocation_refuses_an_ordered_consumer(cluster: Cluster, client: plait.Client) -> None:
     cluster.meta.strategy = "shared"
     with pytest.raises(plait.GroupMismatch, match=r"group 'g' of 's' is not ordered.*ordered=True"):
-        await client.consumer("s", group="g", ordered=True).__aenter__()
-
-
-async def test_an_ordered_consumer_of_a_shared_group_is_refused(cluster: Cluster, client: plait.Client) -> None:
-    async with client.consumer("s", group="g"):
-        pass
-    with pytest.raises(plait.GroupMismatch, match="ordered"):
         await client.consumer("s", group="g", ordered=True).__aenter__()
 
 
@@ -493,12 +435,3 @@ async def test_refused_locks_trigger_a_full_heartbeat(cluster: Cluster, client: 
         await until(
             lambda: len([b for b in cluster.meta.heartbeats if b.client == "b" and b.seen == 0]) > max(len(asked), 1)
         )
-
-
-def test_grants_are_converted_to_an_epoch_for_each_logical_partition() -> None:
-    from plait.client.consume.ordered.ordered_delivered import grants_of
-
-    grants: list[m.LpGrant] = [(0, 2, 7), (5, 6, 9)]
-    lps, epochs = grants_of(grants)
-    assert lps.nonzero()[0].tolist() == [0, 1, 5]
-    assert epochs[[0, 1, 5]].tolist() == [7, 7, 9]

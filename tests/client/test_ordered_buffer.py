@@ -109,15 +109,6 @@ def test_a_strict_batch_has_the_rows_of_a_key_from_one_partition_only() -> None:
     assert numbers(bench.buffer.take(10)) == [3, 5]
 
 
-def test_partitions_with_disjoint_locks_are_not_compared() -> None:
-    bench = Bench(strict=True)
-    bench.arrive([A, B])
-    bench.rights.give_up(lp_set([(512, 1024)]))
-    bench.arrive([KEYS[3], KEYS[4]], rights=bench.other_partition((512, 1024)))
-    assert not bench.buffer._have_several()
-    assert numbers(bench.buffer.take(10)) == [0, 1, 2, 3]
-
-
 def test_iteration_skips_held_keys_and_returns_to_them() -> None:
     bench = Bench()
     bench.arrive([A, A, B, A, B])
@@ -158,14 +149,6 @@ def test_an_ack_after_a_nack_does_not_release_the_key() -> None:
     assert bench.buffer.next() is None
     bench.gather()
     assert (bench.buffer.next(), bench.buffer.count) == (None, 0)
-
-
-def test_rows_for_separate_handling_have_different_keys() -> None:
-    bench = Bench()
-    bench.arrive([A, A, B, KEYS[0], KEYS[0]])
-    bench.arrive([B, KEYS[3]])
-    assert numbers(bench.buffer.take(10, apart=True)) == [0, 2, 3, 4, 6]
-    assert numbers(bench.buffer.take(10, apart=True)) == []
 
 
 def test_rows_that_are_put_back_keep_their_position() -> None:

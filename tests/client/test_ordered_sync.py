@@ -82,26 +82,3 @@ def test_batches_and_tables_are_fetched_in_order(broker: BlockingBroker) -> None
             assert len(table) == 15
             table.ack()
         assert client.admin.group("batch", "g").lag == 0
-
-
-def test_a_handler_in_threads_gets_each_key_in_order(broker: BlockingBroker) -> None:
-    app = plait.App(broker.address, group="app")
-    seen: dict[str, list[int]] = defaultdict(list)
-    done = threading.Semaphore(0)
-
-    @app.subscriber("handled", ordered=True, concurrency=3)
-    def on_message(message: plait.Message) -> None:
-        assert message.key is not None
-        seen[message.key].append(int(message.body))
-        done.release()
-
-    with plait.sync.connect(broker.address) as client:
-        expected = send(client, "handled", 30)
-        running = threading.Thread(target=app.run_forever)
-        running.start()
-        for _ in range(30):
-            assert done.acquire(timeout=PATIENCE_SECONDS)
-        app.stop()
-        running.join(PATIENCE_SECONDS)
-        assert seen == expected
-        assert client.admin.group("handled", "app").lag == 0

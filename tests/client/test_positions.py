@@ -13,12 +13,6 @@ from plait.testing import EmbeddedBroker
 from tests.client.support import fetch_all, numbers, send, until
 
 
-async def test_a_new_group_starts_at_the_earliest_message(client: plait.Client) -> None:
-    await send(client, 3)
-    async with client.consumer("s", group="g") as consumer:
-        assert numbers(await fetch_all(consumer, 3)) == [0, 1, 2]
-
-
 async def test_readers_start_at_the_latest(client: plait.Client) -> None:
     await send(client, 3)
     async with client.reader("s") as reader:
@@ -97,15 +91,6 @@ async def test_a_reader_stores_no_progress_and_takes_no_message_from_groups(clie
             assert numbers(await reader.fetch(100)) == [4, 5, 6, 7, 8, 9]
             assert await reader.fetch(wait=0.01) == []
     assert await client.admin.groups("s") == []
-
-
-async def test_a_reader_waits_for_messages_and_is_woken(client: plait.Client) -> None:
-    await client.admin.create_subject("s")
-    async with client.reader("s") as reader:
-        waiting = asyncio.ensure_future(reader.fetch(wait="1m"))
-        await asyncio.sleep(0)
-        await send(client, 1)
-        assert numbers(await asyncio.wait_for(waiting, 5)) == [0]
 
 
 async def test_iterating_a_reader_follows_the_subject_and_a_break_loses_no_message(client: plait.Client) -> None:

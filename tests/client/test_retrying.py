@@ -220,21 +220,6 @@ async def test_a_timeout_error_of_a_handler_is_not_mistaken_for_its_time_limit(
     assert "the database took too long" in caplog.text
 
 
-async def test_batch_handlers_fail_as_a_whole(client: plait.Client, app: plait.App) -> None:
-    calls: list[int] = []
-
-    @app.subscriber("s", batch=10, retry=AT_ONCE)
-    async def handle(bodies: list[bytes], messages: list[plait.Message]) -> None:
-        calls.append(max(message.attempt for message in messages))
-        if calls[-1] == 1:
-            raise plait.RetryLater(0.01)
-
-    await send(client, 10)
-    async with running(app):
-        await settled(client)
-        await until(lambda: max(calls) == 2)
-
-
 @pytest.mark.parametrize("seconds", [0.0104, 1 / 3, 0.1237])
 async def test_a_suspension_ends_despite_timer_rounding(client: plait.Client, app: plait.App, seconds: float) -> None:
     attempts: list[int] = []

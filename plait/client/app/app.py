@@ -15,12 +15,12 @@ import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from plait.client.app.app_run import AppRun, LifecycleHook
-from plait.client.app.outgoing import Outgoing, SendHook
 from plait.client.app.signature import Handler
 from plait.client.app.subscription import HandleHook, SubscriberSettings, Subscription
 from plait.client.arguments import Duration, Start, seconds_of, wait_of
@@ -28,7 +28,7 @@ from plait.client.blocking.loop_thread import new_event_loop
 from plait.client.client import DEFAULT_ADDRESS, Client
 from plait.client.consume.terms import ConsumerArguments
 from plait.client.send.encoding import Delay
-from plait.client.types import Receipt, Ticket
+from plait.client.types import HeaderValue, Receipt, Ticket
 from plait.errors import Closed, InvalidArgument
 from plait.limits import ClientLimits
 from plait.model import names
@@ -37,6 +37,37 @@ from plait.model.retry_policy import Retry
 log = logging.getLogger("plait.app")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A message before it is sent: the arguments of ``app.send``, which send hooks may change."""
+
+    subject: str
+    body: Any
+    key: str | int | None
+    tags: list[str]
+    headers: dict[str, HeaderValue]
+    oneway: bool
+    delay: Delay | None = None
+    deliver_at: datetime | None = None
+
+    async def send(self, client: Client) -> Receipt:
+        """Send the message with its current values."""
+        return await client.send(
+            self.subject,
+            self.body,
+            key=self.key,
+            tags=self.tags or None,
+            headers=self.headers or None,
+            delay=self.delay,
+            deliver_at=self.deliver_at,
+            oneway=self.oneway,
+        )
+
+
+#: Called around each send, with the message and a function that continues the send.
+SendHook = Callable[[Outgoing, Callable[[], Awaitable[Receipt]]], Awaitable[Receipt]]
 
 
 class App:
@@ -118,8 +149,11 @@ class App:
             subject, group, broadcast, delivery, start, prefetch, retry, ordered, affinity, handling
         )
         arguments.checked()
-        for name, number in (("batch", batch), ("concurrency", concurrency), ("prefetch", prefetch)):
-            _check_count(name, number)
+        for name, value in (("batch", batch), ("concurrency", concurrency), ("prefetch", prefetch)):
+            _check_count(name, value)
+        seconds = None if timeout is None else seconds_of(timeout)
+        if seconds is not None and seconds <= 0:
+            raise InvalidArgument(f"timeout must be more than 0, not {timeout!r}")
         if undecodable not in ("reject", "retry"):
             raise InvalidArgument(f"undecodable {undecodable!r} is not known; use 'reject' or 'retry'")
         self._check_other_subscribers(subject, group)
@@ -127,7 +161,7 @@ class App:
             consumer=arguments,
             batch=batch,
             concurrency=concurrency,
-            timeout=None if timeout is None else _positive("timeout", timeout),
+            timeout=seconds,
             suspend=None if suspend is None else wait_of(suspend),
             undecodable=undecodable,
         )
@@ -298,13 +332,6 @@ def _log_to_stderr() -> None:
 def _check_hook(name: str, function: Callable[..., Any]) -> None:
     if not inspect.iscoroutinefunction(function):
         raise InvalidArgument(f"{name} takes an async def, not {function!r}")
-
-
-def _positive(name: str, value: Duration) -> float:
-    seconds = seconds_of(value)
-    if seconds <= 0:
-        raise InvalidArgument(f"{name} must be more than 0, not {value!r}")
-    return seconds
 
 
 def _check_count(name: str, value: int | None) -> None:

@@ -8,12 +8,13 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 from plait import tasks
-from plait.client.app.handler_threads import HandlerThreads
-from plait.client.app.subscription import Subscription
+from plait.client.app.subscription import Outcome, Subscription
 from plait.client.client import Client
 from plait.client.closing import end_of
 from plait.client.consume.consumer import Consumer
@@ -25,6 +26,53 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 #: A start-up or shutdown hook.
 LifecycleHook = Callable[[], Any]
+
+
+class HandlerThreads:
+    """At most ``count`` threads for ``def`` handlers, started when there is work for them.
+
+    A thread cannot be stopped from outside. These are daemon threads, so the program does not wait at its end for a
+    handler that does not return: the process of an app ends after its drain time.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._work: SimpleQueue[tuple[Future[Outcome], Callable[[], Any]] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._stopped = False
+
+    def run(self, call: Callable[[], Any]) -> asyncio.Future[Outcome]:
+        """Run a call in one of the threads. A future cannot carry a StopIteration, so its result has the error too."""
+        if self._stopped:
+            raise RuntimeError("the handler threads are stopped and take no more calls")
+        future: Future[Outcome] = Future()
+        self._work.put((future, call))
+        if len(self._threads) < self._count:
+            name = f"plait-handler-{len(self._threads) + 1}"
+            self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
+            self._threads[-1].start()
+        return asyncio.wrap_future(future)
+
+    def stop(self) -> None:
+        """Take no more work. Each thread ends after its current call."""
+        self._stopped = True
+        for _ in self._threads:
+            self._work.put(None)
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            future, call = work
+            if not future.set_running_or_notify_cancel():
+                continue
+            outcome: Outcome
+            try:
+                outcome = call(), None
+            except BaseException as error:  # noqa: BLE001 - the caller looks at it
+                outcome = None, error
+            if self._stopped:
+                # The loop that waited for it may be closed.
+                return
+            future.set_result(outcome)
 
 
 class AppRun:
@@ -121,7 +169,7 @@ class AppRun:
                     self._consumers.append(consumer)
                 for subscription, consumer in zip(self._subscriptions, self._consumers, strict=True):
                     for _ in range(subscription.settings.concurrency):
-                        work = subscription.work(consumer, pool, self.stopping)
+                        work = subscription.work(consumer, pool.run, self.stopping)
                         workers.append(tasks.child(work, f"plait-{subscription.handler.name}"))
                 log.info("ready: %s, as client %s", "; ".join(map(str, self._subscriptions)), client.client_id)
                 stopped = tasks.child(self.stopping.wait(), "plait-stopping")
@@ -131,7 +179,7 @@ class AppRun:
                     stopped.cancel()
                     await self._drain(workers)
         finally:
-            pool.shutdown(wait=False)
+            pool.stop()
         for worker in workers:
             if worker.done() and not worker.cancelled() and (error := worker.exception()) is not None:
                 raise error

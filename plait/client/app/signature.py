@@ -105,7 +105,6 @@ class Handler:
         return None if self._decode is None else self._decode(message.body)
 
     def arguments(self, body: Any, message: Message | Sequence[Message]) -> list[Any]:
-        """The arguments to call the handler with."""
         return [message if wanted else body for wanted in self._takes_message]
 
 

@@ -1,4 +1,7 @@
-"""Runs one handler: feeds it messages, acks those on which it returns, and nacks those on which it raises."""
+"""Runs one handler: feeds it messages, acks those on which it returns, and nacks those on which it raises.
+
+A handler chooses another outcome with ``RetryLater``, ``Suspend`` or ``Reject``.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,29 @@ import functools
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor
 from typing import Any, Literal
 
 import msgspec
 
-from plait.client.app.outcomes import Reject, RetryLater, Suspend
 from plait.client.app.signature import Handler
+from plait.client.arguments import Duration, wait_of
 from plait.client.client import Client
 from plait.client.consume.consumer import Batch, Consumer
 from plait.client.consume.failure import UNBEGUN, FailureOutcome, reason_of
 from plait.client.consume.terms import ConsumerArguments
 from plait.client.types import Message
 from plait.errors import CodecError
+from plait.model.reason import Reason
 
 log = logging.getLogger("plait.app")
 
 #: Wraps each call of a handler; gets its messages, and a function that calls the next hook or the handler.
 HandleHook = Callable[[list[Message], Callable[[], Awaitable[None]]], Awaitable[None]]
+
+#: The result of a call in a thread, and the exception that it raised.
+Outcome = tuple[Any, BaseException | None]
+#: Runs a call in a thread.
+InThread = Callable[[Callable[[], Any]], asyncio.Future[Outcome]]
 
 #: Raised in a task from outside: control-C where the loop does not handle it, and the end of the interpreter. Any other
 #: exception of a decoder or a handler is a failure of its message only.
@@ -33,6 +41,48 @@ _NOT_THE_HANDLERS = (KeyboardInterrupt, GeneratorExit)
 
 #: The timeout of one ``fetch`` for a batch; the next one follows at once.
 BATCH_WAIT_SECONDS = 3600.0
+
+
+class RetryLater(Exception):
+    """Retry the message after ``delay``, whatever the group's policy is. It is not logged as an error.
+
+    It counts as an attempt: after the last attempt of the policy the message becomes a dead letter.
+    """
+
+    def __init__(self, delay: Duration) -> None:
+        self.seconds = wait_of(delay)
+        super().__init__(f"again in {self.seconds:g} s")
+
+
+class Suspend(Exception):
+    """Suspend the handler: it gets no messages for ``delay``, and then this one again.
+
+    It does not count as an attempt: the message never becomes a dead letter because of it.
+    """
+
+    def __init__(self, delay: Duration) -> None:
+        self.seconds = wait_of(delay)
+        super().__init__(f"suspended for {self.seconds:g} s")
+
+
+class Reject(Exception):
+    """Make the message a dead letter at once: no attempt can succeed.
+
+    ``reason`` is text, an exception or a ``plait.Reason``; by default the exception that this one was raised from.
+    """
+
+    def __init__(self, reason: str | BaseException | Reason | None = None) -> None:
+        # Validated here, so that the traceback shows where the reason was given.
+        checked = reason_of(reason)
+        self.reason: str | BaseException | Reason = "" if reason is None else reason
+        super().__init__("" if checked in (None, Reason()) else str(checked))
+
+    def reason_for(self, handler: str) -> Reason | None:
+        if isinstance(self.reason, str):
+            if not self.reason and self.__cause__ is not None:
+                return reason_of(self.__cause__, handler)
+            return reason_of(Reason("plait.Reject", self.reason), handler)
+        return reason_of(self.reason, handler)
 
 
 class SubscriberSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +107,7 @@ class Call:
 
     def __init__(self, arguments: list[Any]) -> None:
         self.arguments = arguments
-        self.thread: asyncio.Future[Any] | None = None
+        self.thread: asyncio.Future[Outcome] | None = None
         #: True if a worker waits for the call.
         self.awaited = True
         #: The exception that its thread raised.
@@ -104,10 +154,9 @@ class Subscription:
         return f"{self.handler.name} handles {consumer.subject} ({who})"
 
     def consumer(self, client: Client) -> Consumer:
-        """The consumer that feeds the handler."""
         return client._consumer(self.settings.consumer, any_thread=not self.handler.is_async)
 
-    async def work(self, consumer: Consumer, pool: Executor, stopping: asyncio.Event) -> None:
+    async def work(self, consumer: Consumer, in_thread: InThread, stopping: asyncio.Event) -> None:
         """One worker: handle messages until the consumer stops."""
         if self.settings.batch is None:
             async for message in consumer:
@@ -118,7 +167,7 @@ class Subscription:
                     # The consumer lost the message's lock during a suspension.
                     message._delivered.report_row(message._row, UNBEGUN)
                     continue
-                self._suspend(consumer, await self._handle(message, pool, stopping))
+                self._suspend(consumer, await self._handle(message, in_thread, stopping))
             return
         while not stopping.is_set():
             batch = await consumer.fetch(self.settings.batch, BATCH_WAIT_SECONDS)
@@ -128,9 +177,9 @@ class Subscription:
             if not batch._may_begin():
                 batch._report(UNBEGUN)
             elif len(batch):
-                self._suspend(consumer, await self._handle_batch(batch, pool, stopping))
+                self._suspend(consumer, await self._handle_batch(batch, in_thread, stopping))
 
-    async def _handle(self, message: Message, pool: Executor, stopping: asyncio.Event) -> BaseException | None:
+    async def _handle(self, message: Message, in_thread: InThread, stopping: asyncio.Event) -> BaseException | None:
         """Handle one message; returns the failure, if any."""
         try:
             arguments = self.handler.arguments(self.handler.decode(message), message)
@@ -139,7 +188,7 @@ class Subscription:
         except BaseException as error:  # noqa: BLE001 - any exception fails only its message
             return self._refuse(message, error)
         call = Call(arguments)
-        failure = await self._call(call, pool, [message], stopping)
+        failure = await self._call(call, in_thread, [message], stopping)
         if failure is None:
             message.ack()
         else:
@@ -148,7 +197,7 @@ class Subscription:
         self._calls.discard(call)
         return failure
 
-    async def _handle_batch(self, batch: Batch, pool: Executor, stopping: asyncio.Event) -> BaseException | None:
+    async def _handle_batch(self, batch: Batch, in_thread: InThread, stopping: asyncio.Event) -> BaseException | None:
         """Handle a batch; returns the failure of the call or of decoding a message, if any."""
         failure: BaseException | None = None
         bodies: list[Any] = []
@@ -163,7 +212,7 @@ class Subscription:
                 failure = self._refuse(message, error)
         if messages:
             call = Call(self.handler.arguments(bodies, messages))
-            broken = await self._call(call, pool, messages, stopping)
+            broken = await self._call(call, in_thread, messages, stopping)
             if broken is not None:
                 batch._report(self._failed(broken))
                 await call.ended()
@@ -205,7 +254,6 @@ class Subscription:
         )
 
     def _failed(self, failure: BaseException) -> FailureOutcome:
-        """The failure outcome of an exception."""
         name = self.handler.name
         try:
             if isinstance(failure, Reject):
@@ -219,14 +267,13 @@ class Subscription:
             log.exception("%s raised a %s without its attributes; call its __init__", name, type(failure).__qualname__)
         return FailureOutcome(None, reason_of(failure, name))
 
-    async def _invoke(self, call: Call, pool: Executor) -> None:
+    async def _invoke(self, call: Call, in_thread: InThread) -> None:
         """Call the handler; raises what it raises."""
         if self.handler.is_async:
             await self.handler.function(*call.arguments)
             return
         context = contextvars.copy_context()
-        work = functools.partial(_outcome, context, self.handler.function, call.arguments)
-        call.thread = asyncio.get_running_loop().run_in_executor(pool, work)
+        call.thread = in_thread(functools.partial(context.run, self.handler.function, *call.arguments))
         # A thread cannot be stopped: it continues after the timeout, and the worker waits for it.
         result, call.failure = await asyncio.shield(call.thread)
         if call.failure is not None:
@@ -236,14 +283,14 @@ class Subscription:
             await result
 
     async def _call(
-        self, call: Call, pool: Executor, messages: list[Message], stopping: asyncio.Event
+        self, call: Call, in_thread: InThread, messages: list[Message], stopping: asyncio.Event
     ) -> BaseException | None:
         """Call the handler with its hooks; returns the failure, or None if it returned."""
         self._calls.add(call)
         failure: BaseException | None = None
         task = asyncio.current_task()
         assert task is not None
-        invoke: Callable[[], Awaitable[None]] = functools.partial(self._invoke, call, pool)
+        invoke: Callable[[], Awaitable[None]] = functools.partial(self._invoke, call, in_thread)
         for hook in reversed(self._hooks):
             invoke = functools.partial(hook, messages, invoke)
         try:
@@ -309,16 +356,6 @@ class Subscription:
             except TimeoutError:
                 pass
         return not stopping.is_set()
-
-
-def _outcome(
-    context: contextvars.Context, function: Callable[..., Any], arguments: list[Any]
-) -> tuple[Any, BaseException | None]:
-    """Returns (result, error) of a call: a future cannot carry a StopIteration, and a SystemExit would end the loop."""
-    try:
-        return context.run(function, *arguments), None
-    except BaseException as error:  # noqa: BLE001 - the caller looks at it
-        return None, error
 
 
 def _place(messages: list[Message]) -> str:

@@ -172,7 +172,6 @@ class AckCollector:
     def _acked(
         self, sending: PendingOutcomes, session: ConsumerSession, _: Any, __: memoryview, error: PlaitError | None
     ) -> None:
-        """The answer to an ack of ``_start``."""
         self._in_flight = None
         pending = self.pending
         try:

@@ -26,13 +26,13 @@ log = logging.getLogger("plait.client")
 
 
 class SpooledNack(msgspec.Struct, array_like=True):
-    """Ranges with the same failure outcome. A file of an older version ends after ``ranges``."""
+    """Ranges with the same failure outcome."""
 
     delay: float | None
     ranges: list[EpochRange]
-    reason: Reason | None = None
-    reject: bool = False
-    counted: bool = True
+    reason: Reason | None
+    reject: bool
+    counted: bool
 
 
 class SpooledOutcomes(msgspec.Struct, array_like=True):
@@ -45,10 +45,9 @@ class SpooledOutcomes(msgspec.Struct, array_like=True):
     acks: list[EpochRange]
     nacks: list[SpooledNack]
     #: The partition's name.
-    place: str = ""
+    place: str
 
     def failures(self) -> Nacks:
-        """The failed ranges by failure outcome."""
         return {FailureOutcome(nack.delay, nack.reason, nack.reject, nack.counted): nack.ranges for nack in self.nacks}
 
 
@@ -126,7 +125,6 @@ class AckSpool:
             await asyncio.shield(self._writing)
 
     async def saved(self) -> None:
-        """Wait for the latest write."""
         if self._writing is not None:
             await self._writing
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -55,14 +54,20 @@ class Consumers:
         member = self._member_id(subject, group)
         begin = start_of(arguments.start, now)
         terms = Terms(subject, group, member, begin, arguments.delivery, mode, arguments.retry)
-        spools = functools.partial(self._spool_of, terms)
+
+        def spools(partition: PartitionName) -> AckSpool | None:
+            return None if self._spool is None else AckSpool(self._spool, subject, group or "", member, str(partition))
+
         if mode.locks:
+            self.renewer = self.renewer or LeaseRenewer(
+                self._client_id, self._limits, self.clock, self.heartbeats, self.background
+            )
             fetcher: Fetcher = OrderedFetcher(
                 self._router,
                 limits,
                 terms,
                 heartbeats=self.heartbeats,
-                renewer=self._lease_renewer(),
+                renewer=self.renewer,
                 clock=self.clock,
                 handling=limits.handling_seconds if handling is None else seconds_of(handling),
                 any_thread=any_thread,
@@ -74,16 +79,6 @@ class Consumers:
         consumer._after = [c for c in self._consumers if (c.subject, c.group, c.client_id) == (subject, group, member)]
         self._consumers[consumer] = None
         return consumer
-
-    def _lease_renewer(self) -> LeaseRenewer:
-        if self.renewer is None:
-            self.renewer = LeaseRenewer(self._client_id, self._limits, self.clock, self.heartbeats, self.background)
-        return self.renewer
-
-    def _spool_of(self, terms: Terms, partition: PartitionName) -> AckSpool | None:
-        if self._spool is None:
-            return None
-        return AckSpool(self._spool, terms.subject, terms.group or "", terms.client, str(partition))
 
     def _member_id(self, subject: str, group: str | None) -> str:
         """The client id; a further consumer of the same group in this client gets the id with a number appended.

@@ -344,7 +344,6 @@ class Deliveries:
         self._inbox_scheduled = False
 
     def add(self, delivered: DeliveredFrame) -> None:
-        """Track a frame: its rows are held until they have outcomes."""
         delivered.position = self._received
         self._received += delivered.count
         self.open[delivered] = None

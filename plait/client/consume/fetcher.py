@@ -227,7 +227,6 @@ class Fetcher:
         return False
 
     def enlarge(self, ahead: int) -> None:
-        """Prefetch at least ``ahead`` rows."""
         if self.prefetch.enlarge(ahead) and not (self.stopping or self.suspended):
             self._pull_all()
 
@@ -269,7 +268,6 @@ class Fetcher:
         self.hand_back()
 
     def resume(self) -> None:
-        """Pull again."""
         self.suspended = False
         self._pull_all()
 
@@ -303,7 +301,6 @@ class Fetcher:
                 self.waiting.remove(future)
 
     def wake(self) -> None:
-        """Wake the callers of ``arrival``."""
         waiting = list(self.waiting)
         self.waiting.clear()
         for future in waiting:
@@ -316,7 +313,6 @@ class Fetcher:
         self.handed_over.stop()
 
     def fail(self, error: PlaitError) -> None:
-        """The consumer cannot continue."""
         self.error = error
         self.wake()
 
@@ -339,32 +335,28 @@ async def _attach_some(clients: Collection[PullClient], limits: ClientLimits, de
     """Attach to all partitions. Succeeds with at least one; the others may attach later."""
     loop = asyncio.get_running_loop()
     waiting = [client for client in clients if client.session is None]
-    if len(clients) == len(waiting) == 1:
-        await waiting[0].attach_first(deadline - loop.time())
-        return
-    if len(waiting) < len(clients):
-        # Some were attached by an earlier call, before a partition left the route.
-        deadline = min(deadline, loop.time() + limits.attach_seconds)
+    # Some were attached by an earlier call, before a partition left the route.
+    attached = len(waiting) < len(clients)
     attaching = {tasks.child(client.attach_first(deadline - loop.time()), "plait-attach") for client in waiting}
-    errors: list[BaseException] = []
+    pending, unavailable = attaching, None
     try:
-        pending = attaching
-        while pending and (loop.time() < deadline or len(errors) + len(pending) == len(clients)):
-            # Once one partition is attached, wait for all others together.
-            some = len(errors) + len(pending) < len(clients)
+        while pending and not (attached and loop.time() >= deadline):
+            if attached:
+                # Once one partition is attached, wait for all others together.
+                deadline = min(deadline, loop.time() + limits.attach_seconds)
             done, pending = await asyncio.wait(
                 pending,
-                timeout=max(deadline - loop.time(), 0),
-                return_when=asyncio.FIRST_EXCEPTION if some else asyncio.FIRST_COMPLETED,
+                timeout=deadline - loop.time() if attached else None,
+                return_when=asyncio.FIRST_EXCEPTION if attached else asyncio.FIRST_COMPLETED,
             )
-            errors += [error for task in done if (error := task.exception()) is not None]
-            for error in errors:
-                if not isinstance(error, Unavailable):
+            for error in [task.exception() for task in done]:
+                if error is not None and not isinstance(error, Unavailable):
                     raise error
-            if done and len(errors) + len(pending) < len(clients):
-                deadline = min(deadline, loop.time() + limits.attach_seconds)
-        if len(errors) == len(clients):
-            raise errors[0]
+                attached = attached or error is None
+                unavailable = unavailable or error
+        if not attached:
+            assert unavailable is not None
+            raise unavailable
     finally:
         for task in attaching:
             task.cancel()

@@ -73,7 +73,6 @@ class PendingOutcomes(msgspec.Struct, eq=False):
             _join(self.nacks.setdefault(failed, {}), ranges)
 
     def plain(self) -> tuple[list[EpochRange], Nacks]:
-        """All outcomes as sequence ranges, which are valid in every session."""
         return _plain(self.acks), {failed: _plain(ranges) for failed, ranges in self.nacks.items()}
 
     def new_session(self) -> None:

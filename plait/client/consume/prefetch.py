@@ -67,19 +67,16 @@ class Prefetch(Generic[P]):
         return True
 
     def add(self, puller: P) -> None:
-        """Add a partition that shares the limits."""
         self._used[puller] = (0, 0)
         self._own = 0
 
     def remove(self, puller: P) -> None:
-        """Remove a partition."""
         del self._used[puller]
         self.starved.pop(puller, None)
         self._patient.pop(puller, None)
         self._own = 0
 
     def report(self, puller: P) -> None:
-        """Update the use of a partition."""
         before = self._used.get(puller)
         if before is None or len(self._used) == 1:
             return
@@ -140,7 +137,6 @@ class Prefetch(Generic[P]):
 
     @property
     def _rows_left(self) -> int:
-        """Unused rows of the common half."""
         return self.ahead - len(self._used) * self._own - self._over
 
     @property
@@ -178,12 +174,10 @@ class RowBuffer:
         self.count = 0
 
     def append(self, delivered: DeliveredFrame) -> None:
-        """Add a delivered frame."""
         self._frames.append(delivered)
         self.count += delivered.count
 
     def available(self) -> int:
-        """The number of rows that can be handed out now."""
         return self.count
 
     def take(self, count: int, *, apart: bool = False) -> list[Piece]:

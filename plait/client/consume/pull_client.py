@@ -349,12 +349,10 @@ class PullClient:
             fetcher.relieve_soon()
 
     def failed(self, error: PlaitError) -> None:
-        """The consumer cannot continue."""
         self.fetcher.fail(error)
 
 
 def _open_ranges(deliveries: Deliveries) -> list[EpochRange]:
-    """The rows without an outcome, as joined ranges."""
     return merged([piece for delivered in deliveries.open for piece in delivered.open_ranges()])
 
 

@@ -36,12 +36,10 @@ def runs_in(numbers: npt.NDArray[np.int64]) -> list[Run]:
 
 
 def mask_runs(mask: RowMask) -> list[Run]:
-    """The marked rows as runs."""
     return runs_in(np.flatnonzero(mask))
 
 
 def rows_of(runs: list[Run]) -> npt.NDArray[np.int64]:
-    """The row numbers of runs."""
     if not runs:
         return np.empty(0, np.int64)
     first, end = np.array(runs).T
@@ -51,7 +49,6 @@ def rows_of(runs: list[Run]) -> npt.NDArray[np.int64]:
 
 
 def mask_of(rows: npt.NDArray[np.int64], count: int) -> RowMask:
-    """A mask of these rows among ``count``."""
     mask = np.zeros(count, bool)
     mask[rows] = True
     return mask

@@ -170,7 +170,6 @@ class RangeScan:
 
 
 def _first(frame: FrameView) -> int:
-    """The sequence of the first row of a frame."""
     selection = frame.selection()
     return frame.base if selection is None else frame.base + int(selection.rows[0])
 

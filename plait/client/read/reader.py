@@ -13,16 +13,78 @@ from typing import Any, Self
 
 from plait import tasks
 from plait.client.arguments import Duration, seconds_of
+from plait.client.consume.delivered import DeliveredFrame
+from plait.client.net.node import Node
 from plait.client.net.router import Router, SubjectRoute
-from plait.client.read.read_position import ReadPosition
 from plait.client.types import Message, PartitionName
 from plait.errors import Closed, InvalidArgument, StaleRoute, Timeout, Unavailable
+from plait.frame.view import frames_in
 from plait.limits import ClientLimits
+from plait.wire import messages as m
 
 log = logging.getLogger("plait.client")
 
 #: Messages that iteration requests at a time.
 ITERATION_COUNT = 1_000
+
+
+class ReadPosition:
+    """The position of a reader in one partition, which advances as it reads."""
+
+    def __init__(
+        self, node: Node, limits: ClientLimits, subject: str, name: PartitionName, start: Any, rows: deque[Message]
+    ) -> None:
+        self._node = node
+        self._limits = limits
+        self._subject = subject
+        self.name = name
+        #: Where the next read starts: the given start until the first reply, then a sequence.
+        self.position: Any = start
+        #: Receives the messages in the same step in which the position advances: a reader that is cancelled while it
+        #: waits for other partitions does not lose them.
+        self._rows = rows
+        #: A read that runs in the background.
+        self.reading: asyncio.Task[None] | None = None
+
+    def give_up(self) -> None:
+        """End the read that runs in the background."""
+        if self.reading is not None:
+            self.reading.cancel()
+            self.reading = None
+
+    async def fix(self) -> None:
+        """Resolve "latest" and times to a sequence now, not at the first read."""
+        answer, _ = await self._ask(0, 0.0)
+        self.position = ["sequence", answer.next]
+
+    async def read(self, count: int, wait: float) -> None:
+        """Read up to ``count`` messages, waiting ``wait`` seconds for the first.
+
+        Adds nothing if a concurrent read has advanced the position.
+        """
+        begun = self.position
+        answer, payload = await self._ask(count, wait)
+        if self.position is not begun:
+            return
+        messages: list[Message] = []
+        for frame in frames_in(payload):
+            frame.verify()
+            delivered = DeliveredFrame(frame, self._subject, self.name, None, [(frame.base, frame.end, 1)])
+            messages += delivered.messages(0, frame.count)
+        self._rows.extend(messages)
+        self.position = ["sequence", answer.next]
+
+    async def _ask(self, count: int, wait: float) -> tuple[m.ReadReply, memoryview]:
+        while True:
+            link = await self._node.ready(self._limits.send_seconds)
+            request = m.ReadRequest(self.name.name, self.position, count, self._limits.pull_bytes, wait)
+            try:
+                async with asyncio.timeout(wait + self._limits.request_seconds):
+                    return await link.request_payload(request)
+            except Unavailable:
+                continue
+            except TimeoutError:
+                raise Timeout(f"no answer to a read of {self._subject!r} in {self.name}; read again") from None
 
 
 class Reader:
@@ -81,7 +143,7 @@ class Reader:
         """Read the partitions of the route; new ones start at ``start``."""
         self._route = route
         for name in self._partitions.keys() - set(route.partitions):
-            self._give_up(self._partitions.pop(name))
+            self._partitions.pop(name).give_up()
         for name in route.partitions:
             if name not in self._partitions:
                 node = self._router.node(route, name.group)
@@ -98,13 +160,7 @@ class Reader:
         if self._uses in self._router.users:
             self._router.users.remove(self._uses)
         for partition in self._partitions.values():
-            self._give_up(partition)
-
-    @staticmethod
-    def _give_up(partition: ReadPosition) -> None:
-        reading, partition.reading = partition.reading, None
-        if reading is not None:
-            reading.cancel()
+            partition.give_up()
 
     async def fetch(self, count: int = 500, wait: Duration = 1.0) -> list[Message]:
         """Up to ``count`` messages, or ``pull_bytes`` of them. Waits up to ``wait`` seconds for the first."""

@@ -40,11 +40,9 @@ class PartitionSpan(SpanRow, frozen=True):
 
     @property
     def place(self) -> PartitionName:
-        """The name of the partition; prints as ``name@group``."""
         return PartitionName(self.name, self.group)
 
     def range(self, start: int, end: int) -> SpanRange:
-        """A range of its sequences."""
         return SpanRange(self.place, start, end, self.number)
 
     def epoch_at(self, sequence: int) -> int:
@@ -132,7 +130,6 @@ class Surveyor:
         return await self._with_retries(functools.partial(self._router.refresh, subject, create=False))
 
     async def _subjects(self) -> list[str]:
-        """The names of all subjects."""
         found: set[str] = set()
         for node in await self._router.all_nodes():
             answer = LIST_SUBJECTS.result(await node.request(LIST_SUBJECTS.packet()))

@@ -84,7 +84,6 @@ class LeaseRenewer:
     # --- from the user's loop -------------------------------------------------------------------
 
     def add(self, holder: OrderedPullClient) -> None:
-        """Start renewing the lease of a partition."""
         self._holders[holder] = None
         if self._background is None:
             self._background = self._new_background()
@@ -96,11 +95,9 @@ class LeaseRenewer:
             self._loop.call_soon_threadsafe(self._woken.set)
 
     def remove(self, holder: OrderedPullClient) -> None:
-        """Stop renewing the lease of a partition."""
         self._holders.pop(holder, None)
 
     async def close(self) -> None:
-        """End the thread."""
         background, self._background = self._background, None
         self._holders.clear()
         if background is not None:

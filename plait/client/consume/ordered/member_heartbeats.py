@@ -104,7 +104,6 @@ class MemberHeartbeats:
 
     @property
     def addresses(self) -> list[str]:
-        """The addresses of the meta servers."""
         return self._router.meta.addresses
 
     def ask_again(self, member: GroupMember) -> None:
@@ -175,7 +174,6 @@ class _HeartbeatLoop:
         await future
 
     def poke(self) -> None:
-        """Send a heartbeat now, and ask for the full state."""
         self._changes += 1
         self._seen = 0
         self._poked.set()
@@ -321,7 +319,6 @@ class _HeartbeatLoop:
             self._complete([future for _, waiting, future in self._waiting if waiting == key], error)
 
     def _complete(self, done: list[asyncio.Future[None]], error: PlaitError | None) -> None:
-        """Complete the futures of waiting callers."""
         self._waiting = [entry for entry in self._waiting if entry[2] not in done]
         for future in done:
             if future.done():

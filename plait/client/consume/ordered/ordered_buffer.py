@@ -46,7 +46,6 @@ class HandedOutRows:
         self.batched: Hashes | None = None
 
     def add(self, delivered: OrderedDelivered, rows: int | npt.NDArray[np.int64], how: int) -> None:
-        """Record that the rows are handed out, ``ALONE`` or ``BATCHED``."""
         rights = delivered.rights
         delivered.states[rows] = how
         delivered.lock_epochs[rows] = rights.epochs[delivered.lps[rows]]
@@ -56,7 +55,6 @@ class HandedOutRows:
             self.batched = None
 
     def add_alone(self, delivered: OrderedDelivered, row: int, key: int | None) -> None:
-        """Record that the row is handed out as a single message."""
         if key is not None:
             self._alone[key] = self._alone.get(key, 0) + 1
         self.add(delivered, row, ALONE)
@@ -71,7 +69,6 @@ class HandedOutRows:
         return left <= 0
 
     def keys(self) -> Hashes:
-        """The keys of all held rows."""
         if not self.frames:
             return NO_KEYS
         batched = self._batched_keys() if self.batched is None else self.batched
@@ -154,7 +151,6 @@ class OrderedBuffer:
                 self._scan.append(delivered)
 
     def available(self) -> int:
-        """The number of rows that can be handed out now."""
         held = self.held
         if held.frames:
             # Use reported outcomes too, although they are not sent to the broker yet.
@@ -205,7 +201,6 @@ class OrderedBuffer:
         return pieces
 
     def next(self) -> Message | None:
-        """Hand one row to the user, as a message; None: there is none."""
         message = self._next()
         if message is None and any(rights.valid() for rights in self._stalled):
             # A lease was renewed meanwhile: scan all waiting rows again, in order.
@@ -268,7 +263,6 @@ class OrderedBuffer:
         return message
 
     def _took(self, delivered: OrderedDelivered, count: int) -> None:
-        """Record that ``count`` rows of the frame no longer wait."""
         self.count -= count
         delivered.waiting -= count
         if not delivered.waiting:
@@ -310,7 +304,6 @@ class OrderedBuffer:
             self.held.batched = None
 
     def _release(self, key: int | None) -> None:
-        """Record that a row that was handed out as a single message is closed."""
         if key is not None and self.held.release(key) and self._unblock(key) and self._waiting:
             self._freed()
 
@@ -367,7 +360,6 @@ class OrderedBuffer:
         return pieces
 
     def put_back(self, pieces: list[Piece]) -> None:
-        """Return rows to the buffer that were taken and that no handler has begun."""
         self.start_over()
         for delivered, start, stop in pieces:
             assert isinstance(delivered, OrderedDelivered)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 #: One number per logical partition.
 Numbers = npt.NDArray[np.int64]
-LpEpochs = Numbers
 #: The fraction of a lease after which it is renewed.
 RENEW_AT = 1 / 3
 
@@ -57,11 +56,10 @@ class RenewedLease(NamedTuple):
 
 
 def no_lps() -> LpSet:
-    """The empty set of logical partitions."""
     return np.zeros(LOGICAL_PARTITIONS, bool)
 
 
-def grants_of(runs: list[m.LpGrant]) -> tuple[LpSet, LpEpochs]:
+def grants_of(runs: list[m.LpGrant]) -> tuple[LpSet, Numbers]:
     """The granted logical partitions, and the epoch of each."""
     chosen, epochs = no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)
     for first, end, epoch in runs:
@@ -84,7 +82,7 @@ class LockRights:
         self._until = -math.inf
         #: Logical partitions whose rows may be handed out, and the epochs of their locks.
         self.open = no_lps()
-        self.epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        self.epochs: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
         #: The sequence up to which each LP is drained here, for LPs that the route has moved on.
         self.done: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
         #: Drained LPs that have rows again: resent dead letters, or rows whose acks were lost in a crash.
@@ -101,7 +99,6 @@ class LockRights:
         self.news = 0
 
     def valid(self) -> bool:
-        """True if the lease has not expired."""
         return self.clock.monotonic() < self._until
 
     def renewed(self, session: int, sent: float) -> None:
@@ -191,7 +188,6 @@ class OrderedDelivered(DeliveredFrame):
         return int(self.keys[row])
 
     def has_key(self, keys: Hashes) -> RowMask:
-        """The rows whose key is one of these."""
         if self.keys is None or self.keyed is None:
             return np.zeros(self.count, bool)
         return np.isin(self.keys, keys) & self.keyed

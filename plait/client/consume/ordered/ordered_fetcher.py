@@ -18,7 +18,7 @@ from plait.client.consume.fetcher import Fetcher, Spools
 from plait.client.consume.ordered.lease_renewer import LeaseRenewer
 from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
-from plait.client.consume.ordered.ordered_delivered import LockRights, LpEpochs, OrderedDelivered, grants_of, no_lps
+from plait.client.consume.ordered.ordered_delivered import LockRights, Numbers, OrderedDelivered, grants_of, no_lps
 from plait.client.consume.ordered.ordered_pull import OrderedPullClient
 from plait.client.consume.ordered.wanted_locks import (
     LockReport,
@@ -82,7 +82,7 @@ class OrderedFetcher(Fetcher):
         self._handling = handling
         #: The share allocated by the meta server, and the epoch of each LP.
         self._mine: LpSet = no_lps()
-        self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        self._epochs: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
         self._was_overdue = False
         #: The route of the last ``want``, and for each partition the LPs that the route has moved on.
         self._route: SubjectRoute | None = None
@@ -198,7 +198,6 @@ class OrderedFetcher(Fetcher):
         return overdue
 
     def ask_share_again(self) -> None:
-        """Ask the meta server for the share again: the one that this consumer has is out of date."""
         self._heartbeats.ask_again(self)
 
     # --- handing out ----------------------------------------------------------------------------
@@ -220,7 +219,6 @@ def _report_of(rights: LockRights) -> LockReport:
 
 
 def _may_go(delivered: DeliveredFrame) -> bool:
-    """True if the lease of the frame's locks is valid."""
     return isinstance(delivered, OrderedDelivered) and delivered.rights.valid()
 
 

@@ -21,7 +21,6 @@ from plait.client.consume.ordered.ordered_delivered import (
     BROKEN,
     RENEW_AT,
     LockRights,
-    LpEpochs,
     Numbers,
     OrderedDelivered,
     RenewedLease,
@@ -64,7 +63,7 @@ class OrderedPullClient(PullClient):
         self._token = self.rights.token
         #: The wanted locks.
         self._wanted: LpSet = no_lps()
-        self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        self._epochs: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
         #: The fence up to which each LP is wanted.
         self._until: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
         #: The route version that the wanted locks are derived from.
@@ -80,7 +79,7 @@ class OrderedPullClient(PullClient):
 
     # --- locks ----------------------------------------------------------------------------------
 
-    def want(self, wanted: WantedLocks, epochs: LpEpochs, parked: set[int], route: int) -> None:
+    def want(self, wanted: WantedLocks, epochs: Numbers, parked: set[int], route: int) -> None:
         """Set the wanted locks, derived from route version ``route``; give up all others."""
         lps, until = wanted
         changed = bool(
@@ -94,20 +93,18 @@ class OrderedPullClient(PullClient):
         self._wanted, self._epochs, self._until, self._parked = lps, np.where(lps, epochs, 0), until, parked
         self._route = route
         if changed:
-            self._withdraw(self.rights.open & ~lps)
+            given_up = self.rights.open & ~lps
+            if given_up.any():
+                self.rights.give_up(given_up)
+                self._take_back_of(given_up)
             self.ask()
 
     def _to_resume(self, lps: LpSet, parked: set[int]) -> list[int]:
         """Inherited parked keys that no earlier partition parks any more."""
         return sorted(key for key in self.rights.inherited if key not in parked and lps[key % LOGICAL_PARTITIONS])
 
-    def _withdraw(self, lps: LpSet) -> None:
-        """Give up these locks, and return their rows except those that the user holds."""
-        if lps.any():
-            self.rights.give_up(lps)
-            self._take_back_of(lps)
-
     def _take_back_of(self, lps: LpSet) -> None:
+        """Return the rows of these LPs except those that the user holds."""
         masks: dict[DeliveredFrame, RowMask] = {}
         for delivered, start, stop in self.fetcher.take_back(self, lps):
             masks.setdefault(delivered, np.zeros(delivered.count, bool))[start:stop] = True

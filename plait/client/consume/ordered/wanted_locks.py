@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plait.client.consume.ordered.ordered_delivered import LpEpochs, Numbers, no_lps
+from plait.client.consume.ordered.ordered_delivered import Numbers, no_lps
 from plait.client.net.router import RouteSpan, SubjectRoute
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import LpSet, runs_alike
@@ -159,6 +159,6 @@ def parked_before(route: SubjectRoute, reports: Sequence[LockReport], chosen: Se
     return found
 
 
-def wants(lps: LpSet, epochs: LpEpochs, until: Numbers) -> list[m.LpWant]:
+def wants(lps: LpSet, epochs: Numbers, until: Numbers) -> list[m.LpWant]:
     """The wanted LPs as runs with one epoch and one fence."""
     return [(first, end, int(epochs[first]), int(until[first])) for first, end in runs_alike(lps, epochs, until)]
