@@ -22,7 +22,6 @@ def use(source: random.Random | None) -> random.Random | None:
 
 
 def bits(count: int) -> int:
-    """A number of ``count`` random bits."""
     return _source.getrandbits(count)
 
 
@@ -32,7 +31,6 @@ def token(size: int) -> str:
 
 
 def uniform(low: float, high: float) -> float:
-    """A number from ``low`` to ``high``."""
     return _source.uniform(low, high)
 
 

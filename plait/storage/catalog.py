@@ -118,5 +118,4 @@ def encode_catalog(rows: list[PartitionRow]) -> list[HeaderRows]:
 
 
 def read_rows(frame: FrameView) -> list[PartitionRow]:
-    """The partitions that a catalog frame defines."""
     return [_decoder.decode(row) for row in frame.binary(Column.BODY).to_pylist()]

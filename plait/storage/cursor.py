@@ -111,7 +111,6 @@ class Cursor:
         self.letter = -1
 
     def chooses(self, lps: Lps, hashes: Hashes | None) -> npt.NDArray[np.bool_]:
-        """Which of the rows belong to this cursor."""
         if self.key is not None:
             return np.zeros(len(lps), bool) if hashes is None else hashes == np.uint64(self.key)
         chosen = self.lps[lps]
@@ -138,7 +137,6 @@ class Cursor:
         return min(end, self.limit) if self.limit else end
 
     def held_in(self, holder: int, start: int, end: int) -> list[Range]:
-        """The parts of [start, end) that the holder has."""
         held = self.held.get(holder)
         return [] if held is None else held.overlap(start, end)
 
@@ -321,7 +319,6 @@ class Cursor:
         return pieces
 
     def all_held(self) -> list[Range]:
-        """All ranges that are held."""
         return [piece for held in self.held.values() for piece in held]
 
     def dump(self, *, durable_holds: bool) -> CursorState:
@@ -346,7 +343,6 @@ class Cursor:
 
     @classmethod
     def load(cls, state: CursorState) -> Cursor:
-        """Restore a cursor from a checkpoint."""
         cursor = cls(state.id, ALL if state.lps is None else lp_set(state.lps), state.next, state.key)
         cursor.without = set(state.without) or NO_KEYS
         cursor.returned = Ranges(state.returned)

@@ -24,7 +24,6 @@ class HeldRowArrays(NamedTuple):
     hashes: Hashes
 
     def where(self, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> HeldRowArrays:
-        """The chosen rows."""
         return HeldRowArrays(self.sequences[chosen], self.lps[chosen], self.hashes[chosen])
 
 
@@ -34,7 +33,6 @@ class HeldRows:
     __slots__ = ("_gone", "_rows", "counts")
 
     def __init__(self, rows: Mapping[int, HeldRowArrays]) -> None:
-        """``rows``: delivery tag → rows."""
         self._rows = dict(rows)
         #: Delivery tag → a mask of its rows: True if a row is no longer held, or was moved to another cursor.
         self._gone = {tag: np.zeros(len(each.lps), bool) for tag, each in rows.items()}
@@ -44,7 +42,6 @@ class HeldRows:
             self.counts += _counted(each.lps)
 
     def let_go(self, tag: int, start: int, end: int) -> None:
-        """Record that the rows in [start, end) are no longer held."""
         rows = self._rows[tag]
         low, high = np.searchsorted(rows.sequences, (start, end)).tolist()
         gone = self._gone[tag][low:high]

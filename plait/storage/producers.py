@@ -74,7 +74,6 @@ class ProducerWindow:
 
     @classmethod
     def load(cls, last: int, runs: Iterable[Iterable[int]], holes: Iterable[Iterable[int]]) -> ProducerWindow:
-        """Restore a window from a checkpoint."""
         window = cls()
         window.last = last
         for first, last_row, base, previous, crc in runs:
@@ -225,7 +224,6 @@ class ProducerTable:
         return gone
 
     def forget_partition(self, partition: int) -> None:
-        """Drop the windows of a deleted partition."""
         for producer, partitions in self._windows.items():
             if partitions.pop(partition, None) is not None:
                 self.window_count -= 1

@@ -59,7 +59,6 @@ class Ranges:
 
     @property
     def count(self) -> int:
-        """The number of sequences in all ranges."""
         return sum(self._ends[self._gone :]) - sum(self._starts[self._gone :])
 
     @property
@@ -130,7 +129,6 @@ class Ranges:
         return low, bisect_left(self._starts, end, low)
 
     def _cut(self, low: int, high: int, start: int, end: int) -> list[Range]:
-        """The parts of the ranges [low, high) that lie in [start, end)."""
         return [
             Range(max(self._starts[i], start), min(self._ends[i], end), self._attempts[i]) for i in range(low, high)
         ]
@@ -163,11 +161,9 @@ class Ranges:
         return found
 
     def overlap(self, start: int, end: int) -> list[Range]:
-        """The parts of [start, end) that are in the set."""
         return self._cut(*self._between(start, end), start, end)
 
     def columns(self) -> npt.NDArray[np.int64]:
-        """All ranges as arrays: starts, ends, attempts."""
         columns = (self._starts, self._ends, self._attempts)
         return np.array([column[self._gone :] for column in columns], "<i8")
 
@@ -197,7 +193,6 @@ class Ranges:
 
     @classmethod
     def unpack(cls, data: bytes) -> Ranges:
-        """The inverse of ``pack``."""
         return cls.of(np.frombuffer(data, "<i8").reshape(3, -1))
 
     def clear(self) -> None:
@@ -211,7 +206,6 @@ class Ranges:
 
 
 def count_of(pieces: list[Range]) -> int:
-    """The number of sequences in the ranges."""
     count = 0
     for start, end, _ in pieces:
         count += end - start
@@ -250,7 +244,6 @@ class DueRanges:
 
     @property
     def count(self) -> int:
-        """The number of sequences."""
         return sum(ranges.count for ranges in self._at.values())
 
     @property
@@ -290,11 +283,9 @@ class DueRanges:
         return removed
 
     def overlap(self, start: int, end: int) -> list[Range]:
-        """The parts of [start, end) that are present."""
         return [piece for ranges in self._at.values() for piece in ranges.overlap(start, end)]
 
     def release(self, now: int) -> None:
-        """Release all due times up to ``now``."""
         while self._moments and self._moments[0] <= now:
             due = heapq.heappop(self._moments)
             self._known.pop(due, None)
@@ -374,9 +365,7 @@ class Failures:
         self.failing = Ranges(piece for start, end, _ in self.dead for piece in self.failing.overlap(start, end))
 
     def dump(self) -> tuple[bytes, bytes, bytes]:
-        """The state for a checkpoint."""
         return self.dead.pack(), self.failing.pack(), self.resent.pack()
 
     def load(self, state: tuple[bytes, bytes, bytes]) -> None:
-        """Restore the state of a checkpoint."""
         self.dead, self.failing, self.resent = map(Ranges.unpack, state)

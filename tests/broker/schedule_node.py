@@ -91,9 +91,3 @@ def delivered_frames(node: Node, subject: str = "orders", start: int = 0) -> lis
     log = partition.consume_log
     records = [log.record(index) for index in range(log.find(start), len(log))]
     return [FrameView(node.broker.message_log.view(r.offset, r.size)) for r in records]
-
-
-def settled_numbers(node: Node, subject: str = "orders") -> list[int]:
-    """The schedule numbers of delivered rows, in order."""
-    frames = [frame for frame in delivered_frames(node, subject) if frame.has(Column.SCHEDULE)]
-    return [number for frame in frames for number in frame.fixed(Column.SCHEDULE).tolist()]

@@ -28,16 +28,6 @@ def _defines(frame: FrameView) -> bool:
     return frame.partition == CATALOG and b"orders" in bytes(frame.buffer)
 
 
-def test_no_flipped_bit_in_a_catalog_frame_loses_a_subject():
-    node, bodies, frames = with_rows()
-    for offset, size in frames:
-        for byte in range(0, size, 9):
-            disk = node.disk.copy()
-            disk.flip_bit(PATH, offset + byte, byte % 8)
-            again = Node(disk, node.clock, node.config)
-            assert again.bodies("orders") == bodies, f"byte {byte} of the frame at {offset}"
-
-
 @pytest.mark.parametrize("filling", [b"\0", b"\xa5"])
 def test_no_damaged_sector_of_4096_bytes_makes_rows_outside_of_it_unreadable(filling: bytes):
     node, bodies, frames = with_rows(1 << 20)

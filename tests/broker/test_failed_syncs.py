@@ -9,7 +9,6 @@ import random
 
 import pytest
 
-from plait.broker.groups.group import NackOutcome
 from plait.errors import StorageFailed
 from plait.frame.view import FrameView
 from plait.testing.cached_file import SECTOR_SIZE
@@ -23,75 +22,6 @@ def failed(node: Node, path: str) -> SimulatedDisk:
     node.sync()
     assert node.broker.turn.failed is not None
     return node.disk.copy()
-
-
-@pytest.mark.parametrize("number", range(5))
-def test_a_duplicate_is_acknowledged_only_once_it_is_durable(number: int):
-    node = Node(SimulatedDisk(seed=number), flush="sync")
-    node.send("orders", b"safe")
-    sent = node.submit(Producer(7).frame("orders", b"a" * 2000, b"b" * 2000))
-    node.commit()
-    again = Node(failed(node, "message/*"), node.clock, node.config)
-    resent = again.submit(Sent("orders", sent.data, sent.bodies))
-    again.turn()
-    assert resent.sequence == 1
-    assert again.power_lost().bodies("orders") == [b"safe", *sent.bodies]
-
-
-@pytest.mark.parametrize("flush", ["async", "sync"])
-def test_rows_that_a_start_serves_survive_a_power_loss(flush: str):
-    node = Node(SimulatedDisk(seed=2), flush=flush)
-    node.checkpoint()
-    bodies = [b"%04d" % number * 300 for number in range(30)]
-    for body in bodies:
-        node.broker.submit(node.partition("orders"), Producer(int(body[:4]) + 1).frame("orders", body).view, None)
-        node.commit()
-    assert len(node.broker.message_log.segments) > 2
-    again = Node(failed(node, "message/*"), node.clock, node.config)
-    assert again.bodies("orders") == bodies
-    assert again.power_lost().bodies("orders") == bodies
-
-
-@pytest.mark.parametrize("number", range(5))
-def test_retained_rows_that_a_start_finds_survive_a_power_loss(number: int):
-    node = Node(SimulatedDisk(seed=number), flush="sync")
-    for row in range(8):
-        node.send("orders", b"%d" % row * 200)
-    consumer = node.attach("orders", "g")
-    node.pull(consumer)
-    node.broker.nack(consumer, [(0, 8, node.broker.turn.epoch)], None, failure=NackOutcome(None, reject=True))
-    node.commit()
-    again = Node(failed(node, "retained/*"), node.clock, node.config).power_lost()
-    group = again.group("orders", "g")
-    assert group.failures.dead.count == 8
-    for sequence in range(8):
-        frame = group.retained.frame(again.broker.retained_log, sequence)
-        assert frame is not None
-        frame.verify()
-
-
-def test_acks_after_events_that_a_start_found_survive_the_loss_of_its_checkpoint():
-    node = Node(SimulatedDisk(seed=3), flush="sync")
-    for number in range(100):
-        node.send("orders", b"%d" % number)
-    consumer = node.attach("orders", "g")
-    node.pull(consumer)
-    node.checkpoint()
-    for number in range(0, 60, 2):
-        node.broker.ack(consumer, [(number, number + 1, node.broker.turn.epoch)], None)
-        node.commit()
-    again = Node(failed(node, "action/*"), node.clock, node.config)
-    consumer = again.attach("orders", "g")
-    acked = again.ack(consumer, (61, 99, 1))
-    assert acked == [True]
-    disk = again.disk.after_crash(keep="none")
-    newest = [name for name in disk.list("checkpoints") if name.startswith("manifest")][-1]
-    disk.flip_bit(f"checkpoints/{newest}", 20, 2)
-    last = Node(disk, node.clock, node.config)
-    assert last.report.rejected_checkpoints
-    log = last.group("orders", "g").cursor
-    assert not log.returned.overlap(61, 99)
-    assert not any(held.overlap(61, 99) for held in log.held.values())
 
 
 def sector_sized(node: Node, producer: int) -> Sent:

@@ -37,25 +37,6 @@ def sent_to(node: Node, frame: FrameView) -> list[tuple[int | None, PlaitError |
     return answers
 
 
-def test_a_forwarded_frame_is_stored_once_with_the_ids_of_its_rows() -> None:
-    here, there = Node(flush="sync"), Node(flush="sync", group="g2")
-    forwarding(here, b"a", b"b")
-    assert here.bodies("orders") == []
-    [partition] = here.broker.forwards.waiting()
-    waiting = here.broker.forwards.first(partition)
-    assert waiting is not None
-    assert sent_to(there, waiting.frame) == [(0, None)]
-    # The reply was lost: the frame is resent, also after a restart of the other broker.
-    assert sent_to(there, waiting.frame) == [(0, None)]
-    there = there.power_lost()
-    assert sent_to(there, waiting.frame) == [(0, None)]
-    assert [(row.producer, row.number, row.body) for row in there.stored("orders")] == [(7, 1, b"a"), (7, 2, b"b")]
-    # Schedule numbers of the sending broker are ignored.
-    assert there.broker.schedules.by_subject == {}
-    here.broker.forwards.stored(partition, waiting.end)
-    assert here.broker.forwards.waiting() == []
-
-
 def test_after_a_crash_only_frames_that_the_other_broker_still_recognizes_are_resent() -> None:
     here, there = Node(flush="sync"), Node(flush="sync", group="g2")
     for number in range(100):
@@ -77,23 +58,6 @@ def test_after_a_crash_only_frames_that_the_other_broker_still_recognizes_are_re
     assert there.bodies("orders") == [b"%d" % number for number in range(100)]
 
 
-def test_frames_are_taken_back_into_the_schedule_in_one_write() -> None:
-    node = Node(flush="sync")
-    forwarding(node, b"a", b"b")
-    [partition] = node.broker.forwards.waiting()
-    node.broker.forwards.take_back(partition)
-    node.turn()
-    node = node.power_lost()
-    assert node.broker.forwards.waiting() == []
-    assert node.broker.schedules.count == 2
-    sealing.open_lps(
-        node.broker, "orders", "orders", [(0, LOGICAL_PARTITIONS)], 2, node.partition("orders").row.settings
-    )
-    later(node, 1.0)
-    assert [(row.producer, row.number, row.body) for row in node.stored("orders")] == [(7, 1, b"a"), (7, 2, b"b")]
-    assert node.broker.schedules.count == 0
-
-
 def test_an_empty_forward_partition_is_deleted_after_a_day_and_with_its_subject() -> None:
     node = Node(flush="sync")
     forwarding(node, b"a")
@@ -110,27 +74,6 @@ def test_an_empty_forward_partition_is_deleted_after_a_day_and_with_its_subject(
     other.broker.delete_subject("orders")
     other.turn()
     assert list(other.killed().broker.partitions) == []
-
-
-def test_rows_wait_until_the_route_is_known() -> None:
-    node = Node()
-    delay(node, Producer(7), node.clock.now() + SECOND, b"a")
-    sealing.seal(node.broker, "orders", [(0, LOGICAL_PARTITIONS)], 1, lambda _: None)
-    node.turn()
-    calls: list[bool] = []
-    node.broker.forwards.on_work = lambda: calls.append(True)
-    later(node, 2.0)
-    assert (node.broker.forwards.unrouted, node.broker.schedules.count) == ({"orders"}, 1)
-    assert calls
-    # The broker does not poll meanwhile.
-    assert node.broker.due_delivery.next_deadline is None
-    # This route is older than the seal.
-    node.broker.forwards.learn("orders", ForwardRoute(np.zeros(LOGICAL_PARTITIONS, np.int64), [("orders", "g1")]))
-    later(node, 1.0)
-    assert node.broker.forwards.unrouted == {"orders"}
-    node.broker.forwards.learn("orders", ForwardRoute(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
-    later(node, 0.0)
-    assert len(node.broker.forwards.waiting()) == 1
 
 
 def test_an_invalid_forwarded_frame_is_refused() -> None:

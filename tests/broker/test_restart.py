@@ -76,23 +76,6 @@ def test_the_state_is_the_same_after_any_end(end: str):
     assert again.report.clean == (end == "restart")
 
 
-@pytest.mark.parametrize("bad", [1, 2, 3])
-def test_with_fewer_checkpoints_the_state_is_still_the_same(bad: int):
-    node = busy()
-    node.checkpoint()
-    rows, before = node.stored("orders"), positions(node)
-    for name in [name for name in node.disk.list(CHECKPOINTS) if name.startswith("manifest")][-bad:]:
-        node.disk.flip_bit(f"{CHECKPOINTS}/{name}", 33, 3)
-    again = node.killed()
-    assert len(again.report.rejected_checkpoints) == bad
-    assert again.stored("orders") == rows
-    assert positions(again) == before
-    assert again.broker.turn.epoch > node.broker.turn.epoch or bad == 3
-    later = again.killed()
-    assert later.report.rejected_checkpoints == []
-    assert positions(later) == before
-
-
 def test_a_start_reads_only_the_log_after_the_checkpoint():
     node = busy()
     node.checkpoint()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
 import pytest
 
@@ -173,38 +171,6 @@ def test_the_action_log_is_deleted_up_to_the_oldest_checkpoint():
     assert node.broker.action_log.start > before
     again = node.killed()
     assert again.group("orders", "g").cursor.floor == 100
-
-
-def test_rows_of_a_deleted_segment_stay_expired_after_a_crash_that_lost_the_new_start():
-    node = Node(flush="sync", retention_seconds=10.0)
-    fill(node, 100)
-    for _ in range(5):
-        node.checkpoint()
-    assert node.retention.run()
-    again = node.power_lost()
-    assert again.partition("orders").start == 0, "the checkpoint is from before retention"
-    consumer = again.attach("orders", "fresh")
-    got = [row.sequence for row in again.pull(consumer).rows]
-    assert got == list(range(got[0], 100))
-    assert again.partition("orders").start == got[0] <= 90
-    assert again.partition("orders").consume_log.record(0).offset < again.broker.message_log.start
-    assert [body[:4] for body in again.bodies("orders")] == [b"%03d:" % sequence for sequence in got]
-
-
-def test_a_start_succeeds_after_a_crash_that_undid_some_deletions():
-    for seed in range(20):
-        node = Node(flush="sync", retention_seconds=10.0)
-        fill(node, 60)
-        for _ in range(5):
-            node.checkpoint()
-        crashed = node.disk.copy()
-        for name in crashed.list("message")[:-2]:
-            crashed.remove(f"message/{name}")
-        left = crashed.after_crash(random.Random(seed))
-        again = Node(left, node.clock, node.config)
-        got = [row.sequence for row in again.pull(again.attach("orders", "g"), 1000).rows]
-        assert got[-10:] == list(range(50, 60))
-        assert got == sorted(set(got))
 
 
 def test_the_consume_log_drops_expired_records(monkeypatch: pytest.MonkeyPatch):

@@ -179,18 +179,3 @@ def test_a_damaged_stage_expires_and_releases_its_segments(
             ask(each, [task])
         fill_and_expire(each)
         assert each.broker.message_log.start > 0
-
-
-def test_expiring_stages_opens_no_consume_log_of_young_ones(node: Node, task: Task) -> None:
-    task.write(node, b"a")
-    node.checkpoint()
-    records = task.open(node).consume_log
-    records.unmap()
-    node.broker.stages.expire()
-    assert not records.mapped
-    node.clock.advance(8 * DAY)
-    node.broker.stages.expire()
-    assert records.mapped
-    records.unmap()
-    node.broker.stages.expire()
-    assert not records.mapped

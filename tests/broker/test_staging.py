@@ -155,20 +155,6 @@ def test_the_commit_of_a_batch_deletes_the_stages_of_failed_attempts(node: Node)
     assert sorted(node.bodies("orders")) == [b"2", b"3", b"4"]
 
 
-def test_frames_are_published_over_many_turns(monkeypatch: pytest.MonkeyPatch, node: Node, task: Task) -> None:
-    monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
-    for n in range(5):
-        task.write(node, b"%d" % n)
-    answers = ask(node, [task])
-    node.commit()
-    assert node.bodies("orders") == [b"0"]
-    assert not answers
-    node.send("orders", b"meanwhile")
-    settle(node)
-    assert answers == [None]
-    assert node.bodies("orders") == [b"0", b"meanwhile", b"1", b"2", b"3", b"4"]
-
-
 def test_delayed_rows_are_scheduled_when_they_are_published(node: Node) -> None:
     task = Task(11, delayed=True)
     now = node.clock.now()

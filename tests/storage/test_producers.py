@@ -156,23 +156,6 @@ def test_r9_the_longest_silent_producer_is_forgotten_first_when_there_are_too_ma
     assert known.judge(1, 3, 2, 1, 1) is FrameVerdict.NEW
 
 
-def test_windows_are_counted_through_deletions_and_checkpoints():
-    known = table(windows_max=3)
-    for producer in (1, 2):
-        for partition in (4, 5):
-            known.stored(producer, partition, 1, 1, 0, 0, producer, 0)
-    again = table(windows_max=3)
-    for _ in range(2):
-        again.load(saved(known, 1, 2))
-    again.order()
-    assert again.window_count == 4
-    known.forget_partition(5)
-    assert known.window_count == 2
-    assert known.forget(10) == []
-    assert again.forget(10) == [1]
-    assert again.window_count == 2
-
-
 def test_r9_the_order_of_last_use_survives_a_checkpoint():
     known = table(producers_max=2)
     for producer, time in ((5, 30), (6, 10), (7, 20)):

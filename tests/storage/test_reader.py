@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from plait.errors import DamageError, DataDirError, Expired, SubjectNotFound
@@ -393,25 +392,6 @@ def test_a_wrong_size_in_another_subjects_frame_hides_no_row(tmp_path: Path):
     with pytest.raises(DamageError, match=f"at offset {between} "):
         read(open_log(str(tmp_path)), wanted("orders"))
     assert read(open_log(str(tmp_path)), wanted("orders"), fail_on_damage=False) == rows
-
-
-def test_damage_in_one_segment_leaves_the_others_readable(tmp_path: Path):
-    node = Node(RealDisk(tmp_path))
-    for number in range(300):
-        node.send("orders", b"%d" % number)
-    rows = stored(node, "orders")
-    node.broker.stop()
-    path = segments(tmp_path)[2]
-    data = bytearray(path.read_bytes())
-    data[1000:1400] = np.random.default_rng(1).bytes(400)
-    path.write_bytes(data)
-    with pytest.raises(DamageError, match=path.name):
-        read(open_log(str(tmp_path)), wanted("orders"))
-    left = read(open_log(str(tmp_path)), wanted("orders"), fail_on_damage=False)
-    lost = sorted(set(rows) - set(left))
-    assert left == [row for row in rows if row not in lost]
-    assert 1 <= len(lost) <= 6
-    assert lost[-1][1] - lost[0][1] == len(lost) - 1
 
 
 def test_a_segment_missing_in_the_middle_is_damage(tmp_path: Path):

@@ -78,11 +78,9 @@ class KeyCache:
         self._number = next(self._numbers)
 
     def known(self, base: int) -> FrameKeys | None:
-        """The cached keys of the frame that starts at sequence ``base``."""
         return self._rows.get((self._number, base))
 
     def of(self, frame: FrameView) -> FrameKeys:
-        """The keys of a frame's rows."""
         whole = not frame.has(Column.SELECTION)
         known = self.known(frame.base) if whole else None
         if known is not None:

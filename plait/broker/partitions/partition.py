@@ -180,7 +180,6 @@ class Partition:
         self.definitions = next(_numbers)
 
     def redefine(self, row: PartitionRow) -> None:
-        """Set its row in the catalog."""
         self.row = row
         self.accepts = None if row.lps is None else lp_set(row.lps)
         self.fences = None

@@ -76,7 +76,6 @@ class Deadlines:
         return self._heap[0][0] if self._heap else None
 
     def run(self, now: float) -> None:
-        """Call everything that is due."""
         while self._heap and self._heap[0][0] <= now:
             _, _, waiter, call = heapq.heappop(self._heap)
             if not waiter.done:

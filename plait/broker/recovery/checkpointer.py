@@ -97,7 +97,6 @@ class CheckpointWork:
         return self
 
     def _copy_partitions(self, shard: int, position: LogPositions) -> int:
-        """Copy a shard of partitions. Returns their number."""
         self._turn.dirty_shards.discard(shard)
         self.copied_partitions.add(shard)
         states = []
@@ -113,7 +112,6 @@ class CheckpointWork:
         return len(states)
 
     def _copy_producers(self, shard: int, position: LogPositions) -> int:
-        """Copy a shard of producers. Returns their number."""
         self._table.dirty.discard(shard)
         self.copied_producers.add(shard)
         producers = self._table.shards[shard]
@@ -176,7 +174,6 @@ class Snapshots:
 
     @property
     def running(self) -> bool:
-        """Whether a checkpoint is running."""
         return self.work is not None or bool(self._unsettled)
 
     @property

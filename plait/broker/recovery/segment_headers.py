@@ -89,7 +89,6 @@ class SegmentHeaders:
             del self._open[chunk]
 
     def remove(self, partition: Partition) -> None:
-        """Remove a partition."""
         chunk = self._chunk_of.pop(partition.id)
         chunk.partitions.remove(partition)
         if chunk.partitions:
@@ -123,7 +122,6 @@ class SegmentHeaders:
                     yield
 
     def _rows(self, kind: str) -> Iterator[HeaderRows]:
-        """All current definitions of one kind."""
         for chunk in self._chunks:
             chunk.refresh(kind)
             yield from chunk.rows[kind]
@@ -131,7 +129,6 @@ class SegmentHeaders:
     # --- frames ---------------------------------------------------------------------------------
 
     def catalog(self, rows: list[PartitionRow], padding: int = 0) -> FrameParts:
-        """A frame that defines partitions."""
         turn = self._turn
         durable = turn.message_log.durable
         return catalog_frame(rows, time=turn.clock.now(), durable=durable, epoch=turn.epoch, padding=padding)
@@ -149,7 +146,6 @@ class SegmentHeaders:
         self._turn.append_own(frame, self.catalog(rows[:1], padding=apart), frame)
 
     def of_message_segment(self, previous_end: int) -> list[FrameParts]:
-        """The header of a message log segment: all partitions."""
         turn = self._turn
         stamp = pack_stamp(CATALOG, 0, turn.clock.now(), turn.message_log.durable, turn.epoch)
         return [rows.frame(1, previous_end, stamp) for rows in self._rows(ROWS)]

@@ -135,7 +135,6 @@ class Recovery:
     # --- checkpoint -----------------------------------------------------------------------------
 
     def _load(self, manifest: CheckpointManifest, shards: dict[str, bytes]) -> CheckpointManifest:
-        """Load the state that a checkpoint has."""
         self._messages.epoch_max = manifest.epoch
         self._catalog.next_partition = manifest.next_partition
         self._catalog.next_group = manifest.next_group

@@ -51,13 +51,11 @@ class BucketedRows:
         self._replayed: dict[int, list[_Settled]] = {}
 
     def uses(self, path: str) -> bool:
-        """Whether a bucket has this file."""
         return any(bucket.path == path for bucket in self._schedules.buckets.values())
 
     # --- recovery -------------------------------------------------------------------------------
 
     def load(self, data: bytes) -> None:
-        """Load a bucket from a checkpoint shard."""
         bucket = Bucket.load(self._turn.disk, self._schedules.report, data)
         self._schedules.buckets[bucket.key] = bucket
 
@@ -288,7 +286,6 @@ def _by_time(numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> _Settle
 
 
 def _of_run(record: Any, settled: _Settled) -> npt.NDArray[Any]:
-    """The settled numbers that may be in a run."""
     numbers, due = settled
     if due is not None:
         low = np.searchsorted(due, record["due_first"], "left")
@@ -298,7 +295,6 @@ def _of_run(record: Any, settled: _Settled) -> npt.NDArray[Any]:
 
 
 def _settle_run(bucket: Bucket, run: int, numbers: UInt64s, settled: npt.NDArray[Any]) -> None:
-    """Settle rows of a run; ``numbers`` are the numbers of its rows."""
     if len(settled):
         bucket.settle(run, np.flatnonzero(np.isin(numbers, settled)))
         bucket.advance(run)

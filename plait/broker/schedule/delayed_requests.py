@@ -212,7 +212,6 @@ def _rows_of_run(
 
 
 def _waiting(bucket: Bucket, run: int, low: int, high: int) -> Int64s:
-    """The waiting rows in [low, high) of a run."""
     low = max(low, int(bucket.cursors[run]))
     if high <= low:
         return np.empty(0, np.int64)
@@ -298,7 +297,6 @@ def _runs_within(
 
 
 def _add(counts: Counter[int], keys: npt.NDArray[Any], numbers: Int64s | None = None) -> None:
-    """Add ``numbers``, or one each, to the counts of the keys."""
     found, which = np.unique(keys, return_inverse=True)
     totals = np.bincount(which, numbers, minlength=len(found)).astype(np.int64)
     counts.update(dict(zip(found.tolist(), totals.tolist(), strict=True)))

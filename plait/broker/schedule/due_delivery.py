@@ -120,7 +120,6 @@ class DueDelivery:
             pass
 
     def _hold(self) -> None:
-        """Pause deliveries for ``RETRY_SECONDS``."""
         self.ready = False
         self._turn_at = self._held_until = self._turn.clock.monotonic() + RETRY_SECONDS
 

@@ -96,14 +96,12 @@ class Forwards:
     # --- which there are ------------------------------------------------------------------------
 
     def add(self, partition: Partition) -> None:
-        """Register a forward partition."""
         forward = _forward(partition)
         self._all[partition.id] = partition
         self._by_place[partition.row.name, (forward.name, forward.group)] = partition
         self._by_producer[forward.producer] = partition
 
     def remove(self, partition: Partition) -> None:
-        """Unregister a forward partition."""
         forward = _forward(partition)
         self._all.pop(partition.id, None)
         self._close(partition)
@@ -118,11 +116,9 @@ class Forwards:
             del self._by_place[place]
 
     def of(self, name: str) -> list[Partition]:
-        """The forward partitions of rows from the schedule of the partition ``name``."""
         return [partition for partition in self._all.values() if partition.row.name == name]
 
     def waiting(self) -> list[Partition]:
-        """The forward partitions with rows to send."""
         return [partition for partition in self._all.values() if partition.start < partition.next]
 
     def _to(self, source: Partition, place: Place) -> Partition:
@@ -140,7 +136,6 @@ class Forwards:
     # --- where rows go --------------------------------------------------------------------------
 
     def learn(self, subject: str, route: ForwardRoute) -> None:
-        """Store the newest route of a subject."""
         self._routes[subject] = route
         self.unrouted.discard(subject)
         self._schedules.release(self._schedules.held(subject))

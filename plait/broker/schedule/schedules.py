@@ -50,7 +50,6 @@ class Schedules:
         catalog.on_subject = self.enters
 
     def add(self, partition: Partition) -> None:
-        """Register a schedule partition."""
         schedule = Schedule(partition)
         partition.main = self._catalog.subjects.get(partition.row.name)
         self.by_partition[partition.id] = schedule
@@ -86,17 +85,14 @@ class Schedules:
         return self._catalog.create(PartitionRow(number, target.subject, target.name, now, kind=SCHEDULE))
 
     def of(self, name: str) -> list[Partition]:
-        """The schedule partition of the partition ``name``, if there is one."""
         return [self.by_subject[name].partition] if name in self.by_subject else []
 
     @property
     def count(self) -> int:
-        """The number of waiting rows."""
         bucketed = sum(bucket.waiting for bucket in self.buckets.values())
         return bucketed + sum(schedule.unbucketed.waiting for schedule in self.by_subject.values())
 
     def waits(self, schedule: Schedule) -> bool:
-        """Whether the schedule has waiting rows."""
         return schedule.unbucketed.waiting > 0 or any(
             bucket.of(schedule.partition.id).any() for bucket in self.buckets.values()
         )
@@ -106,7 +102,6 @@ class Schedules:
         return [each for each in self.by_subject.values() if each.held and each.partition.row.subject == subject]
 
     def report(self, file: str, reason: str, rows: int) -> None:
-        """Count lost rows and report the damage."""
         self.lost_count += rows
         self.notice(f"{file}: {rows} delayed messages are lost: {reason}")
 

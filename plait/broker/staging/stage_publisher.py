@@ -271,7 +271,6 @@ class CopiedRanges:
         return [(start, self._ends[start]) for start in grown]
 
     def clear(self) -> None:
-        """Forget all ranges."""
         self._ends.clear()
         self._starts.clear()
         self._grown.clear()

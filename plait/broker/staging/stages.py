@@ -59,13 +59,11 @@ class Stages:
         return any(each.row.name == name and stage_of(each).state != EXPIRED for each in self._all.values())
 
     def add(self, partition: Partition) -> None:
-        """Register a stage."""
         stage = stage_of(partition)
         self._all[stage.producer] = partition
         self._queries.setdefault(stage.query, {})[stage.producer] = partition
 
     def remove(self, partition: Partition) -> None:
-        """Unregister a stage."""
         stage = stage_of(partition)
         if self._all.get(stage.producer) is partition:
             del self._all[stage.producer]
@@ -195,7 +193,6 @@ class Stages:
             self._delete(sorted(expired, key=lambda partition: partition.row.id)[:count])
 
     def change(self, partitions: list[Partition], state: str) -> None:
-        """Record a new state of stages in the catalog."""
         try:
             self._catalog.change(
                 [

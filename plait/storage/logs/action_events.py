@@ -261,12 +261,10 @@ assert all(kind.layout.size == EVENT_SIZE == 40 for kind in KINDS.values())
 
 
 def actions_with(*fields: str) -> list[Action]:
-    """The actions whose events have one of these fields."""
     return [kind.action for kind in KINDS.values() if not {*fields}.isdisjoint(kind.__struct_fields__)]
 
 
 def unpack_event(row: bytes) -> tuple[int, int, Event]:
-    """The group, the epoch and the event of a row."""
     group, epoch, action = _HEAD.unpack_from(row)
     kind = KINDS.get(action)
     if kind is None:

@@ -138,11 +138,9 @@ def encode_definitions(definitions: list[Definition]) -> list[HeaderRows]:
 
 
 def read_events(frame: FrameView) -> npt.NDArray[Any]:
-    """The events of a frame as one array."""
     _, data = frame.variable(Column.BODY)
     return np.frombuffer(data, EVENT)
 
 
 def read_definitions(frame: FrameView) -> list[Definition]:
-    """The definitions of a frame."""
     return [_decoder.decode(row) for row in frame.binary(Column.BODY).to_pylist()]

@@ -106,7 +106,6 @@ class ConsumeLog:
 
     @property
     def path(self) -> str:
-        """The file of this generation."""
         return f"{DIRECTORY}/{self._partition:08d}.{self.generation}"
 
     def __len__(self) -> int:
@@ -168,7 +167,6 @@ class ConsumeLog:
         return len(self)
 
     def slice(self, start: int, stop: int) -> Records:
-        """Records [start, stop) as one array."""
         if stop <= self.flushed:
             return self._stored()[start:stop]
         tail = self._tail_records()[max(start - self.flushed, 0) : stop - self.flushed]
@@ -194,7 +192,6 @@ class ConsumeLog:
 
     @property
     def mapped(self) -> bool:
-        """True if the file is mapped."""
         return self._file_records is not None
 
     def unmap(self) -> None:

@@ -292,7 +292,6 @@ class Log:
         self.durable = max(self.durable, job.end)
 
     def sync(self) -> None:
-        """Write and sync; blocks."""
         self.write()
         job = self.begin_sync()
         job.run()

@@ -120,7 +120,6 @@ class RetainedRows:
         return np.fromiter(map(self.offsets.get, sequences, repeat(-1)), np.int64, len(sequences))
 
     def within(self, start: int, end: int) -> npt.NDArray[np.int64]:
-        """The retained sequences in [start, end), ascending."""
         sequences = np.fromiter(self.offsets, np.int64, len(self.offsets))
         return np.sort(sequences[(sequences >= start) & (sequences < end)])
 
@@ -160,7 +159,6 @@ class RetainedRows:
         return np.fromiter(self.offsets, np.int64, count), np.fromiter(self.offsets.values(), np.int64, count)
 
     def dump(self) -> bytes:
-        """The state for a checkpoint."""
         return np.concatenate(self._arrays()).astype("<i8").tobytes()
 
     @classmethod

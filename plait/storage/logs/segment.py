@@ -25,7 +25,6 @@ assert _PIECE_SIZE < HEADER_SIZE
 
 
 def segment_name(base: int) -> str:
-    """The file name of the segment that starts at ``base``."""
     return f"{base:020d}{SUFFIX}"
 
 

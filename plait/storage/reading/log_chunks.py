@@ -69,7 +69,6 @@ class WantedRows:
         return cls(exact, tuple(name[:-1] for name in given if name.endswith("*")))
 
     def names(self, subject: str) -> bool:
-        """True if the subject is wanted."""
         return subject in self.subjects or subject.startswith(self.prefixes)
 
     def covers(self, row: PartitionRow) -> bool:

@@ -46,7 +46,6 @@ class IndexedPartition:
         return max(int(last["base"]) + int(last["count"]), self.start)
 
     def between(self, start: int, end: int) -> Records:
-        """The records with rows in [start, end)."""
         bases = self.records["base"]
         first = int(np.searchsorted(bases, np.uint64(start), "right")) - 1
         if first >= 0 and int(bases[first]) + int(self.records["count"][first]) <= start:

@@ -80,7 +80,6 @@ class MappedLog(NamedTuple):
             return False
 
     def error(self, damage: Damage) -> DamageError:
-        """The error for damage in this log."""
         before = [each for each in self.segments if each.base <= damage.offset]
         holder = before[-1] if before else self.segments[0]
         return damage_error(self.directory, holder.path, damage.offset - holder.base, damage.size, damage.reason)
@@ -101,7 +100,6 @@ class LogReader:
         self.checkpoint = _load_checkpoint(disk)
 
     def map(self, index: int) -> MappedSegment | None:
-        """A segment; None if retention has removed it."""
         base, path = self.files[index]
         try:
             file = self.disk.open(path)

@@ -109,12 +109,10 @@ SHARD_PREFIX: Final = "schedule-"
 
 
 def shard_of(key: int) -> str:
-    """The checkpoint shard of a bucket."""
     return f"{SHARD_PREFIX}{key}"
 
 
 def encode_bucket(key: int, path: str, runs: Runs, cursors: Int64s, settled: UInt64s) -> bytes:
-    """A bucket as a checkpoint shard."""
     state = BucketState(key, path, runs.tobytes(), cursors.astype("<u4").tobytes(), settled.tobytes())
     return msgspec.msgpack.encode(state)
 
@@ -176,7 +174,6 @@ class Bucket:
         return bucket
 
     def add(self, runs: Runs, cursors: Int64s | None = None) -> None:
-        """Add runs that were appended to the file."""
         if cursors is None:
             cursors = np.zeros(len(runs), np.int64)
         counts = runs["count"].astype(np.int64)
@@ -194,7 +191,6 @@ class Bucket:
 
     @property
     def end(self) -> int:
-        """The end of the last run."""
         return int(self.runs["offset"][-1]) + int(self.runs["size"][-1]) if len(self.runs) else 0
 
     def of(self, partition: int) -> npt.NDArray[np.bool_]:
@@ -205,7 +201,6 @@ class Bucket:
     # --- reading --------------------------------------------------------------------------------
 
     def view(self) -> memoryview:
-        """A map of the file."""
         if self._view is None or len(self._view) < self.end or self.bytes_read > MAPPED_MAX:
             self._view = None
             self.bytes_read = 0

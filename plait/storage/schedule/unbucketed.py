@@ -67,7 +67,6 @@ class Grown:
         return part
 
     def drop(self, count: int) -> None:
-        """Remove the first ``count`` values."""
         self._array = self.values[count:].copy()
         self._count = len(self._array)
 
@@ -88,7 +87,6 @@ class UnbucketedRows:
 
     @property
     def end(self) -> int:
-        """The number of the next row."""
         return self.base + len(self.due)
 
     def append(self, frame: FrameView, offset: int, base: int) -> Int64s:
@@ -141,7 +139,6 @@ class UnbucketedRows:
         return self.due.values[: end - self.base].copy(), frames[: np.searchsorted(frames["base"], end)].copy()
 
     def state_from(self, partition: int, start: int) -> UnbucketedFrame:
-        """The rows from number ``start`` on, for a checkpoint."""
         due = self.due.values[start - self.base :]
         return UnbucketedFrame(partition, start, len(due), np.packbits(due != NEVER, bitorder="little").tobytes())
 
@@ -158,7 +155,6 @@ class UnbucketedRows:
         self.settle(left)
 
     def locate(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
-        """(frame, row) of each number."""
         bases = self.frames.values["base"]
         index = np.searchsorted(bases, numbers, "right") - 1
         return index, numbers - bases[index]
