@@ -11,7 +11,6 @@ from plait.broker.partitions.partition import Partition
 from plait.broker.schedule.schedules import Schedules
 from plait.errors import PlaitError
 from plait.frame.builder import build_frame
-from plait.frame.columns import Column
 from plait.frame.view import FrameView
 from tests.support.broker_node import Node, Producer, Sent
 

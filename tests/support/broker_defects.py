@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from plait.broker.recovery.segment_headers import SegmentHeaders
 from plait.broker.retention import Retention
 from plait.broker.schedule.bucketed import BucketedRows
 from plait.broker.turn import Turn
-from plait.storage.checkpoint import Checkpoints
+from plait.storage import checkpoint, marks
 from plait.storage.cursor import Cursor
+from plait.storage.disk import Disk
 from plait.storage.logs import recovery
 from plait.storage.logs.action_log import ActionBuffer
 from plait.storage.logs.log import Log
@@ -267,13 +269,13 @@ def sync_nothing(patch: Patch) -> None:
 def leave_checkpoints_unsynced(patch: Patch) -> None:
     """A checkpoint's files are renamed into place before they are durable."""
 
-    def naive(self: Checkpoints, name: str, data: bytes) -> None:
-        file = self.disk.open(f"checkpoints/{name}", create=True)
-        file.truncate(0)
-        file.write([data], 0)
-        file.close()
+    def naive(disk: Disk, path: str, data: bytes, *, draft: str = "") -> None:
+        marks.write_file(disk, f"{path}.new", data, sync=False)
+        disk.rename(f"{path}.new", path)
+        disk.sync_directory("checkpoints")
 
-    patch.setattr(Checkpoints, "_write_file", naive)
+    patch.setattr(checkpoint, "write_file", functools.partial(marks.write_file, sync=False))
+    patch.setattr(checkpoint, "replace_file", naive)
 
 
 def leave_segment_names_unsynced(patch: Patch) -> None:
