@@ -151,9 +151,6 @@ class App:
         arguments.checked()
         for name, value in (("batch", batch), ("concurrency", concurrency), ("prefetch", prefetch)):
             _check_count(name, value)
-        seconds = None if timeout is None else seconds_of(timeout)
-        if seconds is not None and seconds <= 0:
-            raise InvalidArgument(f"timeout must be more than 0, not {timeout!r}")
         if undecodable not in ("reject", "retry"):
             raise InvalidArgument(f"undecodable {undecodable!r} is not known; use 'reject' or 'retry'")
         self._check_other_subscribers(subject, group)
@@ -161,7 +158,7 @@ class App:
             consumer=arguments,
             batch=batch,
             concurrency=concurrency,
-            timeout=seconds,
+            timeout=None if timeout is None else _positive(timeout),
             suspend=None if suspend is None else wait_of(suspend),
             undecodable=undecodable,
         )
@@ -337,3 +334,10 @@ def _check_hook(name: str, function: Callable[..., Any]) -> None:
 def _check_count(name: str, value: int | None) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise InvalidArgument(f"{name} must be a number from 1, not {value!r}")
+
+
+def _positive(timeout: Duration) -> float:
+    seconds = seconds_of(timeout)
+    if seconds <= 0:
+        raise InvalidArgument(f"timeout must be more than 0, not {timeout!r}")
+    return seconds
