@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers import PeerError, PeerUnavailable, RedisStreams, redis_awaiting_64, redis_pipelined_e2e
-from benchmarks.peers.base import Peer, Throughput
+from benchmarks.peers import PeerError, PeerUnavailable, RedisStreams, redis_awaiting_64
+from benchmarks.peers.base import Peer
 from benchmarks.peers.report import write_json
 from benchmarks.peers.roles import Job, Stopwatch
 from benchmarks.peers.server import ServerProcess, accepts
-from benchmarks.peers.suite import PeerReport, Plan, run_peer
+from benchmarks.peers.suite import Plan, run_peer
 from tests.support.require import require_package, require_program
 
 BODY_SIZE = 100
@@ -27,34 +27,6 @@ def redis() -> Iterator[RedisStreams]:
     require_package("psutil")
     with RedisStreams() as peer:
         yield peer
-
-
-def test_pipelined_moves_every_message_and_measures_the_cpu_of_all_three_processes(redis: RedisStreams):
-    result = redis_pipelined_e2e(BODY_SIZE, count=3_000, server=redis)
-    assert result.count == 3_000
-    assert result.messages_per_second == pytest.approx(3_000 / result.seconds)
-    assert result.bytes_per_second == pytest.approx(BODY_SIZE * result.messages_per_second)
-    assert result.producer_cpu_seconds_per_message > 0
-    assert result.consumer_cpu_seconds_per_message is not None
-    assert result.consumer_cpu_seconds_per_message > 0
-    assert result.server_cpu_seconds_per_message is not None
-    assert result.other_cpu_share is not None
-
-
-def test_a_count_that_is_not_a_multiple_of_the_pipeline_is_moved_completely(redis: RedisStreams):
-    assert redis_pipelined_e2e(BODY_SIZE, count=1_234, server=redis).count == 1_234
-
-
-def test_awaiting_splits_the_count_among_64_tasks(redis: RedisStreams):
-    result = redis_awaiting_64(BODY_SIZE, count=200, server=redis)
-    assert result.count == 192
-    assert result.consumer_cpu_seconds_per_message is None
-
-
-def test_latency_measures_every_message_after_the_warm_up(redis: RedisStreams):
-    result = redis.latency(BODY_SIZE, count=20)
-    assert result.count == 20
-    assert 0 < result.p50_milliseconds <= result.p99_milliseconds
 
 
 def test_a_measurement_leaves_no_data_in_the_server(redis: RedisStreams):
@@ -132,14 +104,3 @@ def test_a_role_that_fails_is_raised_with_its_traceback(redis: RedisStreams):
 
     with pytest.raises(PeerError, match="the role failed"):
         Broken().pipelined(BODY_SIZE, 1_000)
-
-
-def test_the_repeats_of_a_measurement_are_sorted_by_rate():
-    report = PeerReport(peer="none")
-    assert report.repeats("pipelined", BODY_SIZE) == []
-    for rate, body_size in ((200.0, BODY_SIZE), (300.0, BODY_SIZE), (100.0, BODY_SIZE), (50.0, 1_024)):
-        report.throughputs.append(
-            Throughput("none", "pipelined", body_size, 1, 1 / rate, rate, rate, None, 0.0, None, None)
-        )
-    rates = [result.messages_per_second for result in report.repeats("pipelined", BODY_SIZE)]
-    assert rates == [100.0, 200.0, 300.0]

@@ -14,7 +14,7 @@ import pytest
 from tests.broker import test_lost_files as lost_files
 from tests.plants import generators
 from tests.plants.generators import Generator
-from tests.sim import cluster_defects, ordered_defects, sink_defects, world_defects
+from tests.sim import ordered_defects, world_defects
 from tests.support import broker_defects
 from tests.support import ordered_defects as model_defects
 
@@ -48,7 +48,7 @@ def ask_only_for_ones_own_number(patch: pytest.MonkeyPatch) -> None:
 
 PLANTS: list[Plant] = [
     # Delayed messages and routes.
-    Plant(world_defects.deliver_behind_the_fence, generators.WORLDS),
+    Plant(ordered_defects.deliver_behind_the_fence, generators.WORLDS),
     Plant(ordered_defects.ask_brokers_that_hold_nothing, generators.ORDERED_CLUSTER),
     Plant(broker_defects.forget_bucketed_rows, generators.SCHEDULE_MODEL, (1, 2)),
     # Storage.
@@ -75,8 +75,8 @@ PLANTS: list[Plant] = [
     Plant(world_defects.end_the_app_with_a_body_that_does_not_decode, generators.WORLDS, (17,)),
     Plant(world_defects.overtake_sends_that_wait_for_room, generators.WORLDS, (1,)),
     Plant(world_defects.return_a_message_while_its_thread_runs, generators.WORLDS, (15, 36)),
-    Plant(cluster_defects.throw_rows_away_at_a_clean_stop, generators.SHARED_CLUSTER, (0,)),
+    Plant(world_defects.throw_rows_away_at_a_clean_stop, generators.SHARED_CLUSTER, (0,)),
     # Archives and Spark.
     Plant(ask_only_for_ones_own_number, generators.ARCHIVERS, (10, 2, 0, 4)),
-    Plant(sink_defects.forget_decisions_by_the_wall_clock, generators.SINK_CLUSTER),
+    Plant(world_defects.forget_decisions_by_the_wall_clock, generators.SINK_CLUSTER),
 ]

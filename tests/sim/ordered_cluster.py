@@ -21,13 +21,19 @@ from plait.server import Server
 from plait.testing.checker import Violation, check
 from plait.testing.history import History
 from plait.testing.sim import Fault, FaultKind, Faults, Process, Simulation, SimulationFailed, play
-from tests.sim.delayed_sends import DelayedSends
-from tests.sim.emptied_groups import is_chosen, switch_off
 from tests.sim.meta_servers import ADDRESSES, LEASE_SECONDS, LIMITS, MetaServers, Outage
 from tests.sim.ordered_changes import PARTITIONS, Change, changes_of, round_trips
 from tests.sim.ordered_members import GROUP, LOOSE, STRICT, Members
-from tests.sim.ordered_senders import Senders
-from tests.sim.users import CLIENT_LIMITS, DRAIN_SECONDS, QUIET_SECONDS, SHOW_SECONDS, excuse, without_collections
+from tests.sim.ordered_senders import DelayedSends, Senders
+from tests.sim.users import (
+    CLIENT_LIMITS,
+    DRAIN_SECONDS,
+    QUIET_SECONDS,
+    SHOW_SECONDS,
+    empty,
+    excuse,
+    without_collections,
+)
 
 BROKERS = {"g1": 7451, "g2": 7452, "g3": 7453}
 
@@ -42,6 +48,10 @@ CONFIG = BrokerConfig(
     limits=LIMITS,
 )
 WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 3, "cut": 3, "cut_one_way": 1, "jump": 1}
+#: Share of the runs that end with an emptied broker group, which one, and the groups that accept its messages instead.
+EMPTIED_SHARE, EMPTIED, OTHERS = 0.12, "g3", ("g1", "g2")
+#: How long producers send without it.
+SEND_SECONDS = 2.0
 #: Share of the runs that have round trips.
 ROUND_TRIPS = 0.25
 LOOK_SECONDS = 0.5
@@ -105,7 +115,7 @@ class OrderedCluster:
         ]
         self.script = self._faults() if script is None else script
         self.changes = changes_of(draw, seconds, [STRICT, STRICT, LOOSE]) if changes is None else changes
-        self._emptied = script is None and is_chosen(seed)
+        self._emptied = script is None and random.Random(f"{seed} emptied").random() < EMPTIED_SHARE
         self.script = [*self.script, *self._delayed.faults(seconds, list(BROKERS))]
         if script is None and changes is None:
             self._add_round_trips()
@@ -169,7 +179,7 @@ class OrderedCluster:
             try:
                 self._drain()
                 if self._emptied:
-                    switch_off(self, [STRICT, LOOSE], ADDRESSES)
+                    self._switch_off()
                     self._drain()
             except SimulationFailed as failure:
                 failure.add_note(self._left())
@@ -182,6 +192,23 @@ class OrderedCluster:
             found = self.judge()
             assert found == [], "\n".join(map(str, found[:10]))
         return found
+
+    def _switch_off(self) -> None:
+        """Empty a broker group as the documentation says (R26), end its broker, and send more messages.
+
+        All consumers restart, so that none of them has cached state.
+        """
+        sim = self.simulation
+        client = sim.process("test").connect(ADDRESSES)
+        sim.run(empty(sim, client, [STRICT, LOOSE], EMPTIED, OTHERS), seconds=120.0)
+        for process in (*self.consumers, *self.producers, sim.process(EMPTIED)):
+            self._fault(Fault("kill", sim.now, 0.0, process.name))
+            process.kill()
+        self.senders.sending = True
+        for process in (*self.consumers, *self.producers):
+            process.start()
+        sim.run_for(SEND_SECONDS)
+        self.senders.sending = False
 
     def _start(self, clients: Iterable[Process]) -> None:
         """Start the servers, then the clients, and schedule all faults and changes."""

@@ -8,7 +8,7 @@ from plait.broker.groups.shared_group import SharedGroup
 from plait.storage.producers import FrameVerdict, ProducerTable
 from plait.testing.sim import Fault
 from plait.testing.simulated_disk import SimulatedDisk
-from tests.sim import cluster_defects as defects
+from tests.sim import world_defects as defects
 from tests.sim.cluster import Cluster
 
 #: The broker crashes again and again, during its disk operations.

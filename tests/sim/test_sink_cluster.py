@@ -15,7 +15,7 @@ from plait.testing.sim import Fault
 from tests.sim import sink_cluster
 from tests.sim.ordered_cluster import STRICT, Change
 from tests.sim.sink_cluster import SinkCluster
-from tests.sim.sink_defects import forget_decisions_by_the_wall_clock
+from tests.sim.world_defects import forget_decisions_by_the_wall_clock
 
 #: At least one of this many seeds finds a defect.
 SEEDS = 10

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import plait
 from plait.broker import BrokerConfig
+from plait.errors import PlaitError
 from plait.meta.database.connection import file_url
 from plait.server import Server
 from plait.testing.embedded_broker import empty_database
@@ -106,3 +107,24 @@ class StrictNode:
         assert host is not None
         assert host._store is not None
         host._store.close()
+
+
+async def empty(
+    sim: Simulation, client: plait.Client, subjects: Iterable[str], emptied: str, others: Sequence[str]
+) -> None:
+    """Route the subjects to other broker groups, and wait until the emptied one accepts no rows and has drained."""
+    async with client:
+        for subject in subjects:
+            places = [f"{subject}@{group}" for group in others]
+            await client.admin.expand_subject(subject, places)
+            while not await _is_empty(client, subject, emptied):
+                await sim.sleep(0.5)
+
+
+async def _is_empty(client: plait.Client, subject: str, emptied: str) -> bool:
+    try:
+        route = await client.admin.route(subject)
+    except PlaitError:
+        return False
+    mine = [share for share in route.partitions if str(share.partition).partition("@")[2] == emptied]
+    return route.reached and not any(share.takes or share.draining for share in mine)

@@ -1,4 +1,4 @@
-"""Defects that Plait's classes once had. Tests patch them into a simulated world, one at a time.
+"""Defects that Plait's classes once had. Tests patch them into a simulated world or cluster, one at a time.
 
 Each patches one method, so that ``tests/plants`` can check that the generator finds the defect.
 """
@@ -8,26 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
+from plait.broker.groups.at_most_once import AtMostOnceGroup
 from plait.broker.partitions import sealing as passed
 from plait.broker.retention import Retention
-from plait.broker.schedule.forwards import Forwards
 from plait.client.app.subscription import Subscription
 from plait.client.closing import Closing
 from plait.client.consume import fetcher
 from plait.client.send.producer import Producer
 from plait.errors import CodecError
+from plait.meta.batch_commits import ClusterAge
 from plait.storage.marks import ArchiveMark
 
 Patch = pytest.MonkeyPatch
 Defect = Callable[[Patch], None]
-
-
-def deliver_behind_the_fence(patch: Patch) -> None:
-    """Delayed rows enter the partition that they were sent to, even if it no longer accepts their keys."""
-    patch.setattr(Forwards, "split", lambda self, target, hashes, numbers: [(target, np.arange(len(numbers)))])
 
 
 def delete_what_is_not_archived(patch: Patch) -> None:
@@ -91,3 +86,13 @@ def overtake_sends_that_wait_for_room(patch: Patch) -> None:
                 self.waiting.pop(me, None)
 
     patch.setattr(Producer, "room", naive)
+
+
+def throw_rows_away_at_a_clean_stop(patch: Patch) -> None:
+    """Rows that an at-most-once consumer pulled ahead are lost when it closes."""
+    patch.setattr(AtMostOnceGroup, "nack", lambda *_: 0)
+
+
+def forget_decisions_by_the_wall_clock(patch: Patch) -> None:
+    """The age of a decision is computed from the meta server's wall clock."""
+    patch.setattr(ClusterAge, "advance", lambda age, connection: age._clock.now() // 1_000_000)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,11 +65,14 @@ def send(
     from_stdin = (body in (None, "-") and file is None) or str(file) == "-"
     if lines is None:
         lines = from_stdin
-    when = {
+    options = {
+        "key": key,
+        "tags": tag,
         "delay": None if delay is None else delay_of(delay),
         "deliver_at": None if deliver_at is None else time_of(deliver_at),
+        "headers": _headers(header),
     }
-    sending = SendRun(subject, key, tag, _headers(header), when, json=output == "json")
+    sending = SendRun(subject, options, json=output == "json")
     if not from_stdin and file is None:
         assert body is not None
         text = body.encode("utf-8", "surrogateescape")
@@ -86,23 +89,11 @@ def send(
 
 
 class SendRun:
-    """One run of the command."""
+    """One run of the command. ``options`` are the arguments of the client's methods."""
 
-    def __init__(
-        self,
-        subject: str,
-        key: str | None,
-        tags: list[str] | None,
-        headers: Mapping[str, HeaderValue] | None,
-        when: dict[str, Any],
-        *,
-        json: bool,
-    ) -> None:
-        self._when = when
+    def __init__(self, subject: str, options: dict[str, Any], *, json: bool) -> None:
         self._subject = subject
-        self._key = key
-        self._tags = tags
-        self._headers = headers
+        self._options = options
         self._json = json
         self._count = 0
         self._first: Receipt | None = None
@@ -110,9 +101,7 @@ class SendRun:
 
     async def one(self, client: Client, body: bytes) -> None:
         """Send one message and print its receipt."""
-        receipt = await client.send(
-            self._subject, body, key=self._key, tags=self._tags, headers=self._headers, **self._when
-        )
+        receipt = await client.send(self._subject, body, **self._options)
         self._add_receipt(receipt)
         if not self._json:
             place = ["sequence"] if receipt.deliver_at is None else ["number", "deliver at"]
@@ -147,9 +136,7 @@ class SendRun:
     async def _post(self, client: Client, line: bytes, tickets: deque[Ticket]) -> None:
         while True:
             try:
-                ticket = client.post(
-                    self._subject, line, key=self._key, tags=self._tags, headers=self._headers, **self._when
-                )
+                ticket = client.post(self._subject, line, **self._options)
             except BufferFull:
                 if not tickets:
                     await client.flush()

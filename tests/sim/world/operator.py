@@ -7,9 +7,10 @@ from collections.abc import Callable
 import plait
 from plait.errors import PlaitError, SubjectExists
 from plait.testing.sim import Process
-from tests.sim.emptied_groups import empty
+from tests.sim.ordered_changes import Change
+from tests.sim.users import empty
 from tests.sim.world.ledger import Part
-from tests.sim.world.plan import DOOMED, Change
+from tests.sim.world.plan import DOOMED
 
 
 class Operator(Part):

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from plait.limits import MIB
 from plait.testing.sim import Fault, FaultKind, Faults
 from tests.sim.meta_servers import LEASE_SECONDS, METAS, Outage
+from tests.sim.ordered_changes import Change
 
 Mode = Literal["ordered", "affinity", "shared", "once", "broadcast"]
 #: Where a group begins: at the first message, at the last, or at the time of its first start.
@@ -58,14 +59,6 @@ class GroupPlan(NamedTuple):
     def owns(self) -> bool:
         """Whether its members own logical partitions."""
         return self.mode in ("ordered", "affinity")
-
-
-class Change(NamedTuple):
-    """A change of the number of partitions."""
-
-    at: float
-    subject: str
-    partitions: int
 
 
 class DiskFault(NamedTuple):
