@@ -18,50 +18,35 @@ def decoder_for(kind: Any) -> Decode:
     Supports the types of msgspec (structs, dataclasses, dict, list, numbers, unions...) and pydantic models. Raises
     ``InvalidArgument`` for any other type; the decoder raises ``CodecError``.
     """
+    read: Decode
     if kind is bytes:
         return bytes
     if kind is str:
-        return _decode_text
-    if _is_pydantic(kind):
-        return _pydantic_decoder(kind)
-    try:
-        msgspec.json.schema(kind, schema_hook=_schema_of_pydantic)
-        decode = msgspec.json.Decoder(kind, dec_hook=_convert_to_pydantic).decode
-    except (TypeError, NameError, RuntimeError) as error:
-        reason = str(error).splitlines()[-1]
-        raise InvalidArgument(
-            f"a body cannot be decoded as {_name(kind)} ({reason}); "
-            "use bytes, str, dict, a msgspec struct, a dataclass or a pydantic model"
-        ) from None
-
-    def decode_json(body: bytes) -> Any:
+        read = bytes.decode
+    elif _is_pydantic(kind):
+        read = kind.model_validate_json
+    else:
         try:
-            return decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise _refusal(kind, error) from None
+            msgspec.json.schema(kind, schema_hook=_schema_of_pydantic)
+            read = msgspec.json.Decoder(kind, dec_hook=_convert_to_pydantic).decode
+        except (TypeError, NameError, RuntimeError) as error:
+            reason = str(error).splitlines()[-1]
+            raise InvalidArgument(
+                f"a body cannot be decoded as {_name(kind)} ({reason}); "
+                "use bytes, str, dict, a msgspec struct, a dataclass or a pydantic model"
+            ) from None
 
-    return decode_json
+    def decode(body: bytes) -> Any:
+        try:
+            return read(body)
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            raise CodecError(f"the body cannot be decoded as {_name(kind)}: {error}") from None
 
-
-def _decode_text(body: bytes) -> str:
-    try:
-        return body.decode()
-    except UnicodeDecodeError as error:
-        raise _refusal(str, error) from None
+    return decode
 
 
 def _is_pydantic(kind: Any) -> bool:
     return isinstance(kind, type) and hasattr(kind, "model_validate_json")
-
-
-def _pydantic_decoder(kind: Any) -> Decode:
-    def decode(body: bytes) -> Any:
-        try:
-            return kind.model_validate_json(body)
-        except ValueError as error:
-            raise _refusal(kind, error) from None
-
-    return decode
 
 
 def _convert_to_pydantic(kind: type, value: Any) -> Any:
@@ -77,10 +62,6 @@ def _schema_of_pydantic(kind: type) -> dict[str, Any]:
         return {"type": "object"}
     # msgspec expects this error here too.
     raise NotImplementedError(f"{_name(kind)} cannot be decoded")
-
-
-def _refusal(kind: Any, error: Exception) -> CodecError:
-    return CodecError(f"the body cannot be decoded as {_name(kind)}: {error}")
 
 
 def _name(kind: Any) -> str:

@@ -7,7 +7,7 @@ inflates to any other size than declared is refused.
 from __future__ import annotations
 
 from functools import cache
-from typing import Final, Literal
+from typing import Final
 
 import pyarrow as pa
 
@@ -15,8 +15,6 @@ from plait.errors import FrameError, InvalidArgument
 from plait.frame.columns import Codec
 from plait.frame.header import U32
 from plait.limits import COLUMN_SIZE_MAX
-
-Compression = Literal["zstd", "lz4"]
 
 #: Arrow's name of each codec; "lz4" is the LZ4 frame format, which marks its end.
 _NAMES: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}

@@ -65,7 +65,6 @@ FLAG_FORWARDED: Final = 2
 FLAGS_KNOWN: Final = FLAG_UNSEQUENCED | FLAG_FORWARDED
 FLAGS_MANDATORY: Final = 0x0F
 
-ALIGNMENT: Final = 8
 #: Sequences are below this: they fit a signed column, and adding the row count of a frame cannot overflow.
 SEQUENCE_MAX: Final = 1 << 62
 #: The last microsecond of the year 9999. Times before 1970 are invalid too.

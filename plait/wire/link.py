@@ -128,7 +128,12 @@ class Receiver(asyncio.BufferedProtocol):
             stop = position + size
             if stop > end:
                 self._rest = b""
-                self._begin_own(data[position:], size)
+                left = data[position:]
+                self._size, self._filled = size, len(left)
+                self.partial_size = self._filled
+                # Do not allocate the declared size at once, so that a peer cannot use up memory by only declaring one.
+                self._own = memory(min(size, max(self._growth_first, 2 * len(left))))
+                self._own[: len(left)] = left
                 return packets
             start = HEADER_SIZE + head_size + (-head_size & 7)
             if start > size:
@@ -154,14 +159,6 @@ class Receiver(asyncio.BufferedProtocol):
         """Free the memory of an incomplete packet. The caller closes the connection, because the rest may yet come."""
         self._own, self._rest = None, b""
         self.partial_size = 0
-
-    def _begin_own(self, data: memoryview, size: int) -> None:
-        self._size = size
-        self._filled = self.partial_size = len(data)
-        # Do not allocate the declared size at once, so that a peer cannot use up memory by only declaring a size.
-        room = min(size, max(self._growth_first, 2 * len(data)))
-        self._own = memory(room)
-        self._own[: len(data)] = data
 
 
 def memory(size: int) -> memoryview:
@@ -341,12 +338,6 @@ class Link(Receiver):
             self._transport.abort()
 
 
-def _is_refused(error: OSError) -> bool:
-    """Whether every address of the host refused the connection. asyncio joins their errors into one text."""
-    refused = str(error).count(f"[Errno {errno.ECONNREFUSED}]")
-    return isinstance(error, ConnectionRefusedError) or 0 < refused == str(error).count("[Errno ")
-
-
 async def dial(address: str, client: str, seconds: float) -> Link:
     """Connect and exchange hello packets within ``seconds``; raises ``Unavailable`` or the server's error."""
     host, port = parse_address(address)
@@ -368,10 +359,12 @@ async def dial(address: str, client: str, seconds: float) -> Link:
             f"no answer from {SCHEME}{host}:{port} within {seconds:g} s", addresses=[f"{SCHEME}{host}:{port}"]
         ) from None
     except OSError as error:
+        refusals = str(error).count(f"[Errno {errno.ECONNREFUSED}]")
         raise Unavailable(
             f"cannot connect to {SCHEME}{host}:{port} ({error.strerror or error}); is 'plait serve' running there?",
             addresses=[f"{SCHEME}{host}:{port}"],
-            refused=_is_refused(error),
+            # asyncio joins the errors of several addresses into one text.
+            refused=isinstance(error, ConnectionRefusedError) or 0 < refusals == str(error).count("[Errno "),
         ) from None
     except Unavailable as lost:
         if link is None:

@@ -1,7 +1,7 @@
 """The messages between client and server: one struct for each packet kind.
 
 The head of a packet is a msgpack array. A later version can add fields at its end, because a reader ignores fields that
-it does not know and gives missing fields their defaults. docs/formats.md lists all messages.
+it does not know and gives missing fields their defaults. docs/formats.md has the meaning of all messages and fields.
 """
 
 from __future__ import annotations
@@ -125,8 +125,6 @@ class AttachRequest(PacketHead, frozen=True):
 
     - ``holds``: the ranges that the client still holds from partition number ``partition``. The broker ignores them if
       the partition has another number now, because the subject was deleted and created again.
-    - ``ordered``: the consumer gets only rows of LPs that it has locked with a ``LeaseRequest``.
-    - ``affinity``: the consumer is ordered, but a failed message never holds back its key.
     - ``token``: a random secret of an ordered consumer. A consumer that attaches again with the same token keeps its
       locks. A consumer with the same client id and another token gets those locks only after their lease ends.
     - ``began``: the route version that the group began with. If the partition first accepted rows under a later
@@ -149,14 +147,7 @@ class AttachRequest(PacketHead, frozen=True):
 
 
 class AttachReply(PacketHead, frozen=True):
-    """The session of the consumer. Every later request of the consumer names it.
-
-    - ``reasons_from``: the first attempt whose failure can make the message a dead letter. From this attempt on, the
-      consumer sends the reason of each failure.
-    - ``lease_seconds``: how long an ordered consumer keeps its locks after it sent a request that renews them.
-    - ``strict``: a failed message holds back its key.
-    - ``attempts``: after this many failed deliveries a message becomes a dead letter; 0: no limit.
-    """
+    """The session of the consumer. Every later request of the consumer names it."""
 
     KIND: ClassVar[int] = 21
     session: int
@@ -180,12 +171,7 @@ class PullRequest(PacketHead, frozen=True):
 
 
 class PullReply(PacketHead, frozen=True):
-    """Rows, as frames in the payload. ``ranges`` has the attempt of each row. ``more``: further rows are ready.
-
-    If ``news`` is higher than ``news`` of the last ``LeaseReply``, the broker has locks to grant or wants locks back.
-    The consumer then sends a ``LeaseRequest``. An ordered consumer gets one range and one tag for each frame, in the
-    order of the frames. The sequences of two frames can be interleaved, so requests name a row's frame by its tag.
-    """
+    """Rows, as frames in the payload. ``ranges`` has the attempt of each row. ``more``: further rows are ready."""
 
     KIND: ClassVar[int] = 23
     ranges: list[AttemptRange] = []
@@ -195,12 +181,7 @@ class PullReply(PacketHead, frozen=True):
 
 
 class AckRequest(PacketHead, frozen=True):
-    """Acks ranges.
-
-    An ordered consumer sends the tag of a frame (``PullReply``) with each range, and the range acks only those rows of
-    the frame that lie in it. The range ends at the next row of the frame that it does not ack, or just after the last
-    row, so that adjacent ranges leave no gap. It may include rows that the consumer has returned. A range with tag 0
-    acks all its sequences; the consumer uses tag 0 for rows of an earlier session.
+    """Acks ranges. An ordered consumer sends the tag of a frame with each: only rows of that frame are acked.
 
     The consumer reports an outcome for every delivered row. When a message fails and holds back its key, the consumer
     returns the later rows of the key, with a ``NackRequest`` that is not ``counted``. It also returns rows of the key
@@ -219,10 +200,7 @@ class NackRequest(PacketHead, frozen=True):
     If ``reject`` is True, the rows become dead letters at once. If ``counted`` is False, the consumer returns the rows
     and the delivery is no attempt, because no handler began them or the consumer cannot handle rows now. The broker
     then first answers the consumer's suspended pull without rows, because the pull would only get the same rows again.
-
-    An ordered consumer can also return rows that it has not begun by their LPs: each of ``lp_ranges`` means the rows of
-    the frame with its tag in ``lp_tags`` that lie in the range and belong to ``lps``. ``delay``, ``reason``, ``reject``
-    and ``counted`` do not apply to these rows.
+    ``delay``, ``reason``, ``reject`` and ``counted`` do not apply to ``lp_ranges``, whose rows are returned.
     """
 
     KIND: ClassVar[int] = 25
@@ -248,13 +226,10 @@ class DetachRequest(PacketHead, frozen=True):
 class LeaseRequest(PacketHead, frozen=True):
     """An ordered consumer asks for the locks of all LPs that it wants, and renews its lease.
 
-    - ``wants``: all LPs that the consumer wants. The broker releases its lock of every other LP once the consumer holds
-      no rows of the LP. If an LP moved away and came back, the consumer wants rows only below the fence at first,
-      because the other partition's rows come before the rows from the fence on.
-    - ``parked``: hashes of keys that are parked in the partition that had their rows before. The broker parks them too.
-    - ``resumed``: hashes of keys that are no longer parked there.
-    - ``route``: the route version that the consumer uses. Of an LP that moved here in a later version, the broker
-      delivers only the rows from before the move.
+    The broker releases its lock of every other LP once the consumer holds no rows of the LP. If an LP moved away and
+    came back, the consumer wants rows only below the fence at first, because the other partition's rows come before the
+    rows from the fence on. ``parked`` and ``resumed``: hashes of keys that are parked, or no longer parked, in the
+    partition that had their rows before; the broker parks or resumes them too.
     """
 
     KIND: ClassVar[int] = 27
@@ -266,17 +241,7 @@ class LeaseRequest(PacketHead, frozen=True):
 
 
 class LeaseReply(PacketHead, frozen=True):
-    """The locks of the consumer. They are valid for ``seconds`` from the moment the consumer sent the request.
-
-    - ``owned``: LPs that the consumer may handle, under the given epochs.
-    - ``leaving``: LPs that another consumer wants with a higher epoch. The broker delivers no new rows of them, the
-      consumer returns the rows that it has not begun, and the last ack releases the lock.
-    - ``drained``: LPs whose rows below the wanted sequence are all done, except rows of keys in ``parked``.
-    - ``refused``: LPs that another consumer locked with this epoch or a higher one. The consumer asks the meta server
-      for a new allocation.
-    - ``parked``: hashes of parked keys. ``inherited``: keys that are parked only because a ``LeaseRequest`` named them.
-    - ``again``: sealed LPs, wanted or not, with unfinished rows below the fence. They may have been drained before.
-    """
+    """The locks of the consumer. They are valid for ``seconds`` from the moment the consumer sent the request."""
 
     KIND: ClassVar[int] = 28
     seconds: float

@@ -7,6 +7,7 @@ import itertools
 import random
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 import plait
@@ -224,7 +225,7 @@ async def test_a_long_lived_connection_is_replaced_at_once(broker: EmbeddedBroke
             assert (await asyncio.wait_for(client.send("s", b""), 10)).sequence == number
 
 
-async def test_a_connection_without_replies_is_closed(broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_without_replies_is_closed(broker: EmbeddedBroker) -> None:
     """Half open: the connection exists, but no reply arrives. Missing heartbeats reveal it."""
     limits = plait.ClientLimits(heartbeat_seconds=0.01, reconnect_first_seconds=0.001)
     async with broker.connect(limits=limits) as client:
@@ -233,7 +234,7 @@ async def test_a_connection_without_replies_is_closed(broker: EmbeddedBroker, mo
         assert link.welcome is not None
         [connection] = broker.server.connections
         connection._transport.pause_reading()  # type: ignore[union-attr]
-        monkeypatch.setattr(client._node, "_lost_seconds", lambda _: 0.05)
+        link.welcome = msgspec.structs.replace(link.welcome, consumer_lost_seconds=0.05)
         await until(lambda: link.closed)
         assert (await client.send("s", b"")).sequence == 0
 

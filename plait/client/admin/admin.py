@@ -13,7 +13,7 @@ from plait.client.admin.dead_letter_admin import DeadAdmin
 from plait.client.admin.parked_key_admin import ParkedAdmin
 from plait.client.admin.schedule_admin import ScheduleAdmin
 from plait.client.arguments import Duration, Start, seconds_of, start_of
-from plait.client.net.admin_calls import Calls, Partition
+from plait.client.net.admin_calls import Partition
 from plait.client.types import PartitionName
 from plait.errors import GroupNotFound, InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
@@ -80,53 +80,6 @@ class AllocationInfo(msgspec.Struct, frozen=True):
     members: list[MemberShare]
 
 
-class ClusterAdmin(Calls):
-    """The operations of ``plait cluster``, and the routes and shares of ``plait subject`` and ``plait group``."""
-
-    async def route(self, subject: str) -> RouteInfo:
-        """The route of a subject: which partitions accept its messages now, and which are to accept them."""
-        return _route_info(await self._run(cluster.DESCRIBE_ROUTE, subject=subject))
-
-    async def expand_subject(self, subject: str, partitions: Partitions) -> RouteInfo:
-        """Spread a subject over a number of partitions, more or fewer than now, or over named ones ("name@group").
-
-        The change starts at once and proceeds in the background; ``route`` shows its progress. Order per key is kept.
-        """
-        wanted = partitions if isinstance(partitions, int) else _names(partitions)
-        return _route_info(await self._run(cluster.EXPAND_SUBJECT, subject=subject, partitions=wanted))
-
-    async def brokers(self) -> list[BrokerInfo]:
-        """All brokers of the cluster, by their groups."""
-        return await self._run(cluster.DESCRIBE_BROKERS)
-
-    async def set_broker_state(self, group: str, state: State) -> None:
-        """Restrict the use of a broker group: with "R", "W" or "NRW" it gets no new partitions; "RW" lifts this.
-
-        With "R" and "NRW" clients also send messages to other groups where the order allows it, once they have
-        refreshed their routes. Messages that are stored on the group are still consumed.
-        """
-        if state not in STATES:
-            raise InvalidArgument(f"state {state!r} is not known; use {', '.join(STATES)}")
-        await self._run(cluster.SET_BROKER_STATE, group=group, state=state)
-
-    async def forget_broker(self, group: str, *, lost: bool = False) -> list[LostPartition]:
-        """Remove a broker group that will not come back from the cluster and from all routes, permanently.
-
-        ``InvalidArgument`` if the group still accepts messages, or has messages that a consumer group has not finished.
-        With ``lost`` those messages are given up, and the loss is returned.
-        """
-        return await self._run(cluster.FORGET_BROKER, group=group, lost=lost)
-
-    async def allocation(self, subject: str, group: str) -> AllocationInfo:
-        """The members of a group and their shares."""
-        found = await self._run(cluster.DESCRIBE_ALLOCATION, subject=subject, group=group)
-        members = [
-            MemberShare(client, sum(end - first for first, end, _ in lps), lps)
-            for client, lps in sorted(found.members.items())
-        ]
-        return AllocationInfo(found.subject, found.group, found.strategy, found.epoch, members)
-
-
 def _names(partitions: object) -> list[str]:
     if isinstance(partitions, str) or not isinstance(partitions, Sequence):
         raise InvalidArgument(f"partitions {partitions!r} is not valid; use a number, or a list of 'name@group'")
@@ -181,7 +134,7 @@ def _table(runs: Iterable[NumberedRun]) -> npt.NDArray[np.int64]:
 _GROUP_SUMS: Final = [f.name for f in msgspec.structs.fields(GroupInfo) if f.type is int and f.name != "online"]
 
 
-class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
+class Admin(DeadAdmin, ScheduleAdmin, ParkedAdmin):
     """The operations of ``plait subject``, ``plait group``, ``plait dlq``, ``plait schedule`` and ``plait cluster``.
 
     Where a subject has several partitions, ``partition`` selects one: "name@group".
@@ -311,6 +264,49 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         remembered = await self._run(subjects.FORGET_GROUP, subject=subject, group=group)
         if missing is not None and not remembered:
             raise missing
+
+    async def route(self, subject: str) -> RouteInfo:
+        """The route of a subject: which partitions accept its messages now, and which are to accept them."""
+        return _route_info(await self._run(cluster.DESCRIBE_ROUTE, subject=subject))
+
+    async def expand_subject(self, subject: str, partitions: Partitions) -> RouteInfo:
+        """Spread a subject over a number of partitions, more or fewer than now, or over named ones ("name@group").
+
+        The change starts at once and proceeds in the background; ``route`` shows its progress. Order per key is kept.
+        """
+        wanted = partitions if isinstance(partitions, int) else _names(partitions)
+        return _route_info(await self._run(cluster.EXPAND_SUBJECT, subject=subject, partitions=wanted))
+
+    async def brokers(self) -> list[BrokerInfo]:
+        """All brokers of the cluster, by their groups."""
+        return await self._run(cluster.DESCRIBE_BROKERS)
+
+    async def set_broker_state(self, group: str, state: State) -> None:
+        """Restrict the use of a broker group: with "R", "W" or "NRW" it gets no new partitions; "RW" lifts this.
+
+        With "R" and "NRW" clients also send messages to other groups where the order allows it, once they have
+        refreshed their routes. Messages that are stored on the group are still consumed.
+        """
+        if state not in STATES:
+            raise InvalidArgument(f"state {state!r} is not known; use {', '.join(STATES)}")
+        await self._run(cluster.SET_BROKER_STATE, group=group, state=state)
+
+    async def forget_broker(self, group: str, *, lost: bool = False) -> list[LostPartition]:
+        """Remove a broker group that will not come back from the cluster and from all routes, permanently.
+
+        ``InvalidArgument`` if the group still accepts messages, or has messages that a consumer group has not finished.
+        With ``lost`` those messages are given up, and the loss is returned.
+        """
+        return await self._run(cluster.FORGET_BROKER, group=group, lost=lost)
+
+    async def allocation(self, subject: str, group: str) -> AllocationInfo:
+        """The members of a group and their shares."""
+        found = await self._run(cluster.DESCRIBE_ALLOCATION, subject=subject, group=group)
+        members = [
+            MemberShare(client, sum(end - first for first, end, _ in lps), lps)
+            for client, lps in sorted(found.members.items())
+        ]
+        return AllocationInfo(found.subject, found.group, found.strategy, found.epoch, members)
 
     async def server(self) -> dict[str, Any]:
         """Facts about the server."""

@@ -92,7 +92,18 @@ class ScheduleAdmin(Calls):
                 limit=wanted,
                 **span,
             )
-            found += [_message(row, place.name) for row in page.rows]
+            found += [
+                ScheduledMessage(
+                    row.subject,
+                    row.number,
+                    to_datetime(row.deliver_at),
+                    MessageId(row.producer, row.sequence),
+                    row.key,
+                    row.size,
+                    place.name,
+                )
+                for row in page.rows
+            ]
             after = page.next
             if after is None:
                 break
@@ -178,15 +189,3 @@ class ScheduleAdmin(Calls):
     async def _of(self, name: PartitionName) -> PartitionNode:
         """The partition that a receipt names."""
         return PartitionNode(name, await self._router.group_node(name.group))
-
-
-def _message(row: delayed.DelayedRow, partition: PartitionName) -> ScheduledMessage:
-    return ScheduledMessage(
-        row.subject,
-        row.number,
-        to_datetime(row.deliver_at),
-        MessageId(row.producer, row.sequence),
-        row.key,
-        row.size,
-        partition,
-    )

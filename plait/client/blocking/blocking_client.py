@@ -234,8 +234,15 @@ _open: weakref.WeakSet[SyncClient] = weakref.WeakSet()
 
 @atexit.register
 def _close_forgotten() -> None:
+    """Send posted messages for up to ``EXIT_SECONDS`` if the program exits without closing its clients."""
     for client in list(_open):
-        client._close_at_exit()
+        thread = client._thread
+        if thread is None or not thread.running:
+            continue
+        try:
+            thread.run(client._close(), EXIT_SECONDS)
+        except (TimeoutError, PlaitError):
+            thread.run(client._inner._node.close(), EXIT_SECONDS)
 
 
 class SyncClient:
@@ -275,15 +282,6 @@ class SyncClient:
         if self._inbox is not None and not self._inner._closing.begun:
             self._inbox.take_all()
         await self._inner.close()
-
-    def _close_at_exit(self) -> None:
-        """Send posted messages for up to ``EXIT_SECONDS`` if the program exits without closing the client."""
-        if self._thread is None or not self._thread.running:
-            return
-        try:
-            self._thread.run(self._close(), EXIT_SECONDS)
-        except (TimeoutError, PlaitError):
-            self._thread.run(self._inner._node.close(), EXIT_SECONDS)
 
     def __enter__(self) -> Self:
         return self.open()

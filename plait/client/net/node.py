@@ -126,19 +126,16 @@ class Node:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(self._up)
         except TimeoutError:
-            raise self._unreachable() from None
+            if self.last_error is not None:
+                raise type(self.last_error)(self.last_error.message, **self.last_error.details) from None
+            raise Unavailable(
+                f"no server could be reached at {', '.join(self._addresses)}", addresses=list(self._addresses)
+            ) from None
 
     def not_open(self) -> Closed:
         """The error for a client that is used before it was opened."""
         how = "with plait.sync.connect(...)" if self.blocking else "async with plait.connect(...)"
         return Closed(f"the client is not connected; use '{how}', or open() and close()")
-
-    def _unreachable(self) -> PlaitError:
-        if self.last_error is not None:
-            return type(self.last_error)(self.last_error.message, **self.last_error.details)
-        return Unavailable(
-            f"no server could be reached at {', '.join(self._addresses)}", addresses=list(self._addresses)
-        )
 
     async def request(self, message: m.PacketHead, seconds: float | None = None) -> Any:
         """Send one request and return its reply. The request is not repeated if the link is lost."""
@@ -188,7 +185,9 @@ class Node:
                 link = await dial(address, self._client, self._limits.request_seconds)
             except (PlaitError, OSError) as error:
                 self.last_error = error if isinstance(error, PlaitError) else Unavailable(str(error))
-                self._report(self.last_error)
+                if self.last_error.message not in self._reported:
+                    self._reported.add(self.last_error.message)
+                    log.warning("%s; trying again", self.last_error.message)
                 if not self.last_error.details.get("refused"):
                     refused_since = None
                 elif refused_since is None:
@@ -217,12 +216,6 @@ class Node:
             if turn % len(self._addresses) == 0:
                 await asyncio.sleep(pause * chance.uniform(0.5, 1.0))
                 pause = min(pause * 2, longest)
-
-    def _report(self, error: PlaitError) -> None:
-        """Log why there is no connection: each reason once until the next connection."""
-        if error.message not in self._reported:
-            self._reported.add(error.message)
-            log.warning("%s; trying again", error.message)
 
     async def _serve(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
         """Use a new link; returns when it is lost."""
@@ -258,7 +251,7 @@ class Node:
         now = loop.time()
         if link.received_bytes != received:
             self.last_contact = now
-        elif now - self.last_contact > self._lost_seconds(link):
+        elif now - self.last_contact > (link.welcome.consumer_lost_seconds if link.welcome else 5.0):
             link.abort()
             return
         link.call(m.HeartbeatRequest(), _ignore)
@@ -273,10 +266,6 @@ class Node:
 
         link_received = link.received_bytes
         self._heartbeat = loop.call_at(due, again)
-
-    @staticmethod
-    def _lost_seconds(link: Link) -> float:
-        return link.welcome.consumer_lost_seconds if link.welcome else 5.0
 
 
 def _ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:

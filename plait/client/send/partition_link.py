@@ -109,7 +109,8 @@ class PartitionLink:
             # The producer sequences of a frame must be consecutive, and rows of another partition got some in between.
             self.seal_oneway()
         rows.add(body, key, tags, headers)
-        number = producer.take_oneway(1)
+        number = producer.oneway_next
+        producer.oneway_next += 1
         if len(rows.bodies) == 1:
             rows.batch.first = number
             producer.loop.call_soon(self.seal_oneway)

@@ -170,7 +170,7 @@ class PartitionSender:
         """Start the timer after which frames that wait for a disconnected broker move, if they may."""
         if self.target.node is None:
             self.subject_sender.lookup.start()
-        elif self._elsewhere is None and self.subject_sender.movable:
+        elif self._elsewhere is None and self.subject_sender.partitioner is not None and not self.subject_sender.holds:
             pause = self.subject_sender.patience(self)
             self._elsewhere = self.producer.loop.call_later(pause, self._go_elsewhere)
 
@@ -234,19 +234,15 @@ class PartitionSender:
             return
         else:
             window.answered(frame)
-            self._failed(frame, error)
+            if isinstance(error, StaleRoute):
+                frame.state = NOT_STORED[frame.state]
+                self._wrong_partition(error)
+            elif isinstance(error, REFUSALS):
+                self._refused(frame, error)
+            else:
+                window.refused(frame, error, draining=self.draining)
         if self.draining or window.under_way < len(window.frames):
             self._after_answer()
-
-    def _failed(self, frame: SentFrame, error: PlaitError) -> None:
-        """Resend, move or fail a frame that the broker has refused."""
-        if isinstance(error, StaleRoute):
-            frame.state = NOT_STORED[frame.state]
-            self._wrong_partition(error)
-        elif isinstance(error, REFUSALS):
-            self._refused(frame, error)
-        else:
-            self.window.refused(frame, error, draining=self.draining)
 
     def _after_answer(self) -> None:
         if self.draining and self.window.resolved:

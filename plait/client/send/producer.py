@@ -133,11 +133,6 @@ class Producer:
         self.next += count
         return first
 
-    def take_oneway(self, count: int) -> int:
-        first = self.oneway_next
-        self.oneway_next += count
-        return first
-
     def renew(self) -> None:
         """Take a new producer id, because the broker no longer knows this one (R9)."""
         self.id = new_producer_id()

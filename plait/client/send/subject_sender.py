@@ -226,11 +226,6 @@ class SubjectSender:
         """True if a refused frame keeps its partition and its position."""
         return self.pinned or (self.route is not None and self.route.order == "strict")
 
-    @property
-    def movable(self) -> bool:
-        """True if a refused frame may move to another partition."""
-        return self.partitioner is not None and not self.holds
-
     def patience(self, sender: PartitionSender) -> float:
         """Seconds to wait for a disconnected broker before frames move to another partition."""
         assert self.route is not None
