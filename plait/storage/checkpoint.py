@@ -37,27 +37,27 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     version: int = FORMAT_VERSION
     number: int
     #: The state contains everything before these offsets; recovery reads the logs from here.
-    message_offset: int
-    action_offset: int
+    message_offset: int = 0
+    action_offset: int = 0
     retained_offset: int = 0
     #: The ends of the logs when the last shard was copied: the state contains nothing after them, and everything before
     #: them is durable.
-    message_end: int
-    action_end: int
+    message_end: int = 0
+    action_end: int = 0
     retained_end: int = 0
-    epoch: int
+    epoch: int = 0
     #: The state contains all action frames with a lower number, whatever their offset.
-    action_index: int
+    action_index: int = 0
     #: True if an orderly stop wrote the checkpoint. If nothing follows in the logs, the next start continues its data
     #: epoch.
-    clean: bool
-    time: int
-    next_partition: int
-    next_group: int
-    next_consumer: int
+    clean: bool = False
+    time: int = 0
+    next_partition: int = 1
+    next_group: int = 1
+    next_consumer: int = 1
     #: The offset of the first unbucketed row in the message log; None: there is none before ``message_offset``.
     unbucketed_offset: int | None = None
-    shards: dict[str, ShardFile]
+    shards: dict[str, ShardFile] = {}
 
     @property
     def message_needed(self) -> int:

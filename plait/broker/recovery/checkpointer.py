@@ -201,7 +201,7 @@ class Snapshots:
 
     def begin(self, *, clean: bool, waited_for: bool) -> CheckpointWork:
         """Begin a checkpoint. It includes all that is committed now, and some later changes."""
-        turn, catalog = self.turn, self.catalog
+        turn = self.turn
         if self.work is not None:
             # The previous checkpoint was abandoned: ``end`` was not called, and no commit waits for its sync.
             if self.work.sync is not None:
@@ -221,18 +221,11 @@ class Snapshots:
             message_offset=message_end,
             action_offset=action_end,
             retained_offset=retained_end,
-            message_end=message_end,
-            action_end=action_end,
-            retained_end=retained_end,
             epoch=turn.epoch,
             action_index=position.action,
             clean=clean,
             time=turn.clock.now(),
-            next_partition=catalog.next_partition,
-            next_group=catalog.next_group,
-            next_consumer=catalog.next_consumer,
             unbucketed_offset=buckets.unbucketed_offset,
-            shards={},
         )
         self.work = CheckpointWork(self, manifest, buckets, self.checkpoints.unneeded(number, self._in_use))
         return self.work

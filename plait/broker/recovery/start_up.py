@@ -48,24 +48,6 @@ class RecoveryReport(msgspec.Struct, kw_only=True):
     rebuilt_consume_logs: int
 
 
-#: The checkpoint of a data directory that has none: the logs are read from their first offset.
-_NONE: Final = CheckpointManifest(
-    number=0,
-    message_offset=0,
-    action_offset=0,
-    message_end=0,
-    action_end=0,
-    epoch=0,
-    action_index=0,
-    clean=False,
-    time=0,
-    next_partition=1,
-    next_group=1,
-    next_consumer=1,
-    shards={},
-)
-
-
 class Recovery:
     """One recovery of a broker's state; used once."""
 
@@ -91,13 +73,11 @@ class Recovery:
     def run(self) -> RecoveryReport:
         turn, checkpoints = self._turn, self._checkpoints
         loaded = checkpoints.load()
+        # Without a checkpoint, the logs are read from their first offset.
+        message, retained, action = (log.start for log in turn.logs)
+        manifest = CheckpointManifest(number=0, message_offset=message, retained_offset=retained, action_offset=action)
         if loaded:
             manifest = self._load(loaded.manifest, loaded.shards)
-        else:
-            message, kept, action = (log.start for log in turn.logs)
-            manifest = msgspec.structs.replace(
-                _NONE, message_offset=message, retained_offset=kept, action_offset=action
-            )
         starts = manifest.message_offset, manifest.retained_offset, manifest.action_offset
         missing = [
             damage

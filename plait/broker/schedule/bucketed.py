@@ -28,8 +28,8 @@ from plait.storage.checkpoint import Checkpoints
 from plait.storage.logs.consume_log import stored_frame
 from plait.storage.logs.recovery import QUARANTINE, move_aside
 from plait.storage.schedule.bucket import DIRECTORY, NEVER, Bucket
-from plait.storage.schedule.bucket_writer import BucketCopy, BucketWriter, UnbucketedCopy
-from plait.storage.schedule.unbucketed import UnbucketedFrame, UnbucketedRows
+from plait.storage.schedule.bucket_writer import BucketCopy, BucketWriter
+from plait.storage.schedule.unbucketed import UnbucketedCopy, UnbucketedFrame, UnbucketedRows
 
 #: Rows that one checkpoint writes to buckets: a few seconds of work, and a bound on its memory.
 BUCKET_ROWS_MAX: Final = 2_000_000
@@ -186,23 +186,19 @@ class BucketedRows:
         for key, bucket in self._schedules.buckets.items():
             bucket.forget_passed()
             cursors = bucket.cursors.copy()
-            copies[key] = BucketCopy(key, bucket.path, bucket.runs, cursors, bucket.settled, bucket.dirty)
+            copies[key] = BucketCopy(key, bucket.path, bucket.runs, cursors, bucket.settled, bucket.dirty, bucket.end)
             bucket.dirty = False
         copies_of_rows: list[UnbucketedCopy] = []
         unbucketed_left: list[UnbucketedFrame] = []
         offsets: list[int] = []
         for schedule in self._schedules.by_subject.values():
-            unbucketed = schedule.unbucketed
-            if not len(unbucketed.due):
-                continue
-            end = unbucketed.frame_end(rows)
-            copy = UnbucketedCopy(schedule.partition.id, unbucketed.base, *unbucketed.first(end))
+            copy, left, offset = schedule.unbucketed.split(schedule.partition.id, rows)
             rows -= len(copy.due)
             if len(copy.due):
                 copies_of_rows.append(copy)
-            if end < unbucketed.end:
-                unbucketed_left.append(unbucketed.state_from(schedule.partition.id, end))
-                offsets += unbucketed.offsets_from(end)[:1].tolist()
+            if left is not None:
+                unbucketed_left.append(left)
+                offsets.append(offset)
         self._schedules.writer = BucketWriter(
             turn.disk,
             copies_of_rows,

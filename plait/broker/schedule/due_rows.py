@@ -88,9 +88,7 @@ class DueRows:
         self, schedule: Schedule, rows: SoonRows, mine: Int64s, room: int = DELIVER_SIZE_MAX
     ) -> tuple[Int64s, Gathered | None, int]:
         """The first rows of ``mine`` that fit in ``room``, their columns and size; at least one if no room is used."""
-        sets, which = self._sets(schedule, rows[mine])
-        place = np.empty(len(which), np.int64)
-        place[which] = np.arange(len(which))
+        sets, place = self._sets(schedule, rows[mine])
         total = np.cumsum(np.concatenate([each.sizes() for each in sets])[place])
         count = int(np.searchsorted(total, room, "right"))
         if room >= DELIVER_SIZE_MAX:
@@ -101,9 +99,7 @@ class DueRows:
 
     def describe(self, schedule: Schedule, rows: SoonRows) -> Iterator[tuple[int, int, bytes, int]]:
         """(producer, producer sequence, key, size of the body) of readable rows."""
-        sets, which = self._sets(schedule, rows)
-        place = np.empty(len(which), np.int64)
-        place[which] = np.arange(len(which))
+        sets, place = self._sets(schedule, rows)
         ids = [each.ids() for each in sets]
         producers = np.concatenate([producers for producers, _ in ids])[place]
         numbers = np.concatenate([numbers for _, numbers in ids])[place]
@@ -116,7 +112,7 @@ class DueRows:
         return zip(producers.tolist(), numbers.tolist(), texts, sizes.tolist(), strict=True)
 
     def _sets(self, schedule: Schedule, rows: SoonRows) -> tuple[list[RowPicks], Int64s]:
-        """The rows grouped by location, and the index in ``rows`` of each row of the groups."""
+        """The rows grouped by location, and the index of each row in all groups together."""
         sets: list[RowPicks] = []
         which: list[Int64s] = []
         buckets = rows["bucket"]
@@ -132,7 +128,10 @@ class DueRows:
             which.append(mine[order])
             # Each row reads at least one page.
             bucket.bytes_read += 4096 * len(mine)
-        return sets, np.concatenate(which)
+        found_at = np.concatenate(which)
+        place = np.empty(len(found_at), np.int64)
+        place[found_at] = np.arange(len(found_at))
+        return sets, place
 
     def _sets_in_log(
         self, schedule: Schedule, numbers: Int64s, mine: Int64s, sets: list[RowPicks], which: list[Int64s]
@@ -192,9 +191,8 @@ class DueRows:
         self, schedule: Schedule, number: int, due: int, to: int, place: BucketedOffset | None
     ) -> FrameParts | None:
         """A copy of a row with another due time, in a frame that settles the row; None when the row is lost."""
-        rows = soon_rows(np.array([due]), number, schedule.partition.id)
-        if place is not None:
-            rows = soon_rows(np.array([due]), number, schedule.partition.id, place.bucket.key, place.run, place.row)
+        at = () if place is None else (place.bucket.key, place.run, place.row)
+        rows = soon_rows(np.array([due]), number, schedule.partition.id, *at)
         mine, _ = self.readable(schedule, rows, np.arange(1))
         if not len(mine):
             return None

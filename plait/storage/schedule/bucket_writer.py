@@ -37,25 +37,12 @@ from plait.storage.schedule.bucket import (
     encode_bucket,
     shard_of,
 )
-from plait.storage.schedule.unbucketed import UNBUCKETED_SHARD, Frames, UnbucketedFrame
+from plait.storage.schedule.unbucketed import UNBUCKETED_SHARD, UnbucketedCopy, UnbucketedFrame
 
 #: Bytes of the message log, with compressed columns inflated, whose rows are sorted together.
 PIECE_SIZE: Final = 16 * MIB
 #: The approximate size of a run. A run is verified in full before its first row is due.
 RUN_SIZE: Final = 1 * MIB
-
-
-class UnbucketedCopy(NamedTuple):
-    """Unbucketed rows of one schedule partition from number ``base`` on, copied when the checkpoint began."""
-
-    partition: int
-    base: int
-    due: Int64s
-    frames: Frames
-
-    @property
-    def end(self) -> int:
-        return self.base + len(self.due)
 
 
 class BucketCopy(NamedTuple):
@@ -67,10 +54,8 @@ class BucketCopy(NamedTuple):
     cursors: Int64s
     settled: UInt64s
     dirty: bool
-
-    @property
-    def end(self) -> int:
-        return int(self.runs["offset"][-1]) + int(self.runs["size"][-1]) if len(self.runs) else 0
+    #: The end of the last run.
+    end: int
 
 
 class _BucketFile:

@@ -6,7 +6,7 @@ consecutive, so they index an array of due times.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,6 +35,19 @@ class UnbucketedFrame(msgspec.Struct, array_like=True):
 
 #: The checkpoint shard of the unbucketed rows. The name is part of the checkpoint format.
 UNBUCKETED_SHARD: Final = "unbucketed"
+
+
+class UnbucketedCopy(NamedTuple):
+    """Unbucketed rows of one schedule partition from number ``base`` on, copied when the checkpoint began."""
+
+    partition: int
+    base: int
+    due: Int64s
+    frames: Frames
+
+    @property
+    def end(self) -> int:
+        return self.base + len(self.due)
 
 
 class Grown:
@@ -125,28 +138,22 @@ class UnbucketedRows:
         self.base = end
         self.waiting = int((self.due.values != NEVER).sum())
 
-    def frame_end(self, rows: int) -> int:
-        """The number after the last whole frame of the first ``rows`` rows."""
-        if rows >= len(self.due):
-            return self.end
-        bases = self.frames.values["base"]
-        at = int(np.searchsorted(bases, self.base + max(rows, 0), "right")) - 1
-        return max(int(bases[at]), self.base) if at >= 0 else self.base
+    def split(self, partition: int, rows: int) -> tuple[UnbucketedCopy, UnbucketedFrame | None, int]:
+        """A copy of the whole frames in the first ``rows`` rows, for a checkpoint that moves them to buckets.
 
-    def first(self, end: int) -> tuple[Int64s, Frames]:
-        """(due times, frames) of the rows before number ``end``, copied."""
-        frames = self.frames.values
-        return self.due.values[: end - self.base].copy(), frames[: np.searchsorted(frames["base"], end)].copy()
-
-    def state_from(self, partition: int, start: int) -> UnbucketedFrame:
-        due = self.due.values[start - self.base :]
-        return UnbucketedFrame(partition, start, len(due), np.packbits(due != NEVER, bitorder="little").tobytes())
-
-    def offsets_from(self, start: int) -> Int64s:
-        """The message-log offsets of the frames whose first number is ``start`` or later."""
-        frames = self.frames.values
-        offsets: Int64s = frames["place"]["at"][np.searchsorted(frames["base"], start) :]
-        return offsets
+        Also returns the state of the rest (None: there is none), and the message-log offset of its first frame.
+        """
+        frames, due = self.frames.values, self.due.values
+        at = len(frames)
+        if rows < len(due):
+            at = max(int(np.searchsorted(frames["base"], self.base + max(rows, 0), "right")) - 1, 0)
+        if at == len(frames):
+            return UnbucketedCopy(partition, self.base, due.copy(), frames.copy()), None, 0
+        end = max(int(frames["base"][at]), self.base)
+        copy = UnbucketedCopy(partition, self.base, due[: end - self.base].copy(), frames[:at].copy())
+        rest = due[end - self.base :]
+        waiting = np.packbits(rest != NEVER, bitorder="little").tobytes()
+        return copy, UnbucketedFrame(partition, end, len(rest), waiting), int(frames["place"]["at"][at])
 
     def keep_only(self, saved: UnbucketedFrame) -> None:
         """Restore the state from a checkpoint: remove the rows that had left before it."""
