@@ -8,7 +8,7 @@ from typing import NoReturn, get_args
 import msgspec
 
 from plait.errors import DiskFull, InvalidArgument, NoBroker
-from plait.meta.core import Core
+from plait.meta.core import Core, decided
 from plait.meta.database.connection import ConcurrentChange
 from plait.meta.database.schema import BrokerRow
 from plait.meta.members.liveness import Liveness
@@ -37,9 +37,10 @@ class Brokers:
         names.check("broker group", group)
         names.check("broker", broker)
         _check_state(state)
-        self._core.decide(lambda: self._register(group, broker, address, state, epoch, _checked_reason(reason)))
+        self._register(group, broker, address, state, epoch, _checked_reason(reason))
         self._watch.notice(f"{group}/{broker}")
 
+    @decided
     def _register(self, group: str, broker: str, address: str, state: State, epoch: int, reason: str) -> None:
         known = self._core.mirror.brokers.get(group, {})
         others = [row for name, row in known.items() if name != broker]
@@ -103,18 +104,13 @@ class Brokers:
     def forgotten(self, group: str) -> None:
         self._watch.forget([name for name in self._watch if name.startswith(f"{group}/")])
 
+    @decided
     def wish(self, group: str, state: State) -> None:
         """Set the state that the operator wants for a broker group."""
         _check_state(state)
-
-        def decision() -> None:
-            known = self._core.mirror.brokers
-            if group not in known:
-                raise InvalidArgument(f"there is no broker group {group!r}; there are {', '.join(sorted(known))}")
-            for broker in list(known[group]):
-                self._set(group, broker, wished=state)
-
-        self._core.decide(decision)
+        self._core.mirror.check_group(group)
+        for broker in list(self._core.mirror.brokers[group]):
+            self._set(group, broker, wished=state)
 
     def _set(self, group: str, broker: str, **fields: str) -> None:
         row = self._core.mirror.brokers.get(group, {}).get(broker)
@@ -175,8 +171,7 @@ class Brokers:
         """
         known = self._core.mirror.brokers
         for group in groups or ():
-            if group not in known:
-                raise InvalidArgument(f"there is no broker group {group!r}; there are {', '.join(sorted(known))}")
+            self._core.mirror.check_group(group)
         fit = [
             group
             for group, rows in known.items()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from functools import wraps
+from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 from plait.clock import Clock
 from plait.errors import MetaBusy, MetaUnavailable
@@ -17,8 +18,24 @@ from plait.meta.database.store import Store, StoreChange
 log = logging.getLogger("plait.meta")
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
+_S = TypeVar("_S", bound="_HasCore")
 
 _NOTHING: Final[Mapping[GroupKey, Packed]] = {}
+
+
+class _HasCore(Protocol):
+    _core: Core
+
+
+def decided(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concatenate[_S, _P], _T]:
+    """A method that is a decision: it runs with a refreshed mirror, and again after a conflict (``Core.decide``)."""
+
+    @wraps(method)
+    def decide(self: _S, /, *arguments: _P.args, **named: _P.kwargs) -> _T:
+        return self._core.decide(lambda: method(self, *arguments, **named))
+
+    return decide
 
 
 class Core:

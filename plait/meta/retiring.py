@@ -17,7 +17,7 @@ import numpy as np
 from plait.errors import InvalidArgument, NoBroker
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.brokers import Brokers
-from plait.meta.core import Core
+from plait.meta.core import Core, decided
 from plait.meta.database.schema import PartitionAssignment
 from plait.meta.known_groups import ReportedProgress, progress_of
 from plait.meta.subjects import Subjects, new_places
@@ -47,11 +47,12 @@ class Retiring:
         """
         if not self._brokers.knows(group, broker):
             return False
-        self._core.decide(lambda: self._note(group, reports))
+        self._note(group, reports)
         for subject in sorted({report.subject for report in reports}):
-            self._core.decide(lambda subject=subject: self._retire(subject))  # type: ignore[misc]
+            self._retire(subject)
         return True
 
+    @decided
     def _note(self, group: str, reports: Sequence[PartitionProgress]) -> None:
         pairs = []
         for report in reports:
@@ -66,6 +67,7 @@ class Retiring:
             with self._core.change() as change:
                 change.replace(*pairs)
 
+    @decided
     def _retire(self, subject: str) -> None:
         """Remove spans whose rows are removed, the oldest span of each LP first, until nothing changes."""
         mirror = self._core.mirror
@@ -103,32 +105,29 @@ class Retiring:
         known = [report.began.get(name) for report in reports if report is not None] + [route.began.get(name)]
         return Remembered(route.version, min((began for began in known if began is not None), default=None))
 
+    @decided
     def forget_group(self, subject: str, name: str) -> bool:
         """Forget a deleted group. Returns True if the route remembered it."""
-
-        def decision() -> bool:
-            mirror = self._core.mirror
-            if mirror.subject(subject) is None:
-                return False
-            route = mirror.route(subject)
-            remembers = name in route.began
-            pairs = []
-            # A partition may be retired before its broker reports again.
-            for place in sorted(mirror.partitions_of.get(subject, ())):
-                row = mirror.partitions[place]
-                progress = progress_of(row)
-                if progress is not None and name in progress.began:
-                    body = msgspec.msgpack.encode(_without(progress, name))
-                    pairs.append((row, msgspec.structs.replace(row, progress=body)))
-            if remembers or pairs:
-                with self._core.change() as change:
-                    change.replace(*pairs)
-                    if remembers:
-                        after = msgspec.structs.replace(_without(route, name), version=route.version + 1)
-                        self._subjects.publish(change, after)
-            return remembers
-
-        return self._core.decide(decision)
+        mirror = self._core.mirror
+        if mirror.subject(subject) is None:
+            return False
+        route = mirror.route(subject)
+        remembers = name in route.began
+        pairs = []
+        # A partition may be retired before its broker reports again.
+        for place in sorted(mirror.partitions_of.get(subject, ())):
+            row = mirror.partitions[place]
+            progress = progress_of(row)
+            if progress is not None and name in progress.began:
+                body = msgspec.msgpack.encode(_without(progress, name))
+                pairs.append((row, msgspec.structs.replace(row, progress=body)))
+        if remembers or pairs:
+            with self._core.change() as change:
+                change.replace(*pairs)
+                if remembers:
+                    after = msgspec.structs.replace(_without(route, name), version=route.version + 1)
+                    self._subjects.publish(change, after)
+        return remembers
 
     # --- a broker group that is lost --------------------------------------------------------------
 
@@ -138,31 +137,28 @@ class Retiring:
         Returns the partitions with unconsumed messages. Raises ``InvalidArgument`` if there are any and ``lost`` is
         False.
         """
-
-        def decision() -> list[LostPartition]:
-            mirror = self._core.mirror
-            if group not in mirror.brokers:
-                raise InvalidArgument(
-                    f"there is no broker group {group!r}; there are {', '.join(sorted(mirror.brokers))}"
-                )
-            if self._brokers.state(group) != "NRW" or self._brokers.is_there(group):
-                raise InvalidArgument(f"broker group {group!r} is alive; stop its broker first")
-            places = sorted(
-                place for place, row in mirror.partitions.items() if place.group == group and row.state == "kept"
-            )
-            found = [self._lost(place) for place in places]
-            missed = [each for each in found if each.takes or each.groups]
-            if missed and not lost:
-                raise InvalidArgument(
-                    f"broker group {group!r} may have unconsumed messages: {'; '.join(map(str, missed))}; "
-                    "start its broker again, or discard them with --lost"
-                )
-            self._forget(group, places)
-            return missed
-
-        missed = self._core.decide(decision)
+        missed = self._discard(group, lost=lost)
         lost_text = "; ".join(map(str, missed)) or "no unconsumed messages"
         log.warning("broker group %s was removed; lost with it: %s", group, lost_text)
+        return missed
+
+    @decided
+    def _discard(self, group: str, *, lost: bool) -> list[LostPartition]:
+        mirror = self._core.mirror
+        mirror.check_group(group)
+        if self._brokers.state(group) != "NRW" or self._brokers.is_there(group):
+            raise InvalidArgument(f"broker group {group!r} is alive; stop its broker first")
+        places = sorted(
+            place for place, row in mirror.partitions.items() if place.group == group and row.state == "kept"
+        )
+        found = [self._lost(place) for place in places]
+        missed = [each for each in found if each.takes or each.groups]
+        if missed and not lost:
+            raise InvalidArgument(
+                f"broker group {group!r} may have unconsumed messages: {'; '.join(map(str, missed))}; "
+                "start its broker again, or discard them with --lost"
+            )
+        self._forget(group, places)
         return missed
 
     def _lost(self, place: PartitionId) -> LostPartition:

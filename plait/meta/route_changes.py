@@ -15,7 +15,7 @@ import msgspec
 
 from plait.errors import MetaUnavailable
 from plait.meta.brokers import Brokers
-from plait.meta.core import Core
+from plait.meta.core import Core, decided
 from plait.meta.known_groups import progress_of
 from plait.meta.subjects import Subjects, check_count, check_groups, new_places
 from plait.model import route as routes
@@ -106,17 +106,14 @@ class RouteChanges:
                     passed.setdefault(group, []).extend((index, *run) for run in runs)
         return RouteView(route, settings, brokers, passed, reported)
 
+    @decided
     def retarget(self, subject: str, partitions: int | Sequence[PartitionId]) -> Route:
         """Set the target of the route: this number of partitions, or these partitions. Returns the new route."""
-
-        def decision() -> Route:
-            self._subjects.row(subject)
-            route = self._core.mirror.route(subject)
-            places = self._places(route, partitions) if isinstance(partitions, int) else list(partitions)
-            check_groups(self._core, places)
-            return self._publish(route, routes.retarget(route, places))
-
-        return self._core.decide(decision)
+        self._subjects.row(subject)
+        route = self._core.mirror.route(subject)
+        places = self._places(route, partitions) if isinstance(partitions, int) else list(partitions)
+        check_groups(self._core, places)
+        return self._publish(route, routes.retarget(route, places))
 
     def _places(self, route: Route, count: int) -> list[PartitionId]:
         """The target partitions, with some added on the least loaded broker groups or removed from the most loaded."""
@@ -163,34 +160,28 @@ class RouteChanges:
         here = {route.partitions[index] for index in set(routes.current(route).tolist())}
         return [make for make in makes if make.place in here]
 
+    @decided
     def made(self, make: Make) -> None:
         """Record that the broker has durably carried out the order."""
-
-        def decision() -> None:
-            row = self._core.mirror.partitions.get(make.place)
-            if row is None or row.subject != make.subject or row.state != "kept" or row.told >= make.version:
-                return
-            with self._core.change() as change:
-                change.replace((row, msgspec.structs.replace(row, told=make.version)))
-
-        self._core.decide(decision)
+        row = self._core.mirror.partitions.get(make.place)
+        if row is None or row.subject != make.subject or row.state != "kept" or row.told >= make.version:
+            return
+        with self._core.change() as change:
+            change.replace((row, msgspec.structs.replace(row, told=make.version)))
 
     def moves(self, subject: str | None = None) -> list[Move]:
         """Orders to seal LPs whose new partition exists."""
         return [move for _, moves in self._left(subject) for move in moves]
 
+    @decided
     def sealed(self, move: Move, fences: Sequence[NumberedRun]) -> None:
         """Record that the broker has durably sealed LPs; ``fences`` has (first, end, fence) of each run."""
-
-        def decision() -> None:
-            if self._core.mirror.subject(move.subject) is None:
-                return
-            route = self._core.mirror.route(move.subject)
-            if move.place in route.partitions:
-                index = route.partitions.index(move.place)
-                self._publish(route, routes.sealed(route, move.version, index, fences))
-
-        self._core.decide(decision)
+        if self._core.mirror.subject(move.subject) is None:
+            return
+        route = self._core.mirror.route(move.subject)
+        if move.place in route.partitions:
+            index = route.partitions.index(move.place)
+            self._publish(route, routes.sealed(route, move.version, index, fences))
 
     def drops(self) -> list[Drop]:
         """Orders to drop partitions that no route names."""
@@ -198,17 +189,14 @@ class RouteChanges:
         rows = [(place, mirror.partitions[place]) for place in sorted(mirror.dropping)]
         return [Drop(row.subject, mirror.routes[row.subject].version, place, row.changed) for place, row in rows]
 
+    @decided
     def dropped(self, drop: Drop) -> None:
         """Record that the broker has dropped the partition."""
-
-        def decision() -> None:
-            row = self._core.mirror.partitions.get(drop.place)
-            # The partition may have been created and removed again since; ``changed`` tells.
-            if row is not None and row.state == "dropping" and row.changed == drop.change:
-                with self._core.change() as change:
-                    change.replace((row, msgspec.structs.replace(row, state="gone")))
-
-        self._core.decide(decision)
+        row = self._core.mirror.partitions.get(drop.place)
+        # The partition may have been created and removed again since; ``changed`` tells.
+        if row is not None and row.state == "dropping" and row.changed == drop.change:
+            with self._core.change() as change:
+                change.replace((row, msgspec.structs.replace(row, state="gone")))
 
     def _publish(self, before: Route, after: Route) -> Route:
         if after is not before:

@@ -19,8 +19,8 @@ from plait.meta.database.mirror import Changes
 from plait.meta.database.store import Store
 from plait.meta.database.sweep import Sweep
 from plait.meta.members.allocator import Allocator
+from plait.meta.members.liveness import Peers
 from plait.meta.members.membership import Members
-from plait.meta.members.peers import Peers
 from plait.meta.retiring import Retiring
 from plait.meta.route_changes import RouteChanges
 from plait.meta.subjects import Subjects

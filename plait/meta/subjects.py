@@ -11,7 +11,7 @@ import msgspec
 from plait.errors import InvalidArgument, LimitExceeded, NoBroker, SubjectExists, SubjectNotFound
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.brokers import Brokers
-from plait.meta.core import Core
+from plait.meta.core import Core, decided
 from plait.meta.database.schema import PartitionAssignment, RouteRow, SubjectRow
 from plait.meta.database.store import StoreChange
 from plait.meta.known_groups import remembering
@@ -36,6 +36,7 @@ class Subjects:
         #: Partitions that brokers reported for unknown subjects, until they cover all LPs.
         self._found: dict[str, dict[PartitionId, RegisteredPartition]] = {}
 
+    @decided
     def create(
         self,
         name: str,
@@ -51,16 +52,12 @@ class Subjects:
         ``SubjectExists``, or ``NoBroker`` if no broker group is available.
         """
         names.check("subject", name)
-
-        def decision() -> None:
-            if self._core.mirror.subject(name) is None:
-                if may_exist:
-                    self._refuse_found(name)
-                self._create(name, settings or SubjectSettings(), self._places(name, partitions, groups))
-            elif not may_exist:
-                raise SubjectExists(f"subject {name!r} exists already", subject=name)
-
-        self._core.decide(decision)
+        if self._core.mirror.subject(name) is None:
+            if may_exist:
+                self._refuse_found(name)
+            self._create(name, settings or SubjectSettings(), self._places(name, partitions, groups))
+        elif not may_exist:
+            raise SubjectExists(f"subject {name!r} exists already", subject=name)
 
     def _refuse_found(self, name: str) -> None:
         """Refuse to create a subject on first use if part of its lost route was found."""
@@ -134,35 +131,29 @@ class Subjects:
         change.replace(*((known[place], row) for place, row in new.items() if place in known))
         change.insert(*(row for place, row in new.items() if place not in known))
 
+    @decided
     def update(self, name: str, settings: dict[str, Any]) -> None:
         """Change the named settings. Brokers get them with the next route version."""
+        row = self.row(name)
+        text = text_of(msgspec.structs.replace(subject_settings(row.settings), **settings))
+        if row.settings == text:
+            return
+        with self._core.change() as change:
+            change.replace((row, msgspec.structs.replace(row, settings=text)))
+            self.publish(change, announced(self._core.mirror.route(name)))
 
-        def decision() -> None:
-            row = self.row(name)
-            text = text_of(msgspec.structs.replace(subject_settings(row.settings), **settings))
-            if row.settings == text:
-                return
-            with self._core.change() as change:
-                change.replace((row, msgspec.structs.replace(row, settings=text)))
-                self.publish(change, announced(self._core.mirror.route(name)))
-
-        self._core.decide(decision)
-
+    @decided
     def delete(self, name: str) -> None:
         """Delete a subject with its groups. Its partitions are dropped by broker orders."""
-
-        def decision() -> None:
-            row, mirror = self.row(name), self._core.mirror
-            groups = [mirror.groups[name, group] for group in sorted(mirror.groups_of.get(name, ()))]
-            members = [member for group in groups for member in mirror.members.get((name, group.name), {}).values()]
-            with self._core.change() as change:
-                change.replace((row, msgspec.structs.replace(row, deleted=True)))
-                give_up(change, [mirror.partitions[place] for place in sorted(mirror.partitions_of.get(name, ()))])
-                living = [group for group in groups if not group.deleted]
-                change.replace(*((group, msgspec.structs.replace(group, deleted=True)) for group in living))
-                change.put(*(msgspec.structs.replace(member, online=False) for member in members))
-
-        self._core.decide(decision)
+        row, mirror = self.row(name), self._core.mirror
+        groups = [mirror.groups[name, group] for group in sorted(mirror.groups_of.get(name, ()))]
+        members = [member for group in groups for member in mirror.members.get((name, group.name), {}).values()]
+        with self._core.change() as change:
+            change.replace((row, msgspec.structs.replace(row, deleted=True)))
+            give_up(change, [mirror.partitions[place] for place in sorted(mirror.partitions_of.get(name, ()))])
+            living = [group for group in groups if not group.deleted]
+            change.replace(*((group, msgspec.structs.replace(group, deleted=True)) for group in living))
+            change.put(*(msgspec.structs.replace(member, online=False) for member in members))
 
     def adopt(self, group: str, partitions: Sequence[RegisteredPartition]) -> list[str]:
         """Adopt unknown subjects of a broker, rebuilding their routes from its catalog.
@@ -176,11 +167,12 @@ class Subjects:
             check(facts)
         for first in range(0, len(partitions), ADOPTED_AT_ONCE):
             some = partitions[first : first + ADOPTED_AT_ONCE]
-            self._core.decide(lambda some=some: self._adopt(group, some))  # type: ignore[misc]
+            self._adopt(group, some)
         return [
             facts.name for facts in partitions if PartitionId(facts.name, group) not in self._core.mirror.partitions
         ]
 
+    @decided
     def _adopt(self, group: str, partitions: Sequence[RegisteredPartition]) -> None:
         mirror = self._core.mirror
         touched = set()
@@ -246,9 +238,7 @@ def check_groups(core: Core, places: Sequence[PartitionId]) -> None:
     """Check that partitions have valid names and existing broker groups."""
     for place in places:
         names.check_partition(place.name)
-        if place.group not in core.mirror.brokers:
-            listed = ", ".join(sorted(core.mirror.brokers))
-            raise InvalidArgument(f"there is no broker group {place.group!r}; there are {listed}")
+        core.mirror.check_group(place.group)
 
 
 def new_places(subject: str, groups: Iterator[str], taken: Callable[[PartitionId], bool]) -> list[PartitionId]:

@@ -13,7 +13,7 @@ import pytest
 from plait.errors import InvalidArgument, PlaitError, ProtocolError
 from plait.limits import NUMBER_STEP_MAX, ServerLimits
 from plait.model.retry_policy import Retry
-from plait.server.operations.partition_spans import SPAN_NAMES_MAX, SPAN_TIMES_MAX
+from plait.server.operations.partitions import SPAN_NAMES_MAX, SPAN_TIMES_MAX
 from plait.testing import EmbeddedBroker
 from plait.testing.embedded_broker import TEST_CONFIG
 from plait.wire import messages as m

@@ -139,14 +139,6 @@ def test_a_new_route_is_news(subject: MetaService):
     assert (reply.shares, reply.routes) == ([], {"s": version})
 
 
-def test_members_of_other_groups_are_no_news(subject: MetaService):
-    join(subject, "c2", group="h")
-    seen = settled(subject, "c1")
-    join(subject, "c3", group="h")
-    settle(subject)
-    assert repeat(subject, "c1", seen) is not None
-
-
 def test_creating_and_deleting_another_group_is_no_news(subject: MetaService):
     seen = settled(subject, "c1")
     subject.subjects.create("t")
@@ -214,18 +206,6 @@ def test_a_repeating_client_is_lost_one_lease_after_its_last_repeat(subject: Met
     subject.tick()
     assert subject.allocator.view("s", "g").members == {}
     assert repeat(subject, "c1", seen) is None
-
-
-def test_repeats_keep_no_other_client_alive(subject: MetaService, clock: ManualClock):
-    join(subject, "c2")
-    seen = settled(subject, "c1")
-    for _ in range(9):
-        repeat(subject, "c1", seen)
-        pass_time(clock, 1, subject)
-    assert subject.allocator.view("s", "g").members.keys() == {"c1", "c2"}
-    repeat(subject, "c1", seen)
-    pass_time(clock, 1, subject)
-    assert subject.allocator.view("s", "g").members.keys() == {"c1"}
 
 
 def test_other_meta_servers_see_that_a_repeating_client_lives(stores: Stores, clock: ManualClock):

@@ -102,34 +102,6 @@ def test_a_row_that_was_changed_meanwhile_is_not_removed(stores: Stores):
     assert len(store.news(-1).rows) == 1
 
 
-def test_a_restored_database_is_read_in_full(stores: Stores):
-    """After a restore from a copy, changes have lower numbers than those that were seen."""
-    store = stores()
-    write(store, SUBJECT)
-    news = store.news(1_000)
-    assert news.everything
-    assert len(news.rows) == 1
-
-
-def test_change_numbers_can_be_raised_but_not_lowered(stores: Stores):
-    store = stores()
-    store.advance(1_000)
-    store.advance(10)
-    (row,) = write(store, SUBJECT)
-    assert row.changed == 1_001
-
-
-def test_counters_count(stores: Stores):
-    store = stores()
-    for whos in (["b/1", "c/1", "c/2"], ["c/2"], []):
-        store.add_heartbeats(whos)
-    assert store.heartbeats("c/", "c0", 10) == [("c/1", 1), ("c/2", 2)]
-    assert store.heartbeats("c/", "c0", 1) == [("c/1", 1)]
-    assert store.heartbeats("c/1", "c0", 10) == [("c/2", 2)]
-    store.forget_heartbeats(["c/1"])
-    assert store.heartbeats("b/", "c0", 10) == [("b/1", 1), ("c/2", 2)]
-
-
 def test_of_concurrent_changes_of_one_row_one_wins_each_time_and_none_is_lost(stores: Stores):
     write(stores(), SubjectRow("s", "0", 1))
     open_stores = [stores() for _ in range(4)]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import msgspec
+
 from plait.errors import PlaitError
 from plait.frame.builder import build_frame
 from plait.server.listener import Listener
@@ -83,6 +85,11 @@ class Raw:
     async def ask(self, message: m.PacketHead, payload: bytes = b"") -> Any:
         """Send a request and return its reply."""
         return (await self.answer(self.request(message, payload))).message
+
+    async def admin(self, operation: str, **arguments: Any) -> Any:
+        """Send an admin request and return its decoded result."""
+        reply: m.AdminReply = await self.ask(m.AdminRequest(operation, arguments))
+        return msgspec.msgpack.decode(reply.result)
 
     async def hello(self, client: str = "raw") -> m.Welcome:
         welcome: m.Welcome = await self.ask(m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, client))

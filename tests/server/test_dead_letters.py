@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from plait.errors import GroupNotFound, InvalidArgument, PlaitError, SubjectNotFound
@@ -19,8 +18,7 @@ OF = {"subject": "orders", "group": "g"}
 
 
 async def ask(raw: Raw, operation: str, **arguments: Any) -> Any:
-    reply: m.AdminReply = await raw.ask(m.AdminRequest(f"dlq.{operation}", {**OF, **arguments}))
-    return msgspec.msgpack.decode(reply.result)
+    return await raw.admin(f"dlq.{operation}", **{**OF, **arguments})
 
 
 async def bury(raw: Raw, *bodies: bytes) -> None:

@@ -103,8 +103,7 @@ def head_of(*fields: Any) -> bytes:
 async def test_a_protocol_error_closes_the_connection_with_the_reason(
     server: Server, witness: plait.Client, data: bytes, expected: str
 ):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         raw.write(data)
         error = await raw.ending()
     assert isinstance(error, ProtocolError)
@@ -112,8 +111,7 @@ async def test_a_protocol_error_closes_the_connection_with_the_reason(
 
 
 async def test_requests_before_an_invalid_packet_are_served(server: Server, witness: plait.Client):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         frame = build_frame([b"x"], producer=9, first=1, previous=0).tobytes()
         partition = await raw.route("orders")
         raw.write(
@@ -213,8 +211,7 @@ async def test_an_invalid_frame_is_refused_and_the_connection_stays_open(
 ):
     data = frame()
     before = arrow_bytes()
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         partition = await raw.route("orders")
         with pytest.raises(FrameError, match=expected):
             await raw.ask(m.SendRequest(partition), data)
@@ -226,8 +223,7 @@ async def test_an_invalid_frame_is_refused_and_the_connection_stays_open(
 
 
 async def test_different_rows_under_stored_producer_sequences_are_refused_and_a_resend_is_accepted(server: Server):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         assert await raw.store("orders", b"forged", producer=9) == 0
         with pytest.raises(ProducerConflict, match=r"rows 1 to 1 of producer 0000000000000009.* stored in 'orders'"):
             await raw.store("orders", b"real", producer=9)
@@ -245,8 +241,7 @@ async def test_a_frame_that_inflates_to_the_limit_uses_only_its_compressed_size_
     frame = build_frame([bytes(16 * MIB - 8)] * 4, producer=1, first=1, previous=0, compression="zstd").tobytes()
     assert len(frame) < 64 * KIB
     before = arrow_bytes()
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         partition = await raw.route("orders")
         assert await raw.ask(m.SendRequest(partition), frame) == m.SendReply(0)
         assert arrow_bytes() - before < MIB
@@ -264,8 +259,7 @@ def small_bomb(first: int, rows: int = 4) -> bytes:
 
 @pytest.mark.parametrize("ordered", [False, True])
 async def test_the_inflated_size_of_frames_counts_towards_the_size_of_a_pull(server: Server, ordered: bool):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         partition = await raw.route("orders")
         for n in range(20):
             await raw.ask(m.SendRequest(partition), small_bomb(4 * n + 1))
@@ -280,8 +274,7 @@ async def test_the_inflated_size_of_frames_counts_towards_the_size_of_a_pull(ser
 
 
 async def test_dead_letters_of_a_compressed_frame_are_retained_compressed(server: Server):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         partition = await raw.route("orders")
         await raw.ask(m.SendRequest(partition), small_bomb(1, 64))
         session = await raw.attach("orders")
@@ -347,8 +340,7 @@ async def test_dead_letters_of_a_compressed_frame_are_retained_compressed(server
 async def test_an_invalid_request_is_answered_with_the_reason(
     server: Server, witness: plait.Client, request_: m.PacketHead, kind: type[PlaitError], expected: str
 ):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.route("s")
         with pytest.raises(kind, match=expected):
             await raw.ask(request_)
@@ -369,8 +361,7 @@ async def test_an_invalid_request_is_answered_with_the_reason(
 async def test_impossible_ranges_are_refused_and_change_nothing(
     server: Server, witness: plait.Client, ranges: list[tuple[int, int, int]]
 ):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.store("orders", b"a", b"b")
         session = await raw.attach("orders")
         for request in (m.AckRequest(session, ranges), m.NackRequest(session, ranges)):
@@ -382,8 +373,7 @@ async def test_impossible_ranges_are_refused_and_change_nothing(
 
 @pytest.mark.parametrize("group", ["g", None])
 async def test_acks_and_holds_of_undelivered_rows_skip_nothing(server: Server, group: str | None):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.store("orders", *[b"x"] * 10)
         session = await raw.attach("orders", group, start="earliest")
         await raw.ask(m.AckRequest(session, [(0, 10, 1)]))
@@ -398,8 +388,7 @@ async def test_acks_and_holds_of_undelivered_rows_skip_nothing(server: Server, g
 
 
 async def test_overlapping_ranges_count_once(server: Server):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.store("orders", *[b"x"] * 10)
         session = await raw.attach("orders")
         await raw.ask(m.PullRequest(session, 10, 10_000, 0.0))
@@ -412,8 +401,7 @@ async def test_overlapping_ranges_count_once(server: Server):
 
 
 async def test_a_range_named_a_thousand_times_costs_no_more_than_once(server: Server):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.store("orders", *[b"x"] * 100)
         session = await raw.attach("orders")
         await raw.ask(m.PullRequest(session, 100, 100_000, 0.0))
@@ -430,8 +418,7 @@ async def test_a_range_named_a_thousand_times_costs_no_more_than_once(server: Se
 @pytest.mark.parametrize("count", [-5, 0, 1, 2**63 - 1])
 @pytest.mark.parametrize("size", [-5, 0, 1, 2**63 - 1])
 async def test_any_count_and_size_of_a_pull_or_read_is_accepted(server: Server, count: int, size: int):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.store("orders", b"a")
         await raw.store("orders", b"b", first=2, previous=1)
         session = await raw.attach("orders")
@@ -448,8 +435,7 @@ async def test_a_defect_closes_one_connection_with_an_internal_error(
         raise KeyError("a defect")
 
     monkeypatch.setattr(server.membership, "attach", broken)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         with caplog.at_level(logging.CRITICAL, "plait.server"):
             raw.request(m.AttachRequest("orders", "g", "raw"))
             error = await raw.ending()
@@ -464,8 +450,7 @@ async def test_a_defect_in_a_commit_stops_the_server_before_anything_is_acknowle
     def broken(*_: object, **__: object) -> None:
         raise KeyError("a defect")
 
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         partition = await raw.route("orders")
         monkeypatch.setattr(server.broker.turn, "_answer", broken)
         with caplog.at_level(logging.CRITICAL + 1, "plait.server"):
@@ -477,12 +462,11 @@ async def test_a_defect_in_a_commit_stops_the_server_before_anything_is_acknowle
 
 
 async def test_a_packet_that_never_ends_affects_no_other_client(server: Server, witness: plait.Client):
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         raw.write(HEADER.pack(PACKET_SIZE_MAX, m.SendRequest.KIND, 0, 1, 8) + bytes(100))
         await witness.send("other", b"x")
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw"):
+        pass
     assert server.connections.partial_bytes == 0
 
 
@@ -493,8 +477,7 @@ async def test_random_bytes_affect_only_their_connection(server: Server, witness
         for message in (m.PartitionNumberRequest("s"), m.AttachRequest("s", "g", "c"), m.PullRequest(1, 1, 1, 0.0))
     ]
     for _ in range(60):
-        async with Raw(server) as raw:
-            await raw.hello()
+        async with Raw(server, "raw") as raw:
             for _ in range(rng.randrange(1, 4)):
                 kind = rng.choice([1, 5, 10, 12, 20, 22, 24, 25, 26, 30, 40, rng.randrange(65536)])
                 head = bytearray(rng.choice(heads))

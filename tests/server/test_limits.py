@@ -69,9 +69,7 @@ async def test_a_connection_without_a_hello_is_closed_even_if_it_sends_bytes(ser
 async def test_a_half_open_connection_is_closed_and_its_consumer_lost(serve: Serve):
     clock = ManualClock()
     server = await serve(clock=clock, limits={"idle_seconds": 30.0, "consumer_lost_seconds": 5.0})
-    async with Raw(server) as half_open, Raw(server) as alive:
-        await half_open.hello("gone")
-        await alive.hello("alive")
+    async with Raw(server, "gone") as half_open, Raw(server, "alive") as alive:
         await alive.store("orders", b"a")
         session = await half_open.attach("orders", client="gone")
         await half_open.ask(m.PullRequest(session, 10, 1000, 0.0))
@@ -95,8 +93,7 @@ async def test_a_half_open_connection_is_closed_and_its_consumer_lost(serve: Ser
 async def test_a_lost_consumer_with_an_open_connection_gets_stale_session(serve: Serve):
     clock = ManualClock()
     server = await serve(clock=clock, limits={"consumer_lost_seconds": 5.0})
-    async with Raw(server) as stopped:
-        await stopped.hello()
+    async with Raw(server, "raw") as stopped:
         session = await stopped.attach("orders")
         waiting = stopped.request(m.PullRequest(session, 10, 1000, 60.0))
         await stopped.ask(m.HeartbeatRequest())
@@ -114,9 +111,7 @@ async def test_a_lost_consumer_with_an_open_connection_gets_stale_session(serve:
 
 async def test_a_session_belongs_to_its_connection(serve: Serve):
     server = await serve()
-    async with Raw(server) as owner, Raw(server) as thief:
-        await owner.hello("owner")
-        await thief.hello("thief")
+    async with Raw(server, "owner") as owner, Raw(server, "thief") as thief:
         await owner.store("orders", b"a")
         session = await owner.attach("orders", client="owner")
         for request in (
@@ -133,9 +128,7 @@ async def test_a_session_belongs_to_its_connection(serve: Serve):
 async def test_heartbeats_of_an_old_connection_do_not_keep_a_moved_consumer_alive(serve: Serve):
     clock = ManualClock()
     server = await serve(clock=clock, limits={"consumer_lost_seconds": 5.0})
-    async with Raw(server) as old, Raw(server) as new:
-        await old.hello("c")
-        await new.hello("c")
+    async with Raw(server, "c") as old, Raw(server, "c") as new:
         await old.store("orders", b"a")
         session = await old.attach("orders", client="c")
         waiting = old.request(m.PullRequest(session, 1, 1, 60.0))
@@ -157,8 +150,7 @@ async def test_heartbeats_of_an_old_connection_do_not_keep_a_moved_consumer_aliv
 
 async def test_a_detached_consumer_gets_its_open_poll_answered(serve: Serve):
     server = await serve()
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         session = await raw.attach("orders")
         waiting = raw.request(m.PullRequest(session, 1, 1, 60.0))
         detached = raw.request(m.DetachRequest(session))
@@ -169,8 +161,7 @@ async def test_a_detached_consumer_gets_its_open_poll_answered(serve: Serve):
 
 async def test_long_polls_of_one_connection_are_limited_and_released(serve: Serve):
     server = await serve(limits={"polls_per_connection": 3})
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         session = await raw.attach("orders")
         pulls = [raw.request(m.PullRequest(session, 1, 1, 60.0)) for _ in range(2)]
         read = raw.request(m.ReadRequest("orders", "latest", 1, 1, 60.0))
@@ -178,8 +169,7 @@ async def test_long_polls_of_one_connection_are_limited_and_released(serve: Serv
             await raw.ask(m.ReadRequest("orders", "latest", 1, 1, 60.0))
         with pytest.raises(LimitExceeded):
             await raw.ask(m.PullRequest(session, 1, 1, 60.0))
-        async with Raw(server) as other:
-            await other.hello("other")
+        async with Raw(server, "other") as other:
             await other.store("orders", b"a", b"b")
         assert {(await raw.next()).correlation for _ in range(3)} == {*pulls, read}
         for _ in range(10):
@@ -191,17 +181,15 @@ async def test_long_polls_of_one_connection_are_limited_and_released(serve: Serv
 
 async def test_connections_beyond_the_limit_are_refused_and_the_limit_is_named(serve: Serve):
     server = await serve(limits={"connections": 2})
-    async with Raw(server) as first, Raw(server) as second:
-        await first.hello("a")
-        await second.hello("b")
+    async with Raw(server, "a") as first, Raw(server, "b") as second:
         async with Raw(server) as third:
             error = await third.ending()
         assert isinstance(error, LimitExceeded)
         assert error.message == "connection limit reached (2 per server); close idle connections"
         await first.ask(m.HeartbeatRequest())
     await until(lambda: not server.connections)
-    async with Raw(server) as again:
-        await again.hello()
+    async with Raw(server, "raw"):
+        pass
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com", ""])
@@ -343,8 +331,7 @@ async def test_slow_readers_stay_connected_while_they_send_heartbeats_or_read(se
 
 async def test_requests_delayed_by_a_slow_reader_are_all_served_in_order(serve: Serve):
     server = await serve(limits={"outgoing_bytes_per_connection": 32 * KIB}, message_segment_size=64 * MIB)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         for first in range(1, 6):
             await raw.store("large", bytes(1 * MIB), first=first, previous=first - 1)
         wanted = []
@@ -362,8 +349,7 @@ async def test_requests_delayed_by_a_slow_reader_are_all_served_in_order(serve: 
 
 async def test_an_invalid_request_delayed_by_a_slow_reader_still_closes_the_connection(serve: Serve):
     server = await serve(limits={"outgoing_bytes_per_connection": 32 * KIB}, message_segment_size=64 * MIB)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         for first in range(1, 9):
             await raw.store("large", bytes(1 * MIB), first=first, previous=first - 1)
         raw.request(m.ReadRequest("large", "earliest", 100, 16 * MIB, 0.0))
@@ -377,8 +363,7 @@ async def test_an_invalid_request_delayed_by_a_slow_reader_still_closes_the_conn
 
 async def test_a_reply_too_large_for_a_packet_becomes_an_error(serve: Serve):
     server = await serve(message_segment_size=64 * MIB)
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.route("orders")
         connection_of(server, "raw").answer(77, m.DoneReply(), [], PACKET_SIZE_MAX)
         answer = await raw.next()

@@ -124,21 +124,6 @@ async def test_the_writer_thread_writes_allocations(server: MetaServer, monkeypa
     assert [name.rpartition("_")[0] for name in threads.values()] == ["plait-meta-writer"]
 
 
-async def test_the_writer_thread_writes_leaves(server: MetaServer, monkeypatch: pytest.MonkeyPatch):
-    await member(server)
-    threads: list[str] = []
-    write = LeaveQueue._write
-
-    def noted(leaving: LeaveQueue, leaves: list[Leave]) -> None:
-        threads.append(threading.current_thread().name)
-        write(leaving, leaves)
-
-    monkeypatch.setattr(LeaveQueue, "_write", noted)
-    assert (await server.meta.heartbeat(m.MemberHeartbeatRequest("c", [], 0, 5.0, leaving=True))).seen == 0
-    assert [name.rpartition("_")[0] for name in threads] == ["plait-meta-writer"]
-    assert (await server.meta.call(lambda service: service.allocator.view("s", "g"))).members == {}
-
-
 @pytest.mark.parametrize("stays", [True, False])
 async def test_heartbeats_wait_for_the_clients_own_leave_and_other_decisions_do_not(
     server: MetaServer, monkeypatch: pytest.MonkeyPatch, stays: bool
@@ -211,16 +196,6 @@ async def test_a_repeated_heartbeat_with_a_new_share_does_not_wait_for_decisions
     assert isinstance(reply, m.MemberHeartbeatReply)
     assert reply.seen > seen
     assert sum(end - first for _, _, _, runs in reply.members for first, end, _ in runs) == LOGICAL_PARTITIONS // 2
-
-
-async def test_a_waiting_heartbeat_is_answered_when_the_share_changes(server: MetaServer):
-    seen = await member(server)
-    waiting = asyncio.ensure_future(heartbeat(server, seen, 30.0))
-    await until(lambda: "c" in server.meta._waiting.values())
-    await server.meta.heartbeat(m.MemberHeartbeatRequest("c2", [("s", "g", True)], 0, 0.0))
-    newer, shares = await waiting
-    assert newer > seen
-    assert sum(end - first for first, end, _ in shares) == LOGICAL_PARTITIONS // 2
 
 
 async def test_a_broker_group_name_may_have_the_maximum_length(server: MetaServer, tmp_path: Path):

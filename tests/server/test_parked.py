@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from plait.client.send.open_rows import hash_keys
@@ -26,11 +25,6 @@ PULL = (100, 1 << 20)
 
 def hash_of(key: str) -> int:
     return int(hash_keys([key], 1)[0])
-
-
-async def ask(raw: Raw, operation: str, **arguments: Any) -> Any:
-    reply: m.AdminReply = await raw.ask(m.AdminRequest(operation, arguments))
-    return msgspec.msgpack.decode(reply.result)
 
 
 async def send(raw: Raw, *rows: tuple[str, bytes], first: int = 1) -> None:
@@ -81,7 +75,7 @@ class Member:
 async def park(raw: Raw) -> Member:
     """Park keys a and b by rejecting their first messages. Each has one more message; key c is not parked."""
     await raw.hello()
-    await ask(raw, "subject.create", subject="orders", order="strict")
+    await raw.admin("subject.create", subject="orders", order="strict")
     await send(raw, ("a", b"a1"), ("b", b"b1"), ("c", b"c1"), ("a", b"a2"), ("b", b"b2"))
     member = Member(raw, await raw.attach("orders", ordered=True, retry=Retry(attempts=3)))
     await member.lease()
@@ -99,7 +93,7 @@ async def server(serve: Serve) -> Server:
 
 
 async def parked(raw: Raw) -> dict[str, dict[str, Any]]:
-    page = await ask(raw, "group.parked", **OF)
+    page = await raw.admin("group.parked", **OF)
     assert page["next"] is None
     return {each["key"]: each for each in page["keys"]}
 
@@ -121,26 +115,26 @@ async def test_parked_keys_are_listed_with_their_letters(server: Server):
             for key, sequence, text in (("a", 0, "first"), ("b", 1, "second"))
         }
         assert all(abs(time - server.clock.now()) < 60_000_000 for time in since.values())
-        view = await ask(raw, "group.describe", **OF)
+        view = await raw.admin("group.describe", **OF)
         assert (view["ordered"], view["holding"], view["parked"], view["dead"]) == (True, 2, 2, 2)
 
 
 async def test_a_key_whose_letter_was_purged_is_listed_and_continues_after_it(server: Server):
     async with Raw(server) as raw:
         member = await park(raw)
-        await ask(raw, "dlq.purge", **OF, select={"sequences": [0]})
-        page = await ask(raw, "group.parked", **OF)
+        await raw.admin("dlq.purge", **OF, select={"sequences": [0]})
+        page = await raw.admin("group.parked", **OF)
         assert {each["hash"]: each["key"] for each in page["keys"]} == {hash_of("a"): None, hash_of("b"): "b"}
-        assert await ask(raw, "group.resume", **OF, keys=[hash_of("a")]) == 1
+        assert await raw.admin("group.resume", **OF, keys=[hash_of("a")]) == 1
         assert await member.pull() == [b"a2"]
 
 
 async def test_a_letter_that_was_resent_waits_until_its_key_is_resumed(server: Server):
     async with Raw(server) as raw:
         member = await park(raw)
-        await ask(raw, "dlq.resend", **OF, select={"sequences": [0]})
+        await raw.admin("dlq.resend", **OF, select={"sequences": [0]})
         assert await member.pull() == []
-        assert await ask(raw, "group.skip", **OF, keys=[hash_of("a")]) == 1
+        assert await raw.admin("group.skip", **OF, keys=[hash_of("a")]) == 1
         assert await member.pull() == [b"a1"]
         await member.ack()
         assert await member.pull() == [b"a2"]
@@ -169,7 +163,7 @@ async def test_an_invalid_request_is_refused_with_the_reason(
         await park(raw)
         await raw.attach("orders", "shared")
         with pytest.raises(error, match=expected):
-            await ask(raw, f"group.{operation}", **{**OF, **arguments})
+            await raw.admin(f"group.{operation}", **{**OF, **arguments})
         assert len(await parked(raw)) == 2
 
 
@@ -187,8 +181,8 @@ async def test_without_a_meta_server_subjects_have_one_partition(
 ):
     async with Raw(server, "raw") as raw:
         with pytest.raises(InvalidArgument, match=expected):
-            await ask(raw, "subject.create", subject="s", **arguments)
-        await ask(raw, "subject.create", subject="s", partitions=1, groups=["g1"], order="strict")
+            await raw.admin("subject.create", subject="s", **arguments)
+        await raw.admin("subject.create", subject="s", partitions=1, groups=["g1"], order="strict")
         assert server.broker.subjects["s"].row.settings.order == "strict"
 
 
@@ -196,4 +190,4 @@ async def test_without_a_meta_server_subjects_have_one_partition(
 async def test_a_broker_refuses_operations_of_meta_servers(server: Server, operation: str):
     async with Raw(server, "raw") as raw:
         with pytest.raises(InvalidArgument, match=f"send {operation} to a meta server"):
-            await ask(raw, operation, subject="s")
+            await raw.admin(operation, subject="s")

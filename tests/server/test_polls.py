@@ -18,9 +18,7 @@ PATIENT = {"idle_seconds": 1e6, "consumer_lost_seconds": 1e6}
 async def test_a_send_wakes_a_pull_at_once(serve: Serve):
     """The clock does not advance and no tick runs, so no timer wakes the pull."""
     server = await serve(clock=ManualClock())
-    async with Raw(server) as consumer, Raw(server) as producer:
-        await consumer.hello("consumer")
-        await producer.hello("producer")
+    async with Raw(server, "consumer") as consumer, Raw(server, "producer") as producer:
         session = await consumer.attach("orders", client="consumer")
         for number in range(5):
             waiting = consumer.request(m.PullRequest(session, 10, 1000, 60.0))
@@ -32,9 +30,7 @@ async def test_a_send_wakes_a_pull_at_once(serve: Serve):
 
 async def test_with_flush_sync_a_pull_is_woken_by_the_sync(serve: Serve):
     server = await serve(clock=ManualClock(), flush="sync", flush_seconds=3600.0)
-    async with Raw(server) as consumer, Raw(server) as producer:
-        await consumer.hello("consumer")
-        await producer.hello("producer")
+    async with Raw(server, "consumer") as consumer, Raw(server, "producer") as producer:
         session = await consumer.attach("orders", client="consumer")
         waiting = consumer.request(m.PullRequest(session, 10, 1000, 60.0))
         await consumer.ask(m.HeartbeatRequest())
@@ -106,9 +102,7 @@ async def test_a_reset_and_a_deletion_answer_suspended_pulls(serve: Serve):
 async def test_thousands_of_answered_polls_leave_nothing_behind(serve: Serve):
     """An answered poll must not stay in memory until its deadline: a busy consumer makes thousands per second."""
     server = await serve(message_segment_size=64 * MIB)
-    async with Raw(server) as idle, Raw(server) as busy:
-        await idle.hello("idle")
-        await busy.hello("busy")
+    async with Raw(server, "idle") as idle, Raw(server, "busy") as busy:
         await idle.route("calm")
         idle.request(m.ReadRequest("calm", "latest", 1, 1, 30.0))
         await idle.ask(m.HeartbeatRequest())

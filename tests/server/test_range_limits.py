@@ -46,8 +46,7 @@ async def test_a_request_with_more_ranges_than_the_limit_is_refused(
     serve: Serve, request_of: Request, most: int, limit: str
 ):
     server = await serve()
-    async with Raw(server) as raw:
-        await raw.hello()
+    async with Raw(server, "raw") as raw:
         await raw.store("s", b"a", b"b", b"c")
         session = await raw.attach("s")
         await raw.ask(m.PullRequest(session, 10, 1000, 0.0))

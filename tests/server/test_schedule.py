@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 import pytest
 
 from plait.clock import ManualClock
 from plait.errors import FrameError, InvalidArgument, SubjectNotFound
 from plait.frame.builder import build_frame
-from plait.frame.columns import Column
-from plait.frame.view import frames_in
 from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
@@ -28,31 +23,19 @@ async def delayed(raw: Raw, due: int, *bodies: bytes, first: int = 1, subject: s
     return sent.sequence
 
 
-async def admin(raw: Raw, operation: str, **arguments: Any) -> Any:
-    reply: m.AdminReply = await raw.ask(m.AdminRequest(operation, arguments))
-    return msgspec.msgpack.decode(reply.result)
-
-
-async def read(raw: Raw, subject: str = "orders", wait: float = 0) -> list[bytes]:
-    answer = await raw.answer(raw.request(m.ReadRequest(subject, "earliest", 1000, 1 << 20, wait)))
-    return [body for frame in frames_in(answer.payload) for body in frame.binary(Column.BODY).to_pylist()]
-
-
 async def test_the_schedule_has_its_own_partition(serve: Serve) -> None:
-    async with Raw(await serve()) as raw:
-        await raw.hello()
+    async with Raw(await serve(), "raw") as raw:
         later = await raw.ask(m.PartitionNumberRequest("orders", delayed=True))
         plain = await raw.ask(m.PartitionNumberRequest("orders"))
         assert later.name == plain.name == "orders"
         assert later.partition != plain.partition
         assert await raw.ask(m.PartitionNumberRequest("orders", delayed=True)) == later
-        assert [view["subject"] for view in await admin(raw, "subject.list")] == ["orders"]
+        assert [view["subject"] for view in await raw.admin("subject.list")] == ["orders"]
 
 
 async def test_invalid_requests_are_refused_and_change_nothing(serve: Serve) -> None:
     clock = ManualClock()
-    async with Raw(await serve(clock=clock)) as raw:
-        await raw.hello()
+    async with Raw(await serve(clock=clock), "raw") as raw:
         due = clock.now() + SECOND
         plain = await raw.route("orders")
         frame = build_frame([b"x"], producer=7, first=1, deliver_at=due).tobytes()
@@ -78,6 +61,6 @@ async def test_invalid_requests_are_refused_and_change_nothing(serve: Serve) -> 
             ),
         ]:
             with pytest.raises(error):
-                await admin(raw, operation, **arguments)
-        assert await admin(raw, "schedule.list", subject="orders") == {"rows": [], "next": None}
+                await raw.admin(operation, **arguments)
+        assert await raw.admin("schedule.list", subject="orders") == {"rows": [], "next": None}
         assert await delayed(raw, due, b"fine") == 0

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from plait.errors import InvalidArgument
 from plait.meta.database.schema import (
     AllocationRow,
     BrokerRow,
@@ -152,6 +153,11 @@ class Mirror:
         """A subject that is not deleted."""
         row = self.subjects.get(name)
         return None if row is None or row.deleted else row
+
+    def check_group(self, group: str) -> None:
+        """Check that a broker group exists."""
+        if group not in self.brokers:
+            raise InvalidArgument(f"there is no broker group {group!r}; there are {', '.join(sorted(self.brokers))}")
 
     def is_taken(self, place: PartitionId) -> bool:
         """True if the partition exists, or if its broker has not confirmed that it is dropped."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from plait.errors import GroupBusy, GroupMismatch, LimitExceeded, PlaitError, SubjectNotFound
-from plait.meta.core import Core
+from plait.meta.core import Core, decided
 from plait.meta.database.mirror import GroupKey
 from plait.meta.database.schema import AllocationRow, GroupRow, MemberRow
 from plait.meta.database.store import StoreChange
@@ -105,24 +105,21 @@ class Joining:
         ordered = [row for row in groups if group_settings(row.settings).ordered]
         change.put(*(AllocationRow(row.subject, row.name, number, 0, body) for row in ordered))
 
+    @decided
     def forget(self, subject: str, name: str) -> None:
         """Delete a group without members. A later group of the same name continues with higher epochs."""
-
-        def decision() -> None:
-            mirror, key = self._core.mirror, (subject, name)
-            row = mirror.groups.get(key)
-            if row is None or row.deleted:
-                return
-            if members := sorted(mirror.members.get(key, ())):
-                named = ", ".join(members[:3])
-                raise GroupBusy(
-                    f"group {name!r} of {subject!r} has {names.counted(len(members), 'online consumer')} "
-                    f"({named}); stop {'it' if len(members) == 1 else 'them'} first",
-                    subject=subject,
-                    group=name,
-                    consumers=len(members),
-                )
-            with self._core.change() as change:
-                change.replace((row, msgspec.structs.replace(row, deleted=True)))
-
-        self._core.decide(decision)
+        mirror, key = self._core.mirror, (subject, name)
+        row = mirror.groups.get(key)
+        if row is None or row.deleted:
+            return
+        if members := sorted(mirror.members.get(key, ())):
+            named = ", ".join(members[:3])
+            raise GroupBusy(
+                f"group {name!r} of {subject!r} has {names.counted(len(members), 'online consumer')} "
+                f"({named}); stop {'it' if len(members) == 1 else 'them'} first",
+                subject=subject,
+                group=name,
+                consumers=len(members),
+            )
+        with self._core.change() as change:
+            change.replace((row, msgspec.structs.replace(row, deleted=True)))

@@ -141,3 +141,30 @@ class Liveness:
         if not self._core.store.alone:
             with self._core.noted():
                 self._core.store.forget_heartbeats([self._prefix + name for name in names])
+
+
+class Peers:
+    """The addresses of all meta servers that are alive. Each counts its own heartbeats in the database."""
+
+    def __init__(self, core: Core, address: str) -> None:
+        self._core = core
+        #: The address of this meta server; "" if it has none.
+        self._address = address
+        self._watch = Liveness(core, "m", core.limits.broker_lost_seconds)
+
+    def watch(self, seconds: float) -> None:
+        """Called every tick: write the own heartbeat, read the others'."""
+        core = self._core
+        if core.store.alone:
+            return
+        if self._address:
+            self._watch.notice(self._address)
+        while self._watch.exchange(expect=True):
+            pass
+        self._watch.advance(seconds)
+        self._watch.forget(self._watch.lost(core.limits.page))
+
+    def addresses(self) -> list[str]:
+        """The address of this meta server first, then the others."""
+        others = sorted(name for name in self._watch if name != self._address)
+        return [self._address, *others] if self._address else others

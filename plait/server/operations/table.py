@@ -13,8 +13,6 @@ from plait.server.broker_host import BrokerHost
 from plait.server.operations import (
     dead_letters,
     delayed,
-    parked_keys,
-    partition_spans,
     partitions,
     subjects_and_groups,
 )
@@ -41,15 +39,15 @@ _NOW: Final[_Table] = {
     g.GROUP_REMEMBERED: lambda *_: g.Remembered(0, None),
     g.DESCRIBE_SERVER: lambda h, _: h.describe(),
     c.LIST_BROKERS: subjects_and_groups.list_brokers,
-    d.LIST_PARKED: parked_keys.list_parked,
+    d.LIST_PARKED: dead_letters.list_parked,
     d.LIST_QUEUES: dead_letters.list_queues,
     d.LIST_LETTERS: dead_letters.list_letters,
     d.COUNT_REASONS: dead_letters.count_reasons,
     s.LIST_DELAYED: delayed.list_,
     s.COUNT_DELAYED: delayed.count,
-    p.DESCRIBE_SPANS: partition_spans.describe,
-    p.CUT_SPANS: partition_spans.cut,
-    p.READ_STAGE: partitions.read,
+    p.DESCRIBE_SPANS: partitions.describe_spans,
+    p.CUT_SPANS: partitions.cut_spans,
+    p.READ_STAGE: partitions.read_stage,
 }
 #: Answered with the result of the function, after the commit of the turn.
 _COMMITTED: Final[_Table] = {
@@ -59,8 +57,8 @@ _COMMITTED: Final[_Table] = {
     g.RESET_GROUP: lambda h, r: h.membership.reset(r.subject, r.group, r.start),
     g.SET_GROUP: lambda h, r: group_view(h.membership.set_retry(r.subject, r.group, r.retry)),
     g.DELETE_GROUP: lambda h, r: h.membership.delete(r.subject, r.group),
-    d.RESUME_KEYS: partial(parked_keys.unpark, skip=False),
-    d.SKIP_KEYS: partial(parked_keys.unpark, skip=True),
+    d.RESUME_KEYS: partial(dead_letters.unpark, skip=False),
+    d.SKIP_KEYS: partial(dead_letters.unpark, skip=True),
     d.RESEND_LETTERS: dead_letters.resend,
     d.PURGE_LETTERS: dead_letters.purge,
     s.CANCEL_DELAYED: delayed.cancel,
