@@ -19,8 +19,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core, decided
 from plait.meta.database.schema import PartitionAssignment
-from plait.meta.known_groups import ReportedProgress, progress_of
-from plait.meta.subjects import Subjects, new_places
+from plait.meta.subjects import ReportedProgress, Subjects, new_places, progress_of
 from plait.model import route as routes
 from plait.model.logical_partitions import Numbers, spread
 from plait.model.route import PartitionId, Route

@@ -16,8 +16,7 @@ import msgspec
 from plait.errors import MetaUnavailable
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core, decided
-from plait.meta.known_groups import progress_of
-from plait.meta.subjects import Subjects, check_count, check_groups, new_places
+from plait.meta.subjects import Subjects, check_count, check_groups, new_places, progress_of
 from plait.model import route as routes
 from plait.model.logical_partitions import NumberedRun, Run
 from plait.model.route import PartitionId, Route

@@ -86,7 +86,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     doubt: tuple[Run, ...] = ()
     #: For each partition, the version that added it or last gave it an LP. Its broker has to know this version.
     gained: tuple[int, ...] = ()
-    #: Group → the version that it began with, for groups that retired partitions knew (``known_groups.py``).
+    #: Group → the version that it began with, for groups that retired partitions knew (``meta/subjects.py``).
     began: dict[str, int] = {}
 
 

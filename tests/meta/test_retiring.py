@@ -10,7 +10,7 @@ import pytest
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, NoBroker
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta import known_groups as remembered
+from plait.meta import subjects
 from plait.meta.service import MetaService
 from plait.model import names
 from plait.model import route as routes
@@ -257,7 +257,7 @@ def test_the_groups_of_a_broker_group_that_is_given_up_are_remembered(spread: Me
 def test_beyond_the_limit_broadcast_groups_are_forgotten_first_then_the_oldest(
     spread: MetaService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(remembered, "REMEMBERED_GROUPS_MAX", 3)
+    monkeypatch.setattr(subjects, "REMEMBERED_GROUPS_MAX", 3)
     screens = [names.of_group(None, client) for client in ("c1", "c2")]
     leave(spread, "s@g2", dict.fromkeys([screens[0], "a", screens[1]], 1))
     assert caplog.text == ""

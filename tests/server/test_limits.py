@@ -181,7 +181,7 @@ async def test_long_polls_of_one_connection_are_limited_and_released(serve: Serv
 
 async def test_connections_beyond_the_limit_are_refused_and_the_limit_is_named(serve: Serve):
     server = await serve(limits={"connections": 2})
-    async with Raw(server, "a") as first, Raw(server, "b") as second:
+    async with Raw(server, "a") as first, Raw(server, "b"):
         async with Raw(server) as third:
             error = await third.ending()
         assert isinstance(error, LimitExceeded)

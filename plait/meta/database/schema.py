@@ -74,7 +74,7 @@ class PartitionAssignment(TableRow, frozen=True, gc=False):
     #: "kept": a route names it. "dropping": no route names it, and its broker must drop it. "gone": its broker dropped
     #: it.
     state: str = "kept"
-    #: The last report of its broker about finished rows (``known_groups.ReportedProgress``); empty without a report.
+    #: The last report of its broker about finished rows (``subjects.ReportedProgress``); empty without a report.
     progress: bytes = b""
     changed: int = 0
 

@@ -57,8 +57,7 @@ class Forwarder:
         self._asked: dict[str, float] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         #: Subjects without a route, and partitions whose rows cannot be sent.
-        self._astray = Notices(log)
-        self._stuck = Notices(log)
+        self._notices = Notices(log)
         # Rows left over from a crash are sent first.
         self._work.set()
 
@@ -97,16 +96,19 @@ class Forwarder:
                 await self._find(subject)
             except PlaitError as error:
                 # Temporary: the partitions of a deleted subject are dropped soon, and a lost database is rebuilt soon.
-                self._astray.begin(
-                    subject, f"delayed messages of subject {subject} wait for its route: {error}", error.code
+                self._notices.begin(
+                    f"subject {subject}",
+                    f"delayed messages of subject {subject} wait for its route: {error}",
+                    error.code,
                 )
                 self._look_later()
                 if isinstance(error, Unavailable | Timeout):
                     # The next request would time out as well.
                     return
             else:
-                self._astray.end(
-                    subject, f"the route of subject {subject} is known again; its delayed messages are forwarded"
+                self._notices.end(
+                    f"subject {subject}",
+                    f"the route of subject {subject} is known again; its delayed messages are forwarded",
                 )
                 self._host.arm_timer()
 
@@ -133,10 +135,10 @@ class Forwarder:
                     continue
                 if not await self._sent(partition, waiting):
                     return
-                self._stuck.end(str(partition.id), f"delayed messages of partition {name} are forwarded again")
+                self._notices.end(str(partition.id), f"delayed messages of partition {name} are forwarded again")
         except PlaitError as error:
             # One notice for all errors: an absent broker may refuse, time out or be unregistered in turn.
-            self._stuck.begin(
+            self._notices.begin(
                 str(partition.id),
                 f"delayed messages of partition {name} cannot be forwarded yet: {error}; this is retried",
                 "waits",

@@ -32,20 +32,16 @@ class Links:
 
     async def request(self, address: str, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0) -> Any:
         """Send a request and return the reply. Raises ``Unavailable``, ``Timeout``, or the error of the reply."""
-        link = await self._link(address)
+        async with self._dialling.setdefault(address, asyncio.Lock()):
+            link = self._links.get(address)
+            if link is None or link.closed:
+                link = self._links[address] = await dial(address, self._client, self._seconds)
         try:
             async with asyncio.timeout(self._seconds):
                 return await link.request(message, payload, size)
         except TimeoutError:
             link.abort()
             raise Timeout(f"{address} did not answer within {self._seconds:g} s") from None
-
-    async def _link(self, address: str) -> Link:
-        async with self._dialling.setdefault(address, asyncio.Lock()):
-            link = self._links.get(address)
-            if link is None or link.closed:
-                link = self._links[address] = await dial(address, self._client, self._seconds)
-            return link
 
     def close(self) -> None:
         for link in self._links.values():
