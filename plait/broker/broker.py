@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from plait.broker.appender import Submission
 from plait.broker.catalog import Catalog
@@ -22,13 +23,12 @@ from plait.broker.commit import SendCallback
 from plait.broker.config import BrokerConfig
 from plait.broker.granted_numbers import GrantedNumbers
 from plait.broker.groups.dead_letters import DeadLetters
-from plait.broker.groups.group import FAILURE, AttachedConsumer, NackOutcome
+from plait.broker.groups.group import FAILURE, AttachedConsumer, Group, NackOutcome
 from plait.broker.groups.ordered.lease_grants import LeaseGrants
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
-from plait.broker.groups.waking import Retries, WaiterWaking
+from plait.broker.groups.waking import DueHeap, Waiter, end_pulls, wake_group
 from plait.broker.partitions.partition import Delivery, Partition
-from plait.broker.partitions.suspended import Deadlines, Waiter
-from plait.broker.recovery.checkpointer import CheckpointWork, Snapshots
+from plait.broker.recovery.checkpointer import Snapshots
 from plait.broker.recovery.segment_headers import SegmentHeaders
 from plait.broker.recovery.start_up import Recovery, RecoveryReport
 from plait.broker.schedule.bucketed import BucketedRows
@@ -71,17 +71,16 @@ class Broker:
         #: Recently dropped partitions: name → (route version of the drop, until when it is remembered).
         self.dropped: dict[str, tuple[int, float]] = {}
         self.numbers = GrantedNumbers()
-        self.deadlines = Deadlines()
-        self.retries = Retries()
+        self.deadlines = DueHeap[Waiter](attrgetter("deadline"))
+        #: Groups with waiting rows, by the wall time of the next retry in microseconds. Other groups cost nothing.
+        self.retries = DueHeap[Group](attrgetter("expected"))
         #: Attached consumers by session number.
         self.sessions: dict[int, AttachedConsumer] = {}
-        self._next_session = 1
         disk.make_directory(CONSUME_DIRECTORY)
         self.checkpoints = checkpoints = Checkpoints(disk)
         self.segment_headers = SegmentHeaders(turn)
-        self.waking = WaiterWaking(turn.message_log, turn.answer_when_durable)
-        self.dead_letters = DeadLetters(turn, self.waking)
-        self.leases = LeaseGrants(turn, self.waking, self.numbers, self.sessions)
+        self.dead_letters = DeadLetters(turn)
+        self.leases = LeaseGrants(turn, self.numbers, self.sessions)
         self.catalog = catalog = Catalog(
             turn, self.segment_headers, checkpoints, self.producers, self.leases, self.sessions
         )
@@ -95,7 +94,7 @@ class Broker:
         self.stages = Stages(turn, catalog)
         self.publisher = turn.stages = StagePublisher(turn, catalog, self.stages, schedules)
         self.snapshots = Snapshots(turn, catalog, self.producers, checkpoints, self.bucketed)
-        turn.wake, turn.bury = self.waking.wake, self.dead_letters.bury
+        turn.bury = self.dead_letters.bury
 
     # --- start and stop -------------------------------------------------------------------------
 
@@ -109,7 +108,7 @@ class Broker:
             self.segment_headers.refresh()
             # The epoch must be durable before any frame has it. The checkpoint also replaces the clean one: a power
             # loss after this point is an unclean stop, even if it loses everything written since.
-            self.checkpoint(clean=False)
+            self.snapshots.make()
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise DiskFull(
@@ -136,7 +135,7 @@ class Broker:
             partition.visible = partition.next
             self.numbers.learn(partition.row.route)
         for group in self.catalog.groups.values():
-            self.retries.expect(group)
+            self._expect_retry(group)
             if isinstance(group, OrderedGroup):
                 self.numbers.learn(group.locks.newest)
                 # The crash may have lost grants whose owners use their locks until the lease ends (R15).
@@ -161,7 +160,7 @@ class Broker:
         for partition in self.partitions.values():
             for waiter in [*partition.readers, *(w for g in partition.waiting for w in g.waiters)]:
                 waiter.time_out()
-        work = self.begin_checkpoint(clean=True, waited_for=True).copy_all()
+        work = self.snapshots.begin(clean=True, waited_for=True).copy_all()
         try:
             work.run()
         except OSError as error:
@@ -169,18 +168,6 @@ class Broker:
             assert self.turn.failed is not None
             raise self.turn.failed from error
         # If the checkpoint was not written (full disk), nothing is lost; the next start reads more of the logs.
-        self.end_checkpoint(work)
-
-    def checkpoint(self, *, clean: bool = False) -> None:
-        """Make a checkpoint now. Blocks; raises OSError when the checkpoint cannot be written."""
-        self.snapshots.make(clean=clean)
-
-    def begin_checkpoint(self, *, clean: bool = False, waited_for: bool = False) -> CheckpointWork:
-        """Begin a checkpoint. The caller calls ``copy_some``, then ``run`` in a thread, then ``end_checkpoint``."""
-        return self.snapshots.begin(clean=clean, waited_for=waited_for)
-
-    def end_checkpoint(self, work: CheckpointWork) -> None:
-        """Finish a checkpoint. If it was not written (``work.error``), the next one covers its changes too."""
         self.snapshots.end(work)
 
     def delete_subject(self, subject: str) -> None:
@@ -242,17 +229,27 @@ class Broker:
         size = min(size, self.limits.pull_bytes)
         # There are no rows for the suspended pulls now, so this pull overtakes none of them.
         delivery = group.take(consumer, count, size)
-        if delivery is not None:
-            self.waking.deliver(group, delivery, reply)
+        if group.once:
+            reply = self._when_durable(reply)
+        if delivery is not None or wait <= 0:
+            reply(delivery)
             return None
-        if wait <= 0:
-            reply(None)
-            return None
-        waiter = Waiter(group.waiters, consumer, count, size, reply)
-        group.partition.waiting[group] = None
         deadline = self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds)
-        self.deadlines.add(deadline, waiter, Waiter.time_out)
+        waiter = Waiter(group.waiters, consumer, count, size, reply, deadline)
+        group.waiters[waiter] = group.partition.waiting[group] = None
+        self.deadlines.add(deadline, waiter)
         return deadline
+
+    def _when_durable(self, reply: Callable[[Delivery | None], None]) -> Callable[[Delivery | None], None]:
+        """The reply to a pull of an at-most-once group: its event is durable before the rows are sent (R12)."""
+
+        def answer(delivery: Delivery | None) -> None:
+            if delivery is None:
+                reply(None)
+            else:
+                self.turn.answer_when_durable(lambda: reply(delivery))
+
+        return answer
 
     def read(
         self,
@@ -269,8 +266,10 @@ class Broker:
         if batch.count or wait <= 0:
             reply(batch)
             return
-        waiter = Waiter(partition.readers, None, count, size, reply, max(sequence, batch.end))
-        self.deadlines.add(self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, Waiter.time_out)
+        deadline = self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds)
+        waiter = Waiter(partition.readers, None, count, size, reply, deadline, max(sequence, batch.end))
+        partition.readers[waiter] = None
+        self.deadlines.add(deadline, waiter)
 
     # --- acks -----------------------------------------------------------------------------------
 
@@ -292,7 +291,7 @@ class Broker:
             turn.mark()
         # A consumer that held too many separate ranges may get rows again.
         if group.waiters and (group.definition.ordered or group.has_more):
-            self.waking.wake_group(group)
+            wake_group(group)
 
     def nack(
         self,
@@ -307,16 +306,8 @@ class Broker:
         turn.refuse_when_stalled()
         group.nack(consumer, ranges, self.clock.now(), failure, tags)
         turn.answer_after_commit(reply)
-        self.retries.expect(group)
-        self.waking.wake_group(group)
-
-    def new_session(self, consumer: AttachedConsumer) -> int:
-        """Assign a new session number to a consumer."""
-        self.sessions.pop(consumer.session, None)
-        consumer.session = self._next_session
-        self._next_session += 1
-        self.sessions[consumer.session] = consumer
-        return consumer.session
+        self._expect_retry(group)
+        wake_group(group)
 
     # --- time -----------------------------------------------------------------------------------
 
@@ -334,8 +325,25 @@ class Broker:
 
     def run_timers(self) -> None:
         """Deliver rows that have become due, and answer suspended pulls whose wait time is over."""
-        for group in self.retries.due(self.clock.now(), self.waking.failed):
-            self.waking.wake_group(group)
+        now = self.clock.now()
+        for group in self.retries.take(now):
+            group.expected = 0
+            try:
+                ready = group.return_due(now)
+            except Exception:  # noqa: BLE001 (it is logged there)
+                end_pulls(group)
+                continue
+            if ready:
+                wake_group(group)
+            self._expect_retry(group)
         if (self.schedules.by_subject and self.due_delivery.look()) or self.publisher.look():
             self.turn.mark()
-        self.deadlines.run(self.clock.monotonic())
+        for waiter in self.deadlines.take(self.clock.monotonic()):
+            waiter.time_out()
+
+    def _expect_retry(self, group: Group) -> None:
+        """Note the time of the group's next retry, after its waiting rows changed."""
+        due = group.next_due
+        if due is not None and (group.expected == 0 or due < group.expected):
+            group.expected = due
+            self.retries.add(due, group)

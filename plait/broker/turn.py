@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from plait.broker import flow_control as flow
@@ -18,6 +18,7 @@ from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.groups.group import Bury, Group
 from plait.broker.groups.ordered.locks import LockFloors
+from plait.broker.groups.waking import wake_group, wake_readers
 from plait.broker.partitions.partition import LogPositions, Partition
 from plait.clock import Clock
 from plait.errors import DiskFull, FlowControl, PlaitError, ReadOnly, StorageFailed
@@ -38,6 +39,7 @@ class ScheduleWork(Protocol):
     """What a commit calls of the schedules."""
 
     ready: bool
+    by_subject: Mapping[str, object]
 
     def run(self, now: int, commit: Commit) -> None: ...
 
@@ -62,23 +64,22 @@ class Turn:
 
     schedules: ScheduleWork
     stages: StageWork
-    #: Answers the suspended requests that wait for rows of a partition.
-    wake: Callable[[Partition], None]
-    #: Makes dead letters of ranges that a consumer holds; returns the ranges that must wait.
     bury: Bury
 
     def __init__(self, disk: Disk, clock: Clock, config: BrokerConfig, producers: ProducerTable) -> None:
         self.disk, self.clock, self.config = disk, clock, config
         self.limits = config.limits
-        self.epoch = 0
-        self.action_index = 0
-        self.read_only = False
+        self.epoch = self.action_index = 0
+        self.read_only = self.dirty = False
         self.failed: StorageFailed | None = None
         #: Why the disk accepts no more messages; empty while it accepts them.
         self.low_space = ""
         #: Called when the turn has its first change.
         self.on_dirty: Callable[[], object] = lambda: None
-        self.dirty = False
+        #: Called after ``run`` if storage failed, or a sync or the due time of a row is awaited; with a defect, if any.
+        self.on_work: Callable[[Exception | None], object] = lambda error: None
+        #: True once the server has stopped or was abandoned: ``run`` then writes nothing more.
+        self.halted = False
         #: Frames that the next commit appends.
         self.pending: dict[Partition, list[Submission]] = {}
         #: True if the disk is full: buffered events wait for space, and so do their answers.
@@ -107,7 +108,6 @@ class Turn:
     # --- changes of this turn -------------------------------------------------------------------
 
     def mark(self) -> None:
-        """True if there is something to commit."""
         if not self.dirty:
             self.dirty = True
             self.on_dirty()
@@ -130,7 +130,6 @@ class Turn:
         self.mark()
 
     def define(self, definition: Definition) -> None:
-        """Record the definition of a group or a consumer in the action log."""
         self._actions.define(definition)
         self.mark()
 
@@ -212,6 +211,17 @@ class Turn:
         self.failed = StorageFailed(f"writing or syncing a log failed ({error}); the server stops and must recover")
 
     # --- the end of a turn ----------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Commit at the end of a loop turn of the server."""
+        if self.halted:
+            return
+        try:
+            self.commit()
+            if self.failed is not None or self.unsynced or self.stages.unsynced or self.schedules.by_subject:
+                self.on_work(None)
+        except Exception as error:  # noqa: BLE001 (it is logged there)
+            self.on_work(error)
 
     def commit(self) -> None:
         """Write the changes of this loop turn. In sync mode the answers wait for ``end_sync``."""
@@ -295,9 +305,10 @@ class Turn:
         """Make the rows of a commit visible, and serve the suspended pulls that wait for them."""
         for partition, end in commit.partitions.items():
             partition.visible = max(partition.visible, end)
-        for partition in commit.partitions:
-            if partition.waiting or partition.readers:
-                self.wake(partition)
+            for group in list(partition.waiting):
+                wake_group(group)
+            if partition.readers:
+                wake_readers(partition, self.message_log)
 
     def _answer(self, commit: Commit) -> None:
         """Answer the callers of a commit that takes effect."""

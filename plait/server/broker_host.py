@@ -74,9 +74,11 @@ class BrokerHost:
         self.membership = Attachments(self.broker)
         self.upkeep = DiskUpkeep(self.broker, self.membership, self.threads, self._storage_failed)
         self._syncs = Syncs(self.broker, self.clock, self._connections, self.threads, self.fail)
+        turn = self.broker.turn
         # A partial instead of a method saves a Python call in every turn with a change.
-        self.broker.turn.on_dirty = partial(self.loop.call_soon, self._commit)
-        self.broker.turn.check_space()
+        turn.on_dirty = partial(self.loop.call_soon, turn.run)
+        turn.on_work = self._committed
+        turn.check_space()
         return report
 
     def run(self, *jobs: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -148,21 +150,23 @@ class BrokerHost:
 
     # --- the loop -------------------------------------------------------------------------------
 
-    def _commit(self) -> None:
-        if self.stopped:
-            return
+    def halt(self) -> None:
+        """Commit nothing more, because the broker has stopped or was abandoned."""
+        self.stopped = True
+        if hasattr(self, "broker"):
+            self.broker.turn.halted = True
+
+    def _committed(self, defect: Exception | None) -> None:
         turn = self.broker.turn
-        try:
-            turn.commit()
-            if turn.failed is not None:
-                self.fail(turn.failed)
-            elif turn.unsynced or turn.stages.unsynced:
-                self._syncs.begin()
-            if self.broker.schedules.by_subject:
-                self.arm_timer()
-        except Exception as error:
-            log.exception("a commit failed")
-            self.fail(error)
+        if defect is not None:
+            log.error("a commit failed", exc_info=defect)
+            self.fail(defect)
+        elif turn.failed is not None:
+            self.fail(turn.failed)
+        elif turn.unsynced or turn.stages.unsynced:
+            self._syncs.begin()
+        if defect is None and self.broker.schedules.by_subject:
+            self.arm_timer()
 
     def arm_timer(self) -> None:
         """Set the timer to the broker's next deadline."""

@@ -76,7 +76,7 @@ class Server(Listener):
             if self.broker.turn.failed is None:
                 self.broker.stop()
         finally:
-            self.broker_host.stopped = True
+            self.broker_host.halt()
             await self.connections.hang_up()
             self.broker_host.release()
 
@@ -84,7 +84,8 @@ class Server(Listener):
         """Stop like a crash: no further reply, write or checkpoint. The next start recovers."""
         if self._stopping:
             return
-        self._stopping = self.broker_host.stopped = True
+        self._stopping = True
+        self.broker_host.halt()
         self.end_listening()
         await self.cluster.abandon()
         self.connections.abort_all()

@@ -46,14 +46,14 @@ class DiskUpkeep:
             await self._prepare_segments()
 
     async def _checkpoint(self) -> None:
-        work = self._broker.begin_checkpoint()
+        work = self._broker.snapshots.begin()
         await _in_turns(work.copy_some)
         try:
             await self._in_thread(work.run)
         except OSError as error:
             self._storage_failed(error)
             return
-        self._broker.end_checkpoint(work)
+        self._broker.snapshots.end(work)
         self._checkpoint_ended(work.error)
         await _in_turns(self._broker.snapshots.settle_some)
 

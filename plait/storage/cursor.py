@@ -175,11 +175,11 @@ class Cursor:
             return np.zeros(len(self.lps), bool)
         return self.lps if self.held_rows is None else self.held_rows.counts > 0
 
-    def settled(self, start: int, end: int, holder: int | None = None) -> int:
+    def settled(self, start: int, end: int, holder: int | None = None) -> None:
         """Remove [start, end), which is done, dead or delivered, from all ranges, and move ``next`` past it.
 
         Rows that ``next`` jumps over become returned rows: their delivery was not recorded. A late ack cancels a
-        waiting retry (R11). Returns how many of the sequences the holder held, or were returned or waiting.
+        waiting retry (R11).
         """
         new = max(end - max(start, self.next), 0)
         if new:
@@ -192,12 +192,8 @@ class Cursor:
             pieces += held.remove(start, end)
             if not held.length:
                 del self.held[holder]  # type: ignore[arg-type]
-        count = 0
-        for piece in pieces:
-            count += piece.end - piece.start
-        if self.waiting.length and new + count < end - start:
-            count += count_of(self.waiting.remove(start, end))
-        return count
+        if self.waiting.length and new + count_of(pieces) < end - start:
+            self.waiting.remove(start, end)
 
     def forget(self, start: int, end: int) -> None:
         """Remove [start, end) from all ranges: its rows belong to another cursor and are done."""

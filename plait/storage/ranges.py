@@ -340,17 +340,17 @@ class Failures:
         self.resent.remove(start, end)
         self.dead.add(start, end, attempt)
 
-    def revive(self, start: int, end: int, passed: int) -> tuple[list[Range], int]:
+    def revive(self, start: int, end: int, passed: int) -> list[Range]:
         """Record that the dead letters in [start, end) are resent; their attempts start from 0 again.
 
-        Returns the ranges to deliver again, and the number of dead letters. The ranges end at ``passed``, because after
-        a reset to an earlier sequence the cursor delivers the later rows anyway.
+        Returns the ranges to deliver again. They end at ``passed``, because after a reset to an earlier sequence the
+        cursor delivers the later rows anyway.
         """
         letters = self.dead.remove(start, end)
         again = [Range(first, min(last, passed), attempt) for first, last, attempt in letters if first < passed]
         for piece in again:
             self.resent.add(*piece)
-        return again, count_of(letters)
+        return again
 
     def purge(self, start: int, end: int) -> int:
         """Remove the dead letters in [start, end), which are purged. Returns the number of sequences."""

@@ -133,12 +133,12 @@ class Model:
 
     def checkpoint(self) -> None:
         """Make a checkpoint, with operations between its steps."""
-        work = self.node.broker.begin_checkpoint()
+        work = self.node.broker.snapshots.begin()
         while work.copy_some(1):
             for _ in range(self.draw.randrange(6)):
                 self.step()
         work.run()
-        self.node.broker.end_checkpoint(work)
+        self.node.broker.snapshots.end(work)
 
 
 def contents(node: Node) -> dict[str, Any]:

@@ -42,9 +42,9 @@ def test_events_that_a_checkpoint_includes_and_that_are_written_later_are_not_re
         node.broker.nack(consumer, [(sequence, sequence + 1, 1)], lambda: answered.append(True), NackOutcome(5.0))
     node.turn()
     assert answered == []
-    work = node.broker.begin_checkpoint().copy_all()
+    work = node.broker.snapshots.begin().copy_all()
     work.run()
-    node.broker.end_checkpoint(work)
+    node.broker.snapshots.end(work)
     assert work.written
     node.disk._faults.clear()
     node.broker.turn.check_space()
@@ -63,7 +63,7 @@ def test_events_that_a_checkpoint_includes_and_that_are_written_later_are_not_re
 def test_an_abandoned_checkpoint_does_not_make_the_log_look_busy():
     node = Node()
     assert node.send("orders", b"a").acknowledged
-    node.broker.begin_checkpoint().copy_all()
+    node.broker.snapshots.begin().copy_all()
     node.checkpoint()
     node.clock.advance(3600.0)
     assert node.send("orders", b"b").acknowledged

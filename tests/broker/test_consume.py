@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.broker.views import group_view
-from plait.errors import GroupBusy, GroupMismatch, GroupNotFound, InvalidArgument, LimitExceeded, StaleSession
+from plait.errors import GroupBusy, GroupMismatch, GroupNotFound, InvalidArgument, LimitExceeded
 from plait.limits import ServerLimits
 from tests.support.broker_node import Node, Producer, Pulled
 
@@ -247,13 +247,11 @@ def test_a_silent_consumer_is_lost_and_its_rows_are_redelivered_at_once():
     node.pull(one)
     waiting = node.pull(two, wait=60)
     node.clock.advance(4)
-    node.membership.session(two.session)
+    node.contact(two)
     node.clock.advance(2)
     assert node.membership.lose_silent() == [(one, 4)]
     assert waiting.ranges == [(0, 4, 2)]
-    with pytest.raises(StaleSession, match="attach again"):
-        node.membership.session(one.session)
-    assert node.membership.session(two.session) is two
+    assert list(node.broker.sessions) == [two.session]
 
 
 def test_a_consumer_that_detaches_returns_the_rows_it_holds():
@@ -276,7 +274,7 @@ def test_a_lost_connection_returns_no_rows_before_the_consumer_is_lost():
     assert not waiting.answered, "its pull ended with the connection"
     assert node.pull(two).bodies == [b"new"]
     node.clock.advance(LOST)
-    node.membership.session(two.session)
+    node.contact(two)
     node.membership.lose_silent()
     assert node.pull(two).ranges == [(0, 4, 2)]
 
@@ -318,9 +316,9 @@ def test_lost_consumers_and_idle_broadcast_groups_are_forgotten():
     node.clock.advance(LOST)
     node.membership.lose_silent()
     assert shared.group.consumers == broadcast.group.consumers == {}
-    assert node.membership.forget_idle() == 0
+    assert node.forget_idle() == 0
     node.clock.advance(2 * 86400 + 1)
-    assert node.membership.forget_idle() == 1
+    assert node.forget_idle() == 1
     node.turn()
     assert shared.group.consumers == {}
     assert set(node.partition("orders").groups) == {"g"}
@@ -547,7 +545,7 @@ def test_clients_with_ever_new_names_leave_no_state(ordered: bool):
     for each in (node, again):
         each.later(60)
         each.membership.lose_silent()
-        each.membership.forget_idle()
+        each.forget_idle()
         each.turn()
         assert each.group("orders", "g").consumers == {}
         assert header_size(each) < bare + 300

@@ -91,7 +91,7 @@ def test_a_message_that_is_too_old_is_not_retried():
     node.nack(consumer, (5, 15), delay=0.0)
     assert dead(node, consumer.group) == []
     node.clock.advance(30)
-    node.membership.session(consumer.session)
+    node.contact(consumer)
     node.pull(consumer)
     node.nack(consumer, (5, 15), delay=0.0)
     assert dead(node, consumer.group) == [5, 6, 7, 8, 9], "these were stored more than a minute ago"
@@ -176,7 +176,7 @@ def test_a_resent_letter_has_all_attempts_again_and_counts_its_deaths():
 def test_a_resent_letter_is_not_judged_by_its_age_again():
     node, consumer = begin(1, retry=Retry(attempts=3, expires=60.0))
     node.clock.advance(100)
-    node.membership.session(consumer.session)
+    node.contact(consumer)
     node.nack(consumer, (0, 1))
     assert resend(node, consumer.group) == 1
     for attempt in (2, 3, 4):
@@ -444,7 +444,7 @@ def test_a_damaged_copy_loses_only_its_messages(column: Column):
     node.nack(consumer, *((n, n + 1) for n in range(0, 30, 2)), delay=1000.0)
     node.ack(consumer, *((n, n + 1) for n in range(1, 30, 2)))
     node.clock.advance(100)
-    node.membership.session(consumer.session)
+    node.contact(consumer)
     node.send("orders", b"new")
     node.retention.run()
     assert (node.partition("orders").start, len(consumer.group.retained)) == (30, 15)
@@ -453,7 +453,7 @@ def test_a_damaged_copy_loses_only_its_messages(column: Column):
     assert waiting.bodies == [b"new"]
     node.retention.run()
     node.later(1000)
-    node.membership.session(consumer.session)
+    node.contact(consumer)
     assert node.pull(consumer).bodies == [b"body %d" % n for n in (*range(0, 10, 2), *range(20, 30, 2))]
     assert consumer.group.lost_count == 5
     node.retention.run()
@@ -544,7 +544,7 @@ def test_a_copy_of_a_lost_row_is_not_used_for_the_row_that_has_its_sequence_now(
         node.retention.run()
         node.turn()
     node.later(1000)
-    node.membership.session(consumer.session)
+    node.contact(consumer)
     assert node.pull(consumer, 1).bodies == [b"new"]
 
 

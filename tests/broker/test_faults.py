@@ -139,10 +139,10 @@ def test_a_checkpoint_that_finds_no_space_is_made_later():
     for number in range(20):
         node.send("orders", b"%d" % number)
     fill_up(node)
-    work = node.broker.begin_checkpoint().copy_all()
+    work = node.broker.snapshots.begin().copy_all()
     node.send("orders", b"meanwhile")
     work.run()
-    node.broker.end_checkpoint(work)
+    node.broker.snapshots.end(work)
     assert work.error is not None
     assert work.error.errno == errno.ENOSPC
     assert node.broker.turn.failed is None
@@ -164,7 +164,7 @@ def test_an_abandoned_checkpoint_loses_nothing():
     node.send("orders", b"a")
     node.pull(consumer)
     node.ack(consumer, (0, 1))
-    node.broker.begin_checkpoint().copy_all()
+    node.broker.snapshots.begin().copy_all()
     again = node.restart()
     assert again.report.clean
     assert again.bodies("orders") == [b"a"]
@@ -286,7 +286,7 @@ def test_a_running_sync_acknowledges_nothing_after_another_failed():
     node = Node(flush="sync")
     sent = node.submit(Producer(7).frame("orders", b"doubtful"))
     node.commit()
-    one, checkpoint = node.broker.turn.begin_sync(), node.broker.begin_checkpoint().copy_all()
+    one, checkpoint = node.broker.turn.begin_sync(), node.broker.snapshots.begin().copy_all()
     node.disk.fail("sync", path="message/*")
     with pytest.raises(OSError, match=r"\[Errno 5\]") as raised:
         one.run()
@@ -295,7 +295,7 @@ def test_a_running_sync_acknowledges_nothing_after_another_failed():
     # The operating system reports the failure once: a second sync of the same file would succeed.
     with pytest.raises(OSError, match=r"\[Errno 5\]"):
         checkpoint.run()
-    node.broker.end_checkpoint(checkpoint)
+    node.broker.snapshots.end(checkpoint)
     assert node.broker.checkpoints.last.number == number
     check_stopped(node, [sent])
 
@@ -364,13 +364,13 @@ def test_a_long_checkpoint_makes_the_log_busy_only_while_it_syncs_the_logs(flush
             node.clock.advance(2.0)
             during[directory] = node.submit(next(producers).frame("orders", b"b"))
 
-    work = node.broker.begin_checkpoint().copy_all()
+    work = node.broker.snapshots.begin().copy_all()
     node.disk.on_operation = slow
     work.run()
     node.disk.on_operation = None
     assert {"message", "consume", "checkpoints"} <= set(during)
     assert isinstance(during.pop("message").error, FlowControl)
     during.pop("action", None)
-    node.broker.end_checkpoint(work)
+    node.broker.snapshots.end(work)
     node.turn()
     assert all(sent.acknowledged for sent in [before, *during.values()])

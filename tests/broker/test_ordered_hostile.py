@@ -113,7 +113,7 @@ def test_an_error_while_new_rows_are_offered_affects_only_its_group(monkeypatch:
     def defect(*_: Any) -> None:
         raise OverflowError("Python int too large to convert to C long")
 
-    monkeypatch.setattr(owner.group.cursors, "of", defect)
+    monkeypatch.setattr(owner.group, "serve", defect)
     with caplog.at_level(logging.CRITICAL):
         sent = keyed(node, Producer(5), [("a", b"1")])
     assert sent.acknowledged

@@ -57,7 +57,7 @@ def positions(node: Node) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, group in node.partition("orders").groups.items():
         position: object = group.dump(), group.failures.dump()
-        if not group.logs_pulls:
+        if group.definition.broadcast:
             # Attempts are counted by pull events, which a broadcast group does not log.
             [cursor] = group.dump()
             returned = [tuple(r) for r in Ranges((r.start, r.end, 0) for r in cursor.returned)]

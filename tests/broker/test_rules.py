@@ -150,7 +150,7 @@ def r21_rows_that_a_group_holds_outlast_retention() -> None:
     node.pull(consumer)
     node.nack(consumer, (0, 2), delay=60.0)
     node.clock.advance(30.0)
-    node.membership.session(consumer.session)
+    node.contact(consumer)
     node.retention.run()
     assert node.partition("orders").start == 3
     node.later(40.0)

@@ -213,7 +213,7 @@ class Scheduling(RuleBasedStateMachine):
     @rule(data=st.data())
     def checkpoint_meanwhile(self, data: st.DataObject) -> None:
         """Make a checkpoint, which may fail, with other steps before its end."""
-        work = self.node.broker.begin_checkpoint()
+        work = self.node.broker.snapshots.begin()
         done = False
         for step in data.draw(st.lists(st.sampled_from(["cancel", "copy", "move", "turn", "run", "send"]), max_size=6)):
             if step == "copy" and work.sync is None:
@@ -228,7 +228,7 @@ class Scheduling(RuleBasedStateMachine):
                 self.cancel(data, right=True) if step == "cancel" else self.reschedule(data, 60.0)
         if not done:
             self._run_work(data, work.copy_all())
-        self.node.broker.end_checkpoint(work)
+        self.node.broker.snapshots.end(work)
 
     def _run_work(self, data: st.DataObject, work: object) -> bool:
         if data.draw(st.booleans()):

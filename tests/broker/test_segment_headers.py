@@ -149,7 +149,7 @@ class Life:
     def forget(self) -> None:
         if self.rng.random() < 0.3:
             self.node.clock.advance(self.node.broker.limits.group_forget_seconds)
-        self.node.membership.forget_idle()
+        self.node.forget_idle()
 
     def retry(self) -> None:
         group = self.group()

@@ -86,19 +86,14 @@ class SharedStateMachine(RuleBasedStateMachine):
     @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES)
     def ack(self, consumer: int, start: int, count: int) -> None:
         self._pass(start, start + count)
-        settled = 0
+        self.state.event(Action.ACK, consumer, start, start + count)
         for sequence in range(start, start + count):
-            if self.returned.pop(sequence, None) is not None:
-                settled += 1
-            if self.waiting.pop(sequence, None) is not None:
-                settled += 1
+            self.returned.pop(sequence, None)
+            self.waiting.pop(sequence, None)
             if self.held.get(sequence, (0, 0))[0] == consumer:
                 del self.held[sequence]
-                settled += 1
-            if self.dead.pop(sequence, None) is not None:
-                settled += 1
+            self.dead.pop(sequence, None)
             self._forget(sequence)
-        assert self.state.group._acked(consumer, start, start + count) == settled
 
     @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES)
     def nack(self, consumer: int, start: int, count: int) -> None:
@@ -133,7 +128,7 @@ class SharedStateMachine(RuleBasedStateMachine):
     @rule(start=SEQUENCES, count=SIZES)
     def resend(self, start: int, count: int) -> None:
         found = {s: a for s, a in self.dead.items() if start <= s < start + count}
-        assert self.state.group._revive(start, start + count) == len(found)
+        self.state.event(Action.REVIVE, 0, start, start + count)
         for sequence, attempt in found.items():
             del self.dead[sequence]
             if sequence < self.next:
@@ -201,7 +196,7 @@ class SharedStateMachine(RuleBasedStateMachine):
     @rule(consumer=CONSUMERS)
     def offline(self, consumer: int) -> None:
         gone = {s: a for s, (c, a) in self.held.items() if c == consumer}
-        assert self.state.group._release(consumer, self.time) == len(gone)
+        assert self.state.group.forget(consumer, self.time) == len(gone)
         for sequence, attempt in gone.items():
             del self.held[sequence]
             self.returned[sequence] = attempt

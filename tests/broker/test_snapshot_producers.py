@@ -8,9 +8,9 @@ from tests.support.broker_node import Node, Producer, Sent
 
 def producer_shards(node: Node) -> dict[str, bytes]:
     """The producer shards that a checkpoint writes now."""
-    work = node.broker.begin_checkpoint().copy_all()
+    work = node.broker.snapshots.begin().copy_all()
     work.run()
-    node.broker.end_checkpoint(work)
+    node.broker.snapshots.end(work)
     assert work.written
     return {name: data for name, data in work.shards.items() if name.startswith("producers-")}
 

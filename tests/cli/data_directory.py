@@ -32,7 +32,7 @@ async def make(path: Path) -> None:
             for subject in SUBJECTS:
                 await client.send_many(subject, [f"{subject}-{n:04d}".encode() for n in range(start, start + BATCH)])
             if start == COUNT // 2:
-                server.broker.checkpoint()
+                server.broker.snapshots.make()
         for subject in SUBJECTS:
             async with client.consumer(subject, "readers") as consumer:
                 batch = await consumer.fetch(COUNT // 2, wait=5.0)

@@ -153,7 +153,7 @@ async def test_an_invalid_broker_order_is_refused_and_the_node_restarts(node: Em
 async def test_an_extreme_read_time_is_clamped(node: EmbeddedBroker, time: int):
     await consumes(node, 1)
     # Write some consume log records to a file.
-    node.server.broker.checkpoint()
+    node.server.broker.snapshots.make()
     async with Raw(node.server) as raw:
         await raw.hello("reader")
         answer = await raw.ask(m.ReadRequest(SUBJECT, ["time", time], 10, 1_000, 0.0))

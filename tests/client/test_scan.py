@@ -243,7 +243,7 @@ async def test_times_are_found_in_a_partition_whose_rows_are_all_expired(
 ) -> None:
     await send(client, 20)
     partition = broker.server.broker.subjects["orders"]
-    broker.server.broker.checkpoint()
+    broker.server.broker.snapshots.make()
     await send(client, 60)
     # The last rows are not visible yet.
     partition.start = partition.visible = 20

@@ -70,7 +70,7 @@ class Writer:
         self.broker.turn.end_sync(work)
 
     def checkpoint(self) -> None:
-        self.broker.checkpoint()
+        self.broker.snapshots.make()
 
     def submit(
         self,

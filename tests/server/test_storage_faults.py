@@ -294,10 +294,10 @@ async def test_a_checkpoint_that_cannot_be_written_does_not_stop_the_server(serv
     async with plait.connect(server.address) as client:
         for number in range(3):
             await client.send("orders", b"%d" % number)
-            work = server.broker.begin_checkpoint().copy_all()
+            work = server.broker.snapshots.begin().copy_all()
             work.run()
             assert work.error is not None
-            server.broker.end_checkpoint(work)
+            server.broker.snapshots.end(work)
         assert server.failed is not None
         assert not server.failed.done()
         await client.send("orders", b"3")

@@ -13,7 +13,6 @@ from plait.broker.commit import SyncWork
 from plait.broker.groups.attachments import Attachments
 from plait.broker.groups.dead_letters import DeadLetters
 from plait.broker.groups.shared_group import SharedGroup
-from plait.broker.groups.waking import WaiterWaking
 from plait.broker.partitions.partition import SHARDS, LogPositions, Partition
 from plait.broker.recovery import checkpointer as snapshot
 from plait.broker.recovery import replay as recover
@@ -50,13 +49,12 @@ def touch_everything(patch: Patch) -> None:
 def remember_every_sequence(patch: Patch) -> None:
     """R1: a position is a list of sequences."""
 
-    def naive(self: SharedGroup, consumer: int, start: int, end: int) -> int:
+    def naive(self: SharedGroup, consumer: int, start: int, end: int) -> None:
         cursor = self.cursor
         cursor.next = max(cursor.next, end)
         for sequence in range(start, end):
             cursor.returned.remove(sequence, sequence + 1)
             cursor.held[consumer].add(sequence, sequence + 1, sequence)
-        return end - start
 
     patch.setattr(SharedGroup, "_acked", naive)
 
@@ -115,7 +113,7 @@ def take_a_lost_life_for_a_clean_stop(patch: Patch) -> None:
         self.message_log.on_segment = self.segment_headers.of_message_segment
         self.action_log.on_segment = self.segment_headers.of_action_segment
         if not report.clean:
-            self.checkpoint(clean=False)
+            self.snapshots.make()
         return report
 
     patch.setattr(Broker, "start", naive)
@@ -185,7 +183,7 @@ def believe_any_epoch(patch: Patch) -> None:
 
 def hand_out_at_once(patch: Patch) -> None:
     """R12: at-most-once rows are sent to the consumer before their event is durable."""
-    patch.setattr(WaiterWaking, "deliver", lambda self, group, delivery, reply: reply(delivery))
+    patch.setattr(Broker, "_when_durable", lambda self, reply: reply)
 
 
 def ignore_holds(patch: Patch) -> None:

@@ -272,6 +272,13 @@ class Node:
         self.broker.read(self.partition(subject), sequence, count, size, wait, answer.answer)
         return answer
 
+    def contact(self, consumer: AttachedConsumer) -> None:
+        """A request of the consumer has come."""
+        consumer.last_contact = self.clock.monotonic()
+
+    def forget_idle(self) -> int:
+        return sum(self.membership.forget_idle_steps())
+
     # --- looking --------------------------------------------------------------------------------
 
     def partition(self, subject: str) -> Partition:
@@ -294,7 +301,7 @@ class Node:
         if work is not None and work.sync is not None:
             # In a server a thread does this.
             self.checkpoint_step()
-        self.broker.checkpoint()
+        self.broker.snapshots.make()
 
     def checkpoint_step(self) -> None:
         """Take one step of a slow checkpoint: begin it, copy one shard, or write it.
@@ -303,10 +310,10 @@ class Node:
         """
         work = self.broker.snapshots.work
         if work is None:
-            self.broker.begin_checkpoint()
+            self.broker.snapshots.begin()
         elif work.sync is not None or not work.copy_some(1):
             work.run()
-            self.broker.end_checkpoint(work)
+            self.broker.snapshots.end(work)
 
     # --- ends -----------------------------------------------------------------------------------
 

@@ -204,7 +204,7 @@ class Trace:
 
     def _slow_checkpoint(self) -> None:
         """Make a checkpoint, with operations while its shards are copied and while its files are written."""
-        work = self.node.broker.begin_checkpoint()
+        work = self.node.broker.snapshots.begin()
         while work.copy_some(1):
             self._send_one()
             self._pull()
@@ -213,7 +213,7 @@ class Trace:
         self.node.commit()
         work.run()
         self._send_one()
-        self.node.broker.end_checkpoint(work)
+        self.node.broker.snapshots.end(work)
 
     def _checkpoint_step(self) -> None:
         self.node.checkpoint_step()

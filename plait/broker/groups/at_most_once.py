@@ -23,6 +23,7 @@ class AtMostOnceGroup(SharedGroup):
     """A group that acks rows when it delivers them."""
 
     __slots__ = ("delivered",)
+    once = True
 
     def __init__(
         self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
@@ -50,22 +51,19 @@ class AtMostOnceGroup(SharedGroup):
         now: int,
         failure: NackOutcome = FAILURE,
         tags: Sequence[int] = (),
-    ) -> int:
+    ) -> None:
         """Return rows of (start, end, epoch) ranges that the consumer did not start, for other consumers.
 
-        Returns how many sequences. A failed row stays done.
+        A failed row stays done.
         """
         delivered = self.delivered.get(consumer.id)
         if failure.counted or delivered is None:
-            return 0
-        count = 0
+            return
         for first, last, epoch in ranges:
             for start, end, attempt in delivered.overlap(*self.partition.clip_to_epoch(first, last, epoch)):
                 self.journal.event(self, Nacked(attempt, True, consumer.id, start, end, due=0))
                 delivered.remove(start, end)
                 self._untaken(start, end, attempt - 1)
-                count += end - start
-        return count
 
     def _untaken(self, start: int, end: int, attempt: int) -> None:
         """Return [start, end), which was done on delivery, because its consumer never began to handle it."""

@@ -14,9 +14,10 @@ from plait.broker.broker import Broker
 from plait.broker.groups.group import AFTER_CLIENT, AttachedConsumer, Group
 from plait.broker.groups.group_settings import change_retry, group_for, resolve_start, set_retry
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
+from plait.broker.groups.waking import end_pulls, wake_group
 from plait.broker.partitions.partition import Partition
 from plait.broker.session_token import proof_of, proves
-from plait.errors import GroupBusy, GroupNotFound, LimitExceeded, StaleSession
+from plait.errors import GroupBusy, GroupNotFound, LimitExceeded
 from plait.model import names
 from plait.model.retry_policy import Retry
 from plait.storage.logs.action_events import ForgotConsumer, ForgotGroup
@@ -37,6 +38,7 @@ class Attachments:
         self._broker = broker
         # Consumers have the full time to attach again after a restart of the broker before they are lost.
         now = broker.clock.monotonic()
+        self._last_session = 0
         self._online: set[AttachedConsumer] = set()
         #: Online consumers of ordered groups, which are lost when their leases end.
         self._leased: set[AttachedConsumer] = set()
@@ -98,8 +100,11 @@ class Attachments:
         self._set_online(consumer)
         consumer.last_contact = now
         group.used = broker.clock.now()
-        broker.new_session(consumer)
-        broker.waking.wake_group(group)
+        broker.sessions.pop(consumer.session, None)
+        self._last_session += 1
+        consumer.session = self._last_session
+        broker.sessions[consumer.session] = consumer
+        wake_group(group)
         return consumer
 
     def _consumer(self, group: Group, client: str, token: int, now: float) -> AttachedConsumer:
@@ -158,21 +163,13 @@ class Attachments:
         self._broker.turn.define(ConsumerDefinition(consumer.id, consumer.group.id, client, proof))
         self._broker.turn.touch(consumer.group.partition)
 
-    def session(self, number: int) -> AttachedConsumer:
-        """The consumer of a session. Records the contact; ``StaleSession`` if the session has ended."""
-        consumer = self._broker.sessions.get(number)
-        if consumer is None:
-            raise StaleSession("this session has ended: the consumer was lost or attached elsewhere; attach again")
-        consumer.last_contact = self._broker.clock.monotonic()
-        return consumer
-
     def detach(self, consumer: AttachedConsumer) -> None:
         """Detach a consumer that leaves: the rows that it holds return to the group at once."""
         group = consumer.group
         self._end_session(consumer)
         group.offline(consumer, self._broker.clock.now())
         self._forget(consumer)
-        self._broker.waking.wake_group(group)
+        wake_group(group)
 
     def _forget(self, consumer: AttachedConsumer) -> None:
         """Remove a consumer that holds nothing, because each segment header of the action log lists all consumers."""
@@ -211,7 +208,7 @@ class Attachments:
             try:
                 lost.append((consumer, self._lose(consumer)))
             except Exception:  # noqa: BLE001 (it is logged there)
-                broker.waking.failed(consumer.group)
+                end_pulls(consumer.group)
         return lost
 
     @property
@@ -240,15 +237,14 @@ class Attachments:
                 consumer.client,
             )
         self._forget(consumer)
-        self._broker.waking.wake_group(group)
+        wake_group(group)
         return returned
 
-    def forget_idle(self) -> int:
-        """Forget consumers that did not attach again after a restart, and unused broadcast groups. Returns how many."""
-        return sum(self.forget_idle_steps())
-
     def forget_idle_steps(self) -> Iterator[int]:
-        """``forget_idle`` in steps of one loop turn; yields how many each step forgot."""
+        """Forget consumers that did not attach again after a restart, and unused broadcast groups.
+
+        Each step takes one loop turn and yields how many it forgot.
+        """
         partitions = list(self._broker.partitions.values())
         for start in range(0, len(partitions), STEP_PARTITIONS):
             yield sum(map(self._forget_idle, partitions[start : start + STEP_PARTITIONS]))

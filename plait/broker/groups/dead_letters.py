@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.broker.groups.group import Group
-from plait.broker.groups.waking import WaiterWaking
+from plait.broker.groups.waking import wake_group
 from plait.broker.turn import Turn
 from plait.errors import FrameError
 from plait.frame.view import FrameView
 from plait.model.reason import Reason
 from plait.storage.logs.action_events import Buried, Purged
 from plait.storage.logs.retained_log import HISTORY_MAX, DeathRecord, Note, frame_at, note_of, retained_frames, rows_of
-from plait.storage.ranges import Range, joined
+from plait.storage.ranges import Range, count_of, joined
 
 #: Rows with equal keys share one note: attempts, second of the first failure, offset in the retained log (-1: none).
 Key = tuple[int, int, int]
@@ -73,9 +73,8 @@ class RetainOutcome(Enum):
 class DeadLetters:
     """All dead letters of a broker."""
 
-    def __init__(self, turn: Turn, waking: WaiterWaking) -> None:
+    def __init__(self, turn: Turn) -> None:
         self._turn = turn
-        self._waking = waking
 
     # --- adding ---------------------------------------------------------------------------------
 
@@ -228,8 +227,9 @@ class DeadLetters:
         count = 0
         for found in letters:
             for start, end in joined(found.sequences):
-                count += group.revived(start, end)
-        self._waking.wake_group(group)
+                count += count_of(group.failures.dead.overlap(start, end))
+                group.revived(start, end)
+        wake_group(group)
         return count
 
     def purge(self, group: Group, letters: list[Letters]) -> int:
@@ -262,7 +262,7 @@ class DeadLetters:
         """Forget retained rows that the group no longer needs, which makes room for new ones."""
         begun = group.begun(0, group.partition.visible)
         group.retained.tidy(_pairs([*begun, *group.failures.dead]))
-        self._waking.wake_group(group)
+        wake_group(group)
 
 
 def _pairs(pieces: Iterable[Range]) -> npt.NDArray[np.int64]:

@@ -18,7 +18,7 @@ from plait.frame.view import FrameView
 from plait.limits import ServerLimits
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry, due_time
-from plait.storage.cursor import CursorState
+from plait.storage.cursor import Cursor, CursorState
 from plait.storage.logs.action_events import Event
 from plait.storage.logs.action_log import GroupDefinition
 from plait.storage.logs.log import Log
@@ -27,8 +27,8 @@ from plait.storage.ranges import Failures, Range
 
 if TYPE_CHECKING:
     from plait.broker.groups.ordered.locks import LockFloors
+    from plait.broker.groups.waking import Waiter
     from plait.broker.partitions.partition import Delivery, Partition
-    from plait.broker.partitions.suspended import Waiter
 
 #: If consumers are lost while they hold a message, it becomes a dead letter only after this many deliveries, even if
 #: its policy allows fewer attempts: a lost consumer had not started most of the rows that it held.
@@ -100,25 +100,14 @@ Bury = Callable[["Group", int, list[Range], Reason], list[Range]]
 class Journal(Protocol):
     """Records the events of groups, and makes dead letters. The broker's turn implements it."""
 
-    @property
-    def message_log(self) -> Log: ...
-
-    @property
-    def retained_log(self) -> Log: ...
+    message_log: Log
+    retained_log: Log
+    clock: Clock
+    floors: LockFloors
+    epoch: int
+    bury: Bury
 
     def event(self, group: Group, event: Event) -> None: ...
-
-    @property
-    def bury(self) -> Bury: ...
-
-    @property
-    def clock(self) -> Clock: ...
-
-    @property
-    def floors(self) -> LockFloors: ...
-
-    @property
-    def epoch(self) -> int: ...
 
 
 class Group:
@@ -128,9 +117,15 @@ class Group:
     the action log must include it.
     """
 
+    #: True if the group is at-most-once.
+    once = False
+    #: The cursors by number; a shared group has one.
+    positions: dict[int, Cursor]
     #: Rows for a consumer (at most a count and a size), which then holds them; None: there are none. An empty delivery:
     #: pull again.
     take: Callable[[AttachedConsumer, int, int], Delivery | None]
+    #: Answers suspended pulls for which there are rows.
+    serve: Callable[[], None]
 
     __slots__ = (
         "_consumers",
@@ -146,9 +141,9 @@ class Group:
         "lost_estimated",
         "name",
         "partition",
+        "positions",
         "redelivered_count",
         "retained",
-        "take",
         "used",
         "waiters",
     )
@@ -277,11 +272,30 @@ class Group:
     def mark_begun_below(self, end: int) -> None:
         """Prepare for retention, which is about to remove rows below ``end`` that are not begun."""
 
-    # --- what shared and ordered groups do differently ------------------------------------------
+    # --- cursors --------------------------------------------------------------------------------
 
     def dump(self) -> list[CursorState]:
-        """The cursors, for a checkpoint."""
-        raise NotImplementedError
+        """The cursors, for a checkpoint. Where deliveries are not logged, held rows are delivered again."""
+        logged = not (self.definition.ordered or self.definition.broadcast)
+        return [cursor.dump(durable_holds=logged) for cursor in self.positions.values()]
+
+    @property
+    def floor(self) -> int:
+        """Every row below this sequence is done or a dead letter."""
+        return min(cursor.floor for cursor in self.positions.values())
+
+    @property
+    def next_due(self) -> int | None:
+        """When the next waiting row is due; None: no row waits."""
+        waiting = [cursor.waiting for cursor in self.positions.values() if cursor.waiting]
+        return min((due for each in waiting if (due := each.next_due) is not None), default=None)
+
+    def return_due(self, now: int) -> bool:
+        """Make waiting rows that are due ready for delivery. Returns whether there are any."""
+        ready = [cursor.return_due(now) for cursor in self.positions.values() if cursor.waiting]
+        return any(ready)
+
+    # --- what shared and ordered groups do differently ------------------------------------------
 
     def load(self, cursors: list[CursorState]) -> None:
         """Restore the cursors of a checkpoint."""
@@ -296,12 +310,8 @@ class Group:
         """Whether a pull would find rows now."""
         raise NotImplementedError
 
-    def serve(self, send: Callable[[Waiter, Delivery], None]) -> None:
-        """Answer suspended pulls for which there are rows."""
-        raise NotImplementedError
-
-    def ack(self, consumer: AttachedConsumer, ranges: EpochRanges, tags: Sequence[int] = ()) -> int:
-        """Ack ranges. Returns how many sequences were not done before. ``tags``: the deliveries of an ordered group."""
+    def ack(self, consumer: AttachedConsumer, ranges: EpochRanges, tags: Sequence[int] = ()) -> None:
+        """Ack ranges. ``tags``: the deliveries of an ordered group."""
         raise NotImplementedError
 
     def nack(
@@ -311,8 +321,8 @@ class Group:
         now: int,
         failure: NackOutcome = FAILURE,
         tags: Sequence[int] = (),
-    ) -> int:
-        """Nack ranges: they wait, hold back keys or become dead letters. Returns how many sequences were held."""
+    ) -> None:
+        """Nack ranges: they wait, hold back keys or become dead letters."""
         raise NotImplementedError
 
     def lost(self, consumer: AttachedConsumer, now: int) -> int:
@@ -338,13 +348,8 @@ class Group:
         """Record that [start, end), which a consumer (or cursor) held, became dead letters."""
         raise NotImplementedError
 
-    def revived(self, start: int, end: int) -> int:
-        """Deliver dead letters in [start, end) again. Returns how many sequences."""
-        raise NotImplementedError
-
-    @property
-    def floor(self) -> int:
-        """Every row below this sequence is done or a dead letter."""
+    def revived(self, start: int, end: int) -> None:
+        """Deliver dead letters in [start, end) again."""
         raise NotImplementedError
 
     def begun(self, start: int, end: int) -> list[Range]:
@@ -355,21 +360,12 @@ class Group:
         """Record that retention removed ``lost``, and every row below ``start`` that was not begun."""
         raise NotImplementedError
 
-    @property
-    def next_due(self) -> int | None:
-        """When the next waiting row is due; None: no row waits."""
-        raise NotImplementedError
-
-    def return_due(self, now: int) -> bool:
-        """Make waiting rows that are due ready for delivery. Returns whether there are any."""
-        raise NotImplementedError
-
     def begin(self, sequence: int) -> None:
         """Set the position of a newly defined group, in replay."""
         raise NotImplementedError
 
-    def forget(self, consumer: int, time: int) -> None:
-        """Apply the removal of a consumer, in replay."""
+    def forget(self, consumer: int, time: int) -> int:
+        """Return the rows of a consumer that is gone. Returns how many sequences."""
         raise NotImplementedError
 
     def release_unknown_consumers(self, now: int) -> None:

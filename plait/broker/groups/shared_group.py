@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import islice
 
 from plait.broker.groups.group import (
     FAILURE,
@@ -13,9 +14,8 @@ from plait.broker.groups.group import (
     Journal,
     NackOutcome,
 )
-from plait.broker.groups.shared_delivery import SharedDelivery
+from plait.broker.groups.scattered_rows import take_scattered
 from plait.broker.partitions.partition import Delivery, Partition
-from plait.broker.partitions.suspended import Waiter
 from plait.limits import ServerLimits
 from plait.model.reason import Reason
 from plait.storage.cursor import ALL, Cursor, CursorState
@@ -35,33 +35,27 @@ from plait.storage.logs.action_events import (
 from plait.storage.logs.action_log import GroupDefinition
 from plait.storage.ranges import Range
 
+#: Pieces that one pull collects at most: bounds its work where returned ranges are scattered.
+PIECES_MAX = 64
+
 
 class SharedGroup(Group):
     """A group with one cursor that all its consumers take rows from."""
 
-    __slots__ = ("cursor", "delivery")
+    __slots__ = ("cursor",)
 
     def __init__(
         self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
     ) -> None:
         super().__init__(definition, partition, limits, journal)
         self.cursor = Cursor(0, ALL, definition.start)
-        self.delivery = SharedDelivery(self)
-        self.take = self.delivery.take
-
-    def dump(self) -> list[CursorState]:
-        return [self.cursor.dump(durable_holds=self.logs_pulls)]
+        self.positions = {0: self.cursor}
 
     def load(self, cursors: list[CursorState]) -> None:
-        self.cursor = Cursor.load(cursors[0])
+        self.cursor = self.positions[0] = Cursor.load(cursors[0])
 
     def holds(self, consumer: int) -> bool:
         return consumer in self.cursor.held
-
-    @property
-    def logs_pulls(self) -> bool:
-        """A broadcast group records no pulls: it has one consumer, which needs its unacked rows."""
-        return not self.definition.broadcast
 
     @property
     def has_more(self) -> bool:
@@ -72,8 +66,89 @@ class SharedGroup(Group):
 
     # --- delivery -------------------------------------------------------------------------------
 
+    def take(self, consumer: AttachedConsumer, count: int, size: int) -> Delivery | None:
+        cursor, partition = self.cursor, self.partition
+        if not (cursor.returned.length or cursor.waiting.length or cursor.next < partition.visible):
+            return None
+        log, delivery = self.journal.message_log, Delivery()
+        if partition.log_start != log.start:
+            partition.expire_deleted(log)
+        while len(delivery.ranges) < PIECES_MAX:
+            if delivery.count >= count or (delivery.count and delivery.weight >= size):
+                break
+            if cursor.returned.length or (cursor.waiting.length and cursor.ready):
+                start, end, attempt = cursor.returned.head()
+                if not self.once and (cursor.returned.length > 1 or start in self.retained.offsets):
+                    taken = take_scattered(self, consumer, count, size, delivery)
+                    if taken:
+                        continue
+                    if taken is None:
+                        break
+            elif cursor.next < partition.visible and not self._at_limit(consumer):
+                start, end, attempt = cursor.next, partition.visible, 0
+            else:
+                break
+            if start < partition.start:
+                end = min(partition.start, max(end, start + 1))
+                # Retained rows are delivered when their turn comes.
+                self.skip(start, self.retained.elsewhere_after(start, end) if cursor.returned else end)
+                continue
+            if start >= partition.visible or start >= end:
+                break
+            # The first frame is delivered whatever its size; later ones must fit the size limit. An at-most-once group
+            # verifies rows at the first delivery, as there is no second one.
+            some, again = not delivery.count, attempt > 0 or self.once
+            room = size - delivery.weight
+            batch = partition.read(log, start, end, count - delivery.count, room, some=some, again=again)
+            if batch.full and not batch.count:
+                break
+            if not batch.ranges:
+                # A gap left by damage, or unreadable rows.
+                self.skip(start, batch.end)
+                continue
+            if batch.ranges[0][0] > start:
+                self.skip(start, batch.ranges[0][0])
+            for first, last in batch.ranges:
+                self.record(consumer, first, last, attempt + 1)
+                delivery.ranges.append((first, last, attempt + 1))
+                if attempt:
+                    self.redelivered_count += last - first
+            for first, last in batch.damaged:
+                self.skip(first, last)
+            delivery.parts.extend(batch.parts)
+            delivery.count += batch.count
+            delivery.size += batch.size
+            delivery.weight += batch.size + batch.inflated
+            if batch.end < end:
+                # The room is used up. Another read would return one frame whatever its size.
+                break
+        return delivery if delivery.count else None
+
+    def _at_limit(self, consumer: AttachedConsumer) -> bool:
+        limits, held = self.limits, self.cursor.held.get(consumer.id)
+        return (
+            (held is not None and held.length >= limits.consumer_ranges)
+            or self.cursor.waiting.length >= limits.retry_ranges
+            or len(self.retained.offsets) >= limits.retained_messages
+        )
+
+    def serve(self) -> None:
+        """Answer suspended pulls, the longest waiting first, until there are no more rows or pulls."""
+        passed, waiters = 0, self.waiters
+        while passed < len(waiters):
+            waiter = next(islice(waiters, passed, None))
+            delivery = self.take(waiter.consumer, waiter.count, waiter.size)
+            if delivery is not None:
+                waiter.leave()
+                waiter.reply(delivery)
+            elif self._at_limit(waiter.consumer):
+                # This consumer is at its limit; there may be rows for others.
+                passed += 1
+            else:
+                return
+
     def record(self, consumer: AttachedConsumer, start: int, end: int, attempt: int) -> None:
-        """Record that the consumer holds the rows."""
+        """Record that the consumer holds the rows. A broadcast group has one consumer, so it records no pulls."""
         if not self.definition.broadcast:
             self.journal.event(self, Pulled(attempt, consumer.id, start, end))
         if self.failures.dead.length:
@@ -81,16 +156,17 @@ class SharedGroup(Group):
         self.cursor.pulled(consumer.id, start, end, attempt)
 
     def skip(self, start: int, end: int) -> None:
-        self.journal.event(self, Skipped(estimated=False, cursor=0, start=start, end=end, lost=0))
-        self._skipped(start, end)
+        self._decide(Skipped(estimated=False, cursor=0, start=start, end=end, lost=0))
 
-    def serve(self, send: Callable[[Waiter, Delivery], None]) -> None:
-        self.delivery.serve(send)
+    def _decide(self, event: Event, time: int = 0) -> None:
+        """Record an event and apply it as replay does."""
+        self.journal.event(self, event)
+        self.replay(event, time)
 
     # --- events from consumers ------------------------------------------------------------------
 
-    def ack(self, consumer: AttachedConsumer, ranges: EpochRanges, tags: Sequence[int] = ()) -> int:
-        count, cursor, journal = 0, self.cursor, self.journal
+    def ack(self, consumer: AttachedConsumer, ranges: EpochRanges, tags: Sequence[int] = ()) -> None:
+        cursor, journal = self.cursor, self.journal
         for first, last, epoch in ranges:
             # After a power loss, an ack of rows of an earlier epoch may be the only trace of their pull, so rows past
             # ``next`` may be acked. Not while returned ranges are scattered: acks of rows that were never delivered
@@ -102,8 +178,7 @@ class SharedGroup(Group):
                 journal.event(self, Acked(0, consumer.id, start, end))
                 if self.retained.offsets:
                     self.retained.settled()
-                count += self._acked(consumer.id, start, end)
-        return count
+                self._acked(consumer.id, start, end)
 
     def nack(
         self,
@@ -112,12 +187,10 @@ class SharedGroup(Group):
         now: int,
         failure: NackOutcome = FAILURE,
         tags: Sequence[int] = (),
-    ) -> int:
+    ) -> None:
         over: list[Range] = []
-        count = 0
         for first, last, epoch in ranges:
             for piece in self.cursor.held_in(consumer.id, *self.partition.clip_to_epoch(first, last, epoch)):
-                count += piece.end - piece.start
                 for part, dead in self.split_dead(piece, failure, now):
                     if dead:
                         over.append(part)
@@ -127,14 +200,14 @@ class SharedGroup(Group):
             for piece in self.journal.bury(self, consumer.id, over, failure.reason):
                 # The retained log had no room for it, or it is damaged.
                 self._wait(consumer, piece, now, FAILURE)
-        return count
 
     def _wait(self, consumer: AttachedConsumer, piece: Range, now: int, failure: NackOutcome) -> None:
         due = self.retry_time(piece, failure, now)
-        start, end, attempt = piece
-        if self.logs_pulls:
-            self.journal.event(self, Nacked(attempt, not failure.counted, consumer.id, start, end, due))
-        self._nacked(consumer.id, start, end, due, now, counted=failure.counted)
+        event = Nacked(piece.attempt, not failure.counted, consumer.id, piece.start, piece.end, due)
+        if self.definition.broadcast:
+            self.replay(event, now)
+        else:
+            self._decide(event, now)
 
     def lost(self, consumer: AttachedConsumer, now: int) -> int:
         held = self.cursor.held.get(consumer.id, ())
@@ -148,9 +221,9 @@ class SharedGroup(Group):
 
     def offline(self, consumer: AttachedConsumer, now: int) -> int:
         consumer.online = False
-        if consumer.id in self.cursor.held and self.logs_pulls:
+        if consumer.id in self.cursor.held and not self.definition.broadcast:
             self.journal.event(self, WentOffline(consumer.id))
-        return self._release(consumer.id, now)
+        return self.forget(consumer.id, now)
 
     def reclaim(self, consumer: AttachedConsumer, holds: EpochRanges, now: int) -> None:
         cursor, claimed = self.cursor, []
@@ -170,31 +243,19 @@ class SharedGroup(Group):
             self.record(consumer, start, end, 1)
 
     def reset(self, sequence: int) -> None:
-        self.journal.event(self, WasReset(0, sequence))
-        self.begin(sequence)
+        self._decide(WasReset(0, sequence))
         self.retained.settled()
 
-    def revived(self, start: int, end: int) -> int:
-        self.journal.event(self, Revived(0, start, end))
-        return self._revive(start, end)
+    def revived(self, start: int, end: int) -> None:
+        self._decide(Revived(0, start, end))
 
     def expire(self, lost: list[Range], start: int) -> None:
         for first, last in [*((piece.start, piece.end) for piece in lost), (self.cursor.next, start)]:
             if first < last:
                 self.skip(first, last)
 
-    # --- state ----------------------------------------------------------------------------------
-
-    @property
-    def floor(self) -> int:
-        return self.cursor.floor
-
     def begun(self, start: int, end: int) -> list[Range]:
         return self.cursor.begun(start, end)
-
-    @property
-    def next_due(self) -> int | None:
-        return self.cursor.waiting.next_due
 
     def return_due(self, now: int) -> bool:
         self.cursor.waiting.release(now)
@@ -210,26 +271,16 @@ class SharedGroup(Group):
         """Forget dead letters that ``next`` passes again after a reset to an earlier sequence."""
         self.failures.dead.remove(min(start, self.cursor.next), end)
 
-    def _acked(self, consumer: int, start: int, end: int) -> int:
-        """Ack [start, end), whether or not the consumer still holds it. Returns how many sequences were not done."""
-        failures, count = self.failures, 0
-        if failures.dead.length:
+    def _acked(self, consumer: int, start: int, end: int) -> None:
+        """Ack [start, end), whether or not the consumer still holds it."""
+        if self.failures.dead.length:
             # A late ack: the row ran out of attempts because the broker considered its consumer lost.
-            count = sum(last - first for first, last, _ in failures.dead.remove(start, end))
             self._deliver_dead(start, end)
-        if failures.failing.length:
-            failures.forget(start, end)
-        return count + self.cursor.settled(start, end, consumer)
+        if self.failures.failing.length:
+            self.failures.forget(start, end)
+        self.cursor.settled(start, end, consumer)
 
-    def _nacked(self, consumer: int, start: int, end: int, due: int, time: int, *, counted: bool) -> None:
-        """Take [start, end) back from the consumer. Not ``counted``: handling had not begun, so it was no attempt."""
-        for first, last, attempt in self.cursor.let_go(consumer, start, end):
-            self.cursor.given_back(first, last, attempt - (not counted), due)
-            if counted:
-                self.failures.note(first, last, time)
-
-    def _release(self, consumer: int, time: int) -> int:
-        """Return all ranges of a consumer that is gone. Returns how many sequences."""
+    def forget(self, consumer: int, time: int) -> int:
         held = self.cursor.held.pop(consumer, None)
         if held is None:
             return 0
@@ -238,53 +289,44 @@ class SharedGroup(Group):
             self.failures.note(piece.start, piece.end, time)
         return held.count
 
-    def _skipped(self, start: int, end: int) -> None:
-        pieces, count = self.cursor.skipped(start, end)
-        self.lost_count += count
-        for piece in pieces if self.failures.failing else ():
-            self.failures.forget(piece.start, piece.end)
-
     def buried(self, holder: int, start: int, end: int, attempt: int, now: int) -> None:
         self._deliver_dead(start, end)
         self.cursor.settled(start, end, holder)
         self.failures.bury(start, end, attempt, now)
 
-    def _revive(self, start: int, end: int) -> int:
-        pieces, count = self.failures.revive(start, end, self.cursor.next)
-        for piece in pieces:
-            self.cursor.returned.add(*piece)
-        return count
-
-    def forget(self, consumer: int, time: int) -> None:
-        self._release(consumer, time)
-
     def release_unknown_consumers(self, now: int) -> None:
         for consumer in self.cursor.held.keys() - {consumer.id for consumer in self.consumers.values()}:
-            self._release(consumer, now)
+            self.forget(consumer, now)
 
     def replay(self, event: Event, time: int) -> None:
         if isinstance(event, WentOffline):
-            self._release(event.consumer, time)
+            self.forget(event.consumer, time)
         elif isinstance(event, WasReset):
             self.begin(event.sequence)
-        elif isinstance(event, RowEvent) and event.start < event.end:
-            self._replay_rows(event, time)
-
-    def _replay_rows(self, event: RowEvent, time: int) -> None:
-        start, end = event.start, event.end
+        if not isinstance(event, RowEvent) or event.start >= event.end:
+            return
+        cursor, failures, start, end = self.cursor, self.failures, event.start, event.end
         match event:
             case Pulled():
                 self._deliver_dead(start, end)
-                self.cursor.pulled(event.consumer, start, end, event.attempt)
+                cursor.pulled(event.consumer, start, end, event.attempt)
             case Acked():
                 self._acked(event.holder, start, end)
             case Nacked():
-                self._nacked(event.holder, start, end, event.due, time, counted=not event.uncounted)
+                # Not counted: handling had not begun, so it was no attempt.
+                for first, last, attempt in cursor.let_go(event.holder, start, end):
+                    cursor.given_back(first, last, attempt - event.uncounted, event.due)
+                    if not event.uncounted:
+                        failures.note(first, last, time)
             case Skipped():
-                self._skipped(start, end)
+                lost, count = cursor.skipped(start, end)
+                self.lost_count += count
+                for piece in lost:
+                    failures.forget(piece.start, piece.end)
             case Buried():
                 self.buried(event.holder, start, end, event.attempt, time)
             case Revived():
-                self._revive(start, end)
+                for piece in failures.revive(start, end, cursor.next):
+                    cursor.returned.add(*piece)
             case Purged():
-                self.failures.purge(start, end)
+                failures.purge(start, end)

@@ -25,7 +25,7 @@ from plait.storage.logs.log import Log
 
 if TYPE_CHECKING:
     from plait.broker.groups.group import Group
-    from plait.broker.partitions.suspended import Waiter
+    from plait.broker.groups.waking import Waiter
 
 
 #: The checkpoint shards of a broker.
@@ -48,25 +48,22 @@ BEGINNING: Final = LogPositions()
 _numbers = itertools.count()
 
 
-class ReadBatch:
+class ReadBatch(msgspec.Struct, eq=False):
     """Frames and parts of frames read from a partition, ready to be written to a socket."""
 
-    __slots__ = ("count", "damaged", "end", "full", "inflated", "parts", "ranges", "size")
-
-    def __init__(self, start: int) -> None:
-        #: True if the next frame did not fit.
-        self.full = False
-        self.parts: list[Buffer] = []
-        #: The sequence ranges of the parts; more than one where the log has gaps.
-        self.ranges: list[tuple[int, int]] = []
-        self.count = 0
-        self.size = 0
-        #: Bytes that its compressed columns inflate to; they count towards the size limit.
-        self.inflated = 0
-        #: Reading stopped here.
-        self.end = start
-        #: Ranges that cannot be read.
-        self.damaged: list[tuple[int, int]] = []
+    #: Reading stopped here.
+    end: int
+    #: True if the next frame did not fit.
+    full: bool = False
+    parts: list[Buffer] = []
+    #: The sequence ranges of the parts; more than one where the log has gaps.
+    ranges: list[tuple[int, int]] = []
+    count: int = 0
+    size: int = 0
+    #: Bytes that its compressed columns inflate to; they count towards the size limit.
+    inflated: int = 0
+    #: Ranges that cannot be read.
+    damaged: list[tuple[int, int]] = []
 
     def add(self, first: int, last: int, size: int, inflated: int) -> None:
         """Count a piece with the sequences [first, last)."""
@@ -80,21 +77,18 @@ class ReadBatch:
             self.ranges.append((first, last))
 
 
-class Delivery:
+class Delivery(msgspec.Struct, eq=False):
     """The rows that one pull gets."""
 
-    __slots__ = ("count", "parts", "ranges", "size", "tags", "weight")
-
-    def __init__(self) -> None:
-        self.parts: list[Buffer] = []
-        #: (start, end, attempt) in the order of the parts.
-        self.ranges: list[tuple[int, int, int]] = []
-        #: For ordered consumers: the tag of each range.
-        self.tags: list[int] = []
-        self.count = 0
-        self.size = 0
-        #: Bytes of memory that the consumer needs for it: ``size``, and what its compressed columns inflate to.
-        self.weight = 0
+    parts: list[Buffer] = []
+    #: (start, end, attempt) in the order of the parts.
+    ranges: list[tuple[int, int, int]] = []
+    #: For ordered consumers: the tag of each range.
+    tags: list[int] = []
+    count: int = 0
+    size: int = 0
+    #: Bytes of memory that the consumer needs for it: ``size``, and what its compressed columns inflate to.
+    weight: int = 0
 
 
 class Partition:
@@ -175,8 +169,7 @@ class Partition:
         self.redefined()
 
     def redefined(self) -> None:
-        """Record that a group or a consumer was added, removed or changed."""
-        #: A number that changes with each change and is unique among all partitions.
+        """Record that a group or consumer was added, removed or changed: with a number, unique among all partitions."""
         self.definitions = next(_numbers)
 
     def redefine(self, row: PartitionRow) -> None:
@@ -299,7 +292,8 @@ class Partition:
         self, log: Log, start: int, end: int, *, again: bool = True
     ) -> Iterator[tuple[int, int, FrameView | None]]:
         """(first, last, frame) of the visible rows in [start, end), in order; ``frame`` is None if it is unreadable."""
-        self.expire_deleted(log)
+        if self.log_start != log.start:
+            self.expire_deleted(log)
         end = min(end, self.visible)
         expected = max(start, self.start)
         trusted = log.end if again else log.resumed_at

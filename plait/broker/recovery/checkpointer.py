@@ -189,7 +189,7 @@ class Snapshots:
             return True
         return passed >= config.checkpoint_seconds and bool(turn.dirty_shards or self.producers.dirty)
 
-    def make(self, *, clean: bool) -> None:
+    def make(self, *, clean: bool = False) -> None:
         """Make a checkpoint now. Blocks; raises OSError when it could not be written."""
         work = self.begin(clean=clean, waited_for=True).copy_all()
         work.run()
@@ -199,8 +199,11 @@ class Snapshots:
         if work.error is not None:
             raise work.error
 
-    def begin(self, *, clean: bool, waited_for: bool) -> CheckpointWork:
-        """Begin a checkpoint. It includes all that is committed now, and some later changes."""
+    def begin(self, *, clean: bool = False, waited_for: bool = False) -> CheckpointWork:
+        """Begin a checkpoint of all that is committed now, and some later changes.
+
+        The caller calls ``copy_some``, then ``run`` in a thread, then ``end``.
+        """
         turn = self.turn
         if self.work is not None:
             # The previous checkpoint was abandoned: ``end`` was not called, and no commit waits for its sync.
@@ -231,7 +234,7 @@ class Snapshots:
         return self.work
 
     def end(self, work: CheckpointWork) -> None:
-        """Finish a checkpoint after ``work.run``."""
+        """Finish a checkpoint. If it was not written (``work.error``), the next one covers its changes too."""
         if work.sync is not None:
             self.turn.end_sync(work.sync)
         if work is self.work:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Final
 
@@ -66,6 +67,7 @@ class DueDelivery:
         self._turn = turn
         self._catalog = catalog
         self._schedules = schedules
+        self.by_subject: Mapping[str, object] = schedules.by_subject
         self._upcoming = schedules.upcoming
         self._window = schedules.window
         self._due_rows = due_rows

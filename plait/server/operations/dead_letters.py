@@ -12,6 +12,7 @@ import numpy.typing as npt
 from plait.broker.groups.dead_letters import Choice, Letters
 from plait.broker.groups.group import Group
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
+from plait.broker.groups.waking import wake_group
 from plait.errors import InvalidArgument, KeyNotParked
 from plait.frame.columns import Column
 from plait.frame.header import SEQUENCE_MAX
@@ -234,7 +235,7 @@ def unpark(host: BrokerHost, request: Unpark, *, skip: bool) -> int:
     for owner in sorted(owners):
         # If the key has moved to another partition, its owner finds out what to consume first.
         group.handover.notify(owner)
-    broker.waking.wake_group(group)
+    wake_group(group)
     return count
 
 

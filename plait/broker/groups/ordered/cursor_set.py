@@ -24,7 +24,8 @@ class CursorSet:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._all: dict[int, Cursor] = {}
+        #: All cursors, by number.
+        self.all = group.positions = {}
         #: The cursors without a key, by slot; None: the slot is free.
         self._wide: list[Cursor | None] = []
         #: The slot of each logical partition, in 4 bytes; None: all are in slot 0, as in most groups.
@@ -35,7 +36,8 @@ class CursorSet:
 
     def begin(self, start: int, number: int = 0) -> int:
         """Replace all cursors by one that continues from ``start``; returns its number."""
-        self._all, self.by_key = {}, {}
+        self.all.clear()
+        self.by_key.clear()
         first = Cursor(number or self._next, ALL, start)
         self._add(first)
         return first.id
@@ -46,18 +48,11 @@ class CursorSet:
         return number
 
     def __iter__(self) -> Iterator[Cursor]:
-        return iter(self._all.values())
-
-    def get(self, number: int) -> Cursor | None:
-        return self._all.get(number)
+        return iter(self.all.values())
 
     def of(self, owner: int) -> list[Cursor]:
         """The cursors of an owner, without those of single keys."""
-        return [each for each in self._all.values() if each.owner == owner and each.key is None]
-
-    def keys_of(self, owner: int) -> list[Cursor]:
-        """The cursors of single keys in an owner's logical partitions."""
-        return [each for each in self.by_key.values() if each.owner == owner] if self.by_key else []
+        return [each for each in self.all.values() if each.owner == owner and each.key is None]
 
     def for_row(self, lp: int, key: int | None) -> Cursor:
         """The cursor that a row belongs to."""
@@ -81,7 +76,7 @@ class CursorSet:
 
     def holding(self, owner: int) -> list[Cursor]:
         """The cursors with rows that an owner holds."""
-        return [each for each in self._all.values() if each.owner == owner and each.held]
+        return [each for each in self.all.values() if each.owner == owner and each.held]
 
     # --- splitting and joining ------------------------------------------------------------------
 
@@ -142,7 +137,7 @@ class CursorSet:
                 self.join(first, others)
 
     def _add(self, part: Cursor) -> None:
-        self._all[part.id] = part
+        self.all[part.id] = part
         self._next = max(self._next, part.id + 1)
         if part.key is not None:
             self.by_key[part.key] = part
@@ -164,7 +159,7 @@ class CursorSet:
     def _join(self, cursor: Cursor, others: list[Cursor]) -> None:
         cursor.join(others)
         for other in others:
-            del self._all[other.id]
+            del self.all[other.id]
             if other.key is not None:
                 del self.by_key[other.key]
             else:
@@ -176,14 +171,14 @@ class CursorSet:
 
     def replay(self, event: Moved | Held | Joined) -> None:
         """Apply an event that a split or a join recorded."""
-        cursor = self._all.get(event.cursor)
+        cursor = self.all.get(event.cursor)
         if cursor is None:
             return
         if isinstance(event, Moved):
             lps = np.zeros(LOGICAL_PARTITIONS, bool)
             lps[event.start : event.end] = True
             lps &= cursor.lps
-            known = self._all.get(event.to)
+            known = self.all.get(event.to)
             part = cursor.split(event.to, lps)
             if known is None:
                 self._add(part)
@@ -195,7 +190,7 @@ class CursorSet:
         elif isinstance(event, Held):
             self._add(cursor.split(event.to, single_lp(event.lp), event.key_hash))
         else:
-            other = self._all.get(event.other)
+            other = self.all.get(event.other)
             if other is not None:
                 self._join(cursor, [other])
             cursor.next = event.next
@@ -206,6 +201,7 @@ class CursorSet:
 
     def load(self, cursors: Iterable[Cursor]) -> None:
         """Restore the cursors of a checkpoint."""
-        self._all, self.by_key = {}, {}
+        self.all.clear()
+        self.by_key.clear()
         for cursor in cursors:
             self._add(cursor)

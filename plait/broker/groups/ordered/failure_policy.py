@@ -21,7 +21,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH
 from plait.storage.cursor import Cursor
 from plait.storage.logs.action_events import Parked, Resumed, Revived
-from plait.storage.ranges import DueRanges, Range, count_of, joined
+from plait.storage.ranges import DueRanges, Range, joined
 
 STRICT = "strict"
 
@@ -141,11 +141,11 @@ class FailurePolicy:
 
     def revive(self, cursor: Cursor, start: int, end: int) -> None:
         """Deliver dead letters of a cursor in [start, end) again."""
-        for piece in self._group.failures.revive(start, end, cursor.next)[0]:
+        for piece in self._group.failures.revive(start, end, cursor.next):
             cursor.given_back(*piece)
 
-    def revived(self, start: int, end: int) -> int:
-        """Deliver dead letters in [start, end) again, each by its cursor. Returns how many sequences."""
+    def revived(self, start: int, end: int) -> None:
+        """Deliver dead letters in [start, end) again, each by its cursor."""
         pieces = self._group.failures.dead.overlap(start, end)
         for cursor in list(self._cursors):
             for piece in pieces:
@@ -153,4 +153,3 @@ class FailurePolicy:
                     for first, last in joined(sequences):
                         self._group.journal.event(self._group, Revived(cursor.id, first, last))
                         self.revive(cursor, first, last)
-        return count_of(pieces)

@@ -129,12 +129,8 @@ class InFlightRows:
             self._cursors.join(parent, joins)
         return apart
 
-    def return_rows(self, holding: list[Cursor], clipped: list[tuple[int, int, int]]) -> int:
-        """Return the rows of (start, end, tag) ranges, which were not started. Returns how many sequences.
-
-        There may be one range for each row.
-        """
-        count = 0
+    def return_rows(self, holding: list[Cursor], clipped: list[tuple[int, int, int]]) -> None:
+        """Return the rows of (start, end, tag) ranges, which were not started. There may be one range for each row."""
         by_tag: dict[int, list[tuple[int, int, int]]] = {}
         for start, end, tag in clipped:
             by_tag.setdefault(tag, []).append((start, end, 1))
@@ -148,10 +144,8 @@ class InFlightRows:
                         for piece in cursor.held_in(tag, start, end):
                             cursor.let_go(tag, piece.start, piece.end)
                             self.return_piece(cursor, piece, 0, counted=False)
-                            count += piece.end - piece.start
                 # No ack will cover what lies between the returned rows, so the held ranges need trimming.
                 cursor.untrimmed_until = cursor.next
-        return count
 
     def return_piece(self, cursor: Cursor, piece: Range, due: int, *, counted: bool = True, now: int = 0) -> None:
         """Deliver rows that the owner no longer holds again when ``due`` (0: at once).

@@ -15,7 +15,7 @@ from plait.broker.granted_numbers import GrantedNumbers
 from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.ordered.locks import Epochs, Grant, Want
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
-from plait.broker.groups.waking import WaiterWaking
+from plait.broker.groups.waking import end_pulls, wake_group
 from plait.broker.session_token import proves
 from plait.broker.turn import Turn
 from plait.errors import InvalidArgument, StaleSession
@@ -44,11 +44,8 @@ class LeaseGrant(NamedTuple):
 class LeaseGrants:
     """The leases of a broker."""
 
-    def __init__(
-        self, turn: Turn, waking: WaiterWaking, numbers: GrantedNumbers, sessions: Mapping[int, AttachedConsumer]
-    ) -> None:
+    def __init__(self, turn: Turn, numbers: GrantedNumbers, sessions: Mapping[int, AttachedConsumer]) -> None:
         self._turn = turn
-        self._waking = waking
         self._numbers = numbers
         self._sessions = sessions
         #: The ordered groups, by their ids.
@@ -99,7 +96,7 @@ class LeaseGrants:
         consumer.leased_until = self.now() + self.longest
         group.handover.lease(consumer, wanted, self.now())
         group.policy.inherit(marks, resumed)
-        self._waking.wake_group(group)
+        wake_group(group)
         owned, leaving, refused = group.locks.state(consumer.id)
         drained, again = runs_of(group.handover.drained(wanted)), runs_of(group.handover.sealed_unfinished())
         parked, inherited = _parked(group, chosen)
@@ -189,7 +186,7 @@ class LeaseGrants:
                 try:
                     group.handover.transfer(self.now())
                 except Exception:  # noqa: BLE001 (it is logged there)
-                    self._waking.failed(group)
+                    end_pulls(group)
             if number % LOOK_GROUPS == 0:
                 yield
 

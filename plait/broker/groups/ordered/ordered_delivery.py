@@ -5,9 +5,11 @@ Cursors at the same position are read together, and cut out of each frame as one
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import takewhile
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,7 +28,7 @@ from plait.frame.slicing import slice_mask, slice_rows
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import LpSet
-from plait.storage.cursor import NO_KEYS, Cursor
+from plait.storage.cursor import Cursor
 from plait.storage.ranges import joined
 
 #: Each pull tries to join at most ``JOIN_ALWAYS`` cursors of the owner; every ``JOIN_EVERY``-th pull tries more.
@@ -47,31 +49,22 @@ class FramePiece(NamedTuple):
     end: int
     rows: int
     size: int
-    #: Bytes that its compressed columns inflate to.
-    inflated: int
+    #: ``size``, and what its compressed columns inflate to.
+    weight: int
     parts: list[Buffer]
     #: The indexes of the rows in the frame.
     places: Sequences
 
 
-class RowTake:
-    """One pull, while it is served."""
+class RowTake(msgspec.Struct, eq=False):
+    """One pull, while it is served. It ends at this many rows, or about this many bytes."""
 
-    __slots__ = ("delivery", "full", "looked", "rows", "size")
-
-    def __init__(self, count: int, size: int) -> None:
-        self.delivery = Delivery()
-        #: The pull ends at this many rows, or about this many bytes.
-        self.rows = count
-        self.size = size
-        self.looked = 0
-        #: True if a piece did not fit, so that the pull ends. The next pull delivers this piece first, whatever its
-        #: size.
-        self.full = False
-
-    @property
-    def room(self) -> int:
-        return self.rows - self.delivery.count
+    rows: int
+    size: int
+    delivery: Delivery
+    looked: int = 0
+    #: True if a piece did not fit, so that the pull ends. The next pull delivers this piece first, whatever its size.
+    full: bool = False
 
     @property
     def more(self) -> bool:
@@ -79,11 +72,6 @@ class RowTake:
         delivery = self.delivery
         fits = not self.full and (not delivery.count or delivery.weight < self.size)
         return fits and delivery.count < self.rows and self.looked < LOOK_MAX
-
-    def takes(self, size: int) -> bool:
-        """Whether a piece of ``size`` bytes fits; if not, the pull ends."""
-        self.full = bool(self.delivery.count) and self.delivery.weight + size > self.size
-        return not self.full
 
     def limit(self, count: int) -> None:
         """Take at most ``count`` more rows."""
@@ -96,17 +84,20 @@ class Chooser:
     __slots__ = ("_keys", "_lps", "_without", "all")
 
     def __init__(self, cursors: list[Cursor]) -> None:
-        wide = [cursor for cursor in cursors if cursor.key is None]
-        self._lps: LpSet = wide[0].lps if wide else np.zeros(LOGICAL_PARTITIONS, bool)
-        without = wide[0].without if wide else NO_KEYS
-        for cursor in wide[1:]:
-            self._lps = self._lps | cursor.lps
-            without = without | cursor.without
-        keys = {cursor.key for cursor in cursors if cursor.key is not None}
-        self._without = np.fromiter(without - keys, np.uint64, len(without - keys))
-        # Keys whose logical partitions are not in ``_lps``.
-        alone = [key for key in keys if not self._lps[key % LOGICAL_PARTITIONS]]
-        self._keys = np.array(alone, np.uint64)
+        self._lps: LpSet = np.zeros(LOGICAL_PARTITIONS, bool)
+        without: set[int] = set()
+        keys: set[int] = set()
+        for cursor in cursors:
+            if cursor.key is None:
+                self._lps |= cursor.lps
+                without.update(cursor.without)
+            else:
+                keys.add(cursor.key)
+        without -= keys
+        self._without = np.fromiter(without, np.uint64, len(without))
+        # Keys whose logical partitions are in ``_lps`` are chosen with these.
+        self._keys = np.fromiter(keys, np.uint64, len(keys))
+        self._keys = self._keys[~self._lps[self._keys % LOGICAL_PARTITIONS]]
         #: True if every row belongs to one of the cursors.
         self.all = not len(self._without) and bool(self._lps.all())
 
@@ -137,17 +128,26 @@ class OrderedDelivery:
 
     def take(self, consumer: AttachedConsumer, count: int, size: int) -> Delivery | None:
         """Rows for a consumer from the LPs that it owns; None if there are none. An empty delivery: pull again."""
-        taking = RowTake(count, size)
-        lps = [each for each in self._cursors.of(consumer.id) if not each.leaving]
-        keys = [each for each in self._cursors.keys_of(consumer.id) if not (each.leaving or each.parked)]
+        taking, visible = RowTake(count, size, Delivery()), self._group.partition.visible
+        lps: list[Cursor] = []
+        keys: list[Cursor] = []
+        again = False
+        for cursor in self._group.positions.values():
+            if cursor.owner == consumer.id and not cursor.leaving:
+                if cursor.key is None:
+                    lps.append(cursor)
+                    again = again or cursor.returned.length > 0
+                elif not cursor.parked:
+                    keys.append(cursor)
         self._turn += 1
         if self._turn % JOIN_EVERY == 0:
             self._in_flight.trim(self._cursors.holding(consumer.id))
         if len(lps) > 1 and (len(lps) <= JOIN_ALWAYS or self._turn % JOIN_EVERY == 0):
             self._cursors.join_alike(lps)
-            lps = [each for each in lps if self._cursors.get(each.id) is each]
+            lps = [each for each in lps if self._cursors.all.get(each.id) is each]
         if keys:
-            keys = self._in_flight.rejoin(keys)
+            # A key that joins may return rows to the cursor of its logical partition.
+            again, keys = True, self._in_flight.rejoin(keys)
         abreast: list[Cursor] = []
         for cursor in keys:
             if troubled := self._cursors.is_behind(cursor):
@@ -157,8 +157,8 @@ class OrderedDelivery:
                 troubled = bool(cursor.held) or self._cursors.is_behind(cursor)
             if not troubled:
                 abreast.append(cursor)
-        while taking.more and self._serve_again(lps, taking):
-            pass
+        while again and taking.more:
+            again = self._serve_again(lps, taking)
         by_next: dict[tuple[int, int], list[Cursor]] = {}
         for cursor in [*lps, *abreast]:
             if not self._at_limit_of(cursor):
@@ -166,13 +166,30 @@ class OrderedDelivery:
         places = sorted(by_next)
         turn = self._turn % len(places) if places else 0
         for place in [*places[turn:], *places[:turn]]:
-            start = place[0]
-            above = min((each for each, _ in places if each > start), default=self._group.partition.visible)
-            end = by_next[place][0].until(min(above, self._group.partition.visible))
+            (start, limit), end = place, visible
+            for above, _ in places:
+                if start < above < end:
+                    end = above
+            if limit:
+                end = min(end, limit)
             if start < end and taking.more:
                 self._serve(by_next[place], start, end, 0, taking)
         delivery = taking.delivery
         return delivery if delivery.count or taking.looked >= LOOK_MAX else None
+
+    def serve(self) -> None:
+        """Answer suspended pulls. Each gets rows of its own LPs, so one without rows does not end the others."""
+        visible, ready = self._group.partition.visible, set()
+        # A cheap test: most owners have no rows.
+        for cursor in self._group.positions.values():
+            end = min(visible, cursor.limit) if cursor.limit else visible
+            if not cursor.leaving and (cursor.next < end or cursor.returned.length):
+                ready.add(cursor.owner)
+        for waiter in list(self._group.waiters):
+            if waiter.consumer.id in ready:
+                delivery = self.take(waiter.consumer, waiter.count, waiter.size)
+                if delivery is not None and waiter.leave():
+                    waiter.reply(delivery)
 
     def _take_key(self, cursor: Cursor, taking: RowTake) -> None:
         rows, before = taking.rows, -1
@@ -217,11 +234,11 @@ class OrderedDelivery:
             return False
         lead = min(ready, key=lambda cursor: cursor.returned.first)
         start, end, attempt = lead.returned.head()
-        found = next(self._reader.walk(start, lead.until(end), again=attempt > 0), None)
+        found = next(self._frames(start, lead.until(end), again=attempt > 0), None)
         taking.looked += 1
-        if found is None or found.first > start:
+        if found is None or found[0] > start:
             # The rows were in the retained log, and are no longer there.
-            lead.settled(start, lead.until(end) if found is None else found.first)
+            lead.settled(start, lead.until(end) if found is None else found[0])
             return True
         first, last, frame = found
         if frame is None:
@@ -255,22 +272,17 @@ class OrderedDelivery:
             wanted[low:high] |= whose[low:high] == index
         rows = np.flatnonzero(wanted)
         taking.looked += len(pieces)
-        cut = SEQUENCE_MAX
-        if len(rows) > taking.room:
-            rows = rows[: taking.room]
+        cut, room = SEQUENCE_MAX, taking.rows - taking.delivery.count
+        if len(rows) > room:
+            rows = rows[:room]
             cut = int(sequences[rows[-1]]) + 1
+        chosen = _cut_out(frame, sequences, rows, frame_end, taking)
+        if chosen is None:
+            return False
+        rows = chosen.places
         if len(rows):
-            try:
-                parts, size = select(frame, rows)
-            except FrameError:
-                rows = rows[:0]
-            else:
-                if not taking.takes(size + frame.inflated_size):
-                    return False
-                self._tag -= 1
-                begin, stop = int(sequences[rows[0]]), int(sequences[rows[-1]]) + 1
-                chosen = FramePiece(begin, stop, stop, len(rows), size, frame.inflated_size, parts, rows)
-                self._add(chosen, attempt + 1, self._tag, taking.delivery)
+            self._tag -= 1
+            self._add(chosen, attempt + 1, self._tag, taking.delivery)
         for index, piece in pieces:
             if piece.start >= cut:
                 continue
@@ -290,7 +302,7 @@ class OrderedDelivery:
             # A delivery for several keys gets a new tag: the number of one key would also tag its later deliveries.
             tag = self._tag = self._tag - 1
         chooser = Chooser(cursors)
-        for first, last, frame in self._reader.walk(start, end, again=attempt > 0):
+        for first, last, frame in self._frames(start, end, again=attempt > 0):
             if frame is None:
                 for cursor in cursors:
                     self._in_flight.skip_rows(RowCounter(self._group.partition, self._reader, 0), cursor, first, last)
@@ -302,7 +314,9 @@ class OrderedDelivery:
                 held = [(piece.first, piece.last)] if piece.parts else []
                 if cursor.key is not None and len(cursors) > 1:
                     # Only the key's own rows are in flight for it: it can rejoin as soon as these are done.
-                    held = self._of_key(frame, piece, cursor.key)
+                    keys = self._group.partition.keys.of(frame)
+                    mine = cursor.chooses(keys.lps, keys.hashes)[piece.places]
+                    held = joined(frame.sequences()[piece.places[mine]])
                 at = start
                 for low, high in held:
                     # Ranges without a row of the cursor are passed, and not held.
@@ -321,13 +335,20 @@ class OrderedDelivery:
             for cursor in cursors:
                 cursor.settled(start, end)
 
+    def _frames(self, start: int, end: int, *, again: bool) -> Iterator[tuple[int, int, FrameView | None]]:
+        """(first, last, frame) of the rows in [start, end); ``frame`` is None if it is unreadable."""
+        partition, log = self._group.partition, self._group.journal.message_log
+        if partition.log_start == log.start and start >= partition.start:
+            return partition.walk(log, start, end, again=again)
+        return self._reader.walk(start, end, again=again)
+
     def _add(self, piece: FramePiece, attempt: int, tag: int, delivery: Delivery) -> None:
         delivery.parts.extend(piece.parts)
         delivery.ranges.append((piece.first, piece.last, attempt))
         delivery.tags.append(tag)
         delivery.count += piece.rows
         delivery.size += piece.size
-        delivery.weight += piece.size + piece.inflated
+        delivery.weight += piece.weight
         if attempt > 1:
             self._group.redelivered_count += piece.rows
 
@@ -336,42 +357,43 @@ class OrderedDelivery:
         sequences = frame.sequences()
         low, high = np.searchsorted(sequences, [first, last]).tolist()
         taking.looked += high - low
+        room = taking.rows - taking.delivery.count
         if chooser.all:
-            rows = np.arange(low, min(high, low + taking.room))
+            rows = np.arange(low, min(high, low + room))
         else:
-            rows = low + np.flatnonzero(chooser(self._group.partition.keys.of(frame))[low:high])
-            rows = rows[: taking.room]
-        if not len(rows):
-            return FramePiece(first, first, last, 0, 0, 0, [], rows)
-        end = last if len(rows) < taking.room else int(sequences[rows[-1]]) + 1
-        try:
-            parts, size = select(frame, rows)
-        except FrameError:
-            # The frame is damaged: its rows cannot be separated.
-            return FramePiece(first, first, last, 0, 0, 0, [], rows[:0])
-        if not taking.takes(size + frame.inflated_size):
-            return None
-        begin, stop = int(sequences[rows[0]]), int(sequences[rows[-1]]) + 1
-        return FramePiece(begin, stop, end, len(rows), size, frame.inflated_size, parts, rows)
-
-    def _of_key(self, frame: FrameView, piece: FramePiece, key: int) -> list[tuple[int, int]]:
-        """[first, last) of the rows of a key in a piece of a frame."""
-        hashes = self._group.partition.keys.of(frame).hashes
-        if hashes is None:
-            return []
-        return joined(frame.sequences()[piece.places[hashes[piece.places] == np.uint64(key)]])
+            rows = low + np.flatnonzero(chooser(self._group.partition.keys.of(frame))[low:high])[:room]
+        end = last if len(rows) < room else int(sequences[rows[-1]]) + 1
+        piece = _cut_out(frame, sequences, rows, end, taking)
+        return piece if piece is None or piece.rows else piece._replace(end=last)
 
 
-def select(frame: FrameView, rows: npt.NDArray[np.int64]) -> tuple[list[Buffer], int]:
-    """Cut rows of a frame, in ascending order, into a new frame."""
+def _cut_out(frame: FrameView, sequences: Sequences, rows: Sequences, end: int, taking: RowTake) -> FramePiece | None:
+    """Cut rows of a frame, in ascending order, into a new frame; None: it does not fit.
+
+    The piece is empty if there are no rows, or if the frame is damaged: its rows cannot be separated.
+    """
+    nothing = FramePiece(0, 0, end, 0, 0, 0, [], rows[:0])
+    if not len(rows):
+        return nothing
     first, last = int(rows[0]), int(rows[-1]) + 1
-    if last - first == len(rows):
-        if len(rows) == frame.count:
-            return [frame.buffer], frame.size
-        if not frame.has(Column.SELECTION):
-            piece = slice_rows(frame, first, last)
-            return piece.parts, piece.size
-    mask = np.zeros(frame.count, bool)
-    mask[rows] = True
-    piece = slice_mask(frame, mask)
-    return piece.parts, piece.size
+    adjacent = last - first == len(rows)
+    if adjacent and len(rows) == frame.count:
+        parts: list[Buffer] = [frame.buffer]
+        size = frame.size
+    else:
+        try:
+            if adjacent and not frame.has(Column.SELECTION):
+                piece = slice_rows(frame, first, last)
+            else:
+                mask = np.zeros(frame.count, bool)
+                mask[rows] = True
+                piece = slice_mask(frame, mask)
+        except FrameError:
+            return nothing
+        parts, size = piece.parts, piece.size
+    weight = size + frame.inflated_size
+    if taking.delivery.count and taking.delivery.weight + weight > taking.size:
+        taking.full = True
+        return None
+    begin, stop = int(sequences[first]), int(sequences[last - 1]) + 1
+    return FramePiece(begin, stop, end, len(rows), size, weight, parts, rows)

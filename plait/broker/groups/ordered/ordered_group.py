@@ -8,7 +8,7 @@ new owner's cursor once both are at the same position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 
 import numpy as np
@@ -32,8 +32,7 @@ from plait.broker.groups.ordered.ordered_delivery import OrderedDelivery
 from plait.broker.groups.ordered.row_counts import LOST_COUNTED_MAX, RowCounter
 from plait.broker.groups.ordered.row_reader import RowReader
 from plait.broker.groups.shared_group import SharedGroup
-from plait.broker.partitions.partition import Delivery, Partition
-from plait.broker.partitions.suspended import Waiter
+from plait.broker.partitions.partition import Partition
 from plait.limits import ServerLimits
 from plait.model.logical_partitions import LpSet, runs_of
 from plait.model.reason import Reason
@@ -63,7 +62,7 @@ from plait.storage.ranges import Range, Ranges, joined
 class OrderedGroup(Group):
     """An ordered group: deliveries, acks and nacks, replay."""
 
-    __slots__ = ("cursors", "handover", "in_flight", "locks", "policy", "reader")
+    __slots__ = ("cursors", "handover", "in_flight", "locks", "policy", "reader", "serve", "take")
 
     def __init__(
         self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
@@ -75,11 +74,8 @@ class OrderedGroup(Group):
         self.in_flight = InFlightRows(self, self.cursors, self.reader)
         self.policy = FailurePolicy(self, self.cursors, self.reader, self.in_flight)
         self.handover = LockHandover(self, self.cursors, self.locks, self.in_flight)
-        self.take = OrderedDelivery(self, self.cursors, self.reader, self.in_flight).take
-
-    def dump(self) -> list[CursorState]:
-        # Pulls are not recorded: rows that an owner has not acked are delivered again.
-        return [cursor.dump(durable_holds=False) for cursor in self.cursors]
+        delivery = OrderedDelivery(self, self.cursors, self.reader, self.in_flight)
+        self.take, self.serve = delivery.take, delivery.serve
 
     def load(self, cursors: list[CursorState]) -> None:
         self.cursors.load(map(Cursor.load, cursors))
@@ -90,51 +86,38 @@ class OrderedGroup(Group):
     @property
     def has_more(self) -> bool:
         visible = self.partition.visible
-        return any(cursor.next < visible or cursor.returned for cursor in self.cursors)
-
-    # --- delivery -------------------------------------------------------------------------------
-
-    def serve(self, send: Callable[[Waiter, Delivery], None]) -> None:
-        """Answer suspended pulls. Each gets rows of its own LPs, so one without rows does not end the others."""
-        # A cheap test: most owners have no rows.
-        ready = {
-            cursor.owner
-            for cursor in self.cursors
-            if not cursor.leaving and (cursor.returned or cursor.next < cursor.until(self.partition.visible))
-        }
-        for waiter in [each for each in self.waiters if each.consumer.id in ready]:
-            delivery = self.take(waiter.consumer, waiter.count, waiter.size)
-            if delivery is not None and waiter.leave():
-                send(waiter, delivery)
+        for cursor in self.positions.values():  # noqa: SIM110 - a generator is one more call
+            if cursor.next < visible or cursor.returned.length:
+                return True
+        return False
 
     # --- events from consumers ------------------------------------------------------------------
 
     def _clipped(self, ranges: EpochRanges, tags: Sequence[int]) -> list[tuple[int, int, int]]:
         """(start, end, tag) of the visible rows that ranges refer to."""
-        partition = self.partition
-        return [
-            (*partition.clip_to_epoch(start, min(end, partition.visible), epoch), tag)
-            for (start, end, epoch), tag in zip(ranges, tags or repeat(0), strict=False)
-        ]
+        partition, clipped = self.partition, []
+        for (start, end, epoch), tag in zip(ranges, tags or repeat(0), strict=False):
+            clipped.append((*partition.clip_to_epoch(start, min(end, partition.visible), epoch), tag))
+        return clipped
 
-    def ack(self, consumer: AttachedConsumer, ranges: EpochRanges, tags: Sequence[int] = ()) -> int:
-        """Ack the rows in a range that were delivered under its tag. Returns how many sequences."""
-        count = 0
-        holding = self.cursors.holding(consumer.id)
-        for start, end, tag in self._clipped(ranges, tags):
-            for cursor in holding:
-                for piece in cursor.let_go(tag, start, end):
-                    self.journal.event(self, Acked(0, cursor.id, piece.start, piece.end))
-                    count += piece.end - piece.start
+    def ack(self, consumer: AttachedConsumer, ranges: EpochRanges, tags: Sequence[int] = ()) -> None:
+        """Ack the rows in a range that were delivered under its tag."""
+        clipped = self._clipped(ranges, tags)
+        for cursor in self.positions.values():
+            if cursor.held and cursor.owner == consumer.id:
+                for start, end, tag in clipped:
+                    for piece in cursor.let_go(tag, start, end):
+                        self.journal.event(self, Acked(0, cursor.id, piece.start, piece.end))
         if self.retained.offsets:
             self.retained.settled()
         self._after_settled()
-        return count
 
     def _after_settled(self) -> None:
         """Transfer the locks of leaving LPs that have no held rows left, after rows were done or returned."""
-        if any(cursor.leaving and (cursor.lps & ~cursor.busy).any() for cursor in self.cursors):
-            self.handover.transfer(self.journal.clock.monotonic())
+        for cursor in self.positions.values():
+            if cursor.leaving and (cursor.lps & ~cursor.busy).any():
+                self.handover.transfer(self.journal.clock.monotonic())
+                return
 
     def give_back(self, consumer: AttachedConsumer, lps: LpSet, ranges: EpochRanges, tags: Sequence[int]) -> None:
         """Return rows of some LPs that were delivered under tags, lie in ranges and were not started.
@@ -165,20 +148,17 @@ class OrderedGroup(Group):
         now: int,
         failure: NackOutcome = FAILURE,
         tags: Sequence[int] = (),
-    ) -> int:
-        """Nack (start, end, epoch) ranges: rows wait, hold back keys or become dead letters. Returns how many."""
+    ) -> None:
         clipped = self._clipped(ranges, tags)
         holding = self.cursors.holding(consumer.id)
         if not failure.counted and not failure.delay:
-            count = self.in_flight.return_rows(holding, clipped)
+            self.in_flight.return_rows(holding, clipped)
             self._after_settled()
-            return count
-        count = 0
+            return
         rows = self.reader.table([(start, end) for start, end, _ in clipped])
         for start, end, tag in clipped:
             for cursor, piece in [(each, piece) for each in holding for piece in each.held_in(tag, start, end)]:
                 cursor.let_go(tag, piece.start, piece.end)
-                count += piece.end - piece.start
                 found = rows.of(cursor, piece.start, piece.end)
                 if found is not None:
                     keys = len(self.cursors.by_key)
@@ -186,7 +166,6 @@ class OrderedGroup(Group):
                     if len(self.cursors.by_key) > keys:
                         holding = self.cursors.holding(consumer.id)
         self._after_settled()
-        return count
 
     def lost(self, consumer: AttachedConsumer, now: int) -> int:
         """Return the rows of a consumer whose lease ended, each with one more attempt. Returns how many sequences.
@@ -250,26 +229,13 @@ class OrderedGroup(Group):
     # --- dead letters, retention ----------------------------------------------------------------
 
     def buried(self, holder: int, start: int, end: int, attempt: int, now: int) -> None:
-        cursor = self.cursors.get(holder)
+        cursor = self.positions.get(holder)
         if cursor is not None:
             cursor.settled(start, end)
         self.failures.bury(start, end, attempt, now)
 
-    def revived(self, start: int, end: int) -> int:
-        return self.policy.revived(start, end)
-
-    @property
-    def next_due(self) -> int | None:
-        dues = [due for cursor in self.cursors if cursor.waiting and (due := cursor.waiting.next_due) is not None]
-        return min(dues, default=None)
-
-    def return_due(self, now: int) -> bool:
-        ready = [cursor for cursor in self.cursors if cursor.waiting and cursor.return_due(now)]
-        return bool(ready)
-
-    @property
-    def floor(self) -> int:
-        return min(cursor.floor for cursor in self.cursors)
+    def revived(self, start: int, end: int) -> None:
+        self.policy.revived(start, end)
 
     def begun(self, start: int, end: int) -> list[Range]:
         pieces = []
@@ -298,8 +264,9 @@ class OrderedGroup(Group):
     def begin(self, sequence: int) -> None:
         self.cursors.begin(sequence, 1)
 
-    def forget(self, consumer: int, time: int) -> None:
+    def forget(self, consumer: int, time: int) -> int:
         """Do nothing: earlier events have returned the rows of the removed consumer and released its locks."""
+        return 0
 
     def release_unknown_consumers(self, now: int) -> None:
         """Release locks of unknown consumers, and set the owner of each cursor from the locks."""
@@ -321,7 +288,7 @@ class OrderedGroup(Group):
             case Purged():
                 self.failures.purge(event.start, event.end)
             case Parked() | Resumed():
-                if (cursor := self.cursors.get(event.cursor)) is not None:
+                if (cursor := self.positions.get(event.cursor)) is not None:
                     cursor.parked = isinstance(event, Parked)
                     cursor.letter = event.start if isinstance(event, Parked) and event.start < event.end else -1
             case Acked() | Nacked() | Buried():
@@ -331,7 +298,7 @@ class OrderedGroup(Group):
 
     def _replay_rows(self, event: RowEvent, number: int, time: int) -> None:
         """Apply an event about rows of the cursor with this number."""
-        cursor, start, end = self.cursors.get(number), event.start, event.end
+        cursor, start, end = self.positions.get(number), event.start, event.end
         if cursor is None or start >= end:
             return
         match event:

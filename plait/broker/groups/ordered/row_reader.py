@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +24,8 @@ TABLE_GAP = 10_000
 Sequences = npt.NDArray[np.int64]
 
 
-class FoundRows(NamedTuple):
-    """The rows of a frame with sequences [first, last); None: they cannot be read."""
-
-    first: int
-    last: int
-    frame: FrameView | None
+#: The rows [first, last) of a frame; None: they cannot be read.
+FoundRows = tuple[int, int, FrameView | None]
 
 
 class RowTable:
@@ -72,17 +67,16 @@ class RowReader:
         retained_until = min(end, partition.start)
         if start < retained_until:
             for found in self._retained_rows(start, retained_until):
-                if (lost := max(start, known)) < found.first:
-                    yield FoundRows(lost, found.first, None)
+                if (lost := max(start, known)) < found[0]:
+                    yield lost, found[0], None
                 yield found
-                start = found.last
+                start = found[1]
             if (lost := max(start, known)) < retained_until:
                 # Rows of a deleted segment that were not retained. A crash lost the event that skips them.
-                yield FoundRows(lost, retained_until, None)
+                yield lost, retained_until, None
             start = retained_until
         if start < end:
-            for place in partition.walk(log, start, end, again=again):
-                yield FoundRows(*place)
+            yield from partition.walk(log, start, end, again=again)
 
     def _retained_rows(self, start: int, end: int) -> Iterator[FoundRows]:
         """The frames of the retained log with rows in [start, end)."""
@@ -90,8 +84,7 @@ class RowReader:
         places = self._group.retained.places(sequences.tolist())
         edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)] if len(places) else []
         for a, b in pairwise(edges):
-            frame = self._group.frame_of(int(sequences[a]))
-            yield FoundRows(int(sequences[a]), int(sequences[b - 1]) + 1, frame)
+            yield int(sequences[a]), int(sequences[b - 1]) + 1, self._group.frame_of(int(sequences[a]))
 
     def rows(self, cursor: Cursor, start: int, end: int) -> Iterator[tuple[Sequences, FrameKeys]]:
         """The sequences of a cursor's rows in [start, end), with their keys."""
