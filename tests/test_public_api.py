@@ -115,7 +115,6 @@ class _Named:
 
 
 def snapshot() -> str:
-    """The whole public interface as text."""
     return "".join(f"{line}\n" for name in MODULES for line in describe(importlib.import_module(name)))
 
 

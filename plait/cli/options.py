@@ -58,7 +58,6 @@ class NodeOptions:
     output: Output = "table"
 
     def run(self, work: Callable[[Client], Awaitable[T]]) -> T:
-        """Run ``work`` with a client of the node. Raises ``Unavailable`` at once if no server listens there."""
         return with_client(self.server, work)
 
 
@@ -93,7 +92,6 @@ def confirm(name: str, what: str, *, yes: bool) -> None:
 
 
 def whole_of(text: str, option: str) -> int:
-    """Parse a whole number."""
     try:
         return int(text)
     except ValueError:
@@ -111,7 +109,6 @@ def duration_of(text: str) -> float:
 
 
 def lease_of(text: str) -> float:
-    """Seconds of a lease duration."""
     seconds = duration_of(text)
     if not LEASE_SECONDS_MIN <= seconds <= LEASE_SECONDS_MAX:
         raise InvalidArgument(

@@ -107,7 +107,6 @@ def shown_body(body: bytes) -> str:
 
 
 def reason_fields(reason: Reason) -> dict[str, str]:
-    """A reason as JSON fields."""
     return {"type": reason.type, "text": reason.text, "handler": reason.handler}
 
 

@@ -56,14 +56,12 @@ class ProgressSteps:
         self._look = 0
 
     def total(self, total: int) -> None:
-        """Set the total of the step."""
         if total != self._total:
             self._total = total
             if self._bars is not None and self._task is not None:
                 self._bars.update(self._task, total=total)
 
     def update(self, done: int) -> None:
-        """Set the amount done of the step."""
         self._look -= 1
         if self._look > 0:
             return

@@ -33,7 +33,6 @@ class NameChange(NamedTuple):
         return {name for name in (self.removed, self.added) if name is not None}
 
     def apply(self, files: dict[str, CachedFile]) -> None:
-        """Apply the change to ``files``."""
         if self.removed is not None:
             files.pop(self.removed, None)
         if self.added is not None:

@@ -93,7 +93,6 @@ class EmbeddedBroker:
 
     @property
     def data(self) -> Path:
-        """The data directory."""
         if self._data is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="plait-")
             self._data = Path(self._temporary.name)
@@ -216,7 +215,6 @@ class BlockingBroker:
 
     @property
     def data(self) -> Path:
-        """The data directory."""
         return self._broker.data
 
     def connect(self, *, client_id: str | None = None, limits: plait.ClientLimits | None = None) -> plait.sync.Client:

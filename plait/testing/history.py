@@ -85,7 +85,6 @@ class Handling(msgspec.Struct, eq=False):
     acked: float | None = None
 
     def done(self, time: float) -> None:
-        """Record that the handler succeeded."""
         self._end("ok", time)
 
     def failed(self, time: float) -> None:
@@ -101,11 +100,9 @@ class Handling(msgspec.Struct, eq=False):
         self.outcome, self.ended = outcome, time
 
     def ack_ok(self, time: float) -> None:
-        """Record that the broker confirmed the ack."""
         self._acked("ok", time)
 
     def ack_failed(self, time: float) -> None:
-        """Record that the broker refused the ack."""
         self._acked("failed", time)
 
     def ack_unknown(self, time: float) -> None:
@@ -152,7 +149,6 @@ class DeliveryHistory:
     # --- recording ------------------------------------------------------------------------------
 
     def send(self, key: Key, value: Value, time: float, *, producer: str = "") -> RecordedSend:
-        """Record the begin of a send."""
         with self._lock:
             send = RecordedSend(self, len(self.sends), producer, key, value, time)
             self.sends.append(send)
@@ -172,7 +168,6 @@ class DeliveryHistory:
         *,
         group: str = "",
     ) -> Handling:
-        """Record the begin of a handling."""
         with self._lock:
             handling = Handling(self, len(self.handlings), consumer, key, value, attempt, epoch, lp, place, time, group)
             self.handlings.append(handling)

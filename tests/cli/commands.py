@@ -24,7 +24,6 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def plait(*arguments: str, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
-    """Run a command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "plait.cli", *arguments],
         input=stdin,

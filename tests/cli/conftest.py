@@ -17,7 +17,6 @@ Here = Callable[..., subprocess.CompletedProcess[bytes]]
 
 @pytest.fixture(scope="session")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The shared node."""
     with serve(tmp_path_factory.mktemp("node") / "data") as serving:
         yield serving
 
@@ -27,13 +26,11 @@ _numbers = count()
 
 @pytest.fixture
 def subject() -> str:
-    """A subject that no other test uses."""
     return f"test.{next(_numbers)}"
 
 
 @pytest.fixture
 def call(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Here:
-    """Runs a command in this process."""
     monkeypatch.delenv("PLAIT_DEBUG", raising=False)
 
     def call(*arguments: str) -> subprocess.CompletedProcess[bytes]:
@@ -46,6 +43,5 @@ def call(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def here(node: Serving, call: Here, monkeypatch: pytest.MonkeyPatch) -> Here:
-    """Runs a command in this process against the shared node."""
     monkeypatch.setenv("PLAIT_SERVER", node.address)
     return call

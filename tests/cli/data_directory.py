@@ -53,7 +53,6 @@ def frames(path: Path) -> list[tuple[int, FrameView]]:
 
 
 def flip(path: Path, position: int, mask: int = 0x10) -> None:
-    """Flip bits of one byte."""
     data = bytearray(path.read_bytes())
     data[position] ^= mask
     path.write_bytes(data)

@@ -47,7 +47,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def there(cluster: Cluster, call: Here, monkeypatch: pytest.MonkeyPatch) -> Here:
-    """Runs a command in this process against the cluster."""
     monkeypatch.setenv("PLAIT_SERVER", cluster.meta.address)
     return call
 

@@ -21,8 +21,6 @@ BINARY = b"\xff\xfe\x1b[31m"
 
 @pytest.fixture
 def dead(node: Serving, subject: str) -> Callable[[list[tuple[bytes, plait.Reason]]], None]:
-    """Makes dead letters of the group "g"."""
-
     def bury(messages: list[tuple[bytes, plait.Reason]]) -> None:
         with plait.sync.connect(node.address) as client:
             for body, _ in messages:

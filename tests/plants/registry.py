@@ -31,7 +31,6 @@ class Plant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the defect."""
         return self.defect.__name__
 
 

@@ -13,7 +13,6 @@ QUICK = [plant for plant in PLANTS if plant.seeds]
 
 
 def found_by(plant: Plant, seeds: range | tuple[int, ...]) -> int | None:
-    """The first seed that finds the defect."""
     for seed in seeds:
         with pytest.MonkeyPatch.context() as patch:
             plant.defect(patch)

@@ -106,7 +106,6 @@ class Cluster:
         self.script = script
 
     def run(self) -> list[Violation]:
-        """Run the cluster; raises if the history has violations."""
         sim = self.simulation
         with sim:
             for process in (self.broker, *self.producers, *self.consumers, self.once):

@@ -48,17 +48,14 @@ class MetaServers:
         self._away = False
 
     def play(self, outages: Sequence[Outage]) -> None:
-        """Schedule the outages of the database."""
         for outage in outages:
             self._simulation.call_later(outage.at, self._set_away, True)
             self._simulation.call_later(outage.at + outage.seconds, self._set_away, False)
 
     def heal(self) -> None:
-        """End an outage."""
         self._away = False
 
     def close(self) -> None:
-        """Remove the database."""
         for server in self._servers:
             if server.meta._store is not None:
                 server.meta._store.close()

@@ -158,7 +158,6 @@ class OrderedCluster:
     # --- the run --------------------------------------------------------------------------------
 
     def run(self) -> list[Violation]:
-        """Run the cluster; raises if the histories have violations."""
         try:
             with without_collections():
                 return self._run()
@@ -239,7 +238,6 @@ class OrderedCluster:
             self.simulation.fail(f"{process.name} began with {text}")
 
     def judge(self) -> list[Violation]:
-        """The violations in the histories."""
         ordered = not self._affinity
         strict = check(self.histories[STRICT], ordered=ordered, moves=True, groups=[GROUP])
         loose = check(self.histories[LOOSE], strict=False, ordered=ordered, moves=True, groups=[GROUP])
@@ -287,7 +285,6 @@ class OrderedCluster:
         return "\n".join(lines)
 
     def _fault(self, fault: Fault) -> None:
-        """Record in the histories what the fault excuses."""
         names = {fault.process, fault.other}
         consumers = names & {process.name for process in self.consumers}
         # A fault of a meta server or a producer excuses no duplicates.

@@ -63,12 +63,9 @@ class Members:
         self.moved: set[str] = set()
 
     def settle(self) -> None:
-        """From now on members stay and handlers succeed."""
         self.settled = True
 
     def main(self, number: int, subjects: Sequence[str]) -> Main:
-        """The main of the consumer with this number."""
-
         async def run(process: Process) -> None:
             draw = random.Random(f"{self.simulation.seed} {process.name}.{process.lives}")
             while True:

@@ -93,18 +93,15 @@ class Senders:
         self.progress = 0.0
 
     def handled(self, handling: Handling) -> None:
-        """Record that a message was handled with success."""
         number = int(handling.value)
         self.progress = self.simulation.now
         self.done.add(number)
         self.waiting.discard(number)
 
     def drained(self) -> bool:
-        """Whether everything that was sent is handled."""
         return not self.waiting and not any(process.lives == life for process, life in self._under_way.values())
 
     async def run(self, process: Process) -> None:
-        """The main of a producer."""
         name = f"{process.name}.{process.lives}"
         draw = random.Random(f"{self.simulation.seed} {name}")
         while self.sending:

@@ -25,7 +25,6 @@ CONFIG = BrokerConfig(
 
 
 async def fill(client: plait.Client, subject: str) -> plait.DiskFull:
-    """Send until the disk is full; returns the error."""
     for _ in range(1000):
         try:
             await client.send(subject, bytes(100_000))

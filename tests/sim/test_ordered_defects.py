@@ -43,7 +43,6 @@ def common(seed: int) -> OrderedCluster:
 
 
 def busy(script: list[Fault], slow: float) -> Callable[[int], OrderedCluster]:
-    """A cluster whose consumers all have a backlog, with these faults."""
     return lambda seed: OrderedCluster(
         seed, slow=slow, script=script, changes=[Change(1.5, STRICT, 1)], quiet_seconds=QUIET_SECONDS, early=True
     )

@@ -95,14 +95,12 @@ class StrictNode:
             await client.admin.create_subject("s", order="strict", partitions=partitions)
 
     async def produce(self, process: Process, keys: list[str], every_seconds: float) -> None:
-        """The main of the producer."""
         async with process.connect(self.address) as client:
             while True:
                 await client.send_many("s", [b"x"] * len(keys), keys=keys)
                 await self._simulation.sleep(every_seconds)
 
     def close(self) -> None:
-        """Close the meta database."""
         host = self.server.cluster._host
         assert host is not None
         assert host._store is not None

@@ -256,7 +256,6 @@ class Load:
         return name
 
     async def _drain(self) -> None:
-        """Wait until every group has received everything."""
         admin = self._clients[0].admin
         for subject in SUBJECTS:
             for group in (SHARED, ALONE, ONCE):

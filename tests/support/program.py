@@ -39,7 +39,6 @@ class Program:
 
     @property
     def code(self) -> int | None:
-        """The exit code; None while it runs."""
         return None if self._process is None else self._process.poll()
 
     async def start(self, *, again: int | None = None) -> None:
@@ -80,7 +79,6 @@ class Program:
         assert word == "ready", line
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
         assert self._process is not None
         self._process.send_signal(number)
 
@@ -95,7 +93,6 @@ class Program:
         return code
 
     def kill(self) -> None:
-        """Kill the process, if it runs."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

@@ -190,14 +190,12 @@ def delete(subject: Subject, group: Group, /, *, yes: Yes = False, node: NodeOpt
 
 
 def kind_of(group: GroupInfo) -> str:
-    """How the group distributes messages."""
     if group.affinity:
         return f"affinity {group.affinity}"
     return "broadcast" if group.broadcast else "ordered" if group.ordered else "shared"
 
 
 def print_groups(groups: Sequence[GroupInfo], output: str = "table") -> None:
-    """Print one line per group."""
     columns: dict[str, Callable[[GroupInfo], str]] = {
         "subject": lambda g: g.subject,
         "group": lambda g: g.group,

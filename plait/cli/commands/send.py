@@ -100,7 +100,6 @@ class SendRun:
         self._last: Receipt | None = None
 
     async def one(self, client: Client, body: bytes) -> None:
-        """Send one message and print its receipt."""
         receipt = await client.send(self._subject, body, **self._options)
         self._add_receipt(receipt)
         if not self._json:

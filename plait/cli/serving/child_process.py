@@ -94,7 +94,6 @@ class Child:
         return process.returncode
 
     async def kill(self) -> None:
-        """Kill it and wait for its end."""
         assert self._process is not None
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

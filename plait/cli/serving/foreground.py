@@ -41,14 +41,12 @@ DEFAULT_HOST = "127.0.0.1"
 
 
 def start_logging(level: str) -> None:
-    """Log to standard error."""
     logging.basicConfig(
         stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
 
 
 def check_port(port: int) -> None:
-    """Refuse an invalid port number."""
     if not 0 <= port < 65536:
         raise InvalidArgument(f"port {port} is out of range; use 1 to 65535, or 0 for a free one")
 
@@ -74,7 +72,6 @@ def cannot_listen(host: str, port: int, error: OSError) -> InvalidArgument:
 
 
 def is_about_port(error: OSError) -> bool:
-    """Whether the error means that a port cannot be opened."""
     return error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
 

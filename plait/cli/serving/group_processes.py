@@ -73,7 +73,6 @@ class GroupProcesses:
         return Unavailable(f"{waiting[first].name} ended with code {first.result()}; the node stops, start it again")
 
     async def stop(self) -> None:
-        """Stop all of them."""
         for result in await asyncio.gather(*(child.stop() for child in self._children), return_exceptions=True):
             if isinstance(result, BaseException):
                 log.warning("a broker group had to be killed: %r", result)

@@ -167,7 +167,6 @@ class Machine:
         self.timeline.fail(f"{text}{details}", error)
 
     def log(self, text: str) -> None:
-        """Add an event to the trace."""
         self.timeline.log(self.name, text)
 
     def unhandled(self, context: dict[str, Any]) -> None:

@@ -59,7 +59,6 @@ class Network:
     # --- chance ---------------------------------------------------------------------------------
 
     def latency(self) -> float:
-        """The latency of the next bytes."""
         low, high = self.latency_seconds
         if self.random.random() < self.spike_odds:
             high = max(high, self.spike_seconds)
@@ -72,11 +71,9 @@ class Network:
         return size
 
     def retry_pause(self) -> float:
-        """Seconds until TCP resends."""
         return self.random.uniform(0.0, self.retry_seconds)
 
     def give_up_pause(self) -> float:
-        """Seconds until TCP gives up."""
         return self.random.uniform(*self.give_up_seconds)
 
     # --- cuts -----------------------------------------------------------------------------------
@@ -89,7 +86,6 @@ class Network:
             self._cuts[target, source] = None
 
     def mend(self, one: Machine, other: Machine) -> None:
-        """End all cuts between the two."""
         if self.is_cut(one, other) or self.is_cut(other, one):
             self.timeline.log(one.name, f"reaches {other.name} again")
             self._cuts.pop((one, other), None)
@@ -97,7 +93,6 @@ class Network:
             self._healed()
 
     def heal(self) -> None:
-        """End all cuts."""
         if self._cuts:
             self.timeline.log("network", "is whole")
             self._cuts.clear()
@@ -122,7 +117,6 @@ class Network:
     # --- listening and dialling -----------------------------------------------------------------
 
     def listen(self, loop: Loop, machine: Machine, factory: Factory, host: str, port: int) -> SimListener:
-        """Start a server on the address."""
         if not port:
             port, self._next_port = self._next_port, self._next_port + 1
         address = (_canonical(host), port)
@@ -133,7 +127,6 @@ class Network:
         return listener
 
     def unlisten(self, listener: SimListener) -> None:
-        """Free the listener's address."""
         if self._listeners.get(listener.address) is listener:
             del self._listeners[listener.address]
 
@@ -176,7 +169,6 @@ class Network:
             self.timeline.call_later(self.latency(), writer.write_soon)
 
     def closed(self, endpoint: Endpoint) -> None:
-        """Forget a closed endpoint."""
         self._endpoints.pop(endpoint, None)
 
     def _died(self, machine: Machine, *, silent: bool) -> None:

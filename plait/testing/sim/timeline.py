@@ -44,7 +44,6 @@ class Trace:
         return f"{self.count}-{self._digest:08x}"
 
     def add(self, time: float, process: str, text: str) -> None:
-        """Add an event that is printed after a failure."""
         self._events.append((time, process, text))
         self.mix(f"{time!r} {process} {text}".encode())
 
@@ -73,7 +72,6 @@ class Later:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Cancel the call."""
         self.cancelled = True
 
     def _fire(self, due: float) -> None:
@@ -108,7 +106,6 @@ class Timeline:
         heapq.heappush(self._heap, (due, self.random.random(), self._number, event))
 
     def run_for(self, seconds: float) -> None:
-        """Let this much virtual time pass."""
         end = self.now + seconds
         self._step_until(lambda: False, end)
         self.now = end
@@ -149,7 +146,6 @@ class Timeline:
             events._set_running_loop(outer)
 
     def log(self, process: str, text: str) -> None:
-        """Add an event to the trace."""
         self.trace.add(self.now, process, text)
 
     def fail(self, message: str, cause: BaseException | None = None) -> None:

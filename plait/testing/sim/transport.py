@@ -62,7 +62,6 @@ class Pipe:
 
     @property
     def room(self) -> int:
-        """The number of bytes that the pipe accepts now."""
         return max(self._window - self.outstanding, 0)
 
     def push(self, data: bytes) -> None:
@@ -168,7 +167,6 @@ class Endpoint(asyncio.Transport):
         return self.kernel_open and self._error is None
 
     def begin(self, protocol: asyncio.BaseProtocol) -> None:
-        """Give the connection to the process."""
         self._protocol = protocol
         protocol.connection_made(self)
         self._look()
@@ -176,7 +174,6 @@ class Endpoint(asyncio.Transport):
     # --- the kernel's side ----------------------------------------------------------------------
 
     def arrived(self, data: bytes) -> None:
-        """Called when bytes arrive."""
         self._network.timeline.trace.mix(b"%s %d %d" % (self.machine.label, len(data), crc32(data)))
         self._unread.append(memoryview(data))
         self._unread_size += len(data)

@@ -55,12 +55,10 @@ class Ledger:
     # --- sending --------------------------------------------------------------------------------
 
     def next_number(self) -> int:
-        """The value of the next message."""
         self._number += 1
         return self._number
 
     def stored(self, record: RecordedSend, subject: str, due: float | None) -> None:
-        """Record that a send succeeded."""
         self.sent[int(record.value)] = Sent(record, subject, due)
 
     # --- handling -------------------------------------------------------------------------------
@@ -71,11 +69,9 @@ class Ledger:
         return group.subject, group.name, consumer if group.mode == "broadcast" else ""
 
     def attached(self, group: GroupPlan, consumer: str, now: float) -> None:
-        """Record that a member was attached."""
         self.since.setdefault(self.holder(group, consumer), now)
 
     def handled(self, group: GroupPlan, handling: Handling, now: float) -> None:
-        """Record that a message was handled with success."""
         self.progress = now
         self.done[self.holder(group, handling.consumer)].add(int(handling.value))
 
@@ -117,5 +113,4 @@ class Part:
         self.ledger = ledger
 
     def connect(self, process: Process, *, limits: plait.ClientLimits = CLIENT_LIMITS, **options: Any) -> plait.Client:
-        """A client of a process."""
         return process.connect(ADDRESSES, limits=limits, **options)

@@ -47,7 +47,6 @@ class Machines:
         self._sync_fails: dict[str, DiskFault] = {}
 
     def start(self) -> None:
-        """Start the servers, and schedule the plan's faults."""
         for process in (*self.metas.processes, *self.brokers.values()):
             process.start()
 

@@ -87,7 +87,6 @@ class Members(Part):
         _hooks[:] = [self._decode]
 
     def settle(self) -> None:
-        """From now on members stay, handlers succeed, and no call is cancelled."""
         self.settled = True
         for calls in self._calls:
             calls.probability = 0.0
@@ -100,7 +99,6 @@ class Members(Part):
     # --- clients --------------------------------------------------------------------------------
 
     def main(self, name: str) -> Main:
-        """The main of a client."""
         groups = [group for group in self.plan.groups if name in group.clients]
 
         async def run(process: Process) -> None:
@@ -446,5 +444,4 @@ def names_of(process: str) -> tuple[str, str]:
 
 
 def number_of(body: bytes) -> int:
-    """The number in a body."""
     return int(body[len(b'{"number":') : body.index(b",")])

@@ -24,7 +24,6 @@ class Operator(Part):
         return self.connect(self._process)
 
     async def create(self) -> None:
-        """Create the subjects once all brokers are registered."""
         async with self._connect() as client:
             while len(await client._router.find_brokers()) < len(self.plan.brokers):
                 await self.simulation.sleep(0.1)
@@ -37,7 +36,6 @@ class Operator(Part):
                     continue
 
     def play(self) -> None:
-        """Schedule the plan's changes."""
         for change in self.plan.changes:
             self.simulation.call_later(change.at, self._begin, change)
         if self.plan.deleted_at is not None:

@@ -122,12 +122,10 @@ class Plan(NamedTuple):
         return not (self.script or self.disk_faults or self.outages)
 
     def subject(self, name: str) -> SubjectPlan:
-        """The subject of that name."""
         return next(subject for subject in self.subjects if subject.name == name)
 
 
 def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
-    """The plan of a seed."""
     draw = random.Random(f"{seed} plan")
     # In a small world more things happen at the same time.
     small = draw.random() < 0.4

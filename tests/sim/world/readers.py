@@ -26,7 +26,6 @@ class Reading(Part):
         self.seen: dict[str, int] = {}
 
     def settle(self) -> None:
-        """Cancel no more calls."""
         self.settled = True
         for calls in self._calls:
             calls.probability = 0.0

@@ -49,7 +49,6 @@ class Senders(Part):
     sending = True
 
     async def run(self, process: Process) -> None:
-        """The main of a producer."""
         name = f"{process.name}.{process.lives}"
         draw = random.Random(f"{self.plan.seed} {name}")
         calls = Calls(draw, self.plan.cancels)

@@ -49,7 +49,6 @@ class World:
             process.jump(draw.uniform(-self.plan.skew, self.plan.skew))
 
     def run(self) -> None:
-        """Run the world; raises ``AssertionError`` for a broken promise."""
         try:
             with without_collections(), self.simulation:
                 self._run()
@@ -105,7 +104,6 @@ class World:
             sim.process("operator").start(self.operator.resume(self.drained))
 
     def drained(self) -> bool:
-        """Whether everything is handled that must be."""
         return (
             not self.ledger.sending()
             and not any(
@@ -141,7 +139,6 @@ class World:
         return "\n".join(lines)
 
     def _fault(self, fault: Fault) -> None:
-        """Record in the histories what the fault excuses."""
         processes = {fault.process, fault.other}
         consumers = processes & {*CLIENTS}
         brokers = set() if consumers else processes & {*self.plan.brokers}

@@ -102,7 +102,6 @@ def _warn(error: PlaitError, seconds: float) -> None:
 
 
 def pause(seconds: float) -> None:
-    """Wait between two runs."""
     time.sleep(seconds)
 
 
