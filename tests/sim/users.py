@@ -6,17 +6,12 @@ import asyncio
 import gc
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import plait
-from plait.broker import BrokerConfig
 from plait.errors import PlaitError
-from plait.meta.database.connection import file_url
-from plait.server import Server
-from plait.testing.embedded_broker import empty_database
 from plait.testing.history import History
-from plait.testing.sim import Fault, Process, Simulation
+from plait.testing.sim import Fault, Simulation
 
 CLIENT_LIMITS = plait.ClientLimits(
     reconnect_max_seconds=1.0, request_seconds=3.0, route_seconds=5.0, pull_wait_seconds=5.0
@@ -70,41 +65,6 @@ async def until_it_leaves(tasks: list[asyncio.Task[None]], leaving: Coroutine[An
     for each in ended:
         if isinstance(each, Exception):
             raise each
-
-
-class StrictNode:
-    """A node with a strict subject "s", into which a producer sends one message of each key again and again."""
-
-    address = "plait://127.0.0.1:7450"
-
-    def __init__(self, simulation: Simulation, database: Path, config: BrokerConfig, *, partitions: int) -> None:
-        self._simulation = simulation
-        self._config = config
-        database.write_bytes(empty_database())
-        self._meta = file_url(str(database))
-        self.server: Server
-        simulation.process("broker", self._serve).start()
-        simulation.run(self._create(partitions))
-
-    async def _serve(self, process: Process) -> None:
-        self.server = Server(process.disk, self._config, clock=process.clock, meta=self._meta)
-        await self.server.start()
-
-    async def _create(self, partitions: int) -> None:
-        async with self._simulation.process("test").connect(self.address) as client:
-            await client.admin.create_subject("s", order="strict", partitions=partitions)
-
-    async def produce(self, process: Process, keys: list[str], every_seconds: float) -> None:
-        async with process.connect(self.address) as client:
-            while True:
-                await client.send_many("s", [b"x"] * len(keys), keys=keys)
-                await self._simulation.sleep(every_seconds)
-
-    def close(self) -> None:
-        host = self.server.cluster._host
-        assert host is not None
-        assert host._store is not None
-        host._store.close()
 
 
 async def empty(

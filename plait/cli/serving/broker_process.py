@@ -27,6 +27,7 @@ from plait.broker.turn import MESSAGE_DIRECTORY
 from plait.cli.event_loop import run_loop
 from plait.cli.options import Lease, described, duration_of, flag, lease_of, size_of
 from plait.cli.output import format_size
+from plait.cli.serving.child_process import GroupProcesses, check_groups
 from plait.cli.serving.foreground import (
     DEFAULT_HOST,
     Host,
@@ -42,7 +43,6 @@ from plait.cli.serving.foreground import (
     start_logging,
     stop_on_signals,
 )
-from plait.cli.serving.group_processes import GroupProcesses, check_groups
 from plait.errors import DataDirError, InvalidArgument, StorageFailed
 from plait.limits import FILES_PER_SEGMENT, FILES_RESERVE, ServerLimits
 from plait.memory import keep_buffers
