@@ -1,19 +1,31 @@
-"""Checks that no process and no listening port of a test run outlives it.
+"""Checks that no process, listening port, network namespace or mount of a test run outlives it.
 
 A process belongs to the run if it descends from the run or has the run's token in its environment; the token also
-finds daemons that were orphaned on purpose.
+finds daemons that were orphaned on purpose. A namespace or mount belongs to the run if it appeared during the run,
+unless its name has the process id of another live run. `run_name` makes such names, so that two runs on one machine
+do not report each other's namespaces and mounts.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
 TOKEN_VARIABLE = "PLAIT_TEST_RUN"
 #: Processes that the interpreter starts for itself. They end with it and cannot be ended before.
 _OF_THE_INTERPRETER = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+#: The first `ip netns add` on a machine mounts this directory, and it stays mounted.
+_OF_IPROUTE = "/run/netns"
+_RUN_NAME = re.compile(r"plait-(\d+)-")
+
+
+def run_name(suffix: str) -> str:
+    """A name for a namespace or a mount point that has the process id of the run."""
+    return f"plait-{os.getpid()}-{suffix}"
 
 
 def mark_run() -> str:
@@ -27,21 +39,31 @@ def mark_run() -> str:
 
 @dataclass(frozen=True)
 class Traces:
-    """The processes and ports of a run at one moment, with descriptions."""
+    """The processes, ports, namespaces and mounts of a run at one moment, with descriptions."""
 
     processes: dict[psutil.Process, str] = field(default_factory=dict)
     ports: dict[tuple[int, str], str] = field(default_factory=dict)
+    namespaces: frozenset[str] = frozenset()
+    mounts: frozenset[str] = frozenset()
 
     def beyond(self, before: Traces) -> list[str]:
         """What appeared since ``before``, one line each."""
         lines = [f"process {text}" for process, text in self.processes.items() if process not in before.processes]
-        return lines + [f"port {text}" for port, text in self.ports.items() if port not in before.ports]
+        lines += [f"port {text}" for port, text in self.ports.items() if port not in before.ports]
+        lines += [f"namespace {name}" for name in sorted(self.namespaces - before.namespaces)]
+        lines += [f"mount {point}" for point in sorted(self.mounts - before.mounts)]
+        return lines
 
 
 def observe(token: str) -> Traces:
     """The traces of the run with this token. Its processes are found wherever they are in the process tree."""
     processes = _processes(token)
-    return Traces({process: _describe(process) for process in processes}, _ports([psutil.Process(), *processes]))
+    return Traces(
+        processes={process: _describe(process) for process in processes},
+        ports=_ports([psutil.Process(), *processes]),
+        namespaces=frozenset(name for name in _namespaces() if not _of_another_run(name)),
+        mounts=frozenset(point for point in _mounts() if point != _OF_IPROUTE and not _of_another_run(point)),
+    )
 
 
 def end_processes(before: Traces, after: Traces) -> None:
@@ -107,3 +129,17 @@ def _ports(processes: list[psutil.Process]) -> dict[tuple[int, str], str]:
                 address = f"{connection.laddr.ip}:{connection.laddr.port}"
                 found[process.pid, address] = f"{address} of process {process.pid}"
     return found
+
+
+def _namespaces() -> list[str]:
+    directory = Path(_OF_IPROUTE)
+    return [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
+
+
+def _mounts() -> list[str]:
+    table = Path("/proc/self/mountinfo")
+    return [line.split()[4] for line in table.read_text().splitlines()] if table.exists() else []
+
+
+def _of_another_run(name: str) -> bool:
+    return any(int(pid) != os.getpid() and psutil.pid_exists(int(pid)) for pid in _RUN_NAME.findall(name + "-"))
