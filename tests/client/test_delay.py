@@ -71,19 +71,6 @@ async def test_a_message_is_delivered_when_due_with_all_its_fields(
     assert undelayed.deliver_at is None
 
 
-async def test_a_delay_is_given_in_several_forms(timed_broker: EmbeddedBroker, timed: plait.Client) -> None:
-    now = datetime.fromtimestamp(timed_broker.clock.now() / 1e6, UTC)
-    for delay in ("3s", timedelta(seconds=2), plait.DelayLevel.LEVEL_2, 0.01, 4):
-        await timed.send("s", str(delay), delay=delay)
-    await timed.send("s", "then", deliver_at=now + 1 * SECOND)
-    await timed.send("s", "past", deliver_at=now - 3600 * SECOND)
-    await timed_broker.advance(0)
-    assert [message.body for message in await everything(timed, 1)] == [b"past"]
-    await timed_broker.advance(10)
-    bodies = [message.body for message in await everything(timed, 7)]
-    assert bodies == [b"past", b"0.01", b"then", b"0:00:02", b"3s", b"4", b"DelayLevel.LEVEL_2"]
-
-
 @pytest.mark.parametrize("compression", [None, "zstd"])
 async def test_send_many_takes_one_delay_or_one_for_each_message(
     timed_broker: EmbeddedBroker, compression: Any

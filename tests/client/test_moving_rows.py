@@ -65,7 +65,7 @@ async def run(brokers: list[EmbeddedBroker], order: str, script: list[tuple[obje
                 for _ in range(arguments[0]):  # type: ignore[call-overload]
                     await asyncio.sleep(0)
             elif what == "break":
-                nodes = client._router.nodes()
+                nodes = list(dict.fromkeys([client._node, *client._router._nodes.values()]))
                 link = nodes[arguments[0] % len(nodes)].link  # type: ignore[operator]
                 if link is not None:
                     link.abort()

@@ -56,19 +56,6 @@ def test_send_post_and_flush(client: plait.sync.Client) -> None:
     assert (second.key, second.tags, second.headers) == ("k", ["u"], {"h": 2})
 
 
-def test_posts_and_sends_of_a_thread_keep_their_order(client: plait.sync.Client) -> None:
-    for number in range(0, 20_000, 2_000):
-        for step in range(1_998):
-            client.post("s", b"%d" % (number + step))
-        client.send("s", b"%d" % (number + 1_998))
-        client.send_many("s", [b"%d" % (number + 1_999)])
-    with client.consumer("s", group="g") as consumer:
-        seen: list[int] = []
-        while len(seen) < 20_000:
-            seen += numbers(consumer.fetch(20_000))
-    assert seen == list(range(20_000))
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -187,21 +174,6 @@ def test_an_iteration_ends_when_another_thread_closes_the_consumer(client: plait
             pass
         consumer.close()
         assert waiting.result(10) == []
-
-
-def test_a_stopped_consumer_hands_out_no_message(client: plait.sync.Client) -> None:
-    send(client, 10)
-    with client.consumer("s", group="g") as consumer:
-        assert numbers([next(consumer)]) == [0]
-        shared_loop().run(stop(consumer))
-        assert list(consumer) == []
-        assert len(consumer.fetch(5, wait=0)) == 0
-    with client.consumer("s", group="g", retry=plait.Retry()) as consumer:
-        assert [message.attempt for message in consumer.fetch(10)] == [2] + [1] * 9
-
-
-async def stop(consumer: plait.sync.Consumer) -> None:
-    consumer._inner._stop()
 
 
 def test_each_row_is_either_handed_out_or_returned(client: plait.sync.Client) -> None:

@@ -15,7 +15,6 @@ from plait.frame.builder import SMALL_COUNT, Rows, build_one
 from plait.frame.columns import ORIGINAL_SIZE_MAX, Codec, Column
 from plait.frame.header import SEQUENCE_MAX, TIME_MAX
 from plait.limits import COLUMN_SIZE_MAX, FRAME_COUNT_MAX, MIB
-from tests.frame.samples import relaxed
 
 ROWS = [b"one", b"", "drü".encode(), b"\x1f" * 40]
 TEXT = [row.decode() for row in ROWS]
@@ -75,15 +74,6 @@ def test_views_of_numbers_are_stored_as_their_bytes(count: int):
     view = memoryview(np.arange(3, dtype=np.int32))
     frame = build_frame([view] * count, producer=1, first=1)
     assert FrameView(frame.tobytes()).validate().binary(Column.BODY).to_pylist() == [view.tobytes()] * count
-
-
-@relaxed
-@given(st.lists(st.binary(max_size=5), min_size=1, max_size=150), st.data())
-def test_any_part_of_an_array_is_stored(rows: list[bytes], data: st.DataObject):
-    start = data.draw(st.integers(0, len(rows) - 1))
-    stop = data.draw(st.integers(start + 1, len(rows)))
-    frame = build_frame(pa.array(rows, pa.binary())[start:stop], producer=1, first=1)
-    assert FrameView(frame.tobytes()).validate().binary(Column.BODY).to_pylist() == rows[start:stop]
 
 
 def test_arrays_are_not_copied():

@@ -41,12 +41,12 @@ async def test_letters_with_large_bodies_come_in_pages_that_fit(serve: Serve):
         after = -1
         while after is not None:
             page = await ask(raw, "list", after=after, bodies=True, limit=1000)
-            assert sum(len(letter["body"]) for letter in page["letters"]) <= 8 * MIB
-            got += page["letters"]
+            assert sum(len(letter["body"]) for letter in page["rows"]) <= 8 * MIB
+            got += page["rows"]
             after = page["next"]
         assert [letter["body"][:2] for letter in got] == [b"%02d" % number for number in range(20)]
         assert [letter["reason"][1] for letter in got] == [f"text {number}" for number in range(20)]
-        assert len((await ask(raw, "list", limit=1000))["letters"]) == 20, "without bodies they fit into one page"
+        assert len((await ask(raw, "list", limit=1000))["rows"]) == 20, "without bodies they fit into one page"
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ async def test_an_invalid_request_is_refused_and_changes_nothing(
         await bury(raw, b"x")
         with pytest.raises(error, match=expected):
             await ask(raw, operation, **arguments)
-        assert len((await ask(raw, "list"))["letters"]) == 1
+        assert len((await ask(raw, "list"))["rows"]) == 1

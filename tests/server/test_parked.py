@@ -95,7 +95,7 @@ async def server(serve: Serve) -> Server:
 async def parked(raw: Raw) -> dict[str, dict[str, Any]]:
     page = await raw.admin("group.parked", **OF)
     assert page["next"] is None
-    return {each["key"]: each for each in page["keys"]}
+    return {each["key"]: each for each in page["rows"]}
 
 
 async def test_parked_keys_are_listed_with_their_letters(server: Server):
@@ -124,7 +124,7 @@ async def test_a_key_whose_letter_was_purged_is_listed_and_continues_after_it(se
         member = await park(raw)
         await raw.admin("dlq.purge", **OF, select={"sequences": [0]})
         page = await raw.admin("group.parked", **OF)
-        assert {each["hash"]: each["key"] for each in page["keys"]} == {hash_of("a"): None, hash_of("b"): "b"}
+        assert {each["hash"]: each["key"] for each in page["rows"]} == {hash_of("a"): None, hash_of("b"): "b"}
         assert await raw.admin("group.resume", **OF, keys=[hash_of("a")]) == 1
         assert await member.pull() == [b"a2"]
 

@@ -151,7 +151,16 @@ class Admin(DeadAdmin, ScheduleAdmin, ParkedAdmin):
         details = [answer for _, answer in answers]
         groups = merged_groups([group for each in details for group in each.groups])
         partitions = [each.subject for each in details]
-        return SubjectDetails(merged_subject(partitions, len(groups)), groups, partitions)
+        merged = partitions[0]
+        if len(partitions) > 1:
+            merged = msgspec.structs.replace(
+                merged,
+                partition=", ".join(each.partition for each in partitions),
+                groups=len(groups),
+                created=min(each.created for each in partitions),
+                **_sums(partitions, ("start", "end", "count", "size")),
+            )
+        return SubjectDetails(merged, groups, partitions)
 
     async def create_subject(
         self,
@@ -311,19 +320,6 @@ class Admin(DeadAdmin, ScheduleAdmin, ParkedAdmin):
     async def server(self) -> dict[str, Any]:
         """Facts about the server."""
         return await self._run(subjects.DESCRIBE_SERVER)
-
-
-def merged_subject(partitions: list[SubjectInfo], groups: int) -> SubjectInfo:
-    """Merge the reports of a subject's partitions."""
-    if len(partitions) == 1:
-        return partitions[0]
-    return msgspec.structs.replace(
-        partitions[0],
-        partition=", ".join(each.partition for each in partitions),
-        groups=groups,
-        created=min(each.created for each in partitions),
-        **_sums(partitions, ("start", "end", "count", "size")),
-    )
 
 
 def merged_groups(found: list[GroupInfo]) -> list[GroupInfo]:

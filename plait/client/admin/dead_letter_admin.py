@@ -196,7 +196,7 @@ class DeadAdmin(Calls):
                     limit=min(limit - len(found), DEAD_LIST_MAX),
                     bodies=bodies,
                 )
-                found += [_letter(subject, group, letter, place.name) for letter in page.letters]
+                found += [_letter(subject, group, letter, place.name) for letter in page.rows]
                 after = page.next
         return found
 
@@ -228,7 +228,7 @@ class DeadAdmin(Calls):
                     after=after,
                     limit=DEAD_PAGE_MAX,
                 )
-                for part in page.reasons:
+                for part in page.rows:
                     known = merged.setdefault((part.type, part.handler), part)
                     if known is not part:
                         known.add(part)
@@ -303,17 +303,6 @@ class DeadAdmin(Calls):
         return pace.count
 
 
-def rate_of(value: Any) -> float | None:
-    """A validated rate per second; None: no limit."""
-    if value is None:
-        return None
-    if not is_number(value):
-        raise InvalidArgument(f"rate {shown(value)} is a {type(value).__name__}; use a number of messages per second")
-    if not 0 < value <= RATE_MAX:
-        raise InvalidArgument(f"rate must be more than 0 and at most {RATE_MAX:g} per second, not {shown(value)}")
-    return float(value)
-
-
 class LetterRate:
     """Limits letters to ``rate`` per second. A page that is a little late does not delay the next ones.
 
@@ -324,9 +313,12 @@ class LetterRate:
     def __init__(
         self, rate: float | None, progress: Callable[[int], None] | None = None, dry_run: bool = False
     ) -> None:
-        rate = rate_of(rate)
+        if rate is not None and not is_number(rate):
+            raise InvalidArgument(f"rate {shown(rate)} is a {type(rate).__name__}; use a number of messages per second")
+        if rate is not None and not 0 < rate <= RATE_MAX:
+            raise InvalidArgument(f"rate must be more than 0 and at most {RATE_MAX:g} per second, not {shown(rate)}")
         self.dry_run = dry_run
-        self._rate = None if dry_run else rate
+        self._rate = None if dry_run or rate is None else float(rate)
         self._progress = progress
         self._limit: RateLimit | None = None
         self.count = 0

@@ -129,6 +129,6 @@ class ParkedAdmin(Calls):
         after: int | None = -1
         while after is not None:
             page = await self._run(LIST_PARKED, at=place.node, subject=place.name.name, group=group, after=after)
-            keys += page.keys
+            keys += page.rows
             after = page.next
         return keys

@@ -266,10 +266,6 @@ class Router:
             self._node(group, found[group][0])
         return self._nodes[group]
 
-    def nodes(self) -> list[Node]:
-        """All nodes, including the meta server's."""
-        return list(dict.fromkeys([self.meta, *self._nodes.values()]))
-
     async def close(self) -> None:
         """Disconnect from all nodes except the meta server."""
         for timer in self._watched.values():

@@ -145,8 +145,6 @@ Dues = int | npt.NDArray[np.int64]
 
 _MAX_MICROS: Final = round(DELAY_SECONDS_MAX * 1_000_000)
 _LIMITS: Final = f"use {DELAY_SECONDS_MIN * 1000:g} ms to {DELAY_SECONDS_MAX / 86400:.0f} days"
-#: Nanoseconds in each of Arrow's units.
-_UNITS: Final = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
 _MANY: Final = (Sequence, np.ndarray, pa.Array, pa.ChunkedArray)
 #: Seconds in each of NumPy's units whose length is fixed.
 _NUMPY_UNITS: Final = {
@@ -244,10 +242,11 @@ def _of_arrow(name: str, values: pa.Array | pa.ChunkedArray, now: int) -> Dues:
     if pa.types.is_timestamp(kind) and name == "deliver_at":
         if kind.tz is None:
             raise InvalidArgument("deliver_at has no time zone; add one, as in pa.timestamp('us', tz='UTC')")
-        return _checked(name, _micros(_integers(values), kind.unit), now)
-    if pa.types.is_duration(kind) and name == "delay":
-        return _checked(name, _micros(_integers(values), kind.unit) + now, now)
-    if (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and name == "delay":
+        # A time before 1970 is due at once.
+        since = np.maximum(values.cast(pa.int64()).to_numpy(), 0).astype(f"timedelta64[{kind.unit}]")
+        return _of_timedeltas(name, since, 0, now)
+    numbers = pa.types.is_duration(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if name == "delay" and numbers:
         return _of_numpy(name, values.to_numpy(), now)
     raise InvalidArgument(f"{name} is an Arrow column of {kind}; use seconds or durations, or times with a time zone")
 
@@ -260,17 +259,9 @@ def _of_numpy(name: str, values: npt.NDArray[Any], now: int) -> Dues:
             "and datetimes with a time zone for deliver_at"
         )
     if kind == "m":
-        unit, multiple = np.datetime_data(values.dtype)
-        if unit not in _NUMPY_UNITS:
+        if np.datetime_data(values.dtype)[0] not in _NUMPY_UNITS:
             raise InvalidArgument(f"delay is a NumPy array of {values.dtype}, a unit of no fixed length; use days")
-        # A rough check first: a delay that is far too long would overflow in the conversion to microseconds.
-        rough = values.astype(np.int64) * (multiple * _NUMPY_UNITS[unit])
-        wrong = np.flatnonzero((rough < 0) | (rough > 2 * DELAY_SECONDS_MAX))
-        if len(wrong):
-            raise InvalidArgument(f"row {wrong[0]}: delay is {rough[wrong[0]]:g} s from now; {_LIMITS}")
-        whole = values.astype("timedelta64[us]")
-        micros = whole.astype(np.int64) + (whole < values)
-        return _checked(name, micros + now, now)
+        return _of_timedeltas(name, values, now, now)
     seconds = values.astype(np.float64)
     bad = np.flatnonzero(~((seconds >= DELAY_SECONDS_MIN) & (seconds <= DELAY_SECONDS_MAX)))
     if len(bad):
@@ -278,25 +269,23 @@ def _of_numpy(name: str, values: npt.NDArray[Any], now: int) -> Dues:
     return np.ceil(np.round(seconds * 1_000_000, 3)).astype(np.int64) + now
 
 
-def _integers(values: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    found: npt.NDArray[np.int64] = values.cast(pa.int64()).to_numpy()
-    return found
+def _of_timedeltas(name: str, values: npt.NDArray[Any], origin: int, now: int) -> Dues:
+    """Times after ``origin``, rounded up to microseconds."""
+    unit, multiple = np.datetime_data(values.dtype)
+    # A rough check first: a time that is far too late would overflow in the conversion to microseconds.
+    rough = values.astype(np.int64) * (multiple * _NUMPY_UNITS[unit]) + (origin - now) / 1_000_000
+    _check(name, rough, 2 * DELAY_SECONDS_MAX, 0.0)
+    whole = values.astype("timedelta64[us]")
+    dues: npt.NDArray[np.int64] = whole.astype(np.int64) + (whole < values) + origin
+    _check(name, (dues - now) / 1_000_000, DELAY_SECONDS_MAX, DELAY_SECONDS_MIN)
+    return dues
 
 
-def _micros(values: npt.NDArray[np.int64], unit: str) -> npt.NDArray[np.int64]:
-    """Microseconds, rounded up. A value that does not fit is clipped to one that is far out of range."""
-    size = _UNITS[unit]
-    bound = np.iinfo(np.int64).max // 4 // max(size // 1_000, 1)
-    values = np.clip(values, -bound, bound)
-    return values * (size // 1_000) if size >= 1_000 else -(-values // 1_000)
-
-
-def _checked(name: str, dues: npt.NDArray[np.int64], now: int) -> Dues:
-    ahead = dues - now
-    bad = ahead > _MAX_MICROS
+def _check(name: str, ahead: npt.NDArray[Any], most: float, least: float) -> None:
+    """Refuse due times that are more than ``most`` seconds ahead, and delays below ``least``."""
+    bad = ahead > most
     if name == "delay":
-        bad |= ahead < DELAY_SECONDS_MIN * 1_000_000
+        bad |= ahead < least
     rows = np.flatnonzero(bad)
     if len(rows):
-        raise InvalidArgument(f"row {rows[0]}: {name} is {ahead[rows[0]] / 1_000_000:g} s from now; {_LIMITS}")
-    return np.maximum(dues, 0)
+        raise InvalidArgument(f"row {rows[0]}: {name} is {ahead[rows[0]]:g} s from now; {_LIMITS}")

@@ -26,9 +26,6 @@ from plait.wire.admin.dead_letters import (
     ChangedLetters,
     ChangeLetters,
     DeadQueue,
-    FoundKeys,
-    FoundLetters,
-    FoundReasons,
     LetterPage,
     LetterRow,
     ListLetters,
@@ -38,6 +35,7 @@ from plait.wire.admin.dead_letters import (
     ReasonRow,
     Unpark,
 )
+from plait.wire.admin.operation import Page
 from plait.wire.admin.subjects import OfSubjects
 
 #: Approximate size limit of one page. A page has at least one letter.
@@ -55,7 +53,7 @@ def list_queues(host: BrokerHost, request: OfSubjects) -> list[DeadQueue]:
     ]
 
 
-def list_letters(host: BrokerHost, request: ListLetters) -> FoundLetters:
+def list_letters(host: BrokerHost, request: ListLetters) -> Page[LetterRow]:
     group, found, following = _page(host, request, DEAD_LIST_MAX)
     if found:
         # Cut before the letters are copied: together they may be larger than a packet.
@@ -68,7 +66,7 @@ def list_letters(host: BrokerHost, request: ListLetters) -> FoundLetters:
             found = [part._replace(sequences=part.sequences[part.sequences <= following]) for part in found]
     letters = [view for part in found if len(part.sequences) for view in _views(group, part, bodies=request.bodies)]
     letters.sort(key=lambda letter: letter.sequence)
-    return FoundLetters(letters, following)
+    return Page(letters, following)
 
 
 def _sizes(letters: Letters, *, bodies: bool) -> npt.NDArray[np.int64]:
@@ -83,7 +81,7 @@ def _sizes(letters: Letters, *, bodies: bool) -> npt.NDArray[np.int64]:
     return sizes
 
 
-def count_reasons(host: BrokerHost, request: LetterPage) -> FoundReasons:
+def count_reasons(host: BrokerHost, request: LetterPage) -> Page[ReasonRow]:
     _, found, following = _page(host, request, DEAD_PAGE_MAX)
     reasons: dict[tuple[str, str], ReasonRow] = {}
     for sequences, _, death in found:
@@ -93,7 +91,7 @@ def count_reasons(host: BrokerHost, request: LetterPage) -> FoundReasons:
         same = reasons.setdefault((reason.type, reason.handler), row)
         if same is not row:
             same.add(row)
-    return FoundReasons(list(reasons.values()), following)
+    return Page(list(reasons.values()), following)
 
 
 def resend(host: BrokerHost, request: ChangeLetters) -> ChangedLetters:
@@ -172,7 +170,7 @@ def _texts(frame: FrameView, column: Column) -> list[bytes]:
     return rows
 
 
-def list_parked(host: BrokerHost, request: ListParked) -> FoundKeys:
+def list_parked(host: BrokerHost, request: ListParked) -> Page[ParkedRow]:
     if not 1 <= request.limit <= PARKED_PAGE_MAX:
         raise InvalidArgument(f"a page of {request.limit} parked keys is invalid; use 1 to {PARKED_PAGE_MAX}")
     group = _group(host, request.subject, request.group)
@@ -183,7 +181,7 @@ def list_parked(host: BrokerHost, request: ListParked) -> FoundKeys:
     }
     page = sorted(letters)[: request.limit]
     views = _parked_rows(host, group, {key: letters[key] for key in page})
-    return FoundKeys(views, page[-1] if len(page) < len(letters) else None)
+    return Page(views, page[-1] if len(page) < len(letters) else None)
 
 
 def _parked_rows(host: BrokerHost, group: OrderedGroup, letters: dict[int, int]) -> list[ParkedRow]:

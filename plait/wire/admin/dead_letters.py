@@ -6,7 +6,7 @@ import msgspec
 
 from plait.limits import DEAD_LIST_MAX, PARKED_PAGE_MAX
 from plait.model.reason import Reason
-from plait.wire.admin.operation import Operation
+from plait.wire.admin.operation import Operation, Page
 from plait.wire.admin.subjects import OfGroup, OfSubjects
 
 
@@ -95,20 +95,6 @@ class ReasonRow(msgspec.Struct):
         self.last_time = max(self.last_time, other.last_time)
 
 
-class FoundLetters(msgspec.Struct):
-    """A page of letters, and the sequence after which the next page starts; None: the last page."""
-
-    letters: list[LetterRow]
-    next: int | None
-
-
-class FoundReasons(msgspec.Struct):
-    """The reasons of a page of letters, and the sequence after which the next page starts; None: the last page."""
-
-    reasons: list[ReasonRow]
-    next: int | None
-
-
 class ChangedLetters(msgspec.Struct):
     """How many letters of a page were resent or purged, and the sequence after which the next page starts."""
 
@@ -143,19 +129,12 @@ class ParkedRow(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason = Reason()
 
 
-class FoundKeys(msgspec.Struct):
-    """A page of parked keys, and the hash after which the next page starts; None: the last page."""
-
-    keys: list[ParkedRow]
-    next: int | None
-
-
 LIST_QUEUES = Operation("dlq.queues", OfSubjects, list[DeadQueue])
-LIST_LETTERS = Operation("dlq.list", ListLetters, FoundLetters)
-COUNT_REASONS = Operation("dlq.reasons", LetterPage, FoundReasons)
+LIST_LETTERS = Operation("dlq.list", ListLetters, Page[LetterRow])
+COUNT_REASONS = Operation("dlq.reasons", LetterPage, Page[ReasonRow])
 RESEND_LETTERS = Operation("dlq.resend", ChangeLetters, ChangedLetters)
 PURGE_LETTERS = Operation("dlq.purge", ChangeLetters, ChangedLetters)
-LIST_PARKED = Operation("group.parked", ListParked, FoundKeys)
+LIST_PARKED = Operation("group.parked", ListParked, Page[ParkedRow])
 #: Deliver the failed messages of parked keys again. Returns the number of keys.
 RESUME_KEYS = Operation("group.resume", Unpark, int)
 #: Continue after the failed messages of parked keys, which stay dead letters. Returns the number of keys.

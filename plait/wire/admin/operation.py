@@ -11,6 +11,7 @@ from plait.errors import InvalidArgument
 from plait.wire import messages as m
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -19,6 +20,13 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
 
 class Nothing(Request):
     """No arguments."""
+
+
+class Page(msgspec.Struct, Generic[T], frozen=True):
+    """A page of a listing, and the number after which the next page starts; None: the last page."""
+
+    rows: list[T]
+    next: int | None
 
 
 class Operation(Generic[R]):
