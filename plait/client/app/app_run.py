@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import AsyncExitStack, contextmanager
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from plait import tasks
-from plait.client.app.subscription import Outcome, Subscription
+from plait.client.app.subscription import Subscription
 from plait.client.client import Client
 from plait.client.closing import end_of
 from plait.client.consume.consumer import Consumer
@@ -24,11 +25,16 @@ log = logging.getLogger("plait.app")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: A future, and the call whose result it gets.
+_Work = tuple["Future[Any]", Callable[[], Any]]
 #: A start-up or shutdown hook.
 LifecycleHook = Callable[[], Any]
 
 
-class HandlerThreads:
+class HandlerThreads(Executor):
     """At most ``count`` threads for ``def`` handlers, started when there is work for them.
 
     A thread cannot be stopped from outside. These are daemon threads, so the program does not wait at its end for a
@@ -37,42 +43,49 @@ class HandlerThreads:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._work: SimpleQueue[tuple[Future[Outcome], Callable[[], Any]] | None] = SimpleQueue()
+        self._work: SimpleQueue[_Work | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._stopped = False
 
-    def run(self, call: Callable[[], Any]) -> asyncio.Future[Outcome]:
-        """Run a call in one of the threads. A future cannot carry a StopIteration, so its result has the error too."""
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a call in one of the threads."""
         if self._stopped:
             raise RuntimeError("the handler threads are stopped and take no more calls")
-        future: Future[Outcome] = Future()
-        self._work.put((future, call))
+        future: Future[T] = Future()
+        self._work.put((future, functools.partial(call, *args, **kwargs)))
         if len(self._threads) < self._count:
             name = f"plait-handler-{len(self._threads) + 1}"
-            self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
+            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
             self._threads[-1].start()
-        return asyncio.wrap_future(future)
+        return future
 
-    def stop(self) -> None:
-        """Take no more work. Each thread ends after its current call."""
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more work. Each thread ends after its current call; ``wait`` waits for that."""
         self._stopped = True
         for _ in self._threads:
             self._work.put(None)
+        if wait:
+            for thread in self._threads:
+                thread.join()
 
-    def _serve(self) -> None:
+    def _run(self) -> None:
         while (work := self._work.get()) is not None:
             future, call = work
             if not future.set_running_or_notify_cancel():
                 continue
-            outcome: Outcome
+            result: Any = None
+            failure: BaseException | None = None
             try:
-                outcome = call(), None
+                result = call()
             except BaseException as error:  # noqa: BLE001 - the caller looks at it
-                outcome = None, error
+                failure = error
             if self._stopped:
                 # The loop that waited for it may be closed.
                 return
-            future.set_result(outcome)
+            if failure is None:
+                future.set_result(result)
+            else:
+                future.set_exception(failure)
 
 
 class AppRun:
@@ -169,7 +182,7 @@ class AppRun:
                     self._consumers.append(consumer)
                 for subscription, consumer in zip(self._subscriptions, self._consumers, strict=True):
                     for _ in range(subscription.settings.concurrency):
-                        work = subscription.work(consumer, pool.run, self.stopping)
+                        work = subscription.work(consumer, pool, self.stopping)
                         workers.append(tasks.child(work, f"plait-{subscription.handler.name}"))
                 log.info("ready: %s, as client %s", "; ".join(map(str, self._subscriptions)), client.client_id)
                 stopped = tasks.child(self.stopping.wait(), "plait-stopping")
@@ -179,7 +192,7 @@ class AppRun:
                     stopped.cancel()
                     await self._drain(workers)
         finally:
-            pool.stop()
+            pool.shutdown(wait=False)
         for worker in workers:
             if worker.done() and not worker.cancelled() and (error := worker.exception()) is not None:
                 raise error

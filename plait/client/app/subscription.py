@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
 from typing import Any, Literal
 
 import msgspec
@@ -29,11 +30,6 @@ log = logging.getLogger("plait.app")
 
 #: Wraps each call of a handler; gets its messages, and a function that calls the next hook or the handler.
 HandleHook = Callable[[list[Message], Callable[[], Awaitable[None]]], Awaitable[None]]
-
-#: The result of a call in a thread, and the exception that it raised.
-Outcome = tuple[Any, BaseException | None]
-#: Runs a call in a thread.
-InThread = Callable[[Callable[[], Any]], asyncio.Future[Outcome]]
 
 #: Raised in a task from outside: control-C where the loop does not handle it, and the end of the interpreter. Any other
 #: exception of a decoder or a handler is a failure of its message only.
@@ -107,7 +103,7 @@ class Call:
 
     def __init__(self, arguments: list[Any]) -> None:
         self.arguments = arguments
-        self.thread: asyncio.Future[Outcome] | None = None
+        self.thread: asyncio.Future[Any] | None = None
         #: True if a worker waits for the call.
         self.awaited = True
         #: The exception that its thread raised.
@@ -156,7 +152,7 @@ class Subscription:
     def consumer(self, client: Client) -> Consumer:
         return client._consumer(self.settings.consumer, any_thread=not self.handler.is_async)
 
-    async def work(self, consumer: Consumer, in_thread: InThread, stopping: asyncio.Event) -> None:
+    async def work(self, consumer: Consumer, pool: Executor, stopping: asyncio.Event) -> None:
         """One worker: handle messages until the consumer stops."""
         if self.settings.batch is None:
             async for message in consumer:
@@ -167,7 +163,7 @@ class Subscription:
                     # The consumer lost the message's lock during a suspension.
                     message._delivered.report_row(message._row, UNBEGUN)
                     continue
-                self._suspend(consumer, await self._handle(message, in_thread, stopping))
+                self._suspend(consumer, await self._handle(message, pool, stopping))
             return
         while not stopping.is_set():
             batch = await consumer.fetch(self.settings.batch, BATCH_WAIT_SECONDS)
@@ -177,9 +173,9 @@ class Subscription:
             if not batch._may_begin():
                 batch._report(UNBEGUN)
             elif len(batch):
-                self._suspend(consumer, await self._handle_batch(batch, in_thread, stopping))
+                self._suspend(consumer, await self._handle_batch(batch, pool, stopping))
 
-    async def _handle(self, message: Message, in_thread: InThread, stopping: asyncio.Event) -> BaseException | None:
+    async def _handle(self, message: Message, pool: Executor, stopping: asyncio.Event) -> BaseException | None:
         """Handle one message; returns the failure, if any."""
         try:
             arguments = self.handler.arguments(self.handler.decode(message), message)
@@ -188,7 +184,7 @@ class Subscription:
         except BaseException as error:  # noqa: BLE001 - any exception fails only its message
             return self._refuse(message, error)
         call = Call(arguments)
-        failure = await self._call(call, in_thread, [message], stopping)
+        failure = await self._call(call, pool, [message], stopping)
         if failure is None:
             message.ack()
         else:
@@ -197,7 +193,7 @@ class Subscription:
         self._calls.discard(call)
         return failure
 
-    async def _handle_batch(self, batch: Batch, in_thread: InThread, stopping: asyncio.Event) -> BaseException | None:
+    async def _handle_batch(self, batch: Batch, pool: Executor, stopping: asyncio.Event) -> BaseException | None:
         """Handle a batch; returns the failure of the call or of decoding a message, if any."""
         failure: BaseException | None = None
         bodies: list[Any] = []
@@ -212,7 +208,7 @@ class Subscription:
                 failure = self._refuse(message, error)
         if messages:
             call = Call(self.handler.arguments(bodies, messages))
-            broken = await self._call(call, in_thread, messages, stopping)
+            broken = await self._call(call, pool, messages, stopping)
             if broken is not None:
                 batch._report(self._failed(broken))
                 await call.ended()
@@ -267,13 +263,14 @@ class Subscription:
             log.exception("%s raised a %s without its attributes; call its __init__", name, type(failure).__qualname__)
         return FailureOutcome(None, reason_of(failure, name))
 
-    async def _invoke(self, call: Call, in_thread: InThread) -> None:
+    async def _invoke(self, call: Call, pool: Executor) -> None:
         """Call the handler; raises what it raises."""
         if self.handler.is_async:
             await self.handler.function(*call.arguments)
             return
         context = contextvars.copy_context()
-        call.thread = in_thread(functools.partial(context.run, self.handler.function, *call.arguments))
+        work = functools.partial(_outcome, context, self.handler.function, call.arguments)
+        call.thread = asyncio.get_running_loop().run_in_executor(pool, work)
         # A thread cannot be stopped: it continues after the timeout, and the worker waits for it.
         result, call.failure = await asyncio.shield(call.thread)
         if call.failure is not None:
@@ -283,14 +280,14 @@ class Subscription:
             await result
 
     async def _call(
-        self, call: Call, in_thread: InThread, messages: list[Message], stopping: asyncio.Event
+        self, call: Call, pool: Executor, messages: list[Message], stopping: asyncio.Event
     ) -> BaseException | None:
         """Call the handler with its hooks; returns the failure, or None if it returned."""
         self._calls.add(call)
         failure: BaseException | None = None
         task = asyncio.current_task()
         assert task is not None
-        invoke: Callable[[], Awaitable[None]] = functools.partial(self._invoke, call, in_thread)
+        invoke: Callable[[], Awaitable[None]] = functools.partial(self._invoke, call, pool)
         for hook in reversed(self._hooks):
             invoke = functools.partial(hook, messages, invoke)
         try:
@@ -356,6 +353,16 @@ class Subscription:
             except TimeoutError:
                 pass
         return not stopping.is_set()
+
+
+def _outcome(
+    context: contextvars.Context, function: Callable[..., Any], arguments: list[Any]
+) -> tuple[Any, BaseException | None]:
+    """Returns (result, error) of a call: a future cannot carry a StopIteration, and a SystemExit would end the loop."""
+    try:
+        return context.run(function, *arguments), None
+    except BaseException as error:  # noqa: BLE001 - the caller looks at it
+        return None, error
 
 
 def _place(messages: list[Message]) -> str:
