@@ -335,28 +335,32 @@ async def _attach_some(clients: Collection[PullClient], limits: ClientLimits, de
     """Attach to all partitions. Succeeds with at least one; the others may attach later."""
     loop = asyncio.get_running_loop()
     waiting = [client for client in clients if client.session is None]
-    # Some were attached by an earlier call, before a partition left the route.
-    attached = len(waiting) < len(clients)
+    if len(clients) == len(waiting) == 1:
+        await waiting[0].attach_first(deadline - loop.time())
+        return
+    if len(waiting) < len(clients):
+        # Some were attached by an earlier call, before a partition left the route.
+        deadline = min(deadline, loop.time() + limits.attach_seconds)
     attaching = {tasks.child(client.attach_first(deadline - loop.time()), "plait-attach") for client in waiting}
-    pending, unavailable = attaching, None
+    errors: list[BaseException] = []
     try:
-        while pending and not (attached and loop.time() >= deadline):
-            if attached:
-                # Once one partition is attached, wait for all others together.
-                deadline = min(deadline, loop.time() + limits.attach_seconds)
+        pending = attaching
+        while pending and (loop.time() < deadline or len(errors) + len(pending) == len(clients)):
+            # Once one partition is attached, wait for all others together.
+            some = len(errors) + len(pending) < len(clients)
             done, pending = await asyncio.wait(
                 pending,
-                timeout=deadline - loop.time() if attached else None,
-                return_when=asyncio.FIRST_EXCEPTION if attached else asyncio.FIRST_COMPLETED,
+                timeout=max(deadline - loop.time(), 0),
+                return_when=asyncio.FIRST_EXCEPTION if some else asyncio.FIRST_COMPLETED,
             )
-            for error in [task.exception() for task in done]:
-                if error is not None and not isinstance(error, Unavailable):
+            errors += [error for task in done if (error := task.exception()) is not None]
+            for error in errors:
+                if not isinstance(error, Unavailable):
                     raise error
-                attached = attached or error is None
-                unavailable = unavailable or error
-        if not attached:
-            assert unavailable is not None
-            raise unavailable
+            if done and len(errors) + len(pending) < len(clients):
+                deadline = min(deadline, loop.time() + limits.attach_seconds)
+        if len(errors) == len(clients):
+            raise errors[0]
     finally:
         for task in attaching:
             task.cancel()
