@@ -22,6 +22,7 @@ import pyarrow as pa
 
 import plait.spark
 from benchmarks.result import Result
+from plait.broker.appender import ActionBuffer
 from plait.client.send.open_rows import hash_keys
 from plait.frame.builder import FrameParts, build_frame, pack_stamp
 from plait.frame.view import wrap_binary
@@ -30,7 +31,7 @@ from plait.model.settings import SubjectSettings
 from plait.storage.catalog import PartitionRow, catalog_frame
 from plait.storage.disk import RealDisk
 from plait.storage.logs.action_events import Acked, Moved, Pulled
-from plait.storage.logs.action_log import ActionBuffer, GroupDefinition
+from plait.storage.logs.action_log import GroupDefinition
 from plait.storage.logs.log import Log
 
 SUBJECT = "order.book"

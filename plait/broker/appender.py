@@ -1,24 +1,29 @@
-"""Appends the frames that producers sent in one loop turn to the message log, in one write.
+"""The frames that one loop turn appends: those of producers to the message log, and events to the action log.
 
-Each frame is classified (new, duplicate, out of sequence). Small adjacent frames are joined into one frame, stamped and
-appended together. Memory changes only after the log has reserved space for the frames.
+Each frame of a producer is classified (new, duplicate, out of sequence). Small adjacent frames are joined into one
+frame, stamped and appended together. Memory changes only after the log has reserved space for the frames.
 """
 
 from __future__ import annotations
 
+import struct
+from operator import attrgetter
 from typing import Final
 
 import msgspec
+from msgspec.structs import astuple
 
 from plait.broker.commit import Commit, SendCallback
 from plait.broker.partitions.partition import Partition
 from plait.errors import FlowControl, OutOfSequence, PlaitError, ProducerConflict, StaleRoute, UnknownProducer
-from plait.frame.builder import Buffer, pack_stamp
+from plait.frame.builder import Buffer, FrameParts, build_bodies, pack_stamp
 from plait.frame.coalesce import can_coalesce, coalesce
 from plait.frame.columns import FIXED_WIDTHS, Column
 from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED, HEADER_SIZE, STAMP_OFFSET
 from plait.frame.view import FrameView
 from plait.storage.catalog import FORWARD, SCHEDULE, STAGE
+from plait.storage.logs.action_events import ATTEMPT_MAX, EVENT_SIZE, DeliveryEvent, Event
+from plait.storage.logs.action_log import DEFINITIONS, DEFINITIONS_MAX, EVENTS, EVENTS_MAX, Definition
 from plait.storage.logs.log import Log
 from plait.storage.producers import SHARDS, FrameVerdict, ProducerTable, StoredRun
 
@@ -26,6 +31,14 @@ from plait.storage.producers import SHARDS, FrameVerdict, ProducerTable, StoredR
 JOINED_SIZE_MAX = 256 * 1024
 #: Bytes per row that constant columns can grow to when frames are joined.
 CONSTANTS_SIZE_MAX = sum(FIXED_WIDTHS.values())
+
+#: At least the bytes that an event takes in a frame with its offset, or a definition besides its encoding, with a share
+#: of the frame's header; and of the first frame of each kind.
+_EVENT_BOUND = EVENT_SIZE + 5
+_DEFINITION_BOUND = 9
+FIRST_FRAMES_BOUND = 512
+_encode = msgspec.msgpack.Encoder().encode
+_frame_size = attrgetter("size")
 
 #: Bound once: Python 3.11 calls a function for each access to an enum member.
 _NEW: Final = FrameVerdict.NEW
@@ -213,6 +226,56 @@ class Appender:
     def _same(run: StoredRun, frame: FrameView) -> bool:
         """Whether the frame equals the stored one. A resend may name another predecessor (``previous``)."""
         return frame.crc_following(run.previous) == run.crc
+
+
+class ActionBuffer:
+    """Events and definitions that are not yet in the log."""
+
+    def __init__(self) -> None:
+        self._events: list[bytes] = []
+        self._definitions: list[bytes] = []
+        #: Frames for the log, made by ``build_frames``; the caller that appends them empties the list.
+        self.frames: list[FrameParts] = []
+        #: The bytes of all frames of the content are at most ``size`` + ``FIRST_FRAMES_BOUND``; 0: the buffer is empty.
+        self.size = 0
+
+    def event(self, event: Event, group: int, epoch: int) -> None:
+        try:
+            row = event.layout.pack(group, epoch, event.action, *astuple(event))
+        except struct.error:
+            assert isinstance(event, DeliveryEvent)
+            event.attempt = min(event.attempt, ATTEMPT_MAX)
+            row = event.layout.pack(group, epoch, event.action, *astuple(event))
+        self._events.append(row)
+        self.size += _EVENT_BOUND
+
+    def define(self, definition: Definition) -> None:
+        row = _encode(definition)
+        self._definitions.append(row)
+        self.size += len(row) + _DEFINITION_BOUND
+
+    def build_frames(self, index: int, ends: tuple[int, int], epoch: int, time: int) -> int:
+        """Put the buffered definitions, then the events, into ``frames``, numbered from ``index``. Returns the number
+        of the next frame.
+
+        The events depend on the message log and on the retained log up to the two offsets in ``ends``.
+        """
+        message_end, retained_end = ends
+        self.size = sum(map(_frame_size, self.frames))
+        for kind, rows, rows_max in (
+            (DEFINITIONS, self._definitions, DEFINITIONS_MAX),
+            (EVENTS, self._events, EVENTS_MAX),
+        ):
+            producer = retained_end if kind == EVENTS else 0
+            for start in range(0, len(rows), rows_max):
+                stamp = pack_stamp(kind, index, time, message_end, epoch)
+                part = rows[start : start + rows_max]
+                frame = build_bodies(part, producer=producer, first=index, stamp=stamp)
+                self.frames.append(frame)
+                self.size += frame.size
+                index += 1
+        self._definitions, self._events = [], []
+        return index
 
 
 def _conflict(partition: Partition, frame: FrameView) -> ProducerConflict:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from plait.broker import flow_control as flow
-from plait.broker.appender import Appender, Submission
+from plait.broker.appender import FIRST_FRAMES_BOUND, ActionBuffer, Appender, Submission
 from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.groups.group import Bury, Group
@@ -27,7 +27,7 @@ from plait.limits import MIB
 from plait.storage.disk import Disk
 from plait.storage.logs.action_events import Cancelled, Event
 from plait.storage.logs.action_log import DIRECTORY as ACTION_DIRECTORY
-from plait.storage.logs.action_log import FIRST_FRAMES_BOUND, ActionBuffer, Definition
+from plait.storage.logs.action_log import Definition
 from plait.storage.logs.log import Log
 from plait.storage.logs.retained_log import DIRECTORY as RETAINED_DIRECTORY
 from plait.storage.producers import ProducerTable

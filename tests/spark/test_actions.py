@@ -10,6 +10,7 @@ import msgspec
 import pyarrow as pa
 import pytest
 
+from plait.broker.appender import ActionBuffer
 from plait.errors import FrameError
 from plait.frame.builder import build_frame, pack_stamp
 from plait.frame.view import FrameView
@@ -17,7 +18,7 @@ from plait.spark.archiving.event_tables import ACTION_SCHEMA, Names, action_batc
 from plait.storage.catalog import PartitionRow
 from plait.storage.disk import RealDisk
 from plait.storage.logs.action_events import EVENT, Acked, Cancelled, Locked, Skipped
-from plait.storage.logs.action_log import ActionBuffer, ConsumerDefinition, GroupDefinition
+from plait.storage.logs.action_log import ConsumerDefinition, GroupDefinition
 from plait.storage.reading.action_reader import open_actions, read_actions
 from plait.storage.reading.log_reader import open_log
 from plait.storage.reading.log_walk import LogWalk

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.broker.appender import FIRST_FRAMES_BOUND, ActionBuffer
 from plait.errors import FrameError
 from plait.frame.builder import FrameParts, pack_stamp
 from plait.frame.columns import Column
@@ -21,8 +22,6 @@ from plait.storage.logs.action_log import (
     DEFINITIONS,
     EVENTS,
     EVENTS_MAX,
-    FIRST_FRAMES_BOUND,
-    ActionBuffer,
     ConsumerDefinition,
     GroupDefinition,
     encode_definitions,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait.broker.appender import Appender
+from plait.broker.appender import ActionBuffer, Appender
 from plait.broker.broker import Broker
 from plait.broker.commit import SyncWork
 from plait.broker.groups.attachments import Attachments
@@ -24,7 +24,6 @@ from plait.storage import checkpoint, marks
 from plait.storage.cursor import Cursor
 from plait.storage.disk import Disk
 from plait.storage.logs import recovery
-from plait.storage.logs.action_log import ActionBuffer
 from plait.storage.logs.log import Log
 from plait.storage.logs.recovery import LogScan
 from plait.storage.logs.segment import Segment, SegmentFiles

@@ -8,20 +8,16 @@ the kind of the frame: events are 40-byte records (``action_events``), definitio
 
 from __future__ import annotations
 
-import struct
-from operator import attrgetter
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import astuple
 
-from plait.frame.builder import FrameParts, build_bodies, pack_stamp
 from plait.frame.columns import Column
 from plait.frame.view import FrameView
 from plait.model.retry_policy import Retry
-from plait.storage.logs.action_events import ATTEMPT_MAX, EVENT, EVENT_SIZE, DeliveryEvent, Event
+from plait.storage.logs.action_events import EVENT
 from plait.storage.logs.segment import HeaderRows, header_rows
 
 DIRECTORY = "action"
@@ -66,65 +62,7 @@ class ConsumerDefinition(msgspec.Struct, tag="consumer", frozen=True):
 Definition = GroupDefinition | ConsumerDefinition
 
 _encoder = msgspec.msgpack.Encoder()
-_frame_size = attrgetter("size")
 _decoder = msgspec.msgpack.Decoder(Definition)
-
-
-#: At least the bytes that an event takes in a frame with its offset, or a definition besides its encoding, with a share
-#: of the frame's header; and of the first frame of each kind.
-_EVENT_BOUND = EVENT_SIZE + 5
-_DEFINITION_BOUND = 9
-FIRST_FRAMES_BOUND = 512
-
-
-class ActionBuffer:
-    """Events and definitions that are not yet in the log."""
-
-    def __init__(self) -> None:
-        self._events: list[bytes] = []
-        self._definitions: list[bytes] = []
-        #: Frames for the log, made by ``build_frames``; the caller that appends them empties the list.
-        self.frames: list[FrameParts] = []
-        #: The bytes of all frames of the content are at most ``size`` + ``FIRST_FRAMES_BOUND``; 0: the buffer is empty.
-        self.size = 0
-
-    def event(self, event: Event, group: int, epoch: int) -> None:
-        try:
-            row = event.layout.pack(group, epoch, event.action, *astuple(event))
-        except struct.error:
-            assert isinstance(event, DeliveryEvent)
-            event.attempt = min(event.attempt, ATTEMPT_MAX)
-            row = event.layout.pack(group, epoch, event.action, *astuple(event))
-        self._events.append(row)
-        self.size += _EVENT_BOUND
-
-    def define(self, definition: Definition) -> None:
-        row = _encoder.encode(definition)
-        self._definitions.append(row)
-        self.size += len(row) + _DEFINITION_BOUND
-
-    def build_frames(self, index: int, ends: tuple[int, int], epoch: int, time: int) -> int:
-        """Put the buffered definitions, then the events, into ``frames``, numbered from ``index``. Returns the number
-        of the next frame.
-
-        The events depend on the message log and on the retained log up to the two offsets in ``ends``.
-        """
-        message_end, retained_end = ends
-        self.size = sum(map(_frame_size, self.frames))
-        for kind, rows, rows_max in (
-            (DEFINITIONS, self._definitions, DEFINITIONS_MAX),
-            (EVENTS, self._events, EVENTS_MAX),
-        ):
-            producer = retained_end if kind == EVENTS else 0
-            for start in range(0, len(rows), rows_max):
-                stamp = pack_stamp(kind, index, time, message_end, epoch)
-                part = rows[start : start + rows_max]
-                frame = build_bodies(part, producer=producer, first=index, stamp=stamp)
-                self.frames.append(frame)
-                self.size += frame.size
-                index += 1
-        self._definitions, self._events = [], []
-        return index
 
 
 def presumed_retained(frame: FrameView) -> int:
