@@ -21,28 +21,6 @@ def filled(count: int) -> Node:
     return node
 
 
-def test_only_returned_rows_are_delivered_to_other_consumers():
-    node = filled(10)
-    one, two = once(node, "c1"), once(node, "c2")
-    assert node.pull(one, 6).ranges == [(0, 6, 1)]
-    node.nack(one, (2, 6), counted=False)
-    assert node.pull(two, 3).ranges == [(2, 5, 1)]
-    assert node.pull(two, 9).ranges == [(5, 6, 1), (6, 10, 1)]
-
-
-def test_returned_rows_survive_a_restart_and_count_as_lag():
-    node = filled(5)
-    consumer = once(node)
-    node.pull(consumer, 5)
-    node.nack(consumer, (1, 3), counted=False)
-    for _ in range(2):
-        node = node.restart()
-        assert [tuple(piece) for piece in node.group("orders", "once").cursor.returned] == [(1, 3, 0)]
-    consumer = once(node)
-    assert node.pull(consumer, 9).ranges == [(1, 3, 1)]
-    assert not node.pull(consumer, 9).ranges
-
-
 def test_a_row_is_returned_once_and_only_by_the_consumer_that_got_it():
     node = filled(6)
     one, two = once(node, "c1"), once(node, "c2")

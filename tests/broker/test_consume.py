@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from plait.broker.views import group_view
 from plait.errors import GroupBusy, GroupMismatch, GroupNotFound, InvalidArgument, LimitExceeded
@@ -24,15 +22,6 @@ def filled(count: int = 10, **settings: object) -> Node:
 
 
 # --- pulling ------------------------------------------------------------------------------------
-
-
-def test_each_row_is_delivered_to_one_consumer_of_a_group():
-    node = filled()
-    one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
-    assert node.pull(one, 4).bodies == [b"0", b"1", b"2", b"3"]
-    assert node.pull(two, 4).bodies == [b"4", b"5", b"6", b"7"]
-    assert node.pull(one, 4).ranges == [(8, 10, 1)]
-    assert node.pull(two, 4).ranges == []
 
 
 def test_sixty_groups_have_separate_progress():
@@ -79,15 +68,6 @@ def test_returned_rows_are_delivered_before_new_ones():
 # --- suspended pulls ----------------------------------------------------------------------------
 
 
-def test_the_first_row_wakes_a_suspended_pull():
-    node = Node()
-    consumer = node.attach("orders", "g")
-    pulled = node.pull(consumer, wait=20)
-    assert not pulled.answered
-    node.send("orders", b"a")
-    assert pulled.bodies == [b"a"]
-
-
 def test_a_suspended_pull_ends_at_its_deadline_and_leaves_no_state():
     node = Node()
     consumer = node.attach("orders", "g")
@@ -130,15 +110,6 @@ def test_rows_wake_suspended_pulls_and_reads_of_all_groups():
     assert len(reading.answers) == 1
 
 
-def test_returned_rows_wake_a_suspended_pull():
-    node = filled(3)
-    one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
-    node.pull(one)
-    waiting = node.pull(two, wait=20)
-    node.nack(one, (1, 2))
-    assert waiting.ranges == [(1, 2, 2)]
-
-
 def test_a_consumer_with_too_many_open_ranges_gets_no_new_rows_and_delays_no_other():
     node = filled(20, limits=ServerLimits(consumer_ranges=2))
     one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
@@ -163,20 +134,6 @@ def test_suspended_pulls_after_a_blocked_one_are_answered():
 
 
 # --- acks and nacks -----------------------------------------------------------------------------
-
-
-def test_acks_come_in_any_order_and_the_floor_follows():
-    node = filled()
-    consumer = node.attach("orders", "g")
-    node.pull(consumer)
-    group = consumer.group
-    node.ack(consumer, (5, 7))
-    assert group.cursor.floor == 0
-    node.ack(consumer, (0, 5), (9, 10))
-    assert group.cursor.floor == 7
-    node.ack(consumer, (7, 9))
-    assert group.cursor.floor == 10
-    assert group.cursor.held == {}
 
 
 def test_an_ack_is_answered_after_its_event_was_written():
@@ -219,25 +176,6 @@ def test_invalid_ranges_change_nothing(ranges: tuple[int, int]):
     assert (log.next, list(log.returned), log.held_count) == (5, [], 5)
 
 
-def test_a_nack_affects_only_rows_that_the_consumer_holds():
-    node = filled()
-    one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
-    node.pull(one, 3)
-    node.pull(two, 3)
-    node.nack(one, (0, 10))
-    assert [tuple(r) for r in one.group.cursor.returned] == [(0, 3, 1)]
-    assert one.group.cursor.held_count == 3
-
-
-def test_the_attempt_counts_up_through_restarts():
-    node = filled(1)
-    for attempt in range(1, 5):
-        consumer = node.attach("orders", "g")
-        assert node.pull(consumer).ranges == [(0, 1, attempt)]
-        node.nack(consumer, (0, 1))
-        node = node.restart() if attempt % 2 else node.killed()
-
-
 # --- attaching and detaching --------------------------------------------------------------------
 
 
@@ -252,15 +190,6 @@ def test_a_silent_consumer_is_lost_and_its_rows_are_redelivered_at_once():
     assert node.membership.lose_silent() == [(one, 4)]
     assert waiting.ranges == [(0, 4, 2)]
     assert list(node.broker.sessions) == [two.session]
-
-
-def test_a_consumer_that_detaches_returns_the_rows_it_holds():
-    node = filled(4)
-    one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
-    node.pull(one)
-    node.membership.detach(one)
-    assert node.pull(two).ranges == [(0, 4, 2)]
-    assert list(one.group.consumers) == ["c2"]
 
 
 def test_a_lost_connection_returns_no_rows_before_the_consumer_is_lost():
@@ -415,96 +344,6 @@ def test_a_deleted_group_starts_again_without_progress():
     again = node.killed()
     assert len(again.broker.catalog.groups) == 0
     assert again.pull(again.attach("orders", "g")).ranges == [(0, 3, 1)]
-
-
-# --- model --------------------------------------------------------------------------------------
-
-#: The longest wait of the default policy.
-WAIT_MAX = 800.0
-
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            ["send", "pull", "ack", "nack", "fail", "wait", "lose", "leave", "restart", "kill", "checkpoint"]
-        ),
-        st.integers(0, 2),
-        st.integers(1, 6),
-    ),
-    max_size=40,
-)
-
-
-@given(STEPS)
-@settings(max_examples=60, deadline=None)
-def test_every_row_is_delivered_until_it_is_acked_and_not_after(steps: list[tuple[str, int, int]]):
-    node, producer = Node(flush="sync"), Producer(5)
-    held_rows: dict[str, list[tuple[int, int]]] = {}
-    acked: set[int] = set()
-    for step, index, count in steps:
-        client = f"c{index}"
-        if step == "send":
-            node.send("orders", *[b"x"] * count, producer=producer)
-        elif step in ("restart", "kill"):
-            node = node.restart() if step == "restart" else node.killed()
-            held_rows = {}
-        elif step == "checkpoint":
-            node.checkpoint()
-        elif step == "pull":
-            group = node.partition("orders").groups.get("g")
-            known = group.consumers.get(client) if group else None
-            consumer = known if known and known.connected else node.attach("orders", "g", client)
-            for start, end, _ in node.pull(consumer, count).ranges:
-                assert acked.isdisjoint(range(start, end))
-                held_rows.setdefault(client, []).append((start, end))
-        elif client in held_rows:
-            consumer = node.group("orders", "g").consumers[client]
-            held = held_rows.pop(client)
-            if step == "ack":
-                # The rows may be of an earlier epoch: report each epoch, only one applies.
-                node.ack(consumer, *((s, e, epoch) for s, e in held for epoch in range(1, node.broker.turn.epoch + 1)))
-                acked.update(sequence for s, e in held for sequence in range(s, e))
-            elif step == "nack":
-                node.nack(consumer, *((s, e, epoch) for s, e in held for epoch in range(1, node.broker.turn.epoch + 1)))
-            elif step == "fail":
-                ranges = [(s, e, epoch) for s, e in held for epoch in range(1, node.broker.turn.epoch + 1)]
-                node.nack(consumer, *ranges, delay=None)
-            elif step == "wait":
-                held_rows[client] = held
-                node.later(count)
-            elif step == "leave":
-                node.membership.detach(consumer)
-                node.turn()
-            else:
-                node.clock.advance(LOST)
-                for other in node.group("orders", "g").consumers.values():
-                    if other is not consumer:
-                        other.last_contact = node.clock.monotonic()
-                node.membership.lose_silent()
-                node.turn()
-        log = node.partition("orders").groups["g"].cursor if "g" in node.partition("orders").groups else None
-        assert log is None or log.next <= node.partition("orders").visible
-    node.clock.advance(LOST)
-    node.membership.lose_silent()
-    node.later(WAIT_MAX)
-    last = node.attach("orders", "g", "last")
-    rest = [s for start, end, _ in drain(node, last) for s in range(start, end)]
-    assert sorted([*rest, *acked]) == list(range(node.partition("orders").visible))
-
-
-def drain(node: Node, consumer: object) -> list[tuple[int, int, int]]:
-    got: list[tuple[int, int, int]] = []
-    while ranges := node.pull(consumer, 1000).ranges:  # type: ignore[arg-type]
-        got += ranges
-    return got
-
-
-def test_a_refused_pull_is_not_recorded():
-    node = filled(3)
-    consumer = node.attach("orders", "g")
-    pulled = Pulled()
-    node.broker.pull(consumer, 10, 1 << 20, 0, pulled.answer)
-    assert pulled.ranges == [(0, 3, 1)]
-    assert node.pull(consumer).ranges == []
 
 
 def test_a_reply_with_returned_rows_stays_within_its_limit():

@@ -116,32 +116,6 @@ def test_a_message_that_crashes_its_consumers_becomes_a_dead_letter(attempts: in
     assert f"c{lives}" in letter.death.reason.text
 
 
-def test_returned_rows_do_not_use_up_attempts():
-    node, consumer = begin(2, retry=Retry(attempts=2))
-    for _ in range(5):
-        node.nack(consumer, (0, 2), counted=False)
-        assert node.pull(consumer).ranges == [(0, 2, 1)]
-    node = node.killed()
-    consumer = node.attach("orders", "g", holds=[(0, 2, 1)])
-    node.nack(consumer, (0, 2, 1), counted=False)
-    assert node.pull(consumer).ranges == [(0, 2, 1)], "also after a redelivery"
-
-
-@pytest.mark.parametrize("end", ["restart", "killed", "power_lost"])
-def test_dead_letters_survive_any_end_of_the_process(end: str):
-    node, consumer = begin(40, flush="sync")
-    node.nack(consumer, (3, 5), (17, 18), delay=None, reason=Reason("A"))
-    node.checkpoint()
-    node.nack(consumer, (5, 6), (30, 40), delay=None, reason=Reason("B"))
-    before = [(part.sequences.tolist(), part.death) for part in letters(node, consumer.group)]
-    node = getattr(node, end)()
-    group = node.group("orders", "g")
-    assert [(part.sequences.tolist(), part.death) for part in letters(node, group)] == before
-    expected = [3, 4, 5, 17, *range(30, 40)]
-    assert bodies(letters(node, group)) == {n: b"body %d" % n for n in expected}
-    assert dead(node, group, type="A") == [3, 4, 17]
-
-
 def test_a_resent_letter_is_the_same_message_and_only_its_group_gets_it():
     node, consumer = begin(5)
     other = node.attach("orders", "other")
@@ -154,23 +128,6 @@ def test_a_resent_letter_is_the_same_message_and_only_its_group_gets_it():
     assert got.rows == [before[2], before[3]]
     assert node.pull(other).ranges == []
     assert resend(node, consumer.group) == 0, "nothing is resent twice"
-
-
-def test_a_resent_letter_has_all_attempts_again_and_counts_its_deaths():
-    node, consumer = begin(2, retry=Retry(attempts=2, steps=(1,), jitter=0))
-    for life in range(3):
-        for _ in range(2):
-            assert dead(node, consumer.group) == []
-            node.nack(consumer, (0, 1), delay=None, reason=Reason(f"Life{life}"))
-            node.later(1.5)
-            node.pull(consumer)
-        assert dead(node, consumer.group) == [0]
-        [letter] = letters(node, consumer.group)
-        assert letter.death is not None
-        assert [past.reason.type for past in letter.death.history] == [f"Life{n}" for n in range(life)]
-        assert [past.attempts for past in letter.death.history] == [2 * n + 2 for n in range(life)]
-        resend(node, consumer.group)
-        assert node.pull(consumer).ranges == [(0, 1, 2 * life + 3)]
 
 
 def test_a_resent_letter_is_not_judged_by_its_age_again():
@@ -207,20 +164,6 @@ def test_dead_letters_outlast_the_retention_of_their_subject():
     node.nack(consumer, (9, 10, 1), delay=None, reason=Reason("Again"))
     assert dead(node, group, type="Again") == [9]
     assert bodies(letters(node, group, type="Again")) == {9: b"body 9"}
-
-
-def test_a_late_ack_settles_a_dead_letter():
-    node, consumer = begin(1)
-    for life in range(2, 18):
-        node.clock.advance(6)
-        node.membership.lose_silent()
-        node.turn()
-        late = node.attach("orders", "g", f"c{life}")
-        node.pull(late)
-    assert dead(node, consumer.group) == [0]
-    node.ack(late, (0, 1))
-    assert dead(node, late.group) == []
-    assert dead(node.killed(), late.group) == []
 
 
 def test_purged_letters_and_their_segments_are_deleted():
@@ -406,14 +349,6 @@ def test_letters_purged_before_a_restart_are_not_counted_after_it():
     node = node.restart()
     node.retention.run()
     assert len(node.group("orders", "g").retained) == 0
-
-
-def test_a_message_that_would_exceed_the_letter_limit_waits():
-    node, consumer = begin(10, limits=ServerLimits(retained_messages=5))
-    node.nack(consumer, (0, 4), delay=None)
-    node.nack(consumer, (4, 10), delay=None)
-    assert dead(node, consumer.group) == [0, 1, 2, 3]
-    assert consumer.group.cursor.waiting.count == 6
 
 
 def test_retention_copies_no_more_than_the_limit_and_reports_lost_rows():

@@ -49,28 +49,6 @@ def test_new_rows_wake_the_suspended_pulls_of_their_owners():
     assert [pulled.bodies for pulled in waiting] == [[b"l"], [b"h"]]
 
 
-def test_without_locks_no_rows_are_delivered():
-    node = node_with()
-    keyed(node, Producer(5), [("a", b"1")])
-    owner = Owner(node, "c1")
-    assert owner.pull() == []
-    owner.lease(ALL)
-    assert bodies(owner.pull()) == [b"1"]
-
-
-def test_each_owner_gets_the_rows_of_its_logical_partitions():
-    node = node_with()
-    low, high = keys_by_half()
-    producer = Producer(5)
-    for number in range(10):
-        keyed(node, producer, [(low, b"l%d" % number), (high, b"h%d" % number)])
-    one, two = Owner(node, "c1"), Owner(node, "c2")
-    one.lease(halves()[0])
-    two.lease(halves()[1])
-    assert bodies(one.pull()) == [b"l%d" % number for number in range(10)]
-    assert bodies(two.pull()) == [b"h%d" % number for number in range(10)]
-
-
 def test_rows_without_keys_are_shared_by_all_owners_and_delivered_once():
     node = node_with()
     producer = Producer(5)
@@ -83,26 +61,6 @@ def test_rows_without_keys_are_shared_by_all_owners_and_delivered_once():
     got = bodies(one.pull(10_000)), bodies(two.pull(10_000))
     assert all(got)
     assert sorted(got[0] + got[1]) == sorted(node.bodies(SUBJECT))
-
-
-def test_acked_rows_are_not_redelivered_after_a_kill():
-    node = node_with()
-    low, high = keys_by_half()
-    producer = Producer(5)
-    for number in range(10):
-        keyed(node, producer, [(low, b"l%d" % number), (high, b"h%d" % number)])
-    one, two = Owner(node, "c1"), Owner(node, "c2")
-    one.lease(halves()[0])
-    two.lease(halves()[1])
-    one.ack(*one.pull()[:7])
-    two.pull()
-    again = node.killed()
-    again.clock.advance(60)
-    again.membership.lose_silent()
-    again.turn()
-    both = Owner(again, "c3")
-    both.lease([(0, 1024, 2)])
-    assert sorted(bodies(both.pull_all())) == sorted([b"l7", b"l8", b"l9", *(b"h%d" % number for number in range(10))])
 
 
 def test_a_lock_changes_its_owner_only_when_the_old_one_holds_no_rows():

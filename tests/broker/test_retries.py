@@ -24,38 +24,6 @@ def failed(node: Node, count: int = 3, *, delay: float | None = None) -> Attache
     return consumer
 
 
-def test_a_failed_row_waits_as_the_retry_policy_says_and_other_rows_pass_it():
-    node = Node()
-    consumer = failed(node)
-    node.send("orders", b"next")
-    assert node.pull(consumer).ranges == [(3, 4, 1)], "the cursor does not go back"
-    node.later(4.9)
-    assert node.pull(consumer).ranges == []
-    node.later(0.2)
-    assert node.pull(consumer).ranges == [(0, 3, 2)]
-
-
-def test_each_failure_waits_longer():
-    node = Node()
-    node.send("orders", b"a")
-    consumer = node.attach("orders", "g", retry=Retry(first=1, factor=3, jitter=0))
-    for attempt, wait in enumerate([1, 3, 9, 27], 1):
-        assert node.pull(consumer).ranges == [(0, 1, attempt)]
-        node.nack(consumer, (0, 1), delay=None)
-        node.later(wait * 0.99)
-        assert node.pull(consumer).ranges == [], "not before the due time"
-        node.later(wait * 0.05)
-
-
-def test_an_explicit_delay_overrides_the_policy():
-    node = Node()
-    consumer = failed(node, delay=60.0)
-    node.later(59.9)
-    assert node.pull(consumer).ranges == []
-    node.later(1.1)
-    assert node.pull(consumer).ranges == [(0, 3, 2)]
-
-
 def test_a_due_retry_wakes_a_suspended_pull():
     node = Node()
     consumer = failed(node)
@@ -67,44 +35,6 @@ def test_a_due_retry_wakes_a_suspended_pull():
     assert pulled.ranges == [(0, 3, 2)]
 
 
-def test_a_late_ack_cancels_the_next_attempt():
-    node = Node()
-    consumer = failed(node)
-    node.ack(consumer, (1, 2))
-    for again in (node, node.killed()):
-        again.later(6)
-        assert again.pull(again.attach("orders", "g", "other")).ranges == [(0, 1, 2), (2, 3, 2)]
-
-
-@pytest.mark.parametrize(
-    ("how", "flush"),
-    [
-        ("killed", "async"),
-        ("restart", "async"),
-        ("checkpointed", "async"),
-        ("killed", "sync"),
-        ("power_lost", "sync"),
-    ],
-)
-def test_waiting_survives(how: str, flush: str):
-    node = Node(flush=flush)
-    failed(node)
-    if how == "checkpointed":
-        node.checkpoint()
-        node.later(1)
-        again = node.killed()
-    else:
-        again = getattr(node, how)()
-    consumer = again.attach("orders", "g", "other")
-    assert again.pull(consumer).ranges == []
-    assert again.broker.next_deadline is not None, "the next check is scheduled"
-    again.later(5.1)
-    assert again.pull(consumer).ranges == [(0, 3, 2)]
-    third = again.killed()
-    third.later(5.1)
-    assert third.pull(third.attach("orders", "g", "third")).ranges == [], "another consumer holds them"
-
-
 def test_a_clock_set_forward_makes_retries_due_and_one_set_back_delays_them():
     node = Node()
     consumer = failed(node)
@@ -114,16 +44,6 @@ def test_a_clock_set_forward_makes_retries_due_and_one_set_back_delays_them():
     node.clock.jump(+3600)
     node.later(0)
     assert node.pull(consumer).ranges == [(0, 3, 2)]
-
-
-def test_rows_held_by_a_lost_consumer_are_redelivered_without_a_delay():
-    node = Node()
-    node.send("orders", b"a")
-    consumer = node.attach("orders", "g", retry=FIVE)
-    node.pull(consumer)
-    node.clock.advance(6)
-    node.membership.lose_silent()
-    assert node.pull(node.attach("orders", "g", "other")).ranges == [(0, 1, 2)]
 
 
 def test_too_many_waiting_retries_hold_back_new_rows():
@@ -242,16 +162,6 @@ def test_the_policy_belongs_to_the_group_and_survives_a_restart():
     with pytest.raises(GroupMismatch, match=r"has retry policy 5 s, this member asks for 10 s"):
         node.attach("orders", "g", "third", retry=Retry.constant(10, attempts=None))
     node.attach("orders", "g", "third", retry=FIVE)
-
-
-def test_the_first_member_to_attach_may_change_the_policy():
-    node = Node()
-    first = node.attach("orders", "g", retry=FIVE)
-    node.membership.detach(first)
-    node.attach("orders", "g", "other", retry=Retry.constant(10, attempts=None))
-    node.turn()
-    for again in (node, node.killed()):
-        assert again.group("orders", "g").retry == Retry.constant(10, attempts=None)
 
 
 def test_a_changed_policy_survives_two_starts():
