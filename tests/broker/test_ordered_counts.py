@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker.groups.ordered import row_counts
+from plait.broker.groups.ordered import row_reader
 from plait.broker.partitions import sealing
 from plait.broker.views import group_view
 from plait.model.logical_partitions import lp_of_key
@@ -130,4 +130,4 @@ def test_lost_counts_only_rows_that_the_group_had_not_done(counted: bool, monkey
 
 
 def test_the_limits_fit_in_a_turn() -> None:
-    assert row_counts.LAG_COUNTED_MAX <= row_counts.LOST_COUNTED_MAX <= 1_000_000
+    assert row_reader.LAG_COUNTED_MAX <= row_reader.LOST_COUNTED_MAX <= 1_000_000

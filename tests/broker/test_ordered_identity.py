@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker.session_token import proof_of, proves
+from plait.broker.groups.group import proof_of
 from plait.errors import GroupBusy, StaleSession
 from plait.model.retry_policy import Retry
 from tests.broker.ordered_node import GROUP, SUBJECT, Owner, keyed, make_subject
@@ -97,7 +97,9 @@ def test_a_restarted_process_may_use_another_retry_policy():
 
 
 def test_only_a_proof_of_the_session_token_is_stored():
-    assert proves(12345, proof_of(12345))
-    assert not proves(12346, proof_of(12345))
-    assert not proves(0, proof_of(0))
-    assert proof_of(0) == 0
+    _, owner = handling()
+    owner.consumer.proof = proof_of(12345)
+    assert owner.consumer.proved_by(12345)
+    assert not owner.consumer.proved_by(12346)
+    owner.consumer.proof = proof_of(0)
+    assert not owner.consumer.proved_by(0)

@@ -11,7 +11,7 @@ from plait.broker.groups.attachments import Attachments
 from plait.broker.groups.ordered.in_flight import InFlightRows
 from plait.broker.groups.ordered.lease_grants import LeaseGrants
 from plait.broker.groups.ordered.ordered_delivery import OrderedDelivery, RowTake
-from plait.broker.groups.ordered.row_counts import Count, RowCounter
+from plait.broker.groups.ordered.row_reader import Count, RowCounter
 from plait.broker.partitions.frame_search import FrameKeys, KnownRows
 from plait.storage.cursor import Cursor
 

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from plait.broker.broker import Broker
-from plait.broker.groups.group import AFTER_CLIENT, AttachedConsumer, Group
+from plait.broker.groups.group import AFTER_CLIENT, AttachedConsumer, Group, proof_of
 from plait.broker.groups.group_settings import change_retry, group_for, resolve_start, set_retry
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.groups.waking import end_pulls, wake_group
 from plait.broker.partitions.partition import Partition
-from plait.broker.session_token import proof_of, proves
 from plait.errors import GroupBusy, GroupNotFound, LimitExceeded
 from plait.model import names
 from plait.model.retry_policy import Retry
@@ -111,7 +110,7 @@ class Attachments:
         """The consumer that a client continues, or a new one; ``GroupBusy`` while another process has the client id."""
         limits = self._broker.limits
         consumer = group.consumers.get(client)
-        if consumer is not None and not proves(token, consumer.proof):
+        if consumer is not None and not consumer.proved_by(token):
             if consumer.connected and now - consumer.last_contact < limits.consumer_lost_seconds:
                 subject = group.partition.row.subject
                 raise GroupBusy(

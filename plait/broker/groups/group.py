@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -76,6 +77,19 @@ class AttachedConsumer:
         self.leased_until = 0.0
         #: Incremented whenever its locks change.
         self.news = 0
+
+    def proved_by(self, token: int) -> bool:
+        """Whether this is the token of its session. No token proves nothing."""
+        return self.proof != 0 and proof_of(token) == self.proof
+
+
+def proof_of(token: int) -> int:
+    """The one-way hash of a session token that the broker stores in memory and in its logs; 0 for no token.
+
+    A session token is a secret that identifies an ordered consumer (R28). A client id proves nothing: a user chooses
+    it, and two processes can have the same one.
+    """
+    return int.from_bytes(blake2b(b"%d" % token, digest_size=7).digest(), "little") if token else 0
 
 
 class NackOutcome(NamedTuple):

@@ -128,5 +128,5 @@ def load_groups(state: PartitionState, partition: Partition, turn: Turn, last_co
             group.add(AttachedConsumer(consumer.id, group, consumer.client, last_contact, consumer.proof))
         if isinstance(group, OrderedGroup):
             for lock in entry.locks:
-                group.locks.set(*lock)
+                group.locks.set([lock])
         yield group

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from plait.broker.groups.group import Group
 from plait.broker.groups.ordered.cursor_set import CursorSet
-from plait.broker.groups.ordered.row_counts import RowCounter, lost_ranges
-from plait.broker.groups.ordered.row_reader import RowReader, RowTable, Sequences, spans_of
+from plait.broker.groups.ordered.row_reader import RowCounter, RowReader, RowTable, Sequences, lost_ranges, spans_of
 from plait.storage.cursor import Cursor
 from plait.storage.held_rows import HeldRowArrays, HeldRows
 from plait.storage.logs.action_events import Nacked, Skipped

@@ -16,7 +16,6 @@ from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.ordered.locks import Epochs, Grant, Want
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.groups.waking import end_pulls, wake_group
-from plait.broker.session_token import proves
 from plait.broker.turn import Turn
 from plait.errors import InvalidArgument, StaleSession
 from plait.frame.header import SEQUENCE_MAX
@@ -160,7 +159,7 @@ class LeaseGrants:
         now = self.now()
         for session, token in sessions:
             consumer = self._sessions.get(session)
-            if consumer is None or not proves(token, consumer.proof):
+            if consumer is None or not consumer.proved_by(token):
                 raise StaleSession("this session has ended: the consumer was lost or attached elsewhere; attach again")
             consumer.leased_until = now + self.longest
             consumer.last_contact = now

@@ -120,7 +120,7 @@ class LockHandover:
         owners = np.unique(self._locks.owner[lps]).tolist()
         for first, end in runs:
             self._group.journal.event(self._group, Locked(0, first, end, lock_epoch=0))
-        self._locks.give_up(runs)
+        self._locks.set([(first, end, 0, 0) for first, end in runs])
         for cursor in self._cursors.take_out(lps):
             cursor.owner, cursor.leaving, cursor.limit = 0, False, 0
             cursor.drop()

@@ -185,18 +185,11 @@ class Locks:
         for consumer in np.unique(top_by[lps]).tolist():
             mine = lps & (top_by == consumer)
             runs += [(first, end, consumer, epoch) for first, end, epoch in runs_with(top, mine)]
-        self._set(runs)
+        self.set(runs)
         return runs
 
-    def set(self, first: int, end: int, consumer: int, epoch: int) -> None:
-        """Apply a LOCK event."""
-        self._set([(first, end, consumer, epoch)])
-
-    def give_up(self, runs: list[tuple[int, int]]) -> None:
-        """Release the locks of these LPs."""
-        self._set([(first, end, 0, 0) for first, end in runs])
-
-    def _set(self, runs: list[tuple[int, int, int, int]]) -> None:
+    def set(self, runs: list[tuple[int, int, int, int]]) -> None:
+        """Set the owners of (first, end, owner, epoch) runs; owner 0 releases the locks."""
         self._changed()
         owner, epochs = self.owner, self.epoch
         for first, end, consumer, epoch in runs:

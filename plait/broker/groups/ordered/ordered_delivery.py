@@ -16,8 +16,7 @@ import numpy.typing as npt
 from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.ordered.cursor_set import CursorSet
 from plait.broker.groups.ordered.in_flight import InFlightRows
-from plait.broker.groups.ordered.row_counts import RowCounter
-from plait.broker.groups.ordered.row_reader import RowReader, Sequences
+from plait.broker.groups.ordered.row_reader import RowCounter, RowReader, Sequences
 from plait.broker.partitions.frame_search import FrameKeys
 from plait.broker.partitions.partition import Delivery
 from plait.errors import FrameError

@@ -29,8 +29,7 @@ from plait.broker.groups.ordered.in_flight import InFlightRows
 from plait.broker.groups.ordered.lock_handover import LockHandover
 from plait.broker.groups.ordered.locks import Locks
 from plait.broker.groups.ordered.ordered_delivery import OrderedDelivery
-from plait.broker.groups.ordered.row_counts import LOST_COUNTED_MAX, RowCounter
-from plait.broker.groups.ordered.row_reader import RowReader
+from plait.broker.groups.ordered.row_reader import LOST_COUNTED_MAX, RowCounter, RowReader
 from plait.broker.groups.shared_group import SharedGroup
 from plait.broker.partitions.partition import Partition
 from plait.limits import ServerLimits
@@ -279,7 +278,7 @@ class OrderedGroup(Group):
     def replay(self, event: Event, time: int) -> None:
         match event:
             case Locked():
-                self.locks.set(event.start, event.end, event.consumer, event.lock_epoch)
+                self.locks.set([(event.start, event.end, event.consumer, event.lock_epoch)])
             case Moved() | Held() | Joined():
                 self.cursors.replay(event)
             case WasReset():
