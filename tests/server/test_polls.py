@@ -58,20 +58,6 @@ async def test_a_pull_times_out_empty_on_the_servers_clock(serve: Serve):
         assert ended == [100.0, 200.0, 250.0, 300.0]
 
 
-async def test_a_pull_may_not_wait_longer_than_the_limit(serve: Serve):
-    clock = ManualClock()
-    server = await serve(clock=clock, limits=PATIENT | {"pull_wait_seconds": 50.0})
-    async with Raw(server, "raw") as raw:
-        waiting = raw.request(m.PullRequest(await raw.attach("orders"), 10, 1000, float("inf")))
-        await raw.ask(m.HeartbeatRequest())
-        clock.advance(49.0)
-        server.broker_host.tick()
-        assert await raw.ask(m.HeartbeatRequest()) == m.DoneReply()
-        clock.advance(1.0)
-        server.broker_host.tick()
-        assert (await raw.answer(waiting)).message == m.PullReply()
-
-
 async def test_on_the_system_clock_a_pull_times_out_by_its_timer(serve: Serve):
     server = await serve()
     loop = asyncio.get_running_loop()

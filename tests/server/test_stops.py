@@ -1,4 +1,4 @@
-"""A restart only delays clients: consumers keep the rows they hold, sends are stored once, a stop loses no reply."""
+"""A stop of the server loses no reply, waits for no client, and leaves no connection open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from contextlib import suppress
 import pytest
 
 import plait
-from plait.clock import ManualClock
 from plait.errors import Unavailable
 from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
@@ -22,104 +21,11 @@ from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw, until
 
-LIMITS = plait.ClientLimits(reconnect_max_seconds=0.05)
-
 
 @pytest.fixture
 async def broker() -> AsyncIterator[EmbeddedBroker]:
     async with EmbeddedBroker() as broker:
         yield broker
-
-
-async def restart(broker: EmbeddedBroker, how: str) -> None:
-    """Restart after a clean stop or a crash."""
-    if how == "killed":
-        await broker.kill()
-    await broker.restart()
-
-
-HOW = pytest.mark.parametrize("how", ["stopped", "killed"])
-
-
-@HOW
-async def test_consumers_keep_the_rows_they_hold_and_can_ack_them(broker: EmbeddedBroker, how: str):
-    async with (
-        broker.connect(limits=LIMITS) as client,
-        broker.connect(limits=LIMITS) as other,
-        client.consumer("orders", group="g") as holder,
-    ):
-        await client.send_many("orders", [b"%d" % number for number in range(10)])
-        held = await holder.fetch(10)
-        assert len(held) == 10
-        await restart(broker, how)
-        async with other.consumer("orders", group="g") as second:
-            # The consumer is back before it counts as lost: its rows are not redelivered.
-            await client.send("orders", b"new")
-            await holder.flush()
-            await until(lambda: len(broker.server.broker.sessions) == 2)
-            held[3].nack(delay=0)
-            await holder.flush()
-            received: list[bytes] = []
-            while len(received) < 2:
-                received += [message.body for message in await second.fetch(10)] if not received else []
-                received += [message.body for message in await holder.fetch(10, wait=0)]
-            assert sorted(received) == [b"3", b"new"]
-            await held.ack()
-        group = await client.admin.group("orders", "g")
-        assert group.redelivered >= 1
-
-
-@HOW
-async def test_acks_before_a_restart_hold_after_it(broker: EmbeddedBroker, how: str):
-    async with broker.connect(limits=LIMITS) as client, client.consumer("orders", group="g") as consumer:
-        await client.send_many("orders", [b"%d" % number for number in range(10)])
-        batch = await consumer.fetch(10)
-        for message in batch[:4]:
-            message.ack()
-        await consumer.flush()
-        await restart(broker, how)
-        for message in batch[4:7]:
-            message.ack()
-        await consumer.flush()
-        await client.send("orders", b"new")
-        assert [message.body for message in await consumer.fetch(10, wait=20)] == [b"new"]
-        group = await client.admin.group("orders", "g")
-        assert (group.unacked, group.floor, group.redelivered) == (4, 7, 0)
-
-
-@HOW
-async def test_a_waiting_fetch_and_a_waiting_reader_survive_a_restart(broker: EmbeddedBroker, how: str):
-    async with (
-        broker.connect(limits=LIMITS) as client,
-        client.consumer("orders", group="g") as consumer,
-        client.reader("orders") as reader,
-    ):
-        fetching = asyncio.create_task(consumer.fetch(1, wait=30))
-        reading = asyncio.create_task(reader.fetch(1, wait=30))
-        await restart(broker, how)
-        await client.send("orders", b"x")
-        assert [message.body for message in await fetching] == [b"x"]
-        assert [message.body for message in await reading] == [b"x"]
-
-
-@HOW
-async def test_sends_in_progress_are_stored_once(broker: EmbeddedBroker, how: str):
-    async with broker.connect(limits=LIMITS) as client:
-        await client.send("orders", b"first")
-        sends = [asyncio.create_task(client.send("orders", b"%d" % number)) for number in range(200)]
-        posted = [client.post("orders", b"p%d" % number) for number in range(200)]
-        await asyncio.sleep(0)
-        await restart(broker, how)
-        receipts = await asyncio.gather(*sends)
-        await client.flush()
-        assert all(ticket.done for ticket in posted)
-        async with client.reader("orders", start="earliest") as reader:
-            stored = await reader.fetch(1000, wait=0)
-    assert len(stored) == 401
-    assert len({message.body for message in stored}) == 401
-    at = {message.body: message.sequence for message in stored}
-    for number, receipt in enumerate(receipts):
-        assert receipt.sequence in (None, at[b"%d" % number])
 
 
 async def test_a_stop_answers_the_accepted_requests(serve: Serve):
@@ -212,26 +118,6 @@ async def test_after_a_stop_nothing_is_committed(serve: Serve):
     assert (disk.operations, answers) == (operations, [])
     assert server.failed is not None
     assert not server.failed.done()
-
-
-# --- time ----------------------------------------------------------------------------------------
-
-
-async def test_retention_runs_periodically_on_the_servers_clock():
-    async with EmbeddedBroker(clock=ManualClock()) as broker, broker.connect() as client:
-        await client.admin.create_subject("short", retention=60)
-        for subject in ("short", "long"):
-            await client.send(subject, b"old")
-        await broker.advance(50)
-        for subject in ("short", "long"):
-            await client.send(subject, b"young")
-        assert (await client.admin.subject("short")).subject.start == 0
-        await broker.advance(20)
-        subject = (await client.admin.subject("short")).subject
-        assert (subject.start, subject.end, subject.count) == (1, 2, 1)
-        assert (await client.admin.subject("long")).subject.start == 0
-        async with client.reader("short", start="earliest") as reader:
-            assert [message.body for message in await reader.fetch(10, wait=0)] == [b"young"]
 
 
 @pytest.mark.parametrize("turns", range(4))
