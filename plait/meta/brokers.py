@@ -28,7 +28,6 @@ class Brokers:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._watch = Liveness(core, "b", core.limits.broker_lost_seconds)
-        self._states: dict[str, State] = {}
 
     # --- requests of brokers --------------------------------------------------------------------
 
@@ -121,7 +120,7 @@ class Brokers:
     # --- state ----------------------------------------------------------------------------------
 
     def watch(self, seconds: float) -> None:
-        """Called every tick: exchange heartbeat counts, count silence, and record which broker groups changed state."""
+        """Called every tick: exchange heartbeat counts with other meta servers and count silence."""
         for rows in self._core.mirror.brokers.values():
             for row in rows.values():
                 self._watch.expect(_watch_name(row))
@@ -129,11 +128,6 @@ class Brokers:
             while self._watch.exchange():
                 pass
         self._watch.advance(seconds)
-        states = {group: self.state(group) for group in self._core.mirror.brokers}
-        self._core.mirror.new_brokers.update(
-            group for group in states.keys() | self._states.keys() if states.get(group) != self._states.get(group)
-        )
-        self._states = states
 
     def views(self) -> list[BrokerInfo]:
         """All brokers, as this meta server knows them."""

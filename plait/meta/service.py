@@ -80,16 +80,15 @@ class MetaService:
     def busy(self) -> bool:
         """True if ``step`` has work to do or changes to return."""
         mirror = self._core.mirror
-        return bool(mirror.stale or mirror.unsettled or mirror.new_subjects or mirror.new_groups or mirror.new_brokers)
+        return bool(mirror.stale or mirror.unsettled or mirror.new_subjects or mirror.new_groups)
 
     def _changes(self, *, more: bool) -> Changes:
         mirror = self._core.mirror
         clients = mirror.clients_of(mirror.new_subjects, mirror.new_groups)
         more = more or bool(mirror.stale) or self.allocator.writing is not None
-        changes = Changes(mirror.new_subjects, mirror.new_groups, mirror.new_brokers, clients, more=more)
-        mirror.new_subjects, mirror.new_groups, mirror.new_brokers = set(), set(), set()
+        mirror.new_subjects, mirror.new_groups = set(), set()
         self.members.changed(clients)
-        return changes
+        return Changes(clients, more=more)
 
     def register_broker(
         self,

@@ -25,7 +25,7 @@ def test_a_silent_broker_is_lost_and_can_return(service: MetaService, clock: Man
     pass_time(clock, 4, service)
     assert state(service, "g2") == "RW"
     clock.advance(1.0)
-    assert service.tick().brokers >= {"g2"}
+    service.tick()
     assert state(service, "g2") == "NRW"
     # Its address stays known, because clients may still reach it.
     assert service.routing.view("s").brokers["g2"] == (["plait://g2:1"], "NRW")
@@ -33,8 +33,6 @@ def test_a_silent_broker_is_lost_and_can_return(service: MetaService, clock: Man
         service.subjects.create("t", groups=["g2"])
     service.brokers.heartbeat("g2", "g2-1", "RW")
     assert state(service, "g2") == "RW"
-    assert service.tick().brokers == {"g2"}
-    assert service.tick().brokers == set()
 
 
 def test_another_meta_server_sees_that_a_broker_lives_by_its_counter(stores: Stores, clock: ManualClock):

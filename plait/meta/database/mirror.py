@@ -39,13 +39,7 @@ _route = msgspec.msgpack.Decoder(Route)
 class Changes(NamedTuple):
     """The changes since the last call of ``MetaService.step`` or ``tick``, and the clients to notify."""
 
-    #: Subjects whose route changed.
-    subjects: set[str]
-    #: Groups whose allocation changed.
-    groups: set[GroupKey]
-    #: Broker groups whose state changed.
-    brokers: set[str]
-    #: Clients that are members of those groups, or of any group of those subjects.
+    #: Members of groups whose allocation changed, or of any group of a subject whose route changed.
     clients: set[str]
     #: There is more work; call ``step`` again at once.
     more: bool
@@ -82,7 +76,6 @@ class Mirror:
         self.changing = threading.Lock()
         self.new_subjects: set[str] = set()
         self.new_groups: set[GroupKey] = set()
-        self.new_brokers: set[str] = set()
         self._turn = 0
         #: Counts changes of routes.
         self.route_turn = 0
@@ -228,7 +221,6 @@ class Mirror:
                 self.groups_of[row.subject].add(row.name)
             case BrokerRow():
                 self.brokers[row.broker_group][row.broker] = row
-                self.new_brokers.add(row.broker_group)
 
     def _touch_members(self, key: GroupKey) -> None:
         """The group changed: the next heartbeat of each of its members must be checked against it."""

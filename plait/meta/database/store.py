@@ -71,7 +71,11 @@ class StoreChange:
         if not pairs:
             return
         for kind, stamped in self._stamped([new for _, new in pairs]):
-            values = [_expected(old) | _content(new) for (old, _), new in zip(pairs, stamped, strict=True)]
+            fields = _fields(kind)
+            values = [
+                _expected(old) | {field: getattr(new, field) for field in fields}
+                for (old, _), new in zip(pairs, stamped, strict=True)
+            ]
             result = self._connection.execute(_STATEMENTS[kind].update, values)
             if result.rowcount != len(values):
                 raise ConcurrentChange(
@@ -183,11 +187,8 @@ def _changed(row: TableRow) -> int:
     return changed
 
 
-def _content(row: TableRow) -> dict[str, Any]:
-    return {field: getattr(row, field) for field in _fields(type(row))}
-
-
 def _fields(kind: type[TableRow]) -> tuple[str, ...]:
+    """The columns outside the key."""
     return kind.__struct_fields__[len(kind.KEY) :]
 
 

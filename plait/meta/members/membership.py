@@ -42,10 +42,6 @@ class _LastHeartbeat(NamedTuple):
     members: Sequence[Membership]
     affinity: Collection[GroupKey]
 
-    def settings(self) -> dict[GroupKey, GroupSettings]:
-        affine = set(self.affinity)
-        return {(name, group): GroupSettings(ordered, (name, group) in affine) for name, group, ordered in self.members}
-
 
 class _Groups(NamedTuple):
     """The groups of a client, in order. Valid while both turns are current."""
@@ -74,14 +70,9 @@ class _Groups(NamedTuple):
         )
 
 
-class _Newer(NamedTuple):
-    """What a client does not know yet."""
-
-    groups: _Groups
-    #: The client knows everything up to this change after the reply.
-    newest: int
-    #: Ordered groups whose allocation the client does not have.
-    allocated: list[Allocated]
+#: What a client does not know yet: its groups; the change up to which it knows everything after the reply; the ordered
+#: groups whose allocation it does not have.
+_Newer = tuple[_Groups, int, list[Allocated]]
 
 
 class Members:
@@ -174,7 +165,7 @@ class Members:
         try:
             newer = self._newer(client, seen)
             # Under the lock: the reply is recorded before the next change makes it outdated.
-            return self._answer(client, {}, newer) if all(each.shares for each in newer.allocated) else None
+            return self._answer(client, {}, newer) if all(each.shares for each in newer[2]) else None
         finally:
             mirror.changing.release()
 
@@ -190,7 +181,10 @@ class Members:
         """
         mirror, limit = self._core.mirror, self._core.limits.groups_per_client
         self._repeat_views.pop(client, None)
-        wanted = heartbeat.settings()
+        affine = set(heartbeat.affinity)
+        wanted = {
+            (name, group): GroupSettings(ordered, (name, group) in affine) for name, group, ordered in heartbeat.members
+        }
         if len(wanted) > limit:
             raise LimitExceeded(
                 f"client {client!r} is a member of {len(wanted)} groups (limit {limit}, `groups_per_client`); "
@@ -246,7 +240,7 @@ class Members:
         if newest < seen:
             # The client knows more than the database, which was restored from an older copy.
             seen = 0
-        return _Newer(groups, newest, [each for each in groups.exclusive if each.changed > seen])
+        return groups, newest, [each for each in groups.exclusive if each.changed > seen]
 
     def _answer(self, client: str, refused: dict[GroupKey, PlaitError], newer: _Newer) -> HeartbeatView:
         groups, newest, allocated = newer

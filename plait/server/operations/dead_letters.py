@@ -94,15 +94,14 @@ def count_reasons(host: BrokerHost, request: LetterPage) -> Page[ReasonRow]:
     return Page(list(reasons.values()), following)
 
 
-def resend(host: BrokerHost, request: ChangeLetters) -> ChangedLetters:
+def change(host: BrokerHost, request: ChangeLetters, *, purge: bool) -> ChangedLetters:
+    """Resend or purge one page of letters."""
     group, found, following = _page(host, request, DEAD_PAGE_MAX)
-    count = _count(found) if request.dry_run else host.broker.dead_letters.resend(group, found)
-    return ChangedLetters(count, following)
-
-
-def purge(host: BrokerHost, request: ChangeLetters) -> ChangedLetters:
-    group, found, following = _page(host, request, DEAD_PAGE_MAX)
-    count = _count(found) if request.dry_run else host.broker.dead_letters.purge(group, found)
+    if request.dry_run:
+        count = sum(len(letters.sequences) for letters in found)
+    else:
+        letters = host.broker.dead_letters
+        count = letters.purge(group, found) if purge else letters.resend(group, found)
     return ChangedLetters(count, following)
 
 
@@ -121,10 +120,6 @@ def _page(host: BrokerHost, request: LetterPage, limit: int) -> tuple[Group, lis
     choice = Choice(select.sequences, select.type, select.handler, select.before)
     # Search up to ``limit`` letters per page: with few matches, a smaller search would take very many pages.
     return group, *host.broker.dead_letters.page(group, choice, request.after, request.limit, limit)
-
-
-def _count(found: list[Letters]) -> int:
-    return sum(len(letters.sequences) for letters in found)
 
 
 def _views(group: Group, letters: Letters, *, bodies: bool) -> list[LetterRow]:
