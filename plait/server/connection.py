@@ -98,7 +98,11 @@ class Connection(Receiver):
         self.closed = True
         self.count_partial(0)
         self.count_outgoing(0)
-        self._lose_sessions()
+        # Consumers are lost unless they attach again.
+        self.polls.clear()
+        for session, consumer in list(self.consumers.items()):
+            self.pool.on_lost(consumer, session)
+            self.end_session(session)
         self._delayed.clear()
         self.pool.remove(self)
 
@@ -113,9 +117,6 @@ class Connection(Receiver):
             self.count_partial(partial)
             if self.pool.partial_bytes > self.pool.limits.partial_bytes_total:
                 self.pool.give_up_partial()
-
-    def eof_received(self) -> bool:
-        return False
 
     def pause_writing(self) -> None:
         # Called during a write: ``answer`` counts the unsent bytes after it.
@@ -203,13 +204,6 @@ class Connection(Receiver):
         for correlation in [number for number, of in self.polls.items() if of == session]:
             del self.polls[correlation]
             self.fail(correlation, StaleSession(ENDED))
-
-    def _lose_sessions(self) -> None:
-        """The connection is closed: its consumers are lost unless they attach again."""
-        self.polls.clear()
-        for session, consumer in list(self.consumers.items()):
-            self.pool.on_lost(consumer, session)
-            self.end_session(session)
 
     # --- replies --------------------------------------------------------------------------------
 
