@@ -17,7 +17,7 @@ from plait.spark.archiving import archiver as archiving
 from tests.spark.archives import run_here
 
 #: The modules whose calls are counted.
-PLACES = tuple(os.sep + place for place in ("spark" + os.sep, "storage" + os.sep + "archived.py"))
+PLACES = tuple(os.sep + place for place in ("spark" + os.sep, "storage" + os.sep + "marks.py"))
 
 
 class Steps:

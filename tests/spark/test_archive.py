@@ -138,6 +138,15 @@ def test_expired_messages_are_archived_while_they_are_in_the_log(tmp_path: Path)
     assert [row["sequence"] for row in archived_rows(tmp_path / "archive")] == list(range(90))
 
 
+@pytest.mark.parametrize(("bound", "value"), [("HELD_SIZE_MAX", 2000), ("HELD_COUNT_MAX", 6)])
+def test_a_task_holds_a_limited_number_of_bytes_and_rows(
+    data: Path, to: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
+):
+    monkeypatch.setattr(tasks, bound, value)
+    assert archive_here(data, to, now=True).files > 30
+    assert archived_rows(to) == log_rows(data)
+
+
 # --- which subjects, which data directory -------------------------------------------------------
 
 

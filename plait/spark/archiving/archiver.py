@@ -153,11 +153,16 @@ class Archiver:
         skip_damage: bool = False,
     ) -> None:
         """Archive the new part of a data directory."""
-        wanted = wanted_of(subjects)
+        wanted = WantedRows.of_subjects(subjects or ("*",))
         if raw and (now or subjects):
             other = "everything up to now" if now else "some subjects"
             raise InvalidArgument(f"whole segments and {other} exclude each other: leave out --raw or the other option")
-        data, disk = _data_directory(data)
+        if not os.path.isdir(os.path.join(data, MESSAGE_DIRECTORY)):
+            raise DataDirError(
+                f"{data!r} is not a Plait data directory: it has no {MESSAGE_DIRECTORY!r} directory. Give the "
+                "directory of 'plait serve --data'"
+            )
+        data, disk = os.path.abspath(data), RealDisk(data)
         name, source = self._source(data, names.check("group", group), _identity(data, disk), subjects)
         intake = Intake(data, group, source, now=now, fail_on_damage=not skip_damage)
         rounds = intake.raw_rounds(name) if raw else intake.rounds(wanted)
@@ -320,11 +325,6 @@ class Archiver:
         return self._archive.newest() == (self._manifest.number, self._manifest.writer)
 
 
-def wanted_of(subjects: Sequence[str]) -> WantedRows:
-    """Subjects by name, or by a prefix and "*"; none: all."""
-    return WantedRows.of_subjects(subjects or ("*",))
-
-
 def _identity(data: str, disk: RealDisk) -> str:
     try:
         return identity(disk)
@@ -333,13 +333,3 @@ def _identity(data: str, disk: RealDisk) -> str:
             f"{data} has no directory id yet, and it cannot be written there ({error.strerror}): run the archiver once "
             "as a user with write permission, or start the server of the directory"
         ) from error
-
-
-def _data_directory(data: str) -> tuple[str, RealDisk]:
-    """The absolute path of a data directory, and its disk; ``DataDirError`` where it is not a data directory."""
-    if not os.path.isdir(os.path.join(data, MESSAGE_DIRECTORY)):
-        raise DataDirError(
-            f"{data!r} is not a Plait data directory: it has no {MESSAGE_DIRECTORY!r} directory. Give the directory of "
-            "'plait serve --data'"
-        )
-    return os.path.abspath(data), RealDisk(data)

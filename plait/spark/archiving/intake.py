@@ -7,7 +7,6 @@ remove rows from the log that are in the archive, and the log would give their s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Final
@@ -85,18 +84,11 @@ class Intake:
         last = rounds[-1]
         slim = {row.id: PartitionRow(row.id, row.subject, row.name, 0) for row in planned.partitions.values()}
         last.tasks += [EventTask(ACTIONS, self._data, self._group, part, slim, wanted) for part in action_plan.parts]
+        deaths = [
+            replace(part, end=min(part.end, retained_end)) for part in kept_plan.parts if part.start < retained_end
+        ]
         last.tasks += [
-            EventTask(
-                DEATHS,
-                self._data,
-                self._group,
-                replace(part, end=min(part.end, retained_end)),
-                slim,
-                wanted,
-                actions.groups,
-            )
-            for part in kept_plan.parts
-            if part.start < retained_end
+            EventTask(DEATHS, self._data, self._group, part, slim, wanted, actions.groups) for part in deaths
         ]
         last.action_offset, last.retained_offset = action_plan.end, retained_end
         last.damages += _left_out("action", action_plan.damages)
@@ -113,14 +105,19 @@ class Intake:
         if not last.tasks and (message_end, action_plan.end, retained_end) == reached:
             rounds.pop()
         for each in rounds:
-            # A checkpoint covers rows that a later round or, without ``now``, a later run archives.
-            nexts = logical_ends(reader.checkpoint) if self._now and each is last else {}
-            self._describe(each, wanted, planned, nexts, self._whole(reader, rounds[0].lost))
+            self._describe(each, wanted, planned, reader, last=each is last)
         return rounds
 
     def _plan(self, reader: LogReader, wanted: WantedRows, start: int, end: int | None) -> ChunkPlan:
         """Plan the message log between two offsets, and check that it is the log that was archived."""
-        self._check_mark(reader)
+        known = self._source.mark
+        # The frame of the mark may be gone or damaged.
+        if known is not None and _mark(reader, known.offset) not in (None, known):
+            raise DataDirError(
+                f"the message log of {self._data} has another frame at offset {known.offset} than the log that was "
+                "archived: it is another log, or continued from an older copy of that data directory. Use the one that "
+                "was archived, or another archive"
+            )
         reader.skip_before(start)
         planned = plan(
             reader,
@@ -134,46 +131,31 @@ class Intake:
         self._check_copy(reader, planned, start)
         return planned
 
-    def _whole(self, reader: LogReader, lost: list[LeftOut]) -> Callable[[str, int], bool]:
-        """Returns a function that says, by name and number, whether nothing of a partition was removed before it was
-        archived."""
+    def _describe(self, done: Round, wanted: WantedRows, planned: ChunkPlan, reader: LogReader, *, last: bool) -> None:
+        """Set the settings of all current partitions, and of deleted ones that have archived rows."""
         source = self._source
         first = _first(reader)
-        from_start = first is not None and first.base == 0
-        overtaken = any(each.log == "message" for each in lost)
-
-        def is_whole(name: str, number: int) -> bool:
-            if not source.message_offset:
-                return from_start
-            known = source.settings.get(name)
-            # Another partition was created since the last run, which recorded all partitions.
-            return not overtaken and (known is None or known.number != number or known.whole)
-
-        return is_whole
-
-    def _describe(
-        self,
-        done: Round,
-        wanted: WantedRows,
-        planned: ChunkPlan,
-        nexts: Mapping[int, int],
-        is_whole: Callable[[str, int], bool],
-    ) -> None:
-        """Set the settings of all current partitions, and of deleted ones that have archived rows."""
-        archived = {life.number for lives in self._source.lives.values() for life in lives}
-        known = dict(self._source.settings)
-        former = {settings.number: settings for settings in self._source.former}
+        overtaken = bool(_lost(reader, "message", source.message_offset))
+        # A checkpoint covers rows that a later round or, without ``now``, a later run archives.
+        nexts = logical_ends(reader.checkpoint) if self._now and last else {}
+        archived = {life.number for lives in source.lives.values() for life in lives}
+        known = dict(source.settings)
+        former = {settings.number: settings for settings in source.former}
         # A partition that was created again has a higher id than the deleted one.
         for row in sorted(planned.partitions.values(), key=lambda row: row.id):
             if not wanted.covers(row):
                 continue
             name = f"{row.name}@{self._group}"
             before = known.get(name)
-            if before is not None and before.number != row.id and before.number in archived:
-                former[before.number] = msgspec.structs.replace(before, deleted=True)
-            begun = before.next if before is not None and before.number == row.id else 0
-            # The last messages of a deleted partition may be in no archive.
-            reached = 0 if row.deleted else nexts.get(row.id, 0)
+            if before is not None and before.number != row.id:
+                if before.number in archived:
+                    former[before.number] = msgspec.structs.replace(before, deleted=True)
+                before = None
+            if source.message_offset:
+                # Another partition was created since the last run, which recorded all partitions.
+                whole = not overtaken and (before is None or before.whole)
+            else:
+                whole = first is not None and first.base == 0
             known[name] = ArchivedSettings(
                 number=row.id,
                 subject=row.subject,
@@ -182,8 +164,9 @@ class Intake:
                 deleted=row.deleted,
                 taken=row.taken,
                 fences=row.fences,
-                whole=is_whole(name, row.id),
-                next=max(reached, begun),
+                whole=whole,
+                # The last messages of a deleted partition may be in no archive.
+                next=max(0 if row.deleted else nexts.get(row.id, 0), 0 if before is None else before.next),
             )
         now = {settings.number for settings in known.values()}
         done.settings = known
@@ -196,7 +179,8 @@ class Intake:
         taken: list[ArchiveTask] = []
         size = base = 0
         for chunk in planned.chunks:
-            task = MessageTask(self._data, self._group, chunk, _base_of(chunk.segment), wanted, self._fail_on_damage)
+            base_of_chunk = int(chunk.segment.rpartition("/")[2].partition(".")[0])
+            task = MessageTask(self._data, self._group, chunk, base_of_chunk, wanted, self._fail_on_damage)
             if taken and task.base != base and size >= round_size:
                 rounds.append(Round(taken, task.base, source.action_offset, source.retained_offset))
                 taken, size = [], 0
@@ -229,17 +213,6 @@ class Intake:
             f"the message log of {self._data} has no frame at offset {archived}, where the archive ends: it continued "
             f"from an {older}"
         )
-
-    def _check_mark(self, reader: LogReader) -> None:
-        """Check that the log has the frame of the mark of the last run, unless that frame is gone or damaged."""
-        known = self._source.mark
-        found = None if known is None else _mark(reader, known.offset)
-        if known is not None and found is not None and found != known:
-            raise DataDirError(
-                f"the message log of {self._data} has another frame at offset {known.offset} than the log that was "
-                "archived: it is another log, or continued from an older copy of that data directory. Use the one that "
-                "was archived, or another archive"
-            )
 
     # --- whole segments -------------------------------------------------------------------------
 
@@ -334,7 +307,3 @@ def _sealed_end(reader: LogReader | ActionReader) -> int:
         if segment is not None and not segment.blank:
             return segment.base
     return 0
-
-
-def _base_of(segment: str) -> int:
-    return int(segment.rpartition("/")[2].partition(".")[0])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -56,7 +56,7 @@ class Domain:
     subject: int
     strict: bool
     #: Group → the lowest number among the subject's groups of the same name.
-    groups: Mapping[int, int]
+    groups: dict[int, int] = field(default_factory=dict)
 
 
 def audit_block(block: Block, groups: Iterable[GroupFacts], scale: Scale, facts: Tally, domain: Domain) -> None:
@@ -107,21 +107,19 @@ def _add_stored(block: Block, domain: Domain, facts: Tally) -> None:
 
 def _add_moved(rows: BlockRows, verdict: GroupVerdict, group: GroupFacts, domain: Domain, facts: Tally) -> None:
     """Add the ack times of keys whose LPs may have moved from or to another partition."""
-    if rows.spans is None or rows.places is None or not group.ordered or group.affinity or not group.whole:
+    if rows.spans is None or not group.keeps_order or not group.whole:
         return
     for span in np.unique(rows.spans).tolist():
-        chosen = np.flatnonzero(rows.spans == span)
-        times = key_times(rows, verdict, chosen)
-        keys = times.hashes.view(np.int64)
-        number = domain.groups[group.id]
-        facts.add_many(tally.MOVED, number, str(group.partition), keys, times.places, (times.earliest, times.latest))
+        times = key_times(rows, verdict, np.flatnonzero(rows.spans == span))
+        keys, acks = times.hashes.view(np.int64), (times.earliest, times.latest)
+        facts.add_many(tally.MOVED, domain.groups[group.id], str(group.partition), keys, times.places, acks)
 
 
 def _add_order(rows: BlockRows, verdict: GroupVerdict, group: GroupFacts, facts: Tally) -> None:
     wrong, times = out_of_order(rows, verdict)
     if group.whole or not group.ordered:
         verdict.broken["out_of_order"] = wrong
-    if group.ordered and not group.affinity and group.whole:
+    if group.keeps_order and group.whole:
         first = np.full(len(times.hashes), rows.sequences[0], np.int64)
         keys = times.hashes.view(np.int64)
         facts.add_many(tally.ORDER, group.id, "", keys, first, (times.earliest, times.latest))

@@ -73,9 +73,14 @@ class GroupFacts:
         """True if the log records deliveries with their consumers: as pulls or, for at most once, as acks."""
         return (self.at_most_once or not self.broadcast) and not self.ordered
 
+    @property
+    def keeps_order(self) -> bool:
+        """True if the messages of a key are handled in order."""
+        return self.ordered and not self.affinity
+
     def learn_order(self, order: str) -> None:
         """Set the order strategy of its subject."""
-        self.strict = self.ordered and not self.affinity and order == STRICT
+        self.strict = self.keeps_order and order == STRICT
 
     @property
     def kind(self) -> str:

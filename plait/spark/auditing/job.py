@@ -16,12 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from plait.client.arguments import moment_of, shown
 from plait.clock import SystemClock
 from plait.errors import InvalidArgument, PlaitError
 from plait.frame.header import TIME_MAX
 from plait.model import names
-from plait.spark.archiving.archiver import wanted_of
 from plait.spark.auditing import tally
 from plait.spark.auditing.block import Domain, audit_block
 from plait.spark.auditing.block_arrays import Numbers
@@ -31,7 +29,7 @@ from plait.spark.auditing.report import AuditReport
 from plait.spark.auditing.stored_order import stored_again
 from plait.spark.auditing.summary import scale_of, summarize
 from plait.spark.auditing.tally import Tally
-from plait.spark.history.selection import When
+from plait.spark.history.selection import When, period_of
 from plait.spark.inputs.archive_audit import open_archived
 from plait.spark.inputs.audit_input import AuditInput
 from plait.spark.inputs.log_audit import open_live
@@ -45,6 +43,7 @@ from plait.spark.runtime.job_runner import (
 )
 from plait.spark.runtime.session import check_packages, session
 from plait.spark.runtime.worker import prepare_worker
+from plait.storage.reading.log_chunks import WantedRows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -76,7 +75,7 @@ def audit(
     count of the report.
     """
     progress = progress or NoProgress()
-    low, high = times_of(since, until)
+    low, high = period_of(since, until, SystemClock().now())
     source = open_input(
         data,
         archive,
@@ -97,15 +96,6 @@ def audit(
     return summarize(source, tally.added_up(table), crossed, since=low, until=high)
 
 
-def times_of(since: When | None, until: When | None) -> tuple[int | None, int | None]:
-    """Two times of a user in microseconds since 1970."""
-    now = SystemClock().now()
-    low, high = moment_of(since, "since", now), moment_of(until, "until", now)
-    if low is not None and high is not None and low >= high:
-        raise InvalidArgument(f"since {shown(since)} is not before until {shown(until)}: nothing lies between")
-    return low, high
-
-
 def open_input(
     data: str | PathLike[str] | None,
     archive: str | PathLike[str] | None,
@@ -119,7 +109,8 @@ def open_input(
     progress: ProgressListener,
 ) -> AuditInput:
     """Open the data directory or the archive and plan the work. Times are in microseconds since 1970."""
-    wanted = replace(wanted_of(subjects), time_min=since or 0, time_max=TIME_MAX if until is None else until - 1)
+    wanted = WantedRows.of_subjects(subjects or ("*",))
+    wanted = replace(wanted, time_min=since or 0, time_max=TIME_MAX if until is None else until - 1)
     named = frozenset(names.check("group", group) for group in groups)
     if archive is not None and data is None:
         return open_archived(fspath(archive), wanted, named, progress)
@@ -153,19 +144,14 @@ def _judged(source: AuditInput, number: int) -> pa.Table:
 
 def domains_of(source: AuditInput) -> dict[int, Domain]:
     """Partition → its ``Domain``."""
-    subjects: dict[str, int] = {}
-    for number, each in source.partitions.items():
-        subjects[each.subject] = min(subjects.get(each.subject, number), number)
-    names: dict[tuple[int, str], int] = {}
-    for group in source.groups.values():
-        name = (subjects[source.partitions[group.partition].subject], group.name)
-        names[name] = min(names.get(name, group.id), group.id)
-    found = {}
-    for number, each in source.partitions.items():
-        subject = subjects[each.subject]
-        mine = [group for group in source.groups.values() if group.partition == number]
-        found[number] = Domain(subject, each.strict, {group.id: names[subject, group.name] for group in mine})
-    return found
+    # The last entry of a name is that of the lowest number.
+    subjects = {each.subject: number for number, each in sorted(source.partitions.items(), reverse=True)}
+    groups: dict[tuple[str, str], int] = {}
+    domains = {number: Domain(subjects[each.subject], each.strict) for number, each in source.partitions.items()}
+    for number, group in sorted(source.groups.items()):
+        first = groups.setdefault((source.partitions[group.partition].subject, group.name), number)
+        domains[group.partition].groups[number] = first
+    return domains
 
 
 def crossed_of(table: pa.Table) -> Counter[tuple[str, int]]:

@@ -158,14 +158,14 @@ class _Summary:
         # A group that was deleted and created again may be of another kind.
         newest = max(members, key=lambda group: group.id)
         promises = [promise for promise in _PROMISES if broken[promise]]
-        promises += ["out_of_order"] if self._out_of_order([each.id for each in members if _has_order(each)]) else []
+        promises += ["out_of_order"] if self._out_of_order([each.id for each in members if each.keeps_order]) else []
         examples = [example for group in members for example in self._examples(group)]
         return GroupAudit(
             subject=subject,
             group=name,
             kind=newest.kind,
             delivery="at_most_once" if newest.at_most_once else "at_least_once",
-            order="none" if not _has_order(newest) else "strict" if newest.strict else "best_tried",
+            order="none" if not newest.keeps_order else "strict" if newest.strict else "best_tried",
             messages=fates.total() - fates["outside"] + gone,
             acked=fates["acked"],
             dead=fates["dead"],
@@ -236,10 +236,6 @@ def _skew(counts: Counter[str] | Counter[int], among: int) -> float:
     """The highest count as a multiple of the mean."""
     total = counts.total()
     return round(max(counts.values()) * among / total, 3) if total else 1.0
-
-
-def _has_order(group: GroupFacts) -> bool:
-    return group.ordered and not group.affinity
 
 
 def _below(ranges: list[tuple[int, int]], limit: int) -> int:

@@ -127,14 +127,11 @@ def latency_bins(micros: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return bins
 
 
-def latency_of(bin_: int) -> float:
-    """The middle of a bin, in seconds."""
-    return float(2.0 ** ((bin_ + 0.5) / BINS_A_DOUBLING)) / 1_000_000
-
-
 def percentile(bins: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], share: float) -> float:
     """The latency in seconds that ``share`` of all do not exceed."""
     order = np.argsort(bins)
     total = np.cumsum(counts[order])
     at = int(np.searchsorted(total, share * int(total[-1]), "left"))
-    return latency_of(int(bins[order[min(at, len(order) - 1)]]))
+    # The middle of the bin.
+    middle = bins[order[min(at, len(order) - 1)]] + 0.5
+    return float(2.0 ** (middle / BINS_A_DOUBLING)) / 1_000_000

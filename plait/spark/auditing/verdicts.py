@@ -154,7 +154,7 @@ def judge(rows: BlockRows, events: Events, found: Touches, group: GroupFacts) ->
         # Later messages of a key are delivered while a failed one waits, and while an unacked one is redelivered.
         excused |= touched.any(failed) | (acks < 0)
     verdict.excused = excused
-    if group.ordered and not group.affinity:
+    if group.keeps_order:
         fails = touched.first(failed & touched.current)
         verdict.failed_at = touched.pick(touched.offset, fails, NEVER)
         verdict.tenures = tenures(rows.lps, touched.pick(touched.place, acks, NEVER), group.locks)

@@ -55,9 +55,7 @@ class HistorySelection(NamedTuple):
         until: When | None = None,
     ) -> HistorySelection:
         """Check the arguments of a user; ``since`` is inclusive, ``until`` exclusive. Raises ``InvalidArgument``."""
-        begin, end = moment_of(since, "since", now), moment_of(until, "until", now)
-        if begin is not None and end is not None and begin >= end:
-            raise InvalidArgument(f"since {shown(since)} is not before until {shown(until)}: nothing lies between")
+        begin, end = period_of(since, until, now)
         return cls(
             names.check("subject", subject),
             None if key is None else encode_key(key),
@@ -111,6 +109,14 @@ class HistorySelection(NamedTuple):
             yield "message_id", lambda ids: pc.equal(ids, bare.text(str(self.message_id)))
         for name, value in self.headers:
             yield "headers", partial(_has_header, name, value)
+
+
+def period_of(since: When | None, until: When | None, now: int) -> tuple[int | None, int | None]:
+    """Two times of a user in microseconds since 1970."""
+    begin, end = moment_of(since, "since", now), moment_of(until, "until", now)
+    if begin is not None and end is not None and begin >= end:
+        raise InvalidArgument(f"since {shown(since)} is not before until {shown(until)}: nothing lies between")
+    return begin, end
 
 
 def text_of(value: Any) -> str:

@@ -13,7 +13,6 @@ from plait.frame.builder import build_frame, pack_stamp
 from plait.frame.columns import Column
 from plait.frame.view import FrameView
 from plait.model.logical_partitions import lp_of_key
-from plait.spark.archiving.archiver import wanted_of
 from plait.spark.auditing.job import open_input
 from plait.spark.auditing.stored_order import astray
 from plait.spark.inputs import log_audit as live
@@ -21,6 +20,7 @@ from plait.spark.inputs.log_audit import cover
 from plait.spark.runtime.job_runner import NoProgress
 from plait.storage.catalog import PartitionRow
 from plait.storage.logs.action_events import Action
+from plait.storage.reading.log_chunks import WantedRows
 from plait.storage.reading.log_reader import open_log
 from plait.storage.reading.log_walk import LogWalk
 from plait.testing import EmbeddedBroker
@@ -55,7 +55,7 @@ async def grown(data: Path, before: int, after: int) -> None:
 
 def partitions_of(data: Path) -> dict[str, PartitionRow]:
     walk = LogWalk(open_log(str(data)))
-    cover(walk, wanted_of(()))
+    cover(walk, WantedRows(prefixes=("",)))
     return {row.name: row for row in walk.partitions.values() if row.subject == SUBJECT and not row.kind}
 
 
