@@ -2,5 +2,5 @@
 
 ``Schedules`` has the rows that wait, and ``Upcoming`` finds the rows that are due next. ``BucketedRows`` moves rows to
 buckets, ``DueDelivery`` delivers due rows, and ``Forwards`` sends due rows whose LP has moved to another broker. The
-server calls ``changes`` and ``schedule_views``. May import other broker modules, ``frame``, ``model`` and ``storage``.
+server calls ``delayed_requests``. May import other broker modules, ``frame``, ``model`` and ``storage``.
 """
