@@ -19,9 +19,11 @@ from plait.errors import DataLost, Expired, InvalidArgument
 from plait.storage.disk import RealDisk
 from plait.testing import EmbeddedBroker
 from plait.testing.embedded_broker import BlockingBroker
-from tests.support.broker_node import Node, Producer
+from tests.support.broker_node import Node
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
+
+from pyspark.sql.datasource import EqualTo, GreaterThan, LessThanOrEqual
 
 from plait.spark.inputs import log_input as log_place
 from plait.spark.source.offsets import PartitionOffset, check_end, check_start, parse_bound
@@ -80,19 +82,6 @@ def test_a_relative_time_counts_back_from_now():
     assert options.start.time == clock.now() - 3_600_000_000
     moment = parse_bound("startingOffsets", "2020-01-02T03:04:05+01:00", 0).time
     assert to_datetime(moment) == datetime(2020, 1, 2, 2, 4, 5, tzinfo=UTC)
-
-
-def test_an_offset_within_a_frame_selects_part_of_the_frame(tmp_path: Path):
-    node = Node(RealDisk(tmp_path), message_segment_size=1 << 20)
-    producer = Producer(7)
-    for start in range(0, 40, 10):
-        node.submit(producer.frame("orders", *[b"%d" % n for n in range(start, start + 10)], compression="zstd"))
-        node.turn()
-    node.broker.stop()
-    between = {"startingOffsets": '{"orders@g1": 13}', "endingOffsets": '{"orders@g1": 35}'}
-    assert bodies(path=tmp_path, **between) == [b"%d" % n for n in range(13, 35)]
-    between["endingOffsets"] = '{"orders@g1": 17}'
-    assert bodies(path=tmp_path, **between) == [b"%d" % n for n in range(13, 17)]
 
 
 def test_an_unknown_partition_is_an_error_that_lists_the_known_ones(timed: Timed):
@@ -232,8 +221,6 @@ def test_offsets_are_json_with_sorted_names():
 
 
 def test_filters_and_offsets_narrow_each_other(timed: Timed):
-    from pyspark.sql.datasource import GreaterThan, LessThanOrEqual
-
     broker, place = timed
     send(broker, *SENT)
     reader = batch_reader(columns="body", startingOffsets='{"orders@g1": 3}', **place)
@@ -245,8 +232,6 @@ def test_filters_and_offsets_narrow_each_other(timed: Timed):
 
 @pytest.mark.parametrize("option", ["startingOffsets", "endingOffsets"])
 def test_offsets_may_name_partitions_that_a_filter_leaves_out(timed: Timed, option: str):
-    from pyspark.sql.datasource import EqualTo
-
     broker, place = timed
     with plait.sync.connect(broker.address) as client:
         client.admin.create_subject("orders", partitions=2)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -22,6 +21,7 @@ from plait.client.read.surveyor import PartitionSpan, SpanRange
 from plait.errors import ArchiveError, InvalidArgument
 from plait.spark.archiving.archive_files import DIRECTORY
 from plait.spark.archiving.manifest import MESSAGES, Archive, ArchivedFile, ArchiveManifest, PartitionLife
+from plait.spark.auditing.block_arrays import without
 from plait.spark.inputs.parquet_files import ArchiveReadTask, FilePart, read_columns
 from plait.spark.source.offsets import report
 from plait.spark.source.read_options import ReadOptions
@@ -77,8 +77,7 @@ class ArchivedLife:
 
     def missing(self, start: int, end: int) -> list[tuple[int, int]]:
         """The ranges [first, end) between ``start`` and ``end`` that no file has."""
-        gaps = ((max(gap, start), min(first, end)) for (_, gap), (first, _) in pairwise(self.life.ranges))
-        return [(first, last) for first, last in gaps if first < last]
+        return without([(start, end)], self.life.ranges)
 
 
 class ArchiveInput:

@@ -106,28 +106,22 @@ class SourceEvents:
         self._began = False
         #: Rows that wait, as a later file may have rows that precede them in the log.
         self._waiting: pa.Table | None = None
-        self._spans: list[dict[int, tuple[int, int]]] = []
-        self._paths: list[str] = []
+        self.files: list[ActionFile] = []
         self.identities: dict[int, Identity] = {}
 
     @property
     def groups(self) -> dict[int, GroupFacts]:
         return self._table.groups
 
-    @property
-    def files(self) -> list[ActionFile]:
-        return [ActionFile(path, spans) for path, spans in zip(self._paths, self._spans, strict=True)]
-
     def take(self, file: ArchivedFile, following: int | None) -> None:
         """Read the next file. ``following``: the log offset at which the file after it starts."""
-        if not self._paths and file.start:
+        if not self.files and file.start:
             # The log before this file was not archived.
             self._lost = sorted({file.start, *self._lost})
         columns = ["partition", "consumer_group", "detail", "action", "time", "value", *_EVENT_COLUMNS]
         found = read_columns(self._archive, file.path, columns)
-        found = found.append_column(_FILE, pa.array(np.full(len(found), len(self._paths))))
-        self._paths.append(file.path)
-        self._spans.append({})
+        found = found.append_column(_FILE, pa.array(np.full(len(found), len(self.files))))
+        self.files.append(ActionFile(file.path, {}))
         if self._waiting is not None:
             found = pa.concat_tables([self._waiting, found])
         found = found.sort_by([("log_offset", "ascending"), ("log_row", "ascending")]).combine_chunks()
@@ -165,7 +159,7 @@ class SourceEvents:
         events, files = self._numbered(piece)
         self._table.take(events)
         for file in np.unique(files).tolist():
-            spans = self._spans[file]
+            spans = self.files[file].spans
             for number, (low, high) in spans_of(events[files == file]).items():
                 known = spans.get(number, (low, high))
                 spans[number] = min(known[0], low), max(known[1], high)

@@ -18,20 +18,29 @@ from plait.frame.xxh3 import hash_rows
 from plait.limits import BODY_SIZE_MAX, HEADERS_SIZE_MAX, KEY_SIZE_MAX, TAGS_MAX
 from plait.model import names
 
-#: The columns that a DataFrame may have, and their types.
-COLUMNS: Final = {
-    "subject": "string",
-    "body": "binary or string",
-    "key": "string or a whole number",
-    "tags": "array<string>",
-    "headers": "map<string,string>",
-    "delay": "a number of seconds or an interval",
-    "deliver_at": "timestamp",
-}
-
 _BINARY: Final = pa.binary()
 _STRING: Final = pa.string()
 _Int64s = npt.NDArray[np.int64]
+
+
+def _is_delay(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or types.is_duration(kind))
+
+
+#: The columns that a DataFrame may have, and their types.
+COLUMNS: Final[dict[str, tuple[str, Callable[[pa.DataType], bool]]]] = {
+    "subject": ("string", lambda kind: kind == _STRING),
+    "body": ("binary or string", lambda kind: kind in (_BINARY, _STRING)),
+    "key": ("string or a whole number", lambda kind: kind == _STRING or pa.types.is_integer(kind)),
+    "tags": ("array<string>", lambda kind: pa.types.is_list(kind) and kind.value_type == _STRING),
+    "headers": (
+        "map<string,string>",
+        lambda kind: pa.types.is_map(kind) and (kind.key_type, kind.item_type) == (_STRING, _STRING),
+    ),
+    "delay": ("a number of seconds or an interval", _is_delay),
+    "deliver_at": ("timestamp", lambda kind: pa.types.is_timestamp(kind) and kind.tz is not None),
+}
 
 
 def check_columns(schema: pa.Schema) -> None:
@@ -43,30 +52,13 @@ def check_columns(schema: pa.Schema) -> None:
             raise InvalidArgument(
                 f"column {field.name!r} cannot be written; choose from {', '.join(COLUMNS)} with select()"
             )
-        if not _fits(field.name, field.type):
-            raise InvalidArgument(f"column {field.name!r} is {field.type}; it must be {COLUMNS[field.name]}")
+        expected, fits = COLUMNS[field.name]
+        if not fits(field.type):
+            raise InvalidArgument(f"column {field.name!r} is {field.type}; it must be {expected}")
     if "body" not in schema.names:
         raise InvalidArgument("the DataFrame has no column 'body'; rename a column with withColumnRenamed()")
     if {"delay", "deliver_at"} <= set(schema.names):
         raise InvalidArgument("the DataFrame has the columns 'delay' and 'deliver_at'; drop one of them")
-
-
-def _fits(name: str, kind: pa.DataType) -> bool:
-    types = pa.types
-    fits = kind == _STRING
-    if name == "body":
-        fits = kind in (_BINARY, _STRING)
-    elif name == "key":
-        fits = kind == _STRING or types.is_integer(kind)
-    elif name == "tags":
-        fits = types.is_list(kind) and kind.value_type == _STRING
-    elif name == "headers":
-        fits = types.is_map(kind) and (kind.key_type, kind.item_type) == (_STRING, _STRING)
-    elif name == "delay":
-        fits = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or types.is_duration(kind)
-    elif name == "deliver_at":
-        fits = types.is_timestamp(kind) and kind.tz is not None
-    return bool(fits)
 
 
 def encode(batch: pa.RecordBatch, subject: str | None, now: int) -> Iterator[tuple[str, RowColumns]]:
