@@ -12,7 +12,7 @@ import pytest
 
 import plait
 from plait.testing import EmbeddedBroker
-from tests.client.support import fetch_all, numbers, send, until
+from tests.client.support import PlayedMeta, fetch_all, numbers, send, until
 
 
 async def test_fetch_returns_all_stored_rows_and_then_only_new_ones(client: plait.Client) -> None:
@@ -283,6 +283,19 @@ async def test_at_most_once_returns_rows_that_were_not_handed_out(broker: Embedd
         assert got == list(range(300))
 
 
+async def test_at_most_once_returns_rows_of_all_partitions(meta: PlayedMeta) -> None:
+    async with meta.client() as client:
+        await send(client, 300)
+        got: list[int] = []
+        while len(got) < 300:
+            async with client.consumer("s", "g", delivery="at_most_once") as consumer:
+                async for message in consumer:
+                    got.append(int(message.body))
+                    if len(got) % 50 == 0:
+                        break
+        assert sorted(got) == list(range(300))
+
+
 async def test_at_most_once_pulls_only_while_a_fetch_waits(client: plait.Client) -> None:
     await send(client, 10)
     async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
@@ -322,3 +335,17 @@ async def test_the_prefetch_limit_counts_decompressed_bytes(broker: EmbeddedBrok
                 assert 1 <= len(batch) <= 6
                 seen += len(batch)
                 await batch.ack()
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["shared", "ordered"])
+async def test_a_stuck_row_limits_the_span_unless_keys_are_independent(broker: EmbeddedBroker, ordered: bool) -> None:
+    limits = plait.ClientLimits(prefetch_count=10, prefetch_span=20)
+    async with plait.connect(broker.address, limits=limits) as client:
+        await send(client, 100)
+        async with client.consumer("s", group="g", ordered=ordered) as consumer:
+            stuck = await fetch_all(consumer, 1)
+            seen = len(stuck)
+            while batch := await consumer.fetch(10, wait=0.2):
+                seen += len(batch)
+                await batch.ack()
+            assert seen == 100 if ordered else 20 <= seen <= 30
