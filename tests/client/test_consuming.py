@@ -213,21 +213,6 @@ async def test_a_consumer_that_is_not_open_refuses_calls(client: plait.Client) -
     await consumer.close()
 
 
-async def test_closing_the_client_returns_the_messages_of_its_consumers(
-    broker: EmbeddedBroker, client: plait.Client
-) -> None:
-    await send(client, 10)
-    other = broker.connect()
-    async with other:
-        consumer = await other.consumer("s", group="g").__aenter__()
-        messages = await consumer.fetch(10)
-        messages[0].ack()
-    info = await client.admin.group("s", "g")
-    assert (info.online, info.lag, info.returned) == (0, 9, 9)
-    with pytest.raises(plait.Closed):
-        await consumer.fetch()
-
-
 async def test_a_waiting_iteration_ends_when_the_consumer_is_closed(client: plait.Client) -> None:
     async with client.consumer("s", group="g") as consumer:
         waiting = asyncio.ensure_future(anext(consumer))

@@ -241,17 +241,6 @@ async def test_a_batch_handler_rejects_its_batch_or_single_messages(client: plai
     ]
 
 
-async def test_a_rejection_does_not_suspend_the_handler(client: plait.Client, app: plait.App) -> None:
-    @app.subscriber("s", suspend=3600)
-    async def handle(number: int) -> None:
-        raise plait.Reject(str(number))
-
-    await send(client, 3)
-    async with running(app):
-        await settled(client)
-    assert len(await letters(client)) == 3
-
-
 @pytest.mark.parametrize("batch", [None, 1])
 async def test_suspensions_make_no_dead_letters(client: plait.Client, app: plait.App, batch: int | None) -> None:
     attempts: list[int] = []

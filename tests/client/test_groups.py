@@ -9,9 +9,7 @@ import pytest
 
 import plait
 from plait.testing import EmbeddedBroker
-from plait.wire import messages as m
-from plait.wire.link import Link
-from tests.client.support import PATIENCE_SECONDS, fetch_all, lose, numbers, send, until
+from tests.client.support import fetch_all, lose, numbers, send, until
 
 
 async def test_every_group_has_its_own_progress(client: plait.Client) -> None:
@@ -244,42 +242,3 @@ async def test_at_most_once_rows_survive_a_long_absence_of_the_broker(
             await until(lambda: consumer._clients[0].session)
             rest = [await anext(consumer) for _ in range(19)]
     assert numbers([first, *rest]) == list(range(20))
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("answered", [False, True])
-async def test_an_open_cancelled_while_the_broker_attaches_leaves_no_member(
-    client: plait.Client, monkeypatch: pytest.MonkeyPatch, ordered: bool, answered: bool
-) -> None:
-    """The open is cancelled before the reply arrives, or at the moment when it arrives."""
-    await send(client, 1)
-    asked = asyncio.Event()
-    call = Link.call
-
-    def spy(self: Link, message: Any, reply: Any, *arguments: Any) -> None:
-        def replied(*answer: Any) -> None:
-            reply(*answer)
-            if answered:
-                opening.cancel()
-                asked.set()
-
-        call(self, message, replied if isinstance(message, m.AttachRequest) else reply, *arguments)
-        if isinstance(message, m.AttachRequest) and not answered:
-            asked.set()
-
-    monkeypatch.setattr(Link, "call", spy)
-    cancelled = client.consumer("s", group="g", ordered=ordered)
-    opening = asyncio.ensure_future(cancelled.__aenter__())
-    await asked.wait()
-    opening.cancel()
-    await asyncio.gather(opening, return_exceptions=True)
-
-    async def members() -> list[Any]:
-        return [each for info in await client.admin.groups("s") for each in info.consumers if each.online]
-
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while await members():
-            # No event reports a member that leaves; poll.
-            pass
-    async with client.consumer("s", group="g", ordered=ordered) as consumer:
-        assert numbers(await consumer.fetch(1, wait=PATIENCE_SECONDS)) == [0]

@@ -183,19 +183,6 @@ async def test_a_leaving_member_returns_its_rows_and_releases_its_keys(cluster: 
         assert [message.attempt for message in found if message.sequence != begun[0].sequence] == [1] * 29
 
 
-async def test_a_restart_of_the_broker_keeps_held_rows_and_their_order(cluster: Cluster, client: plait.Client) -> None:
-    await cluster.send_keyed("g1", rows(40))
-    async with client.consumer("s", group="g", ordered=True) as consumer:
-        first = await fetch_all(consumer, 10)
-        await until(lambda: consumer._buffer.count == 30)
-        await cluster.brokers["g1"].restart()
-        for message in first:
-            message.ack()
-        seen = [*first, *await handle(consumer, 30)]
-        assert by_key(seen) == by_key_of(rows(40))
-        assert await cluster.lag("g1") == 0
-
-
 async def test_a_failed_message_of_a_strict_subject_holds_back_only_its_key(
     strict: Cluster, client: plait.Client
 ) -> None:

@@ -41,12 +41,6 @@ async def test_all_partitions_are_read_each_in_its_order(client: plait.Client) -
         assert sequences == sorted(sequences)
 
 
-async def test_stored_messages_are_fetched_without_waiting(client: plait.Client) -> None:
-    await client.send_many("s", [b"x"] * 20, keys=KEYS)
-    async with client.reader("s", start="earliest") as reader:
-        assert len(await reader.fetch(100, wait=0)) == 20
-
-
 async def test_a_reader_at_the_latest_waits_for_messages_of_any_partition(client: plait.Client) -> None:
     await client.send_many("s", [b"before"] * 20, keys=KEYS)
     async with client.reader("s") as reader:

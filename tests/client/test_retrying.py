@@ -157,11 +157,12 @@ async def test_a_suspended_handler_resumes_afterwards(client: plait.Client, app:
     assert moments[1] - moments[0] >= 0.2
 
 
-async def test_retry_later_does_not_suspend(client: plait.Client, app: plait.App) -> None:
+async def test_retry_later_and_reject_do_not_suspend(client: plait.Client, app: plait.App) -> None:
     @app.subscriber("s", suspend=3600)
     async def handle(message: plait.Message) -> None:
         if message.attempt == 1:
             raise plait.RetryLater(0)
+        raise plait.Reject("no")
 
     await send(client, 5)
     async with running(app):
