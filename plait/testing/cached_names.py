@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import posixpath
 import random
-from collections.abc import Callable
 from typing import NamedTuple
 
 from plait.testing.cached_file import SURVIVAL_ODDS, CachedFile, Keep
@@ -84,11 +83,12 @@ class CachedNames:
 
     def copy(self) -> CachedNames:
         """The same names and contents, with the same unsynced changes."""
-        copied = _once_each(CachedFile.copy)
-        other = CachedNames({name: copied(file) for name, file in self.files.items()})
+        files = [*self.files.values(), *self._durable.values(), *(change.file for change in self._unsynced)]
+        copies = {file: file.copy() for file in dict.fromkeys(files)}
+        other = CachedNames({name: copies[file] for name, file in self.files.items()})
         other.changes = self.changes
-        other._durable = {name: copied(file) for name, file in self._durable.items()}
-        other._unsynced = [change._replace(file=copied(change.file)) for change in self._unsynced]
+        other._durable = {name: copies[file] for name, file in self._durable.items()}
+        other._unsynced = [change._replace(file=copies[change.file]) for change in self._unsynced]
         return other
 
     def _settle(self, certain: set[str]) -> None:
@@ -103,14 +103,3 @@ class CachedNames:
         for change in reversed(settled):
             change.apply(self._durable)
         self._unsynced = waiting[::-1]
-
-
-def _once_each(copy: Callable[[CachedFile], CachedFile]) -> Callable[[CachedFile], CachedFile]:
-    copies: dict[int, CachedFile] = {}
-
-    def copied(file: CachedFile) -> CachedFile:
-        if id(file) not in copies:
-            copies[id(file)] = copy(file)
-        return copies[id(file)]
-
-    return copied

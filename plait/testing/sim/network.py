@@ -53,7 +53,7 @@ class Network:
         self._endpoints: dict[Endpoint, Endpoint] = {}
         self._cuts: dict[tuple[Machine, Machine], None] = {}
         #: Pipes with bytes that a cut holds back; their endpoints may be closed.
-        self._holding: dict[Pipe, None] = {}
+        self.holding: dict[Pipe, None] = {}
         self._next_port = FIRST_FREE_PORT
 
     # --- chance ---------------------------------------------------------------------------------
@@ -69,12 +69,6 @@ class Network:
         if size > 1 and self.random.random() < self.cut_odds:
             return self.random.randint(1, size)
         return size
-
-    def retry_pause(self) -> float:
-        return self.random.uniform(0.0, self.retry_seconds)
-
-    def give_up_pause(self) -> float:
-        return self.random.uniform(*self.give_up_seconds)
 
     # --- cuts -----------------------------------------------------------------------------------
 
@@ -102,14 +96,10 @@ class Network:
         """Whether bytes from ``source`` cannot reach ``target``."""
         return bool(self._cuts) and (source, target) in self._cuts
 
-    def holds(self, pipe: Pipe) -> None:
-        """Register a pipe that holds bytes back because of a cut."""
-        self._holding[pipe] = None
-
     def _healed(self) -> None:
-        for pipe in self._holding:
+        for pipe in self.holding:
             pipe.retry()
-        self._holding.clear()
+        self.holding.clear()
         for one, other in list(self._endpoints.items()):
             if not (self.is_cut(one.machine, other.machine) or self.is_cut(other.machine, one.machine)):
                 one.healed()
@@ -140,13 +130,6 @@ class Network:
         except BaseException:
             dialling.abandon()
             raise
-
-    def listener_at(self, address: Address) -> SimListener | None:
-        return self._listeners.get(address)
-
-    def owner_of(self, address: Address) -> Machine | None:
-        """The machine of the last process that listened on the address."""
-        return self._owners.get(address)
 
     def join(self, loop: Loop, machine: Machine, listener: SimListener) -> Endpoint:
         """Make both ends of a connection and return the end of ``machine``. The listener will accept the other end."""
@@ -204,7 +187,7 @@ class SimListener(asyncio.AbstractServer):
         endpoint.begin(self._factory())
 
     def is_serving(self) -> bool:
-        return self._network.listener_at(self.address) is self
+        return self._network._listeners.get(self.address) is self
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
         return self.loop
@@ -256,8 +239,8 @@ class _Dialling:
         network, machine = self._network, self._machine
         if self.future.done() or self._loop.is_closed():
             return
-        listener = network.listener_at(self._address)
-        owner = network.owner_of(self._address) if listener is None else listener.machine
+        listener = network._listeners.get(self._address)
+        owner = network._owners.get(self._address) if listener is None else listener.machine
         if owner is not None and (
             not owner.powered or network.is_cut(machine, owner) or network.is_cut(owner, machine)
         ):
@@ -265,13 +248,10 @@ class _Dialling:
             self._pause *= 2
         elif listener is None:
             error = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            network.timeline.call_later(network.latency(), self._answer, error)
+            network.timeline.call_later(network.latency(), self._loop.call_soon, self._end, error)
         else:
             self._endpoint = network.join(self._loop, self._machine, listener)
-            network.timeline.call_later(network.latency(), self._answer, None)
-
-    def _answer(self, error: OSError | None) -> None:
-        self._loop.call_soon(self._end, error)
+            network.timeline.call_later(network.latency(), self._loop.call_soon, self._end, None)
 
     def _end(self, error: OSError | None) -> None:
         if self.future.done():

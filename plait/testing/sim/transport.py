@@ -89,7 +89,7 @@ class Pipe:
             self._last = None
         if self.held or self._network.is_cut(self._source.machine, self._target.machine):
             self.held.append(segment)
-            self._network.holds(self)
+            self._network.holding[self] = None
             self._source.unanswered()
             return
         self._deliver(segment)
@@ -98,13 +98,14 @@ class Pipe:
         """Resend the held segments after a pause, because a cut may have ended."""
         if self.held and not self._retrying:
             self._retrying = True
-            self._network.timeline.call_later(self._network.retry_pause(), self._retry)
+            pause = self._network.random.uniform(0.0, self._network.retry_seconds)
+            self._network.timeline.call_later(pause, self._retry)
 
     def _retry(self) -> None:
         self._retrying = False
         if self._network.is_cut(self._source.machine, self._target.machine):
             if self.held:
-                self._network.holds(self)
+                self._network.holding[self] = None
             return
         held, self.held = self.held, deque()
         for segment in held:
@@ -198,7 +199,7 @@ class Endpoint(asyncio.Transport):
     def unanswered(self) -> None:
         """Give up the connection after a time, because sent bytes are not confirmed."""
         if self._giving_up is None:
-            seconds = self._network.give_up_pause()
+            seconds = self._network.random.uniform(*self._network.give_up_seconds)
             self._giving_up = self._network.timeline.call_later(seconds, self._give_up)
 
     def _answered(self) -> None:
