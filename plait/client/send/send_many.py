@@ -51,8 +51,9 @@ async def send_many(
     total = len(bodies)
     if keys is not None and len(keys) != total:
         raise InvalidArgument(f"{len(keys)} keys for {total} bodies; give one for each, or None")
-    labels = _Encoded(tags, encode_tags, _is_one_tags, "tags", total)
-    properties = _Encoded(headers, encode_headers, lambda given: isinstance(given, Mapping), "headers", total)
+    one = isinstance(tags, str) or (isinstance(tags, Sequence) and all(isinstance(each, str) for each in tags))
+    tags_of = _encoder(tags, encode_tags, "tags", total, one=one)
+    headers_of = _encoder(headers, encode_headers, "headers", total, one=isinstance(headers, Mapping))
     dues = None if when is None else when(total)
     sender = senders.sender(subject, delayed=dues is not None)
     producer, limits = senders.producer, senders.producer.limits
@@ -63,7 +64,7 @@ async def send_many(
     while position < total:
         array = _column(bodies, position, min(position + step, total))
         count = len(array)
-        tagged, described = labels.rows(position, count), properties.rows(position, count)
+        tagged, described = tags_of(position, count), headers_of(position, count)
         size = _size(array) + sum(map(len, tagged or ())) + sum(map(len, described or ()))
         if size > 2 * limits.many_frame_bytes * _frames_per_step(sender) and count > 1:
             step = max(1, count // (1 + size // (limits.many_frame_bytes * _frames_per_step(sender))))
@@ -91,45 +92,29 @@ async def send_many(
     return Receipts(batches)
 
 
-class _Encoded:
-    """Tags or headers of rows: one value for all, or one for each."""
+def _encoder(
+    given: Any, encode: Callable[[Any], bytes], name: str, total: int, *, one: bool
+) -> Callable[[int, int], list[bytes] | None]:
+    """Returns the encoded tags or headers of ``count`` rows from ``start``; None if no row has any.
 
-    def __init__(
-        self,
-        given: Any,
-        encode: Callable[[Any], bytes],
-        is_one: Callable[[Any], bool],
-        name: str,
-        total: int,
-    ) -> None:
-        self._encode, self._name = encode, name
-        self._one: bytes | None = None
-        self._each: Sequence[Any] | None = None
-        if given is None:
-            return
-        if is_one(given):
-            self._one = encode(given)
-        elif not isinstance(given, Sequence) or len(given) != total:
-            found = f"{len(given)}" if isinstance(given, Sequence) else f"a {type(given).__name__}"
-            raise InvalidArgument(f"{name} for {total} bodies: give one for all, or one for each, not {found}")
-        else:
-            self._each = given
+    ``one``: ``given`` is the value of all rows. Otherwise it has one for each.
+    """
+    if given is None:
+        return lambda start, count: None
+    if one:
+        value = encode(given)
+        return lambda start, count: [value] * count
+    if not isinstance(given, Sequence) or len(given) != total:
+        found = f"{len(given)}" if isinstance(given, Sequence) else f"a {type(given).__name__}"
+        raise InvalidArgument(f"{name} for {total} bodies: give one for all, or one for each, not {found}")
 
-    def rows(self, start: int, count: int) -> list[bytes] | None:
-        """The encoded values of ``count`` rows from ``start``; None if no row has any."""
-        if self._one is not None:
-            return [self._one] * count
-        if self._each is None:
-            return None
+    def rows(start: int, count: int) -> list[bytes]:
         try:
-            return [self._encode(each) for each in self._each[start : start + count]]
+            return [encode(each) for each in given[start : start + count]]
         except (AttributeError, TypeError) as error:
-            raise InvalidArgument(f"{self._name} of rows {start} to {start + count - 1}: {error}") from None
+            raise InvalidArgument(f"{name} of rows {start} to {start + count - 1}: {error}") from None
 
-
-def _is_one_tags(given: Any) -> bool:
-    """True for the tags of all rows: a str, or a sequence of str. A sequence of lists has the tags of each row."""
-    return isinstance(given, str) or (isinstance(given, Sequence) and all(isinstance(each, str) for each in given))
+    return rows
 
 
 def _bytes_column(rows: list[bytes] | None) -> pa.Array | None:
