@@ -102,30 +102,6 @@ def test_a_row_that_was_changed_meanwhile_is_not_removed(stores: Stores):
     assert len(store.news(-1).rows) == 1
 
 
-def test_of_concurrent_changes_of_one_row_one_wins_each_time_and_none_is_lost(stores: Stores):
-    write(stores(), SubjectRow("s", "0", 1))
-    open_stores = [stores() for _ in range(4)]
-
-    def add(store: Store) -> int:
-        lost, left = 0, 25
-        while left:
-            (row,) = store.news(-1).rows
-            assert isinstance(row, SubjectRow)
-            try:
-                with store.change() as change:
-                    change.replace((row, msgspec.structs.replace(row, settings=str(int(row.settings) + 1))))
-                left -= 1
-            except ConcurrentChange:
-                lost += 1
-        return lost
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(add, open_stores))
-    (row,) = open_stores[0].news(-1).rows
-    assert isinstance(row, SubjectRow)
-    assert row.settings == "100"
-
-
 def test_changes_are_seen_in_the_order_of_their_numbers(stores: Stores):
     """A reader that asks for changes after the last one seen misses none, however many writers there are."""
     writers, reader = [stores() for _ in range(3)], stores()
