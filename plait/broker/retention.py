@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 
+import msgspec
 import numpy as np
 
 from plait.broker.broker import Broker
@@ -35,14 +36,11 @@ STEP_COST = 128
 CHANGE_COST = 15
 
 
-class _Needed:
+class _Needed(msgspec.Struct):
     """The offsets from which the visited partitions need the logs."""
 
-    __slots__ = ("message", "retained")
-
-    def __init__(self, message: int, retained: int) -> None:
-        self.message = message
-        self.retained = retained
+    message: int
+    retained: int
 
 
 class Retention:

@@ -480,18 +480,6 @@ def test_returning_half_of_the_rows_pulled_ahead_takes_few_ranges(begun: int, ol
     assert ranges_in(old) == 0
 
 
-def test_rows_that_were_returned_one_by_one_are_few_ranges_for_their_next_owner():
-    node = node_with(message_segment_size=4 << 20)
-    old = pulled_ahead(node, frames=4)
-    rows = list(old.rows)
-    new = Owner(node, "c2")
-    new.lease([(512, 1024, 2)])
-    old.lease([(0, 512, 1)])
-    new.lease()
-    assert sum(len(cursor.returned) for cursor in old.group.cursors.of(new.consumer.id)) <= 8
-    assert bodies(new.pull_all()) == [row.body for row in rows if row.lp >= 512]
-
-
 def test_open_rows_between_acked_ones_are_few_ranges_for_their_next_owner():
     node = node_with(message_segment_size=4 << 20)
     old = pulled_ahead(node, frames=4)

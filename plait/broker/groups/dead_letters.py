@@ -192,7 +192,8 @@ class DeadLetters:
         dead = group.failures.dead
         if choice.sequences is None:
             ranges = dead.after(after + 1, look + 1)
-            looked = np.concatenate([np.empty(0, np.int64), *(_numbers(r, look + 1) for r in ranges)])
+            numbers = [np.arange(first, min(end, first + look + 1)) for first, end, _ in ranges]
+            looked = np.concatenate([np.empty(0, np.int64), *numbers])
         else:
             looked = np.unique(np.array([s for s in choice.sequences if s > after], np.int64))
         following = int(looked[look - 1]) if len(looked) > look else None
@@ -279,10 +280,6 @@ def _death(frame: FrameView | None) -> DeathRecord | None:
         return note_of(frame.verify()).death
     except FrameError:
         return None
-
-
-def _numbers(piece: Range, limit: int) -> Sequences:
-    return np.arange(piece.start, min(piece.end, piece.start + limit))
 
 
 def _filled(pieces: list[Range], start: int, end: int, default: int) -> Iterator[tuple[int, int, int]]:

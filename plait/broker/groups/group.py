@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
 from plait.clock import Clock
@@ -42,41 +43,27 @@ AFTER_CLIENT = "#"
 DEFAULT_RETRY = Retry()
 
 
-class AttachedConsumer:
+class AttachedConsumer(msgspec.Struct, eq=False):
     """One consumer of a group. Each attach gives it a new ``session``; requests of an earlier session are refused."""
 
-    __slots__ = (
-        "client",
-        "connected",
-        "group",
-        "id",
-        "last_contact",
-        "leased_until",
-        "news",
-        "online",
-        "proof",
-        "session",
-    )
-
-    def __init__(self, consumer_id: int, group: Group, client: str, last_contact: float, proof: int = 0) -> None:
-        self.id = consumer_id
-        self.group = group
-        #: Its client id; only ``Group.redefine_consumer`` changes it.
-        self.client = client
-        #: Of an ordered group: the proof of the secret token that continues its session and renews its lease; 0:
-        #: none. Only ``Group.redefine_consumer`` changes it.
-        self.proof = proof
-        self.session = 0
-        #: True if the consumer is attached and not lost.
-        self.online = False
-        #: True if its connection is open.
-        self.connected = False
-        #: On the monotonic clock: when its last request came.
-        self.last_contact = last_contact
-        #: Of an ordered group: the end of its lease, on the monotonic clock.
-        self.leased_until = 0.0
-        #: Incremented whenever its locks change.
-        self.news = 0
+    id: int
+    group: Group
+    #: Its client id; only ``Group.redefine_consumer`` changes it.
+    client: str
+    #: On the monotonic clock: when its last request came.
+    last_contact: float
+    #: Of an ordered group: the proof of the secret token that continues its session and renews its lease; 0: none. Only
+    #: ``Group.redefine_consumer`` changes it.
+    proof: int = 0
+    session: int = 0
+    #: True if the consumer is attached and not lost.
+    online: bool = False
+    #: True if its connection is open.
+    connected: bool = False
+    #: Of an ordered group: the end of its lease, on the monotonic clock.
+    leased_until: float = 0.0
+    #: Incremented whenever its locks change.
+    news: int = 0
 
     def proved_by(self, token: int) -> bool:
         """Whether this is the token of its session. No token proves nothing."""

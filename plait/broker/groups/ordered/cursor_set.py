@@ -42,11 +42,6 @@ class CursorSet:
         self._add(first)
         return first.id
 
-    def _number(self) -> int:
-        number = self._next
-        self._next += 1
-        return number
-
     def __iter__(self) -> Iterator[Cursor]:
         return iter(self.all.values())
 
@@ -101,7 +96,7 @@ class CursorSet:
 
     def split(self, cursor: Cursor, lps: LpSet) -> Cursor:
         """Split off a cursor for some of a cursor's logical partitions."""
-        part = cursor.split(self._number(), lps)
+        part = cursor.split(self._next, lps)
         self._add(part)
         for first, end in runs_of(lps):
             self._record(Moved(cursor.id, first, end, to=part.id))
@@ -109,7 +104,7 @@ class CursorSet:
 
     def hold(self, cursor: Cursor, lp: int, key: int) -> Cursor:
         """Split off a cursor for a key."""
-        part = cursor.split(self._number(), single_lp(lp), key)
+        part = cursor.split(self._next, single_lp(lp), key)
         self._add(part)
         self._record(Held(cursor.id, lp, to=part.id, key_hash=key))
         return part

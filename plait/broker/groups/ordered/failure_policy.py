@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 import numpy as np
 
 from plait.broker.groups.group import FAILURE, Group, NackOutcome
@@ -26,16 +27,13 @@ from plait.storage.ranges import DueRanges, Range, joined
 STRICT = "strict"
 
 
-class FailurePolicy:
+class FailurePolicy(msgspec.Struct, eq=False):
     """An ordered group's reaction to failed messages."""
 
-    __slots__ = ("_cursors", "_group", "_in_flight", "_reader")
-
-    def __init__(self, group: Group, cursors: CursorSet, reader: RowReader, in_flight: InFlightRows) -> None:
-        self._group = group
-        self._cursors = cursors
-        self._reader = reader
-        self._in_flight = in_flight
+    _group: Group
+    _cursors: CursorSet
+    _reader: RowReader
+    _in_flight: InFlightRows
 
     @property
     def strict(self) -> bool:

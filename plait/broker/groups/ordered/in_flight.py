@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,15 +26,12 @@ REJOIN_PIECES = 256
 COMPACTED_MIN = 64
 
 
-class InFlightRows:
+class InFlightRows(msgspec.Struct, eq=False):
     """An ordered group's operations on held and returned rows."""
 
-    __slots__ = ("_cursors", "_group", "_reader")
-
-    def __init__(self, group: Group, cursors: CursorSet, reader: RowReader) -> None:
-        self._group = group
-        self._cursors = cursors
-        self._reader = reader
+    _group: Group
+    _cursors: CursorSet
+    _reader: RowReader
 
     # --- row by row ------------------------------------------------------------------------------
 

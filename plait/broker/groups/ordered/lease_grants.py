@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from plait.broker.granted_numbers import GrantedNumbers
@@ -40,15 +41,14 @@ class LeaseGrant(NamedTuple):
     again: list[tuple[int, int]]
 
 
-class LeaseGrants:
+class LeaseGrants(msgspec.Struct, eq=False):
     """The leases of a broker."""
 
-    def __init__(self, turn: Turn, numbers: GrantedNumbers, sessions: Mapping[int, AttachedConsumer]) -> None:
-        self._turn = turn
-        self._numbers = numbers
-        self._sessions = sessions
-        #: The ordered groups, by their ids.
-        self._groups: dict[int, OrderedGroup] = {}
+    _turn: Turn
+    _numbers: GrantedNumbers
+    _sessions: Mapping[int, AttachedConsumer]
+    #: The ordered groups, by their ids.
+    _groups: dict[int, OrderedGroup] = {}
 
     @property
     def seconds(self) -> float:

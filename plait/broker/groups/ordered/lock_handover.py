@@ -6,6 +6,7 @@ own cursors.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from plait.broker.groups.group import AttachedConsumer, Group
@@ -17,20 +18,17 @@ from plait.model.logical_partitions import ZEROS, LpNumbers, LpSet, lp_set, runs
 from plait.storage.logs.action_events import Locked
 
 
-class LockHandover:
+class LockHandover(msgspec.Struct, eq=False):
     """Grants and releases the locks of one ordered group."""
 
-    __slots__ = ("_cursors", "_group", "_in_flight", "_locks", "frozen_until", "wanted_until")
-
-    def __init__(self, group: Group, cursors: CursorSet, locks: Locks, in_flight: InFlightRows) -> None:
-        self._group = group
-        self._cursors = cursors
-        self._locks = locks
-        self._in_flight = in_flight
-        #: Consumer id → the sequence up to which it wants rows of each logical partition; 0: no limit.
-        self.wanted_until: dict[int, LpNumbers] = {}
-        #: On the monotonic clock. After a restart no new lock is granted before this time (R15).
-        self.frozen_until = 0.0
+    _group: Group
+    _cursors: CursorSet
+    _locks: Locks
+    _in_flight: InFlightRows
+    #: Consumer id → the sequence up to which it wants rows of each logical partition; 0: no limit.
+    wanted_until: dict[int, LpNumbers] = {}
+    #: On the monotonic clock. After a restart no new lock is granted before this time (R15).
+    frozen_until: float = 0.0
 
     def lease(self, consumer: AttachedConsumer, wants: list[Want], now: float) -> None:
         """Set the locks that a consumer wants; grant and release locks accordingly."""

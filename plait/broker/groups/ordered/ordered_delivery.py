@@ -110,20 +110,17 @@ class Chooser:
         return chosen
 
 
-class OrderedDelivery:
+class OrderedDelivery(msgspec.Struct, eq=False):
     """Chooses, reads and cuts the rows that a pull of an ordered group gets."""
 
-    __slots__ = ("_cursors", "_group", "_in_flight", "_reader", "_tag", "_turn")
-
-    def __init__(self, group: Group, cursors: CursorSet, reader: RowReader, in_flight: InFlightRows) -> None:
-        self._group = group
-        self._cursors = cursors
-        self._reader = reader
-        self._in_flight = in_flight
-        #: Counts pulls; decides which of an owner's cursors is served first.
-        self._turn = 0
-        #: The last tag for redelivered rows and for several keys, counting down; other tags are cursor numbers.
-        self._tag = 0
+    _group: Group
+    _cursors: CursorSet
+    _reader: RowReader
+    _in_flight: InFlightRows
+    #: Counts pulls; decides which of an owner's cursors is served first.
+    _turn: int = 0
+    #: The last tag for redelivered rows and for several keys, counting down; other tags are cursor numbers.
+    _tag: int = 0
 
     def take(self, consumer: AttachedConsumer, count: int, size: int) -> Delivery | None:
         """Rows for a consumer from the LPs that it owns; None if there are none. An empty delivery: pull again."""

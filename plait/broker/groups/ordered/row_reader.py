@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -58,13 +59,10 @@ class RowTable:
         return sequences, FrameKeys(lps, hashes)
 
 
-class RowReader:
+class RowReader(msgspec.Struct, eq=False):
     """Finds the rows of a group's partition, in the message log or in the retained log."""
 
-    __slots__ = ("_group",)
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    _group: Group
 
     def walk(self, start: int, end: int, *, again: bool) -> Iterator[FoundRows]:
         """The frames with rows in [start, end). Rows below the partition's start come from the retained log."""
