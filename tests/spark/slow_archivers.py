@@ -28,9 +28,8 @@ from plait.clock import ManualClock
 from plait.errors import ArchiveConflict, ArchiveError
 from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving.archive_round import Round
-from plait.spark.archiving.archive_tasks import CompactTask, TaskFacts
+from plait.spark.archiving.archive_tasks import CompactTask, TaskFacts, compaction_tasks
 from plait.spark.archiving.archiver import Archiver
-from plait.spark.archiving.compaction import compaction_tasks
 from plait.spark.archiving.file_writer import FileWriter
 from plait.spark.archiving.manifest import Archive, ArchivedFile, ArchiveManifest
 from plait.storage.marks import ArchiveMark

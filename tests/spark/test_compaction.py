@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from plait.limits import MIB
-from plait.spark.archiving.compaction import MERGED_SIZE_MAX, SMALL_SIZE_MAX, compaction_tasks
+from plait.spark.archiving.archive_tasks import MERGED_SIZE_MAX, SMALL_SIZE_MAX, compaction_tasks
 from plait.spark.archiving.manifest import ArchivedFile, ArchivedSource, PartitionLife
 
 #: No partition was deleted and created again.

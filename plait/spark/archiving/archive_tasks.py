@@ -6,6 +6,7 @@ process, and never through Java. A task that runs twice leaves two sets of files
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -31,7 +32,15 @@ from plait.spark.archiving.file_writer import (
     file_crc,
     read_batches,
 )
-from plait.spark.archiving.manifest import ACTIONS, MESSAGES, Archive, ArchivedFile, FileKind, RawSegment
+from plait.spark.archiving.manifest import (
+    ACTIONS,
+    MESSAGES,
+    Archive,
+    ArchivedFile,
+    ArchivedSource,
+    FileKind,
+    RawSegment,
+)
 from plait.spark.runtime.worker import prepare_worker
 from plait.spark.source.spark_columns import one_batch
 from plait.storage.catalog import PartitionRow
@@ -46,6 +55,9 @@ from plait.storage.reading.log_reader import MappedLog, MappedSegment, damage_er
 HELD_SIZE_MAX: Final = 256 * MIB
 #: Rows that a task collects before it writes files. A short message takes ten times its size as sorted columns.
 HELD_COUNT_MAX: Final = 1_500_000
+#: Of files that are merged, before compression. A file of half the size of a task is large enough.
+SMALL_SIZE_MAX: Final = 64 * MIB
+MERGED_SIZE_MAX: Final = 128 * MIB
 
 
 class TaskFacts(msgspec.Struct):
@@ -287,6 +299,47 @@ class CompactTask:
         offsets = (min(file.start for file in self.files), max(file.end for file in self.files))
         merged = writer.write(first.kind, first.date, rows, offsets, subject=first.subject, partitions=partitions)
         return TaskFacts(files=[merged])
+
+
+def compaction_tasks(files: list[ArchivedFile], sources: Mapping[str, ArchivedSource]) -> list[CompactTask]:
+    """The merges of small files: a log with many subjects leaves many, and one costs a reader as much as a large file.
+
+    Consecutive files of one source, kind, subject and day are merged, oldest first, up to the size of a task. No merge
+    spans a file that is left alone, so rows keep the order of the log, and no row is rewritten more than a few times.
+    No file has rows of two lives of a subject, since the sequences of each life start at 0.
+    """
+    later_lives = _later_lives(files, sources)
+    series: dict[tuple[str, str, str, str, int], list[ArchivedFile]] = {}
+    for file in files:
+        life = bisect_right(later_lives.get((file.source, file.kind, file.subject), []), file.start)
+        series.setdefault((file.source, file.kind, file.subject, file.date, life), []).append(file)
+    tasks: list[CompactTask] = []
+    for members in series.values():
+        taken: list[ArchivedFile] = []
+        size = 0
+        for file in sorted(members, key=lambda file: (file.start, file.end, file.path)):
+            large = file.raw_size >= SMALL_SIZE_MAX
+            if taken and (large or size + file.raw_size > MERGED_SIZE_MAX):
+                tasks.append(CompactTask(tuple(taken)))
+                taken, size = [], 0
+            if not large:
+                taken.append(file)
+                size += file.raw_size
+        tasks.append(CompactTask(tuple(taken)))
+    return [task for task in tasks if len(task.files) > 1]
+
+
+def _later_lives(
+    files: list[ArchivedFile], sources: Mapping[str, ArchivedSource]
+) -> dict[tuple[str, str, str], list[int]]:
+    """(source, kind, subject) → the message log offsets at which later lives of its partitions begin, ascending."""
+    found: dict[tuple[str, str, str], set[int]] = {}
+    for file in files:
+        for name in file.partitions:
+            later = sources[file.source].lives.get(name, [])[1:]
+            if later and file.kind == MESSAGES:
+                found.setdefault((file.source, file.kind, file.subject), set()).update(life.offset for life in later)
+    return {key: sorted(offsets) for key, offsets in found.items()}
 
 
 ArchiveTask = MessageTask | EventTask | RawTask | CompactTask | VerifyTask

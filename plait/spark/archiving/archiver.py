@@ -23,8 +23,7 @@ from plait.clock import Clock, SystemClock
 from plait.errors import DamageError, DataDirError, InvalidArgument
 from plait.model import names
 from plait.spark.archiving.archive_round import copied, settled
-from plait.spark.archiving.archive_tasks import ArchiveTask, CompactTask, Job, TaskFacts, VerifyTask
-from plait.spark.archiving.compaction import compaction_tasks
+from plait.spark.archiving.archive_tasks import ArchiveTask, CompactTask, Job, TaskFacts, VerifyTask, compaction_tasks
 from plait.spark.archiving.intake import Intake
 from plait.spark.archiving.manifest import (
     ACTIONS,
