@@ -351,6 +351,14 @@ def test_letters_purged_before_a_restart_are_not_counted_after_it():
     assert len(node.group("orders", "g").retained) == 0
 
 
+def test_a_message_that_would_exceed_the_letter_limit_waits():
+    node, consumer = begin(10, limits=ServerLimits(retained_messages=5))
+    node.nack(consumer, (0, 4), delay=None)
+    node.nack(consumer, (4, 10), delay=None)
+    assert dead(node, consumer.group) == [0, 1, 2, 3]
+    assert consumer.group.cursor.waiting.count == 6
+
+
 def test_retention_copies_no_more_than_the_limit_and_reports_lost_rows():
     limits = ServerLimits(retained_messages=5)
     node, consumer = begin(10, limits=limits, retention_seconds=50.0, retry=Retry(attempts=None))

@@ -310,6 +310,28 @@ def test_an_error_while_a_segment_is_created_stops_the_broker():
     check_stopped(node, sends)
 
 
+def test_an_error_while_the_full_segment_is_written_stops_the_broker():
+    node = Node()
+    node.send("orders", b"first")
+    producer = Producer(5)
+    node.disk.fail("write", path="message/*")
+    sends = [node.submit(producer.frame("orders", b"x" * 3000, send_time=n)) for n in range(4)]
+    node.commit()
+    check_stopped(node, sends)
+    assert node.killed().bodies("orders")[:1] == [b"first"]
+
+
+def test_a_failed_broker_writes_no_checkpoint_when_it_stops():
+    node = Node(flush="sync")
+    node.send("orders", b"safe")
+    node.disk.fail("sync", path="message/*")
+    node.send("orders", b"doubtful")
+    before = node.broker.checkpoints.last
+    node.broker.stop()
+    assert node.broker.checkpoints.last is before
+    assert not node.power_lost().report.clean
+
+
 # --- flow control -------------------------------------------------------------------------------
 
 
@@ -349,6 +371,20 @@ def test_sends_are_refused_while_the_oldest_one_waits_too_long_for_a_sync():
     assert node.submit(Producer(9).frame("orders", b"c")).answers == []
     second.run()
     node.broker.turn.end_sync(second)
+
+
+def test_the_log_is_busy_until_both_of_two_syncs_are_done():
+    node = Node(limits=ServerLimits(log_busy_seconds=1.0))
+    node.send("orders", b"a")
+    first, second = node.broker.turn.begin_sync(), node.broker.turn.begin_sync()
+    node.clock.advance(2)
+    second.run()
+    node.broker.turn.end_sync(second)
+    assert node.broker.turn.syncs
+    assert isinstance(node.send("orders", b"b").error, FlowControl)
+    first.run()
+    node.broker.turn.end_sync(first)
+    assert node.send("orders", b"c", producer=Producer(7)).acknowledged
 
 
 @pytest.mark.parametrize("flush", ["async", "sync"])

@@ -7,7 +7,7 @@ import pytest
 
 from plait.broker.partitions import sealing
 from plait.broker.schedule import forwards as forwards_module
-from plait.broker.schedule.forwards import IDLE_SECONDS, ForwardRoute
+from plait.broker.schedule.forwards import IDLE_SECONDS, NOTE_FRAMES, ForwardRoute
 from plait.errors import DiskFull, FrameError, PlaitError
 from plait.frame.builder import build_frame
 from plait.frame.columns import Column
@@ -76,6 +76,27 @@ def test_an_empty_forward_partition_is_deleted_after_a_day_and_with_its_subject(
     assert list(other.killed().broker.partitions) == []
 
 
+def test_rows_wait_until_the_route_is_known() -> None:
+    node = Node()
+    delay(node, Producer(7), node.clock.now() + SECOND, b"a")
+    sealing.seal(node.broker, "orders", [(0, LOGICAL_PARTITIONS)], 1, lambda _: None)
+    node.turn()
+    calls: list[bool] = []
+    node.broker.forwards.on_work = lambda: calls.append(True)
+    later(node, 2.0)
+    assert (node.broker.forwards.unrouted, node.broker.schedules.count) == ({"orders"}, 1)
+    assert calls
+    # The broker does not poll meanwhile.
+    assert node.broker.due_delivery.next_deadline is None
+    # This route is older than the seal.
+    node.broker.forwards.learn("orders", ForwardRoute(np.zeros(LOGICAL_PARTITIONS, np.int64), [("orders", "g1")]))
+    later(node, 1.0)
+    assert node.broker.forwards.unrouted == {"orders"}
+    node.broker.forwards.learn("orders", ForwardRoute(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
+    later(node, 0.0)
+    assert len(node.broker.forwards.waiting()) == 1
+
+
 def test_an_invalid_forwarded_frame_is_refused() -> None:
     node = Node()
     forwarding(node, b"a")
@@ -140,3 +161,19 @@ def test_each_turn_takes_back_a_limited_number_of_bytes(monkeypatch: pytest.Monk
     assert other is not partition
     assert other.next - other.start == 3
     assert node.broker.schedules.count == 0
+
+
+def test_deleting_a_subject_deletes_its_forward_partitions() -> None:
+    """A reply after the deletion changes nothing, and does not define the partition again."""
+    node = Node(flush="sync")
+    forwarding(node, b"a")
+    [partition] = node.broker.forwards.waiting()
+    waiting = node.broker.forwards.first(partition)
+    assert waiting is not None
+    node.broker.delete_subject("orders")
+    for _ in range(NOTE_FRAMES):
+        node.broker.forwards.stored(partition, 0)
+    assert node.broker.forwards.first(partition) is None
+    assert node.broker.forwards.take_back(partition)
+    node.turn()
+    assert list(node.killed().broker.partitions) == []

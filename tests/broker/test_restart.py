@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from plait.errors import DataDirError, FrameError, StorageFailed
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import FORMAT_VERSION
+from plait.storage.logs.action_events import Pulled
 from plait.storage.ranges import Ranges
 from plait.testing.simulated_disk import SimulatedDisk
 from tests.support.broker_node import Node, Producer
@@ -76,6 +77,23 @@ def test_the_state_is_the_same_after_any_end(end: str):
     assert again.report.clean == (end == "restart")
 
 
+@pytest.mark.parametrize("bad", [1, 2, 3])
+def test_with_fewer_checkpoints_the_state_is_still_the_same(bad: int):
+    node = busy()
+    node.checkpoint()
+    rows, before = node.stored("orders"), positions(node)
+    for name in [name for name in node.disk.list(CHECKPOINTS) if name.startswith("manifest")][-bad:]:
+        node.disk.flip_bit(f"{CHECKPOINTS}/{name}", 33, 3)
+    again = node.killed()
+    assert len(again.report.rejected_checkpoints) == bad
+    assert again.stored("orders") == rows
+    assert positions(again) == before
+    assert again.broker.turn.epoch > node.broker.turn.epoch or bad == 3
+    later = again.killed()
+    assert later.report.rejected_checkpoints == []
+    assert positions(later) == before
+
+
 def test_a_start_reads_only_the_log_after_the_checkpoint():
     node = busy()
     node.checkpoint()
@@ -121,6 +139,18 @@ def test_a_start_on_a_disk_that_cannot_be_synced_fails():
     disk.fail("sync", path="message/*", times=None)
     with pytest.raises(StorageFailed, match="recovery of the data directory failed"):
         Node(disk, node.clock, node.config)
+
+
+def test_rows_held_by_unknown_consumers_are_redelivered():
+    node = Node(flush="sync")
+    for number in range(5):
+        node.send("orders", b"%d" % number)
+    consumer = node.attach("orders", "g")
+    node.broker.turn.event(consumer.group, Pulled(1, 4711, 0, 5))
+    consumer.group.cursor.pulled(4711, 0, 5, 1)
+    node.turn()
+    again = node.killed()
+    assert again.pull(again.attach("orders", "g", "c2")).ranges == [(0, 5, 2)]
 
 
 # --- damage in the files of a whole data directory ------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 
@@ -79,6 +81,16 @@ def test_settings_of_a_subject_override_those_of_the_server():
     assert (view.start, view.end, view.count, view.retention_seconds) == (0, 30, 30, 10_000.0)
 
 
+def test_without_limits_nothing_expires():
+    node = Node(retention_seconds=None)
+    fill(node, 30)
+    node.clock.advance(10**9)
+    for _ in range(6):
+        node.checkpoint()
+    assert node.retention.run() == []
+    assert len(node.bodies("orders")) == 30
+
+
 def test_only_visible_rows_expire():
     node = Node(flush="sync", retention_seconds=1.0)
     node.send("orders", b"a")
@@ -143,6 +155,21 @@ def test_segments_are_deleted_only_when_the_rows_copied_from_them_are_durable():
     assert [row.sequence for row in got.rows][:25] == list(range(25))
 
 
+def test_a_group_overtaken_by_retention_continues_at_the_start():
+    node = Node(retention_seconds=10.0)
+    node.attach("orders", "g")
+    fill(node, 30)
+    node.retention.run()
+    node.turn()
+    group = node.group("orders", "g")
+    assert (group.lost_count, group.cursor.next) == (20, 20)
+    again = node.killed()
+    assert again.group("orders", "g").lost_count == 20
+    again.clock.advance(6)
+    again.membership.lose_silent()
+    assert again.pull(again.attach("orders", "g", "c2")).ranges == [(20, 30, 1)]
+
+
 def test_segments_are_deleted_when_no_checkpoint_needs_them():
     node = Node(retention_seconds=10.0)
     fill(node, 100)
@@ -171,6 +198,38 @@ def test_the_action_log_is_deleted_up_to_the_oldest_checkpoint():
     assert node.broker.action_log.start > before
     again = node.killed()
     assert again.group("orders", "g").cursor.floor == 100
+
+
+def test_rows_of_a_deleted_segment_stay_expired_after_a_crash_that_lost_the_new_start():
+    node = Node(flush="sync", retention_seconds=10.0)
+    fill(node, 100)
+    for _ in range(5):
+        node.checkpoint()
+    assert node.retention.run()
+    again = node.power_lost()
+    assert again.partition("orders").start == 0, "the checkpoint is from before retention"
+    consumer = again.attach("orders", "fresh")
+    got = [row.sequence for row in again.pull(consumer).rows]
+    assert got == list(range(got[0], 100))
+    assert again.partition("orders").start == got[0] <= 90
+    assert again.partition("orders").consume_log.record(0).offset < again.broker.message_log.start
+    assert [body[:4] for body in again.bodies("orders")] == [b"%03d:" % sequence for sequence in got]
+
+
+def test_a_start_succeeds_after_a_crash_that_undid_some_deletions():
+    for seed in range(20):
+        node = Node(flush="sync", retention_seconds=10.0)
+        fill(node, 60)
+        for _ in range(5):
+            node.checkpoint()
+        crashed = node.disk.copy()
+        for name in crashed.list("message")[:-2]:
+            crashed.remove(f"message/{name}")
+        left = crashed.after_crash(random.Random(seed))
+        again = Node(left, node.clock, node.config)
+        got = [row.sequence for row in again.pull(again.attach("orders", "g"), 1000).rows]
+        assert got[-10:] == list(range(50, 60))
+        assert got == sorted(set(got))
 
 
 def test_the_consume_log_drops_expired_records(monkeypatch: pytest.MonkeyPatch):
@@ -249,6 +308,19 @@ def test_reasons_of_dead_letters_are_kept_until_they_are_archived():
     write_archived(node.disk, ArchiveMark(0, 0, retained_offset=kept[2]))
     node.retention.run()
     assert [segment.base for segment in node.broker.retained_log.segments] == kept[2:]
+    node.broker.stop()
+
+
+def test_the_archive_mark_has_no_effect_if_retention_does_not_wait_for_the_archive():
+    node = Node(retention_seconds=10.0)
+    fill(node, 60)
+    write_archived(node.disk, ArchiveMark(1, 1))
+    for _ in range(6):
+        node.clock.advance(100)
+        node.checkpoint()
+    segments = len(node.broker.message_log.segments)
+    assert segments > 3
+    assert len(node.retention.run()) == segments - 1
     node.broker.stop()
 
 

@@ -93,6 +93,18 @@ def test_a_delayed_message_keeps_all_its_columns(node: Node, producer: Producer)
     assert rows[2] == (b"xxxxx", b"k1", 5, b"\x1fnew\x1f", b"\x81\xa1a\x01", now - 5)
 
 
+def test_a_resend_schedules_nothing_twice(node: Node, producer: Producer) -> None:
+    sent = delayed_frame(producer, node.clock.now() + SECOND, b"a")
+    submit(node, sent)
+    node.turn()
+    again = submit(node, sent)
+    node.turn()
+    assert again.sequence == 0
+    assert schedules(node).count == 1
+    later(node, 1)
+    assert delivered(node) == [b"a"]
+
+
 # --- refusals -----------------------------------------------------------------------------------
 
 

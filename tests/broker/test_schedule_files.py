@@ -145,6 +145,24 @@ def test_a_crash_at_any_moment_of_a_checkpoint_loses_and_repeats_nothing(produce
             assert delivered(end) == [b"a", b"b", b"c", b"far2"]
 
 
+def test_a_full_disk_leaves_all_rows_in_the_log(producer: Producer) -> None:
+    node = Node()
+    now = node.clock.now()
+    delay(node, producer, now + SECOND, b"a", b"b")
+    node.checkpoint()
+    delay(node, producer, [now + 2 * SECOND, now + 5 * DAY * SECOND], b"c", b"d")
+    node.disk.fail("write", path=f"{DIRECTORY}/*", times=None, error=28)
+    with pytest.raises(OSError, match="No space"):
+        node.checkpoint()
+    assert schedules(node).count == 4
+    later(node, 1)
+    node.disk._faults.clear()
+    node.checkpoint()
+    node = node.killed()
+    later(node, 6 * DAY)
+    assert delivered(node) == [b"a", b"b", b"c", b"d"]
+
+
 def test_files_of_a_checkpoint_that_failed_after_its_manifest_was_written_are_kept(producer: Producer) -> None:
     """The manifest exists, but its process counts the checkpoint as failed."""
     node = Node()
@@ -226,6 +244,18 @@ def test_a_damaged_run_is_reported_and_the_others_are_delivered(producer: Produc
     assert delivered(node) == [b"0", b"2", b"0+", b"2+"]
 
 
+def test_a_truncated_file_loses_only_the_rows_that_were_cut_off(producer: Producer) -> None:
+    node = Node()
+    path = in_runs(node, producer)
+    [bucket] = schedules(node).buckets.values()
+    file = node.disk.open(path)
+    file.truncate(int(bucket.runs["offset"][2]) + 40)
+    node = node.killed()
+    later(node, 61)
+    assert delivered(node) == [b"0", b"1", b"0+", b"1+"]
+    assert schedules(node).lost_count == 2
+
+
 def test_a_missing_file_loses_only_its_rows(producer: Producer) -> None:
     node = Node()
     path = in_runs(node, producer)
@@ -278,6 +308,22 @@ def test_unreadable_rows_do_not_hide_the_others(producer: Producer, limit: int) 
         found += [row.number for row in page.rows]
         after, more = page.next, page.next is not None
     assert found == [0, 3, 4]
+
+
+@pytest.mark.parametrize("times", [0, 3])
+def test_a_damaged_frame_is_reported_once_even_if_checkpoints_fail(producer: Producer, times: int) -> None:
+    node = Node()
+    delay(node, producer, node.clock.now() + 60 * SECOND, b"a", b"b", b"c")
+    record = schedules(node).partition_of("orders").consume_log.record(0)
+    node.disk.flip_bit("message/00000000000000000000.log", record.offset + 100, 0)
+    node.disk.fail("create", path="checkpoints/manifest-*", times=times, error=28)
+    for _ in range(times):
+        with pytest.raises(OSError, match="No space"):
+            node.checkpoint()
+        assert schedules(node).lost_count == 0
+    node.checkpoint()
+    assert schedules(node).lost_count == 3
+    assert len(schedules(node).damages) == 1
 
 
 def without_checkpoints(node: Node, how: str) -> Node:

@@ -13,7 +13,7 @@ from plait.broker.schedule import delayed_requests
 from plait.broker.schedule.delayed_requests import count_scheduled, list_scheduled
 from plait.errors import FlowControl, StorageFailed
 from plait.storage.schedule.bucket import DIRECTORY
-from tests.broker.schedule_node import SECOND, delay, delivered, later, schedules
+from tests.broker.schedule_node import SECOND, delay, delivered, later, run_due, schedules
 from tests.support.broker_node import Node, Producer
 
 HOUR = 3600 * SECOND
@@ -39,6 +39,19 @@ def too_many_files(disk: Any) -> Iterator[None]:
 @pytest.fixture
 def producer() -> Producer:
     return Producer(7)
+
+
+def test_rows_that_are_nearly_due_when_a_checkpoint_ends_are_not_lost(producer: Producer) -> None:
+    node = Node()
+    delay(node, producer, [node.clock.now() + 300_000] * 3, b"a", b"b", b"c")
+    run_due(node)
+    work = node.broker.snapshots.begin().copy_all()
+    work.run()
+    with too_many_files(node.disk):
+        node.broker.snapshots.end(work)
+    later(node, 1)
+    assert delivered(node) == [b"a", b"b", b"c"]
+    assert schedules(node).damages == []
 
 
 def test_delivery_waits_until_files_can_be_opened(producer: Producer) -> None:

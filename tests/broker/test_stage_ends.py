@@ -179,3 +179,16 @@ def test_a_damaged_stage_expires_and_releases_its_segments(
             ask(each, [task])
         fill_and_expire(each)
         assert each.broker.message_log.start > 0
+
+
+def test_a_stage_that_waits_for_space_does_not_expire(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    answers = ask(node, [task])
+    node.broker.turn.low_space = "full"
+    node.turn()
+    node.clock.advance(8 * DAY)
+    node.retention.run()
+    node.broker.turn.low_space = ""
+    settle(node)
+    assert answers == [None]
+    assert node.bodies("orders") == [b"a"]

@@ -70,6 +70,23 @@ def test_published_rows_are_visible_once_with_their_ids_and_in_order(node: Node,
     assert staged(node) == 0
 
 
+def test_publishing_again_changes_nothing(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    first, second = ask(node, [task]), ask(node, [task])
+    settle(node)
+    publish(node, task)
+    assert (first, second) == ([None], [None])
+    assert node.bodies("orders") == [b"a"]
+
+
+def test_a_resent_frame_is_staged_once(node: Node, task: Task) -> None:
+    sent = task.write(node, b"a", b"b")
+    assert task.submit(node, sent).sequence == 0
+    task.write(node, b"c")
+    publish(node, task)
+    assert node.bodies("orders") == [b"a", b"b", b"c"]
+
+
 def test_a_gap_is_refused(node: Node, task: Task) -> None:
     task.write(node, b"a")
     task.frame(b"never sent")
@@ -219,6 +236,16 @@ def test_rows_without_a_consume_log_record_are_damage_and_stop_publishing(node: 
         assert isinstance(ask_and_settle(node, task), DamageError)
 
 
+def test_the_error_for_a_missing_segment_names_the_stage(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    for _ in range(3):
+        node.send("other", *[b"y" * 1000] * 7)
+    log = node.broker.message_log
+    assert log.remove_before(log.segments[1].base)
+    with pytest.raises(DamageError, match=r"row 0 of the stage of producer 000000000000000b .* run 'plait doctor'"):
+        node.broker.stages.read(11, 0, 1 << 20)
+
+
 # --- routes -----------------------------------------------------------------------------------------
 
 
@@ -318,6 +345,22 @@ def test_a_seal_does_not_wait_for_stages_requested_after_it(monkeypatch: pytest.
     assert node.bodies("orders") == first.bodies
 
 
+def test_an_abandoned_seal_blocks_no_publishing(monkeypatch: pytest.MonkeyPatch, node: Node) -> None:
+    monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
+    first, second = Task(1), Task(2)
+    for task in (first, second):
+        for n in range(4):
+            task.write(node, b"%d" % n)
+    ask(node, [first])
+    node.commit()
+    with pytest.raises(FlowControl):
+        sealed(node, [(0, 1)])
+    settle(node)
+    node.clock.advance(staging.CLOSING_SECONDS)
+    publish(node, second)
+    assert node.bodies("orders") == first.bodies + second.bodies
+
+
 def test_a_seal_that_waits_for_a_full_disk_reports_it(node: Node, task: Task) -> None:
     task.write(node, b"a")
     ask(node, [task])
@@ -327,6 +370,16 @@ def test_a_seal_that_waits_for_a_full_disk_reports_it(node: Node, task: Task) ->
     node.broker.turn.low_space = ""
     node.later(2)
     assert sealed(node, [(0, 1)]) == [(0, 1, 1)]
+
+
+def test_a_stage_outlasts_its_target_partition(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    node.broker.delete_subject("orders")
+    node.turn()
+    assert isinstance(ask_and_settle(node, task), StaleRoute)
+    node = node.killed()
+    _, frames, _ = node.broker.stages.read(11, 0, 1 << 20)
+    assert [row.body for row in rows_of(frames)] == [b"a"]
 
 
 def test_deleting_a_subject_deletes_the_rows_being_published_to_it(
