@@ -28,6 +28,22 @@ async def everything(client: plait.Client, subject: str) -> list[plait.Message]:
     return found
 
 
+async def test_a_restart_costs_only_latency(broker: EmbeddedBroker, client: plait.Client) -> None:
+    await send(client, 10)
+    async with client.consumer("s", group="g") as consumer:
+        held = await fetch_all(consumer, 10)
+        await broker.restart()
+        assert (await client.send("s", b"10")).sequence == 10
+        for message in held:
+            message.ack()
+        await consumer.flush()
+        [message] = await fetch_all(consumer, 1)
+        assert (message.body, message.attempt) == (b"10", 1)
+        await message.ack()
+    info = await client.admin.group("s", "g")
+    assert (info.lag, info.redelivered) == (0, 0)
+
+
 async def test_held_rows_stay_held_after_a_crash(broker: EmbeddedBroker, client: plait.Client) -> None:
     """R13: a consumer that attaches again names its held rows, so that no other consumer gets them."""
     await send(client, 100)

@@ -60,6 +60,14 @@ def test_a_cancelled_attempt_is_not_committed_later(service: MetaService):
     assert commits.decide("q", 0, stages(3)).stages == stages(3)
 
 
+def test_cancelling_a_committed_batch_changes_nothing(service: MetaService):
+    commits = service.commits
+    decision = commits.decide("q", 0, stages(1, 2))
+    assert commits.veto("q", 0, 2) == decision
+    assert commits.veto("q", 0, 3) is None
+    assert commits.decide("q", 0, stages(4)) == decision
+
+
 def test_cancelling_a_committed_batch_changes_nothing_after_its_stages_were_exchanged(service: MetaService):
     """The driver knows the stages that it committed, not the stages that hold their rows now."""
     commits = service.commits

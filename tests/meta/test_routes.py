@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.logical_partitions import balance, shares
+from plait.model.logical_partitions import balance, lp_set, shares
 from plait.model.route import (
     PartitionId,
     Route,
@@ -18,6 +18,7 @@ from plait.model.route import (
     moves,
     openings,
     retarget,
+    retire,
     sealed,
     spans,
     target,
@@ -126,6 +127,33 @@ def test_the_same_partitions_again_change_nothing():
     assert retarget(route, places(3)[::-1]) is route
 
 
+def test_a_drained_partition_is_no_longer_listed():
+    route = converge(retarget(default_route("s", places(2)), places(1)), fence=50)
+    assert retire(route, 1, 49) is route
+    retired = retire(route, 1, 50)
+    check(retired)
+    assert retired.version == route.version + 1
+    assert retired.partitions == tuple(places(1))
+    assert fences_of(retired, 1023) == [(0, None)]
+
+
+def test_only_the_oldest_spans_are_dropped():
+    route = converge(retarget(default_route("s", places(1)), [PartitionId("b", "g")]), fence=10)
+    route = converge(retarget(route, places(1)), fence=20)
+    back = [place for place in route.partitions if place.name == "b"]
+    assert retire(route, route.partitions.index(back[0]), 1000) is route
+    first = retire(route, route.partitions.index(places(1)[0]), 10)
+    assert [span.fence for span in spans(first, 0)] == [20, None]
+
+
+def test_moving_an_lp_back_adds_a_third_span_in_the_same_partition():
+    there = converge(retarget(default_route("s", places(1)), [PartitionId("t", "g")]), fence=10)
+    back = converge(retarget(there, places(1)), fence=7)
+    check(back)
+    assert back.partitions == (*places(1), PartitionId("t", "g"))
+    assert fences_of(back, 5) == [(0, 10), (1, 7), (0, None)]
+
+
 def test_an_lp_that_may_be_sealed_is_sealed_again_when_it_stays_after_all():
     """The seal may be durable although its answer was lost. Without a new span no partition would accept the LP."""
     route = retarget(default_route("s", places(1)), places(2))
@@ -163,3 +191,29 @@ def test_loose_lps_are_given_away_first(numbers: list[int], loose_lps: set[int])
         mine = owners == owner
         if (mine & loose & (after == owner)).any():
             assert (after[mine & ~loose] == owner).all()
+
+
+def test_a_fence_stays_valid_when_the_target_changes_before_it_is_reported():
+    """The LPs are not opened again meanwhile, because no consumer would find rows from the fence on."""
+    route = retarget(default_route("s", places(1)), places(2))
+    (move,) = moves(route)
+    home = retarget(route, places(1))
+    assert not (lp_set(openings(home)[0]) & lp_set(move.lps)).any()
+    late = sealed(home, route.version, 0, [(first, end, 33) for first, end in move.lps])
+    assert fences_of(late, move.lps[0][0]) == [(0, 33), (0, None)]
+    assert openings(late)[0] == [(0, LOGICAL_PARTITIONS)]
+
+
+def test_a_fence_that_is_reported_after_the_lp_was_opened_again_is_ignored():
+    route = retarget(default_route("s", places(1)), places(2))
+    (move,) = moves(route)
+    fences = [(first, end, 33) for first, end in move.lps]
+    home = retarget(route, places(1))
+    opened = sealed(home, home.version, 0, fences)
+    assert sealed(opened, route.version, 0, fences) is opened
+
+
+def test_an_lp_that_is_to_be_sealed_is_not_opened():
+    route = retarget(default_route("s", places(1)), places(2))
+    (move,) = moves(route)
+    assert (lp_set(openings(route)[0]) ^ lp_set(move.lps)).all()

@@ -49,6 +49,19 @@ async def test_letters_with_large_bodies_come_in_pages_that_fit(serve: Serve):
         assert len((await ask(raw, "list", limit=1000))["rows"]) == 20, "without bodies they fit into one page"
 
 
+async def test_letters_are_counted_resent_and_purged(serve: Serve):
+    server = await serve()
+    async with Raw(server, "raw") as raw:
+        await bury(raw, *[b"x"] * 5)
+        [reason] = (await ask(raw, "reasons"))["rows"]
+        assert (reason["type"], reason["handler"], reason["count"]) == ("ValueError", "h", 5)
+        assert await ask(raw, "resend", dry_run=True, limit=2) == {"count": 2, "next": 1}
+        assert await ask(raw, "resend", select={"sequences": [0, 3, 99]}) == {"count": 2, "next": None}
+        assert await ask(raw, "resend", select={"sequences": [0, 3]}) == {"count": 0, "next": None}
+        assert await ask(raw, "purge") == {"count": 3, "next": None}
+        assert await raw.admin("dlq.queues") == []
+
+
 @pytest.mark.parametrize(
     ("operation", "arguments", "error", "expected"),
     [

@@ -28,6 +28,7 @@ from plait.errors import (
 )
 from plait.frame.builder import build_frame
 from plait.frame.columns import Codec, Column
+from plait.frame.view import frames_in
 from plait.limits import COLUMN_SIZE_MAX, KIB, MIB, PACKET_SIZE_MAX
 from plait.server import Server
 from plait.storage.disk import RealDisk
@@ -270,6 +271,25 @@ async def test_the_inflated_size_of_frames_counts_towards_the_size_of_a_pull(ser
             assert sum(end - start for start, end, _ in pulled.ranges) == expected
         read = await raw.ask(m.ReadRequest("orders", "earliest", 1000, 5 * (MIB + 64 * KIB), 0.0))
         assert read.next == 20
+
+
+async def test_dead_letters_of_a_compressed_frame_are_retained_compressed(server: Server):
+    async with Raw(server) as raw:
+        await raw.hello()
+        partition = await raw.route("orders")
+        await raw.ask(m.SendRequest(partition), small_bomb(1, 64))
+        session = await raw.attach("orders")
+        await raw.ask(m.PullRequest(session, 64, 2 * MIB, 0.0))
+        before = server.broker.retained_log.end
+        for row in range(64):
+            await raw.ask(m.NackRequest(session, [(row, row + 1, 1)], reject=True))
+        assert server.broker.retained_log.end - before < 64 * KIB
+        await raw.ask(m.AdminRequest("dlq.resend", {"subject": "orders", "group": "g"}))
+        pulled = await raw.answer(raw.request(m.PullRequest(session, 64, 2 * MIB, 0.0)))
+        rows = sum(end - start for start, end, _ in pulled.message.ranges)
+        frames = list(frames_in(pulled.payload))
+        assert rows == sum(frame.count for frame in frames) >= 1
+        assert set(frames[0].binary(Column.BODY).to_pylist()) == {bytes(MIB // 64)}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
 from plait.server import Server
+from plait.testing.simulated_disk import SimulatedDisk
 from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
@@ -117,6 +118,37 @@ async def test_parked_keys_are_listed_with_their_letters(server: Server):
         assert all(abs(time - server.clock.now()) < 60_000_000 for time in since.values())
         view = await raw.admin("group.describe", **OF)
         assert (view["ordered"], view["holding"], view["parked"], view["dead"]) == (True, 2, 2, 2)
+
+
+async def test_resume_delivers_the_failed_message_again_and_wakes_a_suspended_pull(server: Server):
+    async with Raw(server) as raw, Raw(server) as operator:
+        member = await park(raw)
+        await operator.hello("operator")
+        waiting = raw.request(m.PullRequest(member.session, *PULL, 30.0))
+        assert await operator.admin("group.resume", **OF, keys=[hash_of("a")]) == 1
+        # The pull reports news; the member renews its lease and pulls again.
+        assert member.take(await raw.answer(waiting)) == []
+        news = member.pulled.news
+        assert (await member.lease()).parked == [hash_of("b")]
+        assert news > 0
+        assert await member.pull(30.0) == [b"a1"]
+        await member.ack()
+        assert await member.pull() == [b"a2"]
+        assert list(await parked(operator)) == ["b"]
+
+
+async def test_an_answered_resume_survives_a_crash(serve: Serve):
+    disk = SimulatedDisk()
+    server = await serve(disk)
+    async with Raw(server) as raw:
+        await park(raw)
+        assert await raw.admin("group.resume", **OF, keys=[hash_of("a")]) == 1
+    await server.abandon()
+    again = await serve(disk)
+    async with Raw(again, "raw") as raw:
+        assert list(await parked(raw)) == ["b"]
+        view = await raw.admin("group.describe", **OF)
+        assert (view["parked"], view["dead"]) == (1, 1)
 
 
 async def test_a_key_whose_letter_was_purged_is_listed_and_continues_after_it(server: Server):

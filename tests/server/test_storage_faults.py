@@ -13,6 +13,7 @@ import pytest
 from crc32c import crc32c
 
 import plait
+from plait.clock import ManualClock
 from plait.doctor.examine import in_use
 from plait.errors import DataDirError, DiskFull, PlaitError, StorageFailed
 from plait.limits import FRAME_SIZE_MAX, MIB
@@ -70,6 +71,62 @@ async def test_a_full_disk_refuses_sends_serves_readers_and_recovers(serve: Serv
         receipt = await client.send("orders", b"room again")
         assert receipt.sequence == stored
         assert [message.body for message in await consumer.fetch(10)] == [b"room again"]
+
+
+async def test_a_watermark_refuses_sends_until_there_is_space_again(serve: Serve):
+    disk = SimulatedDisk(capacity=20 * MIB)
+    server = await serve(disk, disk_used_max=0.5, disk_free_min=1 * MIB)
+    async with plait.connect(server.address) as client:
+        await client.send("orders", b"a")
+        disk.open("ballast", create=True).allocate(4 * MIB)
+        used = disk.capacity - disk.space()[0]
+        disk.capacity = used * 3 // 2
+        server.broker_host.tick()
+        with pytest.raises(DiskFull, match=r"% full \(watermark 50%\)"):
+            await client.send("orders", b"b")
+        disk.capacity = used + 1000
+        server.broker_host.tick()
+        with pytest.raises(DiskFull, match=r"MiB of disk are free \(minimum 1 MiB\)"):
+            await client.send("orders", b"b")
+        with pytest.raises(DiskFull):
+            await client.send("another", b"b")
+        assert "another" not in server.broker.subjects
+        disk.capacity = 20 * MIB
+        server.broker_host.tick()
+        assert (await client.send("orders", b"c")).sequence == 1
+    assert await bodies_of(server, "orders") == [b"a", b"c"]
+
+
+async def test_progress_that_cannot_be_recorded_is_not_acknowledged(serve: Serve):
+    """The action log and the disk are full: an ack waits; listings and readers do not."""
+    disk = SimulatedDisk(capacity=64 * MIB)
+    server = await serve(disk, message_segment_size=4 * MIB, action_segment_size=20_000, disk_used_max=1.0)
+    async with Raw(server, "raw") as raw:
+        await raw.store("orders", *[b"x"] * 2000)
+        session = await raw.attach("orders")
+        await raw.ask(m.PullRequest(session, 2000, MIB, 0.0))
+        disk.capacity = 64 * MIB - disk.space()[0]
+        acked = 0
+        while not server.broker.turn.stalled:
+            acking = raw.request(m.AckRequest(session, [(n, n + 1, 1) for n in range(acked, acked + 100, 2)]))
+            # The loop turn of the ack has ended when the second reply arrives.
+            await raw.ask(m.HeartbeatRequest())
+            beating = raw.request(m.HeartbeatRequest())
+            answers = [(await raw.next()).correlation]
+            while answers[-1] != beating:
+                answers.append((await raw.next()).correlation)
+            assert (acking in answers) != server.broker.turn.stalled
+            acked += 100
+        assert (await raw.ask(m.ReadRequest("orders", "earliest", 5, 1000, 0.0))).next == 5
+        assert (await raw.ask(m.AdminRequest("subject.list"))).result
+        with pytest.raises(DiskFull, match="cannot record progress"):
+            await raw.ask(m.PullRequest(session, 1, 1, 0.0))
+        with pytest.raises(DiskFull):
+            await raw.ask(m.AckRequest(session, [(1, 2, 1)]))
+        disk.capacity = 64 * MIB
+        server.broker_host.tick()
+        assert (await raw.answer(acking)).message == m.DoneReply()
+        assert (await raw.ask(m.AckRequest(session, [(1, 2, 1)]))) == m.DoneReply()
 
 
 async def test_a_server_that_stops_on_a_full_disk_releases_all_resources(tmp_path: Path):
@@ -196,6 +253,27 @@ async def test_a_defect_in_a_background_job_stops_the_server(serve: Serve, monke
         assert not server.connections
 
 
+async def test_an_action_log_that_cannot_be_written_stops_the_server_before_an_ack_is_acknowledged(serve: Serve):
+    disk = SimulatedDisk()
+    clock = ManualClock()
+    server = await serve(disk, clock=clock)
+    async with Raw(server, "raw") as raw:
+        await raw.store("orders", b"a")
+        session = await raw.attach("orders")
+        await raw.ask(m.PullRequest(session, 1, 1, 0.0))
+        disk.fail("write", path="action/*", times=None)
+        raw.request(m.AckRequest(session, [(0, 1, 1)]))
+        assert await raw.ending() is None
+    assert isinstance(await failure_of(server), StorageFailed)
+    again = await serve(disk.copy(), clock=clock)
+    # The message is redelivered after the time in which the consumer may come back.
+    clock.advance(10.0)
+    again.broker_host.tick()
+    async with Raw(again, "other") as raw:
+        session = await raw.attach("orders", client="other")
+        assert (await raw.ask(m.PullRequest(session, 1, 1, 0.0))).ranges == [(0, 1, 2)]
+
+
 # --- the data directory --------------------------------------------------------------------------
 
 
@@ -205,6 +283,22 @@ def contents(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.rglob("*"))
         if path.is_file() and path.name != "LOCK"
     }
+
+
+async def test_a_directory_has_one_server_at_a_time(tmp_path: Path):
+    first = Server(RealDisk(tmp_path), plait_config(), port=0)
+    await first.start()
+    second = Server(RealDisk(tmp_path), plait_config(), port=0)
+    with pytest.raises(DataDirError, match="in use by another plait process"):
+        await second.start()
+    async with plait.connect(first.address) as client:
+        await client.send("orders", b"a")
+    await first.stop()
+    third = Server(RealDisk(tmp_path), plait_config(), port=0)
+    report = await third.start()
+    assert report.clean
+    assert await bodies_of(third, "orders") == [b"a"]
+    await third.stop()
 
 
 async def test_a_taken_port_leaves_the_directory_free_for_the_next_start(tmp_path: Path):
