@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -152,3 +154,15 @@ def test_records_after_those_of_the_checkpoint_are_overwritten():
     third = ConsumeLog(disk, 7)
     assert third.load(0, 3, 21)
     assert third.record(2) == Record(20, 999, 5, 64, 1)
+
+
+def test_finding_and_slicing_a_few_records_does_not_copy_all_that_are_in_memory():
+    log = ConsumeLog(new_disk(), 7)
+    for number in range(20_000):
+        log.append(number, number * 64, number, 64, 1)
+    tracemalloc.start()
+    assert log.slice(9_000, 9_002)["base"].tolist() == [9_000, 9_001]
+    assert log.find_offset(9_001 * 64 - 1) == 9_001
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 100_000

@@ -11,7 +11,7 @@ arrays, so that a range of millions of frames takes milliseconds.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from struct import Struct
@@ -119,7 +119,7 @@ class ConsumeLog:
     # --- finding --------------------------------------------------------------------------------
 
     def record(self, index: int) -> Record:
-        """The record at an index; IndexError if there is none."""
+        """The record at an index."""
         if index >= self.flushed:
             return Record._make(_PACKED.unpack_from(self._tail, (index - self.flushed) * RECORD_SIZE))
         return Record(*self._stored()[index].item())
@@ -153,12 +153,12 @@ class ConsumeLog:
             at = int(np.searchsorted(self._stored()["offset"], np.uint64(offset), "left"))
             if at < self.flushed:
                 return at
-        return self.flushed + int(np.searchsorted(self._tail_records()["offset"], np.uint64(offset), "left"))
+        return bisect_left(range(len(self)), offset, self.flushed, key=lambda index: self.record(index).offset)
 
     def find_time(self, time: int) -> int:
         """The index of the first record stored at or after ``time``; len() if there is none."""
         before = 0
-        for records in (self._stored(), self._tail_records()):
+        for records in (self._stored(), self._tail_records(0, len(self._bases))):
             # Store times can step back with the wall clock, so search their running maximum.
             at = int(np.searchsorted(np.maximum.accumulate(records["time"]), np.int64(time), "left"))
             if at < len(records):
@@ -169,12 +169,12 @@ class ConsumeLog:
     def slice(self, start: int, stop: int) -> Records:
         if stop <= self.flushed:
             return self._stored()[start:stop]
-        tail = self._tail_records()[max(start - self.flushed, 0) : stop - self.flushed]
+        tail = self._tail_records(max(start - self.flushed, 0), stop - self.flushed)
         return tail if start >= self.flushed else np.concatenate([self._stored()[start:], tail])
 
-    def _tail_records(self) -> Records:
-        # A copy, because a bytearray with a view of it cannot grow.
-        return np.frombuffer(bytes(self._tail), RECORD)
+    def _tail_records(self, start: int, stop: int) -> Records:
+        # A copy, because a bytearray with a view of it cannot grow; of these records alone, because there may be many.
+        return np.frombuffer(self._tail[start * RECORD_SIZE : stop * RECORD_SIZE], RECORD)
 
     def _stored(self) -> Records:
         if self._file_records is None or len(self._file_records) != self.flushed:
