@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import plait
@@ -112,6 +113,18 @@ async def test_reasons_and_rejections_are_spooled(broker: EmbeddedBroker, spool:
             plait.Reason("", "the last attempt"),
         ]
         assert (await client.admin.group("s", "g")).lag == 0
+
+
+async def test_a_spool_file_of_an_older_version_is_read(broker: EmbeddedBroker, spool: Path) -> None:
+    await spool_outcomes(broker, spool)
+    [path] = files(spool)
+    *names, acks, nacks, place = msgspec.msgpack.decode(path.read_bytes())
+    overwrite(path, msgspec.msgpack.encode([*names, acks, [nack[:2] for nack in nacks], place]))
+    await broker.start()
+    async with connect(broker, spool, PATIENT) as client, client.consumer("s", group="g") as consumer:
+        await consumer.flush()
+        info = await client.admin.group("s", "g")
+        assert (info.lag, info.waiting, info.dead) == (6, 2, 0)
 
 
 async def test_the_same_process_sends_its_spooled_outcomes_when_the_broker_is_back(

@@ -26,13 +26,13 @@ log = logging.getLogger("plait.client")
 
 
 class SpooledNack(msgspec.Struct, array_like=True):
-    """Ranges with the same failure outcome."""
+    """Ranges with the same failure outcome. A file of an older version ends after ``ranges``."""
 
     delay: float | None
     ranges: list[EpochRange]
-    reason: Reason | None
-    reject: bool
-    counted: bool
+    reason: Reason | None = None
+    reject: bool = False
+    counted: bool = True
 
 
 class SpooledOutcomes(msgspec.Struct, array_like=True):
@@ -45,7 +45,7 @@ class SpooledOutcomes(msgspec.Struct, array_like=True):
     acks: list[EpochRange]
     nacks: list[SpooledNack]
     #: The partition's name.
-    place: str
+    place: str = ""
 
     def failures(self) -> Nacks:
         return {FailureOutcome(nack.delay, nack.reason, nack.reject, nack.counted): nack.ranges for nack in self.nacks}
