@@ -166,6 +166,16 @@ async def test_a_message_nacked_without_delay_is_redelivered_at_once(client: pla
     assert (info.lag, info.redelivered) == (0, 3)
 
 
+async def test_batch_nack_leaves_out_acked_messages(client: plait.Client) -> None:
+    await send(client, 10)
+    async with client.consumer("s", group="g") as consumer:
+        batch = await consumer.fetch(10)
+        batch[2].ack()
+        batch[7].ack()
+        await batch.nack(delay=0)
+        assert numbers(await fetch_all(consumer, 8)) == [0, 1, 3, 4, 5, 6, 8, 9]
+
+
 async def test_the_first_outcome_of_a_message_counts(client: plait.Client) -> None:
     await send(client, 4)
     async with client.consumer("s", group="g") as consumer:

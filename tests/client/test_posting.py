@@ -34,6 +34,15 @@ async def test_flush_waits_for_the_posts_of_all_subjects(client: plait.Client) -
     assert all(ticket.done for ticket in tickets)
 
 
+async def test_posts_and_sends_keep_their_order(client: plait.Client) -> None:
+    client.post("order.book", b"1")
+    client.post("order.book", b"2")
+    await client.send("order.book", b"3")
+    client.post("order.book", b"4")
+    await client.send_many("order.book", [b"5", b"6"])
+    assert [m.body for m in await read(client, "order.book")] == [b"1", b"2", b"3", b"4", b"5", b"6"]
+
+
 async def test_a_full_buffer_refuses_posts_and_makes_sends_wait(broker: EmbeddedBroker) -> None:
     async with broker.connect(limits=plait.ClientLimits(buffer_bytes=10_000)) as client:
         posted = 0
@@ -98,6 +107,15 @@ async def test_a_send_that_waits_too_long_for_room_times_out_and_the_next_one_su
             await client.send("order.book", b"waits")
         producer.released(5_000)
         assert (await client.send("order.book", b"goes")).sequence == 1
+
+
+async def test_a_cancelled_waiting_send_does_not_block_the_next(broker: EmbeddedBroker) -> None:
+    async with broker.connect(limits=plait.ClientLimits(buffer_bytes=10_000)) as client:
+        client.post("order.book", bytes(20_000))
+        first, second = (asyncio.ensure_future(client.send("order.book", b"%d" % n)) for n in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert (await asyncio.wait_for(second, 5)).sequence == 1
 
 
 async def test_flush_raises_the_error_of_a_post_once(broker: EmbeddedBroker, client: plait.Client) -> None:

@@ -167,6 +167,20 @@ def test_iteration_blocks_for_the_next_message_and_a_break_loses_no_message(clie
     assert seen == list(range(271))
 
 
+def test_closing_a_consumer_returns_unacked_messages(client: plait.sync.Client) -> None:
+    send(client, 3)
+    with client.consumer("s", group="g") as consumer:
+        first, *_ = consumer.fetch(3)
+        first.ack()
+    with pytest.raises(plait.Closed, match="returned to the group"):
+        first.ack()
+    with client.consumer("s", group="g") as consumer:
+        assert numbers(consumer.fetch(3)) == [1, 2]
+    with pytest.raises(plait.Closed):
+        consumer.fetch()
+    assert list(consumer) == []
+
+
 def test_an_iteration_ends_when_another_thread_closes_the_consumer(client: plait.sync.Client) -> None:
     with ThreadPoolExecutor(1) as pool, client.consumer("s", group="g") as consumer:
         waiting = pool.submit(list, consumer)

@@ -207,3 +207,10 @@ def test_build_one_makes_the_same_frame_as_build_frame(
         one = build_one(body, key.encode(), key_hash, **said)
         frame = build_frame([body], keys=[key], key_hashes=np.array([key_hash], np.uint64), **said)
     assert one.tobytes() == frame.tobytes()
+
+
+def test_build_one_refuses_numbers_that_do_not_fit_the_header():
+    with pytest.raises(InvalidArgument, match="producer"):
+        build_one(b"", producer=-1, first=1, previous=0, send_time=0)
+    with pytest.raises(InvalidArgument, match="sequence"):
+        build_one(b"", producer=1, first=SEQUENCE_MAX, previous=0, send_time=0)

@@ -17,12 +17,13 @@ from pyarrow import fs
 
 import plait
 from plait.broker import BrokerConfig
-from plait.errors import ArchiveError, DamageError, DataDirError, InvalidArgument, SubjectNotFound
+from plait.errors import ArchiveConflict, ArchiveError, DamageError, DataDirError, InvalidArgument, SubjectNotFound
 from plait.server import Server
 from plait.server.cluster.cluster_role import database_in
 from plait.spark.archiving import archive_tasks as tasks
 from plait.spark.archiving import archiver as archiving
 from plait.spark.archiving import intake
+from plait.spark.archiving.archiver import Archiver
 from plait.spark.archiving.file_writer import MESSAGE_SCHEMA, read_batches
 from plait.spark.archiving.manifest import Archive, ArchiveManifest
 from plait.storage.disk import RealDisk
@@ -220,6 +221,27 @@ def test_damage_of_the_action_log_is_reported_and_left_out_on_request(data: Path
     assert archived_rows(to) == log_rows(data)
 
 
+def test_messages_that_retention_removes_after_they_were_archived_are_not_lost(to: Path, tmp_path: Path):
+    data = tmp_path / "data"
+    filler = Filler(data, retention_seconds=5.0, archive_before_delete=True)
+    for _ in range(5):
+        filler.rounds(30)
+        archive_here(data, to, now=True)
+        for _ in range(6):
+            filler.node.clock.advance(100)
+            filler.node.checkpoint()
+        filler.node.retention.run()
+    assert filler.node.broker.message_log.start > 0
+    assert filler.node.broker.action_log.start > 0
+    filler.rounds(30)
+    filler.stop()
+    report = archive_here(data, to, now=True)
+    assert (report.gaps, report.left_out) == (0, 0)
+    assert [row["sequence"] for row in archived_rows(to)] == list(range(6 * 90))
+    acked = [n for r in archived_events(to) if r["action"] == "ack" for n in range(r["start"], r["end"])]
+    assert acked == list(range(6 * 90))
+
+
 def _with_bodies(batch: pa.RecordBatch, bodies: list[bytes]) -> pa.RecordBatch:
     place = batch.schema.get_field_index("body")
     return batch.set_column(place, batch.schema.field(place), pa.array(bodies, pa.binary()))
@@ -266,6 +288,17 @@ def test_rows_that_are_missing_by_the_frame_headers_are_detected(
         ArchiveError, match=r"has \d+ messages of orders@g1 by its frame headers, and \d+ were archived"
     ):
         archive_here(data, tmp_path / "archive", now=True)
+
+
+def test_of_two_archivers_at_once_the_second_loses_nothing(data: Path, to: Path):
+    first, second = (Archiver(to, spark=object()) for _ in range(2))  # type: ignore[arg-type]
+    first.take_in(str(data), now=True)
+    with pytest.raises(ArchiveConflict, match="another archiver has changed"):
+        second.take_in(str(data), now=True)
+    assert len(list(files_below(to))) > len(Archive.at(to).open().files)
+    first.end()
+    assert sorted(files_below(to)) == sorted(file.path for file in Archive.at(to).open().files)
+    assert archived_rows(to) == log_rows(data)
 
 
 # --- other archivers, crashes, left files ------------------------------------------------------

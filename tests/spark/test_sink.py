@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,16 @@ def test_all_columns_arrive(spark: SparkSession, broker: BlockingBroker):
     assert message.headers == {"city": "BJS", "n": "5"}
     [plain] = messages(broker, "batch.other")
     assert (plain.body, plain.key, plain.tags, plain.headers) == (b"plain", None, [], {})
+
+
+def test_delayed_rows_wait(spark: SparkSession, broker: BlockingBroker):
+    frame = spark.createDataFrame(
+        [("late", timedelta(hours=1)), ("now", None)], "body string, delay interval day to second"
+    )
+    save(frame, broker, "batch.delayed")
+    assert [message.body for message in messages(broker, "batch.delayed")] == [b"now"]
+    with plait.sync.connect(broker.address) as client:
+        assert len(client.admin.scheduled("batch.delayed")) == 1
 
 
 def test_a_failed_save_makes_no_message_visible(spark: SparkSession, broker: BlockingBroker):

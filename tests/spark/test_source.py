@@ -209,6 +209,11 @@ def test_subjects_are_selected_by_name_list_or_prefix(stored: Path, subject: str
     assert Counter(column("subject", path=stored, subject=subject)) == dict.fromkeys(subjects, 50)
 
 
+def test_option_names_are_case_insensitive(stored: Path):
+    source = PlaitDataSource({"PATH": str(stored), "Subject": "orders", "COLUMNS": "body"})
+    assert source.schema().names == ["body"]
+
+
 def test_columns_are_read_in_the_requested_order_and_the_group_is_part_of_a_partitions_name(stored: Path):
     row = {"body": b"0", "partition": "orders@g1", "sequence": 0}
     (first, *_) = rows_of(batch_reader(path=stored, columns="body, partition, sequence"))

@@ -98,6 +98,16 @@ def test_a_bad_frame_at_the_end_of_a_segment_before_a_valid_one_in_the_next_is_d
     assert kinds(found) == [(offsets[2], "damaged")]
 
 
+def test_several_bad_frames_in_a_row_are_all_reported_and_the_rest_is_read():
+    bodies = some_bodies(6)
+    disk, _, offsets = written(bodies)
+    for number, position in ((1, 90), (2, 0), (4, 100)):
+        disk.flip_bit(f"{DIRECTORY}/{segment_name(0)}", offsets[number] + position, 1)
+    _, found, read = scan(disk)
+    assert read == [bodies[0], bodies[3], bodies[5]]
+    assert kinds(found) == [(offsets[1], "damaged"), (offsets[2], "damaged"), (offsets[4], "damaged")]
+
+
 def test_nothing_below_a_durable_offset_is_ever_cut():
     bodies = some_bodies(3)
     disk, log, offsets = written(bodies)
@@ -376,6 +386,17 @@ def test_two_tails_cut_at_the_same_offset_are_both_in_quarantine():
     scan(disk)
     name = f"message-{offsets[2]:020d}-torn"
     assert sorted(quarantined(disk)) == [name, f"{name}.1"]
+
+
+def test_a_tail_over_several_segments_is_copied_to_quarantine_in_full():
+    bodies = some_bodies(12, 1000)
+    disk, _, offsets = written(bodies)
+    overwrite(disk, offsets[1], bytes(SECTOR_SIZE))
+    _, _found, read = scan(disk)
+    assert read == bodies[:1]
+    kept = b"".join(data for _, data in sorted(quarantined(disk).items()))
+    assert all(body in kept for body in bodies[2:])
+    assert disk.list(DIRECTORY) == [segment_name(0)]
 
 
 # --- reading a log that depends on another --------------------------------------------------------
