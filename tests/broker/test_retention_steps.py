@@ -68,6 +68,25 @@ def test_rows_stored_during_a_pass_are_kept():
     assert {subject: found.bodies(subject)[-count:] for subject in SUBJECTS} == sent
 
 
+def test_subjects_can_be_created_and_deleted_during_a_pass():
+    node = Node(retention_seconds=5.0)
+    fill(node)
+    node.clock.advance(100)
+    made = []
+    for number, _ in enumerate(retention_steps(node.retention)):
+        # The first partition was visited already, the others were not.
+        node.broker.delete_subject(SUBJECTS[-number])
+        made.append(f"new-{number}")
+        node.send(made[-1], b"new", producer=Producer(11 + number))
+    assert len(made) > 2
+    assert node.broker.catalog.retention_wanted, "partitions deleted after their visit free space in the next pass"
+    node.checkpoint()
+    node.retention.run()
+    assert all(node.bodies(subject) == [b"new"] for subject in made)
+    found = node.killed()
+    assert sorted(found.broker.subjects) == sorted(node.broker.subjects)
+
+
 def test_a_request_for_retention_during_a_pass_starts_another_pass():
     node = Node()
     fill(node)

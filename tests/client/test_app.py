@@ -15,7 +15,7 @@ import pytest
 import plait
 from plait.testing import EmbeddedBroker
 from plait.testing.embedded_broker import TEST_CONFIG
-from tests.client.support import send, until
+from tests.client.support import fetch_all, numbers, send, until
 
 #: Failed messages are redelivered at once.
 AT_ONCE = plait.Retry.constant(0)
@@ -244,6 +244,27 @@ async def test_a_plain_function_around_an_asynchronous_one_is_awaited(client: pl
     async with running(app):
         await settled(client)
     assert seen == [b"x"]
+
+
+async def test_an_at_most_once_app_returns_the_messages_that_it_has_not_begun(
+    client: plait.Client, app: plait.App
+) -> None:
+    seen: list[int] = []
+
+    @app.subscriber("s", delivery="at_most_once")
+    async def handle(body: bytes) -> None:
+        seen.append(int(body))
+        if len(seen) in (5, 105):
+            app.stop()
+        await asyncio.sleep(0)
+
+    await send(client, 300)
+    for _ in range(2):
+        await asyncio.wait_for(app.run(), 60)
+    async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
+        rest = numbers(await fetch_all(consumer, 300 - len(seen)))
+    assert len(rest) > 100
+    assert seen + rest == list(range(300))
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from plait.spark.history import lookup as history_module
 from plait.spark.history import storage_order as ordering_module
 from plait.spark.history.lookup import History
 from plait.spark.history.pieces import SCHEMA, Piece
+from plait.storage.reading.log_chunks import WantedRows, plan
+from plait.storage.reading.log_reader import open_log
 from tests.spark.archives import Filler, three_days
 from tests.spark.histories import archive, copy_segments, replaced_once, sent, serving, thirty_messages
 
@@ -86,6 +88,13 @@ async def test_a_directory_that_was_never_archived_is_read_completely(tmp_path: 
     rows = History(both[1], data=[both[0], other], group="g2").find("orders")
     assert sorted(bodies(rows)) == [*range(30), *range(100, 104)]
     assert set(rows["partition"].to_pylist()) == {"orders@g1", "orders@g2"}
+
+
+async def test_files_that_the_manifest_does_not_name_are_ignored(both: tuple[Path, Path]):
+    data, place = both
+    named = file_of(place, 1)
+    named.with_name("stray.parquet").write_bytes(named.read_bytes())
+    assert bodies(History(place, data=data).find("orders")) == list(range(30))
 
 
 async def test_a_file_that_a_newer_manifest_replaced_causes_no_error(
@@ -166,6 +175,15 @@ def test_copied_segments_are_found_whether_the_log_has_them_or_not(
         # Parquet files have the rows from here on, and no row is found twice.
         archive(data, place)
         assert counted(place, data) == counted(place) == 270
+
+
+def test_copied_segments_of_a_run_that_did_not_commit_are_ignored(tmp_path: Path):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    segmented(data).stop()
+    copy_segments(data, place)
+    shutil.copy(written(data)[-1], next((place / "raw").iterdir()) / "message")
+    assert counted(place, data) == 270
+    assert counted(place) < 270
 
 
 def test_a_copied_segment_that_is_missing_is_named(tmp_path: Path):
@@ -312,6 +330,20 @@ async def test_a_key_in_every_file_does_not_read_all_files_before_the_first_resu
     assert next(found, None) is None
     assert len(begun) == 100
     history.close()
+
+
+def test_expired_messages_are_found_while_their_segment_exists(tmp_path: Path):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data, retention_seconds=5.0)
+    filler.rounds(2)
+    archive(data, place)
+    filler.rounds(2, seconds=60.0)
+    filler.node.retention.run()
+    filler.node.checkpoint()
+    filler.stop()
+    expired = plan(open_log(str(data)), WantedRows(frozenset(["orders"]))).chunks
+    assert expired == []
+    assert History(place, data=data).find("orders")["sequence"].to_pylist() == list(range(12))
 
 
 # --- errors -------------------------------------------------------------------------------------
