@@ -6,6 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from plait.client.consume.ack_collector import AckCollector
 from plait.client.consume.failure import FailureOutcome
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
@@ -106,3 +108,18 @@ async def test_outcomes_in_flight_when_the_session_changes_are_sent_again_for_th
     assert listener.losses == 0
     assert collector.unsent == []
     await collector.close()
+
+
+async def test_a_defect_while_acks_are_sent_fails_the_consumer(monkeypatch: pytest.MonkeyPatch):
+    failures: list[PlaitError] = []
+    listener = LossCounter()
+    monkeypatch.setattr(listener, "failed", failures.append)
+    collector = AckCollector(listener, ClientLimits())  # type: ignore[arg-type]
+    collector.open(asyncio.get_running_loop())
+    collector.attached(ConsumerSession(Wire(), session(1)))  # type: ignore[arg-type]
+    delivered = every_other_row(collector)
+    collector.deliveries.add(delivered)
+    # The link of this test has no ``call``.
+    delivered.report_row(0, None)
+    await asyncio.sleep(0.01)
+    assert len(failures) == 1

@@ -146,20 +146,20 @@ class AckCollector:
         if self._spool is None:
             try:
                 self.gather()
+                session, pending = self._session, self.pending
+                if not pending.acks and not pending.nacks:
+                    return
+                if not pending.nacks and session is not None and not session.link.closed:
+                    ranges, tags = flat(pending.acks)
+                    if len(ranges) <= REQUEST_RANGES_MAX:
+                        self._client.progressed()
+                        self._in_flight, self.pending = pending, PendingOutcomes(pending.holds)
+                        request = m.AckRequest(session.number, ranges, tags)
+                        session.link.call(request, partial(self._acked, pending, session))
+                        return
             except Exception as error:  # noqa: BLE001 (the pull client gets it, as an error of the task)
                 self._defect(error)
                 return
-            session, pending = self._session, self.pending
-            if not pending.acks and not pending.nacks:
-                return
-            if not pending.nacks and session is not None and not session.link.closed:
-                ranges, tags = flat(pending.acks)
-                if len(ranges) <= REQUEST_RANGES_MAX:
-                    self._client.progressed()
-                    self._in_flight, self.pending = pending, PendingOutcomes(pending.holds)
-                    request = m.AckRequest(session.number, ranges, tags)
-                    session.link.call(request, partial(self._acked, pending, session))
-                    return
         self._begin(self._send_all())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
