@@ -66,6 +66,21 @@ def test_gaps_left_by_retention_are_recorded_as_expired_in_the_run_that_finds_th
     filler.stop()
 
 
+def test_a_recreated_partition_without_its_first_messages_stays_incomplete(data: Path, to: Path):
+    """Later runs still find the deleted partition of that name in the log."""
+    filler = Filler(data, retention_seconds=5.0)
+    filler.rounds(10)
+    expire(filler)
+    filler.node.send("rare", b"1")
+    filler.node.broker.delete_subject("rare")
+    filler.node.turn()
+    for number in range(2):
+        filler.node.send("rare", b"2", producer=Producer(100 + number))
+        archive_here(data, to, now=True)
+        assert not source_of(to).settings["rare@g1"].whole
+    filler.stop()
+
+
 @pytest.mark.parametrize("log", ["message", "action"])
 def test_a_segment_that_is_removed_before_it_is_synced_is_reported_as_expired(
     data: Path, to: Path, monkeypatch: pytest.MonkeyPatch, log: str

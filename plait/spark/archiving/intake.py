@@ -146,10 +146,11 @@ class Intake:
             if not wanted.covers(row):
                 continue
             name = f"{row.name}@{self._group}"
-            before = known.get(name)
+            replaced = known.get(name)
+            if replaced is not None and replaced.number != row.id and replaced.number in archived:
+                former[replaced.number] = msgspec.structs.replace(replaced, deleted=True)
+            before = source.settings.get(name)
             if before is not None and before.number != row.id:
-                if before.number in archived:
-                    former[before.number] = msgspec.structs.replace(before, deleted=True)
                 before = None
             if source.message_offset:
                 # Another partition was created since the last run, which recorded all partitions.
