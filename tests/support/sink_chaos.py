@@ -74,8 +74,12 @@ class SinkChaos:
             os.killpg(self._driver.pid, signal.SIGKILL)
         self._driver.wait()
 
-    def _kill_worker(self) -> None:
-        """Kill one of Spark's Python workers when there is one."""
+    def _restart_driver(self, server: ServerProcess) -> None:
+        self._kill_driver()
+        self._start_driver(server)
+
+    def _kill_worker(self) -> bool:
+        """Kill one of Spark's Python workers when there is one. Returns False if the driver ends before."""
         deadline = time.monotonic() + LIFE_SECONDS
         while self._driver.poll() is None:
             assert time.monotonic() < deadline, self._log()
@@ -85,24 +89,21 @@ class SinkChaos:
                 leaves = sorted(process.pid for process in workers if not process.children())
                 if leaves:
                     psutil.Process(self._draw.choice(leaves)).kill()
-                    return
+                    return True
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._driver.wait(0.05)
+        return False
 
     def _strike(self, server: ServerProcess, client: plait.sync.Client, mark: int, victim: str) -> None:
-        """Kill the driver or the broker when about ``mark`` messages are visible."""
-        while not self._wait(client, mark):
+        """Kill the driver, a worker or the broker when about ``mark`` messages are visible."""
+        while not self._wait(client, mark) or (victim == "worker" and not self._kill_worker()):
             # The query failed because the broker was down.
-            assert self._driver.poll() != 0, f"the driver was done before message {mark} was visible"
-            self._kill_driver()
-            self._start_driver(server)
+            assert self._driver.poll() != 0, f"the driver was done before the {victim} was killed at message {mark}"
+            self._restart_driver(server)
         self.killed[victim] += 1
         if victim == "driver":
-            self._kill_driver()
-            self._start_driver(server)
-        elif victim == "worker":
-            self._kill_worker()
-        else:
+            self._restart_driver(server)
+        elif victim == "broker":
             server.kill()
             server.start()
 
@@ -124,9 +125,12 @@ class SinkChaos:
     def _finish(self, server: ServerProcess) -> None:
         """Restart the driver until it reaches the end."""
         deadline = time.monotonic() + LIFE_SECONDS
-        while self._driver.wait(max(deadline - time.monotonic(), 0)):
-            self._kill_driver()
-            self._start_driver(server)
+        while (code := self._driver.poll()) != 0:
+            assert time.monotonic() < deadline, self._log()
+            if code is not None:
+                self._restart_driver(server)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._driver.wait(0.5)
 
     def _log(self) -> str:
         return (self._directory / "driver.log").read_text()[-6000:]
