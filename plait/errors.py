@@ -112,7 +112,7 @@ class GroupMismatch(PlaitError):
 
 
 class GroupBusy(PlaitError):
-    """The group has live consumers, and the operation needs it idle."""
+    """The group has connected consumers, and the operation needs it idle."""
 
     code = "group_busy"
     facts = ("subject", "group")

@@ -319,7 +319,7 @@ class Broker:
             # Wall time may jump, so the server also runs the timers every second.
             at = self.clock.monotonic() + max(due - self.clock.now(), 0) / 1_000_000
             deadline = at if deadline is None else min(at, deadline)
-        if self.schedules.by_subject and (later := self.due_delivery.next_deadline) is not None:
+        if self.schedules.by_name and (later := self.due_delivery.next_deadline) is not None:
             deadline = later if deadline is None else min(later, deadline)
         return deadline
 
@@ -330,13 +330,13 @@ class Broker:
             group.expected = 0
             try:
                 ready = group.return_due(now)
-            except Exception:  # noqa: BLE001 (it is logged there)
+            except Exception:  # noqa: BLE001 (end_pulls logs it)
                 end_pulls(group)
                 continue
             if ready:
                 wake_group(group)
             self._expect_retry(group)
-        if (self.schedules.by_subject and self.due_delivery.look()) or self.publisher.look():
+        if (self.schedules.by_name and self.due_delivery.look()) or self.publisher.look():
             self.turn.mark()
         for waiter in self.deadlines.take(self.clock.monotonic()):
             waiter.time_out()

@@ -41,7 +41,8 @@ class SyncWork:
 
     def __init__(self, jobs: list[SyncJob]) -> None:
         self.jobs = jobs
-        #: True if the logs are synced. The thread that runs ``run`` sets it, and may do more work before ``run`` ends.
+        #: True once the logs are synced. A checkpoint calls ``run`` in the middle of its own work, so this can be true
+        #: long before its thread has finished.
         self.done = False
 
     def run(self) -> None:

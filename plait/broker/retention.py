@@ -49,11 +49,12 @@ class Retention:
     def __init__(self, broker: Broker, *, step_cost: int = STEP_COST) -> None:
         self._broker = broker
         self._step_cost = step_cost
-        #: (offset from which the message log is needed, ends up to which the retained and message logs must be
-        #: durable before that offset counts).
+        #: The offset from which the message log is needed, and the ends of the retained and the message log. The offset
+        #: applies when both logs are durable up to their ends.
         self._waiting = (0, 0, 0)
         self._needed = 0
-        #: The retained log is needed from the first offset; the second replaces it once its events are durable.
+        #: The retained log is needed from the first offset. The second one replaces it when the events that forget the
+        #: rows below the second one are durable.
         self._retained_needed = self._retained_next = 0
 
     def run(self) -> list[int]:
@@ -93,7 +94,8 @@ class Retention:
             if broker.partitions.get(partition.id) is partition:
                 cost += self._visit(partition, now, needed)
         if needed.message >= broker.message_log.end:
-            # The active segment may be closed: the header of the next one defines all partitions.
+            # ``_delete`` may close the active segment. The header of the next segment defines all partitions: encode
+            # the definitions that have changed here, in steps.
             yield from broker.segment_headers.refresh_kind(ROWS)
         # The files are deleted in a separate turn.
         yield
@@ -126,7 +128,7 @@ class Retention:
         archived = self._archived()
         message_needed = min(self._certain(needed.message), archived.message_offset)
         removed = broker.message_log.remove_before(min(message_needed, broker.checkpoints.message_needed))
-        # Only old checkpoints need the remaining expired segments: newer checkpoints release them.
+        # Ask for a checkpoint if only the present ones need the remaining expired segments.
         broker.snapshots.wanted = broker.message_log.removable(message_needed) and not self._held_by_schedule()
         if unneeded:
             self._roll()
@@ -219,8 +221,8 @@ class Retention:
         behind = [group for group in partition.groups.values() if group.floor < start]
         lost: list[tuple[Group, list[Range]]] = []
         for group in behind:
-            # Rows begun before that are in the retained log already.
             group.mark_begun_below(start)
+            # Begun rows below the old start were copied to the retained log by earlier passes.
             rest = self._broker.dead_letters.retain(group, group.begun(partition.start, start))
             if rest is None:
                 # There is no space to retain them: nothing expires until there is.

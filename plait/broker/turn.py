@@ -39,7 +39,7 @@ class ScheduleWork(Protocol):
     """What a commit calls of the schedules."""
 
     ready: bool
-    by_subject: Mapping[str, object]
+    by_name: Mapping[str, object]
 
     def run(self, now: int, commit: Commit) -> None: ...
 
@@ -218,9 +218,9 @@ class Turn:
             return
         try:
             self.commit()
-            if self.failed is not None or self.unsynced or self.stages.unsynced or self.schedules.by_subject:
+            if self.failed is not None or self.unsynced or self.stages.unsynced or self.schedules.by_name:
                 self.on_work(None)
-        except Exception as error:  # noqa: BLE001 (it is logged there)
+        except Exception as error:  # noqa: BLE001 (the host logs it)
             self.on_work(error)
 
     def commit(self) -> None:

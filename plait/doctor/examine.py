@@ -56,7 +56,7 @@ def _examine(path: Path, on_step: OnStep) -> CheckReport:
         in_use=in_use(path),
         format_version=FORMAT_VERSION,
         message_log=LogFacts(name=MESSAGE),
-        kept_log=LogFacts(name=RETAINED),
+        retained_log=LogFacts(name=RETAINED),
         action_log=LogFacts(name=ACTION),
     )
     newest = examine_checkpoints(disk, report) if CHECKPOINTS in entries else None
@@ -80,7 +80,7 @@ def _examine(path: Path, on_step: OnStep) -> CheckReport:
     message_check.run()
     consume.finish(messages.damages)
     retained = walk(RETAINED, manifest.retained_end if manifest else 0)
-    report.kept_log = retained.facts
+    report.retained_log = retained.facts
     RetainedCheck(retained, report).run()
     actions = walk(ACTION, manifest.action_end if manifest else 0)
     report.action_log = actions.facts

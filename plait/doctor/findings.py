@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-#: "note": expected after what happened, needs no action. "damaged": bytes differ from what Plait wrote.
+#: "note": not damage; for example, what a crash leaves behind. "damaged": bytes differ from what Plait wrote.
 Severity = Literal["note", "damaged"]
 
 
@@ -39,7 +39,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogFacts(msgspec.Struct, kw_only=True):
-    """One first-hand log. Rows are messages, or events and definitions."""
+    """One first-hand log. Rows are messages, retained messages, or events and definitions."""
 
     name: str
     segments: int = 0
@@ -61,8 +61,7 @@ class CheckReport(msgspec.Struct, kw_only=True):
     format_version: int
     checkpoints: list[CheckpointFacts] = []
     message_log: LogFacts
-    #: The retained log.
-    kept_log: LogFacts
+    retained_log: LogFacts
     action_log: LogFacts
     subjects: int = 0
     missing_messages: int = 0

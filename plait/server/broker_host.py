@@ -143,7 +143,7 @@ class BrokerHost:
             "message_log_end": broker.message_log.end,
             "message_log_durable": broker.message_log.durable,
             "action_log_end": broker.action_log.end,
-            "kept_log_end": broker.retained_log.end,
+            "retained_log_end": broker.retained_log.end,
             "disk_free": free,
             "disk_total": total,
         }
@@ -165,7 +165,7 @@ class BrokerHost:
             self.fail(turn.failed)
         elif turn.unsynced or turn.stages.unsynced:
             self._syncs.begin()
-        if defect is None and self.broker.schedules.by_subject:
+        if defect is None and self.broker.schedules.by_name:
             self.arm_timer()
 
     def arm_timer(self) -> None:
@@ -234,8 +234,8 @@ class BrokerHost:
             self._notices.begin("space", self.broker.turn.low_space, kind="full")
         else:
             self._notices.end("space", "the disk has space again; messages are accepted")
-        while self.broker.schedules.damages:
-            log.error("%s", self.broker.schedules.damages.pop(0))
+        while self.broker.schedules.notices:
+            log.error("%s", self.broker.schedules.notices.pop(0))
         self.broker.producers.forget(self.clock.now())
 
     def _check_files(self) -> None:

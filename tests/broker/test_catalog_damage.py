@@ -84,7 +84,7 @@ def test_delayed_rows_of_a_partition_whose_definition_is_lost_wait_and_block_no_
     assert "orders" not in node.broker.subjects
     later(node, 2.0)
     assert node.send("others", b"2", producer=Producer(9)).acknowledged
-    assert "delayed messages of 'orders' cannot be delivered" in node.broker.schedules.damages[0]
+    assert "delayed messages of 'orders' cannot be delivered" in node.broker.schedules.notices[0]
     # They are delivered once the subject exists again.
     assert node.send("orders", b"b", producer=Producer(8)).acknowledged
     later(node, 1.0)

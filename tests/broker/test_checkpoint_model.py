@@ -157,7 +157,7 @@ def contents(node: Node) -> dict[str, Any]:
         "subjects": {name: partition.id for name, partition in broker.subjects.items()},
         "partitions": partitions,
         "waiting_count": broker.schedules.count,
-        "waiting": {name: waiting_rows(node, name) for name in broker.schedules.by_subject},
+        "waiting": {name: waiting_rows(node, name) for name in broker.schedules.by_name},
         "producers": producers,
         "numbers": (broker.catalog.next_partition, broker.catalog.next_group, broker.catalog.next_consumer),
     }
@@ -176,7 +176,7 @@ def progress(group: state.GroupState) -> tuple[object, ...]:
 
 def waiting_rows(node: Node, subject: str) -> list[tuple[int, int]]:
     """(number, due time) of the waiting rows."""
-    if subject not in node.broker.schedules.by_subject:
+    if subject not in node.broker.schedules.by_name:
         return []
     page = list_scheduled(node.broker, subject, 0, 1 << 62, None, 1000)
     assert page.next is None

@@ -318,7 +318,7 @@ def test_a_reset_needs_an_idle_group_and_forgets_held_rows():
     consumer = node.attach("orders", "g")
     node.pull(consumer, 6)
     node.nack(consumer, (0, 2))
-    with pytest.raises(GroupBusy, match="has 1 online consumer \\(c1\\); stop it first"):
+    with pytest.raises(GroupBusy, match="has 1 connected consumer \\(c1\\); stop it first"):
         node.membership.reset("orders", "g", "earliest")
     node.membership.detach(consumer)
     assert node.membership.reset("orders", "g", ["sequence", 4]) == 4

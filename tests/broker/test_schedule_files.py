@@ -208,7 +208,7 @@ def test_a_file_that_a_failed_start_left_is_not_deleted_when_it_is_used_again(
     assert files(node) == [left]
     later(node, 3601)
     assert delivered(node) == numbered(0, 5)
-    assert schedules(node).damages == []
+    assert schedules(node).notices == []
     for _ in range(KEEP + 1):
         node.checkpoint()
     assert files(node) == []
@@ -237,7 +237,7 @@ def test_a_damaged_run_is_reported_and_the_others_are_delivered(producer: Produc
     later(node, 61)
     assert delivered(node) == [b"0", b"2", b"0+", b"2+"]
     assert schedules(node).lost_count == 2
-    assert path in schedules(node).damages[0]
+    assert path in schedules(node).notices[0]
     assert schedules(node).count == 0
     node = node.killed()
     later(node, 100)
@@ -323,7 +323,7 @@ def test_a_damaged_frame_is_reported_once_even_if_checkpoints_fail(producer: Pro
         assert schedules(node).lost_count == 0
     node.checkpoint()
     assert schedules(node).lost_count == 3
-    assert len(schedules(node).damages) == 1
+    assert len(schedules(node).notices) == 1
 
 
 def without_checkpoints(node: Node, how: str) -> Node:
@@ -353,14 +353,14 @@ def test_files_are_quarantined_when_every_checkpoint_is_lost(producer: Producer,
     for again in range(2):
         node = without_checkpoints(node, how)
         if not again:
-            assert any("quarantine/" in text for text in schedules(node).damages)
+            assert any("quarantine/" in text for text in schedules(node).notices)
         for _ in range(KEEP + 2):
             node.send("others", b"x")
             node.checkpoint()
         node = node.killed()
         assert files(node) == []
         assert node.disk.read(f"quarantine/{path.replace('/', '-')}") == stored
-        assert schedules(node).damages == []
+        assert schedules(node).notices == []
 
 
 def test_an_unfinished_first_checkpoint_quarantines_nothing(producer: Producer) -> None:
@@ -369,7 +369,7 @@ def test_an_unfinished_first_checkpoint_quarantines_nothing(producer: Producer) 
     node.checkpoint()
     node = without_checkpoints(node, "gone")
     assert node.disk.list("quarantine") == []
-    assert schedules(node).damages == []
+    assert schedules(node).notices == []
     later(node, 60)
     assert delivered(node) == [b"a"]
 

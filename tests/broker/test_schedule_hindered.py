@@ -51,7 +51,7 @@ def test_rows_that_are_nearly_due_when_a_checkpoint_ends_are_not_lost(producer: 
         node.broker.snapshots.end(work)
     later(node, 1)
     assert delivered(node) == [b"a", b"b", b"c"]
-    assert schedules(node).damages == []
+    assert schedules(node).notices == []
 
 
 def test_delivery_waits_until_files_can_be_opened(producer: Producer) -> None:
@@ -64,9 +64,9 @@ def test_delivery_waits_until_files_can_be_opened(producer: Producer) -> None:
         later(node, 2)
         assert delivered(node) == []
         assert node.broker.turn.failed is None
-        assert len(schedules(node).damages) == 1
-        assert "is paused" in schedules(node).damages[0]
-        assert "Too many open files" in schedules(node).damages[0]
+        assert len(schedules(node).notices) == 1
+        assert "is paused" in schedules(node).notices[0]
+        assert "Too many open files" in schedules(node).notices[0]
     node.checkpoint()
     later(node, 2)
     assert delivered(node) == [b"a", b"b"]

@@ -205,7 +205,7 @@ class Scheduling(RuleBasedStateMachine):
         self.node.retention.run()
         self.node.turn()
         broker = self.node.broker
-        if seconds and not any(len(each.unbucketed.due) for each in schedules(self.node).by_subject.values()):
+        if seconds and not any(len(each.unbucketed.due) for each in schedules(self.node).by_name.values()):
             assert broker.message_log.segments[0].end > broker.checkpoints.message_needed, (
                 "the log is retained without need"
             )

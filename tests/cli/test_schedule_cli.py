@@ -43,7 +43,10 @@ def test_a_delayed_message_is_sent_listed_moved_and_cancelled(here: Here, subjec
     assert listed[0]["message_id"] == receipt["message_id"]
     assert listed[2]["deliver_at"] == "2027-10-31T00:00:00Z"
     assert len(json_of(here("schedule", "list", subject, "--end", "90m", "-o", "json"))) == 1
-    assert here("schedule", "list", subject, "--limit", "1").stderr == b"the first 1; --limit shows more\n"
+    assert (
+        here("schedule", "list", subject, "--limit", "1").stderr
+        == b"these are the first 1 messages; there may be more, see --limit\n"
+    )
     table = here("schedule", "list", subject).stdout.decode().split("\n")
     row = next(line for line in table if " k " in line).split()
     number, at = row[0], row[1]

@@ -333,7 +333,7 @@ def forget_bucketed_rows(patch: Patch) -> None:
     recovered = BucketedRows.recovered
 
     def naive(self: BucketedRows) -> None:
-        starts = [(schedule.partition, schedule.partition.start) for schedule in self._schedules.by_subject.values()]
+        starts = [(schedule.partition, schedule.partition.start) for schedule in self._schedules.by_name.values()]
         recovered(self)
         for partition, start in starts:
             partition.start = start

@@ -138,11 +138,11 @@ class Attachments:
         return consumer
 
     def _displace(self, consumer: AttachedConsumer, now: float) -> AttachedConsumer | None:
-        """Attach a client without the session token under the client id of a known consumer.
+        """Free the client id of a known consumer for a client that does not have its session token.
 
         Returns the consumer that the client continues, or None when the client needs a new consumer. The known consumer
-        may handle the LPs that it has locked until its lease ends (R28): it keeps the locks under another name, and the
-        new consumer waits for them.
+        may still handle the LPs that it has locked, until its lease ends (R28). So it keeps the locks under another
+        client id, and the new consumer waits for them.
         """
         group = consumer.group
         if not isinstance(group, OrderedGroup) or not group.locks.had_by(consumer.id):
@@ -206,7 +206,7 @@ class Attachments:
         for consumer in silent:
             try:
                 lost.append((consumer, self._lose(consumer)))
-            except Exception:  # noqa: BLE001 (it is logged there)
+            except Exception:  # noqa: BLE001 (end_pulls logs it)
                 end_pulls(consumer.group)
         return lost
 
@@ -282,33 +282,33 @@ class Attachments:
         return group
 
     def reset(self, subject: str, name: str, start: Any) -> int:
-        """Set the position of a group without online consumers; returns the sequence that it continues from."""
+        """Set the position of a group without connected consumers; returns the sequence that it continues from."""
         group = self._idle(subject, name)
         sequence = resolve_start(group.partition, start)
         group.reset(sequence)
         return sequence
 
     def set_retry(self, subject: str, name: str, retry: Retry) -> Group:
-        """Change the retry policy of a group without online consumers, since all members must use the same policy."""
+        """Change the retry policy of a group without connected consumers: all members must use the same policy."""
         group = self._idle(subject, name)
         if retry != group.retry:
             set_retry(self._broker, group, retry)
         return group
 
     def delete(self, subject: str, name: str) -> None:
-        """Delete a group without online consumers, its position and its dead letters."""
+        """Delete a group without connected consumers, its position and its dead letters."""
         self._broker.turn.refuse_when_stalled()
         self.remove_group(self._idle(subject, name))
         self._broker.catalog.retention_wanted = True
 
     def _idle(self, subject: str, name: str) -> Group:
-        """The group; ``GroupBusy`` while a consumer is online."""
+        """The group; ``GroupBusy`` while a consumer is connected."""
         group = self.group(subject, name)
         online = [consumer.client for consumer in group.consumers.values() if consumer.connected]
         if online:
             named = ", ".join(online[:3])
             raise GroupBusy(
-                f"group {name!r} of {subject!r} has {names.counted(len(online), 'online consumer')} ({named}); "
+                f"group {name!r} of {subject!r} has {names.counted(len(online), 'connected consumer')} ({named}); "
                 f"stop {'it' if len(online) == 1 else 'them'} first",
                 subject=subject,
                 group=name,

@@ -1,7 +1,7 @@
 """Suspended pulls and reads: they wait until rows come or their time is up.
 
-Every send answers suspended requests, so an error there fails one group or one reader and never the turn. The modules
-of groups and partitions import this one, so it names their types only in parameter names.
+A commit answers suspended requests, so an error while one group or reader is served must not fail the turn. Groups and
+partitions are typed ``Any`` here, because their modules import this one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plait.storage.logs.log import Log
 
 log = logging.getLogger("plait.broker")
 
-#: Outdated entries that a heap may hold, at least.
+#: A heap is cleaned when it has more than this many entries above twice its live ones.
 STALE_MAX = 64
 
 Item = TypeVar("Item")
@@ -91,16 +91,16 @@ def wake_group(group: Any) -> None:
     if group.waiters:
         try:
             group.serve()
-        except Exception:  # noqa: BLE001 (it is logged there)
+        except Exception:  # noqa: BLE001 (end_pulls logs it)
             end_pulls(group)
     if not group.waiters:
         group.partition.waiting.pop(group, None)
 
 
 def end_pulls(group: Any) -> None:
-    """Log the error that work for a group raised; call it in the ``except`` clause. The work is left undone.
+    """After an error while a group was served: log the current exception and end the group's suspended pulls.
 
-    The group's suspended pulls end. Their clients pull again, and get the error as the reply.
+    To be called in the ``except`` clause. The clients pull again, and get the error as the reply.
     """
     log.exception("cannot serve group %s of %s", group.name, group.partition.row.name)
     for waiter in list(group.waiters):

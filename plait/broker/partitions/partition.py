@@ -169,7 +169,7 @@ class Partition:
         self.redefined()
 
     def redefined(self) -> None:
-        """Record that a group or consumer was added, removed or changed: with a number, unique among all partitions."""
+        """Record that a group or consumer has changed: ``definitions`` gets a number that no partition had."""
         self.definitions = next(_numbers)
 
     def redefine(self, row: PartitionRow) -> None:
@@ -204,7 +204,7 @@ class Partition:
         return lps
 
     def takes(self, frame: FrameView) -> bool:
-        """Whether it accepts a frame: the LPs of all rows with keys. Without keys, any open LP is enough."""
+        """True if it accepts the LPs of all rows with keys or, if no row has a key, accepts any LP."""
         accepts = self.accepts
         if accepts is None:
             return True

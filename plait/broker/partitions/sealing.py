@@ -1,8 +1,8 @@
-"""Opens, seals and drops logical partitions, as the meta server orders (R5); reports which are finished (R26).
+"""Opens and seals logical partitions and drops partitions, as the meta server orders (R5); reports the finished (R26).
 
 Openings and seals are catalog rows in the message log, in order with the rows that the partition accepts. So a crash
-does not move a fence. The broker replies to a seal when it is durable, because the next partition then starts to accept
-rows.
+does not move a fence. The broker replies when the seal is durable: after the reply, another partition accepts rows of
+these logical partitions.
 
 The broker reports to the meta servers which sealed logical partitions each group has finished, and they store it. A
 consumer then need not ask a broker that has no rows for its group, and a partition without rows leaves the route. The
@@ -12,7 +12,6 @@ meta servers also remember which groups the partition had.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -28,14 +27,11 @@ from plait.model.logical_partitions import LpSet, lp_set, runs_alike, runs_of, r
 from plait.model.settings import SubjectSettings
 from plait.storage.catalog import Fence, Lps, PartitionRow, Reopened
 
-if TYPE_CHECKING:
-    from plait.broker.broker import Broker
-
-
-#: Sequences at which logical partitions were reopened that are stored separately.
+#: A partition row has at most this many sequences at which logical partitions were reopened; older ones are merged.
 REOPENED_MAX = 8
-#: No order is later than this: meta servers give up on an order, and compute it again, long before. Orders arrive over
-#: a connection, so none outlives the broker's process.
+#: A broker knows a dropped partition for this long, to refuse an older order that arrives late. Meta servers give up on
+#: an order, and compute it again, long before that. An order arrives over a connection, so it does not outlive the
+#: broker's process.
 LATE_SECONDS = 600.0
 
 
@@ -156,14 +152,15 @@ def _with(row: PartitionRow, accepts: LpSet, fences: list[Fence], version: int, 
 def _reopened(partition: Partition, lps: LpSet, version: int) -> list[Reopened]:
     """Where LPs were reopened, with those that open now.
 
-    The oldest positions are merged into the lowest of them, so an old route never covers more rows than before.
+    If there are more than ``REOPENED_MAX`` positions, the oldest are merged: each LP keeps the lowest of its merged
+    positions. So an old route never covers more rows than before.
     """
     entries = [*partition.row.reopened, *((first, end, partition.next, version) for first, end in runs_of(lps))]
     places = sorted({sequence for _, _, sequence, _ in entries})
-    lowest = max(places[:-REOPENED_MAX], default=0)
+    merged_until = max(places[:-REOPENED_MAX], default=0)
     groups: dict[int, list[Reopened]] = {}
     for entry in entries:
-        groups.setdefault(max(entry[2], lowest), []).append(entry)
+        groups.setdefault(max(entry[2], merged_until), []).append(entry)
     found: list[Reopened] = []
     for group in groups.values():
         begins = np.full(LOGICAL_PARTITIONS, SEQUENCE_MAX, np.int64)
@@ -220,9 +217,10 @@ def _passed(group: Group, fences: np.ndarray[tuple[int], np.dtype[np.int64]]) ->
 def gone_below(broker: Broker, partition: Partition) -> int:
     """The sequence below which the partition has no rows and nothing that belongs to them.
 
-    The meta server removes the spans below it from the route. -1: remove nothing. 0: the partition accepts no rows and
-    never had one. A partition that is no longer in the route is dropped, so the result is also -1 while a partition
-    that accepts no rows has anything left.
+    The meta server removes the spans below it from the route, and drops a partition that has no span left.
+
+    -1: remove no span. This is also the result while a partition that accepts no rows still has rows, stages, delayed
+    messages or dead letters. 0: the partition accepts no rows and never had one.
     """
     fences, accepts = partition.fences, partition.accepts
     if fences is None or accepts is None or (not accepts.any() and _holds(broker, partition)):
@@ -253,7 +251,7 @@ def _retained_from(partition: Partition) -> int:
 def _holds(broker: Broker, partition: Partition) -> bool:
     """Whether it has rows, delayed messages, forwards to other partitions, retained rows, dead letters or stages."""
     name = partition.row.name
-    schedule = broker.schedules.by_subject.get(name)
+    schedule = broker.schedules.by_name.get(name)
     return (
         partition.start < partition.next
         or (schedule is not None and broker.schedules.waits(schedule))

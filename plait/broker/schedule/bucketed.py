@@ -96,7 +96,7 @@ class BucketedRows:
         delayed = partition.row.kind == SCHEDULE
         schedules = self._schedules
         # During replay, a subject that was deleted and created again can have two schedules.
-        schedule = schedules.by_partition.get(partition.id) if delayed else schedules.by_subject.get(partition.row.name)
+        schedule = schedules.by_partition.get(partition.id) if delayed else schedules.by_name.get(partition.row.name)
         if schedule is None:
             return
         if frame.flags & FLAG_FORWARDED and partition.row.kind != FORWARD:
@@ -138,11 +138,11 @@ class BucketedRows:
                 times = [due for _, due in entries if due is not None] if timed else []
                 if numbers:
                     self._resolve(partition, np.concatenate(numbers), np.concatenate(times) if times else None)
-        for schedule in self._schedules.by_subject.values():
+        for schedule in self._schedules.by_name.values():
             self._start_at_unbucketed(schedule)
         self._sort_out_files()
         self._schedules.drop_finished()
-        self._schedules.upcoming.begin_again(self._schedules.by_subject.values())
+        self._schedules.upcoming.begin_again(self._schedules.by_name.values())
 
     def _drop_unknown_runs(self) -> None:
         """Drop rows of subjects that were deleted after the checkpoint began and before their shards were copied."""
@@ -191,7 +191,7 @@ class BucketedRows:
         copies_of_rows: list[UnbucketedCopy] = []
         unbucketed_left: list[UnbucketedFrame] = []
         offsets: list[int] = []
-        for schedule in self._schedules.by_subject.values():
+        for schedule in self._schedules.by_name.values():
             copy, left, offset = schedule.unbucketed.split(schedule.partition.id, rows)
             rows -= len(copy.due)
             if len(copy.due):

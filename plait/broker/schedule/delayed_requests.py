@@ -64,7 +64,7 @@ def _find(broker: Broker, subject: str, number: int, due: int) -> tuple[Schedule
     """The schedule of the subject, if the row waits in it, and the location of a bucketed row."""
     broker.partition_of(subject, create=False)
     broker.turn.refuse_when_stalled()
-    schedule = broker.schedules.by_subject.get(subject)
+    schedule = broker.schedules.by_name.get(subject)
     if schedule is None or not 0 <= due < NEVER:
         return None
     if number >= schedule.unbucketed.base:
@@ -114,8 +114,8 @@ def _refuse_more(broker: Broker) -> None:
     limit = broker.limits.schedule_settled
     if sum(bucket.settled_count for bucket in broker.schedules.buckets.values()) >= limit:
         raise LimitExceeded(
-            f"limit of messages cancelled long before they are due reached ({limit}, limit `schedule_settled`); "
-            "cancel more later or raise it",
+            f"{limit} delayed messages were cancelled or rescheduled long before they were due (limit "
+            "`schedule_settled`); try again later, or raise the limit",
             limit="schedule_settled",
             value=limit,
         )
@@ -129,7 +129,7 @@ def list_scheduled(
     At most ``limit`` rows are read. Damaged rows are left out of the page, and the next page starts after them.
     """
     broker.partition_of(subject, create=False)
-    schedule = broker.schedules.by_subject.get(subject)
+    schedule = broker.schedules.by_name.get(subject)
     if schedule is None:
         return DelayedPage([], None)
     after = max(after or (0, -1), (start, -1))
@@ -226,7 +226,7 @@ def count_scheduled(broker: Broker, subject: str | None, start: int, end: int, b
     """
     if subject is not None:
         broker.partition_of(subject, create=False)
-    every = broker.schedules.by_subject
+    every = broker.schedules.by_name
     schedules = [every[name] for name in ([subject] if subject is not None else sorted(every)) if name in every]
     if by == "time":
         with reading():

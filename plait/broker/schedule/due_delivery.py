@@ -67,7 +67,7 @@ class DueDelivery:
         self._turn = turn
         self._catalog = catalog
         self._schedules = schedules
-        self.by_subject: Mapping[str, object] = schedules.by_subject
+        self.by_name: Mapping[str, object] = schedules.by_name
         self._upcoming = schedules.upcoming
         self._window = schedules.window
         self._due_rows = due_rows
@@ -95,7 +95,7 @@ class DueDelivery:
         now = clock.now()
         if self._window.end > now + 2 * WINDOW_MICROS:
             # The clock was set back.
-            self._upcoming.begin_again(self._schedules.by_subject.values())
+            self._upcoming.begin_again(self._schedules.by_name.values())
         due = self._window.next_due <= now or self._upcoming.wants(now)
         self.ready = due and clock.monotonic() >= self._held_until
         return self.ready
@@ -145,9 +145,9 @@ class DueDelivery:
             # The subject with the earliest due row is first; without room for more, the next turn starts with another.
             for mine in sorted(subjects, key=lambda mine: int(mine[0])):
                 schedule = self._schedules.by_partition[int(partitions[mine[0]])]
-                if not schedule.held:
+                if not schedule.postponed:
                     room -= self._deliver(schedule, rows, mine, now, commit, kept, room)
-                if schedule.held:
+                if schedule.postponed:
                     # They enter the window again when the route is known.
                     kept[mine] = False
                 if room <= 0:
@@ -173,7 +173,7 @@ class DueDelivery:
         name = schedule.partition.row.name
         target = self._catalog.subjects.get(name)
         if target is None:
-            schedule.held = True
+            schedule.postponed = True
             self._schedules.notice(
                 f"delayed messages of {name!r} cannot be delivered: the definition of their partition is damaged"
             )
@@ -191,7 +191,7 @@ class DueDelivery:
             return size
         parts = self._forwards.split(target, gathered.key_hashes, rows["number"][mine])
         if parts is None:
-            schedule.held = True
+            schedule.postponed = True
             return 0
         if len(parts) == 1:
             self._append(schedule, parts[0][0], gathered, rows, mine, now, commit, kept)
@@ -228,4 +228,4 @@ class DueDelivery:
             commit.partitions[target] = target.next
             turn.touch(target)
             kept[mine[start:stop]] = False
-            self._due_rows.left(schedule, chosen[start:stop], in_turn=in_turn)
+            self._due_rows.settle(schedule, chosen[start:stop], in_order=in_turn)

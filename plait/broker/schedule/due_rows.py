@@ -39,17 +39,17 @@ class BucketedOffset(NamedTuple):
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Guard for code that opens bucket files: an OSError becomes ``FlowControl``, and nothing was changed."""
+    """Guard for code that only reads bucket files: an OSError becomes ``FlowControl``."""
     try:
         yield
     except OSError as error:
         raise FlowControl(
-            f"a file of delayed messages cannot be opened now ({error.strerror}); nothing was changed, try again"
+            f"a file of delayed messages cannot be opened now ({error.strerror}); try again later"
         ) from error
 
 
 class DueRows:
-    """Reads due rows, and settles those that have left."""
+    """Reads due rows, and settles rows that were delivered or moved."""
 
     def __init__(self, log: Log, schedules: Schedules) -> None:
         self._log = log
@@ -87,7 +87,10 @@ class DueRows:
     def gather(
         self, schedule: Schedule, rows: SoonRows, mine: Int64s, room: int = DELIVER_SIZE_MAX
     ) -> tuple[Int64s, Gathered | None, int]:
-        """The first rows of ``mine`` that fit in ``room``, their columns and size; at least one if no room is used."""
+        """The first of some rows (``mine``: indices into ``rows``) that fit in ``room`` bytes, their columns and size.
+
+        If ``room`` is all of ``DELIVER_SIZE_MAX``, at least one row is returned, so that a larger row is delivered too.
+        """
         sets, place = self._sets(schedule, rows[mine])
         total = np.cumsum(np.concatenate([each.sizes() for each in sets])[place])
         count = int(np.searchsorted(total, room, "right"))
@@ -112,7 +115,7 @@ class DueRows:
         return zip(producers.tolist(), numbers.tolist(), texts, sizes.tolist(), strict=True)
 
     def _sets(self, schedule: Schedule, rows: SoonRows) -> tuple[list[RowPicks], Int64s]:
-        """The rows grouped by location, and the index of each row in all groups together."""
+        """The rows grouped by location, and the index of each row in the concatenation of the groups."""
         sets: list[RowPicks] = []
         which: list[Int64s] = []
         buckets = rows["bucket"]
@@ -150,7 +153,7 @@ class DueRows:
             which.append(mine[some][order])
 
     def _flat_of(self, frame: FrameView) -> tuple[bytes, Places]:
-        # A frame of the log and a frame of a bucket can have the same numbers.
+        # Partition, base and epoch do not tell a frame of the log from one of a bucket, so the CRC is part of the key.
         key = (frame.partition, frame.base, frame.epoch, frame.crc)
         known = self._flat.get(key)
         if known is None:
@@ -169,8 +172,8 @@ class DueRows:
             forwarded = None if forward is None else (forward.producer, target.next)
             yield start, stop, gathered.frame(start, stop, due, numbers, row_by_row=False, forwarded=forwarded)
 
-    def left(self, schedule: Schedule, rows: SoonRows, *, in_turn: bool) -> None:
-        """Settle delivered rows. ``in_turn``: all earlier rows of their runs were delivered too."""
+    def settle(self, schedule: Schedule, rows: SoonRows, *, in_order: bool) -> None:
+        """Settle rows. ``in_order``: all earlier rows of their bucket runs are settled too."""
         buckets = rows["bucket"]
         for key in np.unique(buckets).tolist():
             mine = rows[buckets == key]
@@ -178,7 +181,7 @@ class DueRows:
                 schedule.unbucketed.settle(mine["number"])
                 continue
             bucket = self._schedules.buckets[key]
-            if not in_turn:
+            if not in_order:
                 for run in np.unique(mine["run"]).tolist():
                     bucket.settle(run, mine["row"][mine["run"] == run])
                     bucket.advance(run)

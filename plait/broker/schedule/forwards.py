@@ -138,7 +138,7 @@ class Forwards:
     def learn(self, subject: str, route: ForwardRoute) -> None:
         self._routes[subject] = route
         self.unrouted.discard(subject)
-        self._schedules.release(self._schedules.held(subject))
+        self._schedules.release(self._schedules.postponed(subject))
 
     def forget(self, subject: str) -> None:
         """Drop the route of a subject: a partition of it was deleted, perhaps the last one here."""

@@ -23,8 +23,8 @@ from plait.storage.schedule.bucket import Bucket
 from plait.storage.schedule.bucket_writer import BucketWriter
 from plait.storage.schedule.unbucketed import UnbucketedRows
 
-#: Notices that wait to be logged; further ones are dropped.
-DAMAGES_MAX: Final = 1_000
+#: The most notices that wait to be logged; further ones are dropped.
+NOTICES_MAX: Final = 1_000
 
 
 class Schedules:
@@ -35,7 +35,7 @@ class Schedules:
         self._catalog = catalog
         self._checkpoints = checkpoints
         #: Partition name → its schedule.
-        self.by_subject: dict[str, Schedule] = {}
+        self.by_name: dict[str, Schedule] = {}
         #: Number of the schedule partition → its schedule. During recovery, deleted schedules are here too.
         self.by_partition: dict[int, Schedule] = {}
         self.buckets: dict[int, Bucket] = {}
@@ -43,9 +43,10 @@ class Schedules:
         self.writer: BucketWriter | None = None
         self.upcoming = Upcoming(self.buckets)
         self.window = self.upcoming.window
-        #: Rows that were damaged; and notices about damage and delays that the server has not logged yet.
+        #: Delayed rows that were lost to damage.
         self.lost_count = 0
-        self.damages: list[str] = []
+        #: Texts about damage and postponed rows that the server has not logged yet.
+        self.notices: list[str] = []
         catalog.kinds[SCHEDULE] = self
         catalog.on_subject = self.enters
 
@@ -53,22 +54,22 @@ class Schedules:
         schedule = Schedule(partition)
         partition.main = self._catalog.subjects.get(partition.row.name)
         self.by_partition[partition.id] = schedule
-        self.by_subject[partition.row.name] = schedule
+        self.by_name[partition.row.name] = schedule
 
     def enters(self, partition: Partition) -> None:
         """Connect a new partition with its schedule, if it has one."""
-        schedule = self.by_subject.get(partition.row.name)
+        schedule = self.by_name.get(partition.row.name)
         if schedule is not None:
             schedule.partition.main = partition
-            self.release([schedule] if schedule.held else [])
+            self.release([schedule] if schedule.postponed else [])
 
     def remove(self, partition: Partition) -> None:
         """Remove the delayed rows of a deleted subject."""
         schedule = self.by_partition.pop(partition.id, None)
         if schedule is not None:
             schedule.unbucketed = UnbucketedRows(partition.next)
-            if self.by_subject.get(partition.row.name) is schedule:
-                del self.by_subject[partition.row.name]
+            if self.by_name.get(partition.row.name) is schedule:
+                del self.by_name[partition.row.name]
         self.window.remove_partition(partition.id)
         for bucket in self.buckets.values():
             for run in np.flatnonzero(bucket.of(partition.id)).tolist():
@@ -76,30 +77,30 @@ class Schedules:
         self.drop_finished()
 
     def partition_of(self, subject: str) -> Partition:
-        """The schedule partition of a subject; created now, like the subject itself, where that is allowed."""
+        """The schedule partition of a partition. Both are created if they are missing and ``auto_create`` allows it."""
         target = self._catalog.partition_of(subject).row
-        schedule = self.by_subject.get(subject)
+        schedule = self.by_name.get(subject)
         if schedule is not None:
             return schedule.partition
         number, now = self._catalog.next_partition, self._turn.clock.now()
         return self._catalog.create(PartitionRow(number, target.subject, target.name, now, kind=SCHEDULE))
 
     def of(self, name: str) -> list[Partition]:
-        return [self.by_subject[name].partition] if name in self.by_subject else []
+        return [self.by_name[name].partition] if name in self.by_name else []
 
     @property
     def count(self) -> int:
         bucketed = sum(bucket.waiting for bucket in self.buckets.values())
-        return bucketed + sum(schedule.unbucketed.waiting for schedule in self.by_subject.values())
+        return bucketed + sum(schedule.unbucketed.waiting for schedule in self.by_name.values())
 
     def waits(self, schedule: Schedule) -> bool:
         return schedule.unbucketed.waiting > 0 or any(
             bucket.of(schedule.partition.id).any() for bucket in self.buckets.values()
         )
 
-    def held(self, subject: str) -> list[Schedule]:
+    def postponed(self, subject: str) -> list[Schedule]:
         """The schedules whose due rows wait for the route of the subject."""
-        return [each for each in self.by_subject.values() if each.held and each.partition.row.subject == subject]
+        return [each for each in self.by_name.values() if each.postponed and each.partition.row.subject == subject]
 
     def report(self, file: str, reason: str, rows: int) -> None:
         self.lost_count += rows
@@ -107,8 +108,8 @@ class Schedules:
 
     def notice(self, text: str) -> None:
         """Queue a notice for the server's log."""
-        if len(self.damages) < DAMAGES_MAX:
-            self.damages.append(text)
+        if len(self.notices) < NOTICES_MAX:
+            self.notices.append(text)
 
     def take_in(self, commit: Commit) -> None:
         """Add the delayed rows that a commit wrote."""
@@ -120,9 +121,9 @@ class Schedules:
     def release(self, held: list[Schedule]) -> None:
         """Move due rows that were held into the window."""
         for schedule in held:
-            schedule.held = False
+            schedule.postponed = False
         if held:
-            self.upcoming.begin_again(self.by_subject.values())
+            self.upcoming.begin_again(self.by_name.values())
 
     def drop_finished(self) -> None:
         """Delete empty buckets, unless a checkpoint is running that may add rows to them."""

@@ -84,10 +84,10 @@ class DueWindow:
         rows = self.rows
         return rows[: min(int(np.searchsorted(rows["due"], now, "right")), count)]
 
-    def took(self, count: int, left: SoonRows) -> None:
-        """Remove the first ``count`` rows, except for those in ``left``, which are in order."""
+    def took(self, count: int, kept: SoonRows) -> None:
+        """Remove the first ``count`` rows, except for those in ``kept``, which are in order."""
         rest = self.rows[count:]
-        self._rows = np.concatenate([left, rest]) if len(left) else rest
+        self._rows = np.concatenate([kept, rest]) if len(kept) else rest
 
     def remove(self, due: int, number: int, partition: int) -> bool:
         """Remove one row; False when it is not in the window."""
@@ -124,14 +124,14 @@ STALE_MAX: Final = 64
 class Schedule:
     """The delayed rows of one partition."""
 
-    __slots__ = ("held", "partition", "unbucketed")
+    __slots__ = ("partition", "postponed", "unbucketed")
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.unbucketed = UnbucketedRows(partition.next)
-        #: True if due rows wait outside the window, because the partition is unknown, or because it does not accept
-        #: them and the route is not known yet.
-        self.held = False
+        #: True if due rows wait outside the window, because their target partition is unknown, or because it
+        #: does not accept them and the route is not known yet.
+        self.postponed = False
 
 
 class Upcoming:

@@ -57,7 +57,7 @@ class StagePublisher:
         #: Ranges of the frames that were copied since the queue was last empty.
         self._copied = CopiedRanges()
         #: The end of the message log after each publishing turn that is not durable yet. No request waits for the sync
-        #: of these turns, so flow control ignores its age.
+        #: of these turns, so flow control ignores how long that sync has waited.
         self.unsynced: deque[int] = deque()
         #: True if the next commit continues publishing.
         self.ready = False
@@ -69,9 +69,9 @@ class StagePublisher:
     def publish(self, producers: Iterable[tuple[int, int]], reply: Reply) -> None:
         """Publish stages, given as (producer, rows); ``reply`` is called when they are durably published.
 
-        Unknown stages were published before. Raises and publishes nothing if a stage has expired, or if a seal waits
-        for its partition (``FlowControl``). Nothing is published either if ``reply`` gets a ``StaleRoute``: the target
-        partition no longer takes the keys of the stages that it names, and the driver writes their rows elsewhere.
+        A stage that is not known counts as published. Raises and publishes nothing if a stage has expired, or if a seal
+        waits for its partition (``FlowControl``). If the keys of some stages have moved to another partition, nothing
+        is published: ``reply`` gets a ``StaleRoute`` that names these stages, and the driver writes their rows there.
         """
         turn = self._turn
         turn.refuse_when_full()

@@ -40,7 +40,7 @@ def forget(
     /,
     *,
     lost: Annotated[
-        bool, Parameter(negative="", help="Also if unconsumed messages are lost with it; they are listed.")
+        bool, Parameter(negative="", help="Remove the group even if unconsumed messages are lost; they are listed.")
     ] = False,
     node: NodeOptions = NODE,
 ) -> None:
@@ -49,7 +49,7 @@ def forget(
     if node.output == "json":
         print_json(found)
         return
-    print_facts([("forgotten", group), ("lost", "nothing that was not consumed" if not found else "")])
+    print_facts([("forgotten", group), ("lost", "nothing: all messages were consumed" if not found else "")])
     if found:
         columns: dict[str, Callable[[LostPartition], str]] = {
             "subject": lambda p: p.subject,
@@ -65,7 +65,9 @@ def state(
     group: Group,
     wished: Annotated[
         Literal["RW", "R", "W", "NRW"],
-        described("Below RW, new partitions are placed elsewhere; with R or NRW also messages, where possible."),
+        described(
+            "Unless RW, no new partition is placed here. With R or NRW, messages go elsewhere too, where possible."
+        ),
     ],
     /,
     *,

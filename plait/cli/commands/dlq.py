@@ -46,7 +46,7 @@ class LetterOptions:
     handler: Annotated[str | None, described("Only letters of this handler.")] = None
     before: Annotated[
         str | None,
-        signed("Only letters that died before -5m, or a time such as 2025-01-31T12:00."),
+        signed("Only letters that died before this time: -5m (five minutes ago), or one such as 2025-01-31T12:00."),
     ] = None
     partition: Partition = None
 
@@ -73,9 +73,9 @@ class LetterOptions:
 class LetterWorkOptions(LetterOptions):
     """The options of ``resend`` and ``purge``."""
 
-    rate: Annotated[float | None, described("At most this many per second.")] = None
+    rate: Annotated[float | None, described("The most letters per second.")] = None
     every: Annotated[bool, Parameter(name="--all", help="Every letter of the group.", show_default=False)] = False
-    dry_run: Annotated[bool, flag("Only count them.")] = False
+    dry_run: Annotated[bool, flag("Count the letters and change nothing.")] = False
 
 
 LETTERS: Final = LetterOptions()
@@ -135,7 +135,7 @@ def list_letters(
     }
     print_rows(found, columns, node.output, right=("sequence", "attempts", "size"), fields=fields_of)
     if node.output != "json" and len(found) == limit:
-        sys.stderr.write(f"the first {limit}; --limit shows more\n")
+        sys.stderr.write(f"these are the first {limit} letters; there may be more, see --limit\n")
 
 
 @app.command
@@ -170,7 +170,7 @@ def show(
             ("died", format_time(letter.last_time)),
             ("reason", str(letter.reason)),
             *(
-                ("died before", f"{format_time(h.time)} after {h.attempts} attempts: {h.reason}")
+                ("earlier death", f"{format_time(h.time)} after {h.attempts} attempts: {h.reason}")
                 for h in letter.history
             ),
             ("size", format_size(letter.size)),
@@ -225,7 +225,11 @@ def purge(
                 f"purging dead letters of {group!r} cannot be undone; confirm with --yes, or count with --dry-run"
             )
         what = "all" if letters.every else "the selected"
-        sys.stderr.write(f"permanently purge {what} dead letters of {group!r}? Type the group's name to confirm: ")
+        where = f" in partition {letters.partition}" if letters.partition else ""
+        sys.stderr.write(
+            f"permanently purge {what} dead letters of group {group!r} of {subject!r}{where}? "
+            "Type the group's name to confirm: "
+        )
         sys.stderr.flush()
         if sys.stdin.readline().strip() != group:
             raise InvalidArgument(f"nothing was purged: the name typed is not {group!r}")
@@ -233,7 +237,7 @@ def purge(
 
 
 def _selection(what: str, sequences: tuple[int, ...], letters: LetterWorkOptions) -> dict[str, Any]:
-    """The selection. All letters must be selected explicitly."""
+    """The selection as keyword arguments of the client. An empty one selects all letters, and needs ``--all``."""
     select = letters.selected() | ({"sequences": sequences} if sequences else {})
     if letters.every and select:
         raise InvalidArgument("use --all or select letters, not both")

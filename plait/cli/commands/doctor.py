@@ -40,7 +40,7 @@ def doctor(
 
 
 def _print(report: CheckReport) -> None:
-    message, retained, action = report.message_log, report.kept_log, report.action_log
+    message, retained, action = report.message_log, report.retained_log, report.action_log
     print_facts(
         [
             ("directory", report.path),
@@ -56,13 +56,16 @@ def _print(report: CheckReport) -> None:
             ),
             (
                 "retained log",
-                f"{_extent(retained)}, {retained.rows:,} dead letters and retries, settled or not",
+                f"{_extent(retained)}, {retained.rows:,} dead letters and retained messages, finished or not",
             ),
             (
                 "action log",
                 f"{_extent(action)}, {action.rows:,} events and definitions",
             ),
-            ("consume logs", f"{report.consume_logs - report.consume_logs_damaged:,} of {report.consume_logs:,} agree"),
+            (
+                "consume logs",
+                f"{report.consume_logs - report.consume_logs_damaged:,} of {report.consume_logs:,} match the messages",
+            ),
             ("missing", counted(report.missing_messages, "message")),
             ("quarantine", counted(len(report.quarantine), "file") if report.quarantine else "empty"),
         ]
@@ -95,8 +98,8 @@ def _checkpoints(report: CheckReport) -> str:
     broken = sum(not facts.whole for facts in found)
     how = "of an orderly stop" if newest.clean else "of a running server"
     return (
-        f"{len(found)}, {f'{broken} not whole' if broken else 'all whole'}; the one a start uses is "
-        f"{newest.number}, {how}, {format_micros(newest.time)}, epoch {newest.epoch}"
+        f"{len(found)}, {f'{broken} not whole' if broken else 'all whole'}; a start would use "
+        f"number {newest.number}, {how}, {format_micros(newest.time)}, epoch {newest.epoch}"
     )
 
 

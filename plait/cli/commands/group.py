@@ -129,12 +129,12 @@ def reset(
     *,
     to: Annotated[
         str,
-        signed("earliest, latest, a sequence, -5m before now, or a time such as 2025-01-31T12:00."),
+        signed("earliest, latest, a sequence, -5m (5 minutes ago), or a time such as 2025-01-31T12:00."),
     ],
     partition: Partition = None,
     node: NodeOptions = NODE,
 ) -> None:
-    """Move the position of a group that has no live consumers."""
+    """Move the position of a group that has no connected consumers."""
     sequence = node.run(lambda client: client.admin.reset_group(subject, group, to, partition=partition))
     print_result(node.output, {"subject": subject, "group": group, "next": sequence})
 
@@ -147,7 +147,7 @@ def set_(
     *,
     attempts: Annotated[str | None, described("Attempts before a message is a dead letter, or 'unlimited'.")] = None,
     first: Annotated[str | None, described("The wait before the second attempt, as in 1s.")] = None,
-    factor: Annotated[float | None, described("Each wait is the one before times this.")] = None,
+    factor: Annotated[float | None, described("The factor from each wait to the next.")] = None,
     longest: Annotated[str | None, described("The longest wait, as in 10m.")] = None,
     steps: Annotated[str | None, described("The waits themselves, as in 1s,10s,1m; the last repeats.")] = None,
     expires: Annotated[
@@ -155,7 +155,7 @@ def set_(
     ] = None,
     node: NodeOptions = NODE,
 ) -> None:
-    """Change the retry policy of a group without live consumers; omitted values stay unchanged."""
+    """Change the retry policy of a group without connected consumers; omitted values stay unchanged."""
     changed: dict[str, Any] = {}
     if attempts is not None:
         changed["attempts"] = None if attempts == "unlimited" else whole_of(attempts, "--attempts")
@@ -180,7 +180,7 @@ def set_(
 
 @app.command
 def delete(subject: Subject, group: Group, /, *, yes: Yes = False, node: NodeOptions = NODE) -> None:
-    """Delete a group without live consumers, with its position and its dead letters, permanently."""
+    """Delete a group without connected consumers, with its position and its dead letters, permanently."""
     confirm(group, f"group {group!r} of {subject!r} with its position and dead letters", yes=yes)
     node.run(lambda client: client.admin.delete_group(subject, group))
     if node.output == "json":
@@ -250,7 +250,7 @@ def resume(
     everything: All = False,
     node: NodeOptions = NODE,
 ) -> None:
-    """Resume parked keys with the failed messages, which are retried."""
+    """Resume parked keys: retry the failed message of each, then its later messages."""
     _unpark("resume", subject, group, _which(key, by_hash, everything=everything), node)
 
 
@@ -265,7 +265,7 @@ def skip(
     everything: All = False,
     node: NodeOptions = NODE,
 ) -> None:
-    """Resume parked keys after the failed messages, which stay dead letters."""
+    """Skip the failed message of each parked key, which stays a dead letter; continue with its later messages."""
     _unpark("skip", subject, group, _which(key, by_hash, everything=everything), node)
 
 

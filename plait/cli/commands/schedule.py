@@ -55,7 +55,7 @@ def list_scheduled(
     }
     print_rows(found, columns, node.output, right=("number", "size"), fields=_fields)
     if node.output != "json" and len(found) == limit:
-        sys.stderr.write(f"the first {limit}; --limit shows more\n")
+        sys.stderr.write(f"these are the first {limit} messages; there may be more, see --limit\n")
 
 
 @app.command

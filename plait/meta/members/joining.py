@@ -115,7 +115,7 @@ class Joining:
         if members := sorted(mirror.members.get(key, ())):
             named = ", ".join(members[:3])
             raise GroupBusy(
-                f"group {name!r} of {subject!r} has {names.counted(len(members), 'online consumer')} "
+                f"group {name!r} of {subject!r} has {names.counted(len(members), 'connected consumer')} "
                 f"({named}); stop {'it' if len(members) == 1 else 'them'} first",
                 subject=subject,
                 group=name,

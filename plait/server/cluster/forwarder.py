@@ -83,7 +83,7 @@ class Forwarder:
         now = asyncio.get_running_loop().time()
         self._asked = {subject: at for subject, at in self._asked.items() if now < at + PAUSE_SECONDS}
         for subject in sorted(self._forwards.unrouted):
-            if not self._broker.schedules.held(subject):
+            if not self._broker.schedules.postponed(subject):
                 # Its partitions were dropped with their delayed rows.
                 self._forwards.unrouted.discard(subject)
                 continue

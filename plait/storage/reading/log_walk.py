@@ -39,7 +39,7 @@ Found = TypeVar("Found")
 
 
 class LogPiece(NamedTuple):
-    """Consecutive frames. A piece replaces everything that the walk yielded before from ``offset`` on."""
+    """Consecutive frames. A piece replaces all earlier pieces that start at or after its ``offset``."""
 
     segment: str
     #: Log offset of the segment's first byte.
@@ -79,7 +79,8 @@ class LogWalk:
         self._rows: dict[int, PartitionRow] = {}
         #: (log offset, rows) of catalog frames that may turn out to be in the torn tail.
         self._recent_rows: list[tuple[int, list[PartitionRow]]] = []
-        #: Set to verify the log from this offset on, where frames seem to be missing, and to yield it again.
+        #: The code that iterates sets this when frames after this offset seem to be missing. The walk then verifies the
+        #: log from there, and yields it again.
         self.distrusted: int | None = None
         #: Segment base → the position up to which headers were followed.
         self._reach: dict[int, int] = {}
@@ -208,9 +209,9 @@ class LogWalk:
         return self._marks[max(bisect_right(self._marks, offset) - 1, 0)]
 
     def _settle(self, index: int, doubtful: int, until: int | None) -> Generator[LogPiece, None, _Resume | None]:
-        """Verify the log from a mark before ``doubtful``, and yield it again. Returns where the walk continues.
+        """Verify the log from the mark before ``doubtful`` to ``until`` (None: to its end), and yield it again.
 
-        It continues with the first frame at or after ``until``; None: the log has ended.
+        Returns the position of the first frame at or after ``until``, or None if there is none.
         """
         start = self._mark_before(index, min(doubtful - 1, self._durable))
         for _ in range(LOOKS_MAX):
@@ -328,7 +329,7 @@ def survey(
     covers: Callable[[PartitionRow], bool],
     reduce: Callable[[LogPiece, list[FrameHeader]], Found],
 ) -> list[Found]:
-    """Run a walk to its end. ``reduce`` gets each piece, and its frames of the partitions that ``covers`` names.
+    """Run a walk to its end. ``reduce`` gets each piece, and its frames of the partitions for which ``covers`` is true.
 
     Where rows of such a partition seem to be missing, the walk verifies the log before it accepts the gap.
     """

@@ -47,11 +47,11 @@ class Process(Machine):
         super().__init__(timeline, name, drift)
         self._network = network
         self.main = main
-        #: The number of times the process was started. A *life* is the time from a start to the next kill.
+        #: The number of times the process was started. A *run* is the time from a start to the next kill.
         self.lives = 0
         #: The number of threads with their own loops that were started.
         self.threads = 0
-        #: The loops of the present life by name, and the loops of all lives.
+        #: The loops of the present run by name, and the loops of all runs.
         self.loops: dict[str, SimLoop] = {}
         self.all_loops: list[SimLoop] = []
 
@@ -75,7 +75,7 @@ class Process(Machine):
         if not self.alive:
             self.lives += 1
             if self._disk is not None:
-                # Read ``disk`` before ``powered`` changes, because a power loss determines what it contains.
+                # The property makes the disk as the crash left it, which depends on ``powered``: read it first.
                 self._disk = self.disk
             self.powered = True
             self.log("starts")
@@ -88,7 +88,9 @@ class Process(Machine):
     def _ended(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self.loop().call_exception_handler({"message": "it ended with an error", "exception": error, "task": task})
+            self.loop().call_exception_handler(
+                {"message": f"a task of process {self.name} ended with an error", "exception": error, "task": task}
+            )
 
     def loop(self, name: str = "main") -> SimLoop:
         """The loop with the given name, made at its first use. Each loop represents a thread."""

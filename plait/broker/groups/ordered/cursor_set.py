@@ -112,7 +112,8 @@ class CursorSet:
     def join(self, cursor: Cursor, others: list[Cursor]) -> None:
         """Join ``others``, which are at the same position, into ``cursor``."""
         self._join(cursor, others)
-        # Deliveries and passed ranges without rows are not recorded, so the join records the full position.
+        # An ordered group records neither its deliveries nor the ranges that a cursor passed without finding rows of
+        # its own, so the join records the full position.
         for other in others:
             self._record(Joined(cursor.id, other.id, cursor.next))
         for piece in [*cursor.returned, *cursor.all_held()]:
@@ -178,7 +179,7 @@ class CursorSet:
             if known is None:
                 self._add(part)
             else:
-                # Another run of the same split.
+                # Another event of the same split, for more LPs.
                 known.lps = known.lps | part.lps
                 known.leave_out(part.without)
                 self._add(known)

@@ -77,7 +77,7 @@ class FailurePolicy(msgspec.Struct, eq=False):
                     for sequences, _ in self._reader.rows(cursor, piece.start, piece.end):
                         for first, last in joined(sequences):
                             cursor.waiting.add(first, last, piece.attempt, due)
-        # Held rows after the failed row return to the group: the failed row must be handled first.
+        # Rows in flight after the failed row return to the group: the failed row must be handled first.
         behind = [(tag, piece) for tag, held in cursor.held.items() for piece in held.overlap(row.end, cursor.next)]
         for tag, piece in behind:
             cursor.let_go(tag, piece.start, piece.end)
@@ -102,7 +102,7 @@ class FailurePolicy(msgspec.Struct, eq=False):
             )
 
     def inherit(self, parked: Iterable[int], resumed: Iterable[int]) -> None:
-        """Park keys that are parked in the partition that had their rows before; resume keys that it resumed."""
+        """Park the keys that the partition which had their rows before has parked; resume those resumed there."""
         known = self._cursors.by_key
         for key in [key for key in parked if key not in known or not known[key].parked]:
             lp = key % LOGICAL_PARTITIONS

@@ -19,8 +19,8 @@ from plait.storage.held_rows import HeldRowArrays, HeldRows
 from plait.storage.logs.action_events import Nacked, Skipped
 from plait.storage.ranges import Range, Ranges, joined
 
-#: A key rejoins a cursor that has at most this many ranges in flight, returned or waiting: the join records all of
-#: them again. More ranges need more keys that join together.
+#: A join records all ranges of a cursor that are in flight, returned or waiting. Keys rejoin a cursor only if it has
+#: at most this many such ranges for each key that joins; otherwise they wait until more keys can join together.
 REJOIN_PIECES = 256
 #: A cursor with more returned ranges than this is read row by row when its owner changes, to join the ranges.
 COMPACTED_MIN = 64
@@ -36,7 +36,7 @@ class InFlightRows(msgspec.Struct, eq=False):
     # --- row by row ------------------------------------------------------------------------------
 
     def look_up_held(self) -> None:
-        """Find the held rows of cursors that are leaving; discard those of cursors that are not."""
+        """Look up the single held rows of leaving cursors; drop the arrays of others, except those of one key."""
         for cursor in self._cursors:
             if cursor.key is None and not cursor.leaving:
                 cursor.held_rows = None
@@ -141,13 +141,13 @@ class InFlightRows(msgspec.Struct, eq=False):
                         for piece in cursor.held_in(tag, start, end):
                             cursor.let_go(tag, piece.start, piece.end)
                             self.return_piece(cursor, piece, 0, counted=False)
-                # No ack will cover what lies between the returned rows, so the held ranges need trimming.
+                # The held ranges that remain may have no row of the cursor. No ack would remove them: trim them.
                 cursor.untrimmed_until = cursor.next
 
     def return_piece(self, cursor: Cursor, piece: Range, due: int, *, counted: bool = True, now: int = 0) -> None:
-        """Deliver rows that the owner no longer holds again when ``due`` (0: at once).
+        """Record that the owner returned rows: they become deliverable again at ``due`` (0: at once).
 
-        ``now``: when they failed; 0: they did not fail.
+        ``now``: the time if they failed, 0 if they did not.
         """
         start, end, attempt = piece
         self._group.journal.event(self._group, Nacked(attempt, not counted, cursor.id, start, end, due))

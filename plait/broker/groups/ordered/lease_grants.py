@@ -88,7 +88,8 @@ class LeaseGrants(msgspec.Struct, eq=False):
         group = self._ordered(consumer)
         wanted = self._checked(wants)
         chosen = lp_set((first, end) for first, end, _, _ in wanted)
-        marks, resumed = self._checked_keys(marks, chosen), self._checked_keys(resumed, chosen)
+        marks = self._checked_keys(marks, chosen, "parked")
+        resumed = self._checked_keys(resumed, chosen, "resumed")
         group.policy.refuse_more_keys(marks)
         if route < group.partition.row.route and not group.definition.affinity:
             wanted = _limit_to_route(wanted, group.partition.known_until(route))
@@ -113,17 +114,17 @@ class LeaseGrants(msgspec.Struct, eq=False):
             if not (0 <= first < end <= LOGICAL_PARTITIONS and epoch > 0 and 0 <= until < SEQUENCE_MAX):
                 raise InvalidArgument(
                     f"[{first}, {end}) under epoch {epoch} up to {until} is not a run of logical partitions; use 0 <= "
-                    f"first < end <= {LOGICAL_PARTITIONS}, an epoch above 0 and a valid sequence"
+                    f"<= first < end <= {LOGICAL_PARTITIONS}, an epoch above 0 and a valid sequence"
                 )
             self._numbers.check("epoch", epoch)
         return wanted
 
-    def _checked_keys(self, keys: list[int], lps: LpSet) -> list[int]:
+    def _checked_keys(self, keys: list[int], lps: LpSet, what: str) -> list[int]:
         """The key hashes that belong to the requested logical partitions."""
         limit = self._turn.limits.held_keys
         if len(keys) > limit:
             raise InvalidArgument(
-                f"{len(keys)} parked keys are more than {limit} per group (limit `held_keys`); resume or skip some"
+                f"{len(keys)} {what} keys are above the limit of {limit} per group (limit `held_keys`); send fewer"
             )
         try:
             hashes = np.array(keys, np.uint64)
@@ -139,11 +140,14 @@ class LeaseGrants(msgspec.Struct, eq=False):
         ranges: list[tuple[int, int, int]],
         tags: list[int],
     ) -> None:
-        """Return the rows of some LPs in (start, end, epoch) ranges, which the consumer did not start."""
+        """Put back rows that the consumer has not begun: those of the LPs in ``runs`` that lie in ``ranges``.
+
+        ``ranges`` are (start, end, epoch); ``tags`` has the number of the delivery of each range.
+        """
         if len(runs) > LOGICAL_PARTITIONS or not all(0 <= first < end <= LOGICAL_PARTITIONS for first, end in runs):
             raise InvalidArgument(
-                f"{len(runs)} runs, starting with {runs[:10]}, are not runs of logical partitions; use 0 <= first "
-                f"< end <= {LOGICAL_PARTITIONS} and name each logical partition once"
+                f"not all of the {len(runs)} runs, which start with {runs[:10]}, are runs of logical partitions; use 0 "
+                f"<= first < end <= {LOGICAL_PARTITIONS} and name each logical partition once"
             )
         self._ordered(consumer).give_back(consumer, lp_set(runs), ranges, tags)
 
@@ -184,14 +188,14 @@ class LeaseGrants(msgspec.Struct, eq=False):
             if group.consumers and group.id in self._groups:
                 try:
                     group.handover.transfer(self.now())
-                except Exception:  # noqa: BLE001 (it is logged there)
+                except Exception:  # noqa: BLE001 (end_pulls logs it)
                     end_pulls(group)
             if number % LOOK_GROUPS == 0:
                 yield
 
 
 def _parked(group: OrderedGroup, lps: LpSet) -> tuple[list[int], list[int]]:
-    """The parked keys of these LPs, and those of them that have no dead letter here: they are parked elsewhere."""
+    """The parked keys of these LPs, and those of them that are parked only because an earlier partition parked them."""
     parked = group.policy.parked()
     if not parked:
         return [], []

@@ -1,4 +1,4 @@
-"""Hands over the locks of an ordered group: which consumer owns which logical partitions, and up to which sequence.
+"""Grants and releases the locks of an ordered group, and limits the sequence up to which each owner gets rows.
 
 ``Locks`` decides. This module records the decisions as events, and splits and joins cursors so that each owner has its
 own cursors.
@@ -49,7 +49,7 @@ class LockHandover(msgspec.Struct, eq=False):
                     waiter.time_out()
 
     def drained(self, wants: list[Want]) -> LpSet:
-        """The LPs that are wanted up to a sequence and are done up to it, parked keys aside."""
+        """The LPs that a consumer wants up to a sequence and that are finished up to it; parked keys do not count."""
         done = np.zeros(LOGICAL_PARTITIONS, bool)
         if not any(limit for _, _, _, limit in wants):
             return done

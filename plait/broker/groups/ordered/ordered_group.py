@@ -100,7 +100,7 @@ class OrderedGroup(Group):
         return clipped
 
     def ack(self, consumer: AttachedConsumer, ranges: EpochRanges, tags: Sequence[int] = ()) -> None:
-        """Ack the rows in a range that were delivered under its tag."""
+        """Ack rows. Each range covers only rows of the delivery whose number is at the same place in ``tags``."""
         clipped = self._clipped(ranges, tags)
         for cursor in self.positions.values():
             if cursor.held and cursor.owner == consumer.id:
@@ -119,7 +119,7 @@ class OrderedGroup(Group):
                 return
 
     def give_back(self, consumer: AttachedConsumer, lps: LpSet, ranges: EpochRanges, tags: Sequence[int]) -> None:
-        """Return rows of some LPs that were delivered under tags, lie in ranges and were not started.
+        """Put back rows of some LPs that the consumer has not begun: those in ``ranges``, delivered under ``tags``.
 
         The LPs are split off as a cursor that returns whole ranges, so no row has to be read.
         """
@@ -130,7 +130,7 @@ class OrderedGroup(Group):
                 continue
             part, mine = cursor, cursor.lps & lps
             if not np.array_equal(mine, cursor.lps):
-                # No ack will cover what lies between the remaining rows, so the held ranges need trimming.
+                # The held ranges still span rows of the returned LPs. No ack would ever remove those: trim the ranges.
                 cursor.untrimmed_until = cursor.next
                 if not mine.any():
                     continue
@@ -167,7 +167,9 @@ class OrderedGroup(Group):
         self._after_settled()
 
     def lost(self, consumer: AttachedConsumer, now: int) -> int:
-        """Return the rows of a consumer whose lease ended, each with one more attempt. Returns how many sequences.
+        """Put back the rows of a consumer whose lease ended, each with one more attempt, and release its locks.
+
+        The result is the number of sequences in the held ranges.
 
         A row out of attempts becomes a dead letter.
         """
@@ -183,7 +185,7 @@ class OrderedGroup(Group):
         return self.offline(consumer, now)
 
     def offline(self, consumer: AttachedConsumer, now: int) -> int:
-        """Release the locks of a consumer that left, and return the rows that it held. Returns how many sequences."""
+        """Release the locks of a consumer that left, and put back the rows that it held; returns their sequences."""
         consumer.online = False
         count = 0
         for cursor in self.cursors.holding(consumer.id):
@@ -245,7 +247,7 @@ class OrderedGroup(Group):
         return pieces
 
     def mark_begun_below(self, end: int) -> None:
-        """Count undelivered rows below ``end`` of keys with their own cursor as begun: retention keeps them."""
+        """Mark undelivered rows below ``end`` of keys that have a cursor as begun, so that retention keeps them."""
         for cursor in self.cursors.by_key.values():
             if cursor.next < end:
                 cursor.returned.add(cursor.next, end, 0)

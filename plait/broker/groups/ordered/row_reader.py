@@ -1,6 +1,6 @@
 """Reads the rows of a group's partition, and finds and counts the rows of its cursors.
 
-It reads no rows outside the ranges that the caller asks for.
+It reads no rows outside the ranges that the caller asks for, except between ranges that are near each other.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RowReader(msgspec.Struct, eq=False):
             yield np.arange(first, last), keys
 
     def table(self, ranges: list[tuple[int, int]]) -> RowTable:
-        """All rows within ranges, of all cursors."""
+        """All rows of all cursors within ranges, and between ranges that are near each other."""
         return RowTable([found for start, end in spans_of(ranges) for found in self.all_rows(start, end)])
 
 
@@ -144,7 +144,7 @@ NONE: Final = Count(0, True)
 
 
 class RowCounter:
-    """Counts rows of one group's cursors that are not done, and examines at most ``most`` rows in total.
+    """Counts the rows of a group's cursors in given ranges, and examines at most ``most`` rows in all calls together.
 
     A cursor's range also covers rows of other cursors, so its length is an upper bound. The length is exact where no
     other cursor can have rows: a partition has rows only of the logical partitions that it accepts or accepted.
@@ -188,7 +188,7 @@ class RowCounter:
 
 
 def lost_ranges(cursor: Cursor, start: int, end: int) -> list[Sequence[int]]:
-    """The ranges in [start, end) that a cursor has neither done nor in flight."""
+    """The ranges of [start, end) that a cursor loses if it skips them: those that are neither done nor in flight."""
     pieces: list[Range] = [*cursor.returned.overlap(start, end), *cursor.waiting.overlap(start, end)]
     found: list[Sequence[int]] = [(piece.start, piece.end) for piece in pieces]
     if start <= cursor.next < end:

@@ -75,7 +75,7 @@ def archive(
 
 
 def _repeat(once: Callable[[], None], seconds: float) -> None:
-    """Run again and again until Ctrl-C, or until the first run fails."""
+    """Repeat until Ctrl-C. An ``ArchiveError`` ends it only if no run has succeeded yet."""
     worked = False
     wait = seconds
     while True:
