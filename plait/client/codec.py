@@ -19,6 +19,8 @@ def decoder_for(kind: Any) -> Decode:
     ``InvalidArgument`` for any other type; the decoder raises ``CodecError``.
     """
     read: Decode
+    # A pydantic model may run code of the user, whose other errors say nothing about the body.
+    refusals: tuple[type[Exception], ...] = (ValueError,)
     if kind is bytes:
         return bytes
     if kind is str:
@@ -29,6 +31,7 @@ def decoder_for(kind: Any) -> Decode:
         try:
             msgspec.json.schema(kind, schema_hook=_schema_of_pydantic)
             read = msgspec.json.Decoder(kind, dec_hook=_convert_to_pydantic).decode
+            refusals = (msgspec.MsgspecError, RecursionError, ValueError)
         except (TypeError, NameError, RuntimeError) as error:
             reason = str(error).splitlines()[-1]
             raise InvalidArgument(
@@ -39,7 +42,7 @@ def decoder_for(kind: Any) -> Decode:
     def decode(body: bytes) -> Any:
         try:
             return read(body)
-        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        except refusals as error:
             raise CodecError(f"the body cannot be decoded as {_name(kind)}: {error}") from None
 
     return decode

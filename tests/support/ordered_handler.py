@@ -15,6 +15,8 @@ import sys
 import time
 
 import plait
+import plait.client.app.app as app_module
+from plait.client.app.app_run import AppRun
 from plait.client.consume.ordered.ordered_pull import OrderedPullClient
 from plait.errors import PlaitError
 from plait.model.logical_partitions import lp_of_key, runs_of
@@ -43,14 +45,14 @@ class _Failed(Exception):
     """The handler has failed."""
 
 
-class _App(plait.App):
-    """Records whether it was stopped."""
+class _AppRun(AppRun):
+    """Records that the process was asked to stop its app."""
 
     stop_requested = False
 
-    def _stop(self) -> None:
-        self.stop_requested = True
-        super()._stop()
+    def stop(self) -> None:
+        _AppRun.stop_requested = True
+        super().stop()
 
 
 class Handler:
@@ -102,6 +104,8 @@ class Handler:
                 "failing": [each.known_at for each in client._key_holds.failing],
             }
             print(f"{self._name} {client.partition}: {facts}", file=sys.stderr, flush=True)
+        for task in asyncio.all_tasks():
+            task.print_stack(file=sys.stderr)
 
     async def _watch(self) -> None:
         """Record stalls of the process: a stall excuses overlaps with other consumers."""
@@ -197,7 +201,7 @@ class Handler:
             handling.ack_ok(time.monotonic())
 
     async def _app(self) -> None:
-        app = _App(self._addresses, group=GROUP, client_id=self._name, limits=LIMITS)
+        app = plait.App(self._addresses, group=GROUP, client_id=self._name, limits=LIMITS)
 
         @app.subscriber(SUBJECT, ordered=True, concurrency=TASKS, retry=RETRY)
         async def handle(message: plait.Message) -> None:
@@ -215,7 +219,7 @@ class Handler:
         try:
             await app.run()
         finally:
-            if app.stop_requested:
+            if _AppRun.stop_requested:
                 # The app caught the signal; an error while it left must not start it again.
                 self._stop.set()
             self._install_signal_handlers()
@@ -259,6 +263,7 @@ async def run(addresses: str, name: str, path: str, sink: str, seed: str, kind: 
 
 
 def main() -> None:
+    app_module.AppRun = _AppRun
     asyncio.run(run(*sys.argv[1:]))
 
 
