@@ -527,5 +527,5 @@ def test_an_owner_that_wants_a_leaving_lock_again_keeps_the_rows_it_holds():
 def test_returning_rows_of_invalid_logical_partitions_is_refused():
     node = node_with()
     owner = Owner(node, "c1")
-    with pytest.raises(InvalidArgument, match="not runs of logical partitions"):
+    with pytest.raises(InvalidArgument, match="are runs of logical partitions"):
         node.broker.leases.give_back(owner.consumer, [(0, 2000)], [(0, 1, 1)], [1])

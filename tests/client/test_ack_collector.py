@@ -16,7 +16,7 @@ from plait.client.consume.terms import Terms
 from plait.client.net.node import ConsumerSession
 from plait.client.types import PartitionName
 from plait.clock import ManualClock
-from plait.errors import PlaitError, StaleSession
+from plait.errors import InternalError, PlaitError, StaleSession
 from plait.frame import FrameView, build_frame
 from plait.frame.builder import pack_stamp
 from plait.frame.slicing import slice_mask
@@ -111,9 +111,9 @@ async def test_outcomes_in_flight_when_the_session_changes_are_sent_again_for_th
 
 
 async def test_a_defect_while_acks_are_sent_fails_the_consumer(monkeypatch: pytest.MonkeyPatch):
-    failures: list[PlaitError] = []
+    failed: asyncio.Future[PlaitError] = asyncio.get_running_loop().create_future()
     listener = LossCounter()
-    monkeypatch.setattr(listener, "failed", failures.append)
+    monkeypatch.setattr(listener, "failed", failed.set_result)
     collector = AckCollector(listener, ClientLimits())  # type: ignore[arg-type]
     collector.open(asyncio.get_running_loop())
     collector.attached(ConsumerSession(Wire(), session(1)))  # type: ignore[arg-type]
@@ -121,5 +121,4 @@ async def test_a_defect_while_acks_are_sent_fails_the_consumer(monkeypatch: pyte
     collector.deliveries.add(delivered)
     # The link of this test has no ``call``.
     delivered.report_row(0, None)
-    await asyncio.sleep(0.01)
-    assert len(failures) == 1
+    assert isinstance(await failed, InternalError)

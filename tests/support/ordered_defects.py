@@ -79,4 +79,4 @@ def remember_every_key(patch: Patch) -> None:
 
 def believe_any_key(patch: Patch) -> None:
     """A parked key may be any number, of any logical partition."""
-    patch.setattr(LeaseGrants, "_checked_keys", lambda self, keys, lps: keys)
+    patch.setattr(LeaseGrants, "_checked_keys", lambda self, keys, lps, what: keys)
