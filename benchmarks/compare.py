@@ -26,7 +26,7 @@ WORKLOADS = {
     "send_many": (500_000, False),
     "post_keyed": (200_000, False),
     "send_awaiting": (64_000, False),
-    "send_alone": (3_000, False),
+    "send_alone": (10_000, False),
     "fetch_arrow": (500_000, True),
     "ack_messages": (200_000, True),
 }

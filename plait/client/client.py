@@ -279,6 +279,7 @@ class Client:
     ) -> Receipts:
         """Store many messages, in order, and wait for all receipts. Bodies may be an Arrow array.
 
+        Messages that fill several frames are sent frame by frame, so a concurrent send may be stored between them.
         ``tags`` and ``headers`` apply to every message, or are lists with one entry for each message. ``delay`` and
         ``deliver_at`` are one value for all messages, or one for each.
         """

@@ -246,6 +246,17 @@ async def test_frames_in_flight_when_the_producer_is_forgotten_are_stored_once_a
         assert len({receipt.message_id for receipt in receipts}) == 40
 
 
+async def test_send_many_keeps_its_place_while_frames_wait_for_their_replies(broker: EmbeddedBroker) -> None:
+    async with broker.connect(limits=plait.ClientLimits(in_flight_frames=1)) as client:
+        await client.send("order.book", b"0", key="k")
+        waiting = asyncio.ensure_future(client.send("order.book", b"1", key="k"))
+        await asyncio.sleep(0)
+        many = asyncio.ensure_future(client.send_many("order.book", [b"2", b"3"], keys=["k", "k"]))
+        await asyncio.sleep(0)
+        await asyncio.gather(waiting, many, client.send("order.book", b"4", key="k"))
+        assert await bodies_of(client, "order.book") == [b"0", b"1", b"2", b"3", b"4"]
+
+
 async def test_only_a_send_in_doubt_fails_when_the_producer_is_forgotten(broker: EmbeddedBroker) -> None:
     async with broker.connect(limits=EAGER) as client:
         await client.send("order.book", b"known")

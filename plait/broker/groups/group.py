@@ -6,6 +6,7 @@ the same state.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -111,7 +112,7 @@ class Journal(Protocol):
     def event(self, group: Group, event: Event) -> None: ...
 
 
-class Group:
+class Group(ABC):
     """The settings, consumers, failed rows, retained rows and suspended pulls of a group.
 
     Each change of the definition or of the consumers calls ``Partition.redefined``: the header of the next segment of
@@ -270,7 +271,7 @@ class Group:
         partition = self.partition
         return partition.whole_frame(self.journal.message_log, sequence) if sequence >= partition.start else None
 
-    def mark_begun_below(self, end: int) -> None:
+    def mark_begun_below(self, end: int) -> None:  # noqa: B027 (many groups have nothing to prepare)
         """Prepare for retention, which is about to remove rows below ``end`` that are not begun."""
 
     # --- cursors --------------------------------------------------------------------------------
@@ -298,23 +299,24 @@ class Group:
 
     # --- what shared and ordered groups do differently ------------------------------------------
 
+    @abstractmethod
     def load(self, cursors: list[CursorState]) -> None:
         """Restore the cursors of a checkpoint."""
-        raise NotImplementedError
 
+    @abstractmethod
     def holds(self, consumer: int) -> bool:
         """Whether a consumer held rows or locks when the broker stopped."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def has_more(self) -> bool:
         """Whether a pull would find rows now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ack(self, consumer: AttachedConsumer, ranges: EpochRanges, tags: Sequence[int] = ()) -> None:
         """Ack ranges. ``tags``: the deliveries of an ordered group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def nack(
         self,
         consumer: AttachedConsumer,
@@ -324,55 +326,54 @@ class Group:
         tags: Sequence[int] = (),
     ) -> None:
         """Nack ranges: they wait, hold back keys or become dead letters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lost(self, consumer: AttachedConsumer, now: int) -> int:
         """Return the rows of a lost consumer, each with one more attempt. Returns how many sequences.
 
         A message that crashes its consumer must not be redelivered without limit.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def offline(self, consumer: AttachedConsumer, now: int) -> int:
         """Return the rows of a consumer that left. Returns how many sequences."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reclaim(self, consumer: AttachedConsumer, holds: EpochRanges, now: int) -> None:
         """Keep the rows that an attaching consumer names, because it still holds them (R13); return its other rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reset(self, sequence: int) -> None:
         """Set the group's position to ``sequence``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def buried(self, holder: int, start: int, end: int, attempt: int, now: int) -> None:
         """Record that [start, end), which a consumer (or cursor) held, became dead letters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def revived(self, start: int, end: int) -> None:
         """Deliver dead letters in [start, end) again."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begun(self, start: int, end: int) -> list[Range]:
         """Ranges in [start, end) that were delivered and are neither done nor dead letters; in no order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expire(self, lost: list[Range], start: int) -> None:
         """Record that retention removed ``lost``, and every row below ``start`` that was not begun."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin(self, sequence: int) -> None:
         """Set the position of a newly defined group, in replay."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forget(self, consumer: int, time: int) -> int:
         """Return the rows of a consumer that is gone. Returns how many sequences."""
-        raise NotImplementedError
 
+    @abstractmethod
     def release_unknown_consumers(self, now: int) -> None:
         """Return rows and release locks of unknown consumers, after replay."""
-        raise NotImplementedError
 
+    @abstractmethod
     def replay(self, event: Event, time: int) -> None:
         """Apply an event of the action log, which was recorded at ``time``."""
-        raise NotImplementedError

@@ -18,7 +18,6 @@ from plait.client.send.subject_sender import Senders, SubjectSender
 from plait.client.types import Receipts
 from plait.errors import InvalidArgument
 from plait.limits import BODY_SIZE_MAX
-from plait.model.logical_partitions import Hashes
 
 #: One value for all rows, or one for each.
 Tags = str | Iterable[str] | Sequence[Iterable[str] | None]
@@ -59,6 +58,7 @@ async def send_many(
     producer, limits = senders.producer, senders.producer.limits
     sender.seal()
     batches: list[PendingBatch] = []
+    pieces: Pieces = []
     position = 0
     step = _rows_for(sender, _column(bodies, 0, min(total, SAMPLE_COUNT))) if total else 0
     while position < total:
@@ -69,11 +69,18 @@ async def send_many(
         if size > 2 * limits.many_frame_bytes * _frames_per_step(sender) and count > 1:
             step = max(1, count // (1 + size // (limits.many_frame_bytes * _frames_per_step(sender))))
             continue
+        if batches:
+            # The windows bound the frames in memory. The first rows enter at once: a later send of their keys must not
+            # overtake them.
+            for partition_sender, _ in pieces:
+                await partition_sender.window.wait_for_room()
+        if producer.closed is not None:
+            raise producer.closed
         if producer.buffered >= producer.buffer_bytes:
             await producer.room()
         texts = None if keys is None else [_key(key) for key in keys[position : position + count]]
         hashes = None if texts is None else hash_keys(texts, count)
-        pieces = await _room(sender, hashes)
+        pieces = sender.spread(hashes)
         due = dues if dues is None or isinstance(dues, int) else dues[position : position + count]
         batch = PendingBatch(dues=due)
         texts_column = None if texts is None else pa.array(texts, pa.string())
@@ -119,18 +126,6 @@ def _encoder(
 
 def _bytes_column(rows: list[bytes] | None) -> pa.Array | None:
     return None if rows is None else pa.array(rows, pa.binary())
-
-
-async def _room(sender: SubjectSender, hashes: Hashes | None) -> Pieces:
-    """The partition senders for rows with these hashes, when all of their windows have room."""
-    while True:
-        if sender.producer.closed is not None:
-            raise sender.producer.closed
-        pieces = sender.spread(hashes)
-        full = next((each.window for each, _ in pieces if each.window.full), None)
-        if full is None:
-            return pieces
-        await full.wait_for_room()
 
 
 def _frames_per_step(sender: SubjectSender) -> int:

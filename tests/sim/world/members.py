@@ -78,7 +78,7 @@ class Members(Part):
         #: True when all faults have ended. Then members stay, handlers succeed, and no call is cancelled.
         self.settled = False
         self._epochs: dict[tuple[str, str, str | int], int] = {}
-        #: Keys of best-tried subjects with messages in another partition, where they are under another lock.
+        #: Keys of best-tried subjects with messages that moved to another partition.
         self.moved: set[str] = set()
         #: Messages whose decoder failed before a handler ran.
         self.undecoded: set[int] = set()

@@ -11,6 +11,7 @@ from tests.sim.world.judge import judge
 from tests.sim.world.ledger import Ledger
 from tests.sim.world.machines import Machines
 from tests.sim.world.members import Members, names_of
+from tests.sim.world.moved_sends import recording_moves
 from tests.sim.world.operator import Operator
 from tests.sim.world.plan import CLIENTS, DOOMED, PRODUCERS, READER, Plan, draw_plan
 from tests.sim.world.readers import Reading
@@ -50,7 +51,7 @@ class World:
 
     def run(self) -> None:
         try:
-            with without_collections(), self.simulation:
+            with without_collections(), recording_moves(self.members.moved), self.simulation:
                 self._run()
         finally:
             self.machines.metas.close()
