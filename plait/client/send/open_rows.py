@@ -58,7 +58,8 @@ class OpenRows:
         self._push = push
         self._delayed = delayed
         self._frame_bytes = producer.limits.frame_bytes
-        self._frame_count = producer.limits.frame_count
+        #: The number of the last row of a full frame.
+        self._last_row = producer.limits.frame_count - 1
         #: True if the rows are to be sealed at the end of this loop turn.
         self._urgent = False
         #: If no frame waits, open rows are sealed early when the row with this number is added. The number is half the
@@ -107,17 +108,17 @@ class OpenRows:
             bodies.append(body)
             keys.append(key)
             size = len(body) + len(key) + ROW_SIZE
-            self.size += size
+            total = self.size = self.size + size
         else:
             size = self.add(body, key, tags, headers, due)
-        producer = self._producer
+            total = self.size
+        producer, batch = self._producer, self.batch
         producer.buffered += size
-        batch = self.batch
         if not batch.posted:
             batch.posted = True
-        if self.size >= self._frame_bytes or row >= self._frame_count - 1:
+        if total >= self._frame_bytes or row >= self._last_row:
             self.seal()
-        elif row == 0 and self._linger is None:
+        elif not row and self._linger is None:
             self._linger = producer.loop.call_later(producer.limits.linger_seconds, self.seal)
         return Ticket(batch, row)
 
@@ -153,7 +154,7 @@ class OpenRows:
         self._producer.buffered += size
         if (
             self.size >= self._frame_bytes
-            or row >= self._frame_count - 1
+            or row >= self._last_row
             or (row >= self._ahead and not self._window.frames)
         ):
             self.seal()
