@@ -20,7 +20,8 @@ class Clock(Protocol):
         ...
 
     def monotonic(self) -> float:
-        """Seconds that only go forward, also while the machine is suspended."""
+        """Seconds that never go back, and that include the time while the machine is suspended, where the system
+        supports it."""
         ...
 
 

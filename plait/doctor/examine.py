@@ -35,13 +35,18 @@ OnStep = Callable[[str, int, int], None]
 
 
 def examine(path: Path, on_step: OnStep) -> CheckReport:
-    """Check a data directory. Raises ``DataDirError`` if it is none, cannot be read or has a newer format."""
+    """Check a data directory.
+
+    Raises ``DataDirError`` if it is not a data directory, cannot be read or has a newer format.
+    """
     if not path.is_dir():
         raise DataDirError(f"{path} is not a directory; name the data directory of 'plait serve --data'")
     try:
         return _examine(path, on_step)
     except PermissionError as error:
-        raise DataDirError(f"{path} cannot be read: {error}; run it as the user that runs the server") from None
+        raise DataDirError(
+            f"{path} cannot be read: {error}; run plait doctor as the user that runs the server"
+        ) from None
 
 
 def _examine(path: Path, on_step: OnStep) -> CheckReport:
@@ -49,7 +54,8 @@ def _examine(path: Path, on_step: OnStep) -> CheckReport:
     entries = disk.list("")
     if not {MESSAGE, CHECKPOINTS} & set(entries):
         raise DataDirError(
-            f"{path} is not a Plait data directory: it has neither {MESSAGE}/ nor {CHECKPOINTS}/; name another"
+            f"{path} is not a Plait data directory: it has neither {MESSAGE}/ nor {CHECKPOINTS}/; "
+            "give another directory"
         )
     report = CheckReport(
         path=str(path),

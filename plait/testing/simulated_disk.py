@@ -8,7 +8,8 @@
 
   - Any subset of the unsynced sectors (512 bytes) survives. A sector that was written several times has any of its
     states since the last sync. A file may have grown only in part, or be longer than its surviving data; the rest is
-    zeros. A cut survives or not. If it does not, later writes above it are lost too.
+    zeros. A truncation to a smaller size survives or not. If it does not, later writes above that size and all later
+    changes of the file's size are lost too.
   - A created, renamed or removed name is durable once its directory was synced (for a rename: both directories). Before
     that, each change survives or not, but changes of one name survive in order. After a rename the file has either its
     old name or its new name. Syncing a file does not make its name durable.
@@ -16,9 +17,9 @@
 
 - **Kill (the process dies, the machine does not).** ``copy`` of a crashed disk has the whole page cache, with its
   unsynced changes.
-- **No space.** Files use space of ``capacity`` up to the end of their written or allocated bytes; bytes that
-  ``truncate`` adds use none, as on Linux. A write without enough space stores what fits and raises ENOSPC. ``allocate``
-  without enough space raises and changes nothing. Creating a file needs a free byte.
+- **No space.** Each file takes space up to the end of its written or allocated bytes; all files together have
+  ``capacity`` bytes; bytes that ``truncate`` adds take none, as on Linux. A write without enough space stores what fits
+  and raises ENOSPC. ``allocate`` without enough space raises and changes nothing. Creating a file needs a free byte.
 - **I/O errors.** ``fail`` makes chosen operations raise. A failed write may have stored a part. After a failed sync,
   some unsynced sectors are on the medium. Later syncs succeed but never write the others, although reads show them
   until a crash, as on Linux. Other failed operations change nothing.
@@ -327,7 +328,7 @@ class SimulatedDisk:
 
     def _check_alive(self) -> None:
         if self.crashed:
-            raise SimulatedCrash("this disk has crashed; use after_crash() or copy() for the next one")
+            raise SimulatedCrash("this disk has crashed; after_crash() or copy() returns the disk for the next start")
 
     def _begin(self, operation: Operation, path: str, size: int = 0) -> None:
         """Count the operation, and apply the faults that prevent it."""

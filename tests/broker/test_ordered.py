@@ -395,7 +395,7 @@ def test_a_member_that_asks_for_another_order_is_refused_with_both_settings_name
         node.attach(SUBJECT, GROUP, "c2", ordered=True, affinity=True)
     with pytest.raises(InvalidArgument, match="an affinity group needs locks"):
         node.attach(SUBJECT, "other", "c2", affinity=True)
-    with pytest.raises(InvalidArgument, match="cannot be a broadcast or have"):
+    with pytest.raises(InvalidArgument, match="cannot be a broadcast group, nor have"):
         node.attach(SUBJECT, "other", "c2", ordered=True, delivery="at_most_once")
 
 

@@ -1,5 +1,6 @@
-"""Delayed messages whose logical partition moves while they wait are stored once, in the partition of the route when
-they are due, and ordered groups get them."""
+"""A delayed message whose logical partition moves while it waits is stored once, in the partition that has its LP when
+it becomes due, and ordered groups get it.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +161,7 @@ async def test_a_route_that_is_not_found_is_requested_again(
 
 
 async def test_forwards_follow_a_route_that_changes_before_they_are_stored(nodes: list[EmbeddedBroker]) -> None:
-    """The first partition that they are forwarded to refuses them, because it is sealed meanwhile."""
+    """The first partition that they are forwarded to refuses them, because it has been sealed in the meantime."""
     first = nodes[0]
     async with first.connect(limits=EAGER) as client:
         await client.admin.create_subject("s", partitions=1, groups=["g1"])

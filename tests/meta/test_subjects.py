@@ -116,7 +116,7 @@ def test_settings_are_stored_and_sent_to_brokers(service: MetaService):
     (again,) = service.routing.makes()
     assert again.settings == SubjectSettings(order="strict")
     assert again.version == make.version + 1
-    # An answer to the order before does not count for the new settings.
+    # The reply to the earlier broker order does not count for the new settings.
     service.routing.made(make)
     assert service.routing.makes() == [again]
     service.routing.made(again)
@@ -197,7 +197,10 @@ def test_a_meta_server_with_a_lost_database_gives_out_higher_numbers_than_broker
 
 
 def test_a_lost_route_is_rebuilt_from_the_partitions_of_the_brokers(service: MetaService):
-    """g1 had all LPs, gave [512, 1024) to g2 at 6, and took [768, 1024) back at 9, when g2 had 3 rows of it."""
+    """s@g2 had all LPs and was sealed for [512, 1024) at sequence 6. Route version 9 opened [768, 1024) in s@g2 again,
+    from sequence 8 on. s@g3, which had [512, 1024) in between, was sealed for [768, 1024) at sequence 3. A catalog
+    keeps only the last seal of an LP, so the first span of [768, 1024) ends at 8.
+    """
     left = RegisteredPartition(
         "s", "s", route=9, lps=[(0, 512), (768, 1024)], fences=[(512, 768, 6)], reopened=[(768, 1024, 8, 9)], created=5
     )

@@ -12,7 +12,10 @@ from tests.spark.archives import archive_here
 
 
 class Growing:
-    """A broker on virtual time and its archive; ``run_job`` has to be replaced by ``run_here``."""
+    """A broker on virtual time and its archive.
+
+    Use it with the fixture ``here``, which lets the archiver run its tasks in this process.
+    """
 
     def __init__(self, broker: BlockingBroker, to: Path) -> None:
         self.broker = broker
@@ -25,7 +28,9 @@ class Growing:
         return {"path": self.to}
 
     def send(self, *sent: bytes, subject: str = "orders") -> None:
-        """Send one message per second. Keys descend, so a file, which is sorted by key, has them in reverse order."""
+        """Send one message per second. Each key is lower than the one before. So a file, which is sorted by key, has
+        the messages of a run last one first.
+        """
         with plait.sync.connect(self.broker.address) as client:
             for body in sent:
                 self._sent += 1
@@ -48,7 +53,7 @@ class Growing:
             self.archive()
 
     def compact(self) -> None:
-        """Merge files and remove the originals: two commits later no reader may use them any more."""
+        """Merge files, then archive two more times. The archiver has then removed the files that it merged."""
         archive_here(None, self.to, compact=True)
         self.send(b"later", subject="others")
         self.archive()

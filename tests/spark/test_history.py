@@ -388,7 +388,7 @@ async def test_copied_segments_are_refused_as_data_directory(tmp_path: Path):
     copy_segments(data, place)
     archive(data, place)
     copies = next((place / "raw").iterdir())
-    with pytest.raises(DataDirError, match="copied segment files"):
+    with pytest.raises(DataDirError, match="has segment files but"):
         History(place, data=copies)
     # A copy with the identity of its data directory is accepted, and no message is found twice.
     shutil.copy(data / "identity", tmp_path / "identity")

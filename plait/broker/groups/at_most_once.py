@@ -2,8 +2,9 @@
 
 The group records the ack when it delivers the rows, and the ack is durable before the rows leave the broker (R12). A
 consumer that closes may return rows that it pulled ahead and did not start to handle. For this the group remembers, in
-memory only, which rows it delivered to each consumer. A restart of the broker loses this memory: rows that a consumer
-had not started then can no longer be returned and are lost, as when the consumer crashes.
+memory only, which rows it delivered to each consumer. A restart of the broker loses this memory. If a consumer closes
+afterwards, the rows that it received before the restart and has not started cannot be returned: they are lost, as when
+the consumer crashes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class AtMostOnceGroup(SharedGroup):
             delivered = self.delivered[consumer.id] = Ranges()
         delivered.add(start, end, attempt)
         if len(delivered) > HANDED_RANGES_MAX:
-            # The consumer has started the rows that it received first.
+            # The limit is far more than a consumer buffers, so it has started the oldest of these rows.
             oldest = next(iter(delivered))
             delivered.remove(oldest.start, oldest.end)
 
@@ -52,7 +53,7 @@ class AtMostOnceGroup(SharedGroup):
         failure: NackOutcome = FAILURE,
         tags: Sequence[int] = (),
     ) -> None:
-        """Return rows of (start, end, epoch) ranges that the consumer did not start, for other consumers.
+        """Give rows that the consumer did not start back to the group. ``ranges`` has them as (start, end, epoch).
 
         A failed row stays done.
         """

@@ -1,4 +1,4 @@
-"""The settings of groups: creating a group, refusing members that ask for others, changing the retry policy."""
+"""The settings of groups: creating a group, refusing members that ask for other settings, changing the retry policy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def resolve_start(partition: Partition, start: Any) -> int:
 
 
 def group_for(broker: Broker, partition: Partition, asked: GroupDefinition, start: Any) -> Group:
-    """The group that a member asks for, created with ``start`` if the partition has none of its name.
+    """The group that a member asks for.
+
+    If the partition has no group of that name, it is created and begins at ``start`` (or at the earliest message, if
+    the partition was added after the group began).
 
     ``GroupMismatch`` if the group has other settings.
     """
@@ -62,7 +65,7 @@ def _mismatch(group: Group, shown: str, wanted: str, has: str, asked: str) -> Gr
 def _create(broker: Broker, partition: Partition, asked: GroupDefinition, start: Any) -> Group:
     if asked.ordered and (asked.broadcast or asked.delivery != "at_least_once"):
         raise InvalidArgument(
-            "an ordered group cannot be a broadcast or have delivery='at_most_once'; name a group and use "
+            "an ordered group cannot be a broadcast group, nor have delivery='at_most_once'; name a group and use "
             "'at_least_once'"
         )
     if asked.affinity and not asked.ordered:

@@ -1,8 +1,8 @@
 """Checkpoints of a running broker: tracks dirty shards, copies them, and writes the copies.
 
-A checkpoint does not stop the broker. ``begin`` records where the logs end; then the dirty shards are copied one after
-another, each in its own turn, with the log positions at that moment. Recovery reads the logs from the positions that
-``begin`` recorded, and applies to each partition only what its shard does not include.
+A checkpoint does not stop the broker. ``begin`` records where the logs end; then the dirty shards are copied in steps,
+each with the log positions at the moment of its step. The steps may be in different turns. Recovery reads the logs from
+the positions that ``begin`` recorded, and applies to each partition only what its shard does not include.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from plait.storage.producers import ProducerTable
 from plait.storage.schedule.bucket_writer import BucketWriter
 
 #: Time between checkpoints that are made only so that expired segments can be deleted (``Snapshots.wanted``).
-#: ``KEEP`` such checkpoints fit well into the minute within which space is freed, and they are rare enough for a broker
-#: that frees space all the time.
+#: A segment can be deleted once none of the kept checkpoints needs it. ``storage.checkpoint.KEEP`` such checkpoints
+#: take about ten seconds, well below the minute in which a shorter retention must take effect (docs/cli.md). At this
+#: interval they also cost little for a broker that frees space all the time.
 WANTED_SECONDS: Final = 2.0
-#: The number of consume logs that one turn notifies that their records are in files.
+#: One call of ``settle_some`` notifies at most this many consume logs that their records are in files.
 SETTLE_LOGS: Final = 500
 
 
@@ -257,7 +258,9 @@ class Snapshots:
         return bool(self._unsettled)
 
     def drop_unknown_consume_logs(self) -> None:
-        """Delete files of unknown partitions and of earlier generations, which an earlier process did not delete."""
+        """Record files of unknown partitions and of earlier generations as no longer used: a later checkpoint deletes
+        them when no kept checkpoint needs them.
+        """
         for name in self.checkpoints.disk.list(CONSUME_DIRECTORY):
             path = f"{CONSUME_DIRECTORY}/{name}"
             if not self._in_use(path):

@@ -56,8 +56,8 @@ class StagePublisher:
         self._requests: list[PublishRequest] = []
         #: Ranges of the frames that were copied since the queue was last empty.
         self._copied = CopiedRanges()
-        #: The end of the message log after each publishing turn that is not durable yet. No request waits for the sync
-        #: of these turns, so flow control ignores how long that sync has waited.
+        #: The end of the message log after each publishing turn that is not durable yet. No request waits for
+        #: these turns, so ``Turn.refuse_when_busy`` does not count the time that they wait for a sync.
         self.unsynced: deque[int] = deque()
         #: True if the next commit continues publishing.
         self.ready = False
@@ -71,7 +71,8 @@ class StagePublisher:
 
         A stage that is not known counts as published. Raises and publishes nothing if a stage has expired, or if a seal
         waits for its partition (``FlowControl``). If the keys of some stages have moved to another partition, nothing
-        is published: ``reply`` gets a ``StaleRoute`` that names these stages, and the driver writes their rows there.
+        is published: ``reply`` gets a ``StaleRoute`` that names these stages, and the driver writes their rows to the
+        partitions of the new route.
         """
         turn = self._turn
         turn.refuse_when_full()
@@ -214,14 +215,15 @@ class StagePublisher:
                 raise FlowControl(f"partition {partition.row.name!r} is being sealed; try again")
 
     def _refuse(self, moved: list[Partition], reply: Reply) -> None:
-        """Refuse stages whose keys have moved, permanently: also after a crash, and if the keys return.
+        """Permanently refuse stages whose keys have moved. They stay refused after a crash, and if the keys return.
 
         The driver that gets this reply writes the rows again elsewhere, so a later request must not publish them here.
         """
         self._stages.change([partition for partition in moved if not stage_of(partition).state], MOVED)
         producers = [stage_of(partition).producer for partition in moved]
         error = StaleRoute(
-            f"partition {moved[0].row.name!r} no longer takes these keys; write the rows to the route's partitions",
+            f"partition {moved[0].row.name!r} no longer takes these keys; write the rows to the partitions "
+            "of the current route",
             producer=producers[0],
             producers=producers,
         )

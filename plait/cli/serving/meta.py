@@ -1,4 +1,7 @@
-"""``plait meta``: runs a meta server in the foreground. Several may share a PostgreSQL database, but no SQLite file."""
+"""``plait meta``: runs a meta server in the foreground.
+
+Several meta servers may share a PostgreSQL database. A SQLite file can have only one.
+"""
 
 from __future__ import annotations
 

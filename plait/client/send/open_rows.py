@@ -152,11 +152,7 @@ class OpenRows:
         else:
             size = self.add(body, key, tags, headers, due)
         self._producer.buffered += size
-        if (
-            self.size >= self._frame_bytes
-            or row >= self._last_row
-            or (row >= self._ahead and not self._window.frames)
-        ):
+        if self.size >= self._frame_bytes or row >= self._last_row or (row >= self._ahead and not self._window.frames):
             self.seal()
         elif not self._urgent:
             self._urgent = True

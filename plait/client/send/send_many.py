@@ -12,6 +12,7 @@ import pyarrow as pa
 from plait.client.send.encoding import Dues, body_too_large, encode_body, encode_headers, encode_key, encode_tags
 from plait.client.send.open_rows import hash_keys
 from plait.client.send.partitioner import Pieces
+from plait.client.send.producer import Producer
 from plait.client.send.resend_window import PendingBatch
 from plait.client.send.row_columns import RowColumns
 from plait.client.send.subject_sender import Senders, SubjectSender
@@ -66,18 +67,11 @@ async def send_many(
         count = len(array)
         tagged, described = tags_of(position, count), headers_of(position, count)
         size = _size(array) + sum(map(len, tagged or ())) + sum(map(len, described or ()))
-        if size > 2 * limits.many_frame_bytes * _frames_per_step(sender) and count > 1:
-            step = max(1, count // (1 + size // (limits.many_frame_bytes * _frames_per_step(sender))))
+        step_bytes = limits.many_frame_bytes * _frames_per_step(sender)
+        if size > 2 * step_bytes and count > 1:
+            step = max(1, count // (1 + size // step_bytes))
             continue
-        if batches:
-            # The windows bound the frames in memory. The first rows enter at once: a later send of their keys must not
-            # overtake them.
-            for partition_sender, _ in pieces:
-                await partition_sender.window.wait_for_room()
-        if producer.closed is not None:
-            raise producer.closed
-        if producer.buffered >= producer.buffer_bytes:
-            await producer.room()
+        await _room(producer, pieces)
         texts = None if keys is None else [_key(key) for key in keys[position : position + count]]
         hashes = None if texts is None else hash_keys(texts, count)
         pieces = sender.spread(hashes)
@@ -89,8 +83,7 @@ async def send_many(
         sender.push(pieces, columns, batch, producer.now())
         position += count
         step = _rows_for(sender, array, size)
-        # Lets the loop serve the socket between frames.
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # Lets the loop serve the socket between frames.
     for batch in batches:
         await batch.wait()
     for batch in batches:
@@ -126,6 +119,20 @@ def _encoder(
 
 def _bytes_column(rows: list[bytes] | None) -> pa.Array | None:
     return None if rows is None else pa.array(rows, pa.binary())
+
+
+async def _room(producer: Producer, pieces: Pieces) -> None:
+    """Wait until the windows of the frames before, and then the buffer, have room.
+
+    The first rows of a call wait for the buffer only, in the order of the calls: a later send of their keys must not
+    overtake them.
+    """
+    for sender, _ in pieces:
+        await sender.window.wait_for_room()
+    if producer.closed is not None:
+        raise producer.closed
+    if producer.buffered >= producer.buffer_bytes:
+        await producer.room()
 
 
 def _frames_per_step(sender: SubjectSender) -> int:

@@ -19,9 +19,10 @@ class Sweep:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._waited = 0.0
-        #: Changes up to this one are older than the last pause ...
+        #: The change that the mirror had reached when the previous sweep became due. Changes up to it are at least
+        #: ``clean_seconds`` old: this sweep removes their rows. -1: none.
         self._old = -1
-        #: ... and changes up to this one are older than its end.
+        #: The change that the mirror had reached when the present sweep became due: the next sweep's ``_old``.
         self._next = -1
         #: True if there may be more rows to remove.
         self._due = False
@@ -49,8 +50,8 @@ class Sweep:
         mirror, old = self._core.mirror, self._old
         for member in list(mirror.left.values()):
             allocation = mirror.allocations.get((member.subject, member.name))
-            # The allocation must include the leave: after this row is gone, a meta server that restarts sees it only
-            # there.
+            # The allocation must include the member's leave: once this row is removed, a meta server that restarts
+            # learns of the leave only from the allocation.
             if member.changed <= old and (allocation is None or allocation.seen >= member.changed):
                 yield member
         yield from [row for row in mirror.partitions.values() if row.state == "gone" and row.changed <= old]

@@ -45,4 +45,4 @@ def _check(**values: int) -> None:
     for name, value in values.items():
         limit = SEQUENCE_MAX if name == "number" else TIME_MAX
         if not 0 <= value <= limit:
-            raise InvalidArgument(f"{name} is {value}; use 0 to {limit}")
+            raise InvalidArgument(f"the field {name!r} is {value}; use a number from 0 to {limit}")

@@ -1,8 +1,9 @@
 """Writes the files of an archive and verifies that they have the rows of the log.
 
-A file has the rows of one subject and one day, from one range of the log, sorted by key, so that a lookup reads one
-row group of it. It is written under a unique name, made durable, read back and compared. No reader uses it until a
-manifest names it. Nothing here needs Spark.
+A file of messages has the rows of one subject and one day, from one range of the log, sorted by key, so that a lookup
+reads one row group of it. A file of events or deaths has the rows of one day, in log order. Each file is written under
+a unique name, made durable, read back and compared. No reader uses it until a manifest names it. Nothing here needs
+Spark.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from plait.spark.archiving.array_views import arranged, lookup_order, raw_size, 
 from plait.spark.archiving.manifest import MESSAGES, Archive, ArchivedFile, FileKind, RawSegment, directory_of
 from plait.spark.source.spark_columns import STORED_COLUMNS
 
-#: Level 3 takes a third longer than level 1 and saves a few percent of the size (docs/archive.md has figures).
+#: Level 3 takes a fifth to a third longer than level 1, and its files are not smaller (docs/archive.md has the
+#: figures).
 COMPRESSION: Final = "zstd"
 COMPRESSION_LEVEL: Final = 1
 #: A point lookup reads all columns of one row group: with twice as many rows it takes twice as long. Each row group
@@ -60,12 +62,13 @@ def row_group_count(count: int, size: int) -> int:
 
 
 class FileWriter:
-    """Writes files of one source for the manifest of one number."""
+    """Writes the files of one source that the manifest with the number ``number`` is to name."""
 
     def __init__(self, archive: Archive, number: int, source: str) -> None:
         self.archive = archive
         self._source = source
-        # Manifest number and a token of this writer. A file that no manifest up to this number names can be removed.
+        # Manifest number and a token of this writer. Once a manifest with this number or a higher one is committed,
+        # files that neither it nor the one before names can be removed.
         self._prefix = f"{number:020d}-{chance.token(8)}"
         self._made = 0
 

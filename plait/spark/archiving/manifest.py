@@ -2,11 +2,14 @@
 
 An archive consists of the Parquet files that ``_plait/manifest-<number>-<writer>.json`` names, once the file
 ``_plait/commit-<number>-<writer>`` exists. The manifest with the highest number is the valid one. A manifest is written
-once and never changed. A file that it does not name is not part of the archive, but the rest of a run that ended early.
-Nothing here needs Spark, because lookups read the manifest in a process without Java.
+once and never changed. A file that it does not name is not part of the archive: a run has not committed it yet or ended
+before it could, or compaction replaced it. Nothing here needs Spark, because lookups read the manifest in a process
+without Java.
 
-Promise: manifests are a chain. If several archivers commit the same number, one succeeds, however slow each of them is;
-the others get ``ArchiveConflict`` and have changed nothing (``plait.spark.archiving.manifest_votes``).
+Promise: manifests are a chain. Of several archivers that commit the same number, at most one manifest is chosen,
+however slow each archiver is. The others fail with ``ArchiveConflict``. An archiver may also get this error although
+its manifest was chosen, or is chosen later by another archiver; the archive then has its changes
+(``plait.spark.archiving.manifest_votes``).
 """
 
 from __future__ import annotations
@@ -97,7 +100,8 @@ class PartitionLife(msgspec.Struct, frozen=True, kw_only=True):
     #: Log offset: files with its rows start here or later, and before the next life.
     offset: int
     #: The archived ranges of sequences [start, end), ascending; sequences between them are in no file. The first range
-    #: starts, and the last ends, where the log did; such a range is empty if its frames did not verify.
+    #: starts at the first sequence that the log had for this life, and the last ends at its end. If the frames at
+    #: either end do not verify, an empty range marks that end.
     ranges: list[tuple[int, int]]
     #: (first sequence, epoch), ascending.
     epochs: list[tuple[int, int]]
@@ -133,8 +137,8 @@ class ArchivedSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     created: int = 0
     #: True if the partition was deleted; its last messages may not have been archived.
     deleted: bool = False
-    #: (sequence, the logical partitions [first, end) whose rows the partition accepted from that sequence on); none:
-    #: all.
+    #: (sequence, the logical partitions [first, end) whose rows the partition accepted from that sequence on). An empty
+    #: list: the rows of all logical partitions.
     taken: list[tuple[int, list[tuple[int, int]]]] = []
     #: The sealed logical partitions [first, end), and their fence: the partition accepted their rows before this
     #: sequence.
@@ -162,7 +166,8 @@ class ArchivedSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     #: The archive has everything before these log offsets, for the subjects in ``subjects``.
     message_offset: int = 0
     action_offset: int = 0
-    #: Of the retained log: the archive has the deaths before this offset, which archived events record.
+    #: An offset in the retained log. The archive has the deaths before it. The archived events depend on the retained
+    #: log up to this offset, and not beyond.
     retained_offset: int = 0
     #: The archived subjects: names, or prefixes with "*"; none: all of them.
     subjects: list[str] = []

@@ -11,7 +11,7 @@ PROMISES: Final = {
     "missing": "stored messages that are no longer in the message log",
     "behind_fence": "messages stored after a fence, where no route leads: ordered groups never receive them",
     "stored_twice": "messages whose id is stored a second time",
-    "stored_out_of_order": "messages of a strict subject stored before an earlier one of the same key and producer",
+    "stored_out_of_order": "messages of a strict subject stored after one of the same key and producer sent later",
     "lost": "messages that the group passed without delivering them",
     "double_acks": "messages acked by two clients, one of which did not hold them",
     "delivered_twice": "messages held by two consumers at once",
@@ -130,7 +130,7 @@ class SubjectAudit(msgspec.Struct, kw_only=True):
     messages: int
     missing: int
     #: The numbers of messages that were stored after a fence, stored with an id that is already stored, and stored
-    #: before an earlier message of their key.
+    #: after a message of the same key and producer that was sent later.
     behind_fence: int
     stored_twice: int
     stored_out_of_order: int

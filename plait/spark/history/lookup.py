@@ -53,7 +53,7 @@ from plait.storage.reading.log_reader import MESSAGE_DIRECTORY
 
 log = logging.getLogger("plait.spark")
 
-#: How often a lookup starts if the archiver or retention removes files that it reads.
+#: The maximum number of attempts of a lookup whose files the archiver or retention removes.
 LOOKS_MAX: Final = 5
 #: The maximum of archived files that a lookup reads at the same time.
 THREADS_MAX: Final = 8
@@ -62,7 +62,7 @@ READ_AHEAD: Final = 2
 #: The maximum of subjects that an error message lists.
 SHOWN_MAX: Final = 20
 
-#: The archiver, retention or a broker removed what a lookup was about to read.
+#: The errors that can mean that the archiver, retention or a broker removed what a lookup was about to read.
 REMOVED: Final = (Expired, FileGone, DataLost)
 #: Called with the number of bytes read, and the approximate total.
 Progress = Callable[[int, int], None]
@@ -144,8 +144,8 @@ class History:
     ) -> pa.Table:
         """The first ``limit`` messages that match all conditions, in the order in which they were stored.
 
-        The columns are those of the Spark source. ``since`` and ``until`` are store times: a datetime, ISO 8601, or
-        "-5m" before now; the first is included, the second is not.
+        The columns are those of the Spark source. ``since`` and ``until`` are store times: a datetime, ISO 8601 text,
+        or "-5m" for five minutes before now. ``since`` is included, ``until`` is not.
         """
         selection = self.selection(subject, key=key, message_id=message_id, headers=headers, since=since, until=until)
         return self.table(selection, limit=limit)
@@ -171,8 +171,9 @@ class History:
     ) -> Iterator[pa.Table]:
         """All rows of a selection, in order, as a series of tables. ``encoded`` adds the column ``headers_encoded``.
 
-        Before the first table is returned, ``found`` is called with all rows, in any order, and ``counted`` with their
-        number.
+        Before the first table is returned, ``found`` is called with each table that is read, in any order, and then
+        ``counted`` with the number of rows that will be returned. If the read starts again because a piece was removed,
+        ``found`` gets rows a second time.
         """
 
         def fill(ordering: Ordering) -> None:
@@ -208,8 +209,8 @@ class History:
             return
 
     def may_look_again(self, attempt: int) -> bool:
-        """Whether to start again after a file was gone, since retention or the archiver may have removed it. Without a
-        newer manifest that explains it, the second failure is an error.
+        """Whether to start again after a file was gone, since retention or the archiver may have removed it. If there
+        is no newer manifest, only the first failure leads to a new start.
         """
         before = self._manifest.number
         return attempt < LOOKS_MAX and (self._latest().number != before or attempt == 1)
@@ -244,7 +245,8 @@ class History:
         try:
             while ahead:
                 yield ahead.popleft().result()
-                # No further ahead: the rows of a key that is in every file would all be in memory.
+                # Only one more: if all pieces were read ahead, all rows of a key that is in every file would be in
+                # memory.
                 ahead.extend(self._threads.submit(read, piece) for piece in islice(waiting, 1))
         finally:
             for each in ahead:
@@ -276,8 +278,8 @@ class History:
         return self._manifest
 
     def _live(self, manifest: ArchiveManifest, selection: HistorySelection) -> tuple[list[Piece], bool, list[str]]:
-        """The pieces outside Parquet files, whether they have the subject, and warnings about rows that are not read or
-        lost."""
+        """The pieces outside Parquet files, whether they have the subject, and warnings about rows that are lost, or
+        that this lookup does not read."""
         pieces: list[Piece] = []
         known = False
         warnings: list[str] = []
@@ -286,8 +288,9 @@ class History:
             if not readable and message_segments(source):
                 warnings.append(
                     f"{RAW}/{name} has segments that are in no Parquet file, and they are not read "
-                    f"{'because the archive is not local' if self._server is None else 'together with a server'}: "
-                    "archive also without --raw"
+                    f"{'because the archive is not local' if self._server is None else 'together with a server'}; "
+                    "run the archiver for the data directory that they were copied from without --raw too, so that "
+                    "its messages are in Parquet files"
                 )
             found = plan_raw(self._archive, name, source, selection) if readable else None
             if found is not None:
@@ -322,8 +325,8 @@ class History:
 
 def _read_order(piece: Piece) -> tuple[bool, int]:
     """Sorts pieces: the oldest first, so that later files need not be read if only the first few rows are wanted.
-    Pieces that are not archived come last: rows with the same sequence, of a subject that was deleted and created
-    again, then come in the order of its lives, which a resumed replay relies on.
+    Pieces that are not archived come last. So if a subject was deleted and created again, rows with the same sequence
+    come in the order of its lives. A resumed replay relies on that.
     """
     return not isinstance(piece, ArchivedPiece), piece.time_min
 
@@ -333,12 +336,12 @@ def _check_directory(path: str) -> None:
     disk = RealDisk(path, read_only=True)
     if not disk.exists("") or not disk.exists(MESSAGE_DIRECTORY):
         raise DataDirError(f"{path!r} is not a Plait data directory: it has no {MESSAGE_DIRECTORY!r} directory")
-    # A server creates the first, an archiver the second.
+    # A server creates the checkpoint directory. An archiver, or a broker of a cluster, creates the identity file.
     if not disk.exists(CHECKPOINT_DIRECTORY) and known_identity(disk) is None:
         raise DataDirError(
-            f"{path!r} has copied segment files and is not a Plait data directory: which of them are archived is not "
-            "known, and messages would be found twice. Give the directory that they were copied from; copied segments "
-            "of an archive are found with the archive"
+            f"{path!r} has segment files but is not a Plait data directory, so it is not known which of them are "
+            "archived, and messages could be found twice. Give the directory that they were copied from. Segments that "
+            "`--raw` copied into a local archive need no directory: they are found with the archive"
         )
 
 

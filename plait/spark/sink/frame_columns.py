@@ -62,9 +62,9 @@ def check_columns(schema: pa.Schema) -> None:
 
 
 def encode(batch: pa.RecordBatch, subject: str | None, now: int) -> Iterator[tuple[str, RowColumns]]:
-    """The rows of a batch by subject, delayed rows separately; each group keeps the order of its rows.
+    """The rows of a batch by subject, delayed rows separately; each result keeps the order of its rows.
 
-    ``subject`` is the subject of rows without one; delays count from ``now``, in microseconds.
+    ``subject`` is the subject of rows without one; delays count from ``now``, a time in microseconds.
     """
     if not batch.num_rows:
         return
@@ -79,7 +79,7 @@ def encode(batch: pa.RecordBatch, subject: str | None, now: int) -> Iterator[tup
     late = next((name for name in ("delay", "deliver_at") if name in batch.schema.names), None)
     times = None if late is None else batch[late]
     if times is not None and pa.types.is_decimal(times.type):
-        # A number with a decimal point in Spark SQL. A double is precise to microseconds for many years.
+        # In Spark SQL a number such as 1.5 is a decimal. A double is precise to microseconds for many years.
         times = times.cast(pa.float64())
     for name, chosen in _subjects(batch, subject):
         chosen_rows = rows if chosen is None else rows.take(chosen)
@@ -123,7 +123,9 @@ def encode_bodies(column: pa.Array) -> pa.Array:
 
 
 def encode_keys(column: pa.Array) -> pa.Array:
-    """Order keys; a whole number becomes its decimal text; empty: no key."""
+    """Order keys as text: a whole number becomes its decimal text, and null becomes empty text, which means no key.
+    Empty input is refused.
+    """
     if column.type != _STRING:
         column = column.cast(_STRING)
     sizes = pc.binary_length(column)
@@ -162,12 +164,17 @@ def encode_headers(column: pa.Array) -> pa.Array:
     for part in texts:
         lengths = pc.binary_length(part).to_numpy()
         if len(lengths) and int(lengths.max()) >= HEADERS_SIZE_MAX:
-            raise TooLarge(f"a header of {lengths.max()} bytes is over the limit of {HEADERS_SIZE_MAX}")
+            raise TooLarge(
+                f"a header name or value of {lengths.max()} bytes does not fit into the {HEADERS_SIZE_MAX} bytes that "
+                "all headers of a message may take"
+            )
         pieces += [_prefixes(lengths, _text_prefix), part.cast(_BINARY)]
     entries = pc.binary_join_element_wise(*pieces, b"")
     counts = np.diff(offsets)
     if int(counts.max()) * 2 > HEADERS_SIZE_MAX:
-        raise TooLarge(f"{counts.max()} headers are over the limit of {HEADERS_SIZE_MAX} bytes")
+        raise TooLarge(
+            f"a message has {counts.max()} headers, which encode to more than the limit of {HEADERS_SIZE_MAX} bytes"
+        )
     lists = pa.ListArray.from_arrays(pa.array((offsets - first).astype(np.int32)), entries)
     encoded = pc.binary_join_element_wise(_prefixes(counts, _map_prefix), pc.binary_join(lists, b""), b"")
     _check_size("headers", encoded, HEADERS_SIZE_MAX)

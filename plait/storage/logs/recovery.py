@@ -4,11 +4,12 @@ The rule (R18): a bad frame below an offset that is known to be durable, or befo
 are copied to quarantine/, reported and left in place, and reading continues after it. A bad frame with nothing valid
 after it is a *torn tail*: its bytes are copied to quarantine/ and zeroed, so that no reader mistakes them for frames.
 
-After a power loss any subset of the sectors in flight may be on the disk, so a torn tail may contain whole frames after
-missing ones. Two facts distinguish it from damage: a sector that never reached the disk reads as zeros, and the first
-frame of a segment names the end of the segment before. If nothing proves that the missing bytes were ever durable, then
-everything after them was in flight too and was not acknowledged: it is part of the tail. So the recovered log is always
-a prefix of what was written, and a producer that resends the rest keeps its order.
+After a power loss any subset of the sectors that were not yet synced may be on the disk, so a torn tail may contain
+whole frames after missing ones. Two facts distinguish it from damage: a sector that never reached the disk reads as
+zeros, and the first frame of a segment names the end of the segment before. If nothing proves that the missing bytes
+were ever durable, then everything after them was not synced either, and no producer got a receipt that promises
+durability: it is part of the tail. So the recovered log is always a prefix of what was written, and a producer that
+resends the rest keeps its order.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class LogScan:
         stamps_durable: bool = True,
     ) -> None:
         self._log = log
-        #: The ``durable`` field of frames is an offset of this log (in the action log: of the message log).
+        #: True if the ``durable`` field of a frame is an offset of this log. In frames of the action log and the
+        #: retained log it is an offset of the message log.
         self._stamps_durable = stamps_durable
         self._plausible = plausible or (lambda offset, frame: True)
         self.start = start
@@ -129,7 +131,8 @@ class LogScan:
     def stop_before(self, offset: int, reason: str) -> None:
         """Everything from ``offset`` on, in all segments, is a tail to be cut.
 
-        If that removes a whole segment, the log continues at the end of the segment before.
+        If the tail begins exactly where a segment begins, the log still ends where the scan of the earlier segments
+        ended.
         """
         self._stopped = True
         offset = self._tail_from(offset, self.durable)
@@ -175,7 +178,11 @@ class LogScan:
             position = behind
 
     def _follows_missing(self, segment: ReadableSegment, frame: FrameView) -> bool:
-        """True if, by the first frame of a segment, the segment before ends later than the scan found."""
+        """Compare where the scan ended with the end of the segment before, which the first frame of a segment names.
+
+        If frames are missing and nothing proves that they were durable, cut the log at this segment and return True. If
+        a part of them was durable, record damage, unless it is recorded already, and return False.
+        """
         if frame.producer != 0 or frame.previous <= self.end:
             return False
         if any(damage.offset >= self.end for damage in self.damages):
@@ -239,8 +246,8 @@ class LogScan:
         except FrameError:
             found = self._next_valid(segment, position + 8, used_end)
             return found if found >= 0 else used_end
-        # Header and directory agree, so the size is right, and anything inside that looks like a frame is part of a
-        # body.
+        # The header and the frame's column directory agree on the size, so it is taken as right, and anything inside
+        # that looks like a frame is part of a body.
         return position + frame.size
 
     def _next_valid(self, segment: ReadableSegment, position: int, used_end: int) -> int:
@@ -281,7 +288,9 @@ class LogScan:
 
 
 def _missing_sector(view: memoryview, start: int, end: int) -> bool:
-    """True if a sector of [start, end) is all zeros (from ``start`` on): it was never written."""
+    """True if a sector that overlaps [start, end) has only zeros from ``start`` on. Such a sector counts as never
+    written.
+    """
     for sector in range(start - start % SECTOR_SIZE, min(end, len(view)), SECTOR_SIZE):
         piece = bytes(view[max(start, sector) : sector + SECTOR_SIZE])
         if piece.count(0) == len(piece):
@@ -305,7 +314,7 @@ def settle(disk: Disk, log: Log, scan: LogScan) -> None:
     for damage in scan.damages:
         keep_aside(disk, log, damage)
     log.zero_from(scan.end)
-    # The checkpoint and the frame headers prove that this offset is durable.
+    # The durable mark, the checkpoint or the frame headers prove that the log was durable up to ``scan.durable``.
     log.resume_at(scan.end, scan.durable)
 
 

@@ -75,7 +75,8 @@ class Process(Machine):
         if not self.alive:
             self.lives += 1
             if self._disk is not None:
-                # The property makes the disk as the crash left it, which depends on ``powered``: read it first.
+                # Read ``self.disk`` before ``powered`` is set: after a kill the property makes the disk that the crash
+                # left, and what survives depends on ``powered``.
                 self._disk = self.disk
             self.powered = True
             self.log("starts")
@@ -138,7 +139,8 @@ class Process(Machine):
         self._network._died(self, silent=power_loss)
 
     def crash_at(self, operations: int) -> None:
-        """Kill the process after this many more disk operations. A write is cut off after a random number of bytes."""
+        """Let this many more disk operations succeed and kill the process at the next one. If that is a write, a random
+        number of its bytes is stored first."""
         disk = self.disk
         last = disk.operations + operations
 

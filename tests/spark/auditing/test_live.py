@@ -1,6 +1,6 @@
 """Audits of logs that a real broker wrote for real clients: correct operation breaks no promise.
 
-The models and simulations of ``test_models`` show the same for killed brokers, members that come and go, and routes.
+The models and simulations of ``test_models`` show the same when brokers crash, members come and go, and routes change.
 """
 
 from __future__ import annotations
