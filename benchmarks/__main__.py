@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import meta, ordered, ordered_handover, partitions, retry, schedule, throughput, turns
+from benchmarks import headers, meta, ordered, ordered_handover, partitions, retry, schedule, throughput, turns
 from benchmarks import scale as scale_suite
 from benchmarks.plot import plot
 from benchmarks.result import Result, write_json
@@ -24,6 +24,7 @@ SUITES: dict[str, Suite] = {
     "redis": lambda smoke: throughput.against_redis(_scale(smoke)),
     "sync": lambda smoke: throughput.sync_flush(_scale(smoke)),
     "latency": lambda smoke: throughput.latency(_scale(smoke)),
+    "headers": headers.header_forms,
     "backlog": scale_suite.backlog,
     "subjects": scale_suite.many_subjects,
     "turns": turns.longest_turn,

@@ -30,6 +30,8 @@ BODY_SIZE_MAX: Final = 16 * MIB
 KEY_SIZE_MAX: Final = 1024
 #: All headers of one message, encoded.
 HEADERS_SIZE_MAX: Final = 64 * KIB
+#: Header names with a column of their own in a frame; rows keep further names in msgpack maps.
+HEADER_COLUMNS_MAX: Final = 64
 #: Tags of one message.
 TAGS_MAX: Final = 16
 #: Slots that order keys hash to (DESIGN: logical partitions).

@@ -24,11 +24,14 @@ COALESCE_SIZE_MAX: Final = 16 * 1024
 
 #: Columns whose rows can be concatenated.
 _JOINABLE_BITS: Final = sum(1 << column for column in (*VARIABLE, *FIXED_WIDTHS))
+_HEADERS_BIT: Final = 1 << Column.HEADERS
 
 
 def can_coalesce(frame: FrameView) -> bool:
-    """True if the frame is small, uncompressed, and has rows of one producer."""
-    return frame.size <= COALESCE_SIZE_MAX and not frame.column_bits & ~_JOINABLE_BITS and not frame.compressed
+    """True if the frame is small, uncompressed, has rows of one producer, and no header block."""
+    if frame.size > COALESCE_SIZE_MAX or frame.column_bits & ~_JOINABLE_BITS or frame.compressed:
+        return False
+    return not (frame.column_bits & _HEADERS_BIT) or frame.header_block() is None
 
 
 def coalesce(frames: Sequence[FrameView]) -> FrameParts:
@@ -85,7 +88,8 @@ def _join_variable(frames: Sequence[FrameView], number: int) -> list[Buffer]:
         pieces.append(frame.buffer[split:end])
         seam += frame.count + 1
         seams.append(seam)
-    # The offsets of all frames are concatenated: the difference at a seam between two frames is not a row.
+    # The offsets of all frames are concatenated. The difference of two adjacent offsets is the length of a row, except
+    # at a seam between two frames.
     lengths = np.diff(np.frombuffer(b"".join(offsets), "<i4"))
     rows = np.ones(len(lengths), bool)
     rows[seams[:-1]] = False

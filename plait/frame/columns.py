@@ -126,6 +126,10 @@ def layout_of(bits: int) -> Layout:
 _STRING: Final = pa.string()
 
 
+#: Up to this many rows, plain integers are faster than arrays.
+SMALL_COUNT: Final = 16
+
+
 def check_row_sizes(offsets: npt.NDArray[np.integer[Any]], size: int, column: int) -> None:
     """Check that no row of a column with ``size`` bytes of data is longer than the column allows."""
     limit = ROW_SIZES_MAX[column]

@@ -6,18 +6,20 @@ inflates to any other size than declared is refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Final
 
 import pyarrow as pa
 
 from plait.errors import FrameError, InvalidArgument
-from plait.frame.columns import Codec
+from plait.frame.columns import COMPRESSIBLE, Codec
 from plait.frame.header import U32
 from plait.limits import COLUMN_SIZE_MAX
 
 #: Arrow's name of each codec; "lz4" is the LZ4 frame format, which marks its end.
 _NAMES: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}
+_PACKED: Final = (int(Codec.ZSTD), int(Codec.LZ4))
 
 
 @cache
@@ -37,6 +39,16 @@ def deflate(raw: bytes | memoryview, codec: Codec) -> bytes:
     """The compressed bytes of a column, after its raw size."""
     packed: bytes = _codec(codec).compress(raw, asbytes=True)
     return U32.pack(len(raw)) + packed
+
+
+def declared_size(buffer: memoryview, places: Mapping[int, tuple[int, int, int]]) -> int:
+    """The sizes that compressed columns declare; a column that inflates to another size is refused."""
+    size = 0
+    for column in COMPRESSIBLE & places.keys():
+        codec, start, end = places[column]
+        if codec in _PACKED and end - start >= U32.size:
+            size += U32.unpack_from(buffer, start)[0]
+    return size
 
 
 def inflate(stored: memoryview, codec: Codec) -> memoryview:

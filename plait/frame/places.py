@@ -19,6 +19,7 @@ import pyarrow.compute  # Needed to take rows. Imported at start-up, not when th
 from plait.frame.builder import Buffer
 from plait.frame.columns import FIXED_TYPES, FIXED_WIDTHS, RUN_SIZE, VARIABLE, Codec, Column
 from plait.frame.header import pad
+from plait.frame.header_block import is_block
 from plait.frame.run_tables import RUN, UInt64s, expand_runs
 from plait.frame.view import FrameView
 
@@ -78,7 +79,7 @@ def place_of(frame: FrameView, at: int) -> bytes:
         positions[index] = start
         if codec == Codec.CONST:
             consts |= 1 << number
-        elif codec != Codec.RAW:
+        elif codec != Codec.RAW or (number == Column.HEADERS and is_block(frame.buffer[start:end])):
             bits |= FLATTEN_BIT
         if number == Column.RUNS and end - start != RUN_SIZE * frame.count:
             bits |= FLATTEN_BIT

@@ -14,6 +14,7 @@ from plait.errors import FrameError
 from plait.frame.builder import Buffer, Encoded, FrameParts, assemble, pack_stamp
 from plait.frame.columns import COMPRESSIBLE, FIXED_TYPES, FIXED_WIDTHS, VARIABLE, Codec, Column, label
 from plait.frame.header import U32
+from plait.frame.header_block import HeaderBlock, is_block
 from plait.frame.run_tables import runs_of_rows, select_rows, slice_runs
 from plait.frame.view import FrameView
 
@@ -42,7 +43,12 @@ def slice_rows(frame: FrameView, start: int, stop: int) -> FrameParts:
         if number in VARIABLE:
             if codec != _RAW:
                 raise _unsliceable(number, codec)
-            columns.append((number, _RAW, _cut_variable(buffer[begin:end], count, start, stop, number)))
+            data = buffer[begin:end]
+            if number == Column.HEADERS and is_block(data):
+                block = HeaderBlock.parse(data, count).take(slice(start, stop))
+                columns.append((number, _RAW, [block.tobytes()]))
+            else:
+                columns.append((number, _RAW, _cut_variable(data, count, start, stop, number)))
         elif number in FIXED_WIDTHS:
             columns.append(_cut_fixed(number, codec, buffer[begin:end], count, spans))
         elif number == Column.RUNS:
@@ -165,6 +171,9 @@ def _cut_variable(data: memoryview, count: int, start: int, stop: int, number: i
 
 
 def _gather_variable(frame: FrameView, number: int, spans: list[_Span], rows: npt.NDArray[np.int64]) -> list[Buffer]:
+    block = frame.header_block() if number == Column.HEADERS else None
+    if block is not None:
+        return [block.take(rows).tobytes()]
     offsets, data = frame.variable(number)
     if len(spans) > SPANS_MAX:
         offsets, data = select_rows(offsets, data, rows)

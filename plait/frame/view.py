@@ -26,6 +26,7 @@ from plait.frame.columns import (
     MANDATORY_BITS,
     ORIGINAL_SIZE_MAX,
     ROW_SIZES_MAX,
+    SMALL_COUNT,
     TEXTS,
     TIMES,
     VARIABLE,
@@ -37,7 +38,7 @@ from plait.frame.columns import (
     label,
     layout_of,
 )
-from plait.frame.compression import inflate
+from plait.frame.compression import declared_size, inflate
 from plait.frame.header import (
     CRC_OFFSET,
     FLAGS_KNOWN,
@@ -50,10 +51,10 @@ from plait.frame.header import (
     STAMP_CRC_OFFSET,
     STAMP_OFFSET,
     TIME_MAX,
-    U32,
     VERSION,
     FrameHeader,
 )
+from plait.frame.header_block import HeaderBlock, is_block
 from plait.frame.run_tables import (
     I32,
     RUN,
@@ -74,8 +75,6 @@ _REFUSED_FLAGS = FLAGS_MANDATORY & ~FLAGS_KNOWN
 _RAW = int(Codec.RAW)
 _CONST = int(Codec.CONST)
 _PACKED = (int(Codec.ZSTD), int(Codec.LZ4))
-#: Up to this many rows, plain integers are faster than arrays.
-SMALL_COUNT = 16
 _OFFSETS = [Struct(f"<{count + 1}i") for count in range(SMALL_COUNT + 1)]
 #: Constants, because Python 3.11 runs a function for each access to an enum member.
 _RUNS = int(Column.RUNS)
@@ -83,6 +82,7 @@ _BODY = int(Column.BODY)
 _KEY = int(Column.KEY)
 _KEY_HASH = int(Column.KEY_HASH)
 _SELECTION = int(Column.SELECTION)
+_HEADERS = int(Column.HEADERS)
 
 
 class FrameView(FrameHeader):
@@ -156,7 +156,7 @@ class FrameView(FrameHeader):
             raise FrameError(f"frame columns end at {start}, the frame at {size}")
         self.places = places
         self.compressed = codecs >> ENTRY_SIZE_BITS > _CONST
-        self.inflated_size = self._declared_size() if self.compressed else 0
+        self.inflated_size = declared_size(self.buffer, places) if self.compressed else 0
 
     # --- checks ---------------------------------------------------------------------------------
 
@@ -204,9 +204,12 @@ class FrameView(FrameHeader):
         if _KEY in places and _KEY_HASH not in places:
             raise FrameError("frame has keys and no key hashes")
         for number, (codec, start, end) in places.items():
-            if number in VARIABLE:
+            if number == _HEADERS and (block := self.header_block()) is not None:
+                block.check()
+                self._inflated = None
+            elif number in VARIABLE:
                 if codec == _RAW and self.count <= SMALL_COUNT:
-                    self._small_offsets(self.buffer[start:end], number)
+                    _small_offsets(self.buffer[start:end], self.count, number)
                     if number in TEXTS and not bytes(self.buffer[start + 4 * self.count + 4 : end]).isascii():
                         check_text(*self.variable(number), number)
                 else:
@@ -229,15 +232,6 @@ class FrameView(FrameHeader):
 
     def has(self, column: int) -> bool:
         return column in self.places
-
-    def _declared_size(self) -> int:
-        """The sizes that compressed columns declare; a column that inflates to another size is refused."""
-        size = 0
-        for column in COMPRESSIBLE & self.places.keys():
-            codec, start, end = self.places[column]
-            if codec in _PACKED and end - start >= U32.size:
-                size += U32.unpack_from(self.buffer, start)[0]
-        return size
 
     def _place(self, column: int) -> tuple[int, int, int]:
         place = self.places.get(column)
@@ -270,20 +264,6 @@ class FrameView(FrameHeader):
         selection = self.selection()
         return selection.count if selection else self.count
 
-    def _small_offsets(self, stored: memoryview, column: int) -> tuple[int, ...]:
-        """The offsets of a raw variable column with at most ``SMALL_COUNT`` rows, checked."""
-        layout = _OFFSETS[self.count]
-        size = len(stored) - layout.size
-        if size < 0:
-            raise FrameError(f"{label(column)} column has no room for {self.count} offsets")
-        offsets: tuple[int, ...] = layout.unpack_from(stored)
-        first = offsets[0]
-        if first < 0 or offsets[-1] - first != size or (self.count > 1 and list(offsets) != sorted(offsets)):
-            raise FrameError(f"{label(column)} column has offsets that do not fit its {size} bytes")
-        if size > ROW_SIZES_MAX[column]:
-            check_row_sizes(np.array(offsets), size, column)
-        return offsets
-
     def _raw(self, column: int) -> tuple[memoryview, int]:
         """The raw bytes of a column and its number of rows. A compressed column has all rows of the original frame."""
         codec, start, end = self._place(column)
@@ -301,7 +281,9 @@ class FrameView(FrameHeader):
         return raw, count
 
     def variable(self, column: int) -> tuple[Offsets, memoryview]:
-        """The offsets (starting at 0) and the data of the selected rows of a variable column."""
+        """The offsets (starting at 0) and the data of the selected rows of a variable column. Headers: the row form."""
+        if column == _HEADERS and (block := self.header_block()) is not None:
+            return block.rows()
         raw, count = self._raw(column)
         split = 4 * (count + 1)
         if len(raw) < split:
@@ -324,15 +306,24 @@ class FrameView(FrameHeader):
                 return select_rows(offsets, data, selection.rows)
         return offsets, data
 
+    def header_block(self) -> HeaderBlock | None:
+        """The headers of the rows as columns; None if they are stored in the row form, or if there are none."""
+        if _HEADERS not in self.places:
+            return None
+        raw, count = self._raw(_HEADERS)
+        if not is_block(raw):
+            return None
+        block = HeaderBlock.parse(raw, count)
+        selection = self.selection() if self.places[_HEADERS][0] != _RAW else None
+        return block if selection is None else block.take(selection.rows)
+
     def values(self, column: int) -> npt.NDArray[Any]:
         """The stored values of a fixed column: one per row, or one for all rows."""
         codec, start, end = self._place(column)
         dtype = FIXED_TYPES[column]
-        if codec == _CONST:
-            if end - start != dtype.itemsize:
-                raise FrameError(f"constant {label(column)} column has {end - start} bytes, not {dtype.itemsize}")
-        elif codec != _RAW or end - start != dtype.itemsize * self.count:
-            raise FrameError(f"{label(column)} column has {end - start} bytes for {self.count} rows")
+        count = 1 if codec == _CONST else self.count
+        if codec not in (_CONST, _RAW) or end - start != dtype.itemsize * count:
+            raise FrameError(f"{label(column)} column has {end - start} bytes for {count} values")
         return np.frombuffer(self.buffer[start:end], dtype)
 
     def fixed(self, column: int) -> npt.NDArray[Any]:
@@ -352,9 +343,9 @@ class FrameView(FrameHeader):
     def rows(self, column: int, start: int, stop: int) -> list[bytes]:
         """Rows [start, stop) of a variable column."""
         codec, begin, end = self._place(column)
-        if codec == _RAW and self.count <= SMALL_COUNT:
+        if codec == _RAW and self.count <= SMALL_COUNT and column != _HEADERS:
             stored = self.buffer[begin:end]
-            offsets = self._small_offsets(stored, column)
+            offsets = _small_offsets(stored, self.count, column)
             shift = 4 * (self.count + 1) - offsets[0]
             return [bytes(stored[offsets[i] + shift : offsets[i + 1] + shift]) for i in range(start, stop)]
         rows: list[bytes] = self.binary(column).slice(start, stop - start).to_pylist()
@@ -376,21 +367,30 @@ class FrameView(FrameHeader):
     def message_ids(self) -> tuple[UInt64s, UInt64s]:
         """(producer id, producer sequence) of each row."""
         selection = self.selection()
-        if _RUNS in self.places:
-            producers, numbers = expand_runs(self.runs())
-        else:
-            rows = selection.count if selection else self.count
-            producers = np.full(rows, self.producer, np.uint64)
-            numbers = np.arange(self.first, self.first + rows, dtype=np.uint64)
+        producers, numbers = expand_runs(self.runs())
         if selection is not None:
             return producers[selection.rows], numbers[selection.rows]
         return producers, numbers
 
 
+def _small_offsets(stored: memoryview, count: int, column: int) -> tuple[int, ...]:
+    """The offsets of a raw variable column with at most ``SMALL_COUNT`` rows, checked."""
+    layout = _OFFSETS[count]
+    size = len(stored) - layout.size
+    if size < 0:
+        raise FrameError(f"{label(column)} column has no room for {count} offsets")
+    offsets: tuple[int, ...] = layout.unpack_from(stored)
+    first = offsets[0]
+    if first < 0 or offsets[-1] - first != size or (count > 1 and list(offsets) != sorted(offsets)):
+        raise FrameError(f"{label(column)} column has offsets that do not fit its {size} bytes")
+    if size > ROW_SIZES_MAX[column]:
+        check_row_sizes(np.array(offsets), size, column)
+    return offsets
+
+
 def frames_in(buffer: memoryview | bytes) -> list[FrameView]:
     """The consecutive frames in a buffer; ``FrameError`` unless they fill it."""
-    frames = []
-    offset = 0
+    frames, offset = [], 0
     while offset < len(buffer):
         frame = FrameView(buffer, offset)
         frames.append(frame)

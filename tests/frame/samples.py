@@ -5,7 +5,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -72,7 +74,7 @@ class Draft:
                 key=_at(self.keys, i),
                 key_hash=_at(self.key_hashes, i),
                 tags=_at(self.tags, i),
-                headers=_at(self.headers, i),
+                headers=None if self.headers is None else in_order(self.headers[i]),
                 send_time=_at(self.send_time, i),
                 deliver_at=_at(self.deliver_at, i),
                 priority=_at(self.priority, i),
@@ -138,7 +140,7 @@ def rows_of(frame: FrameView) -> list[Row]:
         _variable(frame, Column.KEY),
         _numbers(frame, Column.KEY_HASH),
         _variable(frame, Column.TAGS),
-        _variable(frame, Column.HEADERS),
+        [None if row is None else in_order(row) for row in _variable(frame, Column.HEADERS)],
         _numbers(frame, Column.SEND_TIME),
         _numbers(frame, Column.DELIVER_AT),
         _numbers(frame, Column.PRIORITY),
@@ -192,6 +194,15 @@ def _variable(frame: FrameView, column: int) -> list[bytes | None]:
     return frame.binary(column).to_pylist() if frame.has(column) else [None] * frame.count
 
 
+def in_order(headers: bytes) -> bytes:
+    """Headers sorted by name: frames that store them as columns do not keep the order of the names."""
+    try:
+        found = msgspec.msgpack.decode(headers, type=dict[str, Any]) if headers else {}
+    except ValueError:
+        return headers
+    return _encode(dict(sorted(found.items()))) if found else b""
+
+
 def _numbers(frame: FrameView, column: int) -> list[int | None]:
     return frame.fixed(column).tolist() if frame.has(column) else [None] * frame.count
 
@@ -205,10 +216,33 @@ _BODIES = (b"", b"a", b"\0", b"some text", bytes(range(12)))
 _KEYS = tuple(text.encode() for text in ("", "k", "order-1", "größe", "✓", "\U0001f600" * 3))
 _TAG_ROWS = (b"", tag_row("a"), tag_row("a", "bé"), tag_row("✓", "two words", "c"))
 _HEADERS = (b"", b"\x80", b"\x81\xa1a\x01", b"\xff\xfe")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def header_row(rng: Random) -> bytes:
+    """Headers that frames of many rows store as columns; a few names are rare, or have values of several kinds."""
+    if rng.random() < 0.1:
+        return b""
+    headers: dict[str, object] = {"city": rng.choice(["BJS", "größe", "x" * 30]), "region": "eu-central"}
+    if rng.random() < 0.7:
+        headers["amount"] = rng.choice([0, -1, rng.randint(-(1 << 15), 1 << 15)])
+    if rng.random() < 0.7:
+        headers |= {"price": rng.choice([0.0, -0.0, 1.5, -3e300]), "big": rng.choice([0, (1 << 64) - 1])}
+    if rng.random() < 0.7:
+        headers["vip"] = rng.random() < 0.5
+    if rng.random() < 0.5:
+        headers["mixed"] = rng.choice([True, 1, 1.0, "1"])
+    if rng.random() < 0.1:
+        headers["rare"] = rng.randint(0, 9)
+    return _encode(headers)
 
 
 def _numbers_up_to(rng: Random, count: int, limit: int) -> list[int]:
     return [rng.choice([0, 1, limit, rng.randint(0, limit)]) for _ in range(count)]
+
+
+def _header_rows(rng: Random, count: int) -> list[bytes]:
+    return rng.choices(_HEADERS, k=count) if rng.random() < 0.3 else [header_row(rng) for _ in range(count)]
 
 
 @st.composite
@@ -236,7 +270,7 @@ def drafts(draw: st.DrawFn, count_max: int = 40, compressed: bool | None = None,
         keys=rng.choices(_KEYS, k=count) if keyed else None,
         key_hashes=_numbers_up_to(rng, count, (1 << 64) - 1) if keyed or hashed else None,
         tags=rng.choices(_TAG_ROWS, k=count) if tagged else None,
-        headers=rng.choices(_HEADERS, k=count) if headed else None,
+        headers=_header_rows(rng, count) if headed else None,
         send_time=fixed(TIME_MAX),
         deliver_at=fixed(TIME_MAX),
         priority=fixed(255),

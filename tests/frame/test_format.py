@@ -205,9 +205,11 @@ def test_offsets_that_do_not_fit_are_refused(column: Column, offsets: list[int],
     draft = Draft([b"a"] * count, keys=[b""] * count, key_hashes=[1] * count)
     data = struct.pack(f"<{len(offsets)}i", *offsets) + b"abcd"
     frame = FrameView(with_column(draft.build(), column, Codec.RAW, data).tobytes())
-    with pytest.raises(FrameError, match="offsets"):
+    # A headers column that begins with -1 is a block.
+    wrong = "header block" if column is Column.HEADERS and offsets[0] == -1 else "offsets"
+    with pytest.raises(FrameError, match=wrong):
         frame.variable(column)
-    with pytest.raises(FrameError, match="offsets"):
+    with pytest.raises(FrameError, match=wrong):
         frame.validate()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from plait.frame.arrow import record_batch
 from plait.frame.columns import RUN_SIZE, Codec, Column
 from plait.frame.header import HEADER_SIZE
 from plait.limits import FRAME_COUNT_MAX
-from tests.frame.samples import Draft, drafts, full_draft, relaxed, resign, rows_of, with_column
+from tests.frame.samples import Draft, drafts, full_draft, header_row, relaxed, resign, rows_of, with_column
 from tests.support.deep import Cycles
 
 
@@ -71,6 +72,10 @@ _STEPS = (
 )
 
 
+#: Headers as a block with every kind of column.
+HEADED = Draft([b"a"] * 20, headers=[header_row(random.Random(number)) for number in range(20)])
+
+
 def valid_frames() -> list[bytes]:
     several = [Draft([b"a" * i] * i, send_time=i, producer=i, keys=[b"k"] * i, key_hashes=[i] * i) for i in (1, 2, 3)]
     joined = coalesce([draft.view() for draft in several])
@@ -86,6 +91,10 @@ def valid_frames() -> list[bytes]:
         slice_rows(full_draft(12, "zstd").view(), 2, 7).tobytes(),
         slice_mask(full_draft(12, "lz4").view(), np.arange(12) % 3 == 0).tobytes(),
         with_column(full_draft(3).build(), 31, 12, b"newer").tobytes(),
+        HEADED.build().tobytes(),
+        replace(HEADED, compression="zstd").build().tobytes(),
+        slice_rows(HEADED.view(), 3, 9).tobytes(),
+        slice_mask(replace(HEADED, compression="lz4").view(), np.arange(20) % 3 == 0).tobytes(),
     ]
 
 

@@ -10,20 +10,29 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from itertools import pairwise, repeat
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from plait.client.arguments import to_datetime
 from plait.client.consume.failure import FAILED, EpochRange, FailureOutcome
-from plait.client.consume.row_runs import RowMask, RowSelection, Run, first_outcomes, mask_runs, rows_of, runs_in
+from plait.client.consume.row_runs import (
+    RowMask,
+    RowSelection,
+    Run,
+    first_outcomes,
+    mask_runs,
+    merged,
+    rows_of,
+    runs_in,
+)
 from plait.client.send.encoding import decode_headers, decode_tags
 from plait.client.types import ACKNOWLEDGED, Acknowledgement, HeaderValue, Message, MessageId, PartitionName
 from plait.errors import Closed, FrameError
 from plait.frame.arrow import keys as key_column
-from plait.frame.columns import Column
-from plait.frame.view import SMALL_COUNT, FrameView
+from plait.frame.columns import SMALL_COUNT, Column
+from plait.frame.view import FrameView
 
 #: Looked up once: Python 3.11 runs a function for each access to an enum member.
 _BODY, _KEY, _SELECTION = int(Column.BODY), int(Column.KEY), int(Column.SELECTION)
@@ -35,7 +44,7 @@ FailedRuns = dict[FailureOutcome, list[Run]]
 class DeliveredFrame:
     """One frame, or part of one, that was delivered in reply to a pull."""
 
-    #: An ack of a row is only recorded: ``note`` does nothing else with it.
+    #: True: ``note`` only appends an ack to ``acking``, so ``report_row`` may do that. False in ``OrderedDelivered``.
     plain_acks: ClassVar = True
 
     def __init__(
@@ -67,11 +76,11 @@ class DeliveredFrame:
         self.position = 0
         self.rows_done: RowMask | None = None
         self.acking: list[int | slice] = []
-        #: (number of entries of ``acking`` at that time, rows, failure outcome).
+        #: For each failure: (the length of ``acking`` then, which shows the acks before it; rows; failure outcome).
         self.nacking: list[tuple[int, RowSelection, FailureOutcome]] = []
         self._ids: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
-        #: Decoded tags and headers.
-        self._columns: dict[Column, list[bytes]] = {}
+        #: Tags and headers: bytes, or the headers of a block as maps.
+        self._columns: dict[Column, list[Any]] = {}
 
     # --- messages -------------------------------------------------------------------------------
 
@@ -99,11 +108,15 @@ class DeliveredFrame:
         return decode_tags(self._value(Column.TAGS, row)) if self.frame.has(Column.TAGS) else []
 
     def headers(self, row: int) -> dict[str, HeaderValue]:
-        return decode_headers(self._value(Column.HEADERS, row)) if self.frame.has(Column.HEADERS) else {}
+        if not self.frame.has(Column.HEADERS):
+            return {}
+        found = self._value(Column.HEADERS, row)
+        return decode_headers(found) if type(found) is bytes else dict(found or ())
 
-    def _value(self, column: Column, row: int) -> bytes:
+    def _value(self, column: Column, row: int) -> Any:
         if column not in self._columns:
-            self._columns[column] = self.frame.binary(column).to_pylist()
+            block = self.frame.header_block() if column is Column.HEADERS else None
+            self._columns[column] = self.frame.binary(column).to_pylist() if block is None else block.maps()
         return self._columns[column][row]
 
     def message_id(self, row: int) -> MessageId:
@@ -154,7 +167,7 @@ class DeliveredFrame:
         return ACKNOWLEDGED
 
     def report_rows(self, rows: slice, failed: FailureOutcome | None, *, soon: bool = True) -> None:
-        """Report the outcome of the rows that have none. It is sent soon; not ``soon``: when the caller flushes."""
+        """Report one outcome for those of the rows that have none. Without ``soon`` the caller has to flush."""
         deliveries = self.deliveries
         if deliveries is None:
             return
@@ -294,17 +307,6 @@ def flat(found: RangesByFrame) -> tuple[list[EpochRange], list[int]]:
     return ranges, tags if any(tags) else []
 
 
-def merged(ranges: list[EpochRange]) -> list[EpochRange]:
-    """The ranges sorted, with overlapping and adjacent ranges of one epoch joined."""
-    joined: list[EpochRange] = []
-    for start, end, epoch in sorted(ranges):
-        if joined and start <= joined[-1][1] and epoch == joined[-1][2]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]), epoch)
-        else:
-            joined.append((start, end, epoch))
-    return joined
-
-
 class Deliveries:
     """The open frames of one partition, and the outcomes that are not collected yet.
 
@@ -320,7 +322,7 @@ class Deliveries:
         any_thread: bool = False,
     ) -> None:
         self._schedule = schedule
-        #: Collect the outcomes of all frames now; wait until the broker has every outcome reported so far.
+        #: ``gather`` collects all outcomes now. ``flush`` waits until the broker has every outcome reported so far.
         self.gather = gather
         self.flush = flush
         #: True if messages are acked and nacked from any thread.
@@ -351,7 +353,7 @@ class Deliveries:
         self.bytes += delivered.size
 
     def span(self) -> int:
-        """Rows received since the oldest row that is still open; there must be one."""
+        """Rows received from the first row of the oldest open frame on. At least one frame must be open."""
         return self._received - next(iter(self.open)).position
 
     def forget(self) -> None:
@@ -367,7 +369,7 @@ class Deliveries:
         return self.loop
 
     def collect_soon(self, delivered: DeliveredFrame, *, soon: bool = True) -> None:
-        """Rows of the frame get outcomes: collect them soon, or when the caller flushes. Raises if closed."""
+        """Note that rows of the frame get outcomes. Without ``soon`` the caller has to flush. May raise ``Closed``."""
         if self.closed or self.loop is None:
             self.check_open()
         self.unsent[delivered] = None

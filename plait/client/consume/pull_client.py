@@ -19,9 +19,10 @@ import numpy as np
 from plait import tasks
 from plait.client.consume.ack_collector import AckCollector
 from plait.client.consume.ack_spool import AckSpool
-from plait.client.consume.delivered import DeliveredFrame, Deliveries, Piece, merged
+from plait.client.consume.delivered import DeliveredFrame, Deliveries, Piece
 from plait.client.consume.failure import UNBEGUN, EpochRange
 from plait.client.consume.outcomes import split_nack
+from plait.client.consume.row_runs import merged
 from plait.client.consume.terms import Terms
 from plait.client.net.node import ConsumerSession, Node
 from plait.client.types import PartitionName

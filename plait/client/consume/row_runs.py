@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from plait.client.arguments import shown
+from plait.client.consume.failure import EpochRange
 from plait.errors import InvalidArgument
 
 RowMask = npt.NDArray[np.bool_]
@@ -112,3 +113,14 @@ def row_mask(rows: Any, count: int) -> npt.NDArray[np.bool_]:
 
 def _no_rows(rows: Any) -> InvalidArgument:
     return InvalidArgument(f"rows {shown(rows)} are not valid; use row numbers (int), or a mask over all rows (bool)")
+
+
+def merged(ranges: list[EpochRange]) -> list[EpochRange]:
+    """The ranges sorted, with overlapping and adjacent ranges of one epoch joined."""
+    joined: list[EpochRange] = []
+    for start, end, epoch in sorted(ranges):
+        if joined and start <= joined[-1][1] and epoch == joined[-1][2]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]), epoch)
+        else:
+            joined.append((start, end, epoch))
+    return joined

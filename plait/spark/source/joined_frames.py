@@ -11,7 +11,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from plait.errors import FrameError
+from plait.frame.arrow import headers
 from plait.frame.columns import FIXED_TYPES, Codec, Column, check_text, label
+from plait.frame.header_block import is_block
 from plait.frame.run_tables import RUN, Runs
 from plait.frame.view import FrameView
 from plait.spark.source.header_columns import Headers, decoded
@@ -60,7 +62,7 @@ class Frames:
     def headers(self) -> list[Headers | None] | None:
         """Headers, decoded once for all columns that use them; None: no row has headers."""
         if self._headers is None and self.has(Column.HEADERS):
-            self._headers = decoded(self.encoded_headers())
+            self._headers = [row for view in self.views for row in _headers_of(view)]
         return self._headers
 
     def encoded_headers(self) -> pa.Array:
@@ -80,7 +82,7 @@ class Frames:
             if end == 0:
                 offsets.append(bytes(4 * (view.count + 1)))
                 pieces.append(memoryview(b""))
-            elif codec == _RAW:
+            elif codec == _RAW and not (column == Column.HEADERS and is_block(view.buffer[start:end])):
                 split = start + 4 * (view.count + 1)
                 offsets.append(view.buffer[start:split])
                 pieces.append(view.buffer[split:end])
@@ -129,6 +131,12 @@ class Frames:
                 runs.extend((view.producer, view.first, view.count, view.previous))
             return np.frombuffer(runs, RUN)
         return np.concatenate([view.runs() for view in self.views])
+
+
+def _headers_of(view: FrameView) -> Sequence[Headers | None]:
+    """The headers of each row; None: the row has none."""
+    block = view.header_block()
+    return decoded(headers(view)) if block is None else block.maps()
 
 
 def nullable(kind: pa.DataType, offsets: Offsets, data: memoryview) -> pa.Array:
