@@ -13,7 +13,7 @@ import pyarrow as pa
 from plait.errors import FrameError
 from plait.frame.arrow import headers
 from plait.frame.columns import FIXED_TYPES, Codec, Column, check_text, label
-from plait.frame.header_block import is_block
+from plait.frame.header_block import HeaderBlock, is_block
 from plait.frame.run_tables import RUN, Runs
 from plait.frame.view import FrameView
 from plait.spark.source.header_columns import Headers, decoded
@@ -42,7 +42,7 @@ class Frames:
         if self.selected is not None and len(members) > 1:
             raise FrameError("a batch has a selection of rows and other frames")
         self._keys: tuple[Offsets, memoryview] | None = None
-        self._headers: list[Headers | None] | None = None
+        self._headers: list[HeaderBlock | list[Headers | None]] | None = None
 
     def has(self, column: int) -> bool:
         """Whether any frame has the column."""
@@ -59,10 +59,16 @@ class Frames:
             check_text(*self._keys, Column.KEY)
         return self._keys
 
-    def headers(self) -> list[Headers | None] | None:
-        """Headers, decoded once for all columns that use them; None: no row has headers."""
-        if self._headers is None and self.has(Column.HEADERS):
-            self._headers = [row for view in self.views for row in _headers_of(view)]
+    def headers(self) -> list[HeaderBlock | list[Headers | None]]:
+        """Headers in pieces of one or several frames: as a block, or decoded once for all columns that use them."""
+        if self._headers is None:
+            blocks = [view.header_block() for view in self.views]
+            if not any(blocks):
+                self._headers = [decoded(self.encoded_headers())]
+            else:
+                self._headers = [
+                    block or decoded(headers(view)) for block, view in zip(blocks, self.views, strict=True)
+                ]
         return self._headers
 
     def encoded_headers(self) -> pa.Array:
@@ -131,12 +137,6 @@ class Frames:
                 runs.extend((view.producer, view.first, view.count, view.previous))
             return np.frombuffer(runs, RUN)
         return np.concatenate([view.runs() for view in self.views])
-
-
-def _headers_of(view: FrameView) -> Sequence[Headers | None]:
-    """The headers of each row; None: the row has none."""
-    block = view.header_block()
-    return decoded(headers(view)) if block is None else block.maps()
 
 
 def nullable(kind: pa.DataType, offsets: Offsets, data: memoryview) -> pa.Array:

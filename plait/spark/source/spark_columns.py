@@ -1,7 +1,7 @@
 """Builds the Arrow record batches for Spark from frames: columns are wrapped or joined as a whole, never row by row.
 
-Several small frames become one batch, since a batch costs Spark as much as a few thousand rows. Only headers are
-decoded row by row, since they are encoded so, and only if a frame has them and the query reads them.
+Several small frames become one batch, since a batch costs Spark as much as a few thousand rows. Only the headers of
+frames without a header block are decoded row by row, and only if the query reads them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import pyarrow.compute as pc
 
 from plait.client.send.open_rows import hash_keys
 from plait.frame.columns import TAG_SEPARATOR, Column, check_text, check_times
+from plait.frame.header_block import HeaderBlock
 from plait.frame.run_tables import expand_runs
 from plait.frame.view import FrameView
 from plait.limits import KIB, LOGICAL_PARTITIONS, MIB
 from plait.spark.archiving.array_views import viewed, viewed_schema
-from plait.spark.source import header_columns
+from plait.spark.source import block_maps, header_columns
 from plait.spark.source.arrow_scalars import repeated
 from plait.spark.source.joined_frames import Frames, Offsets, nullable, validity
 from plait.storage.reading.log_chunks import ChunkPartition, WantedRows
@@ -114,11 +115,25 @@ def _tags(frames: Frames) -> pa.Array:
 
 
 def _headers(frames: Frames) -> pa.Array:
-    return header_columns.maps_of(frames.headers(), frames.count)
+    return _of_headers(frames, header_columns.MAP, block_maps.map_array, header_columns.maps_of)
 
 
 def _header_types(frames: Frames) -> pa.Array:
-    return header_columns.letters_of(frames.headers(), frames.count)
+    return _of_headers(frames, _TEXT, block_maps.letter_array, header_columns.letters_of)
+
+
+def _of_headers(
+    frames: Frames,
+    kind: pa.DataType,
+    of_block: Callable[[HeaderBlock], pa.Array],
+    of_rows: Callable[[list[header_columns.Headers | None], int], pa.Array],
+) -> pa.Array:
+    """A column that is built from headers: by one function from blocks, by another from decoded rows."""
+    if not frames.has(Column.HEADERS):
+        return pa.nulls(frames.count, kind)
+    pieces = frames.headers()
+    built = [of_block(each) if isinstance(each, HeaderBlock) else of_rows(each, len(each)) for each in pieces]
+    return pa.concat_arrays(built)
 
 
 def _body(frames: Frames) -> pa.Array:
