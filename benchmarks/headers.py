@@ -11,7 +11,8 @@ import pyarrow as pa
 
 from benchmarks.result import Result, median_ratio
 from plait.frame.builder import variable_parts
-from plait.frame.header_block import HeaderBlock, HeaderMap, pack
+from plait.frame.header_block import HeaderBlock, HeaderMap
+from plait.frame.header_packing import pack
 
 PAIRS = 9
 CITIES = ("BJS", "SHA", "CAN", "SZX")

@@ -32,6 +32,13 @@ KEY_SIZE_MAX: Final = 1024
 HEADERS_SIZE_MAX: Final = 64 * KIB
 #: Header names with a column of their own in a frame; rows keep further names in msgpack maps.
 HEADER_COLUMNS_MAX: Final = 64
+#: A filter's condition: its characters, its parts, and how deep they are nested.
+FILTER_LENGTH_MAX: Final = 4096
+FILTER_NODES_MAX: Final = 512
+FILTER_DEPTH_MAX: Final = 32
+#: What one filtered read examines at most, so that it does not delay other requests: messages, and bytes of frames.
+FILTER_SCAN_COUNT: Final = 100_000
+FILTER_SCAN_BYTES: Final = 16 * MIB
 #: Tags of one message.
 TAGS_MAX: Final = 16
 #: Slots that order keys hash to (DESIGN: logical partitions).

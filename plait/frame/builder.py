@@ -14,7 +14,7 @@ import pyarrow as pa
 from crc32c import crc32c
 
 from plait.errors import InvalidArgument, TooLarge
-from plait.frame import header_block
+from plait.frame import header_packing
 from plait.frame.columns import (
     COMPRESSIBLE,
     ENTRY_SIZE,
@@ -238,8 +238,9 @@ def build_frame(
         if len(rows) != count:
             raise InvalidArgument(f"{label(column)} has {len(rows)} rows, bodies have {count}")
         offsets, data = variable_parts(rows)
-        if column is Column.HEADERS and (block := header_block.pack(offsets, data)) is not None:
-            offsets, data = b"", block
+        if column is Column.HEADERS and codec is None and deliver_at is None:
+            block = header_packing.pack(offsets, data)
+            offsets, data = (offsets, data) if block is None else (b"", block)
         if codec is not None and column in COMPRESSIBLE:
             columns.append(_variable(column, offsets, data, codec))
         else:

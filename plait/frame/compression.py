@@ -13,12 +13,15 @@ from typing import Final
 import pyarrow as pa
 
 from plait.errors import FrameError, InvalidArgument
-from plait.frame.columns import COMPRESSIBLE, Codec
+from plait.frame.columns import COMPRESSIBLE, Codec, Column
 from plait.frame.header import U32
+from plait.frame.header_block import is_block, row_form_size
 from plait.limits import COLUMN_SIZE_MAX
 
 #: Arrow's name of each codec; "lz4" is the LZ4 frame format, which marks its end.
 _NAMES: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}
+_RAW: Final = int(Codec.RAW)
+_CONST: Final = int(Codec.CONST)
 _PACKED: Final = (int(Codec.ZSTD), int(Codec.LZ4))
 
 
@@ -41,9 +44,15 @@ def deflate(raw: bytes | memoryview, codec: Codec) -> bytes:
     return U32.pack(len(raw)) + packed
 
 
-def declared_size(buffer: memoryview, places: Mapping[int, tuple[int, int, int]]) -> int:
-    """The sizes that compressed columns declare; a column that inflates to another size is refused."""
+def memory_size(buffer: memoryview, places: Mapping[int, tuple[int, int, int]], count: int) -> int:
+    """The sizes that compressed columns declare, and the bytes that the row form of a header block takes in addition.
+
+    A column that inflates to another size than declared is refused.
+    """
     size = 0
+    codec, start, end = places.get(Column.HEADERS, (_CONST, 0, 0))
+    if codec == _RAW and is_block(buffer[start:end]):
+        size = max(row_form_size(buffer[start:end], count) - (end - start), 0)
     for column in COMPRESSIBLE & places.keys():
         codec, start, end = places[column]
         if codec in _PACKED and end - start >= U32.size:

@@ -120,7 +120,7 @@ def _selected(
         data = frame.buffer[begin:end]
         if number in VARIABLE:
             if codec == _RAW or (note is not None and number in COMPRESSIBLE):
-                gathered = _gather_variable(frame, number, spans, rows)
+                gathered = _gather_variable(frame, number, spans, rows, stored=note is not None)
                 if codec == _RAW or sum(map(len, gathered)) <= len(data):
                     columns.append((number, _RAW, gathered))
                 else:
@@ -170,10 +170,17 @@ def _cut_variable(data: memoryview, count: int, start: int, stop: int, number: i
     raise FrameError(f"{label(number)} column has offsets that do not fit its {len(data)} bytes")
 
 
-def _gather_variable(frame: FrameView, number: int, spans: list[_Span], rows: npt.NDArray[np.int64]) -> list[Buffer]:
+def _gather_variable(
+    frame: FrameView, number: int, spans: list[_Span], rows: npt.NDArray[np.int64], *, stored: bool
+) -> list[Buffer]:
     block = frame.header_block() if number == Column.HEADERS else None
     if block is not None:
-        return [block.take(rows).tobytes()]
+        block = block.take(rows)
+        # Rows that the retained log keeps are looked up one by one.
+        if not stored:
+            return [block.tobytes()]
+        offsets, data = block.rows()
+        return [offsets.tobytes(), data]
     offsets, data = frame.variable(number)
     if len(spans) > SPANS_MAX:
         offsets, data = select_rows(offsets, data, rows)

@@ -38,7 +38,7 @@ from plait.frame.columns import (
     label,
     layout_of,
 )
-from plait.frame.compression import declared_size, inflate
+from plait.frame.compression import inflate, memory_size
 from plait.frame.header import (
     CRC_OFFSET,
     FLAGS_KNOWN,
@@ -94,7 +94,7 @@ class FrameView(FrameHeader):
     places: dict[int, tuple[int, int, int]]
     #: True if a column is compressed; slices contain such a column whole.
     compressed: bool
-    #: The bytes of memory that the inflated columns take, in addition to ``size``.
+    #: The bytes that inflated columns, and the row form of a header block, take in addition to ``size``.
     inflated_size: int
 
     def __init__(self, buffer: memoryview | bytes | bytearray, offset: int = 0) -> None:
@@ -156,7 +156,7 @@ class FrameView(FrameHeader):
             raise FrameError(f"frame columns end at {start}, the frame at {size}")
         self.places = places
         self.compressed = codecs >> ENTRY_SIZE_BITS > _CONST
-        self.inflated_size = declared_size(self.buffer, places) if self.compressed else 0
+        self.inflated_size = memory_size(self.buffer, places, count) if self.compressed or _HEADERS in places else 0
 
     # --- checks ---------------------------------------------------------------------------------
 
@@ -205,8 +205,9 @@ class FrameView(FrameHeader):
             raise FrameError("frame has keys and no key hashes")
         for number, (codec, start, end) in places.items():
             if number == _HEADERS and (block := self.header_block()) is not None:
+                if Column.DELIVER_AT in places:
+                    raise FrameError("the headers of delayed rows must be in the row form, not a block")
                 block.check()
-                self._inflated = None
             elif number in VARIABLE:
                 if codec == _RAW and self.count <= SMALL_COUNT:
                     _small_offsets(self.buffer[start:end], self.count, number)
@@ -308,14 +309,10 @@ class FrameView(FrameHeader):
 
     def header_block(self) -> HeaderBlock | None:
         """The headers of the rows as columns; None if they are stored in the row form, or if there are none."""
-        if _HEADERS not in self.places:
+        codec, start, end = self.places.get(_HEADERS, (_CONST, 0, 0))
+        if codec != _RAW or not is_block(self.buffer[start:end]):
             return None
-        raw, count = self._raw(_HEADERS)
-        if not is_block(raw):
-            return None
-        block = HeaderBlock.parse(raw, count)
-        selection = self.selection() if self.places[_HEADERS][0] != _RAW else None
-        return block if selection is None else block.take(selection.rows)
+        return HeaderBlock.parse(self.buffer[start:end], self.count)
 
     def values(self, column: int) -> npt.NDArray[Any]:
         """The stored values of a fixed column: one per row, or one for all rows."""

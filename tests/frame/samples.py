@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -15,12 +17,23 @@ from crc32c import crc32c
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from plait.frame import header_packing
 from plait.frame.builder import FrameParts, assemble, build_frame, pack_stamp
 from plait.frame.columns import TAG_SEPARATOR, Codec, Column
 from plait.frame.header import HEADER_SIZE, SEQUENCE_MAX, STAMP_CRC_OFFSET, STAMP_OFFSET, TIME_MAX
 from plait.frame.view import FrameView
 
 NOW = 1_700_000_000_000_000
+
+
+@contextmanager
+def small_blocks(count: int = 8) -> Iterator[None]:
+    """Frames of this many rows have header blocks, so that small tests have them."""
+    before, header_packing.BLOCK_COUNT_MIN = header_packing.BLOCK_COUNT_MIN, count  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        header_packing.BLOCK_COUNT_MIN = before  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -85,20 +98,21 @@ class Draft:
     def build(self) -> FrameParts:
         """The stamped frame."""
         hashes = self.key_hashes
-        frame = build_frame(
-            self.bodies,
-            producer=self.producer,
-            first=self.first,
-            previous=self.previous,
-            send_time=_times(self.send_time),
-            deliver_at=_times(self.deliver_at),
-            keys=self.keys,
-            key_hashes=None if hashes is None else np.array(hashes, np.uint64),
-            tags=self.tags,
-            headers=self.headers,
-            flags=self.flags,
-            compression=self.compression,
-        )
+        with small_blocks():
+            frame = build_frame(
+                self.bodies,
+                producer=self.producer,
+                first=self.first,
+                previous=self.previous,
+                send_time=_times(self.send_time),
+                deliver_at=_times(self.deliver_at),
+                keys=self.keys,
+                key_hashes=None if hashes is None else np.array(hashes, np.uint64),
+                tags=self.tags,
+                headers=self.headers,
+                flags=self.flags,
+                compression=self.compression,
+            )
         # The builder has no argument for it: it is in the format, but clients cannot set it yet.
         if self.priority is not None:
             frame = with_column(frame, Column.PRIORITY, *_fixed(self.priority, "u1"))

@@ -15,9 +15,17 @@ from hypothesis import strategies as st
 from plait.errors import FrameError
 from plait.frame import FrameView, build_frame, can_coalesce, slice_mask, slice_rows
 from plait.frame.columns import Codec, Column
-from plait.frame.header_block import BLOCK_COUNT_MIN, HeaderBlock
+from plait.frame.header_block import (
+    NAME_SIZE_MAX,
+    HeaderBlock,
+    HeaderColumn,
+    _text_sizes,
+    _value_sizes,
+)
+from plait.frame.header_packing import BLOCK_COUNT_MIN
+from plait.frame.slicing import keep_mask
 from plait.limits import HEADER_COLUMNS_MAX, HEADERS_SIZE_MAX
-from tests.frame.samples import Draft, relaxed, with_column
+from tests.frame.samples import Draft, relaxed, small_blocks, with_column
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -42,7 +50,8 @@ ROWS = st.one_of(
 def frame_of(rows: list[dict[str, Any]], compression: str | None = None) -> FrameView:
     encoded = [encode(row) if row else b"" for row in rows]
     bodies = [b"body"] * len(rows)
-    frame = build_frame(bodies, producer=1, first=1, headers=encoded, compression=compression)
+    with small_blocks():
+        frame = build_frame(bodies, producer=1, first=1, headers=encoded, compression=compression)
     return FrameView(frame.tobytes()).validate()
 
 
@@ -73,7 +82,9 @@ def test_rows_get_their_headers_back(rows: list[dict[str, Any]], compression: st
     assert same(maps_of(frame), rows)
     block = frame.header_block()
     if block is not None:
-        assert same([row or {} for row in block.maps()], rows)
+        assert compression is None
+        assert same(block.maps(), rows)
+        assert same([block.map(row) for row in range(len(rows))], rows)
 
 
 @relaxed
@@ -91,7 +102,7 @@ def test_cuts_keep_the_headers_of_their_rows(rows: list[dict[str, Any]], data: s
 
 
 @relaxed
-@given(st.lists(ALIKE, min_size=BLOCK_COUNT_MIN, max_size=60))
+@given(st.lists(ALIKE, min_size=8, max_size=60))
 def test_a_name_is_read_as_an_array_without_the_others(rows: list[dict[str, Any]]):
     block = frame_of(rows).header_block()
     if block is None:
@@ -113,18 +124,31 @@ def orders(count: int) -> list[dict[str, Any]]:
 
 
 def test_a_block_is_smaller_than_the_rows():
-    rows = [row | {"region": "eu-central-1"} for row in orders(1_000)]
+    rows = [row | {"vip": row["amount"] > 5_000} for row in orders(1_000)]
     encoded = sum(len(encode(row)) for row in rows)
-    block = block_of(frame_of(rows))
-    # City: 4 bytes for the offset and 3 of text; amount: 2; region: once.
-    assert len(block.tobytes()) < 10 * len(rows) < encoded / 3
+    # City: 4 bytes for the offset and 3 of text; amount: 2; vip: 1.
+    assert len(block_of(frame_of(rows)).tobytes()) < 10 * len(rows) + 100 < encoded / 2
 
 
 def test_few_rows_keep_the_row_form_and_can_be_joined():
-    frame = frame_of(orders(BLOCK_COUNT_MIN - 1))
-    assert frame.header_block() is None
-    assert can_coalesce(frame)
-    assert not can_coalesce(frame_of(orders(BLOCK_COUNT_MIN)))
+    def built(count: int) -> FrameView:
+        headers = [encode(row) for row in orders(count)]
+        return FrameView(build_frame([b"a"] * count, producer=1, first=1, headers=headers).tobytes())
+
+    assert built(BLOCK_COUNT_MIN - 1).header_block() is None
+    assert can_coalesce(built(BLOCK_COUNT_MIN - 1))
+    assert built(BLOCK_COUNT_MIN).header_block() is not None
+    assert not can_coalesce(built(BLOCK_COUNT_MIN))
+
+
+def test_delayed_rows_keep_the_row_form():
+    headers = [encode(row) for row in orders(100)]
+    frame = build_frame([b"a"] * 100, producer=1, first=1, headers=headers, deliver_at=5)
+    assert FrameView(frame.tobytes()).validate().header_block() is None
+    block = block_of(frame_of(orders(100))).tobytes()
+    wrong = with_column(frame, Column.HEADERS, Codec.RAW, block)
+    with pytest.raises(FrameError, match="delayed rows"):
+        FrameView(wrong.tobytes()).validate()
 
 
 def test_very_many_different_names_keep_the_row_form():
@@ -137,21 +161,29 @@ def test_very_many_different_names_keep_the_row_form():
 def test_names_that_few_rows_have_stay_in_maps():
     rows = [row | ({"rare": "x"} if number % 50 == 0 else {}) for number, row in enumerate(orders(1_000))]
     block = block_of(frame_of(rows))
-    assert [column.name for column in block.columns] == ["city", "amount", ""]
+    assert [column.name for column in block.columns] == ["city", "amount"]
+    assert block.rest is not None
     assert block.array("rare") is None
-    assert same([row or {} for row in block.maps()], rows)
+    assert same(block.maps(), rows)
 
 
 def test_more_names_than_a_block_has_columns_for_stay_in_maps():
     rows = [{f"n{name}": number for name in range(HEADER_COLUMNS_MAX + 5)} for number in range(100)]
     block = block_of(frame_of(rows))
-    assert len(block.columns) == HEADER_COLUMNS_MAX + 1
-    assert same([row or {} for row in block.maps()], rows)
+    assert len(block.columns) == HEADER_COLUMNS_MAX
+    assert block.rest is not None
+    assert same(block.maps(), rows)
 
 
-def _changed(block: HeaderBlock, **changes: Any) -> bytes:
+def _stored(**changes: Any) -> bytes:
+    """The block of 20 orders, changed in its first column."""
+    block = block_of(frame_of(orders(20)))
     first, *rest = block.columns
-    return HeaderBlock(block.count, [first._replace(**changes), *rest]).tobytes()
+    return HeaderBlock(block.count, [first._replace(**changes), *rest], None).tobytes()
+
+
+def _with_block(stored: bytes, count: int = 20) -> FrameView:
+    return FrameView(with_column(Draft([b"a"] * count).build(), Column.HEADERS, Codec.RAW, stored).tobytes())
 
 
 @pytest.mark.parametrize(
@@ -160,29 +192,77 @@ def _changed(block: HeaderBlock, **changes: Any) -> bytes:
         (b"\xff\xff\xff\xff", "no room"),
         (b"\xff\xff\xff\xff" + bytes(4), "cannot have 0 columns"),
         (b"\xff\xff\xff\xff" + b"\xff" * 4, "cannot have"),
-        (_changed(block_of(frame_of(orders(20))), name="amount"), "twice"),
-        (_changed(block_of(frame_of(orders(20))), name=""), "without a name"),
-        (_changed(block_of(frame_of(orders(20))), kind=99), "newer Plait"),
-        (_changed(block_of(frame_of(orders(20))), presence=9), "presence 9"),
-        (_changed(block_of(frame_of(orders(20))), values=np.zeros(20, np.int32), data=memoryview(b"")), "no room"),
-        (_changed(block_of(frame_of(orders(20))), values=np.full(21, 7, np.int32)), "offsets"),
-        (_changed(block_of(frame_of(orders(20))), data=memoryview(b"\xff" * 60)), "not UTF-8"),
-        (block_of(frame_of(orders(20))).tobytes() + bytes(8), "end at"),
-        (block_of(frame_of(orders(20))).tobytes()[:-8], "bytes of"),
+        (_stored(name="amount"), "twice"),
+        (_stored(name=""), "twice, or a name"),
+        (_stored(name="n" * (NAME_SIZE_MAX + 1)), "a name of"),
+        (_stored(kind=99), "newer Plait"),
+        (_stored(present=np.full(20, 2, np.uint8)), "which of 20 rows"),
+        (_stored(values=np.zeros(20, np.int32), data=memoryview(b"")), "no room"),
+        (_stored(values=np.full(21, 7, np.int32)), "offsets"),
+        (_stored(data=memoryview(b"\xff" * 60)), "not UTF-8"),
+        (_stored() + bytes(8), "end at"),
+        (_stored()[:-8], "bytes of"),
         (block_of(frame_of(orders(21))).tobytes(), "offsets|bytes"),
     ],
 )
 def test_wrong_blocks_are_refused(stored: bytes, text: str):
-    frame = FrameView(with_column(Draft([b"a"] * 20).build(), Column.HEADERS, Codec.RAW, stored).tobytes())
     with pytest.raises(FrameError, match=text):
-        frame.validate()
+        _with_block(stored).validate()
 
 
-def test_a_row_with_more_bytes_than_headers_may_have_is_refused():
-    block = block_of(frame_of([{"a": "x" * 5_000, "b": number} for number in range(20)]))
-    [first, *rest] = block.columns
-    large = first._replace(data=memoryview(b"x" * (HEADERS_SIZE_MAX + 1)))
-    stored = HeaderBlock(20, [large, *rest]).tobytes()
-    frame = FrameView(with_column(Draft([b"a"] * 20).build(), Column.HEADERS, Codec.RAW, stored).tobytes())
+def _numbers(count: int, columns: int, name: str) -> bytes:
+    """A block of columns with one byte a row."""
+    values = np.zeros(count, np.uint8)
+    made = [HeaderColumn(f"{number}{name}", 2, None, values, memoryview(b"")) for number in range(columns)]
+    return HeaderBlock(count, made, None).tobytes()
+
+
+def test_a_block_that_stands_for_far_more_bytes_than_it_has_is_refused():
+    with pytest.raises(FrameError, match="the limit is"):
+        _with_block(_numbers(200_000, 4, "n" * 100), 200_000).validate()
+
+
+def test_the_row_form_of_a_block_counts_as_memory():
+    frame = _with_block(_numbers(1_000, 4, "n" * 100), 1_000).validate()
+    assert frame.inflated_size > sum(len(row) for row in frame.binary(Column.HEADERS).to_pylist()) - 4 * 1_000
+    assert FrameView(Draft([b"a"]).build().tobytes()).inflated_size == 0
+
+
+def test_rows_just_below_the_limit_are_accepted_and_rows_above_it_are_not():
+    long = [{"a": "x" * (HEADERS_SIZE_MAX - 100), "b": 1.5}] + [{f"n{n}": 1.5 * n for n in range(60)}] * 40
+    assert same(maps_of(frame_of(long)), long)
+    rows = [{"a": "x" * 60_000, "b": number} for number in range(20)]
+    first, *rest = block_of(frame_of(rows)).columns
+    ends = np.arange(21, dtype=np.int32) * (HEADERS_SIZE_MAX + 1)
+    large = first._replace(values=ends, data=memoryview(b"x" * int(ends[-1])))
     with pytest.raises(FrameError, match="have more than"):
-        frame.validate()
+        _with_block(HeaderBlock(20, [large, *rest], None).tobytes()).validate()
+
+
+@given(ALIKE | st.dictionaries(st.sampled_from(["a", "b" * 40, "c" * 128]), VALUES, min_size=1, max_size=3))
+def test_the_counted_size_of_a_row_is_that_of_its_map(row: dict[str, Any]):
+    block = frame_of([row] * 20).header_block()
+    if block is not None and block.rest is None:
+        sizes = sum(_text_sizes(np.array([len(c.name.encode())])) + _value_sizes(c) for c in block.columns)
+        assert int(np.max(sizes)) == len(encode(row)) - 1
+
+
+def test_headers_that_do_not_decode_are_shown_as_in_the_row_form():
+    block = block_of(frame_of([row | {"mixed": n if n % 2 else "x"} for n, row in enumerate(orders(20))]))
+    assert block.rest is not None
+    rest = block.rest._replace(values=np.arange(21, dtype=np.int32), data=memoryview(b"\xff" * 20))
+    frame = _with_block(HeaderBlock(20, block.columns, rest).tobytes()).validate()
+    found = block_of(frame)
+    assert found.map(3)["plait-unreadable"] == "ff"
+    assert found.maps()[3] == found.map(3)
+
+
+def test_slices_of_slices_keep_their_rows():
+    rows = orders(60)
+    frame = frame_of(rows)
+    once = FrameView(slice_rows(frame, 10, 50).tobytes())
+    twice = FrameView(slice_rows(once, 5, 20).tobytes()).validate()
+    assert same(maps_of(twice), rows[15:30])
+    kept = FrameView(keep_mask(frame, np.arange(60) % 7 == 0, b"note").tobytes()).validate()
+    assert kept.header_block() is None
+    assert same(maps_of(kept), rows[::7])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,6 +67,7 @@ _STEPS = (
     FrameView.verify,
     rows_of,
     _read_batch,
+    lambda frame: (block := frame.header_block()) and (block.maps(), block.map(0), block.rows(), block.tobytes()),
     lambda frame: (frame.runs(), frame.selection(), frame.end, frame.compressed),
 )
 
@@ -92,9 +92,8 @@ def valid_frames() -> list[bytes]:
         slice_mask(full_draft(12, "lz4").view(), np.arange(12) % 3 == 0).tobytes(),
         with_column(full_draft(3).build(), 31, 12, b"newer").tobytes(),
         HEADED.build().tobytes(),
-        replace(HEADED, compression="zstd").build().tobytes(),
         slice_rows(HEADED.view(), 3, 9).tobytes(),
-        slice_mask(replace(HEADED, compression="lz4").view(), np.arange(20) % 3 == 0).tobytes(),
+        slice_mask(HEADED.view(), np.arange(20) % 3 == 0).tobytes(),
     ]
 
 

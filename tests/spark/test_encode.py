@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from plait.client.send.encoding import decode_headers, decode_tags, encode_headers, encode_tags
+from plait.client.send.encoding import decode_tags, encode_headers, encode_tags
 from plait.client.send.row_columns import RowColumns
 from plait.errors import InvalidArgument, InvalidName, TooLarge
+from plait.frame.header_block import decode_headers
 from plait.model.logical_partitions import NO_KEY_HASH
 from plait.spark.sink import frame_columns as encoding
 from plait.spark.sink.frame_columns import check_columns, encode

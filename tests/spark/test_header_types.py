@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.client.send.encoding import UNREADABLE, decode_headers, encode_headers, read_headers
+from plait.client.send.encoding import encode_headers
 from plait.client.send.open_rows import hash_keys
+from plait.frame.header_block import UNREADABLE, decode_headers, read_headers
 from plait.spark.archiving import archiver as archiving
 from plait.spark.history.lookup import History
 from plait.spark.history.pieces import ENCODED

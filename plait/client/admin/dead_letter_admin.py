@@ -16,9 +16,10 @@ import msgspec
 from plait.client.arguments import is_number, limit_of, micros_of, sequences_of, shown, to_datetime
 from plait.client.net.admin_calls import Calls, Partition, PartitionNode
 from plait.client.net.rate_limit import RateLimit
-from plait.client.send.encoding import decode_headers, decode_tags
+from plait.client.send.encoding import decode_tags
 from plait.client.types import HeaderValue, MessageId, PartitionName
 from plait.errors import DeadLetterNotFound, InvalidArgument
+from plait.frame.header_block import decode_headers
 from plait.limits import DEAD_LIST_MAX, DEAD_PAGE_MAX
 from plait.model.reason import Reason, type_name
 from plait.wire.admin import dead_letters as d

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from itertools import pairwise, repeat
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +27,12 @@ from plait.client.consume.row_runs import (
     rows_of,
     runs_in,
 )
-from plait.client.send.encoding import decode_headers, decode_tags
+from plait.client.send.encoding import decode_tags
 from plait.client.types import ACKNOWLEDGED, Acknowledgement, HeaderValue, Message, MessageId, PartitionName
 from plait.errors import Closed, FrameError
 from plait.frame.arrow import keys as key_column
 from plait.frame.columns import SMALL_COUNT, Column
+from plait.frame.header_block import HeaderBlock, decode_headers
 from plait.frame.view import FrameView
 
 #: Looked up once: Python 3.11 runs a function for each access to an enum member.
@@ -79,8 +80,9 @@ class DeliveredFrame:
         #: For each failure: (the length of ``acking`` then, which shows the acks before it; rows; failure outcome).
         self.nacking: list[tuple[int, RowSelection, FailureOutcome]] = []
         self._ids: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
-        #: Tags and headers: bytes, or the headers of a block as maps.
-        self._columns: dict[Column, list[Any]] = {}
+        #: The encoded tags and headers of all rows, once one was read.
+        self._tags: list[bytes] | None = None
+        self._headers: HeaderBlock | list[bytes] | None = None
 
     # --- messages -------------------------------------------------------------------------------
 
@@ -105,19 +107,18 @@ class DeliveredFrame:
             raise FrameError(f"an order key is not UTF-8: {error}") from None
 
     def tags(self, row: int) -> list[str]:
-        return decode_tags(self._value(Column.TAGS, row)) if self.frame.has(Column.TAGS) else []
+        if not self.frame.has(Column.TAGS):
+            return []
+        self._tags = self._tags or self.frame.binary(Column.TAGS).to_pylist()
+        return decode_tags(self._tags[row])
 
     def headers(self, row: int) -> dict[str, HeaderValue]:
         if not self.frame.has(Column.HEADERS):
             return {}
-        found = self._value(Column.HEADERS, row)
-        return decode_headers(found) if type(found) is bytes else dict(found or ())
-
-    def _value(self, column: Column, row: int) -> Any:
-        if column not in self._columns:
-            block = self.frame.header_block() if column is Column.HEADERS else None
-            self._columns[column] = self.frame.binary(column).to_pylist() if block is None else block.maps()
-        return self._columns[column][row]
+        if self._headers is None:
+            self._headers = self.frame.header_block() or self.frame.binary(Column.HEADERS).to_pylist()
+        found = self._headers
+        return found.map(row) if isinstance(found, HeaderBlock) else decode_headers(found[row])
 
     def message_id(self, row: int) -> MessageId:
         self._ids = self._ids or self.frame.message_ids()

@@ -19,14 +19,8 @@ from plait.frame.columns import TAG_SEPARATOR
 from plait.limits import BODY_SIZE_MAX, DELAY_SECONDS_MAX, DELAY_SECONDS_MIN, HEADERS_SIZE_MAX, KEY_SIZE_MAX, TAGS_MAX
 from plait.model import names
 
-#: The header that replaces headers which cannot be decoded. Its value is their first ``UNREADABLE_SHOWN`` bytes, as
-#: hexadecimal text.
-UNREADABLE: Final = "plait-unreadable"
-UNREADABLE_SHOWN: Final = 256
-
 _json = msgspec.json.Encoder()
 _headers = msgspec.msgpack.Encoder()
-_decode_headers = msgspec.msgpack.Decoder(dict[str, str | bool | int | float])
 
 
 def encode_body(body: Any) -> bytes:
@@ -116,28 +110,6 @@ def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
         size, advice = len(encoded), "put large values in the body"
         raise _too_large(f"headers of {size} bytes are", size, "HEADERS_SIZE_MAX", HEADERS_SIZE_MAX, advice)
     return encoded
-
-
-def decode_headers(encoded: bytes) -> dict[str, str | int | float | bool]:
-    """The reverse of ``encode_headers``.
-
-    Brokers do not check headers, so another sender may have stored any bytes. Bytes that cannot be decoded are
-    returned as one header, ``UNREADABLE``; the message is delivered like any other.
-    """
-    if not encoded:
-        return {}
-    headers = read_headers(encoded)
-    return {UNREADABLE: encoded[:UNREADABLE_SHOWN].hex()} if headers is None else headers
-
-
-def read_headers(encoded: bytes) -> dict[str, str | int | float | bool] | None:
-    """The headers; None if ``encode_headers`` cannot have made the bytes."""
-    try:
-        headers = _decode_headers.decode(encoded)
-    except ValueError:
-        # From msgspec, or because text is not UTF-8.
-        return None
-    return None if "" in headers else headers
 
 
 #: Due times in microseconds since 1970: one for each row, or one for all.

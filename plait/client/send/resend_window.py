@@ -230,7 +230,9 @@ class ResendWindow:
         try:
             self.frames.remove(frame)
         except ValueError:
-            pass
+            return
+        if self.waiting:
+            self.wake()
 
     def fail(self, frame: SentFrame, error: PlaitError) -> None:
         """Remove a frame: its sends raise ``error``."""

@@ -27,12 +27,13 @@ import pyarrow.compute as pc
 from plait import chance
 from plait.client.arguments import limit_of
 from plait.client.client import Client
-from plait.client.send.encoding import decode_headers, encode_headers, encode_tags
+from plait.client.send.encoding import encode_headers, encode_tags
 from plait.client.send.open_rows import hash_keys
 from plait.client.send.resumable_sender import ResumableSender
 from plait.client.send.row_columns import RowColumns
 from plait.clock import Clock, SystemClock
 from plait.errors import InvalidArgument, TooLarge
+from plait.frame.header_block import decode_headers
 from plait.limits import MIB
 from plait.model import names
 from plait.spark.history.lookup import History

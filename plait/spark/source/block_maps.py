@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from plait.frame.header_block import REST, HeaderBlock
+from plait.frame.header_block import HeaderBlock
 from plait.spark.source.header_columns import MAP, letters_of, maps_of
 
 _TEXT: Final = pa.string()
@@ -17,8 +17,8 @@ _TEXT: Final = pa.string()
 
 def map_array(block: HeaderBlock) -> pa.Array:
     """The headers of each row: names and the text of their values; null for a row without headers."""
-    if _has_rest(block):
-        return maps_of(block.maps(), block.count)
+    if block.rest is not None:
+        return maps_of([each or None for each in block.maps()], block.count)
     present = _present(block)
     counts = present.sum(axis=1)
     # The values of all columns, one column after another; then those of the rows, in row order.
@@ -36,8 +36,8 @@ def map_array(block: HeaderBlock) -> pa.Array:
 
 def letter_array(block: HeaderBlock) -> pa.Array:
     """The type letters of the headers of each row (``header_columns``)."""
-    if _has_rest(block):
-        return letters_of(block.maps(), block.count)
+    if block.rest is not None:
+        return letters_of([each or None for each in block.maps()], block.count)
     letters = [_letter(block.array(column.name)) for column in block.columns]
     present = _present(block)
     # Few different sets of names occur: each becomes a number (a block has at most 64 names), and one text.
@@ -48,10 +48,6 @@ def letter_array(block: HeaderBlock) -> pa.Array:
     ]
     known = pa.array([each if each.strip("s") else None for each in texts], _TEXT)
     return known.take(_indexes(which))
-
-
-def _has_rest(block: HeaderBlock) -> bool:
-    return any(column.kind == REST for column in block.columns)
 
 
 def _present(block: HeaderBlock) -> npt.NDArray[np.bool_]:

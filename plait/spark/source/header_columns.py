@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from plait.client.send.encoding import UNREADABLE, encode_headers, read_headers
+from plait.client.send.encoding import encode_headers
+from plait.frame.header_block import UNREADABLE, read_headers
 
 #: The name of the column of types.
 TYPES: Final = "header_types"
