@@ -22,6 +22,7 @@ from plait.errors import (
     GroupMismatch,
     GroupNotFound,
     InvalidArgument,
+    InvalidFilter,
     InvalidName,
     KeyNotParked,
     LimitExceeded,
@@ -46,6 +47,7 @@ from plait.errors import (
     VersionMismatch,
 )
 from plait.limits import ClientLimits
+from plait.model.filter_terms import TagFilter
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
 from plait.version import VERSION as __version__
@@ -83,6 +85,7 @@ __all__ = [
     "GroupMismatch",
     "GroupNotFound",
     "InvalidArgument",
+    "InvalidFilter",
     "InvalidName",
     "KeyNotParked",
     "LimitExceeded",
@@ -121,6 +124,7 @@ __all__ = [
     "SubjectInfo",
     "SubjectNotFound",
     "Suspend",
+    "TagFilter",
     "Ticket",
     "Timeout",
     "TooLarge",

@@ -43,6 +43,13 @@ class InvalidName(InvalidArgument):
     facts = ("kind", "name")
 
 
+class InvalidFilter(InvalidArgument):
+    """A filter cannot be understood; the message and ``position`` name the place of the mistake."""
+
+    code = "invalid_filter"
+    facts = ("position",)
+
+
 class TooLarge(InvalidArgument):
     """A message, frame or request is over a named limit."""
 

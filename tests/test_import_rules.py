@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "plait"
 #: The top of the package, ``plait/__init__.py``: what users import.
 FACADE = "plait"
 BASE = {"errors", "limits", "clock", "chance", "model", "version", "memory"}
-SERVER_SIDE = BASE | {"frame", "storage", "broker", "wire", "meta"}
+SERVER_SIDE = BASE | {"frame", "filter", "storage", "broker", "wire", "meta"}
 
 #: Part → the parts of ours it may import; of a part with a dot, only that package: the structs of requests and replies.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -31,8 +31,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"errors", "limits", "version"},
     "memory": {"limits"},
     "frame": {"errors", "limits", "model"},
+    "filter": {"errors", "limits", "model", "frame"},
     "storage": BASE | {"frame"},
-    "broker": BASE | {"frame", "storage", "wire.admin"},
+    "broker": BASE | {"frame", "filter", "storage", "wire.admin"},
     "meta": BASE | {"wire.admin"},
     "wire": BASE | {"frame"},
     "client": BASE | {"tasks", "frame", "wire"},

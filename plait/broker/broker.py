@@ -27,7 +27,8 @@ from plait.broker.groups.group import FAILURE, AttachedConsumer, Group, NackOutc
 from plait.broker.groups.ordered.lease_grants import LeaseGrants
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.groups.waking import DueHeap, Waiter, end_pulls, wake_group
-from plait.broker.partitions.partition import Delivery, Partition
+from plait.broker.partitions.filtered_read import reader_of
+from plait.broker.partitions.partition import Delivery, Partition, ReadBatch
 from plait.broker.recovery.checkpointer import Snapshots
 from plait.broker.recovery.segment_headers import SegmentHeaders
 from plait.broker.recovery.start_up import Recovery, RecoveryReport
@@ -41,6 +42,7 @@ from plait.broker.staging.stages import Stages
 from plait.broker.turn import Turn
 from plait.clock import Clock
 from plait.errors import DiskFull, FrameError, StorageFailed
+from plait.filter.message_filter import Filter
 from plait.frame.columns import Column
 from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
@@ -258,16 +260,22 @@ class Broker:
         count: int,
         size: int,
         wait: float,
-        reply: Callable[..., None],
+        reply: Callable[[ReadBatch], None],
+        wanted: Filter | None = None,
     ) -> None:
-        """Read rows without a group; ``reply`` gets a ``Batch`` or None."""
+        """Read rows without a group, all or those that match a filter."""
+
+        def answer(found: ReadBatch | None) -> None:
+            reply(ReadBatch(waiter.sequence) if found is None else found)
+
         size = min(size, self.limits.pull_bytes)
-        batch = partition.read(self.message_log, sequence, partition.visible, count, size)
-        if batch.count or wait <= 0:
+        read = reader_of(partition, self.message_log, wanted)
+        batch = read(sequence, count, size)
+        if batch.count or wait <= 0 or batch.full:
             reply(batch)
             return
         deadline = self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds)
-        waiter = Waiter(partition.readers, None, count, size, reply, deadline, max(sequence, batch.end))
+        waiter = Waiter(partition.readers, None, count, size, answer, deadline, max(sequence, batch.end), read)
         partition.readers[waiter] = None
         self.deadlines.add(deadline, waiter)
 

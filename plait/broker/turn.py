@@ -308,7 +308,7 @@ class Turn:
             for group in list(partition.waiting):
                 wake_group(group)
             if partition.readers:
-                wake_readers(partition, self.message_log)
+                wake_readers(partition)
 
     def _answer(self, commit: Commit) -> None:
         """Answer the callers of a commit that takes effect."""

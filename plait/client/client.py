@@ -36,6 +36,7 @@ from plait.clock import Clock, virtual_clock
 from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
 from plait.limits import ClientLimits
 from plait.model import names
+from plait.model.filter_terms import TagFilter, filter_terms
 from plait.model.retry_policy import Retry
 
 log = logging.getLogger("plait.client")
@@ -357,12 +358,21 @@ class Client:
         self._check_not_closed()
         return self._consumers.new(arguments, self._now(), any_thread=any_thread or self._node.blocking)
 
-    def reader(self, subject: str, *, start: Start = "latest") -> Reader:
+    def reader(
+        self,
+        subject: str,
+        *,
+        start: Start = "latest",
+        where: str | None = None,
+        tags: TagFilter | Iterable[str] | None = None,
+    ) -> Reader:
         """Read without a group, for ``async with``: from "earliest", "latest", a sequence, a time, or "-5m".
 
-        Reading does not create the subject: raises ``SubjectNotFound``.
+        ``where`` is an SQL condition on headers, key and times, as in "city = 'BJS' AND amount > 5". ``tags``: messages
+        with one of these tags, or a ``TagFilter``. The broker sends only messages that match both. Reading does not
+        create the subject: raises ``SubjectNotFound``, or ``InvalidFilter`` with the place of a mistake.
         """
         self._check_open()
         self._check_not_closed()
         names.check("subject", subject)
-        return Reader(self._router, self.limits, subject, start_of(start, self._now()))
+        return Reader(self._router, self.limits, subject, start_of(start, self._now()), filter_terms(where, tags))

@@ -9,6 +9,7 @@ from plait.broker.groups.group import AttachedConsumer, NackOutcome
 from plait.broker.groups.group_settings import resolve_start
 from plait.broker.partitions.partition import ReadBatch
 from plait.errors import InvalidArgument, LimitExceeded, PlaitError, ProtocolError, StaleRoute, StaleSession
+from plait.filter.message_filter import compile_filter
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
 from plait.limits import FAILED_RANGES_MAX, LOGICAL_PARTITIONS, REQUEST_RANGES_MAX
@@ -250,25 +251,23 @@ class Handlers:
     def _read(self, connection: Connection, correlation: int, read: m.ReadRequest, _: memoryview) -> None:
         names.check_partition(read.name)
         wait = _checked_wait(read.wait)
+        wanted = None if read.filter is None else compile_filter(read.filter)
         # A read creates no subject. In a cluster the missing partition makes the reader refresh its route.
         partition = self._broker.partition_of(read.name, create=self._broker.catalog.routed)
         start = resolve_start(partition, read.start)
         polls = connection.begin_poll(correlation)
 
-        def reply(batch: ReadBatch | None) -> None:
+        def reply(batch: ReadBatch) -> None:
             if polls.pop(correlation, None) is None:
                 return
             if connection.writing_paused:
                 # Send no rows: the client reads again from here after it has read its earlier replies.
-                batch = None
-            position = start if batch is None else batch.end
-            head = m.ReadReply(partition.id, partition.row.name, position)
-            if batch is None or not batch.count:
-                connection.answer(correlation, head)
-            else:
-                connection.answer(correlation, head, batch.parts, batch.size)
+                batch = ReadBatch(start)
+            more = wanted is not None and batch.full
+            head = m.ReadReply(partition.id, partition.row.name, batch.end, more)
+            connection.answer(correlation, head, batch.parts, batch.size)
 
-        self._broker.read(partition, start, read.count, read.size, wait, reply)
+        self._broker.read(partition, start, read.count, read.size, wait, reply, wanted)
         self._host.arm_timer()
 
     def _admin(self, connection: Connection, correlation: int, request: m.AdminRequest, _: memoryview) -> None:

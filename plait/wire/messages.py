@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from plait.model.filter_terms import FilterTerms
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
 
@@ -263,7 +264,10 @@ class RenewRequest(PacketHead, frozen=True):
 
 
 class ReadRequest(PacketHead, frozen=True):
-    """Reads rows of the partition ``name`` without a group, from ``start`` on (as in ``AttachRequest``)."""
+    """Reads rows of the partition ``name`` without a group, from ``start`` on (as in ``AttachRequest``).
+
+    With ``filter``, only rows that match it.
+    """
 
     KIND: ClassVar[int] = 30
     name: str
@@ -271,15 +275,20 @@ class ReadRequest(PacketHead, frozen=True):
     count: int
     size: int
     wait: float
+    filter: FilterTerms | None = None
 
 
 class ReadReply(PacketHead, frozen=True):
-    """Rows, as frames in the payload; the next read starts at ``next``."""
+    """Rows, as frames in the payload; the next read starts at ``next``.
+
+    ``more``: a filtered read has examined as many rows as one request may; there are more rows now.
+    """
 
     KIND: ClassVar[int] = 31
     partition: int
     name: str
     next: int
+    more: bool = False
 
 
 class AdminRequest(PacketHead, frozen=True):

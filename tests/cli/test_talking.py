@@ -80,6 +80,18 @@ def test_a_file_is_one_message_or_its_lines(here: Here, subject: str, tmp_path: 
     assert raw.stdout == b"a\nb\n\na\nb\n"
 
 
+def test_only_messages_that_match_are_printed(here: Here, subject: str):
+    for number, tag in enumerate(("new", "old", "new")):
+        here("send", subject, str(number), "--tag", tag, "--header", f"amount:={number}")
+    options = ("tail", subject, "--start", "earliest", "--wait", "0.1s", "-o", "raw")
+    assert here(*options, "--where", "amount > 0", "--tag", "new", "--tag", "big").stdout == b"2\n"
+    wrong = here(*options, "--where", "amount >")
+    assert wrong.returncode == 2
+    assert b"at character 9" in wrong.stderr
+    member = here(*options, "--group", "g", "--tag", "new")
+    assert (member.returncode, b"leave --group out" in member.stderr) == (2, True)
+
+
 def test_control_characters_do_not_reach_the_terminal(here: Here, subject: str):
     here("send", subject, "\x1b[2J\tred")
     shown = here("tail", subject, "--start", "-5m", "--count", "1")

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import plait
-from plait.broker.partitions.partition import Partition
+from plait.broker.partitions.partition import Partition, ReadBatch
 from plait.client.read import range_scan as scan_module
 from plait.client.read.range_scan import RangeScan, ScanPiece
 from plait.client.read.surveyor import PartitionSpan, SpanRange, Surveyor
@@ -167,14 +167,20 @@ async def test_rows_that_a_broker_has_and_does_not_return_are_an_error(
     read, empty = broker.server.broker.read, 3
 
     def busy(
-        partition: Partition, sequence: int, count: int, size: int, wait: float, reply: Callable[..., None]
+        partition: Partition,
+        sequence: int,
+        count: int,
+        size: int,
+        wait: float,
+        reply: Callable[..., None],
+        wanted: None,
     ) -> None:
         nonlocal empty
         empty -= 1
         if empty >= 0:
-            reply(None)
+            reply(ReadBatch(sequence))
         else:
-            read(partition, sequence, count, size, wait, reply)
+            read(partition, sequence, count, size, wait, reply, wanted)
 
     monkeypatch.setattr(broker.server.broker, "read", busy)
     assert len(rows_of([piece async for piece in RangeScan(surveyor, span, 0, 20)])) == 20

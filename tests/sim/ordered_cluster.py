@@ -225,9 +225,10 @@ class OrderedCluster:
     def _has_the_lock(self, process: Process, message: plait.Message, lock: int) -> None:
         """Check that a consumer that begins with a message owns its lock, according to the broker."""
         server = self.servers[message.partition.group]
-        partition = server.broker.subjects.get(message.partition.name)
+        # A server that has just started has no broker yet, or one that is still recovering.
+        broker = getattr(server, "broker", None)
+        partition = None if broker is None else broker.subjects.get(message.partition.name)
         if partition is None:
-            # The broker has just started and is still recovering.
             return
         group = partition.groups[GROUP]
         assert isinstance(group, OrderedGroup)

@@ -10,7 +10,12 @@ import pytest
 from tests.sim.ordered_defects import ask_brokers_that_hold_nothing
 from tests.sim.world.plan import Plan, draw_plan
 from tests.sim.world.world import World
-from tests.sim.world_defects import Defect, delete_what_is_not_archived, leave_out_where_failed_messages_are
+from tests.sim.world_defects import (
+    Defect,
+    delete_what_is_not_archived,
+    leave_out_where_failed_messages_are,
+    skip_rows_after_a_full_reply,
+)
 
 #: Worlds that one test runs: a hundred in total.
 SEEDS = 5
@@ -69,10 +74,11 @@ def test_a_hundred_plans_have_every_feature_and_every_fault():
         (delete_what_is_not_archived, 24, 4.0),
         (ask_brokers_that_hold_nothing, 22, 4.0),
         (leave_out_where_failed_messages_are, 20081, 4.0),
+        (skip_rows_after_a_full_reply, 0, 4.0),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_worlds_notice_a_defect_of_archives_of_retention_and_of_brokers_that_are_switched_off(
+def test_worlds_notice_a_defect_of_archives_retention_filters_and_of_brokers_that_are_switched_off(
     defect: Defect, seed: int, seconds: float, monkeypatch: pytest.MonkeyPatch
 ):
     defect(monkeypatch)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from plait.broker.groups.at_most_once import AtMostOnceGroup
+from plait.broker.partitions import filtered_read
 from plait.broker.partitions import sealing as passed
+from plait.broker.partitions.partition import Partition, ReadBatch
 from plait.broker.retention import Retention
 from plait.client.app.subscription import Subscription
 from plait.client.closing import Closing
@@ -19,6 +21,7 @@ from plait.client.consume import fetcher
 from plait.client.send.producer import Producer
 from plait.errors import CodecError
 from plait.meta.batch_commits import ClusterAge
+from plait.storage.logs.log import Log
 from plait.storage.marks import ArchiveMark
 
 Patch = pytest.MonkeyPatch
@@ -96,3 +99,16 @@ def throw_rows_away_at_a_clean_stop(patch: Patch) -> None:
 def forget_decisions_by_the_wall_clock(patch: Patch) -> None:
     """The age of a decision is computed from the meta server's wall clock."""
     patch.setattr(ClusterAge, "advance", lambda age, connection: age._clock.now() // 1_000_000)
+
+
+def skip_rows_after_a_full_reply(patch: Patch) -> None:
+    """A filtered read that found enough rows in the middle of a frame continues after the frame."""
+    read = filtered_read.read_filtered
+
+    def skipping(partition: Partition, log: Log, start: int, count: int, *rest: Any) -> ReadBatch:
+        batch = read(partition, log, start, count, *rest)
+        if batch.count >= count > 0:
+            _, batch.end, _ = next(partition.walk(log, batch.end - 1, partition.visible))
+        return batch
+
+    patch.setattr(filtered_read, "read_filtered", skipping)

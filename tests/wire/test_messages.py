@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from plait import errors
 from plait.errors import PlaitError, ProtocolError
 from plait.limits import LOGICAL_PARTITIONS, REQUEST_RANGES_MAX, STAGES_PAGE_MAX
+from plait.model.filter_terms import FilterTerms, TagFilter
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
 from plait.wire import codec
@@ -51,8 +52,8 @@ GOLDEN: list[tuple[m.PacketHead, str]] = [
         "9a0190cb0000000000000000c0c2c290919200cd02009193000a019103",
     ),
     (m.DetachRequest(1), "9101"),
-    (m.ReadRequest("s", "latest", 10, 1000, 0.5), "95a173a66c61746573740acd03e8cb3fe0000000000000"),
-    (m.ReadReply(1, "s", 10), "9301a1730a"),
+    (m.ReadRequest("s", "latest", 10, 1000, 0.5), "96a173a66c61746573740acd03e8cb3fe0000000000000c0"),
+    (m.ReadReply(1, "s", 10), "9401a1730ac2"),
     (m.AdminRequest("subject.list", {}), "92ac7375626a6563742e6c69737480"),
     (m.AdminReply(msgspec.Raw(b"\x90")), "9190"),
     (m.LeaseRequest(1, [(0, 512, 7, 9)], [5], [6], 8), "9501919400cd020007099105910608"),
@@ -107,6 +108,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     str | None: st.none() | texts,
     float | None: st.none() | st.floats(allow_nan=False),
     Reason | None: st.none() | st.builds(Reason, texts, texts, texts),
+    FilterTerms | None: st.none() | st.builds(FilterTerms, st.builds(TagFilter, any=st.tuples(texts)), texts),
     Retry | None: st.none() | st.builds(Retry, first=st.floats(0, 1e6), steps=st.tuples(st.floats(0, 1e6))),
     list[tuple[int, int, int]]: triples,
     list[int]: st.lists(numbers, max_size=4),

@@ -13,8 +13,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from plait.storage.logs.log import Log
-
 log = logging.getLogger("plait.broker")
 
 #: A heap is cleaned when it has more than this many entries above twice its live ones.
@@ -34,6 +32,8 @@ class Waiter(msgspec.Struct, eq=False):
     #: On the monotonic clock; 0: the waiter has left its queue.
     deadline: float
     sequence: int = 0
+    #: Of a read: reads from a sequence at most a count and a size.
+    read: Callable[[int, int, int], Any] | None = None
 
     def leave(self) -> bool:
         """Leave the queue; False if it has left already. Only the caller that gets True may answer it."""
@@ -107,12 +107,13 @@ def end_pulls(group: Any) -> None:
         waiter.time_out()
 
 
-def wake_readers(partition: Any, message_log: Log) -> None:
+def wake_readers(partition: Any) -> None:
     """Answer suspended reads of a partition for which there are rows."""
     for waiter in list(partition.readers):
         try:
-            batch = partition.read(message_log, waiter.sequence, partition.visible, waiter.count, waiter.size)
-            if batch.count and waiter.leave():
+            batch = waiter.read(waiter.sequence, waiter.count, waiter.size)
+            waiter.sequence = batch.end
+            if (batch.count or batch.full) and waiter.leave():
                 waiter.reply(batch)
         except Exception:
             log.exception("cannot answer a suspended read of %s", partition.row.name)

@@ -37,6 +37,8 @@ def tail(
     count: Annotated[int | None, described("End after this many messages.")] = None,
     wait: Annotated[str | None, described("End when no message arrived for this long, as in 5s.")] = None,
     group: Annotated[str | None, described("Consume as a member of this group, and ack what is printed.")] = None,
+    where: Annotated[str | None, described("Only messages that match, as in \"city = 'BJS'\".")] = None,
+    tag: Annotated[list[str] | None, described("Only messages with this tag; give it again for another one.")] = None,
     server: Server = DEFAULT_SERVER,
     output: Annotated[
         Literal["table", "json", "raw"],
@@ -44,8 +46,7 @@ def tail(
     ] = "table",
 ) -> None:
     """Print messages as they arrive, until Ctrl-C."""
-    if count is not None and count < 1:
-        raise InvalidArgument(f"--count must be 1 or more, not {count}")
+    _check(count, group, filtered=where is not None or bool(tag))
     quiet = FETCH_SECONDS if wait is None else duration_of(wait)
     show = {"table": _show_columns, "json": _show_json, "raw": _show_raw}[output]
     left = count
@@ -66,7 +67,7 @@ def tail(
 
     async def read(client: Client) -> None:
         if group is None:
-            async with client.reader(subject, start=start or "latest") as reader:
+            async with client.reader(subject, start=start or "latest", where=where, tags=tag) as reader:
                 while left != 0 and show_all(await reader.fetch(wanted(), quiet)):
                     pass
             return
@@ -82,6 +83,13 @@ def tail(
                 await batch.ack()
 
     with_client(server, read)
+
+
+def _check(count: int | None, group: str | None, *, filtered: bool) -> None:
+    if count is not None and count < 1:
+        raise InvalidArgument(f"--count must be 1 or more, not {count}")
+    if group is not None and filtered:
+        raise InvalidArgument("--where and --tag read without a group; leave --group out")
 
 
 def _show_columns(message: Message) -> None:

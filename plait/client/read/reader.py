@@ -20,6 +20,7 @@ from plait.client.types import Message, PartitionName
 from plait.errors import Closed, InvalidArgument, StaleRoute, Timeout, Unavailable
 from plait.frame.view import frames_in
 from plait.limits import ClientLimits
+from plait.model.filter_terms import FilterTerms
 from plait.wire import messages as m
 
 log = logging.getLogger("plait.client")
@@ -32,8 +33,16 @@ class ReadPosition:
     """The position of a reader in one partition, which advances as it reads."""
 
     def __init__(
-        self, node: Node, limits: ClientLimits, subject: str, name: PartitionName, start: Any, rows: deque[Message]
+        self,
+        node: Node,
+        limits: ClientLimits,
+        subject: str,
+        name: PartitionName,
+        start: Any,
+        rows: deque[Message],
+        filter_terms: FilterTerms | None,
     ) -> None:
+        self._filter = filter_terms
         self._node = node
         self._limits = limits
         self._subject = subject
@@ -62,22 +71,26 @@ class ReadPosition:
 
         Adds nothing if a concurrent read has advanced the position.
         """
-        begun = self.position
-        answer, payload = await self._ask(count, wait)
-        if self.position is not begun:
-            return
-        messages: list[Message] = []
-        for frame in frames_in(payload):
-            frame.verify()
-            delivered = DeliveredFrame(frame, self._subject, self.name, None, [(frame.base, frame.end, 1)])
-            messages += delivered.messages(0, frame.count)
-        self._rows.extend(messages)
-        self.position = ["sequence", answer.next]
+        more = True
+        while more:
+            begun = self.position
+            answer, payload = await self._ask(count, wait)
+            if self.position is not begun:
+                return
+            messages: list[Message] = []
+            for frame in frames_in(payload):
+                frame.verify()
+                delivered = DeliveredFrame(frame, self._subject, self.name, None, [(frame.base, frame.end, 1)])
+                messages += delivered.messages(0, frame.count)
+            self._rows.extend(messages)
+            self.position = ["sequence", answer.next]
+            # A read with a filter examines a part of the log at a time.
+            more = answer.more and not messages
 
     async def _ask(self, count: int, wait: float) -> tuple[m.ReadReply, memoryview]:
         while True:
             link = await self._node.ready(self._limits.send_seconds)
-            request = m.ReadRequest(self.name.name, self.position, count, self._limits.pull_bytes, wait)
+            request = m.ReadRequest(self.name.name, self.position, count, self._limits.pull_bytes, wait, self._filter)
             try:
                 async with asyncio.timeout(wait + self._limits.request_seconds):
                     return await link.request_payload(request)
@@ -90,7 +103,10 @@ class ReadPosition:
 class Reader:
     """A position in a subject that advances as it reads. Resumes after a restart of the server."""
 
-    def __init__(self, router: Router, limits: ClientLimits, subject: str, start: Any) -> None:
+    def __init__(
+        self, router: Router, limits: ClientLimits, subject: str, start: Any, filter_terms: FilterTerms | None = None
+    ) -> None:
+        self._filter = filter_terms
         self._router = router
         self._limits = limits
         self.subject = subject
@@ -147,7 +163,9 @@ class Reader:
         for name in route.partitions:
             if name not in self._partitions:
                 node = self._router.node(route, name.group)
-                self._partitions[name] = ReadPosition(node, self._limits, self.subject, name, start, self._rest)
+                self._partitions[name] = ReadPosition(
+                    node, self._limits, self.subject, name, start, self._rest, self._filter
+                )
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -85,7 +85,9 @@ class Senders(Part):
         for _ in range(burst.draw.choice((1, 1, 2, 6))):
             record = self._record(burst)
             try:
-                ticket = burst.client.post(burst.subject, self._body(record, burst.draw), key=_key(record))
+                ticket = burst.client.post(
+                    burst.subject, self._body(record, burst.draw), key=_key(record), headers=headers_of(record)
+                )
             except PlaitError as error:
                 self._failed(record, error)
             else:
@@ -94,7 +96,8 @@ class Senders(Part):
     async def _awaits(self, burst: Burst) -> None:
         """Send one message; the call may be cancelled."""
         record = self._record(burst)
-        sending = burst.client.send(burst.subject, self._body(record, burst.draw), key=_key(record))
+        body = self._body(record, burst.draw)
+        sending = burst.client.send(burst.subject, body, key=_key(record), headers=headers_of(record))
         await self._settle(record, burst.subject, burst.calls(sending))
 
     async def _at_once(self, burst: Burst) -> None:
@@ -108,7 +111,8 @@ class Senders(Part):
             # Not by ``calls``: a call that may be cancelled begins one step later, which changes the order.
             record = self._record(burst, keys)
             body = self._body(record, burst.draw, LARGE)
-            await self._settle(record, burst.subject, burst.client.send(burst.subject, body, key=_key(record)))
+            sending = burst.client.send(burst.subject, body, key=_key(record), headers=headers_of(record))
+            await self._settle(record, burst.subject, sending)
 
     async def _many(self, burst: Burst) -> None:
         """Send several messages with one call."""
@@ -116,7 +120,8 @@ class Senders(Part):
         bodies = [self._body(record, burst.draw) for record in records]
         keys = [_key(record) for record in records]
         try:
-            receipts = await burst.calls(burst.client.send_many(burst.subject, bodies, keys=keys))
+            headers = [headers_of(record) for record in records]
+            receipts = await burst.calls(burst.client.send_many(burst.subject, bodies, keys=keys, headers=headers))
         except (PlaitError, Interrupted) as error:
             # Some of the messages may be stored.
             for record in records:
@@ -132,7 +137,7 @@ class Senders(Part):
         delay = draw.choice((0.05, 0.5, draw.uniform(0.1, 6.0)))
         due = self.simulation.now + delay
         body = self._body(record, draw)
-        sending = client.send(burst.subject, body, key=_key(record), delay=delay)
+        sending = client.send(burst.subject, body, key=_key(record), delay=delay, headers=headers_of(record))
         receipt = await self._settle(record, burst.subject, burst.calls(sending), due)
         if receipt is not None and draw.random() < 0.3:
             burst.process.spawn(self._change_mind(client, record, receipt, draw))
@@ -187,6 +192,12 @@ class Senders(Part):
     def _unknown(self, record: RecordedSend, error: Exception) -> None:
         record.unknown(error, self.simulation.now)
         self.ledger.running.pop(int(record.value), None)
+
+
+def headers_of(record: RecordedSend) -> dict[str, str | int]:
+    """The headers of a message, which a filtered reader examines; every third message has one more."""
+    number = int(record.value)
+    return {"number": number} | ({"third": "yes"} if number % 3 == 0 else {})
 
 
 def _key(record: RecordedSend) -> str | None:

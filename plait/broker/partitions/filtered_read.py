@@ -1,0 +1,60 @@
+"""Reads the rows of a partition that match a filter: a bounded part of the log in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from plait.broker.partitions.partition import Partition, ReadBatch
+from plait.filter.message_filter import Filter
+from plait.frame.slicing import slice_mask
+from plait.limits import FILTER_SCAN_BYTES, FILTER_SCAN_COUNT
+from plait.storage.logs.log import Log
+
+
+def reader_of(partition: Partition, log: Log, wanted: Filter | None) -> Callable[[int, int, int], ReadBatch]:
+    """Reads from a sequence at most a count and a size: all rows, or those that match."""
+    if wanted is not None:
+        return lambda start, count, size: read_filtered(partition, log, start, count, size, wanted)
+    return lambda start, count, size: partition.read(log, start, partition.visible, count, size)
+
+
+def read_filtered(partition: Partition, log: Log, start: int, count: int, size: int, wanted: Filter) -> ReadBatch:
+    """Visible rows from ``start`` that match: at most ``count`` rows and ``size`` bytes, but at least one frame.
+
+    The batch ends where the search ended. ``full``: the search has examined as many rows or bytes as one call may, or
+    has found enough, and there are more rows.
+    """
+    batch = ReadBatch(start)
+    examined = 0
+    for first, last, frame in partition.walk(log, start, partition.visible):
+        if batch.end - start >= FILTER_SCAN_COUNT or examined >= FILTER_SCAN_BYTES or batch.count >= count:
+            batch.full = True
+            return batch
+        if frame is None:
+            batch.damaged.append((first, last))
+            batch.end = last
+            continue
+        examined += frame.size + frame.inflated_size
+        rows = np.flatnonzero(wanted.rows(frame)[first - frame.base : last - frame.base])
+        if len(rows) > count - batch.count:
+            # The next read continues after the last row that fits.
+            rows = rows[: count - batch.count]
+            last = first + int(rows[-1]) + 1
+        if len(rows):
+            mask = np.zeros(frame.count, bool)
+            mask[rows + (first - frame.base)] = True
+            parts = [frame.buffer] if mask.all() else slice_mask(frame, mask).parts
+            piece = sum(map(len, parts))
+            if batch.count and batch.size + batch.inflated + piece + frame.inflated_size > size:
+                batch.full = True
+                return batch
+            batch.parts += parts
+            batch.count += len(rows)
+            batch.size += piece
+            batch.inflated += frame.inflated_size
+        batch.end = last
+    batch.end = max(batch.end, min(start, partition.visible))
+    batch.full = batch.end < partition.visible
+    return batch

@@ -1,0 +1,59 @@
+"""The terms of a filter, as users give them and requests carry them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from plait.errors import InvalidArgument
+from plait.limits import FILTER_LENGTH_MAX, TAGS_MAX
+from plait.model import names
+
+
+class TagFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Wants messages with at least one of ``any``, with ``all`` of these tags, and with ``none`` of those."""
+
+    any: tuple[str, ...] = ()
+    all: tuple[str, ...] = ()
+    none: tuple[str, ...] = ()
+
+
+class FilterTerms(msgspec.Struct, frozen=True):
+    """What a message must be like: its tags, and an SQL condition (empty: every message)."""
+
+    tags: TagFilter = TagFilter()
+    where: str = ""
+
+    def check(self) -> FilterTerms:
+        """Check tags and length; the condition is checked when it is compiled."""
+        for tags in (self.tags.any, self.tags.all, self.tags.none):
+            if len(tags) > TAGS_MAX:
+                raise InvalidArgument(f"a filter of {len(tags)} tags is over the limit of {TAGS_MAX} (TAGS_MAX)")
+            for tag in tags:
+                names.check_tag(tag)
+        if len(self.where) > FILTER_LENGTH_MAX:
+            raise InvalidArgument(
+                f"a filter of {len(self.where)} characters is over the limit of {FILTER_LENGTH_MAX} (FILTER_LENGTH_MAX)"
+            )
+        return self
+
+
+def filter_terms(where: Any, tags: Any) -> FilterTerms | None:
+    """The filter of arguments: a condition, and one tag, several of which a message must have one, or a ``TagFilter``.
+
+    None: every message is wanted.
+    """
+    if where is not None and (not isinstance(where, str) or not where.strip()):
+        raise InvalidArgument(
+            f"where={where!r} is not a condition; write one such as \"city = 'BJS'\", or leave it out"
+        )
+    if isinstance(tags, str):
+        tags = [tags]
+    if tags is not None and not isinstance(tags, TagFilter):
+        tags = TagFilter(any=tuple(tags))
+    if tags is not None:
+        tags = TagFilter(any=tuple(tags.any), all=tuple(tags.all), none=tuple(tags.none))
+    if where is None and (tags is None or tags == TagFilter()):
+        return None
+    return FilterTerms(tags or TagFilter(), where or "").check()
