@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import headers, meta, ordered, ordered_handover, partitions, retry, schedule, throughput, turns
+from benchmarks import filters, headers, meta, ordered, ordered_handover, partitions, retry, schedule, throughput, turns
 from benchmarks import scale as scale_suite
 from benchmarks.plot import plot
 from benchmarks.result import Result, write_json
@@ -25,6 +25,7 @@ SUITES: dict[str, Suite] = {
     "sync": lambda smoke: throughput.sync_flush(_scale(smoke)),
     "latency": lambda smoke: throughput.latency(_scale(smoke)),
     "headers": headers.header_forms,
+    "filters": filters.scans,
     "backlog": scale_suite.backlog,
     "subjects": scale_suite.many_subjects,
     "turns": turns.longest_turn,

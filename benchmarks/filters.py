@@ -1,0 +1,61 @@
+"""How many messages per second a broker examines for a reader with a filter, over the network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvloop
+
+import plait
+from benchmarks.plait_server import PlaitServer
+from benchmarks.result import Result
+
+#: Rows of one ``send_many``.
+MANY_COUNT = 50_000
+#: Every hundredth message matches.
+SHARE = 100
+BODY = b"x" * 100
+ROUNDS = 5
+
+
+async def _send(client: plait.Client, count: int) -> None:
+    for start in range(0, count, MANY_COUNT):
+        numbers = range(start, min(start + MANY_COUNT, count))
+        tags = [["rare"] if number % SHARE == 0 else ["common"] for number in numbers]
+        headers = [{"amount": number % SHARE, "city": "BJS" if number % 2 else "SHA"} for number in numbers]
+        await client.send_many("filtered", [BODY] * len(numbers), tags=tags, headers=headers)
+
+
+async def _rate(client: plait.Client, count: int, **filters: Any) -> float:
+    """Messages examined per second, until all that match were read."""
+    found, wanted = 0, len(range(0, count, SHARE))
+    async with client.reader("filtered", start="earliest", **filters) as reader:
+        began = time.perf_counter()
+        while found < wanted:
+            messages = await reader.fetch(10_000, wait=30)
+            if not messages:
+                raise TimeoutError(f"only {found} of {wanted} messages arrived")
+            found += len(messages)
+        return count / (time.perf_counter() - began)
+
+
+def scans(smoke: bool) -> Iterator[Result]:
+    """A tag and an SQL condition on two headers; each matches one message in a hundred."""
+    count = 5_000 if smoke else 2_000_000
+
+    async def measure(address: str) -> dict[str, list[float]]:
+        async with plait.connect(address) as client:
+            await _send(client, count)
+            rates: dict[str, list[float]] = {"tag": [], "sql": []}
+            for _ in range(1 if smoke else ROUNDS):
+                rates["tag"].append(await _rate(client, count, tags=["rare"]))
+                rates["sql"].append(await _rate(client, count, where="amount = 0 AND city = 'SHA'"))
+            return rates
+
+    with PlaitServer() as server:
+        rates = uvloop.run(measure(server.address))
+    for name, bar, what in (("tag", 5.0, "a tag filter"), ("sql", 1.0, "an SQL filter on two headers")):
+        best = sorted(rates[name])[len(rates[name]) // 2] / 1e6
+        yield Result(f"messages examined for {what}", best, bar, unit="M/s", details={"rates": rates[name]})
