@@ -245,7 +245,7 @@ def test_a_subject_created_again_after_its_deletion_is_a_new_one():
     old = node.partition("orders").id
     node.broker.delete_subject("orders")
     assert waiting.answers == [None]
-    assert reading.answers == [None]
+    assert [batch.count for batch in reading.answers] == [0]
     assert consumer.session not in node.broker.sessions
     assert node.send("orders", b"new").acknowledged is False, "its producer has sent to another partition before"
     assert node.send("orders", b"new", producer=Producer(77)).sequence == 0
@@ -277,7 +277,7 @@ def test_a_waiting_read_is_answered_once_at_its_deadline():
     reading = node.read("orders", 0, wait=10)
     node.clock.advance(10)
     node.broker.run_timers()
-    assert reading.answers == [None]
+    assert [batch.count for batch in reading.answers] == [0]
     node.send("orders", b"a")
-    assert reading.answers == [None]
+    assert [batch.count for batch in reading.answers] == [0]
     assert node.partition("orders").readers == {}
