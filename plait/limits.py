@@ -36,8 +36,11 @@ HEADER_COLUMNS_MAX: Final = 64
 FILTER_LENGTH_MAX: Final = 4096
 FILTER_NODES_MAX: Final = 512
 FILTER_DEPTH_MAX: Final = 32
-#: What one filtered read examines at most, so that it does not delay other requests: messages, and bytes of frames.
+#: What all filters of a broker examine in one turn of its loop, so that they do not delay other requests: seconds; and
+#: messages, frames and bytes of frames, whatever the clock says. A commit and the other requests come in between.
+FILTER_SCAN_SECONDS: Final = 0.01
 FILTER_SCAN_COUNT: Final = 100_000
+FILTER_SCAN_FRAMES: Final = 1_000
 FILTER_SCAN_BYTES: Final = 16 * MIB
 #: Tags of one message.
 TAGS_MAX: Final = 16

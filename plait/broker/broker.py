@@ -264,20 +264,11 @@ class Broker:
         wanted: Filter | None = None,
     ) -> None:
         """Read rows without a group, all or those that match a filter."""
-
-        def answer(found: ReadBatch | None) -> None:
-            reply(ReadBatch(waiter.sequence) if found is None else found)
-
         size = min(size, self.limits.pull_bytes)
-        read = reader_of(partition, self.message_log, wanted)
-        batch = read(sequence, count, size)
-        if batch.count or wait <= 0 or batch.full:
-            reply(batch)
-            return
-        deadline = self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds)
-        waiter = Waiter(partition.readers, None, count, size, answer, deadline, max(sequence, batch.end), read)
-        partition.readers[waiter] = None
-        self.deadlines.add(deadline, waiter)
+        read = reader_of(partition, self.message_log, wanted, self.turn.scans.budget)
+        waiter = self.turn.scans.read(partition, sequence, count, size, wait, reply, read, wanted)
+        if waiter is not None:
+            self.deadlines.add(waiter.deadline, waiter)
 
     # --- acks -----------------------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.groups.group import Bury, Group
 from plait.broker.groups.ordered.locks import LockFloors
-from plait.broker.groups.waking import wake_group, wake_readers
+from plait.broker.groups.waking import wake_group
 from plait.broker.partitions.partition import LogPositions, Partition
+from plait.broker.partitions.scans import Scans
 from plait.clock import Clock
 from plait.errors import DiskFull, FlowControl, PlaitError, ReadOnly, StorageFailed
 from plait.frame.builder import FrameParts
@@ -67,8 +68,7 @@ class Turn:
     bury: Bury
 
     def __init__(self, disk: Disk, clock: Clock, config: BrokerConfig, producers: ProducerTable) -> None:
-        self.disk, self.clock, self.config = disk, clock, config
-        self.limits = config.limits
+        self.disk, self.clock, self.config, self.limits = disk, clock, config, config.limits
         self.epoch = self.action_index = 0
         self.read_only = self.dirty = False
         self.failed: StorageFailed | None = None
@@ -88,6 +88,7 @@ class Turn:
         self.dirty_shards: set[int] = set()
         #: The lowest epochs under which locks of ordered groups are granted.
         self.floors = LockFloors()
+        self.scans = Scans(clock.monotonic, self.limits.pull_wait_seconds)
         #: Running syncs, and when each began (monotonic clock).
         self.syncs: dict[SyncWork, float] = {}
         self._actions = ActionBuffer()
@@ -308,7 +309,7 @@ class Turn:
             for group in list(partition.waiting):
                 wake_group(group)
             if partition.readers:
-                wake_readers(partition)
+                self.scans.wake_readers(partition)
 
     def _answer(self, commit: Commit) -> None:
         """Answer the callers of a commit that takes effect."""

@@ -78,6 +78,7 @@ class BrokerHost:
         # A partial instead of a method saves a Python call in every turn with a change.
         turn.on_dirty = partial(self.loop.call_soon, turn.run)
         turn.on_work = self._committed
+        turn.scans.budget.on_begin = partial(self.loop.call_soon, turn.scans.next_turn)
         turn.check_space()
         return report
 
@@ -155,6 +156,7 @@ class BrokerHost:
         self.stopped = True
         if hasattr(self, "broker"):
             self.broker.turn.halted = True
+            self.broker.turn.scans.clear()
 
     def _committed(self, defect: Exception | None) -> None:
         turn = self.broker.turn

@@ -210,6 +210,8 @@ class Node:
         while self.broker.turn.sync_wanted and self.broker.turn.failed is None:
             self.sync()
             self.broker.turn.commit()
+        while self.broker.turn.scans.budget.begun:
+            self.broker.turn.scans.next_turn()
 
     def later(self, seconds: float) -> None:
         """Let time pass, and process everything that is due."""

@@ -34,6 +34,10 @@ class Waiter(msgspec.Struct, eq=False):
     sequence: int = 0
     #: Of a read: reads from a sequence at most a count and a size.
     read: Callable[[int, int, int], Any] | None = None
+    #: Of a read: its filter.
+    wanted: Any = None
+    #: Of a read with a filter: there was no room to examine rows when it came, so it is answered once it has its turn.
+    deferred: bool = False
 
     def leave(self) -> bool:
         """Leave the queue; False if it has left already. Only the caller that gets True may answer it."""
@@ -105,16 +109,3 @@ def end_pulls(group: Any) -> None:
     log.exception("cannot serve group %s of %s", group.name, group.partition.row.name)
     for waiter in list(group.waiters):
         waiter.time_out()
-
-
-def wake_readers(partition: Any) -> None:
-    """Answer suspended reads of a partition for which there are rows."""
-    for waiter in list(partition.readers):
-        try:
-            batch = waiter.read(waiter.sequence, waiter.count, waiter.size)
-            waiter.sequence = batch.end
-            if (batch.count or batch.full) and waiter.leave():
-                waiter.reply(batch)
-        except Exception:
-            log.exception("cannot answer a suspended read of %s", partition.row.name)
-            waiter.time_out()

@@ -8,36 +8,39 @@ import numpy as np
 
 from plait.broker.partitions.partition import Partition, ReadBatch
 from plait.filter.message_filter import Filter
+from plait.filter.scan_budget import ScanBudget
 from plait.frame.slicing import slice_mask
-from plait.limits import FILTER_SCAN_BYTES, FILTER_SCAN_COUNT
 from plait.storage.logs.log import Log
 
 
-def reader_of(partition: Partition, log: Log, wanted: Filter | None) -> Callable[[int, int, int], ReadBatch]:
+def reader_of(
+    partition: Partition, log: Log, wanted: Filter | None, budget: ScanBudget
+) -> Callable[[int, int, int], ReadBatch]:
     """Reads from a sequence at most a count and a size: all rows, or those that match."""
     if wanted is not None:
-        return lambda start, count, size: read_filtered(partition, log, start, count, size, wanted)
+        return lambda start, count, size: read_filtered(partition, log, start, count, size, wanted, budget)
     return lambda start, count, size: partition.read(log, start, partition.visible, count, size)
 
 
-def read_filtered(partition: Partition, log: Log, start: int, count: int, size: int, wanted: Filter) -> ReadBatch:
-    """Visible rows from ``start`` that match: at most ``count`` rows and ``size`` bytes, but at least one frame.
+def read_filtered(
+    partition: Partition, log: Log, start: int, count: int, size: int, wanted: Filter, budget: ScanBudget
+) -> ReadBatch:
+    """Visible rows from ``start`` that match: at most ``count`` rows and ``size`` bytes, or one part of a frame.
 
-    The batch ends where the search ended. ``full``: the search has examined as many rows or bytes as one call may, or
-    has found enough, and there are more rows.
+    The batch ends where the search ended. It is ``full`` if there are more rows to examine: the budget has no room, or
+    the batch has as many rows or bytes as it may.
     """
     batch = ReadBatch(start)
-    examined = 0
     for first, last, frame in partition.walk(log, start, partition.visible):
-        if batch.end - start >= FILTER_SCAN_COUNT or examined >= FILTER_SCAN_BYTES or batch.count >= count:
+        if batch.count >= count or (batch.end > start and not budget.has_room()):
             batch.full = True
             return batch
         if frame is None:
             batch.damaged.append((first, last))
             batch.end = last
             continue
-        examined += frame.size + frame.inflated_size
         rows = np.flatnonzero(wanted.rows(frame)[first - frame.base : last - frame.base])
+        budget.spend(frame.count, frame.size + frame.inflated_size)
         if len(rows) > count - batch.count:
             # The next read continues after the last row that fits.
             rows = rows[: count - batch.count]
@@ -55,6 +58,7 @@ def read_filtered(partition: Partition, log: Log, start: int, count: int, size: 
             batch.size += piece
             batch.inflated += frame.inflated_size
         batch.end = last
-    batch.end = max(batch.end, min(start, partition.visible))
+    # Rows that are expired need no search.
+    batch.end = max(batch.end, partition.visible)
     batch.full = batch.end < partition.visible
     return batch
