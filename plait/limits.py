@@ -42,6 +42,8 @@ FILTER_SCAN_SECONDS: Final = 0.01
 FILTER_SCAN_COUNT: Final = 100_000
 FILTER_SCAN_FRAMES: Final = 1_000
 FILTER_SCAN_BYTES: Final = 16 * MIB
+#: Subjects of one consumer, listed or matching a prefix: each has connections, pulls and memory of its own.
+SUBSCRIBED_SUBJECTS_MAX: Final = 1_000
 #: Tags of one message.
 TAGS_MAX: Final = 16
 #: Slots that order keys hash to (DESIGN: logical partitions).

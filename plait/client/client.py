@@ -324,7 +324,7 @@ class Client:
 
     def consumer(
         self,
-        subject: str,
+        subject: str | Iterable[str],
         group: str | EllipsisType | None = ...,
         *,
         broadcast: bool = False,
@@ -338,7 +338,9 @@ class Client:
     ) -> Consumer:
         """A member of a group, for ``async with``. With ``broadcast=True`` or ``group=None`` it gets every message.
 
-        Give a group or ``broadcast``. A subject that does not exist is created, so that consumers can start first.
+        ``subject`` is a name, a prefix such as "order.*", or a list of both; new subjects that a prefix covers join by
+        themselves. Give a group or ``broadcast``. A named subject that does not exist is created, so that consumers can
+        start first.
         A new group starts at the earliest message and a broadcast consumer at the latest, unless ``start`` is given:
         "earliest", "latest", a sequence, a datetime, or "-5m" before now. ``retry`` sets how long failed messages wait;
         it applies to the whole group, and a member without it uses the group's setting.

@@ -86,9 +86,10 @@ class MetaService:
         mirror = self._core.mirror
         clients = mirror.clients_of(mirror.new_subjects, mirror.new_groups)
         more = more or bool(mirror.stale) or self.allocator.writing is not None
+        subjects = bool(mirror.new_subjects)
         mirror.new_subjects, mirror.new_groups = set(), set()
         self.members.changed(clients)
-        return Changes(clients, more=more)
+        return Changes(clients, more=more, subjects=subjects)
 
     def register_broker(
         self,

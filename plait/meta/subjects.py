@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, takewhile
 from typing import Any
 
 import msgspec
 
 from plait.errors import InvalidArgument, LimitExceeded, NoBroker, SubjectExists, SubjectNotFound
-from plait.limits import LOGICAL_PARTITIONS, REMEMBERED_GROUPS_MAX
+from plait.limits import LOGICAL_PARTITIONS, REMEMBERED_GROUPS_MAX, RESERVED, SUBSCRIBED_SUBJECTS_MAX
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core, decided
 from plait.meta.database.schema import PartitionAssignment, RouteRow, SubjectRow
@@ -20,7 +21,9 @@ from plait.model import names
 from plait.model.logical_partitions import NumberedRun
 from plait.model.route import PartitionId, Route, announced, check_places, default_route
 from plait.model.settings import SubjectSettings, subject_settings, text_of
+from plait.model.subject_patterns import SubjectPatterns
 from plait.wire.admin.cluster import RegisteredPartition
+from plait.wire.admin.subjects import MatchedSubjects
 
 log = logging.getLogger("plait.meta")
 
@@ -236,9 +239,22 @@ class Subjects:
             )
         return row
 
-    def names(self) -> list[str]:
-        self._core.refresh()
-        return [name for name, row in sorted(self._core.mirror.subjects.items()) if not row.deleted]
+    def matching(self, patterns: SubjectPatterns, *, refresh: bool = True) -> MatchedSubjects:
+        """The subjects that the patterns cover, the first ``SUBSCRIBED_SUBJECTS_MAX`` of them.
+
+        ``refresh``: include changes that other meta servers have just made.
+        """
+        if refresh:
+            self._core.refresh()
+        mirror, most = self._core.mirror, SUBSCRIBED_SUBJECTS_MAX
+        found = {name for name in patterns.names if mirror.subject(name) is not None}
+        listed = mirror.names()
+        for prefix in patterns.prefixes:
+            first = bisect_left(listed, prefix)
+            # Names of one prefix are neighbours. Reserved names may be among them, so more are examined than wanted.
+            some = takewhile(lambda name, prefix=prefix: name.startswith(prefix), islice(listed, first, None))  # type: ignore[misc]
+            found.update(islice((name for name in some if not name.startswith(RESERVED)), most + 1))
+        return MatchedSubjects(mirror.subjects_changed, sorted(found)[:most], len(found) > most)
 
 
 def _stored(route: Route) -> RouteRow:

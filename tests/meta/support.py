@@ -11,10 +11,17 @@ from plait.meta.members.shares import HeartbeatView, Share
 from plait.meta.service import MetaService
 from plait.model.logical_partitions import NumberedRun
 from plait.model.route import PartitionId
+from plait.model.subject_patterns import SubjectPatterns
 from plait.wire.admin.cluster import PartitionProgress
 
 #: Makes a store over the test's database.
 Stores = Callable[..., Store]
+
+
+def subject_names(service: MetaService) -> list[str]:
+    """The names of all subjects, with the changes of other meta servers."""
+    service.subjects.matching(SubjectPatterns.of("*"))
+    return list(service._core.mirror.names())
 
 
 def settle(service: MetaService) -> None:

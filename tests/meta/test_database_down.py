@@ -14,7 +14,7 @@ from plait.meta.database.connection import Database
 from plait.meta.database.schema import CLUSTER
 from plait.meta.database.store import Store
 from plait.meta.service import MetaService
-from tests.meta.support import expire, join, lps, pass_time, place, register, settle, share
+from tests.meta.support import expire, join, lps, pass_time, place, register, settle, share, subject_names
 from tests.support.postgres import Postgres
 
 
@@ -37,7 +37,7 @@ CALLS: dict[str, Callable[[MetaService], object]] = {
     "create": lambda service: service.subjects.create("new"),
     "update": lambda service: service.subjects.update("s", {"order": "strict"}),
     "delete": lambda service: service.subjects.delete("s"),
-    "subjects": lambda service: service.subjects.names(),
+    "subjects": subject_names,
     "route": lambda service: service.routing.view("unknown"),
     "expand": lambda service: service.routing.retarget("s", 2),
     "progress": lambda service: expire(service, "s", "s@g1", 1),

@@ -20,7 +20,7 @@ from plait.meta.service import MetaService
 from plait.model.route import current, spans
 from plait.model.settings import SubjectSettings
 from plait.wire.admin.cluster import RegisteredPartition
-from tests.meta.support import ALL, Stores, converge, join, pass_time, place, places, register, settle
+from tests.meta.support import ALL, Stores, converge, join, pass_time, place, places, register, settle, subject_names
 
 
 def test_a_new_subject_is_on_two_broker_groups(service: MetaService):
@@ -92,7 +92,7 @@ def test_an_invalid_subject_is_refused_with_the_reason(service: MetaService):
         service.subjects.create("x", partitions=[place("orders@g1")])
     with pytest.raises(InvalidArgument, match="order is 'loose'"):
         SubjectSettings(order="loose")  # type: ignore[arg-type]
-    assert service.subjects.names() == ["orders"]
+    assert subject_names(service) == ["orders"]
 
 
 def test_the_number_of_subjects_is_limited(stores: Stores, clock: ManualClock):
@@ -130,7 +130,7 @@ def test_a_deleted_subject_is_gone_with_its_groups(service: MetaService):
     join(service, "c1")
     settle(service)
     service.subjects.delete("s")
-    assert service.subjects.names() == []
+    assert subject_names(service) == []
     with pytest.raises(SubjectNotFound):
         service.routing.view("s", create=False)
     reply = join(service, "c1")
@@ -184,7 +184,7 @@ def test_a_deleted_subject_does_not_return_with_its_broker(service: MetaService)
     converge(service)
     service.subjects.delete("s")
     service.register_broker("g1", "b1", "plait://b1:1", partitions=[RegisteredPartition("s", "s")])
-    assert service.subjects.names() == []
+    assert subject_names(service) == []
     assert len(service.routing.drops()) == 1
 
 
@@ -242,13 +242,13 @@ def test_missing_parts_of_a_lost_route_can_be_given_up(service: MetaService):
 def test_invalid_runs_are_refused(service: MetaService, facts: RegisteredPartition):
     with pytest.raises(InvalidArgument, match=r"partition 's'.* runs? of logical partitions"):
         service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[facts])
-    assert service.subjects.names() == []
+    assert subject_names(service) == []
 
 
 def test_many_subjects_are_taken_over(service: MetaService):
     facts = [RegisteredPartition(f"s{number}", f"s{number}") for number in range(2_500)]
     assert service.register_broker("g2", "g2-1", "plait://g2:1", partitions=facts).unrouted == []
-    assert len(service.subjects.names()) == 2_500
+    assert len(subject_names(service)) == 2_500
 
 
 def test_a_deleted_subject_is_removed_from_the_database_eventually(stores: Stores, clock: ManualClock):
@@ -259,7 +259,7 @@ def test_a_deleted_subject_is_removed_from_the_database_eventually(stores: Store
     join(service, "c1")
     settle(service)
     late = MetaService(stores(), clock)
-    assert late.subjects.names() == ["s", "t"]
+    assert subject_names(late) == ["s", "t"]
     service.subjects.delete("s")
     service.routing.dropped(service.routing.drops()[0])
     pass_time(clock, 60, service, alive=["g1"])
@@ -268,7 +268,7 @@ def test_a_deleted_subject_is_removed_from_the_database_eventually(stores: Store
     assert len(rows) == 4
     assert places(service, "t") == ["t@g1"]
     # A meta server that has not read the deletion yet ends with the same state.
-    assert late.subjects.names() == ["t"]
+    assert subject_names(late) == ["t"]
     late.members.heartbeat("c1", [("s", "g", True)])
 
 

@@ -14,7 +14,7 @@ from plait.limits import LOGICAL_PARTITIONS, MetaLimits
 from plait.meta.route_changes import Make, Move
 from plait.meta.service import MetaService
 from plait.model.route import PartitionId, Route, current, spans, target
-from tests.meta.support import Stores, converge, join, lps, pass_time, register, settle
+from tests.meta.support import Stores, converge, join, lps, pass_time, register, settle, subject_names
 
 STEPS = 150
 
@@ -147,7 +147,7 @@ def test_of_concurrent_creations_of_one_subject_one_wins(stores: Stores):
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(create, range(4)))
     assert [sum(int(result[at]) for result in results) for at in range(5)] == [1] * 5
-    assert len({str(service.subjects.names()) for service in services}) == 1
+    assert len({str(subject_names(service)) for service in services}) == 1
 
 
 def test_no_change_is_lost_when_all_change_the_same_route_and_group(stores: Stores):

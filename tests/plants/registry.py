@@ -70,6 +70,7 @@ PLANTS: list[Plant] = [
     Plant(model_defects.remember_every_key, generators.ORDERED_MODEL, (4,)),
     # Clients and apps.
     Plant(world_defects.interrupt_closing, generators.WORLDS),
+    Plant(world_defects.stay_attached_to_all_subjects, generators.WORLDS, (0,)),
     Plant(world_defects.start_a_known_group_again_on_new_partitions, generators.WORLDS),
     Plant(world_defects.end_the_app_with_a_body_that_does_not_decode, generators.WORLDS, (17,)),
     Plant(world_defects.overtake_sends_that_wait_for_room, generators.WORLDS, (1,)),

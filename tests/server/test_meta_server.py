@@ -24,6 +24,8 @@ from plait.server.meta import meta_host
 from plait.server.meta.meta_server import MetaServer
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
+from plait.wire.admin.subjects import MATCH_SUBJECTS
+from tests.meta.support import subject_names
 from tests.server.raw import Raw, until
 
 
@@ -98,10 +100,8 @@ async def test_a_subject_is_not_placed_before_every_broker_is_known_to_be_alive_
             for _ in range(5):
                 # Replies come in the order of the requests.
                 await broker.ask(m.AdminRequest("broker.describe"))
-                await broker.ask(m.AdminRequest("subject.names"))
-            assert await broker.ask(m.AdminRequest("subject.names")) == m.AdminReply(
-                msgspec.Raw(msgspec.msgpack.encode([]))
-            )
+                await broker.ask(MATCH_SUBJECTS.packet(patterns=["*"]))
+            assert MATCH_SUBJECTS.result(await broker.ask(MATCH_SUBJECTS.packet(patterns=["*"]))).names == []
             await broker.ask(m.AdminRequest("broker.heartbeat", {"group": "g2", "broker": "b", "state": "RW"}))
             found = (await raw.answer(asked)).message
             assert isinstance(found, m.RouteReply)
@@ -149,7 +149,7 @@ async def test_heartbeats_wait_for_the_clients_own_leave_and_other_decisions_do_
             asyncio.ensure_future(server.meta.heartbeat(m.MemberHeartbeatRequest("c", [], 0, 0.0, leaving=True)))
         )
     # A decision that is not about the client.
-    assert await server.meta.call(lambda service: service.subjects.names()) == ["s"]
+    assert await server.meta.call(subject_names) == ["s"]
     assert not back.done()
     answered.set()
     assert {(await each).seen for each in leaves_sent} == {0}

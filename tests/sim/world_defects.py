@@ -18,6 +18,7 @@ from plait.broker.retention import Retention
 from plait.client.app.subscription import Subscription
 from plait.client.closing import Closing
 from plait.client.consume import fetcher
+from plait.client.consume.several.several_fetcher import SeveralFetcher
 from plait.client.send.producer import Producer
 from plait.errors import CodecError
 from plait.meta.batch_commits import ClusterAge
@@ -46,6 +47,15 @@ def interrupt_closing(patch: Patch) -> None:
         return await self._close()
 
     patch.setattr(Closing, "__call__", naive)
+
+
+def stay_attached_to_all_subjects(patch: Patch) -> None:
+    """A consumer of several subjects that closes stays attached to them."""
+
+    async def naive(self: SeveralFetcher) -> None:
+        pass
+
+    patch.setattr(SeveralFetcher, "leave", naive)
 
 
 def start_a_known_group_again_on_new_partitions(patch: Patch) -> None:

@@ -33,6 +33,7 @@ from plait.errors import Closed, InvalidArgument
 from plait.limits import ClientLimits
 from plait.model import names
 from plait.model.retry_policy import Retry
+from plait.model.subject_patterns import SubjectPatterns
 
 log = logging.getLogger("plait.app")
 
@@ -113,7 +114,7 @@ class App:
 
     def subscriber(
         self,
-        subject: str,
+        subject: str | Iterable[str],
         *,
         group: str | None = None,
         batch: int | None = None,
@@ -132,7 +133,8 @@ class App:
     ) -> Callable[[Function], Function]:
         """Decorates a handler, ``def`` (run in a thread) or ``async def``.
 
-        A parameter annotated ``plait.Message`` gets the message; another one gets the body, decoded into its annotation
+        ``subject`` is a name, a prefix such as "order.*", or a list of both. A parameter annotated ``plait.Message``
+        gets the message; another one gets the body, decoded into its annotation
         (bytes, str, dict, a msgspec struct, a dataclass, a pydantic model). With ``batch=n`` the handler gets lists of
         up to n. ``concurrency`` is the number of calls that run at a time. A call that takes longer than ``timeout``
         fails; an ``async def`` is cancelled then. With ``suspend`` any failure suspends the handler for that long, as
@@ -153,7 +155,7 @@ class App:
             _check_count(name, value)
         if undecodable not in ("reject", "retry"):
             raise InvalidArgument(f"undecodable {undecodable!r} is not known; use 'reject' or 'retry'")
-        self._check_other_subscribers(subject, group)
+        self._check_other_subscribers(arguments.subjects, group)
         settings = SubscriberSettings(
             consumer=arguments,
             batch=batch,
@@ -172,13 +174,13 @@ class App:
 
         return decorate
 
-    def _check_other_subscribers(self, subject: str, group: str | None) -> None:
-        others = [(each.settings.consumer.subject, each.settings.consumer.group) for each in self._subscriptions]
-        if group is not None and (subject, group) in others:
-            raise InvalidArgument(
-                f"group {group!r} already has a subscriber of {subject!r}: each would get only some of the messages; "
-                "give one of them its own group"
-            )
+    def _check_other_subscribers(self, subjects: SubjectPatterns, group: str | None) -> None:
+        for other in (each.settings.consumer for each in self._subscriptions):
+            if group is not None and other.group == group and other.subjects.overlaps(subjects):
+                raise InvalidArgument(
+                    f"group {group!r} already has a subscriber of {str(other.subjects)!r}: each would get only some of "
+                    f"the messages of {str(subjects)!r}; give one of them its own group"
+                )
 
     def around_handle(self, function: Function) -> Function:
         """Decorates an ``async def`` hook that wraps each call of a handler; the first one declared is outermost.

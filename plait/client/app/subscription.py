@@ -147,7 +147,7 @@ class Subscription:
     def __str__(self) -> str:
         consumer = self.settings.consumer
         who = "every message" if consumer.group is None else f"group {consumer.group}"
-        return f"{self.handler.name} handles {consumer.subject} ({who})"
+        return f"{self.handler.name} handles {consumer.subjects} ({who})"
 
     def consumer(self, client: Client) -> Consumer:
         return client._consumer(self.settings.consumer, any_thread=not self.handler.is_async)

@@ -126,7 +126,7 @@ class AckCollector:
 
     def _outcome_reported(self, delivered: DeliveredFrame) -> None:
         """Send the outcomes of the frame's rows, which were acked or nacked, at the end of this turn of the loop."""
-        self._schedule(linger=delivered.open_count > 1 and len(self._client.fetcher.clients) > 1)
+        self._schedule(linger=delivered.open_count > 1 and self._client.fetcher.prefetch.partitions > 1)
 
     def _schedule(self, *, linger: bool = False) -> None:
         loop = self.deliveries.check_open()

@@ -21,6 +21,7 @@ from plait.client.consume.failure import FailureOutcome, failed_of, rejected_of
 from plait.client.consume.fetcher import Fetcher
 from plait.client.consume.prefetch import ITERATION_COUNT
 from plait.client.consume.row_runs import row_mask
+from plait.client.consume.several.several_fetcher import SeveralFetcher
 from plait.client.types import Message, Why
 from plait.errors import Closed, InvalidArgument
 from plait.frame.arrow import MESSAGE_ID, SAME_TEXT, SCHEMA, arrays, attempts, message_ids, same_text
@@ -44,12 +45,11 @@ TABLE_SCHEMA = pa.schema(
 class Consumer:
     """A member of a group. Use it with ``async with``; leaving the block returns messages that are not acked."""
 
-    def __init__(self, fetcher: Fetcher) -> None:
+    def __init__(self, fetcher: Fetcher | SeveralFetcher) -> None:
         self.subject = fetcher.terms.subject
         self.group = fetcher.terms.group
         self.client_id = fetcher.terms.client
         self._fetcher = fetcher
-        self._clients = fetcher.clients
         self._buffer = fetcher.buffer
         self._limits = fetcher.limits
         self._closed = False
@@ -127,7 +127,7 @@ class Consumer:
 
     async def flush(self) -> None:
         """Wait until the brokers have every ack and nack reported so far."""
-        await flush_all(client.deliveries for client in self._clients if client.collector.under_way)
+        await flush_all(client.deliveries for client in self._fetcher.clients if client.collector.under_way)
 
     async def _fetch(self, count: int, wait: Duration, *, apart: bool = False) -> list[Piece]:
         """The rows for ``fetch``; ``apart``: no two rows of one key, so that each row may be handled by itself."""

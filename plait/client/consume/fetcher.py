@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 from plait import tasks
 from plait.client.blocking.row_handover import RowHandover
@@ -35,8 +36,47 @@ log = logging.getLogger("plait.client")
 Spools = Callable[[PartitionName], AckSpool | None]
 
 
-class Fetcher:
-    """The partitions of one consumer, and the rows that they have delivered."""
+class Arrivals:
+    """Callers that wait for rows of a consumer."""
+
+    def __init__(self) -> None:
+        #: The result of each is True when something changed, False at its timeout.
+        self.waiting: list[asyncio.Future[bool]] = []
+
+    async def arrival(self, seconds: float | None) -> bool:
+        """Wait until something changes, for at most ``seconds``; returns False at the timeout."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[bool] = loop.create_future()
+        self.waiting.append(future)
+        timer = None if seconds is None else loop.call_later(seconds, _time_out, future)
+        try:
+            return await future
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if future in self.waiting:
+                self.waiting.remove(future)
+
+    def wake(self) -> None:
+        waiting = list(self.waiting)
+        self.waiting.clear()
+        for future in waiting:
+            if not future.done():
+                future.set_result(True)
+
+
+class CommonState(NamedTuple):
+    """What the fetchers of one consumer of several subjects have in common."""
+
+    waiting: list[asyncio.Future[bool]]
+    prefetch: Prefetch[PullClient]
+    handed_over: RowHandover
+    #: Called when one of the fetchers cannot continue.
+    failed: Callable[[Fetcher, PlaitError], None]
+
+
+class Fetcher(Arrivals):
+    """The partitions of one subject, and the rows that they have delivered to one consumer."""
 
     def __init__(
         self,
@@ -46,7 +86,9 @@ class Fetcher:
         *,
         any_thread: bool = False,
         spools: Spools = lambda _: None,
+        common: CommonState | None = None,
     ) -> None:
+        super().__init__()
         self.subject = terms.subject
         self.router = router
         self.limits = limits
@@ -58,10 +100,13 @@ class Fetcher:
         self.clients: deque[PullClient] = deque()
         self.buffer: RowBuffer | OrderedBuffer = RowBuffer()
         #: Rows taken from the buffer for a blocking caller, before its next call asks for them.
-        self.handed_over = RowHandover()
+        self.handed_over = RowHandover() if common is None else common.handed_over
         #: True if a row without an outcome limits how far past it the consumer pulls.
         self.spans = True
-        self.prefetch: Prefetch[PullClient] = Prefetch(limits)
+        self.prefetch: Prefetch[PullClient] = Prefetch(limits) if common is None else common.prefetch
+        if common is not None:
+            self.waiting = common.waiting
+        self._common = common
         #: The longest wait for more rows when some are available and the brokers have more; None: no limit.
         self.gather_seconds: float | None = None
         #: True if the consumer is open and applies newer routes.
@@ -74,8 +119,6 @@ class Fetcher:
         self.more: dict[PullClient, None] = {}
         #: The number of rows that a caller waits for.
         self.demand = 0
-        #: Callers that wait for rows: the result is True when something changed, False at their timeout.
-        self.waiting: list[asyncio.Future[bool]] = []
         #: True if ``_relieve`` is scheduled for the end of this turn of the loop.
         self._relieving = False
         self._warned = False
@@ -95,7 +138,7 @@ class Fetcher:
         self.router.users.append(self._uses)
         deadline = loop.time() + self.limits.request_seconds
         while True:
-            route = await _first_route(self.router, self.subject, deadline)
+            route = await _first_route(self.router, self.subject, self.terms.creates, deadline)
             try:
                 version = await find_start_version(self.router, route, self.terms, self.limits, deadline)
                 self.terms = self.terms._replace(began=version)
@@ -173,7 +216,7 @@ class Fetcher:
     async def refresh_route(self) -> None:
         """Refresh the route, as a broker does not have a partition that it names. Fails if the subject is deleted."""
         try:
-            await self.router.refresh(self.subject)
+            await self.router.refresh(self.subject, create=self.terms.creates)
         except SubjectNotFound as error:
             self.fail(error)
         except PlaitError:
@@ -227,7 +270,12 @@ class Fetcher:
         return False
 
     def enlarge(self, ahead: int) -> None:
-        if self.prefetch.enlarge(ahead) and not (self.stopping or self.suspended):
+        if self.prefetch.enlarge(ahead):
+            self.enlarged()
+
+    def enlarged(self) -> None:
+        """Pull more rows after the prefetch limit has grown."""
+        if not (self.stopping or self.suspended):
             self._pull_all()
 
     def _pull_all(self) -> None:
@@ -276,7 +324,8 @@ class Fetcher:
     def hand_back(self) -> None:
         """Return the rows of all partitions that no handler has begun to their brokers."""
         if self.tracks and not any(client.deliveries.closed for client in self.clients):
-            for delivered, start, stop in [*self.handed_over.take_back(), *self.buffer.take_back()]:
+            handed_over = [piece for client in self.clients for piece in self.handed_over.take_back(client.partition)]
+            for delivered, start, stop in [*handed_over, *self.buffer.take_back()]:
                 delivered.report_rows(slice(start, stop), UNBEGUN)
 
     def take_back(self, client: PullClient, lps: LpSet | None = None) -> list[Piece]:
@@ -286,41 +335,23 @@ class Fetcher:
     def put_back_handed_over(self) -> None:
         """Rows taken for blocking callers stay reserved for them, although they have not asked for them."""
 
-    async def arrival(self, seconds: float | None) -> bool:
-        """Wait until something changes, for at most ``seconds``; returns False at the timeout."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[bool] = loop.create_future()
-        self.waiting.append(future)
-        timer = None if seconds is None else loop.call_later(seconds, _time_out, future)
-        try:
-            return await future
-        finally:
-            if timer is not None:
-                timer.cancel()
-            if future in self.waiting:
-                self.waiting.remove(future)
-
-    def wake(self) -> None:
-        waiting = list(self.waiting)
-        self.waiting.clear()
-        for future in waiting:
-            if not future.done():
-                future.set_result(True)
-
     def halt(self) -> None:
         """Pull and hand out nothing from now on."""
         self.stopping = True
-        self.handed_over.stop()
+        if self._common is None:
+            self.handed_over.stop()
 
     def fail(self, error: PlaitError) -> None:
         self.error = error
+        if self._common is not None:
+            self._common.failed(self, error)
         self.wake()
 
 
-async def _first_route(router: Router, subject: str, deadline: float) -> SubjectRoute:
+async def _first_route(router: Router, subject: str, creates: bool, deadline: float) -> SubjectRoute:
     while True:
         try:
-            return await router.route(subject)
+            return await router.route(subject, create=creates)
         except Unavailable:
             if asyncio.get_running_loop().time() >= deadline:
                 raise

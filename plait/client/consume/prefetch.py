@@ -43,6 +43,8 @@ class Prefetch(Generic[P]):
         self._limits = limits
         #: Rows to prefetch, over all partitions.
         self.ahead = limits.prefetch_count
+        #: The number of partitions.
+        self.partitions = 0
         #: True if large fetches have raised ``ahead`` above the configured limit.
         self.large = False
         #: Each partition's rows beyond its own share, and its bytes, as last reported.
@@ -68,10 +70,12 @@ class Prefetch(Generic[P]):
 
     def add(self, puller: P) -> None:
         self._used[puller] = (0, 0)
+        self.partitions += 1
         self._own = 0
 
     def remove(self, puller: P) -> None:
         del self._used[puller]
+        self.partitions -= 1
         self.starved.pop(puller, None)
         self._patient.pop(puller, None)
         self._own = 0

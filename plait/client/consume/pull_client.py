@@ -263,7 +263,7 @@ class PullClient:
     def wanted(self, *, patient: bool = True) -> int:
         """The number of rows that the next pull requests; 0: do not pull now. ``patient``: 0 rather than a few rows."""
         fetcher, prefetch, deliveries = self.fetcher, self.fetcher.prefetch, self.deliveries
-        partitions, limits = len(fetcher.clients), self._limits
+        partitions, limits = prefetch.partitions, self._limits
         if fetcher.stopping or fetcher.suspended:
             return 0
         if not fetcher.tracks:
@@ -343,7 +343,7 @@ class PullClient:
         fetcher = self.fetcher
         if fetcher.retiring:
             fetcher.leave_retired()
-        if len(fetcher.clients) > 1:
+        if fetcher.prefetch.partitions > 1:
             fetcher.prefetch.report(self)
         self.pull()
         if fetcher.prefetch.starved:

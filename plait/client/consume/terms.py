@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from plait.errors import InvalidArgument
 from plait.model import names
 from plait.model.retry_policy import Retry
 from plait.model.settings import ShareMode
+from plait.model.subject_patterns import SubjectPatterns
 from plait.wire import messages as m
 
 
@@ -26,6 +28,8 @@ class Terms(NamedTuple):
     retry: Retry | None = None
     #: The route version that the group began with.
     began: int = 0
+    #: True if a subject that does not exist is created.
+    creates: bool = True
 
     @property
     def tracks(self) -> bool:
@@ -56,7 +60,7 @@ class Terms(NamedTuple):
 class ConsumerArguments(NamedTuple):
     """The arguments that ``client.consumer`` and ``@app.subscriber`` have in common."""
 
-    subject: str
+    subject: str | Iterable[str]
     group: str | EllipsisType | None
     broadcast: bool
     delivery: str
@@ -67,13 +71,17 @@ class ConsumerArguments(NamedTuple):
     affinity: str | None
     handling: Duration | None
 
+    @property
+    def subjects(self) -> SubjectPatterns:
+        """The subjects; refuses invalid names."""
+        return SubjectPatterns.of(self.subject)
+
     def checked(self) -> tuple[str | None, ShareMode]:
         """The group and its share mode; refuses invalid arguments and combinations that contradict each other."""
-        names.check("subject", self.subject)
         group = None if self.broadcast else self.group
         if isinstance(group, EllipsisType):
             raise InvalidArgument(
-                f"a consumer of {self.subject!r} needs a group: name one, as in group='billing', or use "
+                f"a consumer of {str(self.subjects)!r} needs a group: name one, as in group='billing', or use "
                 "broadcast=True to get every message"
             )
         if group is not None:

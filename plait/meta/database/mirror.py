@@ -7,6 +7,7 @@ database after some change. One thread applies changes. Another thread may read 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -43,6 +44,8 @@ class Changes(NamedTuple):
     clients: set[str]
     #: There is more work; call ``step`` again at once.
     more: bool
+    #: Subjects were created or deleted.
+    subjects: bool = False
 
 
 class Allocated:
@@ -87,6 +90,9 @@ class Mirror:
         self._turns: dict[str, int] = {}
         self.brokers: dict[str, dict[str, BrokerRow]] = defaultdict(dict)
         self.subjects: dict[str, SubjectRow] = {}
+        #: The last change of a subject, and the names of all subjects that are not deleted, if ``names`` sorted them.
+        self.subjects_changed = 0
+        self._names: list[str] | None = None
         self.routes: dict[str, RouteRow] = {}
         self.partitions: dict[PartitionId, PartitionAssignment] = {}
         self.partitions_of: dict[str, set[PartitionId]] = defaultdict(set)
@@ -146,6 +152,12 @@ class Mirror:
         """A subject that is not deleted."""
         row = self.subjects.get(name)
         return None if row is None or row.deleted else row
+
+    def names(self) -> list[str]:
+        """The names of all subjects that are not deleted, sorted."""
+        if self._names is None:
+            self._names = sorted(name for name, row in self.subjects.items() if not row.deleted)
+        return self._names
 
     def check_group(self, group: str) -> None:
         """Check that a broker group exists."""
@@ -211,9 +223,7 @@ class Mirror:
             case PartitionAssignment():
                 self._apply_partition(row)
             case SubjectRow():
-                self.subjects[row.name] = row
-                self.new_subjects.add(row.name)
-                self.unsettled.add(row.name)
+                self._apply_subject(row)
             case GroupRow():
                 self._touch_members((row.subject, row.name))
                 self.groups[row.subject, row.name] = row
@@ -221,6 +231,16 @@ class Mirror:
                 self.groups_of[row.subject].add(row.name)
             case BrokerRow():
                 self.brokers[row.broker_group][row.broker] = row
+
+    def _apply_subject(self, row: SubjectRow) -> None:
+        listed, names = self.subject(row.name) is not None, self._names
+        self.subjects[row.name] = row
+        self.new_subjects.add(row.name)
+        self.unsettled.add(row.name)
+        self.subjects_changed = max(self.subjects_changed, row.changed)
+        if names is not None and listed == row.deleted:
+            at = bisect_left(names, row.name)
+            names[at : at + row.deleted] = [] if row.deleted else [row.name]
 
     def _touch_members(self, key: GroupKey) -> None:
         """The group changed: the next heartbeat of each of its members must be checked against it."""

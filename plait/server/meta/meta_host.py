@@ -28,10 +28,12 @@ from plait.meta.members.allocator import AllocationWrite
 from plait.meta.members.shares import HeartbeatView
 from plait.meta.route_changes import Drop, Make, Move, RouteView
 from plait.meta.service import MetaService
+from plait.model.subject_patterns import SubjectPatterns
 from plait.server.cluster.links import BrokerOrders
 from plait.server.notices import Notices
 from plait.wire import messages as m
 from plait.wire.admin import partitions as p
+from plait.wire.admin.subjects import MatchedSubjects, MatchSubjects
 
 log = logging.getLogger("plait.meta")
 
@@ -91,6 +93,8 @@ class MetaHost:
         self.metas: list[str] = []
         #: Heartbeats that wait for changes → their clients, in order of arrival, so that a simulation is repeatable.
         self._waiting: dict[asyncio.Future[None], str] = {}
+        #: Requests for subjects that wait for a change of any subject.
+        self._matching: set[asyncio.Future[None]] = set()
         #: Clients with a leave in progress: their next heartbeats wait for it.
         self._leaves: dict[str, asyncio.Event] = {}
         #: Broker orders in progress.
@@ -180,6 +184,22 @@ class MetaHost:
         await asyncio.gather(*(self._carry_out(drop) for drop in drops if drop.subject == subject))
         self.look_soon()
 
+    async def match_subjects(self, request: MatchSubjects) -> MatchedSubjects:
+        """List matching subjects when a change newer than ``seen`` may have altered the list, or after the wait."""
+        patterns = SubjectPatterns.of(request.patterns)
+        deadline = self._loop.time() + min(max(request.wait, 0.0), HEARTBEAT_WAIT_MAX)
+        while True:
+            # Registered before the list is made, so that no change is missed.
+            change = self._loop.create_future()
+            self._matching.add(change)
+            try:
+                found = await self.call(lambda s: s.subjects.matching(patterns, refresh=request.seen < 0))
+                left = deadline - self._loop.time()
+                if found.seen != request.seen or left <= 0 or not (await asyncio.wait([change], timeout=left))[0]:
+                    return found
+            finally:
+                self._matching.discard(change)
+
     def heartbeat_at_once(self, heartbeat: m.MemberHeartbeatRequest) -> HeartbeatView | None:
         """Answer a heartbeat that repeats the last one. Returns None if ``heartbeat`` must answer it."""
         if heartbeat.leaving or heartbeat.client in self._leaves:
@@ -219,10 +239,13 @@ class MetaHost:
         finally:
             del self._waiting[news]
 
-    def _notify(self, clients: set[str]) -> None:
+    def _notify(self, clients: set[str], *, subjects: bool) -> None:
         for news, client in self._waiting.items():
             if client in clients and not news.done():
                 news.set_result(None)
+        for change in self._matching if subjects else ():
+            if not change.done():
+                change.set_result(None)
 
     async def _leave(self, client: str) -> HeartbeatView:
         """Remove a client from all groups. The writer thread writes it, so that other heartbeats do not wait."""
@@ -252,7 +275,7 @@ class MetaHost:
                 changes, self.metas, pause = await self.call(
                     lambda s: (s.tick(), s.peers.addresses(), s.members.next_loss)
                 )
-                self._notify(changes.clients)
+                self._notify(changes.clients, subjects=changes.subjects)
                 self.look_soon()
             except PlaitError as error:
                 log.warning("%s", error)
@@ -272,15 +295,16 @@ class MetaHost:
         #: Clients to notify, collected since ``since``: a notified client asks at once, and more may have changed by
         #: then.
         changed: set[str] = set()
-        since = self._loop.time()
+        subjects, since = False, self._loop.time()
         try:
             while True:
                 self._look_again = False
                 changes, writing, orders = await self.call(_work)
                 changed |= changes.clients
+                subjects = subjects or changes.subjects
                 if not changes.more or self._loop.time() - since >= NOTIFY_SECONDS:
-                    self._notify(changed)
-                    changed, since = set(), self._loop.time()
+                    self._notify(changed, subjects=subjects)
+                    changed, subjects, since = set(), False, self._loop.time()
                 for order in orders:
                     self._begin(order)
                 if writing is not None:
@@ -292,7 +316,7 @@ class MetaHost:
         except Exception:
             log.exception("notifications and broker orders failed; they are retried")
         finally:
-            self._notify(changed)
+            self._notify(changed, subjects=subjects)
 
     def _begin(self, order: Make | Move | Drop) -> None:
         """Start a broker order, unless it is in progress or too many are."""

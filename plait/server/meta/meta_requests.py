@@ -63,7 +63,6 @@ class MetaHandlers:
             (g.CREATE_SUBJECT, host.choose, _create),
             (g.FORGET_GROUP, host.change, lambda s, r: s.forget_group(r.subject, r.group)),
             (g.GROUP_REMEMBERED, host.call, _remembered),
-            (g.SUBJECT_NAMES, host.call, lambda s, _: s.subjects.names()),
             (c.REGISTER_BROKER, host.change, _register),
             (c.BROKER_HEARTBEAT, host.call, lambda s, r: s.brokers.heartbeat(r.group, r.broker, r.state, r.reason)),
             (c.REPORT_PROGRESS, host.change, lambda s, r: s.retiring.report(r.group, r.broker, r.partitions)),
@@ -80,6 +79,7 @@ class MetaHandlers:
         ]
         self._decisions = {operation.name: (operation, run, decide) for operation, run, decide in decisions}
         others: list[tuple[Operation[Any], Callable[[Any], Awaitable[Any]]]] = [
+            (g.MATCH_SUBJECTS, host.match_subjects),
             (g.SET_SUBJECT, lambda r: host.set_subject(r.subject, r.settings)),
             (g.DELETE_SUBJECT, lambda r: host.delete_subject(r.subject)),
             (c.DESCRIBE_ROUTE, lambda r: self._route(r.subject)),

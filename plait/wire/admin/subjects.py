@@ -112,6 +112,25 @@ class SetSubject(Request):
         return {name: value for name, value in given.items() if value is not msgspec.UNSET}
 
 
+class MatchSubjects(Request):
+    """List the subjects that patterns cover, at once or when a change newer than ``seen`` may alter the list.
+
+    A pattern is a name, or a prefix and ``*``. The reply comes after ``wait`` seconds at the latest.
+    """
+
+    patterns: list[str]
+    seen: int = -1
+    wait: float = 0.0
+
+
+class MatchedSubjects(msgspec.Struct, frozen=True):
+    """Matching subjects as of the change ``seen``, at most ``SUBSCRIBED_SUBJECTS_MAX``; ``more``: there are others."""
+
+    seen: int
+    names: list[str]
+    more: bool = False
+
+
 class OfSubject(Request):
     """Names a subject."""
 
@@ -160,7 +179,7 @@ class SetGroup(OfGroup):
 
 
 LIST_SUBJECTS = Operation("subject.list", Nothing, list[SubjectInfo])
-SUBJECT_NAMES = Operation("subject.names", Nothing, list[str])
+MATCH_SUBJECTS = Operation("subject.match", MatchSubjects, MatchedSubjects)
 DESCRIBE_SUBJECT = Operation("subject.describe", OfSubject, SubjectDetails)
 CREATE_SUBJECT = Operation[None]("subject.create", CreateSubject)
 SET_SUBJECT = Operation[None]("subject.set", SetSubject)

@@ -158,7 +158,7 @@ class Members(Part):
     async def _member(
         self, process: Process, client: plait.Client, group: GroupPlan, draw: random.Random, calls: Calls
     ) -> None:
-        consumer = client.consumer(group.subject, **self._options(group, draw))
+        consumer = client.consumer(self._subject(group, draw), **self._options(group, draw))
         await calls(consumer.__aenter__())
         self.ledger.attached(group, process.name, self.simulation.now)
         try:
@@ -174,6 +174,10 @@ class Members(Part):
                     await calls(consumer.close())
                 except Interrupted:
                     self._excuse(process, group)
+
+    def _subject(self, group: GroupPlan, draw: random.Random) -> str:
+        """The group's subject, or a prefix that covers no other."""
+        return f"{group.subject[:-1]}*" if self.plan.prefixes and draw.random() < self.plan.prefixes else group.subject
 
     def _options(self, group: GroupPlan, draw: random.Random) -> dict[str, Any]:
         retry = plait.Retry(attempts=group.attempts, first=0.1, longest=0.5)
@@ -385,7 +389,7 @@ class Members(Part):
             # The thread cannot be stopped: an unordered group delivers the message again while it still runs.
             for history in self.ledger.histories.values():
                 history.broken("time-outs", self.simulation.now, until=inf, consumer=name)
-        app.subscriber(group.subject, **options)(handler)
+        app.subscriber(self._subject(group, draw), **options)(handler)
         return app
 
     def _async_handler(self, process: Process, name: str, group: GroupPlan, draw: random.Random, timeout: float) -> Any:

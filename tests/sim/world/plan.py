@@ -105,6 +105,8 @@ class Plan(NamedTuple):
     fixed_ids: bool = True
     #: Rows that a consumer pulls ahead.
     prefetch: int = 50
+    #: How likely a member consumes its subject by a prefix of the name.
+    prefixes: float = 0.0
     #: True if sending to a subject or consuming it creates the subject, even after its deletion.
     auto_create: bool = True
     #: How much a producer buffers before its sends wait.
@@ -173,6 +175,7 @@ def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
 
 def _with_later_features(plan: Plan) -> Plan:
     """Draw the newer features separately, so that the rest of a seed's plan does not change."""
+    plan = plan._replace(prefixes=random.Random(f"{plan.seed} prefixes").choice((0.0, 0.0, 0.5)))
     draw = random.Random(f"{plan.seed} later")
     # A deleted subject that is sent to again may be created on any broker.
     may_be_emptied = len(plan.brokers) > 1 and plan.deleted_at is None

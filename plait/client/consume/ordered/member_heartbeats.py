@@ -33,6 +33,8 @@ class GroupMember(Protocol):
     subject: str
     client_id: str
     affinity: bool
+    #: True if the member creates its subject when it does not exist.
+    creates: bool
 
     @property
     def group_name(self) -> str:
@@ -303,7 +305,7 @@ class _HeartbeatLoop:
     async def _make_again(self, member: GroupMember) -> None:
         """The subject was deleted. Create it again, or fail the member if subjects are not created on use."""
         try:
-            await self._router.refresh(member.subject)
+            await self._router.refresh(member.subject, create=member.creates)
         except SubjectNotFound as error:
             self._give_up(member, error)
         except PlaitError:

@@ -14,7 +14,7 @@ import numpy as np
 
 from plait.client.blocking.row_handover import RowHandover
 from plait.client.consume.delivered import DeliveredFrame, Piece
-from plait.client.consume.fetcher import Fetcher, Spools
+from plait.client.consume.fetcher import CommonState, Fetcher, Spools
 from plait.client.consume.ordered.lease_renewer import LeaseRenewer
 from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
@@ -65,15 +65,17 @@ class OrderedFetcher(Fetcher):
         handling: float,
         any_thread: bool = False,
         spools: Spools = lambda _: None,
+        common: CommonState | None = None,
     ) -> None:
-        super().__init__(router, limits, terms, any_thread=any_thread, spools=spools)
+        super().__init__(router, limits, terms, any_thread=any_thread, spools=spools, common=common)
         assert terms.group is not None
         self.group_name = terms.group
         self.client_id = terms.client
         self.affinity = terms.mode is ShareMode.AFFINITY
+        self.creates = terms.creates
         self.buffer = OrderedBuffer(self.wake, self.waiting)
         self.gather_seconds = GATHER_SECONDS
-        self.handed_over = RowHandover(_may_go)
+        self.handed_over = RowHandover(may_go) if common is None else common.handed_over
         # A row without an outcome holds back only its own key, so the span is not limited.
         self.spans = False
         self._heartbeats = heartbeats
@@ -204,7 +206,8 @@ class OrderedFetcher(Fetcher):
 
     def put_back_handed_over(self) -> None:
         """Put rows taken for blocking callers back into the buffer: their locks may be lost before the callers ask."""
-        self.buffer.put_back(self.handed_over.take_back())
+        for client in self.clients:
+            self.buffer.put_back(self.handed_over.take_back(client.partition))
 
     def take_back(self, client: PullClient, lps: LpSet | None = None) -> list[Piece]:
         pieces = self.handed_over.take_back(client.partition)
@@ -218,7 +221,8 @@ def _report_of(rights: LockRights) -> LockReport:
     return LockReport(rights.done, rights.parked, rights.inherited, rights.again)
 
 
-def _may_go(delivered: DeliveredFrame) -> bool:
+def may_go(delivered: DeliveredFrame) -> bool:
+    """Whether a row of the frame may be handed to the user now."""
     return isinstance(delivered, OrderedDelivered) and delivered.rights.valid()
 
 
