@@ -153,8 +153,7 @@ class App:
         arguments.checked()
         for name, value in (("batch", batch), ("concurrency", concurrency), ("prefetch", prefetch)):
             _check_count(name, value)
-        if undecodable not in ("reject", "retry"):
-            raise InvalidArgument(f"undecodable {undecodable!r} is not known; use 'reject' or 'retry'")
+        _check_undecodable(undecodable)
         self._check_other_subscribers(arguments.subjects, group)
         settings = SubscriberSettings(
             consumer=arguments,
@@ -331,6 +330,11 @@ def _log_to_stderr() -> None:
 def _check_hook(name: str, function: Callable[..., Any]) -> None:
     if not inspect.iscoroutinefunction(function):
         raise InvalidArgument(f"{name} takes an async def, not {function!r}")
+
+
+def _check_undecodable(value: str) -> None:
+    if value not in ("reject", "retry"):
+        raise InvalidArgument(f"undecodable {value!r} is not known; use 'reject' or 'retry'")
 
 
 def _check_count(name: str, value: int | None) -> None:
