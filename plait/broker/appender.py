@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from plait.broker.commit import Commit, SendCallback
-from plait.broker.partitions.partition import Partition
+from plait.broker.partitions.partition import Partition, ReadBatch
 from plait.errors import FlowControl, OutOfSequence, PlaitError, ProducerConflict, StaleRoute, UnknownProducer
 from plait.frame.builder import Buffer, FrameParts, build_bodies, pack_stamp
 from plait.frame.coalesce import can_coalesce, coalesce
@@ -29,6 +29,8 @@ from plait.storage.producers import SHARDS, FrameVerdict, ProducerTable, StoredR
 
 #: The largest joined frame: slicing rows from a larger one costs readers too much.
 JOINED_SIZE_MAX = 256 * 1024
+#: Waiting pulls get a frame up to this size from the memory in which it arrived, larger ones from the log.
+NEWEST_SIZE_MAX = 4 * 1024
 #: Bytes per row that constant columns can grow to when frames are joined.
 CONSTANTS_SIZE_MAX = sum(FIXED_WIDTHS.values())
 
@@ -134,6 +136,9 @@ class Appender:
             buffer = frame.buffer
             size = len(buffer)
             parts = [buffer[:STAMP_OFFSET], stamp, buffer[HEADER_SIZE:]]
+            if size <= NEWEST_SIZE_MAX and (partition.waiting or partition.readers):
+                whole = [(base, end)]
+                commit.newest[partition] = ReadBatch(end, False, parts, whole, end - base, size, frame.inflated_size)
         else:
             joined = coalesce([s.frame for s in new])
             joined.stamp_with(stamp)

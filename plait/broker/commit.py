@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from plait.broker.partitions.partition import Partition
+from plait.broker.partitions.partition import Partition, ReadBatch
 from plait.errors import PlaitError
 from plait.frame.view import FrameView
 from plait.storage.logs.log import SyncJob
@@ -22,6 +22,8 @@ class Commit(msgspec.Struct, eq=False):
     since: float = 0.0
     #: Partition → the end of its appended rows.
     partitions: dict[Partition, int] = {}
+    #: The last frame of each partition for which pulls wait, if it is small.
+    newest: dict[Partition, ReadBatch] = {}
     #: Callbacks of sends, each with its result.
     replies: list[tuple[SendCallback, int | None, PlaitError | None]] = []
     #: (schedule partition, frame, its log offset, number of its first row) of delayed rows.

@@ -18,7 +18,7 @@ from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.groups.group import Bury, Group
 from plait.broker.groups.ordered.locks import LockFloors
-from plait.broker.groups.waking import wake_group
+from plait.broker.groups.waking import wake
 from plait.broker.partitions.partition import LogPositions, Partition
 from plait.broker.partitions.scans import Scans
 from plait.clock import Clock
@@ -306,10 +306,8 @@ class Turn:
         """Make the rows of a commit visible, and serve the suspended pulls that wait for them."""
         for partition, end in commit.partitions.items():
             partition.visible = max(partition.visible, end)
-            for group in list(partition.waiting):
-                wake_group(group)
-            if partition.readers:
-                self.scans.wake_readers(partition)
+            if partition.waiting or partition.readers:
+                wake(partition, commit.newest.get(partition), self.scans)
 
     def _answer(self, commit: Commit) -> None:
         """Answer the callers of a commit that takes effect."""

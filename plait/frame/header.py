@@ -32,6 +32,8 @@ import struct
 import sys
 from typing import Final
 
+from plait.limits import FRAME_COUNT_MAX, FRAME_SIZE_MAX
+
 if sys.byteorder != "little":
     # Columns are used in place, so the machine must have the byte order of the format.
     raise ImportError("plait needs a little-endian machine: frames are little-endian and are read in place")
@@ -46,6 +48,7 @@ HEADER: Final = struct.Struct("<2sBBIIIQQQIIQqQII")
 CLIENT: Final = struct.Struct("<2sBBIIIQQQ")
 STAMP: Final = struct.Struct("<IQqQI")
 U32: Final = struct.Struct("<I")
+U64: Final = struct.Struct("<Q")
 
 SIZE_OFFSET: Final = 4
 PREVIOUS_OFFSET: Final = 32
@@ -64,6 +67,7 @@ FLAG_UNSEQUENCED: Final = 1
 FLAG_FORWARDED: Final = 2
 FLAGS_KNOWN: Final = FLAG_UNSEQUENCED | FLAG_FORWARDED
 FLAGS_MANDATORY: Final = 0x0F
+FLAGS_REFUSED: Final = FLAGS_MANDATORY & ~FLAGS_KNOWN
 
 #: Sequences are below this: they fit a signed column, and adding the row count of a frame cannot overflow.
 SEQUENCE_MAX: Final = 1 << 62
@@ -107,6 +111,30 @@ class FrameHeader:
     durable: int
     epoch: int
     stamp_crc: int
+
+
+def defect_of(buffer: memoryview | bytes | bytearray, offset: int, refused_columns: int) -> str:
+    """The first defect of a header that a reader refuses."""
+    magic, version, flags, size, count, bits, _, first, _, _, _, base, store_time, *_ = HEADER.unpack_from(
+        buffer, offset
+    )
+    if magic != MAGIC:
+        return f"no frame here: magic is {magic!r}"
+    if version != VERSION:
+        return f"frame version {version} is not {VERSION}; a newer Plait wrote it"
+    if not HEADER_SIZE < size <= FRAME_SIZE_MAX or size & 7:
+        return f"frame size {size} is impossible (limit {FRAME_SIZE_MAX})"
+    if size > len(buffer) - offset:
+        return f"frame of {size} bytes is cut off after {len(buffer) - offset}"
+    if not 0 < count <= FRAME_COUNT_MAX:
+        return f"frame count {count} is impossible (limit {FRAME_COUNT_MAX})"
+    if flags & FLAGS_REFUSED:
+        return f"frame flags {flags:#x} are not known; a newer Plait wrote it"
+    if bits & refused_columns:
+        return f"frame columns {bits:#x} are not known; a newer Plait wrote it"
+    if first + count > SEQUENCE_MAX or base + count > SEQUENCE_MAX:
+        return f"frame sequences {first} and {base} are over the limit of {SEQUENCE_MAX}"
+    return f"frame store time {store_time} is not a date"
 
 
 def pad(size: int) -> int:

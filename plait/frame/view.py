@@ -41,8 +41,7 @@ from plait.frame.columns import (
 from plait.frame.compression import inflate, memory_size
 from plait.frame.header import (
     CRC_OFFSET,
-    FLAGS_KNOWN,
-    FLAGS_MANDATORY,
+    FLAGS_REFUSED,
     HEADER,
     HEADER_SIZE,
     MAGIC,
@@ -51,8 +50,10 @@ from plait.frame.header import (
     STAMP_CRC_OFFSET,
     STAMP_OFFSET,
     TIME_MAX,
+    U64,
     VERSION,
     FrameHeader,
+    defect_of,
 )
 from plait.frame.header_block import HeaderBlock, is_block
 from plait.frame.run_tables import (
@@ -70,8 +71,8 @@ from plait.frame.run_tables import (
 )
 from plait.limits import FRAME_COUNT_MAX, FRAME_SIZE_MAX
 
+_unpack_header = HEADER.unpack_from
 _REFUSED_COLUMNS = MANDATORY_BITS & ~KNOWN_BITS
-_REFUSED_FLAGS = FLAGS_MANDATORY & ~FLAGS_KNOWN
 _RAW = int(Codec.RAW)
 _CONST = int(Codec.CONST)
 _PACKED = (int(Codec.ZSTD), int(Codec.LZ4))
@@ -103,58 +104,55 @@ class FrameView(FrameHeader):
             raise FrameError(f"{room} bytes are too few for a frame header")
         (
             magic,
-            self.version,
-            self.flags,
+            version,
+            flags,
             size,
             count,
             bits,
             self.producer,
-            self.first,
+            first,
             self.previous,
             self.crc,
             self.partition,
-            self.base,
-            self.store_time,
+            base,
+            store_time,
             self.durable,
             self.epoch,
             self.stamp_crc,
-        ) = HEADER.unpack_from(buffer, offset)
-        if magic != MAGIC:
-            raise FrameError(f"no frame here: magic is {magic!r}")
-        if self.version != VERSION:
-            raise FrameError(f"frame version {self.version} is not {VERSION}; a newer Plait wrote it")
-        if not HEADER_SIZE < size <= FRAME_SIZE_MAX or size & 7:
-            raise FrameError(f"frame size {size} is impossible (limit {FRAME_SIZE_MAX})")
-        if size > room:
-            raise FrameError(f"frame of {size} bytes is cut off after {room}")
-        if not 0 < count <= FRAME_COUNT_MAX:
-            raise FrameError(f"frame count {count} is impossible (limit {FRAME_COUNT_MAX})")
-        if self.flags & _REFUSED_FLAGS:
-            raise FrameError(f"frame flags {self.flags:#x} are not known; a newer Plait wrote it")
-        if bits & _REFUSED_COLUMNS:
-            raise FrameError(f"frame columns {bits:#x} are not known; a newer Plait wrote it")
-        if self.first + count > SEQUENCE_MAX or self.base + count > SEQUENCE_MAX:
-            raise FrameError(f"frame sequences {self.first} and {self.base} are over the limit of {SEQUENCE_MAX}")
-        if not 0 <= self.store_time <= TIME_MAX:
-            raise FrameError(f"frame store time {self.store_time} is not a date")
-        self.size = size
-        self.count = count
-        self.column_bits = bits
+        ) = _unpack_header(buffer, offset)
+        # One test for all fields: nearly every frame passes it.
+        if (
+            magic != MAGIC
+            or version != VERSION
+            or not HEADER_SIZE < size <= room
+            or size > FRAME_SIZE_MAX
+            or size & 7
+            or not 0 < count <= FRAME_COUNT_MAX
+            or flags & FLAGS_REFUSED
+            or bits & _REFUSED_COLUMNS
+            or first + count > SEQUENCE_MAX
+            or base + count > SEQUENCE_MAX
+            or not 0 <= store_time <= TIME_MAX
+        ):
+            raise FrameError(defect_of(buffer, offset, _REFUSED_COLUMNS))
+        self.version, self.flags, self.size, self.count, self.column_bits = version, flags, size, count, bits
+        self.first, self.base, self.store_time = first, base, store_time
         self.buffer = memoryview(buffer)[offset : offset + size]
         self._inflated: dict[int, memoryview] | None = None
         self._selection: RowSelection | None = None
         numbers, directory, start = LAYOUTS.get(bits) or layout_of(bits)
         if start > size:
             raise FrameError(f"frame of {size} bytes has no room for {len(numbers)} columns")
-        places, codecs = {}, 0
-        for number, entry in zip(numbers, directory.unpack_from(buffer, offset + HEADER_SIZE), strict=True):
+        self.places = places = {}
+        codecs = 0
+        # ``strict`` would cost as much as the loop, and both have one item for each bit.
+        for number, entry in zip(numbers, directory.unpack_from(buffer, offset + HEADER_SIZE)):  # noqa: B905
             end = start + (entry & ENTRY_SIZE_MASK)
             places[number] = (entry >> ENTRY_SIZE_BITS, start, end)
             start = end + 7 & -8
             codecs |= entry
         if start != size:
             raise FrameError(f"frame columns end at {start}, the frame at {size}")
-        self.places = places
         self.compressed = codecs >> ENTRY_SIZE_BITS > _CONST
         self.inflated_size = memory_size(self.buffer, places, count) if self.compressed or _HEADERS in places else 0
 
@@ -220,7 +218,7 @@ class FrameView(FrameHeader):
                         check_text(offsets, data, number)
                     self._inflated = None
             elif number in TIMES:
-                if codec != _CONST or end - start != 8 or int.from_bytes(self.buffer[start:end], "little") > TIME_MAX:
+                if codec != _CONST or end - start != 8 or U64.unpack_from(self.buffer, start)[0] > TIME_MAX:
                     check_times(self.values(number), number)
             elif number == _KEY_HASH and codec == _RAW and end - start == 8 * self.count:
                 # Any 64 bits are a hash.
@@ -343,6 +341,9 @@ class FrameView(FrameHeader):
         if codec == _RAW and self.count <= SMALL_COUNT and column != _HEADERS:
             stored = self.buffer[begin:end]
             offsets = _small_offsets(stored, self.count, column)
+            if self.count == 1:
+                # The usual frame of a message that was sent alone.
+                return [stored[8:].tobytes()][start:stop]
             shift = 4 * (self.count + 1) - offsets[0]
             return [bytes(stored[offsets[i] + shift : offsets[i + 1] + shift]) for i in range(start, stop)]
         rows: list[bytes] = self.binary(column).slice(start, stop - start).to_pylist()

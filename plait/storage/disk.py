@@ -166,9 +166,9 @@ class RealFile:
             while wanted:
                 written = os.pwritev(self._fd, piece, offset)
                 offset += written
-                if written:
+                if written and offset > self.size:
                     # Updated now, because the next call may fail after the file has grown.
-                    self.size = max(self.size, offset)
+                    self.size = offset
                 wanted -= written
                 if not wanted:
                     break

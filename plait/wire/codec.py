@@ -34,7 +34,7 @@ _ANSWERS: list[tuple[type[m.PacketHead], type[m.PacketHead]]] = [
 #: Kind of a request → kind of its answer. The answer to a failed request is an ``ErrorReply`` instead.
 ANSWERS: dict[int, int] = {request.KIND: answer.KIND for request, answer in _ANSWERS}
 #: Packet kind → the decoder of its head.
-DECODERS: dict[int, Callable[[memoryview], m.PacketHead]] = {
+DECODERS: dict[int, Callable[[memoryview | bytes], m.PacketHead]] = {
     kind.KIND: msgspec.msgpack.Decoder(kind).decode for kind in m.PacketHead.__subclasses__()
 }
 #: The exceptions that a decoder raises for invalid bytes.
@@ -70,7 +70,7 @@ _HEAD_SIZES_MAX = {
 encode: Callable[[m.PacketHead], bytes] = msgspec.msgpack.Encoder().encode
 
 
-def decode(kind: int, head: memoryview) -> m.PacketHead:
+def decode(kind: int, head: memoryview | bytes) -> m.PacketHead:
     """The message in the head of a packet; raises ``ProtocolError`` for invalid bytes."""
     decoder = DECODERS.get(kind)
     if decoder is None:

@@ -32,6 +32,9 @@ SCHEME = "plait://"
 #: Size of the packet, kind, a reserved field, correlation, size of the head.
 HEADER = struct.Struct("<IHHII")
 HEADER_SIZE = HEADER.size
+_unpack_header = HEADER.unpack_from
+#: Pads a head, by the last three bits of its size.
+_PADDING = [bytes(-size & 7) for size in range(8)]
 #: Size of the receive buffer that the connections of a loop share.
 SHARED_SIZE = 256 * 1024
 #: The first size of a large packet's own buffer. A frame of ``send_many`` fits; for a larger packet the buffer doubles
@@ -63,11 +66,11 @@ class Packet(NamedTuple):
 
 def pack(kind: int, correlation: int, head: bytes, payload_size: int = 0) -> bytes:
     """The header and head of a packet; the caller writes the buffers of the payload after it."""
-    padding = -len(head) & 7
-    size = HEADER_SIZE + len(head) + padding + payload_size
+    length = len(head)
+    size = HEADER_SIZE + (length + 7 & -8) + payload_size
     if size > PACKET_SIZE_MAX:
         raise ProtocolError(f"a packet of {size} bytes is over the limit of {PACKET_SIZE_MAX}")
-    return HEADER.pack(size, kind, 0, correlation, len(head)) + head + b"\0" * padding
+    return HEADER.pack(size, kind, 0, correlation, length) + head + _PADDING[length & 7]
 
 
 def write(transport: asyncio.WriteTransport, head: bytes, payload: Sequence[Buffer], size: int) -> None:
@@ -121,7 +124,7 @@ class Receiver(asyncio.BufferedProtocol):
             data = memoryview(self._rest + data)
         position, end = 0, len(data)
         while end - position >= HEADER_SIZE:
-            size, kind, _, correlation, head_size = HEADER.unpack_from(data, position)
+            size, kind, _, correlation, head_size = _unpack_header(data, position)
             if not HEADER_SIZE <= size <= PACKET_SIZE_MAX:
                 self.failure = ProtocolError(f"packet size {size} is outside {HEADER_SIZE} to {PACKET_SIZE_MAX}")
                 return packets
@@ -135,11 +138,12 @@ class Receiver(asyncio.BufferedProtocol):
                 self._own = memory(min(size, max(self._growth_first, 2 * len(left))))
                 self._own[: len(left)] = left
                 return packets
-            start = HEADER_SIZE + head_size + (-head_size & 7)
+            start = HEADER_SIZE + (head_size + 7 & -8)
             if start > size:
                 self.failure = ProtocolError(f"packet head of {head_size} bytes passes the packet's end")
                 return packets
-            whole = data if own is not None else memoryview(bytes(data[position:stop]))
+            # Bytes have cheaper slices than a memoryview, and most packets are small.
+            whole = data if own is not None else bytes(data[position:stop])
             head = whole[HEADER_SIZE : HEADER_SIZE + head_size]
             try:
                 # A small head of a known kind needs no Python call.
@@ -148,11 +152,15 @@ class Receiver(asyncio.BufferedProtocol):
             except (ProtocolError, *UNDECODABLE) as error:
                 self.failure = error if isinstance(error, ProtocolError) else undecodable(kind, error)
                 return packets
+            payload = memoryview(whole)[start:] if start < size else _EMPTY
             # Bypass the Python-level constructor of the NamedTuple: this runs for every packet.
-            packets.append(tuple.__new__(Packet, (message, correlation, whole[start:], size)))
+            packets.append(tuple.__new__(Packet, (message, correlation, payload, size)))
             position = stop
-        self._rest = bytes(data[position:])
-        self.partial_size = len(self._rest)
+        if position == end:
+            self._rest, self.partial_size = b"", 0
+        else:
+            self._rest = bytes(data[position:])
+            self.partial_size = len(self._rest)
         return packets
 
     def end_packet(self) -> None:

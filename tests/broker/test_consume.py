@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from plait.broker.views import group_view
 from plait.errors import GroupBusy, GroupMismatch, GroupNotFound, InvalidArgument, LimitExceeded
 from plait.limits import ServerLimits
-from tests.support.broker_node import Node, Producer, Pulled
+from tests.support.broker_node import Node, Producer, Pulled, rows_of
 
 LOST = 6.0
 
@@ -108,6 +109,43 @@ def test_rows_wake_suspended_pulls_and_reads_of_all_groups():
     node.send("orders", b"a")
     assert [pulled.bodies for pulled in waiting] == [[b"a"]] * 5
     assert len(reading.answers) == 1
+
+
+@pytest.mark.parametrize("flush", ["async", "sync"])
+@pytest.mark.parametrize("size", [10, 10_000])
+def test_a_suspended_pull_gets_the_bytes_that_are_in_the_log(flush: str, size: int):
+    node = Node(flush=flush)
+    node.send("orders", b"before")
+    consumer = node.attach("orders", "g")
+    node.pull(consumer)
+    for bodies in ([b"a" * size], [b"b" * size, b"c" * size]):
+        waiting, reading = node.pull(consumer, wait=20), node.read("orders", node.partition("orders").visible, wait=20)
+        node.send("orders", *bodies)
+        assert waiting.bodies == bodies
+        partition = node.partition("orders")
+        assert partition.newest is None, "the memory of the frame is free again"
+        stored = partition.read(node.broker.message_log, waiting.rows[0].sequence, partition.visible, 10, 1 << 20)
+        assert b"".join(waiting.answers[0].parts) == b"".join(stored.parts) == b"".join(reading.answers[0].parts)
+        assert (waiting.answers[0].size, reading.answers[0].end) == (stored.size, stored.end)
+
+
+def test_a_suspended_pull_gets_no_more_rows_than_it_asked_for():
+    node = Node()
+    pulls = [node.pull(node.attach("orders", f"g{count}"), count, wait=20) for count in (1, 2, 3)]
+    reading = node.read("orders", 0, count=2, wait=20)
+    node.send("orders", b"a", b"b", b"c")
+    assert [pulled.bodies for pulled in pulls] == [[b"a"], [b"a", b"b"], [b"a", b"b", b"c"]]
+    assert [row.body for row in rows_of(reading.answers[0].parts)] == [b"a", b"b"]
+
+
+def test_a_suspended_pull_gets_all_frames_of_a_turn():
+    node, producer = Node(), Producer(9)
+    waiting = node.pull(node.attach("orders", "g"), wait=20)
+    sent = [producer.frame("orders", b"a"), producer.frame("orders", b"b", keys=[b"k"], key_hashes=np.ones(1, "u8"))]
+    for each in sent:
+        node.submit(each)
+    node.turn()
+    assert waiting.bodies == [b"a", b"b"]
 
 
 def test_a_consumer_with_too_many_open_ranges_gets_no_new_rows_and_delays_no_other():

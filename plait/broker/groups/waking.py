@@ -90,6 +90,16 @@ class DueHeap(Generic[Item]):
                 yield item
 
 
+def wake(partition: Any, newest: Any, scans: Any) -> None:
+    """Answer the suspended pulls and reads of a partition whose last appended frame is ``newest``."""
+    partition.newest = newest
+    for group in list(partition.waiting):
+        wake_group(group)
+    if partition.readers:
+        scans.wake_readers(partition)
+    partition.newest = None
+
+
 def wake_group(group: Any) -> None:
     """Answer a group's suspended pulls for which there are rows."""
     if group.waiters:

@@ -65,6 +65,15 @@ class ReadBatch(msgspec.Struct, eq=False):
     #: Ranges that cannot be read.
     damaged: list[tuple[int, int]] = []
 
+    def fits(self, start: int, end: int, count: int, size: int, some: bool) -> bool:
+        """True if a read with these limits gives this batch, which has one frame."""
+        return (
+            self.ranges[0][0] == start
+            and self.end <= end
+            and self.count <= count
+            and (some or self.size + self.inflated <= size)
+        )
+
     def add(self, first: int, last: int, size: int, inflated: int) -> None:
         """Count a piece with the sequences [first, last)."""
         self.size += size
@@ -108,6 +117,7 @@ class Partition:
         "keys",
         "log_start",
         "main",
+        "newest",
         "next",
         "position",
         "readers",
@@ -138,6 +148,8 @@ class Partition:
         self.start = 0
         #: (``start``, the first record that is not expired): avoids most searches of the consume log.
         self._head: tuple[int, Record] | None = None
+        #: While a commit serves suspended pulls: the small frame that it appended, which need not be parsed in the log.
+        self.newest: ReadBatch | None = None
         #: The start of the message log for which ``start`` was computed.
         self.log_start = 0
         #: (generation, index) of a wrong record → the right record; None: its frame is not in the log.
@@ -238,6 +250,9 @@ class Partition:
         """
         if self.log_start != log.start:
             self.expire_deleted(log)
+        newest = self.newest
+        if newest is not None and start >= self.start and newest.fits(start, min(end, self.visible), count, size, some):
+            return newest
         batch, consume_log = ReadBatch(start), self.consume_log
         trusted = log.end if again else log.resumed_at
         end = min(end, self.visible)
@@ -245,8 +260,7 @@ class Partition:
         index, record = consume_log.locate(expected)
         if record is None:
             batch.end = max(start, end)
-        run_start = run_end = -1
-        parts = batch.parts
+        parts, run_start, run_end = batch.parts, -1, -1
         while record is not None and expected < end and batch.count < count:
             if batch.count and batch.size + batch.inflated >= size:
                 break
@@ -281,8 +295,7 @@ class Partition:
             else:
                 run_start, run_end = offset, offset + frame_size
                 parts.append(frame.buffer)
-            expected = last
-            if expected >= end:
+            if (expected := last) >= end:
                 break
             index = index + 1 if offset == record.offset else consume_log.find(frame_end)
             record = consume_log.record(index) if index < len(consume_log) else None
