@@ -110,6 +110,37 @@ class NotScheduled(PlaitError):
     exit_code = 4
 
 
+class TransactionNotFound(PlaitError):
+    """The broker does not know the transaction: it was decided long ago and forgotten, or none of it is stored."""
+
+    code = "transaction_not_found"
+    facts = ("transaction",)
+    exit_code = 4
+
+
+class TransactionDecided(PlaitError):
+    """The transaction was decided before, with the other outcome, or it takes no more messages."""
+
+    code = "transaction_decided"
+    facts = ("transaction", "outcome")
+    exit_code = 5
+
+
+class TransactionIncomplete(PlaitError):
+    """Some messages of the transaction are not stored, so it cannot be committed; roll it back and begin another one."""
+
+    code = "transaction_incomplete"
+    facts = ("transaction",)
+
+
+class TransactionSpansGroups(PlaitError):
+    """The subject has no partition on the broker group that has the other messages of the transaction."""
+
+    code = "transaction_spans_groups"
+    facts = ("subject", "group")
+    exit_code = 5
+
+
 class GroupMismatch(PlaitError):
     """A consumer requests settings that differ from its group's; the message names both."""
 

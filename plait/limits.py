@@ -101,6 +101,16 @@ COMMIT_STAGES_MAX: Final = 2_500
 #: Stages in one request to a broker.
 STAGES_PAGE_MAX: Final = 1_000
 
+# --- transactions -------------------------------------------------------------------------------
+#: Transactions in one reply to a producer that waits for checks.
+CHECKS_PAGE_MAX: Final = 100
+#: Bytes of half messages in one such reply.
+CHECKS_SIZE_MAX: Final = 1 * MIB
+#: Transactions that one request lists.
+TRANSACTIONS_PAGE_MAX: Final = 1_000
+#: Half messages that one request shows.
+HALF_MESSAGES_SHOWN_MAX: Final = 100
+
 # --- leases -------------------------------------------------------------------------------------
 #: The shortest lease of a consumer: two heartbeats, which come every second, have to fit.
 LEASE_SECONDS_MIN: Final = 2.0
@@ -201,6 +211,26 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     #: Expired stages that are remembered, the newest ones, 2 KiB each. An unknown stage counts as published, so an
     #: expired one must be remembered while a driver may ask for it. No time bounds that, hence a number.
     stages_expired: int = 20_000
+    #: Transactions that are not decided, including parked ones; above it no transaction begins. Each takes 1 KiB.
+    transactions: int = 10_000
+    #: Parked transactions, which wait for an operator; above it no transaction begins.
+    transactions_parked: int = 5_000
+    #: Half messages of one transaction, and their bytes.
+    transaction_rows: int = 10_000
+    transaction_bytes: int = 64 * MIB
+    #: Half messages of all transactions (about 150 bytes each), and their bytes: they stay in the message log.
+    half_rows: int = 200_000
+    half_bytes: int = 4 * GIB
+    #: The outcomes of the newest decided transactions are remembered, 100 bytes each, to answer late decisions.
+    transactions_remembered: int = 50_000
+    #: A producer is asked for the outcome of a transaction this long after its last half message...
+    transaction_check_first_seconds: float = 6.0
+    #: ...and then in this interval...
+    transaction_check_seconds: float = 30.0
+    #: ...at most this often. Then the transaction is parked.
+    transaction_checks: int = 15
+    #: Producers that wait for checks (long polls); one poll of each producer group of each client.
+    transaction_polls: int = 20_000
     #: Producers remembered for idempotence; the one silent the longest is forgotten first.
     producers: int = 100_000
     #: A producer is forgotten after it was silent for this long (7 days).

@@ -39,6 +39,8 @@ from plait.broker.schedule.forwards import Forwards
 from plait.broker.schedule.schedules import Schedules
 from plait.broker.staging.stage_publisher import StagePublisher
 from plait.broker.staging.stages import Stages
+from plait.broker.transactions.check_backs import CheckBacks
+from plait.broker.transactions.transactions import Transactions
 from plait.broker.turn import Turn
 from plait.clock import Clock
 from plait.errors import DiskFull, FrameError, StorageFailed
@@ -46,6 +48,7 @@ from plait.filter.message_filter import Filter
 from plait.frame.columns import Column
 from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
+from plait.storage.catalog import HALF
 from plait.storage.checkpoint import Checkpoints
 from plait.storage.disk import Disk
 from plait.storage.logs.consume_log import DIRECTORY as CONSUME_DIRECTORY
@@ -95,7 +98,9 @@ class Broker:
         self.due_delivery = turn.schedules = DueDelivery(turn, catalog, schedules, self.due_rows, self.forwards)
         self.stages = Stages(turn, catalog)
         self.publisher = turn.stages = StagePublisher(turn, catalog, self.stages, schedules)
-        self.snapshots = Snapshots(turn, catalog, self.producers, checkpoints, self.bucketed)
+        self.transactions = turn.transactions = Transactions(turn, catalog, schedules)
+        self.check_backs = CheckBacks(turn, self.transactions)
+        self.snapshots = Snapshots(turn, catalog, self.producers, checkpoints, self.bucketed, self.transactions)
         turn.bury = self.dead_letters.bury
 
     # --- start and stop -------------------------------------------------------------------------
@@ -130,8 +135,10 @@ class Broker:
             self.bucketed,
             self.forwards,
             self.stages,
+            self.transactions,
         )
         report = recovery.run()
+        self.check_backs.recovered()
         self.snapshots.drop_unknown_consume_logs()
         for partition in self.partitions.values():
             partition.visible = partition.next
@@ -191,6 +198,9 @@ class Broker:
         if frame.flags & FLAG_FORWARDED:
             self.forwards.check(partition, frame, answered=reply is not None)
         elif frame.column_bits & _NOT_SENT_BITS:
+            if partition.row.kind == HALF:
+                self.transactions.store(partition, frame, reply)
+                return
             raise FrameError(
                 "a producer's frame must not have runs, selection, schedule or note columns: only brokers add them"
             )
@@ -320,6 +330,8 @@ class Broker:
             deadline = at if deadline is None else min(at, deadline)
         if self.schedules.by_name and (later := self.due_delivery.next_deadline) is not None:
             deadline = later if deadline is None else min(later, deadline)
+        if (check := self.check_backs.next_deadline) is not None:
+            deadline = check if deadline is None else min(check, deadline)
         return deadline
 
     def run_timers(self) -> None:
@@ -335,7 +347,12 @@ class Broker:
             if ready:
                 wake_group(group)
             self._expect_retry(group)
-        if (self.schedules.by_name and self.due_delivery.look()) or self.publisher.look():
+        self.check_backs.run_timers()
+        if (
+            (self.schedules.by_name and self.due_delivery.look())
+            or self.publisher.look()
+            or self.transactions.look()
+        ):
             self.turn.mark()
         for waiter in self.deadlines.take(self.clock.monotonic()):
             waiter.time_out()

@@ -18,7 +18,7 @@ from plait.broker.recovery.segment_headers import SegmentHeaders
 from plait.broker.turn import Turn
 from plait.errors import LimitExceeded, StaleRoute, SubjectExists, SubjectNotFound
 from plait.model.settings import SubjectSettings
-from plait.storage.catalog import FORWARD, STAGE, PartitionRow
+from plait.storage.catalog import FORWARD, HALF, STAGE, PartitionRow
 from plait.storage.checkpoint import Checkpoints
 from plait.storage.logs.consume_log import ConsumeLog, OpenMaps
 from plait.storage.producers import ProducerTable
@@ -28,7 +28,7 @@ CATALOG_FRAME_ROWS = 5_000
 
 
 class PartitionKind(Protocol):
-    """The partitions of one kind: schedules, stages or forwards."""
+    """The partitions of one kind: schedules, stages, forwards or half messages."""
 
     def add(self, partition: Partition) -> None: ...
 
@@ -192,7 +192,7 @@ class Catalog:
             self.kinds[row.kind].remove(partition)
         elif self.subjects.get(row.name) is partition:
             del self.subjects[row.name]
-        if row.kind not in (STAGE, FORWARD):
+        if row.kind not in (STAGE, FORWARD, HALF):
             self._producers.forget_partition(row.id)
         for group in partition.groups.values():
             self._forget(group)

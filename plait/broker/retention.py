@@ -20,6 +20,7 @@ from plait.broker.partitions.partition import Partition
 from plait.broker.recovery.segment_headers import ROWS
 from plait.errors import DiskFull, FlowControl
 from plait.limits import MIB
+from plait.storage.catalog import HALF
 from plait.storage.marks import ArchiveMark, read_archived
 from plait.storage.ranges import Range
 
@@ -41,6 +42,8 @@ class _Needed(msgspec.Struct):
 
     message: int
     retained: int
+    #: Half messages are moved if they alone need a segment.
+    half: int
 
 
 class Retention:
@@ -83,7 +86,8 @@ class Retention:
             # This pass frees space, so the next one can record it.
             log.warning("idle stages and forward partitions cannot be expired yet: %s", error)
         now = broker.clock.now()
-        needed = _Needed(broker.message_log.end, broker.retained_log.end)
+        broker.transactions.release()
+        needed = _Needed(broker.message_log.end, broker.retained_log.end, broker.message_log.end)
         cost = 0
         for partition in list(broker.partitions.values()):
             if cost >= self._step_cost:
@@ -110,7 +114,9 @@ class Retention:
             cost += CHANGE_COST
             self._compact(partition)
         first = partition.head
-        if first is not None:
+        if first is not None and partition.row.kind == HALF:
+            needed.half = min(needed.half, first.offset)
+        elif first is not None:
             needed.message = min(needed.message, first.offset)
         for group in partition.groups.values():
             if group.retained:
@@ -124,6 +130,7 @@ class Retention:
         oldest = broker.checkpoints.oldest
         if oldest is None:
             return []
+        self._move_half_messages(needed)
         unneeded = needed.message >= broker.message_log.end
         archived = self._archived()
         message_needed = min(self._certain(needed.message), archived.message_offset)
@@ -136,6 +143,14 @@ class Retention:
         self._release_retained(needed.retained)
         broker.retained_log.remove_before(min(self._retained_needed, oldest.retained_offset, archived.retained_offset))
         return removed
+
+    def _move_half_messages(self, needed: _Needed) -> None:
+        """Move half messages that alone need old segments to the end of the log: they may wait for an operator."""
+        broker, log = self._broker, self._broker.message_log
+        free = max((each.base for each in log.segments if each.base <= needed.message), default=0)
+        if needed.half < free and broker.transactions.move(free):
+            broker.turn.answer_after_commit(None)
+        needed.message = min(needed.message, needed.half)
 
     def _held_by_schedule(self) -> bool:
         """True if the newest checkpoint needs the first segment for unbucketed rows: a newer one would need it too."""

@@ -60,11 +60,20 @@ class StageWork(Protocol):
     def synced(self) -> None: ...
 
 
+class TransactionWork(Protocol):
+    """What a commit calls of the transactions."""
+
+    ready: bool
+
+    def run(self, now: int, commit: Commit) -> None: ...
+
+
 class Turn:
     """The logs of a broker, and the changes that the next commit writes to them."""
 
     schedules: ScheduleWork
     stages: StageWork
+    transactions: TransactionWork
     bury: Bury
 
     def __init__(self, disk: Disk, clock: Clock, config: BrokerConfig, producers: ProducerTable) -> None:
@@ -126,8 +135,12 @@ class Turn:
 
     def cancel(self, partition: Partition, number: int, due: int) -> None:
         """Record in the action log that a delayed row is cancelled."""
-        self._actions.event(Cancelled(partition.id, number, number + 1, due), 0, self.epoch)
+        self.record(Cancelled(partition.id, number, number + 1, due))
         self.touch(partition)
+
+    def record(self, event: Event) -> None:
+        """Record an event that belongs to no group in the action log."""
+        self._actions.event(event, 0, self.epoch)
         self.mark()
 
     def define(self, definition: Definition) -> None:
@@ -231,6 +244,8 @@ class Turn:
         commit, now = Commit(self.clock.monotonic()), self.clock.now()
         if self.pending:
             self._append(now, commit)
+        if self.transactions.ready:
+            self.transactions.run(now, commit)
         if self.schedules.ready:
             self.schedules.run(now, commit)
         if self.stages.ready:
@@ -248,7 +263,7 @@ class Turn:
             self.dirty = False
             if self._actions.size or self.action_log.pending:
                 self._write_actions(now)
-            if self.stages.ready or self.pending:
+            if self.stages.ready or self.transactions.ready or self.pending:
                 # Publishing continues with the next commit. Requests for it during this one had no effect.
                 self.mark()
         except OSError as error:

@@ -151,7 +151,9 @@ class Message(msgspec.Struct, gc=False):
     @property
     def deliver_at(self) -> datetime | None:
         """The due time that the sender asked for; None: the message was not delayed."""
-        return self._delivered.time(Column.DELIVER_AT, self._row)
+        due = self._delivered.time(Column.DELIVER_AT, self._row)
+        # A message of a transaction that was not delayed has the due time 0.
+        return due if due is not None and due.timestamp() else None
 
     @property
     def attempt(self) -> int:

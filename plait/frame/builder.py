@@ -210,11 +210,12 @@ def build_frame(
     headers: Rows | None = None,
     flags: int = 0,
     compression: str | None = None,
+    note: bytes = b"",
 ) -> FrameParts:
     """A frame of the rows, with the client's checksum and without a stamp.
 
     ``keys``, ``tags`` and ``headers`` are encoded (a row without one is empty). ``send_time`` and ``deliver_at`` are
-    one time for all rows, or one per row.
+    one time for all rows, or one per row. ``note`` is the producer group of half messages.
     """
     count = len(bodies)
     if not 0 < count <= FRAME_COUNT_MAX:
@@ -245,6 +246,8 @@ def build_frame(
             columns.append(_variable(column, offsets, data, codec))
         else:
             columns.append((column, Codec.RAW, [offsets, data]))
+    if note:
+        columns.append((Column.NOTE, Codec.RAW, [note]))
     frame = assemble(columns, count=count, producer=producer, first=first, previous=previous, flags=flags)
     if frame.size > ORIGINAL_SIZE_MAX:
         raise TooLarge(f"frame of {frame.size} bytes is over the limit of {ORIGINAL_SIZE_MAX}; send fewer rows")

@@ -25,6 +25,8 @@ STAGE = "stage"
 #: The kind of partitions that hold due rows whose logical partition has moved to another partition, until that
 #: partition has stored them.
 FORWARD = "forward"
+#: The kind of partitions that hold the half messages of a subject: rows of transactions that are not published yet.
+HALF = "half"
 
 #: Logical partitions [first, end).
 Lps = tuple[int, int]
@@ -71,7 +73,7 @@ class PartitionRow(msgspec.Struct, frozen=True):
     created: int
     settings: SubjectSettings = SubjectSettings()
     deleted: bool = False
-    #: "" for a partition that consumers read, else ``SCHEDULE``, ``STAGE`` or ``FORWARD``.
+    #: "" for a partition that consumers read, else ``SCHEDULE``, ``STAGE``, ``FORWARD`` or ``HALF``.
     kind: str = ""
     #: The logical partitions whose rows the partition accepts; None: all.
     lps: list[Lps] | None = None

@@ -58,12 +58,14 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     #: The offset of the first unbucketed row in the message log; None: there is none before ``message_offset``.
     unbucketed_offset: int | None = None
     shards: dict[str, ShardFile] = {}
+    #: The offset of the first half message in the message log that is not decided; None: there is none.
+    transactions_offset: int | None = None
 
     @property
     def message_needed(self) -> int:
         """The message log is needed from this offset to recover from this checkpoint."""
-        offset = self.unbucketed_offset
-        return self.message_offset if offset is None else min(self.message_offset, offset)
+        offsets = (self.message_offset, self.unbucketed_offset, self.transactions_offset)
+        return min(offset for offset in offsets if offset is not None)
 
 
 class LoadedCheckpoint(msgspec.Struct):

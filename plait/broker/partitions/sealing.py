@@ -258,4 +258,5 @@ def _holds(broker: Broker, partition: Partition) -> bool:
         or any(each.start < each.next for each in broker.forwards.of(name))
         or any(group.retained or group.failures.dead for group in partition.groups.values())
         or broker.stages.any_for(name)
+        or broker.transactions.any_for(name)
     )

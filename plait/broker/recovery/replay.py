@@ -17,18 +17,20 @@ from plait.broker.partitions.partition import BEGINNING, SHARDS
 from plait.broker.schedule.bucketed import BucketedRows
 from plait.broker.schedule.forwards import Forwards
 from plait.broker.staging.stages import Stages
+from plait.broker.transactions.transactions import Transactions
 from plait.broker.turn import Turn
 from plait.errors import FrameError
 from plait.frame.columns import Column
 from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
-from plait.storage.catalog import CATALOG, FORWARD, SCHEDULE, STAGE, PartitionRow, read_rows
+from plait.storage.catalog import CATALOG, FORWARD, HALF, SCHEDULE, STAGE, PartitionRow, read_rows
 from plait.storage.logs.action_events import (
     Cancelled,
     Event,
     ForgotConsumer,
     ForgotGroup,
     RowEvent,
+    TransactionEvent,
     WasReset,
     WentOffline,
     unpack_event,
@@ -60,6 +62,7 @@ class MessageReplay:
         bucketed: BucketedRows,
         forwards: Forwards,
         stages: Stages,
+        transactions: Transactions,
     ) -> None:
         self._turn = turn
         self._catalog = catalog
@@ -67,6 +70,7 @@ class MessageReplay:
         self._bucketed = bucketed
         self._forwards = forwards
         self._stages = stages
+        self._transactions = transactions
         self.epoch_max = 0
         self.frames = 0
         #: The log positions up to which each shard of partitions includes the logs.
@@ -122,8 +126,12 @@ class MessageReplay:
             self._bucketed.replay(partition, offset, frame)
             if partition.row.kind == SCHEDULE and frame.flags & FLAG_FORWARDED:
                 self._forwards.replay(offset, frame)
-        if frame.flags & FLAG_UNSEQUENCED and partition.row.kind != STAGE:
+        if partition.row.kind == HALF:
+            self._transactions.replay(partition, frame)
+        elif frame.flags & FLAG_UNSEQUENCED and partition.row.kind != STAGE:
             self._stages.replay(partition, offset, frame)
+            if partition.row.kind == SCHEDULE:
+                self._transactions.replay_copy(partition, frame)
 
     def _undefined(self, offset: int, frame: FrameView) -> None:
         """Count rows of a partition whose definition is damaged, so that no new partition gets its number."""
@@ -156,11 +164,14 @@ class MessageReplay:
 class ActionReplay:
     """Applies frames of the action log and of the retained log."""
 
-    def __init__(self, turn: Turn, catalog: Catalog, bucketed: BucketedRows, schedule_index: int) -> None:
+    def __init__(
+        self, turn: Turn, catalog: Catalog, bucketed: BucketedRows, transactions: Transactions, schedule_index: int
+    ) -> None:
         self._turn = turn
         self._catalog = catalog
         self._bucketed = bucketed
-        #: The checkpoint's schedule includes the frames of the action log with lower numbers.
+        self._transactions = transactions
+        #: The schedule and the transactions of the checkpoint include the frames of the action log with lower numbers.
         self._schedule_index = schedule_index
         self.events = 0
         #: Frames with correct checksums and an event that cannot be applied.
@@ -230,6 +241,11 @@ class ActionReplay:
             if frame.base >= self._schedule_index:
                 self.events += 1
                 self._bucketed.replay_cancel(event.partition, event.start, event.end, event.due, epoch)
+            return
+        if isinstance(event, TransactionEvent):
+            if frame.base >= self._schedule_index:
+                self.events += 1
+                self._transactions.replay_event(event)
             return
         group = self._catalog.groups.get(group_id)
         # A checkpoint on a full disk includes the effect of events that were written later.

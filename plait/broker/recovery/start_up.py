@@ -18,6 +18,8 @@ from plait.broker.recovery.replay import ActionReplay, MessageReplay
 from plait.broker.schedule.bucketed import BucketedRows
 from plait.broker.schedule.forwards import Forwards
 from plait.broker.staging.stages import Stages
+from plait.broker.transactions.transaction_table import TRANSACTIONS_SHARD
+from plait.broker.transactions.transactions import Transactions
 from plait.broker.turn import Turn
 from plait.storage.checkpoint import CheckpointManifest, Checkpoints
 from plait.storage.logs.action_log import presumed_retained
@@ -60,6 +62,7 @@ class Recovery:
         bucketed: BucketedRows,
         forwards: Forwards,
         stages: Stages,
+        transactions: Transactions,
     ) -> None:
         self._turn = turn
         self._catalog = catalog
@@ -67,7 +70,8 @@ class Recovery:
         self._producers = producers
         self._bucketed = bucketed
         self._stages = stages
-        self._messages = MessageReplay(turn, catalog, producers, bucketed, forwards, stages)
+        self._transactions = transactions
+        self._messages = MessageReplay(turn, catalog, producers, bucketed, forwards, stages, transactions)
         self._rebuilt: list[Partition] = []
 
     def run(self) -> RecoveryReport:
@@ -89,12 +93,14 @@ class Recovery:
         self._bucketed.begin_at(manifest.message_offset)
         if loaded and UNBUCKETED_SHARD in loaded.shards:
             self._bucketed.load_unbucketed(loaded.shards[UNBUCKETED_SHARD], manifest.message_offset)
-        actions = ActionReplay(turn, self._catalog, self._bucketed, manifest.action_index)
+        actions = ActionReplay(turn, self._catalog, self._bucketed, self._transactions, manifest.action_index)
         scans = self._replay(manifest, actions)
         for group in self._catalog.groups.values():
             group.release_unknown_consumers(turn.clock.now())
         self._bucketed.recovered()
         self._stages.recovered()
+        lost = loaded is None and (bool(checkpoints.rejected) or turn.message_log.start > 0)
+        self._transactions.recovered(uncertain=lost)
         damages = [*missing, *self._messages.undefined, *actions.unusable]
         damages += [damage for scan in scans for damage in scan.damages]
         untouched = tuple(scan.end for scan in scans) == starts
@@ -126,6 +132,8 @@ class Recovery:
                 partitions.append(msgspec.msgpack.decode(data, type=state.PartitionShard))
             elif name.startswith(SHARD_PREFIX):
                 self._bucketed.load(data)
+            elif name == TRANSACTIONS_SHARD:
+                self._transactions.table.load(data)
             elif name != UNBUCKETED_SHARD:
                 shard = msgspec.msgpack.decode(data, type=state.ProducerShard)
                 self._producers.load(shard.producers)

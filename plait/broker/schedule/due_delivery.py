@@ -24,7 +24,7 @@ from plait.frame.gather import Gathered
 from plait.frame.places import Int64s
 from plait.frame.view import FrameView
 from plait.model.retry_policy import WAIT_SECONDS_MAX
-from plait.storage.catalog import SCHEDULE
+from plait.storage.catalog import HALF, SCHEDULE
 
 #: Rows that one turn delivers: the loop serves other requests too.
 DELIVER_MAX: Final = 8_192
@@ -41,6 +41,8 @@ _AHEAD_MAX: Final = int((WAIT_SECONDS_MAX + AHEAD_SECONDS) * 1_000_000)
 def check_delayed(partition: Partition, frame: FrameView, now: int) -> None:
     """Refuse a received frame with a deliver-at column in the wrong partition, or with an impossible due time."""
     delayed = frame.has(Column.DELIVER_AT)
+    if partition.row.kind == HALF:
+        raise FrameError("half messages have a note that names their producer group")
     if partition.row.kind != SCHEDULE:
         if delayed:
             raise FrameError("a frame with due times belongs in the subject's schedule partition; send it there")

@@ -37,6 +37,10 @@ class Action(IntEnum):
     PARK = 17
     RESUME = 18
     RETURN = 19
+    TRANSACTION_COMMIT = 21
+    TRANSACTION_ROLLBACK = 22
+    TRANSACTION_CHECK = 23
+    TRANSACTION_PARK = 24
 
 
 #: Where an event stores its fields. All kinds have ``group``, ``epoch`` and ``action``; the class of a kind names its
@@ -249,8 +253,39 @@ class Returned(DeliveryEvent):
     due: int
 
 
+class TransactionCommitted(Event):
+    """The transaction is committed: its half messages are published. The group of these four kinds is 0."""
+
+    action, layout = Action.TRANSACTION_COMMIT, Struct("<IIB7xQ16x")
+    transaction: int
+
+
+class TransactionRolledBack(Event):
+    """The transaction is rolled back: its half messages are deleted."""
+
+    action, layout = Action.TRANSACTION_ROLLBACK, Struct("<IIB7xQ16x")
+    transaction: int
+
+
+class TransactionChecked(Event):
+    """A producer was asked for the outcome of the transaction, for the ``count``-th time."""
+
+    action, layout = Action.TRANSACTION_CHECK, Struct("<IIB7xQQ8x")
+    transaction: int
+    count: int
+
+
+class TransactionParked(Event):
+    """No producer is asked again: the transaction waits for an operator."""
+
+    action, layout = Action.TRANSACTION_PARK, Struct("<IIB7xQ16x")
+    transaction: int
+
+
 #: Events about the rows [start, end) of the group's partition.
 RowEvent = Pulled | Acked | Nacked | Skipped | Buried | Revived | Purged | Returned
+#: Events about a transaction.
+TransactionEvent = TransactionCommitted | TransactionRolledBack | TransactionChecked | TransactionParked
 OF_ROWS = frozenset(kind.action for kind in get_args(RowEvent))
 KINDS: dict[int, type[Event]] = {
     kind.action: kind
