@@ -42,6 +42,10 @@ from plait.errors import (
     SubjectNotFound,
     Timeout,
     TooLarge,
+    TransactionDecided,
+    TransactionIncomplete,
+    TransactionNotFound,
+    TransactionSpansGroups,
     Unavailable,
     UnknownProducer,
     VersionMismatch,
@@ -84,6 +88,7 @@ __all__ = [
     "GroupInfo",
     "GroupMismatch",
     "GroupNotFound",
+    "HalfMessage",
     "InvalidArgument",
     "InvalidFilter",
     "InvalidName",
@@ -128,6 +133,12 @@ __all__ = [
     "Ticket",
     "Timeout",
     "TooLarge",
+    "Transaction",
+    "TransactionDecided",
+    "TransactionIncomplete",
+    "TransactionInfo",
+    "TransactionNotFound",
+    "TransactionSpansGroups",
     "Unavailable",
     "UnknownProducer",
     "VersionMismatch",
@@ -152,6 +163,8 @@ if TYPE_CHECKING:
     from plait.client.consume.consumer import ArrowBatch, Batch, Consumer
     from plait.client.read.reader import Reader
     from plait.client.send.encoding import DelayLevel
+    from plait.client.transactions.transaction import Transaction
+    from plait.client.transactions.transaction_info import HalfMessage, TransactionInfo
     from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
     from plait.wire.admin.cluster import BrokerInfo, LostPartition
     from plait.wire.admin.dead_letters import DeadQueue
@@ -169,6 +182,8 @@ else:
         "plait.client.admin.parked_key_admin": "ParkedKey",
         "plait.client.read.reader": "Reader",
         "plait.client.admin.schedule_admin": "ScheduleCount ScheduledMessage",
+        "plait.client.transactions.transaction": "Transaction",
+        "plait.client.transactions.transaction_info": "HalfMessage TransactionInfo",
         "plait.client.types": "Message MessageId PartitionName Receipt Receipts Ticket",
         "plait.wire.admin.cluster": "BrokerInfo LostPartition",
         "plait.wire.admin.dead_letters": "DeadQueue",

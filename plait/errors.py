@@ -127,7 +127,7 @@ class TransactionDecided(PlaitError):
 
 
 class TransactionIncomplete(PlaitError):
-    """Some messages of the transaction are not stored, so it cannot be committed; roll it back and begin another one."""
+    """Some messages of the transaction are not stored, so it cannot be committed; roll it back and begin another."""
 
     code = "transaction_incomplete"
     facts = ("transaction",)

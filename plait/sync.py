@@ -16,6 +16,7 @@ from plait.client.blocking.blocking_consumer import SyncArrowBatch as ArrowBatch
 from plait.client.blocking.blocking_consumer import SyncBatch as Batch
 from plait.client.blocking.blocking_consumer import SyncConsumer as Consumer
 from plait.client.blocking.blocking_consumer import SyncReader as Reader
+from plait.client.blocking.blocking_transaction import SyncTransaction as Transaction
 from plait.client.client import DEFAULT_ADDRESS
 from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts
 from plait.limits import ClientLimits
@@ -34,6 +35,7 @@ __all__ = [
     "Receipt",
     "Receipts",
     "Ticket",
+    "Transaction",
     "connect",
 ]
 

@@ -40,6 +40,7 @@ from plait.broker.schedule.schedules import Schedules
 from plait.broker.staging.stage_publisher import StagePublisher
 from plait.broker.staging.stages import Stages
 from plait.broker.transactions.check_backs import CheckBacks
+from plait.broker.transactions.half_publisher import HalfPublisher
 from plait.broker.transactions.transactions import Transactions
 from plait.broker.turn import Turn
 from plait.clock import Clock
@@ -98,9 +99,10 @@ class Broker:
         self.due_delivery = turn.schedules = DueDelivery(turn, catalog, schedules, self.due_rows, self.forwards)
         self.stages = Stages(turn, catalog)
         self.publisher = turn.stages = StagePublisher(turn, catalog, self.stages, schedules)
-        self.transactions = turn.transactions = Transactions(turn, catalog, schedules)
+        self.half_publisher = turn.transactions = HalfPublisher(turn, catalog, schedules)
+        self.transactions = Transactions(turn, catalog, schedules, self.half_publisher)
         self.check_backs = CheckBacks(turn, self.transactions)
-        self.snapshots = Snapshots(turn, catalog, self.producers, checkpoints, self.bucketed, self.transactions)
+        self.snapshots = Snapshots(turn, catalog, self.producers, checkpoints, self.bucketed, self.half_publisher)
         turn.bury = self.dead_letters.bury
 
     # --- start and stop -------------------------------------------------------------------------
@@ -127,17 +129,8 @@ class Broker:
 
     def recover(self) -> RecoveryReport:
         """Load the last checkpoint and replay the logs."""
-        recovery = Recovery(
-            self.turn,
-            self.catalog,
-            self.checkpoints,
-            self.producers,
-            self.bucketed,
-            self.forwards,
-            self.stages,
-            self.transactions,
-        )
-        report = recovery.run()
+        kinds = self.bucketed, self.forwards, self.stages, self.transactions
+        report = Recovery(self.turn, self.catalog, self.checkpoints, self.producers, *kinds).run()
         self.check_backs.recovered()
         self.snapshots.drop_unknown_consume_logs()
         for partition in self.partitions.values():
@@ -323,16 +316,13 @@ class Broker:
     @property
     def next_deadline(self) -> float | None:
         """When ``run_timers`` has work to do, on the monotonic clock."""
-        deadline, due = self.deadlines.next, self.retries.next
+        times, due = [self.deadlines.next, self.check_backs.next_deadline], self.retries.next
         if due is not None:
             # Wall time may jump, so the server also runs the timers every second.
-            at = self.clock.monotonic() + max(due - self.clock.now(), 0) / 1_000_000
-            deadline = at if deadline is None else min(at, deadline)
-        if self.schedules.by_name and (later := self.due_delivery.next_deadline) is not None:
-            deadline = later if deadline is None else min(later, deadline)
-        if (check := self.check_backs.next_deadline) is not None:
-            deadline = check if deadline is None else min(check, deadline)
-        return deadline
+            times.append(self.clock.monotonic() + max(due - self.clock.now(), 0) / 1_000_000)
+        if self.schedules.by_name:
+            times.append(self.due_delivery.next_deadline)
+        return min((time for time in times if time is not None), default=None)
 
     def run_timers(self) -> None:
         """Deliver rows that have become due, and answer suspended pulls whose wait time is over."""
@@ -348,11 +338,8 @@ class Broker:
                 wake_group(group)
             self._expect_retry(group)
         self.check_backs.run_timers()
-        if (
-            (self.schedules.by_name and self.due_delivery.look())
-            or self.publisher.look()
-            or self.transactions.look()
-        ):
+        due = bool(self.schedules.by_name) and self.due_delivery.look()
+        if due or self.publisher.look() or self.half_publisher.look():
             self.turn.mark()
         for waiter in self.deadlines.take(self.clock.monotonic()):
             waiter.time_out()

@@ -86,7 +86,7 @@ class Retention:
             # This pass frees space, so the next one can record it.
             log.warning("idle stages and forward partitions cannot be expired yet: %s", error)
         now = broker.clock.now()
-        broker.transactions.release()
+        broker.half_publisher.release()
         needed = _Needed(broker.message_log.end, broker.retained_log.end, broker.message_log.end)
         cost = 0
         for partition in list(broker.partitions.values()):
@@ -148,7 +148,7 @@ class Retention:
         """Move half messages that alone need old segments to the end of the log: they may wait for an operator."""
         broker, log = self._broker, self._broker.message_log
         free = max((each.base for each in log.segments if each.base <= needed.message), default=0)
-        if needed.half < free and broker.transactions.move(free):
+        if needed.half < free and broker.half_publisher.move(free):
             broker.turn.answer_after_commit(None)
         needed.message = min(needed.message, needed.half)
 

@@ -26,7 +26,7 @@ from plait.errors import DiskFull, FlowControl, PlaitError, ReadOnly, StorageFai
 from plait.frame.builder import FrameParts
 from plait.limits import MIB
 from plait.storage.disk import Disk
-from plait.storage.logs.action_events import Cancelled, Event
+from plait.storage.logs.action_events import Event
 from plait.storage.logs.action_log import DIRECTORY as ACTION_DIRECTORY
 from plait.storage.logs.action_log import Definition
 from plait.storage.logs.log import Log
@@ -133,11 +133,6 @@ class Turn:
         if not self.dirty:
             self.mark()
 
-    def cancel(self, partition: Partition, number: int, due: int) -> None:
-        """Record in the action log that a delayed row is cancelled."""
-        self.record(Cancelled(partition.id, number, number + 1, due))
-        self.touch(partition)
-
     def record(self, event: Event) -> None:
         """Record an event that belongs to no group in the action log."""
         self._actions.event(event, 0, self.epoch)
@@ -205,8 +200,7 @@ class Turn:
 
     def space(self) -> dict[str, int]:
         """Free and total bytes, for the details of a disk error."""
-        free, total = self.disk.space()
-        return {"free": free, "total": total}
+        return dict(zip(("free", "total"), self.disk.space(), strict=True))
 
     def disk_error(self, error: OSError) -> PlaitError:
         """The error for a failed write. A full disk refuses requests; any other failure stops the server."""
@@ -253,10 +247,9 @@ class Turn:
         if self.failed is not None:
             return
         try:
-            if self.message_log.pending:
-                self.message_log.write()
-            if self.retained_log.pending:
-                self.retained_log.write()
+            for log in self.logs[:2]:
+                if log.pending:
+                    log.write()
             if commit.partitions and self.config.flush != "sync":
                 # Before the events are written: the deliveries of this turn add events.
                 self._make_visible(commit)

@@ -43,6 +43,11 @@ app.command("plait.cli.commands.group:app", name="group", help="Consumer groups 
 app.command("plait.cli.commands.dlq:app", name="dlq", help="List, show, resend and purge dead letters.")
 app.command("plait.cli.commands.schedule:app", name="schedule", help="List, count, cancel and move delayed messages.")
 app.command(
+    "plait.cli.commands.transactions:app",
+    name="transactions",
+    help="List, show, commit and roll back undecided transactions.",
+)
+app.command(
     "plait.cli.commands.cluster:app", name="cluster", help="List the brokers of a cluster and set their states."
 )
 app.command(

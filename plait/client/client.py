@@ -31,6 +31,8 @@ from plait.client.send.encoding import Delay, Delays, DeliverAts, due_of, dues_o
 from plait.client.send.producer import Producer
 from plait.client.send.send_many import Headers, Tags, send_many
 from plait.client.send.subject_sender import Senders
+from plait.client.transactions.check_answers import CheckAnswers
+from plait.client.transactions.transactional import Transactional
 from plait.client.types import Receipt, Receipts, Ticket
 from plait.clock import Clock, virtual_clock
 from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
@@ -78,7 +80,7 @@ def connect(
     return Client(address, client_id=client_id, compression=compression, limits=limits, spool=spool)
 
 
-class Client:
+class Client(Transactional):
     """Sends, consumes and administers. Reconnects whenever a connection is lost."""
 
     def __init__(
@@ -103,6 +105,7 @@ class Client:
         self._producer = Producer(self.limits, compression)
         self._senders = Senders(self._router, self._producer)
         self._consumers = Consumers(self._router, self.client_id, self.limits, directory)
+        self._checks = CheckAnswers(self._router, self.limits)
         self._opened = False
         #: Several tasks may open a client: the second one waits for the first.
         self._open_lock = asyncio.Lock()
@@ -156,6 +159,7 @@ class Client:
             stack.push_async_callback(self._node.close)
             stack.push_async_callback(self._router.close)
             stack.push_async_callback(self._end_sending)
+            stack.push_async_callback(self._checks.close)
             await self._consumers.close()
 
     async def _end_sending(self) -> None:

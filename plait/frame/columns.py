@@ -43,7 +43,7 @@ class Column(IntEnum):
     HEADERS = 17
     #: The number of each row in the schedule of its subject. The frame settles these numbers: the rows no longer wait.
     SCHEDULE = 18
-    #: Not a column of rows: the broker's note about a frame in the retained log, or the producer group of half messages.
+    #: Not a column of rows: the broker's note about a frame of the retained log; the producer group of half messages.
     NOTE = 19
 
 

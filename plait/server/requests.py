@@ -8,11 +8,19 @@ from typing import Any
 from plait.broker.groups.group import AttachedConsumer, NackOutcome
 from plait.broker.groups.group_settings import resolve_start
 from plait.broker.partitions.partition import ReadBatch
+from plait.broker.transactions.transaction_requests import transaction_row
+from plait.broker.transactions.transaction_table import StoredTransaction
 from plait.errors import InvalidArgument, LimitExceeded, PlaitError, ProtocolError, StaleRoute, StaleSession
 from plait.filter.message_filter import compile_filter
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
-from plait.limits import FAILED_RANGES_MAX, LOGICAL_PARTITIONS, REQUEST_RANGES_MAX
+from plait.limits import (
+    CHECKS_SIZE_MAX,
+    FAILED_RANGES_MAX,
+    HALF_MESSAGES_SHOWN_MAX,
+    LOGICAL_PARTITIONS,
+    REQUEST_RANGES_MAX,
+)
 from plait.model import names
 from plait.model.reason import Reason
 from plait.model.retry_policy import ATTEMPTS_MAX, WAIT_SECONDS_MAX
@@ -54,6 +62,7 @@ class Handlers:
             m.AdminRequest.KIND: self._admin,
             m.RouteRequest.KIND: self._find_route,
             m.MemberHeartbeatRequest.KIND: self._member_heartbeat,
+            m.TransactionChecksRequest.KIND: self._transaction_checks,
         }
 
     def _check_storage(self) -> None:
@@ -74,6 +83,8 @@ class Handlers:
         partition = self._broker.partition_of(route.name)
         if route.delayed:
             partition = self._broker.schedules.partition_of(route.name)
+        elif route.half:
+            partition = self._broker.transactions.partition_of(route.name)
         number = m.PartitionNumberReply(partition.id, partition.row.name)
         if before == self._broker.catalog.next_partition and partition.id not in self._new:
             connection.answer(correlation, number)
@@ -268,6 +279,31 @@ class Handlers:
             connection.answer(correlation, head, batch.parts, batch.size)
 
         self._broker.read(partition, start, read.count, read.size, wait, reply, wanted)
+        self._host.arm_timer()
+
+    def _transaction_checks(
+        self, connection: Connection, correlation: int, checks: m.TransactionChecksRequest, _: memoryview
+    ) -> None:
+        names.check_group(checks.producer_group)
+        broker, wait = self._broker, min(_checked_wait(checks.wait), self._broker.limits.pull_wait_seconds)
+        polls = connection.begin_poll(correlation)
+
+        def reply(found: list[StoredTransaction]) -> bool:
+            if polls.pop(correlation, None) is None:
+                return False
+            rows, room = [], CHECKS_SIZE_MAX
+            for each in found:
+                frames = broker.half_publisher.frames_of(each, HALF_MESSAGES_SHOWN_MAX, room)
+                room -= sum(frame.size for _, frame in frames)
+                rows.append(transaction_row(broker, each, frames))
+            connection.answer(correlation, m.TransactionChecksReply(rows))
+            return True
+
+        try:
+            broker.check_backs.poll(checks.producer_group, wait, reply)
+        except PlaitError:
+            polls.pop(correlation, None)
+            raise
         self._host.arm_timer()
 
     def _admin(self, connection: Connection, correlation: int, request: m.AdminRequest, _: memoryview) -> None:

@@ -30,6 +30,7 @@ _ANSWERS: list[tuple[type[m.PacketHead], type[m.PacketHead]]] = [
     (m.AdminRequest, m.AdminReply),
     (m.RouteRequest, m.RouteReply),
     (m.MemberHeartbeatRequest, m.MemberHeartbeatReply),
+    (m.TransactionChecksRequest, m.TransactionChecksReply),
 ]
 #: Kind of a request → kind of its answer. The answer to a failed request is an ``ErrorReply`` instead.
 ANSWERS: dict[int, int] = {request.KIND: answer.KIND for request, answer in _ANSWERS}

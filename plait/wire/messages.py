@@ -13,6 +13,7 @@ import msgspec
 from plait.model.filter_terms import FilterTerms
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
+from plait.model.transaction_row import TransactionRow
 
 PROTOCOL_VERSION = 1
 
@@ -91,11 +92,12 @@ class HeartbeatRequest(PacketHead, frozen=True):
 
 
 class PartitionNumberRequest(PacketHead, frozen=True):
-    """Asks for the number of a partition or, if ``delayed``, for the number of its schedule partition."""
+    """Asks for the number of a partition or, if ``delayed`` or ``half``, of its schedule or half partition."""
 
     KIND: ClassVar[int] = 10
     name: str
     delayed: bool = False
+    half: bool = False
 
 
 class PartitionNumberReply(PacketHead, frozen=True):
@@ -365,3 +367,18 @@ class MemberHeartbeatReply(PacketHead, frozen=True):
     metas: list[str] = []
     routes: dict[str, int] = {}
     refused: list[tuple[str, str, str, str]] = []
+
+
+class TransactionChecksRequest(PacketHead, frozen=True):
+    """A producer of a producer group waits at most ``wait`` seconds for transactions whose outcome is not known."""
+
+    KIND: ClassVar[int] = 60
+    producer_group: str
+    wait: float
+
+
+class TransactionChecksReply(PacketHead, frozen=True):
+    """Transactions that the producer should decide, each with some of its first messages; empty if none was due."""
+
+    KIND: ClassVar[int] = 61
+    transactions: list[TransactionRow] = []

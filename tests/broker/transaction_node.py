@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from plait.broker.transactions.transaction_table import Transaction
+from plait.broker.transactions.transaction_table import StoredTransaction
 from plait.errors import PlaitError
 from plait.frame.builder import build_frame
 from plait.frame.header import FLAG_UNSEQUENCED
@@ -84,7 +84,7 @@ class Polled:
         self.answers: list[list[int]] = []
         self.gone = gone
 
-    def answer(self, found: list[Transaction]) -> bool:
+    def answer(self, found: list[StoredTransaction]) -> bool:
         if self.gone:
             return False
         self.answers.append([each.id for each in found])

@@ -17,6 +17,7 @@ from plait.limits import LOGICAL_PARTITIONS, REQUEST_RANGES_MAX, STAGES_PAGE_MAX
 from plait.model.filter_terms import FilterTerms, TagFilter
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
+from plait.model.transaction_row import TransactionRow
 from plait.wire import codec
 from plait.wire import messages as m
 
@@ -30,7 +31,7 @@ GOLDEN: list[tuple[m.PacketHead, str]] = [
     (m.DoneReply(), "90"),
     (m.NackReply(3), "9103"),
     (m.HeartbeatRequest(), "90"),
-    (m.PartitionNumberRequest("order.book", delayed=True), "92aa6f726465722e626f6f6bc3"),
+    (m.PartitionNumberRequest("order.book", delayed=True), "93aa6f726465722e626f6f6bc3c2"),
     (m.PartitionNumberReply(5, "order.book"), "9205aa6f726465722e626f6f6b"),
     (m.SendRequest(5, oneway=True), "9205c3"),
     (m.SendReply(300), "91cd012c"),
@@ -88,6 +89,11 @@ GOLDEN: list[tuple[m.PacketHead, str]] = [
         ),
         "95069194a173a167a96578636c7573697665919300cd02000791ab706c6169743a2f2f613a3181a173029194a174a167b17375626a6563745f6e6f745f666f756e64a26e6f",
     ),
+    (m.TransactionChecksRequest("shop", 20.0), "92a473686f70cb4034000000000000"),
+    (
+        m.TransactionChecksReply([TransactionRow(7, "shop", "open", 9, 1, 2, 300, ["s"], [("s", b"f")])]),
+        "91919907a473686f70a46f70656e090102cd012c91a1739192a173c40166",
+    ),
 ]
 
 numbers = st.integers(-(2**63), 2**64 - 1)
@@ -111,6 +117,14 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     FilterTerms | None: st.none() | st.builds(FilterTerms, st.builds(TagFilter, any=st.tuples(texts)), texts),
     Retry | None: st.none() | st.builds(Retry, first=st.floats(0, 1e6), steps=st.tuples(st.floats(0, 1e6))),
     list[tuple[int, int, int]]: triples,
+    list[TransactionRow]: st.lists(
+        st.builds(
+            TransactionRow,
+            *[numbers, texts, texts, numbers, numbers, numbers, numbers, st.lists(texts, max_size=2)],
+            frames=st.lists(st.tuples(texts, st.binary(max_size=9)), max_size=2),
+        ),
+        max_size=3,
+    ),
     list[int]: st.lists(numbers, max_size=4),
     list[m.LpWant]: st.lists(st.tuples(numbers, numbers, numbers, numbers), max_size=4),
     list[tuple[int, int]]: st.lists(st.tuples(numbers, numbers), max_size=4),
@@ -165,7 +179,7 @@ def test_bytes_are_frozen(message: m.PacketHead, frozen: str):
 
 def test_every_kind_has_a_unique_number_and_frozen_bytes():
     assert {kind.KIND for kind in KINDS.values()} == {
-        1, 2, 3, 4, 5, 10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 40, 41, 50, 51, 52, 53
+        1, 2, 3, 4, 5, 10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 40, 41, 50, 51, 52, 53, 60, 61
     }  # fmt: skip
     assert len({kind.KIND for kind in KINDS.values()}) == len(KINDS)
     assert {type(message) for message, _ in GOLDEN} == set(KINDS.values())

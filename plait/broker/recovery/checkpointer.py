@@ -17,8 +17,8 @@ from plait.broker.commit import SyncWork
 from plait.broker.partitions.partition import LogPositions
 from plait.broker.recovery import shards as state
 from plait.broker.schedule.bucketed import BUCKET_ROWS_MAX, BUCKET_ROWS_NOW_MAX, BucketedRows
+from plait.broker.transactions.half_publisher import HalfPublisher
 from plait.broker.transactions.transaction_table import TRANSACTIONS_SHARD
-from plait.broker.transactions.transactions import Transactions
 from plait.broker.turn import Turn
 from plait.storage.checkpoint import CheckpointManifest, Checkpoints
 from plait.storage.logs.consume_log import DIRECTORY as CONSUME_DIRECTORY
@@ -55,7 +55,7 @@ class CheckpointWork:
         self.copied_partitions: set[int] = set()
         self.copied_producers: set[int] = set()
         self.shards: dict[str, bytes] = {}
-        table = snapshots.transactions.table
+        table = snapshots.half_publisher.table
         if table.dirty:
             # Copied when the checkpoint begins, so it includes the logs up to where recovery begins to read them.
             self.shards[TRANSACTIONS_SHARD] = table.dump()
@@ -165,14 +165,14 @@ class Snapshots:
         producers: ProducerTable,
         checkpoints: Checkpoints,
         bucketed: BucketedRows,
-        transactions: Transactions,
+        half_publisher: HalfPublisher,
     ) -> None:
         self.turn = turn
         self.catalog = catalog
         self.producers = producers
         self.checkpoints = checkpoints
         self._bucketed = bucketed
-        self.transactions = transactions
+        self.half_publisher = half_publisher
         self._last_message_end = 0
         self._last_time = turn.clock.monotonic()
         #: The running checkpoint.
@@ -198,7 +198,7 @@ class Snapshots:
         if self.wanted and passed >= WANTED_SECONDS:
             return True
         return passed >= config.checkpoint_seconds and bool(
-            turn.dirty_shards or self.producers.dirty or self.transactions.table.dirty
+            turn.dirty_shards or self.producers.dirty or self.half_publisher.table.dirty
         )
 
     def make(self, *, clean: bool = False) -> None:
@@ -241,7 +241,7 @@ class Snapshots:
             clean=clean,
             time=turn.clock.now(),
             unbucketed_offset=buckets.unbucketed_offset,
-            transactions_offset=self.transactions.log_needed,
+            transactions_offset=self.half_publisher.log_needed,
         )
         self.work = CheckpointWork(self, manifest, buckets, self.checkpoints.unneeded(number, self._in_use))
         return self.work
@@ -259,7 +259,7 @@ class Snapshots:
         if work.written:
             self._unsettled.extend(work.consume)
         else:
-            self.transactions.table.dirty |= TRANSACTIONS_SHARD in work.shards
+            self.half_publisher.table.dirty |= TRANSACTIONS_SHARD in work.shards
             self.turn.dirty_shards |= work.copied_partitions
             self.producers.dirty |= work.copied_producers
 

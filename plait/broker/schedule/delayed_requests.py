@@ -19,6 +19,7 @@ from plait.frame.builder import pack_stamp
 from plait.frame.places import Int64s
 from plait.frame.run_tables import UInt64s
 from plait.frame.view import FrameView
+from plait.storage.logs.action_events import Cancelled
 from plait.storage.schedule.bucket import GRID, NEVER, Bucket, keys_at
 from plait.wire.admin.delayed import DelayedCount, DelayedPage, DelayedRow
 
@@ -30,7 +31,7 @@ def cancel(broker: Broker, subject: str, number: int, due: int) -> bool:
     if found is None:
         return False
     schedule, place = found
-    broker.turn.cancel(schedule.partition, number, due)
+    broker.turn.record(Cancelled(schedule.partition.id, number, number + 1, due))
     _settle(broker, schedule, number, due, place)
     return True
 

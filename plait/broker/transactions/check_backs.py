@@ -15,14 +15,14 @@ from operator import attrgetter
 import msgspec
 
 from plait.broker.groups.waking import DueHeap
-from plait.broker.transactions.transaction_table import OPEN, Transaction
+from plait.broker.transactions.transaction_table import OPEN, StoredTransaction
 from plait.broker.transactions.transactions import Transactions
 from plait.broker.turn import Turn
 from plait.errors import LimitExceeded
 from plait.limits import CHECKS_PAGE_MAX
 
 #: Sends transactions to a producer. Returns False if the producer is gone.
-CheckReply = Callable[[list[Transaction]], bool]
+CheckReply = Callable[[list[StoredTransaction]], bool]
 
 
 class CheckPoll(msgspec.Struct, eq=False):
@@ -40,10 +40,10 @@ class CheckBacks:
     def __init__(self, turn: Turn, transactions: Transactions) -> None:
         self._turn = turn
         self._transactions = transactions
-        self._due = DueHeap[Transaction](attrgetter("check_at"))
+        self._due = DueHeap[StoredTransaction](attrgetter("check_at"))
         self._deadlines = DueHeap[CheckPoll](attrgetter("deadline"))
         #: Producer group → its transactions that wait for a producer, by id, and its producers that wait.
-        self._waiting: dict[str, dict[int, Transaction]] = {}
+        self._waiting: dict[str, dict[int, StoredTransaction]] = {}
         self._polls: dict[str, dict[CheckPoll, None]] = {}
         self._count = 0
         transactions.on_stored = self.expect
@@ -59,12 +59,12 @@ class CheckBacks:
         for transaction in self._transactions.table.live.values():
             self.expect(transaction)
 
-    def expect(self, transaction: Transaction) -> None:
+    def expect(self, transaction: StoredTransaction) -> None:
         """Check a transaction when no decision follows for a while."""
         if transaction.state == OPEN:
             self._check_after(transaction, self._turn.limits.transaction_check_first_seconds)
 
-    def _check_after(self, transaction: Transaction, seconds: float) -> None:
+    def _check_after(self, transaction: StoredTransaction, seconds: float) -> None:
         transaction.check_at = self._turn.clock.monotonic() + seconds
         self._due.add(transaction.check_at, transaction)
 
@@ -119,10 +119,10 @@ class CheckBacks:
                 self._transactions.check(transaction)
                 self._check_after(transaction, self._turn.limits.transaction_check_seconds)
 
-    def _take(self, producer_group: str) -> list[Transaction]:
+    def _take(self, producer_group: str) -> list[StoredTransaction]:
         """The next transactions that wait for a producer, without those that were decided meanwhile."""
         waiting = self._waiting.get(producer_group, {})
-        found: list[Transaction] = []
+        found: list[StoredTransaction] = []
         for number, transaction in list(waiting.items()):
             if transaction.state != OPEN or self._transactions.table.live.get(number) is not transaction:
                 del waiting[number]

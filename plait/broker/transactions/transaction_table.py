@@ -51,7 +51,7 @@ class HalfRows:
         self.frames: dict[int, HalfFrame] = {}
 
 
-class Transaction:
+class StoredTransaction:
     """One transaction. ``id`` is also the producer of its rows; a client chooses it at random."""
 
     __slots__ = ("begun", "check_at", "checks", "id", "parts", "producer_group", "rows", "size", "state")
@@ -105,7 +105,7 @@ class TransactionTable:
 
     def __init__(self, remembered: int) -> None:
         self._remembered = remembered
-        self.live: dict[int, Transaction] = {}
+        self.live: dict[int, StoredTransaction] = {}
         #: Decided transaction → True: committed; False: rolled back. The oldest is forgotten first.
         self.decided: dict[int, bool] = {}
         #: Over all live transactions.
@@ -117,12 +117,12 @@ class TransactionTable:
     def parked_count(self) -> int:
         return sum(1 for each in self.live.values() if each.state == PARKED)
 
-    def begin(self, number: int, producer_group: str, begun: int) -> Transaction:
-        transaction = self.live[number] = Transaction(number, producer_group, begun)
+    def begin(self, number: int, producer_group: str, begun: int) -> StoredTransaction:
+        transaction = self.live[number] = StoredTransaction(number, producer_group, begun)
         self.dirty = True
         return transaction
 
-    def stored(self, transaction: Transaction, partition: int, frame: HalfFrame) -> None:
+    def stored(self, transaction: StoredTransaction, partition: int, frame: HalfFrame) -> None:
         """Add a frame of half messages. A frame that is known has moved to another place in the log."""
         self.dirty = True
         part = transaction.parts.get(partition)
@@ -138,7 +138,7 @@ class TransactionTable:
         transaction.size += frame.size
         self._count([frame], 1)
 
-    def published(self, transaction: Transaction, partition: int, last: int) -> None:
+    def published(self, transaction: StoredTransaction, partition: int, last: int) -> None:
         """Remove the rows up to producer sequence ``last``: they are published."""
         part = transaction.parts.get(partition)
         if part is None:
@@ -213,7 +213,7 @@ class TransactionTable:
         state = msgspec.msgpack.decode(data, type=_TableState)
         self.decided = dict(state.decided)
         for saved in state.transactions:
-            transaction = self.live[saved.id] = Transaction(saved.id, saved.producer_group, saved.begun)
+            transaction = self.live[saved.id] = StoredTransaction(saved.id, saved.producer_group, saved.begun)
             transaction.state, transaction.checks = saved.state, saved.checks
             transaction.rows, transaction.size = saved.rows, saved.size
             for partition, last, frames in saved.parts:

@@ -14,44 +14,36 @@ stored only for a transaction that was begun before, so no late request touches 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from plait.broker.catalog import Catalog
-from plait.broker.commit import Commit, SendCallback
+from plait.broker.commit import SendCallback
 from plait.broker.partitions.partition import Partition
 from plait.broker.schedule.due_delivery import check_due
 from plait.broker.schedule.schedules import Schedules
+from plait.broker.transactions.half_publisher import HalfPublisher
 from plait.broker.transactions.transaction_table import (
     COMMITTED,
     PARKED,
     HalfFrame,
-    Transaction,
-    TransactionTable,
+    StoredTransaction,
 )
-from plait.broker.turn import Turn, write_messages
+from plait.broker.turn import Turn
 from plait.errors import (
-    DamageError,
-    DiskFull,
-    FlowControl,
     FrameError,
     InvalidArgument,
     LimitExceeded,
     OutOfSequence,
     PlaitError,
-    ReadOnly,
     StaleRoute,
-    StorageFailed,
     TransactionDecided,
     TransactionIncomplete,
     TransactionNotFound,
 )
-from plait.frame.builder import pack_stamp
 from plait.frame.columns import Column
-from plait.frame.header import FLAG_UNSEQUENCED, HEADER_SIZE, STAMP_OFFSET
+from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
-from plait.limits import MIB
 from plait.model import names
 from plait.storage.catalog import HALF, PartitionRow
 from plait.storage.logs.action_events import (
@@ -61,12 +53,7 @@ from plait.storage.logs.action_events import (
     TransactionParked,
     TransactionRolledBack,
 )
-from plait.storage.logs.consume_log import stored_frame
 
-#: Bytes that one turn publishes or moves: the loop serves other requests too.
-PUBLISH_SIZE_MAX: Final = 8 * MIB
-#: Time before publishing is tried again after the disk was full.
-RETRY_SECONDS: Final = 1.0
 #: Columns that a frame of half messages cannot have.
 _REFUSED_BITS: Final = 1 << Column.RUNS | 1 << Column.SELECTION | 1 << Column.SCHEDULE
 
@@ -74,23 +61,16 @@ _REFUSED_BITS: Final = 1 << Column.RUNS | 1 << Column.SELECTION | 1 << Column.SC
 class Transactions:
     """All transactions of a broker."""
 
-    def __init__(self, turn: Turn, catalog: Catalog, schedules: Schedules) -> None:
+    def __init__(self, turn: Turn, catalog: Catalog, schedules: Schedules, publisher: HalfPublisher) -> None:
         self._turn = turn
         self._catalog = catalog
         self._schedules = schedules
-        self.table = TransactionTable(turn.limits.transactions_remembered)
+        self._publisher = publisher
+        self.table = publisher.table
         #: Called with an undecided transaction when it is stored or has a new row.
-        self.on_stored: Callable[[Transaction], None] = lambda transaction: None
+        self.on_stored: Callable[[StoredTransaction], None] = lambda transaction: None
         #: Partition name → its half partition.
-        self._by_name: dict[str, Partition] = {}
-        #: Committed transactions that are not published completely, the oldest decision first.
-        self._queue: deque[Transaction] = deque()
-        #: True if the next commit continues publishing.
-        self.ready = False
-        #: Monotonic time until which publishing pauses after an error.
-        self._held_until = 0.0
-        #: The new starts of half partitions, which apply when the logs are durable up to the ends.
-        self._starts: tuple[dict[Partition, int], list[int]] | None = None
+        self._by_name = publisher.half_partitions
         catalog.kinds[HALF] = self
 
     # --- half partitions ------------------------------------------------------------------------
@@ -110,9 +90,7 @@ class Transactions:
     def any_for(self, name: str) -> bool:
         """Whether a transaction has rows for the partition ``name`` that are not published."""
         return any(
-            partition.id in transaction.parts
-            for partition in self.of(name)
-            for transaction in self.table.live.values()
+            partition.id in transaction.parts for partition in self.of(name) for transaction in self.table.live.values()
         )
 
     def partition_of(self, name: str) -> Partition:
@@ -178,11 +156,11 @@ class Transactions:
                 log.place_for(frame.size)
             except OSError as error:
                 raise turn.disk_error(error) from error
-            self._append(transaction, partition, frame)
+            self._publisher.append(transaction, partition, frame)
             self.on_stored(transaction)
         turn.answer_after_commit(lambda: reply(None, None))
 
-    def _undecided(self, number: int) -> Transaction:
+    def _undecided(self, number: int) -> StoredTransaction:
         """The transaction, which takes rows; raises if it is decided or unknown."""
         transaction = self.table.live.get(number)
         if transaction is None or transaction.state == COMMITTED:
@@ -192,7 +170,7 @@ class Transactions:
     def _unknown(self, number: int) -> PlaitError:
         """The error for a request about a transaction that is not open."""
         committed = True if number in self.table.live else self.table.decided.get(number)
-        name = self.name_of(number)
+        name = name_of(number)
         if committed is None:
             return TransactionNotFound(
                 f"transaction {name} is not known: it was decided long ago, or no message of it is stored; "
@@ -204,28 +182,13 @@ class Transactions:
             f"transaction {name} was {outcome} before, which cannot be changed", transaction=name, outcome=outcome
         )
 
-    def name_of(self, number: int) -> str:
-        """The transaction's id as users see it."""
-        return f"{number:016x}@{self._turn.config.group}"
-
-    def _check_room(self, transaction: Transaction, frame: FrameView) -> None:
+    def _check_room(self, transaction: StoredTransaction, frame: FrameView) -> None:
         limits, table = self._turn.limits, self.table
         rows, size = transaction.rows + frame.count, transaction.size + frame.size
         _check_limit("messages in this transaction", "transaction_rows", rows, limits.transaction_rows)
         _check_limit("bytes in this transaction", "transaction_bytes", size, limits.transaction_bytes)
         _check_limit("messages in all transactions", "half_rows", table.rows + frame.count, limits.half_rows)
         _check_limit("bytes in all transactions", "half_bytes", table.size + frame.size, limits.half_bytes)
-
-    def _append(self, transaction: Transaction, partition: Partition, frame: FrameView) -> None:
-        """Append a frame to a half partition; the log has room for it."""
-        turn, log = self._turn, self._turn.message_log
-        base, now, buffer = partition.next, turn.clock.now(), frame.buffer
-        stamp = pack_stamp(partition.id, base, now, log.durable, turn.epoch)
-        offset = log.append([buffer[:STAMP_OFFSET], stamp, buffer[HEADER_SIZE:]], frame.size)
-        partition.appended(base, offset, now, frame.size, frame.count, turn.epoch)
-        turn.touch(partition)
-        turn.mark()
-        self.table.stored(transaction, partition.id, HalfFrame(frame.first, base, frame.count, frame.size))
 
     def decide(self, number: int, *, commit: bool, rows: int | None = None) -> None:
         """Commit or roll back a transaction. Idempotent; takes effect with the next commit.
@@ -241,7 +204,7 @@ class Transactions:
                 raise self._unknown(number)
             return
         if commit and rows is not None and rows != transaction.rows:
-            name = self.name_of(number)
+            name = name_of(number)
             raise TransactionIncomplete(
                 f"transaction {name} has {transaction.rows} messages here, not {rows}: the others were lost before "
                 "they were durable; roll it back, and send them in another transaction",
@@ -250,152 +213,26 @@ class Transactions:
         self._turn.record(TransactionCommitted(number) if commit else TransactionRolledBack(number))
         self._decided(transaction, commit=commit)
 
-    def _decided(self, transaction: Transaction, *, commit: bool) -> None:
+    def _decided(self, transaction: StoredTransaction, *, commit: bool) -> None:
         """Apply a decision, when it is made or in replay."""
         if commit and transaction.parts:
             transaction.state, transaction.check_at = COMMITTED, 0.0
             self.table.dirty = True
-            self._queue.append(transaction)
-            self.ready = True
+            self._publisher.add(transaction)
         else:
             self.table.decide(transaction.id, committed=commit)
 
-    def check(self, transaction: Transaction) -> None:
+    def check(self, transaction: StoredTransaction) -> None:
         """Record that a producer is asked for the outcome."""
         transaction.checks += 1
         self.table.dirty = True
         self._turn.record(TransactionChecked(transaction.id, transaction.checks))
 
-    def park(self, transaction: Transaction) -> None:
+    def park(self, transaction: StoredTransaction) -> None:
         """Ask no producer again: the transaction waits for an operator."""
         transaction.state, transaction.check_at = PARKED, 0.0
         self.table.dirty = True
         self._turn.record(TransactionParked(transaction.id))
-
-    # --- publishing -----------------------------------------------------------------------------
-
-    def look(self) -> bool:
-        """Set and return ``ready``: whether ``run`` has work to do."""
-        self.ready = bool(self._queue) and self._turn.clock.monotonic() >= self._held_until
-        return self.ready
-
-    def run(self, now: int, commit: Commit) -> None:
-        """Publish one turn's worth. Rows that find no space on the disk stay and are tried again."""
-        self.ready = False
-        try:
-            self._turn.refuse_when_full()
-            write_messages(self._turn)
-            room = PUBLISH_SIZE_MAX
-            while self._queue and room > 0:
-                room -= self._publish(self._queue[0], now, commit, room)
-        except OSError as error:
-            self._hold()
-            self._turn.disk_error(error)
-        except (DiskFull, ReadOnly, FlowControl):
-            self._hold()
-        except StorageFailed:
-            # ``turn.failed`` is set, and the server stops.
-            pass
-        else:
-            self.ready = bool(self._queue)
-
-    def _hold(self) -> None:
-        self._held_until = self._turn.clock.monotonic() + RETRY_SECONDS
-
-    def _publish(self, transaction: Transaction, now: int, commit: Commit, room: int) -> int:
-        """Copy up to ``room`` bytes of frames to the schedules of their partitions. Returns their size."""
-        size = 0
-        for number, half in transaction.frames():
-            if size >= room:
-                return size
-            partition = self._catalog.partitions[number]
-            schedule = self._schedules.by_name[partition.row.name].partition
-            frame = self._read(partition, half)
-            if frame is not None:
-                self._turn.appender.copy(schedule, frame, self._turn.epoch, now, commit)
-                self._turn.touch(schedule)
-            self.table.published(transaction, number, half.last)
-            size += half.size
-        self._queue.popleft()
-        self.table.decide(transaction.id, committed=True)
-        return size
-
-    def _read(self, partition: Partition, half: HalfFrame) -> FrameView | None:
-        """A frame of half messages; None if it is damaged, which is reported."""
-        log, records = self._turn.message_log, partition.consume_log
-        _, record = records.locate(half.base)
-        try:
-            if record is None or record.base != half.base:
-                raise FrameError("its frame is not in the log")
-            return stored_frame(log, partition.id, record)
-        except (FrameError, DamageError) as error:
-            self._schedules.report("message", f"half messages of {partition.row.name!r}: {error}", half.rows)
-            return None
-
-    def frames_of(self, transaction: Transaction, count: int, size: int) -> list[tuple[str, FrameView]]:
-        """(subject, frame) of the first half messages: frames with about ``count`` rows and ``size`` bytes."""
-        write_messages(self._turn)
-        found: list[tuple[str, FrameView]] = []
-        for number, half in transaction.frames():
-            if count <= 0 or (found and half.size > size):
-                break
-            partition = self._catalog.partitions[number]
-            frame = self._read(partition, half)
-            if frame is not None:
-                found.append((partition.row.subject, frame))
-            count -= half.rows
-            size -= half.size
-        return found
-
-    # --- retention ------------------------------------------------------------------------------
-
-    def release(self) -> None:
-        """Move the starts of half partitions past the rows that are decided, once the decisions are durable."""
-        logs = self._turn.logs
-        if self._starts is not None:
-            starts, ends = self._starts
-            if any(log.durable < end for log, end in zip(logs, ends, strict=True)):
-                return
-            for partition, start in starts.items():
-                if start > partition.start and self._catalog.partitions.get(partition.id) is partition:
-                    partition.start = start
-                    self._turn.touch(partition)
-        first = self.table.first_rows()
-        starts = {partition: first.get(partition.id, partition.next) for partition in self._by_name.values()}
-        self._starts = starts, [log.end for log in logs]
-
-    @property
-    def log_needed(self) -> int | None:
-        """The message log is needed from this offset for half messages; None: there are none."""
-        heads = [partition.head for partition in self._by_name.values()]
-        return min((head.offset for head in heads if head is not None), default=None)
-
-    def move(self, before: int) -> bool:
-        """Append frames that are stored before this offset again, so that older segments can be deleted.
-
-        One call moves the frames of one turn. Returns whether there were any.
-        """
-        turn, log, size = self._turn, self._turn.message_log, 0
-        write_messages(turn)
-        for transaction in list(self.table.live.values()):
-            for number, half in transaction.frames():
-                partition = self._catalog.partitions[number]
-                _, record = partition.consume_log.locate(half.base)
-                if record is None or record.offset >= before:
-                    continue
-                frame = self._read(partition, half)
-                if frame is None:
-                    continue
-                try:
-                    log.place_for(frame.size)
-                except OSError as error:
-                    turn.disk_error(error)
-                    return size > 0
-                self._append(transaction, partition, frame)
-                size += frame.size
-                if size >= PUBLISH_SIZE_MAX:
-                    return True
-        return size > 0
 
     # --- recovery -------------------------------------------------------------------------------
 
@@ -444,7 +281,7 @@ class Transactions:
                 transaction.state = PARKED
                 self.table.dirty = True
                 self._schedules.notice(
-                    f"no checkpoint is readable: transaction {self.name_of(transaction.id)} is parked, because its "
+                    f"no checkpoint is readable: transaction {name_of(transaction.id)} is parked, because its "
                     "decision may be lost"
                 )
         first = self.table.first_rows()
@@ -468,3 +305,8 @@ def _check_limit(what: str, limit: str, value: int, most: int) -> None:
             limit=limit,
             value=most,
         )
+
+
+def name_of(number: int) -> str:
+    """The transaction's id as users see it."""
+    return f"{number:016x}"

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from plait.client.admin.dead_letter_admin import DeadAdmin
 from plait.client.admin.parked_key_admin import ParkedAdmin
 from plait.client.admin.schedule_admin import ScheduleAdmin
+from plait.client.admin.transaction_admin import TransactionAdmin
 from plait.client.arguments import Duration, Start, seconds_of, start_of
 from plait.client.net.admin_calls import Partition
 from plait.client.types import PartitionName
@@ -134,8 +135,8 @@ def _table(runs: Iterable[NumberedRun]) -> npt.NDArray[np.int64]:
 _GROUP_SUMS: Final = [f.name for f in msgspec.structs.fields(GroupInfo) if f.type is int and f.name != "online"]
 
 
-class Admin(DeadAdmin, ScheduleAdmin, ParkedAdmin):
-    """The operations of ``plait subject``, ``plait group``, ``plait dlq``, ``plait schedule`` and ``plait cluster``.
+class Admin(DeadAdmin, ScheduleAdmin, ParkedAdmin, TransactionAdmin):
+    """The operations of ``plait subject``, ``group``, ``dlq``, ``schedule``, ``transactions`` and ``cluster``.
 
     Where a subject has several partitions, ``partition`` selects one: "name@group".
     """

@@ -25,6 +25,7 @@ from typing import Any, Self, TypeVar
 from plait.client.admin.admin import Admin
 from plait.client.arguments import Duration, seconds_of
 from plait.client.blocking.blocking_consumer import SyncConsumer, SyncReader
+from plait.client.blocking.blocking_transaction import SyncTransaction
 from plait.client.blocking.loop_thread import Blocking, LoopThread, RunInLoop, blocking, shared_loop, signed_as
 from plait.client.client import Client
 from plait.client.send.encoding import Delay, due_of, encode_body, encode_headers, encode_key, encode_tags
@@ -36,7 +37,7 @@ from plait.model import names
 
 
 class SyncAdmin(Blocking[Admin]):
-    """The operations of ``plait subject``, ``group``, ``dlq``, ``schedule`` and ``cluster``.
+    """The operations of ``plait subject``, ``group``, ``dlq``, ``schedule``, ``transactions`` and ``cluster``.
 
     The client's thread calls the ``progress`` of ``resend_dead`` and ``purge_dead``.
     """
@@ -77,6 +78,11 @@ class SyncAdmin(Blocking[Admin]):
     schedule_counts = blocking(Admin.schedule_counts)
     cancel_scheduled = blocking(Admin.cancel_scheduled)
     reschedule = blocking(Admin.reschedule)
+
+    transactions = blocking(Admin.transactions)
+    transaction = blocking(Admin.transaction)
+    commit_transaction = blocking(Admin.commit_transaction)
+    rollback_transaction = blocking(Admin.rollback_transaction)
 
 
 #: Rows that the loop takes in one turn; it serves the sockets between turns.
@@ -337,6 +343,18 @@ class SyncClient:
         if delay is not None or deliver_at is not None:
             due = due_of(delay, deliver_at, self._inner._producer.next_now())
         return inbox.post(subject, body, key, tags, headers, due)
+
+    @signed_as(Client.transaction)
+    def transaction(self, *args: Any, **kwargs: Any) -> SyncTransaction:
+        """Messages that become visible together, or never, for ``with``; ``check`` runs in a thread."""
+        return SyncTransaction(self._inner.transaction(*args, **kwargs), self._run)
+
+    @signed_as(Client.transaction_checks)
+    def transaction_checks(self, *args: Any, **kwargs: Any) -> None:
+        async def add() -> None:
+            self._inner.transaction_checks(*args, **kwargs)
+
+        self._run(add())
 
     # --- consuming ------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from plait.server.operations import (
     delayed,
     partitions,
     subjects_and_groups,
+    transactions,
 )
 from plait.wire import messages as m
 from plait.wire.admin import cluster as c
@@ -22,6 +23,7 @@ from plait.wire.admin import dead_letters as d
 from plait.wire.admin import delayed as s
 from plait.wire.admin import partitions as p
 from plait.wire.admin import subjects as g
+from plait.wire.admin import transactions as t
 from plait.wire.admin.operation import Operation
 
 #: The functions of operations, which get the broker's host and the request.
@@ -45,6 +47,8 @@ _NOW: Final[_Table] = {
     d.COUNT_REASONS: dead_letters.count_reasons,
     s.LIST_DELAYED: delayed.list_,
     s.COUNT_DELAYED: delayed.count,
+    t.LIST_TRANSACTIONS: transactions.list_,
+    t.SHOW_TRANSACTION: transactions.show,
     p.DESCRIBE_SPANS: partitions.describe_spans,
     p.CUT_SPANS: partitions.cut_spans,
     p.READ_STAGE: partitions.read_stage,
@@ -63,6 +67,8 @@ _COMMITTED: Final[_Table] = {
     d.PURGE_LETTERS: partial(dead_letters.change, purge=True),
     s.CANCEL_DELAYED: delayed.cancel,
     s.RESCHEDULE: delayed.reschedule,
+    t.BEGIN_TRANSACTION: transactions.begin,
+    t.DECIDE_TRANSACTION: transactions.decide,
     p.OPEN_STAGE: partitions.open_stage,
     p.DROP_STAGES: partitions.drop_stages,
     p.FORGET_BATCHES: lambda h, r: h.broker.stages.forget(r.query, r.batch),
