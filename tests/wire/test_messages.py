@@ -179,7 +179,8 @@ def test_bytes_are_frozen(message: m.PacketHead, frozen: str):
 
 def test_every_kind_has_a_unique_number_and_frozen_bytes():
     assert {kind.KIND for kind in KINDS.values()} == {
-        1, 2, 3, 4, 5, 10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 40, 41, 50, 51, 52, 53, 60, 61
+        1, 2, 3, 4, 5, 10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 40, 41, 50, 51, 52, 53,
+        60, 61,
     }  # fmt: skip
     assert len({kind.KIND for kind in KINDS.values()}) == len(KINDS)
     assert {type(message) for message, _ in GOLDEN} == set(KINDS.values())
