@@ -156,10 +156,8 @@ class Client(Transactional):
     async def _close_all(self) -> None:
         async with AsyncExitStack() as stack:
             # Runs in reverse order. An error in one step does not prevent the others.
-            stack.push_async_callback(self._node.close)
-            stack.push_async_callback(self._router.close)
-            stack.push_async_callback(self._end_sending)
-            stack.push_async_callback(self._checks.close)
+            for close in (self._node.close, self._router.close, self._end_sending, self._checks.close):
+                stack.push_async_callback(close)
             await self._consumers.close()
 
     async def _end_sending(self) -> None:
