@@ -110,6 +110,7 @@ __all__ = [
     "PlaitError",
     "ProducerConflict",
     "ProtocolError",
+    "QueryResult",
     "ReadOnly",
     "Reader",
     "Reason",
@@ -161,6 +162,7 @@ if TYPE_CHECKING:
     from plait.client.app.subscription import Reject, RetryLater, Suspend
     from plait.client.client import Client, connect
     from plait.client.consume.consumer import ArrowBatch, Batch, Consumer
+    from plait.client.read.query import QueryResult
     from plait.client.read.reader import Reader
     from plait.client.send.encoding import DelayLevel
     from plait.client.transactions.transaction import Transaction
@@ -180,6 +182,7 @@ else:
         "plait.client.send.encoding": "DelayLevel",
         "plait.client.app.subscription": "Reject RetryLater Suspend",
         "plait.client.admin.parked_key_admin": "ParkedKey",
+        "plait.client.read.query": "QueryResult",
         "plait.client.read.reader": "Reader",
         "plait.client.admin.schedule_admin": "ScheduleCount ScheduledMessage",
         "plait.client.transactions.transaction": "Transaction",

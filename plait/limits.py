@@ -44,6 +44,12 @@ FILTER_SCAN_FRAMES: Final = 1_000
 FILTER_SCAN_BYTES: Final = 16 * MIB
 #: Subjects of one consumer, listed or matching a prefix: each has connections, pulls and memory of its own.
 SUBSCRIBED_SUBJECTS_MAX: Final = 1_000
+#: What a whole query examines at most unless its caller says otherwise: messages, bytes of frames, and seconds.
+QUERY_SCAN_COUNT: Final = 10_000_000
+QUERY_SCAN_BYTES: Final = 4 * GIB
+QUERY_SCAN_SECONDS: Final = 30.0
+#: The most messages of one query.
+QUERY_COUNT_MAX: Final = 100_000
 #: Tags of one message.
 TAGS_MAX: Final = 16
 #: Slots that order keys hash to (DESIGN: logical partitions).

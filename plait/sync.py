@@ -18,6 +18,7 @@ from plait.client.blocking.blocking_consumer import SyncConsumer as Consumer
 from plait.client.blocking.blocking_consumer import SyncReader as Reader
 from plait.client.blocking.blocking_transaction import SyncTransaction as Transaction
 from plait.client.client import DEFAULT_ADDRESS
+from plait.client.read.query import QueryResult
 from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts
 from plait.limits import ClientLimits
 
@@ -31,6 +32,7 @@ __all__ = [
     "Message",
     "MessageId",
     "PartitionName",
+    "QueryResult",
     "Reader",
     "Receipt",
     "Receipts",

@@ -29,6 +29,7 @@ from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.groups.waking import DueHeap, Waiter, end_pulls, wake_group
 from plait.broker.partitions.filtered_read import reader_of
 from plait.broker.partitions.partition import Delivery, Partition, ReadBatch
+from plait.broker.query.message_index import MessageIndex
 from plait.broker.recovery.checkpointer import Snapshots
 from plait.broker.recovery.segment_headers import SegmentHeaders
 from plait.broker.recovery.start_up import Recovery, RecoveryReport
@@ -102,6 +103,7 @@ class Broker:
         self.half_publisher = turn.transactions = HalfPublisher(turn, catalog, schedules)
         self.transactions = Transactions(turn, catalog, schedules, self.half_publisher)
         self.check_backs = CheckBacks(turn, self.transactions)
+        self.message_index = MessageIndex(disk, self.message_log)
         self.snapshots = Snapshots(turn, catalog, self.producers, checkpoints, self.bucketed, self.half_publisher)
         turn.bury = self.dead_letters.bury
 
@@ -154,6 +156,7 @@ class Broker:
 
     def close(self) -> None:
         """Close the files."""
+        self.message_index.close()
         for log in self.logs:
             log.close()
 

@@ -26,6 +26,7 @@ from plait.client.consume.consumers import Consumers
 from plait.client.consume.terms import ConsumerArguments
 from plait.client.net.node import Node
 from plait.client.net.router import Router
+from plait.client.read.message_search import MessageSearch
 from plait.client.read.reader import Reader
 from plait.client.send.encoding import Delay, Delays, DeliverAts, due_of, dues_of
 from plait.client.send.producer import Producer
@@ -80,7 +81,7 @@ def connect(
     return Client(address, client_id=client_id, compression=compression, limits=limits, spool=spool)
 
 
-class Client(Transactional):
+class Client(MessageSearch, Transactional):
     """Sends, consumes and administers. Reconnects whenever a connection is lost."""
 
     def __init__(

@@ -45,6 +45,7 @@ class BrokerHost:
         self.clock = listener.clock
         self.failed: asyncio.Future[StorageFailed] | None = None
         self.threads = ThreadPoolExecutor(2, "plait-disk")
+        self._index_thread = ThreadPoolExecutor(1, "plait-index")
         self._tasks: list[asyncio.Task[None]] = []
         self._notices = Notices(log)
         self._timer: asyncio.TimerHandle | None = None
@@ -72,7 +73,7 @@ class BrokerHost:
         self.broker.catalog.routed = routed
         report = await self.loop.run_in_executor(self.threads, self.broker.start)
         self.membership = Attachments(self.broker)
-        self.upkeep = DiskUpkeep(self.broker, self.membership, self.threads, self._storage_failed)
+        self.upkeep = DiskUpkeep(self.broker, self.membership, self.threads, self._index_thread, self._storage_failed)
         self._syncs = Syncs(self.broker, self.clock, self._connections, self.threads, self.fail)
         turn = self.broker.turn
         # A partial instead of a method saves a Python call in every turn with a change.
@@ -85,7 +86,7 @@ class BrokerHost:
     def run(self, *jobs: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start the timers and the background jobs, with ``jobs`` of the server."""
         self.arm_timer()
-        for job in (self._sync_loop, self._tick_loop, self.upkeep.checkpoints, self.upkeep.housekeeping, *jobs):
+        for job in (self._sync_loop, self._tick_loop, *self.upkeep.jobs, *jobs):
             self._tasks.append(tasks.start(job(), f"plait-server-{job.__name__}", failed=self.fail))
 
     async def end_jobs(self) -> None:
@@ -96,11 +97,13 @@ class BrokerHost:
         for timer in (self._timer, self._lease_timer):
             if timer is not None:
                 timer.cancel()
-        await self.loop.run_in_executor(None, self.threads.shutdown)
+        for pool in (self.threads, self._index_thread):
+            await self.loop.run_in_executor(None, pool.shutdown)
 
     def release(self) -> None:
         """Close the files and unlock the data directory."""
         self.threads.shutdown(wait=False)
+        self._index_thread.shutdown(wait=False)
         if hasattr(self, "broker"):
             self.broker.close()
         if isinstance(self.disk, RealDisk):

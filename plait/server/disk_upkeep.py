@@ -1,11 +1,12 @@
-"""The upkeep of a broker's data directory: checkpoints, the next log segments, and retention."""
+"""The upkeep of a broker's data directory: checkpoints, the next log segments, indexes, and retention."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
+from typing import Any
 
 from plait.broker import Attachments, Broker, Retention
 from plait.server.notices import Notices
@@ -14,27 +15,35 @@ log = logging.getLogger("plait.server")
 
 #: How often it is checked whether there is work.
 LOOK_SECONDS = 1.0
+#: The pause after an index could not be written: a segment is then indexed from its beginning.
+INDEX_PAUSE_SECONDS = 60.0
 
 
 class DiskUpkeep:
-    """Two background jobs, ``checkpoints`` and ``housekeeping``."""
+    """Three background jobs, ``checkpoints``, ``indexing`` and ``housekeeping``."""
 
     def __init__(
         self,
         broker: Broker,
         membership: Attachments,
         threads: Executor,
+        index_thread: Executor,
         storage_failed: Callable[[OSError], None],
     ) -> None:
-        """``storage_failed`` stops the server."""
+        """``index_thread`` builds indexes: that takes too long for ``threads``. ``storage_failed`` stops the server."""
         self._broker = broker
         self._membership = membership
         self._retention = Retention(broker)
         self._threads = threads
+        self._index_thread = index_thread
         self._storage_failed = storage_failed
         self._notices = Notices(log)
         #: The error of the last checkpoint; empty if it was written.
         self._checkpoints_fail = ""
+
+    @property
+    def jobs(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
+        return self.checkpoints, self.indexing, self.housekeeping
 
     async def checkpoints(self) -> None:
         while True:
@@ -78,6 +87,23 @@ class DiskUpkeep:
             self._notices.begin("segments", f"the next log segment cannot be created yet: {error}")
         else:
             self._notices.end("segments", "log segments can be created again")
+
+    async def indexing(self) -> None:
+        """Index what was written to the message log, a few milliseconds at a time."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            index = self._broker.message_index
+            try:
+                index.look()
+                while (work := index.begin()) is not None:
+                    await asyncio.get_running_loop().run_in_executor(self._index_thread, work.run)
+                    work.done()
+            except OSError as error:
+                index.give_up()
+                self._notices.begin("index", f"an index cannot be written: {error}; queries read the log instead")
+                await asyncio.sleep(INDEX_PAUSE_SECONDS)
+            else:
+                self._notices.end("index", "indexes are written again")
 
     async def housekeeping(self) -> None:
         """Runs every ``housekeeping_seconds``, and soon after a subject is deleted or its retention reduced."""

@@ -28,8 +28,10 @@ from plait.server.broker_host import BrokerHost
 from plait.server.cluster.cluster_role import ClusterRole
 from plait.server.connection import ENDED, Connection
 from plait.server.listener import Connections
+from plait.server.operations.queries import Queries
 from plait.server.operations.table import run
 from plait.wire import messages as m
+from plait.wire import query_messages as q
 from plait.wire.admin.operation import answer
 
 
@@ -59,6 +61,7 @@ class Handlers:
             m.LeaseRequest.KIND: self._lease,
             m.RenewRequest.KIND: self._renew,
             m.ReadRequest.KIND: self._read,
+            q.QueryRequest.KIND: Queries(self._broker).serve,
             m.AdminRequest.KIND: self._admin,
             m.RouteRequest.KIND: self._find_route,
             m.MemberHeartbeatRequest.KIND: self._member_heartbeat,

@@ -13,6 +13,7 @@ import msgspec
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, from_code
 from plait.limits import KIB, MIB, PACKET_SIZE_MAX
 from plait.wire import messages as m
+from plait.wire import query_messages as q
 
 _ANSWERS: list[tuple[type[m.PacketHead], type[m.PacketHead]]] = [
     (m.Hello, m.Welcome),
@@ -27,6 +28,7 @@ _ANSWERS: list[tuple[type[m.PacketHead], type[m.PacketHead]]] = [
     (m.LeaseRequest, m.LeaseReply),
     (m.RenewRequest, m.DoneReply),
     (m.ReadRequest, m.ReadReply),
+    (q.QueryRequest, q.QueryReply),
     (m.AdminRequest, m.AdminReply),
     (m.RouteRequest, m.RouteReply),
     (m.MemberHeartbeatRequest, m.MemberHeartbeatReply),

@@ -14,6 +14,7 @@ from plait.errors import DamageError
 from plait.frame.builder import build_frame, pack_stamp
 from plait.frame.coalesce import coalesce
 from plait.frame.view import FrameView
+from plait.storage.index import index_builder
 from plait.storage.index.index_builder import IndexBuilder
 from plait.storage.index.index_file import IndexFile, base_of, index_path
 from plait.storage.index.index_part import IndexPart
@@ -104,11 +105,13 @@ def check(parts: tuple[IndexPart, ...], segment: Segment) -> None:
 
 
 def built(disk: SimulatedDisk, segment: Segment, rng: random.Random, *, trusted: int = 0) -> IndexBuilder:
-    builder = IndexBuilder(disk, BASE, trusted, part_entries=rng.choice([5, 60, 1 << 20]))
-    while builder.step(memoryview(segment.data), segment.end, frames=rng.randrange(1, 20)):
-        if rng.random() < 0.5:
-            builder.publish()
-    builder.publish()
+    builder = IndexBuilder(disk, BASE, trusted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_builder, "PART_ENTRIES", rng.choice([5, 60, 1 << 20]))
+        while builder.step(memoryview(segment.data), segment.end, frames=rng.randrange(1, 20)):
+            if rng.random() < 0.5:
+                builder.publish()
+        builder.publish()
     return builder
 
 
@@ -138,10 +141,12 @@ def test_limited_look_ups_continue(seed: int, position: int):
 
 def finished(segment: Segment, part_entries: int = 40) -> SimulatedDisk:
     disk = SimulatedDisk()
-    builder = IndexBuilder(disk, BASE, 0, part_entries=part_entries)
-    while builder.step(memoryview(segment.data), segment.end):
-        pass
-    builder.finish(memoryview(segment.data))
+    builder = IndexBuilder(disk, BASE, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_builder, "PART_ENTRIES", part_entries)
+        while builder.step(memoryview(segment.data), segment.end):
+            pass
+        builder.finish(memoryview(segment.data))
     return disk
 
 

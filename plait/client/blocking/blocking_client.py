@@ -358,6 +358,8 @@ class SyncClient:
 
     # --- consuming ------------------------------------------------------------------------------
 
+    query = blocking(Client.query)
+
     @signed_as(Client.consumer)
     def consumer(self, *args: Any, **kwargs: Any) -> SyncConsumer:
         """A member of a group, for ``with``; the arguments are those of the asynchronous client."""

@@ -22,7 +22,7 @@ from plait.frame.run_tables import RUN
 from plait.frame.view import FrameView
 from plait.limits import FRAME_COUNT_MAX
 from plait.storage.disk import Disk
-from plait.storage.index.index_file import IndexWriter, SegmentFacts
+from plait.storage.index.index_file import DRAFT, IndexWriter, SegmentFacts, index_path
 from plait.storage.index.index_part import (
     ID_RUN,
     PACKED_RUN,
@@ -38,8 +38,6 @@ from plait.storage.index.index_part import (
 
 #: Entries of a part in the file. A builder has at most about twice as many in memory, 8 bytes each.
 PART_ENTRIES: Final = 1 << 22
-#: Parts in memory; more are joined.
-PARTS_MAX: Final = 16
 #: A step reads at most this many frames and bytes: a few milliseconds.
 STEP_FRAMES: Final = 500
 STEP_BYTES: Final = 4 << 20
@@ -62,12 +60,11 @@ class Indexed(NamedTuple):
 class IndexBuilder:
     """Indexes one segment. ``step``, ``publish`` and ``finish`` block; one thread at a time may call them."""
 
-    def __init__(self, disk: Disk, base: int, trusted: int, *, part_entries: int = PART_ENTRIES) -> None:
+    def __init__(self, disk: Disk, base: int, trusted: int) -> None:
         """Frames before the log offset ``trusted`` are verified; this process verified the others on arrival."""
         self._disk = disk
         self.base = base
         self._trusted = trusted
-        self._part_entries = part_entries
         self._writer: IndexWriter | None = None
         self._written: list[IndexPart] = []
         self._memory: list[IndexPart] = []
@@ -79,6 +76,13 @@ class IndexBuilder:
         self._position = 0
         self._last = -1
         self.indexed = Indexed((), base)
+        #: Where the file is until it is finished.
+        self.draft = index_path(base) + DRAFT
+
+    @property
+    def end(self) -> int:
+        """The log offset up to which frames were read."""
+        return self.base + self._position
 
     def step(self, view: memoryview, end: int, frames: int = STEP_FRAMES, size: int = STEP_BYTES) -> bool:
         """Read some more frames of the segment, which is written up to log offset ``end``. False: all are read."""
@@ -102,7 +106,7 @@ class IndexBuilder:
             # Rows of one frame with the same key need one entry.
             self._keys.append(distinct(keys))
             self._key_count += len(self._keys[-1])
-        if self._key_count + len(self._runs) // PACKED_RUN.size >= self._part_entries:
+        if self._key_count + len(self._runs) // PACKED_RUN.size >= PART_ENTRIES:
             self.publish()
         return self._position < limit
 
@@ -162,11 +166,12 @@ class IndexBuilder:
             keys = np.concatenate(self._keys) if self._keys else np.empty(0, _U64)
             self._memory.append(part_of(keys, np.frombuffer(bytes(self._runs), ID_RUN)))
             self._keys, self._key_count, self._runs = [], 0, bytearray()
-        if sum(map(_entries_in, self._memory)) >= self._part_entries:
+        if sum(map(_entries_in, self._memory)) >= PART_ENTRIES:
             self._write()
-        elif len(self._memory) > PARTS_MAX:
-            self._memory = [joined(self._memory)]
-        self.indexed = Indexed((*self._written, *self._memory), self.base + self._position)
+        while len(self._memory) > 1 and _entries_in(self._memory[-2]) < 2 * _entries_in(self._memory[-1]):
+            # A part is at least twice as large as the next one, so there are few, and each entry is sorted few times.
+            self._memory[-2:] = [joined(self._memory[-2:])]
+        self.indexed = Indexed((*self._written, *self._memory), self.end)
 
     def _write(self) -> None:
         if self._writer is None:
@@ -183,7 +188,7 @@ class IndexBuilder:
         self._write()
         assert self._writer is not None
         crcs = [U32.unpack_from(view, self._last + at)[0] for at in (CRC_OFFSET, STAMP_CRC_OFFSET)]
-        self._writer.finish(SegmentFacts(self.base, self.base + self._position, self.base + self._last, *crcs))
+        self._writer.finish(SegmentFacts(self.base, self.end, self.base + self._last, *crcs))
         self._writer = None
         return True
 

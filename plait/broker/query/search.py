@@ -1,0 +1,294 @@
+"""``Search``: the rows of a partition that a query wants, a bounded part of the log in one call.
+
+Where a segment is indexed, only frames are read that may have the key or the message; elsewhere all frames of the
+partition are read, of which a look for a key reads only the column of key hashes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from plait.broker.partitions.partition import Partition
+from plait.broker.query.message_index import MessageIndex
+from plait.errors import DamageError, FrameError
+from plait.filter.message_filter import Filter
+from plait.filter.scan_budget import ScanBudget
+from plait.frame.builder import Buffer
+from plait.frame.columns import Column
+from plait.frame.header import HEADER_SIZE, SEQUENCE_MAX, STAMP_OFFSET, TIME_MAX
+from plait.frame.slicing import slice_mask
+from plait.frame.view import FrameView
+from plait.storage.index.index_builder import Indexed
+from plait.storage.index.index_part import UNIT, IndexPart, Positions
+from plait.storage.logs.consume_log import ConsumeLog
+from plait.storage.logs.log import Log
+from plait.storage.logs.segment import Segment
+
+Mask = npt.NDArray[np.bool_]
+#: Positions that one look-up in a part of an index returns.
+LOOKUP_MAX: Final = 4096
+#: Comparing a key hash costs much less than evaluating a condition.
+HASHES_PER_ROW: Final = 16
+#: Records of a consume log that are searched at a time.
+RECORDS: Final = 4096
+
+
+class QueryTerms(msgspec.Struct, frozen=True):
+    """What a message must be like. Only messages stored in [since, until) are wanted, in microseconds."""
+
+    #: The key and its hash.
+    key: tuple[bytes, int] | None = None
+    #: (producer, producer sequence).
+    message_id: tuple[int, int] | None = None
+    matching: Filter | None = None
+    since: int = 0
+    until: int = TIME_MAX + 1
+
+    @property
+    def indexed(self) -> bool:
+        """True if indexes help."""
+        return self.key is not None or self.message_id is not None
+
+    def rows(self, frame: FrameView, *, verified: bool) -> Mask | None:
+        """The wanted rows of a frame; None: there are none, or the frame is damaged."""
+        if not self.since <= frame.store_time < self.until:
+            return None
+        try:
+            mask = self._found(frame)
+            if mask is None:
+                return None
+            if not verified:
+                frame.verify()
+        except FrameError:
+            return None
+        if self.matching is not None:
+            mask = mask & self.matching.rows(frame)
+        return mask if mask.any() else None
+
+    def _found(self, frame: FrameView) -> Mask | None:
+        """The rows with the id and the key."""
+        mask = np.ones(frame.count, bool) if self.message_id is None else _rows_of_id(frame, *self.message_id)
+        if mask is not None and self.key is not None:
+            keyed = _rows_of_key(frame, *self.key)
+            mask = None if keyed is None else mask & keyed
+        return mask
+
+
+def _rows_of_id(frame: FrameView, producer: int, number: int) -> Mask | None:
+    if not frame.has(Column.RUNS) and not (
+        frame.producer == producer and frame.first <= number < frame.first + frame.count
+    ):
+        return None
+    producers, numbers = frame.message_ids()
+    mask: Mask = (producers == np.uint64(producer)) & (numbers == np.uint64(number))
+    return mask
+
+
+def _rows_of_key(frame: FrameView, key: bytes, key_hash: int) -> Mask | None:
+    hashes = frame.key_hashes()
+    if hashes is None or not frame.has(Column.KEY):
+        return None
+    mask: Mask = hashes == np.uint64(key_hash)
+    if not mask.any():
+        return None
+    # Different keys may have the same hash.
+    equal: Mask = pc.equal(frame.binary(Column.KEY), key).to_numpy(zero_copy_only=False)
+    return mask & equal
+
+
+class QueryBatch(msgspec.Struct, eq=False):
+    """The rows that one call found, and how far it came."""
+
+    #: The search continues here.
+    next: int
+    #: The search ends here.
+    end: int
+    parts: list[Buffer] = []
+    count: int = 0
+    size: int = 0
+    inflated: int = 0
+    #: What was examined.
+    rows: int = 0
+    bytes: int = 0
+
+    @property
+    def more(self) -> bool:
+        return self.next < self.end
+
+
+def span(partition: Partition, since: int, until: int) -> tuple[int, int]:
+    """The visible sequences [start, end) outside of which no row was stored in [since, until)."""
+    start = partition.sequence_at_time(since) if since > 0 else partition.start
+    return start, min(_end_before(partition.consume_log, until), partition.visible)
+
+
+def _end_before(log: ConsumeLog, time: int) -> int:
+    """The end of the last frame that was stored before a time."""
+    if time > TIME_MAX:
+        return SEQUENCE_MAX
+    high = len(log)
+    while high:
+        low = max(high - RECORDS, 0)
+        records = log.slice(low, high)
+        before = np.flatnonzero(records["time"] < np.int64(time))
+        if len(before):
+            last = records[before[-1]]
+            return int(last["base"]) + int(last["count"])
+        high = low
+    return 0
+
+
+class Search:
+    """One call: looks until it has found enough, or the budget of the turn has no room."""
+
+    def __init__(
+        self, partition: Partition, log: Log, index: MessageIndex, terms: QueryTerms, budget: ScanBudget
+    ) -> None:
+        self._budget = budget
+        self._partition = partition
+        self._log = log
+        self._index = index
+        self._terms = terms
+        self._full = False
+
+    def run(self, start: int, end: int, count: int, size: int) -> QueryBatch:
+        """Examine rows from sequence ``start`` to before ``end``; return at most ``count`` and about ``size`` bytes."""
+        partition, log = self._partition, self._log
+        partition.expire_deleted(log)
+        end = min(end, partition.visible)
+        self._count, self._size = count, size
+        self._batch = batch = QueryBatch(min(max(start, partition.start), max(end, 0)), end)
+        while batch.next < end and not self._full:
+            _, record = partition.consume_log.locate(batch.next)
+            if record is None or record.base >= end:
+                batch.next = end
+                break
+            segment, indexed = self._indexed(record.offset)
+            if segment is None or indexed is None or record.offset >= indexed.end:
+                stop = end if segment is None or not self._terms.indexed else self._sequence_at(segment.end, end)
+                self._scan(stop)
+                continue
+            try:
+                self._look_up(segment, indexed, record.offset, end)
+            except DamageError as error:
+                self._index.reject(segment.base, error)
+        return batch
+
+    def _indexed(self, offset: int) -> tuple[Segment | None, Indexed | None]:
+        if not self._terms.indexed:
+            return None, None
+        try:
+            segment = self._log.segment_at(offset)
+        except DamageError:
+            return None, None
+        return segment, self._index.of(segment)
+
+    def _sequence_at(self, offset: int, end: int) -> int:
+        """The first sequence of the partition at or after a log offset, at most ``end``."""
+        log = self._partition.consume_log
+        index = log.find_offset(offset)
+        return min(log.record(index).base, end) if index < len(log) else end
+
+    # --- without an index -----------------------------------------------------------------------
+
+    def _scan(self, stop: int) -> None:
+        """Examine all frames up to a sequence."""
+        batch, terms = self._batch, self._terms
+        verified = not terms.indexed
+        for first, last, frame in self._partition.walk(self._log, batch.next, stop, again=verified):
+            if not self._may_examine():
+                return
+            if frame is None:
+                batch.next = last
+            elif not self._examine(frame, first, last, verified=verified):
+                return
+        # The rows up to here are gone: they were expired or lost meanwhile.
+        batch.next = max(batch.next, stop)
+
+    # --- with an index --------------------------------------------------------------------------
+
+    def _look_up(self, segment: Segment, indexed: Indexed, offset: int, end: int) -> None:
+        """Examine the frames of a segment, from a log offset on, that its index names."""
+        batch = self._batch
+        for part in indexed.parts:
+            position, whole = max(offset - segment.base, 0), False
+            while not whole:
+                self._budget.spend(0, 0)
+                positions, whole = self._positions(part, position)
+                for at in self._own(segment, positions):
+                    frame = FrameView(segment.view, at)
+                    if frame.base >= end:
+                        batch.next = end
+                        return
+                    if frame.end <= batch.next:
+                        continue
+                    if not self._may_examine() or not self._examine(
+                        frame, max(frame.base, batch.next), min(frame.end, end), verified=False
+                    ):
+                        return
+                if not whole:
+                    position = int(positions[-1]) + UNIT
+                    batch.next = max(batch.next, self._sequence_at(segment.base + position, end))
+                    if not self._may_examine():
+                        return
+        batch.next = max(batch.next, self._sequence_at(indexed.end, end))
+        self._may_examine()
+
+    def _positions(self, part: IndexPart, position: int) -> tuple[Positions, bool]:
+        terms = self._terms
+        if terms.message_id is not None:
+            positions = part.message_id(*terms.message_id, LOOKUP_MAX)
+            return positions[positions >= position], True
+        assert terms.key is not None
+        return part.key(terms.key[1], position, LOOKUP_MAX)
+
+    def _own(self, segment: Segment, positions: Positions) -> list[int]:
+        """The positions of frames of the partition."""
+        if not len(positions):
+            return []
+        if int(positions[-1]) + HEADER_SIZE > len(segment.view):
+            raise DamageError("an index has a position outside of its segment")
+        words = np.frombuffer(segment.view, "<u4", len(segment.view) // 4)
+        own: list[int] = positions[words[(positions + STAMP_OFFSET) // 4] == self._partition.id].tolist()
+        return own
+
+    # --- frames ---------------------------------------------------------------------------------
+
+    def _may_examine(self) -> bool:
+        batch = self._batch
+        self._full = self._full or batch.count >= self._count or not self._budget.has_room()
+        return not self._full
+
+    def _examine(self, frame: FrameView, first: int, last: int, *, verified: bool) -> bool:
+        """Add the wanted rows of [first, last). False: the frame, or a part of it, did not fit."""
+        batch, terms = self._batch, self._terms
+        mask = terms.rows(frame, verified=verified)
+        self._budget.spend(frame.count // HASHES_PER_ROW if terms.matching is None else frame.count, frame.size)
+        rows = np.empty(0, np.int64) if mask is None else np.flatnonzero(mask[first - frame.base : last - frame.base])
+        whole = len(rows) <= self._count - batch.count
+        if not whole:
+            # The next call continues after the last row that fits.
+            rows = rows[: self._count - batch.count]
+            last = first + int(rows[-1]) + 1
+        if len(rows):
+            chosen = np.zeros(frame.count, bool)
+            chosen[rows + (first - frame.base)] = True
+            parts = [frame.buffer] if chosen.all() else slice_mask(frame, chosen).parts
+            size = sum(map(len, parts))
+            if batch.count and batch.size + batch.inflated + size + frame.inflated_size > self._size:
+                self._full = True
+                return False
+            batch.parts += parts
+            batch.count += len(rows)
+            batch.size += size
+            batch.inflated += frame.inflated_size
+        batch.rows += last - first
+        batch.bytes += frame.size + frame.inflated_size
+        batch.next = last
+        self._full = not whole
+        return whole
