@@ -83,9 +83,14 @@ class QueryModel:
                 return
             if self.draw.random() < 0.1:
                 return
-            self.work.run()
-            self.work.done()
-            self.work = None
+            work, self.work = self.work, None
+            try:
+                work.run()
+                work.done()
+            except OSError:
+                # The draft of the file was removed.
+                index.give_up()
+                return
 
     def roll(self) -> None:
         self.node.turn()
