@@ -10,7 +10,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import filters, headers, meta, ordered, ordered_handover, partitions, retry, schedule, throughput, turns
+from benchmarks import (
+    filters,
+    headers,
+    meta,
+    ordered,
+    ordered_handover,
+    partitions,
+    query,
+    retry,
+    schedule,
+    throughput,
+    turns,
+)
 from benchmarks import scale as scale_suite
 from benchmarks.plot import plot
 from benchmarks.result import Result, write_json
@@ -26,6 +38,7 @@ SUITES: dict[str, Suite] = {
     "latency": lambda smoke: throughput.latency(_scale(smoke)),
     "headers": headers.header_forms,
     "filters": filters.scans,
+    "query": query.by_key,
     "backlog": scale_suite.backlog,
     "subjects": scale_suite.many_subjects,
     "turns": turns.longest_turn,

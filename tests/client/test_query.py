@@ -73,7 +73,7 @@ async def test_a_limit_leaves_the_rest_to_the_token(client: plait.Client) -> Non
 async def test_caps_make_a_result_partial_and_the_token_continues(
     client: plait.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.broker.query.search.QUERY_FRAMES", 4)
+    monkeypatch.setattr("plait.filter.scan_budget.FILTER_SCAN_FRAMES", 4)
     for number in range(40):
         await client.send("s", b"%d" % number, headers={"n": number})
     first = await client.query("s", where="n >= 30", scan_count=10)

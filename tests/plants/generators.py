@@ -19,6 +19,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from plait.testing.simulated_disk import SimulatedDisk
 from tests.broker import ordered_world
 from tests.broker.test_lost_files import LIVES, check_all, overwrite, remove_files
+from tests.broker.test_query_model import run_queries
 from tests.broker.test_schedule_model import Scheduling
 from tests.sim.cluster import Cluster
 from tests.sim.ordered_cluster import OrderedCluster
@@ -85,6 +86,11 @@ def _schedule_model(seed: int) -> None:
     run_state_machine_as_test(machine, settings=drawn)
 
 
+def _query_model(seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        run_queries(seed, patch)
+
+
 def _lives(seed: int) -> None:
     Trace(seed, "sync" if seed % 2 else "async", SimulatedDisk()).run()
 
@@ -117,6 +123,7 @@ SHARED_CLUSTER = Generator("shared cluster", _shared_cluster, 16)
 SINK_CLUSTER = Generator("sink cluster", _sink_cluster, 20)
 CRASH_POINTS = Generator("crash explorer", _crash_points, 16)
 ORDERED_MODEL = Generator("model of ordered groups", _ordered_model, 80)
+QUERY_MODEL = Generator("model of queries", _query_model, 60)
 SCHEDULE_MODEL = Generator("model of delayed messages", _schedule_model, 20)
 BROKER_LIVES = Generator("lives of a broker", _lives, 20)
 REMOVED_FILES = Generator("lives whose files are removed", _removed_files, 8)

@@ -59,6 +59,8 @@ PLANTS: list[Plant] = [
     Plant(broker_defects.remember_who_left, generators.BROKER_LIVES, (1, 2, 3, 4, 5, 6)),
     Plant(lost_files.believe_marks_of_frames_alone, generators.OVERWRITTEN_FILES),
     Plant(lost_files.begin_where_the_first_file_does, generators.REMOVED_FILES),
+    Plant(broker_defects.believe_equal_hashes, generators.QUERY_MODEL, (0, 1)),
+    Plant(broker_defects.believe_indexes_are_complete, generators.QUERY_MODEL, (0, 1)),
     # Ordered groups.
     Plant(broker_defects.skip_copies_behind_a_stale_start, generators.ORDERED_MODEL, (0,)),
     Plant(model_defects.take_a_row_that_does_not_fit_again, generators.ORDERED_MODEL, (0, 2)),

@@ -14,12 +14,15 @@ from plait.broker.groups.attachments import Attachments
 from plait.broker.groups.dead_letters import DeadLetters
 from plait.broker.groups.shared_group import SharedGroup
 from plait.broker.partitions.partition import SHARDS, LogPositions, Partition
+from plait.broker.query import search
+from plait.broker.query.message_index import MessageIndex
 from plait.broker.recovery import checkpointer as snapshot
 from plait.broker.recovery import replay as recover
 from plait.broker.recovery.segment_headers import SegmentHeaders
 from plait.broker.retention import Retention
 from plait.broker.schedule.bucketed import BucketedRows
 from plait.broker.turn import Turn
+from plait.frame.view import FrameView
 from plait.storage import checkpoint, marks
 from plait.storage.cursor import Cursor
 from plait.storage.disk import Disk
@@ -349,3 +352,24 @@ def delete_letters_before_it_is_known(patch: Patch) -> None:
 def leave_consume_files_of_the_dead(patch: Patch) -> None:
     """Only the process that replaced consume logs knows which files to remove."""
     patch.setattr(snapshot.Snapshots, "drop_unknown_consume_logs", lambda self: None)
+
+
+def believe_equal_hashes(patch: Patch) -> None:
+    """A query by key returns messages of other keys with the same hash."""
+
+    def naive(frame: FrameView, _: bytes, number: int) -> Any:
+        hashes = frame.key_hashes()
+        return None if hashes is None or number not in hashes else hashes == number
+
+    patch.setattr(search, "_rows_of_key", naive)
+
+
+def believe_indexes_are_complete(patch: Patch) -> None:
+    """A query does not search the part of the newest segment that is not indexed yet."""
+    of = MessageIndex.of
+
+    def naive(self: MessageIndex, segment: Segment) -> Any:
+        found = of(self, segment)
+        return None if found is None else found._replace(end=segment.end)
+
+    patch.setattr(MessageIndex, "of", naive)
