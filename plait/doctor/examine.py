@@ -10,6 +10,7 @@ from pathlib import Path
 from plait.doctor.checkpoint_check import examine_buckets, examine_checkpoints
 from plait.doctor.consume_log_check import ConsumeCheck
 from plait.doctor.findings import CheckReport, LogFacts
+from plait.doctor.index_check import examine_indexes
 from plait.doctor.log_checks import ActionCheck, RetainedCheck
 from plait.doctor.log_walk import Walk
 from plait.doctor.message_log_check import MessageCheck
@@ -19,6 +20,7 @@ from plait.errors import DataDirError
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import FORMAT_VERSION
 from plait.storage.disk import GROUPS, LOCK, RealDisk
+from plait.storage.index.index_file import DIRECTORY as INDEX
 from plait.storage.logs.action_log import DIRECTORY as ACTION
 from plait.storage.logs.consume_log import DIRECTORY as CONSUME
 from plait.storage.logs.recovery import QUARANTINE
@@ -27,7 +29,7 @@ from plait.storage.marks import ARCHIVED, IDENTITY, mark_path
 from plait.storage.schedule.bucket import DIRECTORY as SCHEDULE
 
 MESSAGE = "message"
-OURS = {MESSAGE, RETAINED, ACTION, CHECKPOINTS, CONSUME, QUARANTINE, LOCK, SCHEDULE}
+OURS = {MESSAGE, RETAINED, ACTION, CHECKPOINTS, CONSUME, QUARANTINE, LOCK, SCHEDULE, INDEX}
 OURS |= {mark_path(MESSAGE), mark_path(RETAINED), mark_path(ACTION), IDENTITY, ARCHIVED, GROUPS, SHARED, *META}
 
 #: Called with the name of a step, the bytes done and the total.
@@ -92,6 +94,7 @@ def _examine(path: Path, on_step: OnStep) -> CheckReport:
     report.action_log = actions.facts
     ActionCheck(actions, (messages.end, retained.end), report).run()
     MetaCheck(path, message_check.catalog, report).run()
+    examine_indexes(disk, MESSAGE, report)
     examine_buckets(disk, newest.buckets if newest else [], report)
     report.quarantine = [f"{QUARANTINE}/{name}" for name in disk.list(QUARANTINE)]
     for name in sorted(set(entries) - OURS):

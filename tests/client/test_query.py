@@ -155,7 +155,7 @@ async def indexed(broker: EmbeddedBroker) -> int:
     """Wait until all sealed segments have an index; returns how many."""
     async with asyncio.timeout(30):
         while True:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0)
             served = broker._server.broker_host.broker  # type: ignore[union-attr]
             index, log = served.message_index, served.message_log
             if index._files is not None and index._files == {each.base for each in log.segments[:-1]}:

@@ -20,6 +20,7 @@ from plait.model.retry_policy import Retry
 from plait.model.transaction_row import TransactionRow
 from plait.wire import codec
 from plait.wire import messages as m
+from plait.wire import query_messages as q
 
 KINDS: dict[str, type[m.PacketHead]] = {kind.__name__: kind for kind in m.PacketHead.__subclasses__()}
 
@@ -80,6 +81,11 @@ GOLDEN: list[tuple[m.PacketHead, str]] = [
         "97a1639193a173a167c305cb4024000000000000c29192a173a16700",
     ),
     (
+        q.QueryRequest("p", "k", (1, 2), None, 3, 4, (5, 6), 7, 8),
+        "99a170a16b920102c003049205060708",
+    ),
+    (q.QueryReply(2, "p", 5, 9, 4, 1000), "9602a170050904cd03e8"),
+    (
         m.MemberHeartbeatReply(
             6,
             [("s", "g", "exclusive", [(0, 512, 7)])],
@@ -112,6 +118,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     list[str]: st.lists(texts, max_size=4),
     int | None: st.none() | numbers,
     str | None: st.none() | texts,
+    tuple[int, int] | None: st.none() | st.tuples(numbers, numbers),
     float | None: st.none() | st.floats(allow_nan=False),
     Reason | None: st.none() | st.builds(Reason, texts, texts, texts),
     FilterTerms | None: st.none() | st.builds(FilterTerms, st.builds(TagFilter, any=st.tuples(texts)), texts),
@@ -181,6 +188,7 @@ def test_every_kind_has_a_unique_number_and_frozen_bytes():
     assert {kind.KIND for kind in KINDS.values()} == {
         1, 2, 3, 4, 5, 10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 40, 41, 50, 51, 52, 53,
         60, 61,
+        70, 71,
     }  # fmt: skip
     assert len({kind.KIND for kind in KINDS.values()}) == len(KINDS)
     assert {type(message) for message, _ in GOLDEN} == set(KINDS.values())

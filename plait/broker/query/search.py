@@ -19,7 +19,7 @@ from plait.errors import DamageError, FrameError
 from plait.filter.message_filter import Filter
 from plait.filter.scan_budget import ScanBudget
 from plait.frame.builder import Buffer
-from plait.frame.columns import Column
+from plait.frame.columns import SMALL_COUNT, Column
 from plait.frame.header import HEADER_SIZE, SEQUENCE_MAX, STAMP_OFFSET, TIME_MAX
 from plait.frame.slicing import slice_mask
 from plait.frame.view import FrameView
@@ -55,20 +55,15 @@ class QueryTerms(msgspec.Struct, frozen=True):
         return self.key is not None or self.message_id is not None
 
     def rows(self, frame: FrameView, *, verified: bool) -> Mask | None:
-        """The wanted rows of a frame; None: there are none, or the frame is damaged."""
+        """The wanted rows of a frame; None: there are none. ``FrameError``: the frame is damaged."""
         if not self.since <= frame.store_time < self.until:
             return None
-        try:
-            mask = self._found(frame)
-            if mask is None:
-                return None
+        mask = self._found(frame)
+        if mask is not None and self.matching is not None:
             if not verified:
                 frame.verify()
-        except FrameError:
-            return None
-        if self.matching is not None:
             mask = mask & self.matching.rows(frame)
-        return mask if mask.any() else None
+        return mask if mask is not None and mask.any() else None
 
     def _found(self, frame: FrameView) -> Mask | None:
         """The rows with the id and the key."""
@@ -94,10 +89,15 @@ def _rows_of_key(frame: FrameView, key: bytes, key_hash: int) -> Mask | None:
     if hashes is None or not frame.has(Column.KEY):
         return None
     mask: Mask = hashes == np.uint64(key_hash)
-    if not mask.any():
+    rows = np.flatnonzero(mask)
+    if not len(rows):
         return None
     # Different keys may have the same hash.
-    equal: Mask = pc.equal(frame.binary(Column.KEY), key).to_numpy(zero_copy_only=False)
+    keys = frame.binary(Column.KEY)
+    if len(rows) <= SMALL_COUNT:
+        mask[rows] = [keys[row].as_py() == key for row in rows.tolist()]
+        return mask
+    equal: Mask = pc.equal(keys, key).to_numpy(zero_copy_only=False)
     return mask & equal
 
 
@@ -267,7 +267,11 @@ class Search:
     def _examine(self, frame: FrameView, first: int, last: int, *, verified: bool) -> bool:
         """Add the wanted rows of [first, last). False: the frame, or a part of it, did not fit."""
         batch, terms = self._batch, self._terms
-        mask = terms.rows(frame, verified=verified)
+        try:
+            mask = terms.rows(frame, verified=verified)
+        except FrameError:
+            # Readers leave damaged frames out, too.
+            mask = None
         self._budget.spend(frame.count // HASHES_PER_ROW if terms.matching is None else frame.count, frame.size)
         rows = np.empty(0, np.int64) if mask is None else np.flatnonzero(mask[first - frame.base : last - frame.base])
         whole = len(rows) <= self._count - batch.count
@@ -278,7 +282,10 @@ class Search:
         if len(rows):
             chosen = np.zeros(frame.count, bool)
             chosen[rows + (first - frame.base)] = True
-            parts = [frame.buffer] if chosen.all() else slice_mask(frame, chosen).parts
+            try:
+                parts = [frame.verify().buffer] if chosen.all() else slice_mask(frame, chosen).parts
+            except FrameError:
+                parts, rows = [], rows[:0]
             size = sum(map(len, parts))
             if batch.count and batch.size + batch.inflated + size + frame.inflated_size > self._size:
                 self._full = True

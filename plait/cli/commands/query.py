@@ -55,8 +55,11 @@ def query(
             **scan,
         )
 
-    result = node.run(find)
-    if node.output == "json":
+    _show(node.run(find), node.output)
+
+
+def _show(result: QueryResult, output: str) -> None:
+    if output == "json":
         print_json(
             {
                 "messages": [fields_of(message) for message in result],
