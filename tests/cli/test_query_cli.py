@@ -15,7 +15,7 @@ def test_messages_are_found_by_key_id_and_condition(here: Here, subject: str):
     assert (found["partial"], found["reason"], found["token"]) == (False, None, None)
     by_id = json.loads(here("query", subject, "--id", found["messages"][1]["message_id"], "-o", "json").stdout)
     assert [message["body"] for message in by_id["messages"]] == ["3"]
-    table = here("query", subject, "--where", "n >= 2", "--since", "-1h").stdout.decode().split("\n")
+    table = here("query", subject, "--where", "n >= 2", "--since", "-1h").stdout.decode().strip().split("\n")
     assert table[0].split() == ["stored", "partition", "sequence", "message", "id", "key", "body"]
     assert [line.split()[-1] for line in table[2:4]] == ["2", "3"]
 
