@@ -158,7 +158,7 @@ async def indexed(broker: EmbeddedBroker) -> int:
             await asyncio.sleep(0)
             served = broker._server.broker_host.broker  # type: ignore[union-attr]
             index, log = served.message_index, served.message_log
-            if index._files is not None and index._files == {each.base for each in log.segments[:-1]}:
+            if index._files is not None and all(index.of(each) for each in log.segments[:-1]) and not index._builder:
                 return len(index._files)
 
 
